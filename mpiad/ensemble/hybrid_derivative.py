@@ -36,19 +36,20 @@ def hybrid_solution(solved: HybridSolve, given: Batch) -> EnsembleSolution:
     """Return the solution of a solve that has run, traced where `given`, the batch that it was made of, is."""
     batch, settings, codes = solved.batch, solved.settings, solved.codes
     u, u_end, reached = solved.saves.states, solved.u.T, solved.t
-    where: Array | None = None
+    where: Callable[[], Array] | None = None
     if given.traced and solved.chained:
-        u, u_end, reached, where = _Chain(solved, given).results()
+        u, u_end, reached, chained = _Chain(solved, given).results()
+        where = lambda: chained  # noqa: E731
     elif given.traced:
         run, due = Run(batch, settings, solved.outcome()), solved.given.traced(given)
         u, u_end, reached, crossed = traced_results(run, u, u_end, given, due)
-        where = _event_times(solved, run, due, reached, crossed)
+        where = lambda: _event_times(solved, run, due, reached, crossed)  # noqa: E731
 
     def events() -> dict:
         ids, which, times, _ = solved.happened()
         order = np.argsort(ids, kind="stable")
         who, event = np.stack([ids, which])[:, order].astype(int).tolist()
-        when = (times if where is None else where)[order]
+        when = (times if where is None else where())[order]
         return by_trajectory(who, event, when if isbox(when) else when.tolist())
 
     later: dict[str, Callable[[], Any]] = {"retcode": lambda: names_of(codes), "events": events}

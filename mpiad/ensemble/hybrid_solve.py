@@ -8,10 +8,10 @@ depend on no other. A piece's first step is the one that would have been next.
 Where the affect leaves a condition at its root, the next piece looks for the way back only, and its first step is so short
 that it isn't back by then (`root_departure`).
 
-Where derivatives are wanted the steps of all pieces make one record, in which events stand between steps (`jumps`); of
-kernels the pieces themselves are kept (`hybrid_derivative`). Where they aren't, a kernel may let events at
-given times act itself: then all is one piece. By columns trajectories whose events come at times of their own re-enter the
-running columns (`rolling_pieces`). Both give the numbers of pieces that all go together.
+Where derivatives are wanted the steps of all pieces make one record, in which events stand between steps (`jumps`). Of
+kernels the pieces themselves are kept (`hybrid_derivative`), unless a kernel lets events at given times act itself: then
+all is one piece. By columns trajectories whose events come at times of their own re-enter the running columns
+(`rolling_pieces`). Both give the numbers of pieces that all go together.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ class HybridSolve:
         self.chained = chained and settings.record
         self._log = Log(settings.checkpoints) if settings.record and not chained else None
         self._steps: list[tuple[int, Steps]] = []
+        self._whole: Outcome | None = None  # of a kernel, with its own record
         self._jumps: list[Jump] = []
         self._tables: list[Array] = []
         self._happened: list[Array] = []
@@ -107,7 +108,7 @@ class HybridSolve:
                 if not moving.size:
                     return
                 if self._way == "whole":
-                    return self._flow_through(moving)
+                    return self._flow_through(moving if self._log is None else np.arange(self.batch.size))
                 if self._way == "rolling" and not self._sides and (self._found or not self.given.alike):
                     return self._keep(moving, RollingPieces(self, moving).run())
                 for ids in self._alike(moving):
@@ -143,6 +144,10 @@ class HybridSolve:
         save_step = self.saves.steps
         # What would be saved where the next step begins, and there is none.
         save_step[save_step == self.naccept[:, None]] = FINAL
+        if self._whole is not None:
+            found = self._whole
+            found.codes, found.saved, found.save_step, found.jumps = self.codes, self.saves.states, save_step, self._jumps
+            return found
         return Outcome(
             self.u, self.t, self.codes, self.naccept, self.nreject, self.saves.states, save_step, np.ones(batch.size),
             event_table=table[:, in_order(table)], jumps=self._jumps,
@@ -212,19 +217,32 @@ class HybridSolve:
 
     def _flow_through(self, ids: Array) -> None:
         """Solve from the start to the end, with all events on the way."""
-        first, end, p = self._of(self._slot, ids), self._of(self.batch.end, ids), self.batch.p
+        start, p, failed = self._of(self.batch.start, ids), self.batch.p, self._of(self.codes, ids) != _MOVING
+        # What has failed at the start stays there.
+        first, end = self._of(self._slot, ids), np.where(failed, start, self._of(self.batch.end, ids))
+        known, places = self.codes[ids[failed]], self.saves.places(ids, end)
+        places[failed] = -1
+        slots = len(self.given.times) if self.settings.record else 0
         due = DueTimes(
-            self._of(self.given.times, ids), self._of(self.given.event, ids), np.stack([first, np.zeros(len(ids), int)])
-        )
+            self._of(self.given.times, ids), self._of(self.given.event, ids), np.stack([first, np.zeros(len(ids), int)]),
+np.full((len(ids), slots), -1), np.empty((len(ids), slots, len(self.u)), self.u.dtype),
+        )  # fmt: skip
         batch = self.batch._replace(
-            u0=self._of(self.u, ids).copy(), start=self._of(self.batch.start, ids), end=end,
-            p=p._replace(leaves=self._leaves(ids)),
+            u0=self._of(self.u, ids).copy(), start=start, end=end, p=p._replace(leaves=self._leaves(ids))
         )  # fmt: skip
         settings = self.settings._replace(events=(), progress=None, saveat=self.saves.times(ids), given_times=due)
         outcome, slot = self.advance(batch, settings), np.full(len(ids), AT_END)
         self._passed = ids, first, due.slots[0]
-        self._take(slot, self.saves.places(ids, end), Flow(ids, slot, batch, settings, outcome, ((), (), ())))  # type: ignore[arg-type]
+        self._take(slot, places, Flow(ids, slot, batch, settings, outcome, ((), (), ())))  # type: ignore[arg-type]
         self._set(self.nf, ids, self._of(self.nf, ids) + due.slots[1])
+        self.codes[ids[failed]] = known
+        if self._log is not None:
+            met = due.number >= 0
+            self._whole, (own, slot) = outcome, np.nonzero(met)
+            # States after events are in the record, and none are computed again.
+            before = due.before[met].T
+            at = self.given.event[slot, own], slot, self.given.times[slot, own]
+            self._jumps.append(Jump(own, due.number[met], *at, before, before))
 
     def _of(self, x: Array, ids: Array) -> Array:
         """Return an array of some trajectories, each once and in order, which nobody writes into: of all without a copy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.sorted_sweep import columns_of, grouped
+from mpiad.ensemble.step_sweep import Columns
 
 if TYPE_CHECKING:
     from mpiad.ensemble.sorted_sweep import SortedSweep
@@ -25,7 +27,7 @@ class Jump(NamedTuple):
     ----------
     ids, number : array of int, shape (n,)
         The trajectories, and how many steps each had made.
-    event : int
+    event : int or array of int, shape (n,)
     slot : array of int, shape (n,)
         At which given times; FOUND where a condition had vanished.
     time : array, shape (n,)
@@ -34,7 +36,7 @@ class Jump(NamedTuple):
 
     ids: Array
     number: Array
-    event: int
+    event: int | Array
     slot: Array
     time: Array
     before: Array
@@ -50,19 +52,32 @@ class Jumps:
     time : array, shape (m,)
     before, after : array, shape (d, m)
         All as in `Jump`.
-    turn : array of int, shape (m,)
-        How many others of the trajectory came after the same step.
     """
 
-    def __init__(self, jumps: list[Jump], live: Array):
-        joined = [np.concatenate(parts, axis=-1) for parts in zip(*(j._replace(event=0 * j.ids + j.event) for j in jumps))]
-        order = np.argsort(joined[0], kind="stable")
-        order = order[live[joined[0][order]]]
-        self.ids, self.number, self.event, self.slot, self.time, self.before, self.after = (x[..., order] for x in joined)
+    def __init__(self, jumps: Sequence[Jump], live: Array):
+        parts = zip(*(jump._replace(event=0 * jump.ids + jump.event) for jump in jumps))
+        joined = [part[0] if len(jumps) == 1 else np.concatenate(part, axis=-1) for part in map(list, parts)]
+        ids = joined[0]
+        if (ids[1:] < ids[:-1]).any() or not live.all():
+            order = np.argsort(ids, kind="stable")
+            order = order[live[ids[order]]]
+            joined = [x[..., order] for x in joined]
+        self.ids, self.number, self.event, self.slot, self.time, self.before, self.after = joined
+
+    @cached_property
+    def turn(self) -> Array:
+        """How many others of the trajectory came after the same step."""
         first = np.ones(len(self.ids), bool)
         first[1:] = (self.ids[1:] != self.ids[:-1]) | (self.number[1:] != self.number[:-1])
         place = np.arange(len(first))
-        self.turn = place - np.maximum.accumulate(np.where(first, place, 0))
+        return place - np.maximum.accumulate(np.where(first, place, 0))
+
+    @cached_property
+    def kinds(self) -> list[tuple[int, Columns]]:
+        """Each event, and which jumps are of it."""
+        events = np.flatnonzero(np.bincount(self.event)).tolist()
+        # Of a single one without a copy of all.
+        return [(e, np.flatnonzero(self.event == e) if len(events) > 1 else slice(None)) for e in events]
 
     @cached_property
     def still(self) -> Array:
@@ -77,7 +92,9 @@ class Jumps:
     def at_start(self) -> list[Array]:
         """Return which come before the first step, one of each trajectory after the other."""
         rows = np.flatnonzero(self.number == 0)
-        return [rows[self.turn[rows] == turn] for turn in range(int(self.turn[rows].max(initial=-1)) + 1)]
+        if not rows.size:
+            return []
+        return [rows[self.turn[rows] == turn] for turn in range(int(self.turn[rows].max()) + 1)]
 
     def by_visits(self, sweep: SortedSweep) -> dict[int, list[tuple[Array, Array]]]:
         """Return by the visits of a sweep which come after its step, with their columns; one of each column at a time."""

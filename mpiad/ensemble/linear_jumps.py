@@ -11,7 +11,7 @@ state would move by f between them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from mpiad.ensemble.event_affects import affect_field
 from mpiad.ensemble.jumps import FOUND, Jumps
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
+from mpiad.ensemble.step_sweep import Columns
 
 __all__ = ["LinearJumps"]
 
@@ -54,46 +55,47 @@ class LinearJumps:
         # Which component of what is after gives what to which before: only what isn't zero.
         self._terms: list[tuple[int, int, int, Array]] = []
         self._by_time: list[tuple[int, int, Array]] = []
+        self._rates = self._drifts() if timed else None
+        pulls = [self._traced(e, rows, (), timed, keep=True) for e, rows in jumps.kinds]
         # Derivatives are linear in real and imaginary parts.
         for part, unit in enumerate((1.0, 1j) if np.iscomplexobj(jumps.before) else (1.0,)):
             for c in range(len(jumps.before)):
-                self._linearize(part, c, unit)
-        self._rates = self._drifts() if timed else None
+                self._linearize(pulls, part, c, unit)
 
-    def _linearize(self, part: int, c: int, unit: complex) -> None:
+    def _linearize(self, pulls: Sequence[Callable], part: int, c: int, unit: complex) -> None:
+        """Note what component c of the states after gives to those before, and to times."""
         before, by_time = np.zeros_like(self._after), np.zeros(len(self._jumps.ids))
-        for rows in self._kinds():
-            seed = np.zeros_like(before[:, rows])
+        for (_, rows), pull in zip(self._jumps.kinds, pulls):
+            seed = np.zeros_like(before, shape=(len(before), len(self._jumps.ids[rows])))
             seed[c] = unit
-            bar, *_, time = self._pulled(rows, seed, (), self._timed)
-            before[:, rows] = 0 if bar is None else bar
-            if self._timed and time is not None:
+            bar, *_, time = pull(seed)
+            if bar is not None:
+                before[:, rows] = bar
+            if time is not None:
                 by_time[rows] = time
-        self._terms += [(part, c, i, before[i]) for i in np.flatnonzero(before.any(axis=1)).tolist()]
+        self._terms += [(part, c, i, values) for i, values in enumerate(before) if np.count_nonzero(values)]
         if by_time.any():
             self._by_time.append((part, c, by_time))
 
-    def _kinds(self) -> list[Array]:
-        """Return which jumps are of one event, event by event."""
-        return [np.flatnonzero(self._jumps.event == e) for e in np.unique(self._jumps.event).tolist()]
+    def _traced(self, event: int, rows: Columns, places: Sequence[int], timed: bool, keep: bool = False) -> Callable:
+        """Return a function from cotangents of the states after jumps to those of states, leaves and times, or None."""
+        run, jumps = self._run, self._jumps
+        ids = jumps.ids[rows]
+        count = len(ids)
+        # Two columns at least, wherever functions of the user's are called; of a single one the double gets nothing.
+        twice = np.arange(count) if count > 1 else np.zeros(2, int)
+        u, t = (np.take(x[..., rows], twice, axis=-1) for x in (jumps.before, jumps.time))
+        leaves = run.columns(run.batch.p.leaves, ids[twice])
+        field = affect_field(run.settings.events[event], run.batch)
+        pull = Tracing(field, places, timed).transposed(np.empty_like(u), u, leaves, t, keep)
+        own = [True, *(run.batch.p.varies[place] for place in places), True]
 
-    def _pulled(self, rows: Array, cotangent: Array, places: Sequence[int], timed: bool) -> list:
-        """Return the cotangents of states, leaves and times at the jumps of one event by those of the states after."""
-        run, jumps, count = self._run, self._jumps, len(rows)
-        twice = np.arange(max(2, count)) % count  # two columns at least, wherever functions of the user's are called
-        seed = np.zeros_like(cotangent, shape=(len(cotangent), len(twice)))
-        seed[:, :count] = cotangent
-        rows = rows[twice]
-        field = affect_field(run.settings.events[jumps.event[rows[0]]], run.batch)
-        u = np.ascontiguousarray(jumps.before[:, rows])
-        leaves = run.columns(run.batch.p.leaves, jumps.ids[rows])
-        pull = Tracing(field, places, timed).transposed(np.empty_like(u), u, leaves, jumps.time[rows])
-        bar, *parts = pull(seed)
-        ends = (bar, parts.pop() if timed else None)
-        bar, time = (None if x is None else x[..., :count] for x in ends)
-        varies = [run.batch.p.varies[place] for place in places]
-        parts = [x[..., :count] if x is not None and own else x for x, own in zip(parts, varies)]
-        return [bar, *parts, time]
+        def pulled(cotangent: Array) -> list:
+            seed = cotangent if count > 1 else np.concatenate([cotangent, 0 * cotangent], axis=1)
+            bars = [*pull(seed), *([] if timed else [None])]
+            return [bar if bar is None or not each else bar[..., :count] for bar, each in zip(bars, own)]
+
+        return pulled
 
     def _drifts(self) -> Array:
         """Return f before jumps at given times with no step before."""
@@ -102,6 +104,41 @@ class LinearJumps:
         if rows.size:
             found[:, rows] = rates(run, jumps.ids[rows], jumps.before[:, rows], jumps.time[rows])
         return found
+
+    # ---- in kernels, for real states
+
+    @property
+    def first(self) -> Array:
+        """Which jump is the first of each trajectory, and behind them how many there are, shape (N + 1,)."""
+        return np.searchsorted(self._jumps.ids, np.arange(self._run.batch.size + 1))
+
+    def given_to_kernel(self, since: Array, dtype: np.dtype) -> tuple[Array, Array, Array, Array]:
+        """Return after how many steps jumps came, what they are, as rows, and what kernels write: see `take`.
+
+        `since`, shape (N,), is as `pull` has it behind the last jumps of trajectories, where no step follows them.
+        """
+        jumps, (d, count) = self._jumps, self._after.shape
+        rows = np.zeros((count, d + 2 if self._timed else d, d))
+        for _, c, i, factor in self._terms:
+            rows[:, i, c] = factor
+        if self._rates is not None:
+            for _, c, factor in self._by_time:
+                rows[:, d, c] = factor
+            rows[:, d + 1] = self._rates.T
+        due, last = np.zeros(count), self.first[1:] - 1
+        ids = np.flatnonzero(since)
+        due[last[ids]] = since[ids]
+        after = np.zeros((count, d), dtype)
+        return jumps.number, np.ascontiguousarray(rows.reshape(count, -1), dtype), after, due
+
+    def take(self, after: Array, due: Array) -> None:
+        """Take what a kernel has found: the cotangents of the states after jumps, and of their times."""
+        jumps = self._jumps
+        self._after[...] = after.T
+        if self._timed:
+            self.due[jumps.slot, jumps.ids] += np.where(jumps.number > 0, due, 0.0)
+
+    # ---- by columns
 
     def pull(self, rows: Array, cotangent: Array, since: Array) -> tuple[Array, Array]:
         """Go back over some jumps, of as many trajectories.
@@ -143,13 +180,15 @@ class LinearJumps:
     def add_leaves(self, leaves: dict[int, Array]) -> None:
         """Add to the cotangents of the leaves, when all jumps have been gone back over."""
         varies = self._run.batch.p.varies
-        for rows in self._kinds() if self._places else ():
-            _, *parts, _ = self._pulled(rows, self._after[:, rows], self._places, self._timed)
+        for e, rows in self._jumps.kinds if self._places else ():
+            _, *parts, _ = self._traced(e, rows, self._places, False)(self._after[:, rows])
             for place, part in zip(self._places, parts):
                 if part is None:
                     continue
                 if varies[place]:  # a trajectory may meet an event more than once
-                    np.add.at(np.moveaxis(leaves[place], -1, 0), self._jumps.ids[rows], np.moveaxis(part, -1, 0))
+                    ids = self._jumps.ids[rows]
+                    first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+                    leaves[place][..., ids[first]] += np.add.reduceat(part, first, axis=-1)
                 else:
                     leaves[place] = leaves[place] + part
 

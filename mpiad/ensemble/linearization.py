@@ -41,11 +41,13 @@ class Tracing:
         self._field, self._places, self._timed = field, tuple(places), timed
         self._count = 1 + len(self._places) + timed
 
-    def transposed(self, out: Array, u: Array, leaves: Sequence[Any], t: Array) -> Callable[[Array], list[Any]]:
+    def transposed(
+        self, out: Array, u: Array, leaves: Sequence[Any], t: Array, keep: bool = False
+    ) -> Callable[[Array], list[Any]]:
         """Write f of u (d, n) and t (n,) into `out` and return its transposed derivative.
 
         That is a function from a cotangent of shape (d, n) to those of u, of the leaves, and of t where asked for; None
-        where one is zero. It may be called once.
+        where one is zero. It may be called once, or with `keep` again and again.
         """
         whole = False
 
@@ -67,7 +69,7 @@ class Tracing:
             # By index: arrays on a device aren't taken apart unasked.
             parts = (g,) if whole else [g[i] for i in range(len(g))]
             seeds = [(place, _seed(part, spec)) for part, (place, spec) in zip(parts, specs) if place >= 0]
-            return run_backward(recording, seeds, self._count)
+            return run_backward(recording, seeds, self._count, keep)
 
         return pull
 

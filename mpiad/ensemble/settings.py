@@ -25,11 +25,17 @@ class DueTimes(NamedTuple):
         Which event each is.
     slots : array of int, shape (2, N)
         Of each trajectory which comes next, and after how many it has gone on; the kernel counts on.
+    number : array of int, shape (N, m + 1)
+        After how many steps each came, which a kernel that records writes down.
+    before : array, shape (N, m + 1, d)
+        The states then.
     """
 
     times: Array
     kinds: Array
     slots: Array
+    number: Array
+    before: Array
 
 
 class Settings(NamedTuple):

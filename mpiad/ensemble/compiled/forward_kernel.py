@@ -49,7 +49,7 @@ class _Forward(LaneOutput):
             "            max_steps, u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last,",
             "            rows, before"
             + ("" if not form.restarts else ", restarts")
-            + ("" if not form.affects else ", given, kinds, slot")
+            + ("" if not form.affects else ", given, kinds, slot, jump_number, jump_before")
             + (",\n            end_part, crossings):" if form.events else "):"),
             "    # Fields of b: " + ", ".join(self.fields),
             "    aligned_stack()",

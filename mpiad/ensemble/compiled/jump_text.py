@@ -1,6 +1,6 @@
-"""Lines of the forward kernel on events that act at given times: a lane goes on with its next step from the state after.
+"""Lines of kernels on events that act: a lane goes on with its next step from the state after, and back from that before.
 
-A solve that is to be differentiated is made of pieces instead (`hybrid_solve`), and has the same numbers.
+On the way back affects are matrices, which `linear_jumps` has made of them, in the order in which trajectories met them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.outcome import ReturnCode
 
 if TYPE_CHECKING:
+    from mpiad.ensemble.compiled.kernel_form import Fields, Form
     from mpiad.ensemble.compiled.lane_output import LaneOutput
 
-__all__ = ["first_goal", "jump", "least_of"]
+__all__ = ["first_goal", "jump", "jump_back", "least_of", "left"]
 
 
 def least_of(t: str, goal: str) -> list[str]:
@@ -44,6 +45,8 @@ def jump(output: LaneOutput) -> list[str]:
     state, components = steps.state("u"), range(form.d)
     call = ", ".join([*state, *steps.parameters, steps.rounded("t")])
     acting = ["kind = kinds[turn, own]"]
+    if form.record:
+        acting += ["jump_number[i, turn] = naccept[i]", *[f"jump_before[i, turn, {c}] = u_{c}" for c in components]]
     for e in range(form.affects):
         acting += [f"{'el' if e else ''}if kind == {e}:", f"    {', '.join(steps.state('w'))}, = affect{e}({call})"]
     finite = " and ".join(f"np.isfinite(w_{c})" for c in components)
@@ -92,3 +95,45 @@ def jump(output: LaneOutput) -> list[str]:
         f"if took and tn == {at('end')} and given[slot[0, i], own] == sign * tn:",
         *indented(lines),
     ]
+
+
+def jump_back(form: Form, fields: Fields) -> list[str]:
+    """Return lines of the reverse kernel on a lane whose next step back events have followed.
+
+    The last one's number is `jump[l]`; that at which the steps ended which have been gone back over is kept behind.
+    """
+    at, d, ended = fields.at, form.d, f"jump[{form.lanes} + l]"
+    lines = [f"z_{c} = {at('cotangent', c)}" for c in range(d)]
+    lines += [f"jump_after[j, {c}] = z_{c}" for c in range(d)]
+    lines += [
+        f"{at('cotangent', c)} = " + " + ".join(f"jump_map[j, {c * d + k}] * z_{k}" for k in range(d)) for c in range(d)
+    ]
+    if form.timed:
+        lines += [
+            "since = "
+            + " + ".join(
+                [at("t_bar"), f"(-{at('h_bar')})", *[f"jump_map[j, {(d + 0) * d + c}] * z_{c}" for c in range(d)]]
+            ),
+            "drift = " + " + ".join(f"jump_map[j, {(d + 1) * d + c}] * {at('cotangent', c)}" for c in range(d)),
+            *left(form, fields),
+            "jump_due[j] += since + drift",
+            f"{at('t_bar')} = -drift",
+            f"{at('h_bar')} = 0.0",
+            f"{at('fresh')} = 1.0",
+            f"{ended} = j",
+        ]
+    return [
+        "while jump[l] >= jump_first[i] and jump_number[jump[l]] == step[l] + 1:",
+        "    j = jump[l]",
+        *indented(lines),
+        "    jump[l] -= 1",
+        # While steps are taken back memory brings the one before.
+        "    fetched(jump_map, jump[l])",
+        "    fetched(jump_after, jump[l])",
+    ]
+
+
+def left(form: Form, fields: Fields) -> list[str]:
+    """Return lines that give what the last step's size gains to the time at which it ends."""
+    ended, gained = f"jump[{form.lanes} + l]", fields.at("h_bar")
+    return [f"if {ended} < 0:", f"    stop_bar[i] += {gained}", "else:", f"    jump_due[{ended}] += {gained}"]

@@ -58,6 +58,8 @@ class Form(NamedTuple):
         Whether first steps may be given, and those that would be next are told.
     affects : int
         How many events act at given times, in the kernel.
+    jumps : bool
+        Whether an adjoint goes back over events that acted.
     in_pairs : bool
         Whether each two components are the parts of a complex number, whose modulus counts in norms.
     """
@@ -83,6 +85,7 @@ class Form(NamedTuple):
     mass: tuple[tuple[int, int, float], ...] | None = None
     restarts: bool = False
     affects: int = 0
+    jumps: bool = False
 
     @property
     def dtype(self) -> np.dtype:

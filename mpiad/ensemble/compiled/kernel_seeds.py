@@ -67,7 +67,7 @@ def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) ->
     count = run.batch.size
     save_step = np.empty((count, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
     plain = KernelSeeds(of_ends(run, seeds), seeds.saved, save_step, times, run.outcome.t_reached, {})
-    return _with_events(run, seeds, tuple(places), plain) if run.settings.events else plain
+    return _with_events(run, seeds, tuple(places), plain) if run.outcome.crossings is not None else plain
 
 
 def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelSeeds) -> KernelSeeds:

@@ -75,8 +75,8 @@ class Solver:
 
     def _function(self, name: str, text: str, form: Form) -> Callable[..., None]:
         """Return a kernel's function, and tell how long it took to compile."""
-        more = (form.restarts, bool(form.affects), bool(form.events)) if name == "forward" else ()
-        kernel = kernel_of(text, name, signature_of(name, form.dtype, *more))
+        more = (form.restarts, bool(form.affects), bool(form.events)) if name == "forward" else (False,) * 3
+        kernel = kernel_of(text, name, signature_of(name, form.dtype, *more, form.jumps))
         if name not in self._kernels or self._kernels[name].text != text:
             how = "compiled" if kernel.origin == "compiled" else "loaded"
             _log.info("solve: the %s kernel was %s in %.2f s.", name, how, kernel.seconds)
@@ -90,6 +90,7 @@ class Solver:
         asked = self.settings
         # With events the ends move, too.
         moved = isbox(given.start) or isbox(given.end) or asked.events or asked.restarts is not None
+        moved = moved or asked.given_times is not None
         if asked.adjoint != "discrete" or moved or self.form.tableau.implicit:
             return ()
         return self.traced.carried(given, asked.gradient)
@@ -119,7 +120,7 @@ class Solver:
             part.form = self.form
             yield rows, part
 
-    def reverse(self, wanted: list[int], timed: bool, inside: bool) -> tuple[Any, Form]:
+    def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool) -> tuple[Any, Form]:
         """Return the reverse kernel's function for some of the program's parameters, and its form."""
         names = self.traced.names
         own, common = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
@@ -130,6 +131,8 @@ class Solver:
             inside=inside,
             tolerances=False,
             restarts=False,
+            affects=0,
+            jumps=jumps,
         )
         text = reverse_text(self.traced.program, form, names, (*own, *common))
         return self._function("reverse", text, form), form
@@ -201,9 +204,9 @@ class _Launch:
         # The first steps, and those that would be next.
         self._more: list[Array] = [np.stack([settings.restarts, outcome.following])] if form.restarts else []  # type: ignore[list-item]
         if settings.given_times is not None:
-            times, kinds, slots = settings.given_times
+            times, kinds, slots, number, before = settings.given_times
             times, kinds = (x[:, :1] if x.strides[1] == 0 else x for x in (times, kinds))
-            self._more += [argument(times), argument(kinds, np.dtype(np.int64)), slots]
+            self._more += [argument(times), argument(kinds, np.dtype(np.int64)), slots, number, before]
         atol = argument(np.ravel(settings.atol), real)
         # What all have in common isn't copied for each.
         u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0

@@ -108,17 +108,24 @@ def _function(
 
 
 @cache
-def signature_of(name: str, dtype: np.dtype, restarts: bool = False, affects: bool = False, events: bool = False) -> str:
+def signature_of(
+    name: str, dtype: np.dtype, restarts: bool = False, affects: bool = False, events: bool = False, jumps: bool = False
+) -> str:
     """Return the types of the arguments of the kernel "forward" or "reverse", by the states' dtype.
 
     `restarts` says whether first steps are given, `affects` whether events act in the kernel, `events` whether it looks for
-    them.
+    them, `jumps` whether an adjoint goes back over events that acted.
     """
     row, table, cube, cubes = (f"{dtype.name}[{':, ' * axes}::1]" for axes in range(4))
     kinds = (_forward if name == "forward" else _reverse)(row, table, cube, cubes)
     more = [_TABLE] if restarts else []  # restarts
-    more += [_TABLE, "int64[:, ::1]", "int64[:, ::1]"] if affects else []  # given, kinds, slot
+    if affects:
+        cube = f"{dtype.name}[:, :, ::1]"
+        more += [_TABLE, *["int64[:, ::1]"] * 3, cube]  # given, kinds, slot, jump_number, jump_before
     more += [_ROW, _TABLE] if events else []  # end_part, crossings
+    more += (
+        [_NUMBERS] * 3 + [table, table, _ROW] if jumps else []
+    )  # jump, jump_first, jump_number, jump_map, jump_after, jump_due
     return f"void({', '.join(kinds + more)})"
 
 

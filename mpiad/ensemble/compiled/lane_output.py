@@ -157,6 +157,8 @@ class LaneOutput:
         else:
             lines += at_end
         number = f"np.int32({at('number')})"
+        if form.affects:  # counted over all pieces; after an event it is that of the next step
+            number = f"np.int32(naccept[i] + np.int64(max({at('number')}, 0.0)))"
         return [
             *lines,
             "if save_step.shape[0] > 0:",

@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from mpiad.compiling.source import indented, number
+from mpiad.ensemble.compiled.jump_text import jump_back, left
 from mpiad.ensemble.compiled.kernel_form import Fields, Form
 from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 
@@ -59,7 +60,8 @@ class _Reverse:
         form, lanes = self.form, self.form.lanes
         lines = [
             "def reverse(b, exact, ids, row, step, place, state, p, s, times, rows, before_rows, last, naccept,",
-            "            t_reached, alive, end_bar, saved_bar, save_step, u0_bar, p_bar, s_bar, start_bar, stop_bar):",
+            "            t_reached, alive, end_bar, saved_bar, save_step, u0_bar, p_bar, s_bar, start_bar, stop_bar"
+            + (", jump,\n            jump_first, jump_number, jump_map, jump_after, jump_due):" if form.jumps else "):"),
             "    # Fields of b: " + ", ".join(self.fields),
             "    aligned_stack()",
             *(["    wide_vectors()"] if wide else []),
@@ -127,6 +129,7 @@ class _Reverse:
             f"{at('t')} = t_reached[i]",
             f"{at('live')} = 1.0",
             *([f"{at('fresh')} = 1.0"] if form.timed else []),
+            *(["jump[l] = jump_first[i + 1] - 1", f"jump[{form.lanes} + l] = -1"] if form.jumps else []),
         ]
 
     def _fetch(self) -> list[str]:
@@ -143,6 +146,7 @@ class _Reverse:
             f"{at('h')} = rows[now, 1]",
             *[f"{at('u', c)} = {self.steps.rounded(f'rows[now, {c + 2}]')}" for c in range(d)],
             *[f"{at(name, i)} = 0.0" for name, i in cleared],
+            *(jump_back(form, self.fields) if form.jumps else []),
             "while place[l] >= 0 and save_step[i, place[l]] == step[l]:",
             *indented(self._met()),
             "    place[l] -= 1",
@@ -171,9 +175,12 @@ class _Reverse:
             "due = times[i if by_row else 0, place[l]]",
             f"if due == {at('tn')}:",
             *indented(at_end),
+            # What is saved where an event acts is the state after it, whenever that is.
+            *([f"elif due == {at('t')}:", *[f"    {at('value', c)} += saved_bar[i, place[l], {c}]" for c in range(d)]]
+              if form.jumps else []),
             "else:",
             *indented(inner),
-        ]
+        ]  # fmt: skip
 
     def _leave(self) -> list[str]:
         at, form, d = self.at, self.form, self.form.d
@@ -187,7 +194,8 @@ class _Reverse:
         ]
         if form.timed:
             # All steps but the last keep their sizes; the last one ends where tspan does.
-            lines += [f"stop_bar[i] = {at('h_bar')}", f"start_bar[i] = {at('t_bar')} - {at('h_bar')}"]
+            lines += left(form, self.fields) if form.jumps else [f"stop_bar[i] = {at('h_bar')}"]
+            lines += [f"start_bar[i] = {at('t_bar')} - {at('h_bar')}"]
         return [*lines, "ids[l] = -1", "vacant += 1", f"{at('live')} = 0.0"]
 
     # ---- a step back

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_parts, from_row_parts, parts, row_parts
-from mpiad.ensemble.adjoint import Cotangents, pull_run
+from mpiad.ensemble.adjoint import Cotangents, begun, pull_run, to_start
 from mpiad.ensemble.compiled.kernel_rows import Tape
 from mpiad.ensemble.compiled.kernel_seeds import kernel_seeds
 from mpiad.ensemble.compiled.kernel_solver import Solver
@@ -32,11 +32,15 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     common = [part for part in chosen if not part.varies]
     function, form = solver.reverse(
         [j for part in own + common for j in part.scalars], timed,
-        solver.form.inside and (seeds.saved is not None or bool(run.settings.events)),
+        solver.form.inside and (seeds.saved is not None or bool(solver.form.events)), run.jumps is not None,
     )  # fmt: skip
     count = batch.size
     outcome, real = solver.recorded(run.outcome), form.dtype
     start = kernel_seeds(run, seeds, places, solver.times)
+    leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
+    found = Cotangents(start.end, np.zeros(count), np.zeros(count), leaves)
+    jumps = begun(run, seeds, found, places, timed)
+    jumping = () if jumps is None else (jumps.first, *jumps.given_to_kernel(found.start, real))
     saved = np.empty((0, 0, 0)) if start.saved is None else parts(np.ascontiguousarray(start.saved.conj()))
     end_bar = argument(row_parts(start.end.conj()), real)
     # Of a trajectory that takes no step the kernel writes nothing, and its end is its start.
@@ -57,8 +61,11 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         numbers = (np.zeros(form.lanes, np.int64) for _ in range(3))
         state = np.array([tape.first, tape.stop - 1, form.lanes, 0])
         lane, call = (*fields_of(form).room(form.dtype), np.full(form.lanes, -1), *numbers, state), Paced(function, state)
+        more = (np.empty(2 * form.lanes, np.int64), *jumping) if jumping else ()
         while True:
-            call(*lane, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar, start_bar, stop_bar)
+            call(
+                *lane, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar, start_bar, stop_bar, *more
+            )
             if state[2] == form.lanes:  # no lane has a trajectory left
                 return s_bar
             pause()
@@ -69,13 +76,19 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     if timed and run.settings.events:
         _move_ends(run, seeds, start_bar, stop_bar)
         start_bar += start.start
-    leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     leaves |= {
         place: leaf.conj() for place, leaf in ParameterPacking(tuple(chosen)).joined(p_bar, s_bar, p_bar.shape[1]).items()
     }
     for place, more in start.leaves.items():
         leaves[place] = leaves[place] + more
-    return Cotangents(initial, start_bar, stop_bar, leaves)
+    # Where there is no step to go back over, the start is the end.
+    still = outcome.naccept == 0
+    start_bar[still] += found.start[still]
+    found = Cotangents(initial, start_bar, stop_bar + found.end, leaves)
+    if jumps is not None:
+        jumps.take(*jumping[-2:])
+        to_start(run, found, jumps)
+    return found
 
 
 def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
