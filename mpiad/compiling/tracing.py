@@ -82,9 +82,9 @@ def _traced(fun: Function, arguments: Callable, outputs: Callable, groups: Mappi
 
 
 def identity_of(fun: Function) -> Any:
-    """Return what stays the same when a function is defined anew by the same lines."""
-    while isinstance(fun, partial):
-        fun = fun.func
+    """Return what stays the same when a function is defined anew by the same lines; of one around it (`wraps`) its own."""
+    while isinstance(fun, partial) or hasattr(fun, "__wrapped__"):
+        fun = fun.func if isinstance(fun, partial) else fun.__wrapped__
     return getattr(fun, "__code__", None) or type(fun)
 
 

@@ -340,7 +340,10 @@ def test_what_is_refused():
     mpi = EnsembleMPI()
     massive = remake(many, problem=remake(stiff, mass_matrix=np.eye(3)))
     refused(massive, NotImplementedError, "adjoint='continuous'", ensemblealg=mpi, adjoint="continuous")
-    refused(remake(many, problem=remake(stiff, u0=stiff.u0 + 0j)), NotImplementedError, "complex128", ensemblealg=mpi)
+    turning = remake(many, problem=remake(stiff, u0=stiff.u0 + 0j))
+    refused(turning, NotImplementedError, "dense_output=True for complex", ensemblealg=mpi, dense_output=True)
+    few = remake(turning, problem=remake(turning.problem, f=lambda u, p, t: u[:2]))
+    refused(few, ValueError, "returned 2 components, but states have 3", ensemblealg=mpi)
     there = remake(stiff, u0=to_device(stiff.u0, like=on_device(0.0)))
     refused(remake(there, mass_matrix=np.eye(3)), NotImplementedError, "has a mass matrix on the host only")
     with pytest.raises(NotImplementedError, match="second derivatives of a Rosenbrock method are there on the host only"):
