@@ -4,6 +4,9 @@ BLAS multiplies rows of a tile with vectors at two thirds of the speed at which 
 calls goes over its arrays again. Here each stretch is read once, seven rows at a time: one row alone is read at half of
 the speed, since a core then waits for too few lines of memory at once.
 
+Loops of `jit` read all rows at once: 21 rows of 2²⁰ numbers are multiplied with a vector in 11.9 ms, and combined in 8.8,
+where these loops take 6.2 and 6.0; and each number of pairs, at each place of the ring, would be a program of its own.
+
 The loops are in the language of `mpiad.compiling.translation`, which takes them from this file's text. `memory` holds
 tiles of `height` rows of `length` numbers, with `padding` behind each row of a full tile: see `host_vectors`.
 """
