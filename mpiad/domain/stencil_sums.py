@@ -141,6 +141,7 @@ def transposed_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
     return spread_stencil(g, stencil) if stencil.copies_sides else apply_stencil(g, stencil.mirrored)
 
 
+apply_stencil.alike = spread_stencil.alike = True
 # S E is linear but for the values beyond the sides; a weight from cell i to cell j goes from j to i in the transpose.
 defvjp(apply_stencil, lambda ans, u, stencil: lambda g: transposed_stencil(g, stencil))
 defjvp(apply_stencil, lambda du, ans, u, stencil: apply_stencil(du, stencil.homogeneous))

@@ -76,6 +76,8 @@ class Communicating:
 
     # Whether the adjoint takes several cotangents, along axes before those of the result, and returns as many.
     several = False
+    # Whether the result has always the shape and dtype of the first argument.
+    alike = False
 
     def __init__(self, fun: Function):
         self.fun = fun

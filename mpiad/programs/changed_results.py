@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Node
 from mpiad.programs.schedule import Loop, Schedule
@@ -49,7 +50,10 @@ def is_looked_at(schedule: Schedule, at: int) -> bool:
     if node.kind != "communicate" or node.data.kind in ("settle", "opaque"):
         return node.kind == "communicate"
     fun = node.data.fun
-    known = isinstance(fun, Operation) and fun.__name__ != "mpi_bcast" or getattr(fun, "in_place", None) is not None
+    if isinstance(fun, Operation):  # of what is copied to all, ranks may know nothing before
+        known = fun is not BCAST or node.data.args[1].spec is not None
+    else:
+        known = fun.in_place is not None or fun.alike
     return not known and node.dtype != object
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.differentiation.objective import SHARE
-from mpiad.primitives.catalogue import ALLREDUCE, EXCHANGE, SEND
+from mpiad.primitives.catalogue import ALLREDUCE, ALLTOALL, BARRIER, BCAST, EXCHANGE, SCAN, SEND, SUM_TO_ROOT
 from mpiad.programs.message_numbers import envelopes_of
 from mpiad.programs.recorder import Recorder
 from mpiad.transport import Spec
@@ -32,8 +32,10 @@ def is_large(x: Any) -> bool:
 
 # Whose results have a known shape, and of which nothing is left on this rank where the trace is given up.
 _KNOWN = frozenset(
-    {"mpi_allreduce", "mpi_exchange", "mpi_send", "value_and_grad", "grad", "make_vjp", "make_jvp", "jvp", "hvp"}
+    "mpi_allreduce mpi_alltoall mpi_barrier mpi_exchange mpi_exscan mpi_scan mpi_send mpi_sum "
+    "value_and_grad grad make_vjp make_jvp jvp hvp".split()
 )
+_AS_SENT = frozenset({ALLREDUCE, ALLTOALL, SCAN, SUM_TO_ROOT})
 
 
 class ShapeRecorder(Recorder):
@@ -71,11 +73,11 @@ class ShapeRecorder(Recorder):
     def _communicated(self, operation: Any, x: Any, params: Any) -> Any:
         for envelope in envelopes_of(params):
             envelope.give_back()
-        if operation is SEND:
+        if operation in (SEND, BARRIER):
             return x
-        if operation is EXCHANGE:
+        if operation is EXCHANGE or operation is BCAST and params.spec is not None:
             return _like(params.spec)
-        if operation is ALLREDUCE and hasattr(x, "dtype") and x.dtype.kind == "f":
+        if operation in _AS_SENT and hasattr(x, "dtype") and x.dtype.kind == "f":
             return _like(Spec(x.shape, x.dtype))
         if operation is SHARE and params.problem is None:
             return np.float64(1.0)
@@ -83,6 +85,8 @@ class ShapeRecorder(Recorder):
 
     def _operated(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         x = args[0]
+        if operator.alike and isinstance(x, np.ndarray):
+            return np.empty(x.shape, x.dtype)
         if operator.in_place is None or kwargs or not isinstance(x, np.ndarray):
             return super()._operated(operator, args, kwargs)
         made = tuple(operator.in_place.made(*args[1:]))

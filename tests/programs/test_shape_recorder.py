@@ -75,6 +75,24 @@ def test_messages(traces, rank, size):
     assert set(traces) == {"shapes"}
 
 
+def test_messages_whose_results_are_like_what_is_sent(traces, rank, size):
+    """Gradients and second derivatives, too, in which a sum on the root is a copy to all."""
+    domain = Domain((3 * size, 7), dims=(size, 1), periodic=(True, False))
+    flat, edged = domain.laplacian(1.0), domain.laplacian(1.0, boundary="edge")
+    u = np.random.default_rng(rank).standard_normal(domain.local_shape)
+
+    def fun(u):
+        mpiad.mpi_barrier()
+        parts = mpiad.mpi_scan(u**2) * mpiad.mpi_exscan(anp.sin(u)) * mpiad.mpi_alltoall(anp.stack([u] * size))
+        return mpiad.mpi_sum(anp.sum(parts)) + domain.sum(u * flat(u**2) + edged(u) ** 3) / size
+
+    gradient, product = (form(mpiad.jit(fun, strict=True), objective="sum") for form in (mpiad.grad, mpiad.hvp))
+    for x in (u, 2 * u):
+        assert_same(gradient(x), mpiad.grad(fun, objective="sum")(x), 1e-11)
+        assert_same(product(x, u), mpiad.hvp(fun, objective="sum")(x, u), 1e-11)
+    assert traces == ["shapes"] * 2
+
+
 def test_a_trace_that_is_given_up_has_sent_and_counted_nothing(traces, rank, size):
     """Numbers of messages are those of the interpreted function, also where rank 0 alone meets large arrays."""
 
