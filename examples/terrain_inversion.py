@@ -9,11 +9,12 @@ m = -1.5 tanh(z), so that valleys are 20 times as permeable as ridges. One after
 the head is measured in the same 5 % of the cells, with 1 % noise. Sought is m.
 
 The grid is divided among the ranks; all wells are solved for at once by multigrid, whose derivative is one more solve; the
-root holds the variables and runs L-BFGS. It begins on a grid three times as coarse each way, where each rank computes some
-of the wells alone, and goes on with what that finds on the whole one. The variables x are white noise until they are
-smoothed: m is x, smoothed, and |x|²/2 added to the misfit says that m is smooth (the most probable m, if it was drawn so).
-Any number of ranks gives the same answer. The heads to explain are computed on the same grid, so that the noise is their
-only error; near the sides, where heads are zero whatever κ is, and far from wells the field is found less well.
+root holds the variables and runs L-BFGS, and the loss is compiled (`mpiad.jit`), with the solves as calls. It begins on a
+grid three times as coarse each way, where each rank computes some of the wells alone, and goes on with what that finds on
+the whole one. The variables x are white noise until they are smoothed: m is x, smoothed, and |x|²/2 added to the misfit
+says that m is smooth (the most probable m, if it was drawn so). Any number of ranks gives the same answer. The heads to
+explain are computed on the same grid, so that the noise is their only error; near the sides, where heads are zero whatever
+κ is, and far from wells the field is found less well.
 """
 
 import argparse
@@ -175,7 +176,7 @@ def inverted(survey, iterations, x=None):
     x = numpy.zeros(survey.aquifer.domain.shape) if x is None else x
     options = {"maxiter": iterations, "ftol": 1e-5}
     return mpiad.minimize(
-        survey.loss, x if mpiad.mpi_rank() == 0 else None, objective="sum", options=options, progress=True
+        mpiad.jit(survey.loss), x if mpiad.mpi_rank() == 0 else None, objective="sum", options=options, progress=True
     )
 
 
