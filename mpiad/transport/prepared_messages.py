@@ -32,16 +32,21 @@ def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callab
 def prepared_swap(array: np.ndarray, there: Envelope, room: np.ndarray, back: Envelope, call: str) -> Callable[[], object]:
     """Return the function that swaps two arrays by addresses that are renewed before."""
     going, coming, status, channel = as_message(array), as_message(room), MPI.Status(), there.channel
-    dest, source, reverse = there.peer, back.peer, there.reverse
+    dest, source, reverse, size, byte = there.peer, back.peer, there.reverse, room.nbytes, MPI.BYTE
+    # Of forward messages they stay; those of adjoints have the message's number in them.
+    tag, other = there.mpi_tag, back.mpi_tag
 
     def swap() -> None:
-        comm = channel.reverse if reverse else channel.data
         try:
-            comm.Sendrecv(going, dest, there.mpi_tag, coming, source, back.mpi_tag, status)
+            if reverse:
+                channel.reverse.Sendrecv(going, dest, there.mpi_tag, coming, source, back.mpi_tag, status)
+            else:
+                channel.data.Sendrecv(going, dest, tag, coming, source, other, status)
         except MPI.Exception as error:
             _ABANDONED.append((going, coming))  # MPI may still use them
             raise too_long(error, room, back, call) or error from None
-        require_whole(room, status, back, call)
+        if status.Get_count(byte) != size:
+            require_whole(room, status, back, call)
 
     return swap
 
