@@ -104,6 +104,8 @@ class _Buffers(threading.local):
 
     def __init__(self) -> None:
         self.sent, self.shared = np.zeros(2), np.zeros(2)
+        # As one complex number: MPI adds up one of anything in two thirds of the time that it takes for two.
+        self.messages = self.sent.view(complex), self.shared.view(complex)
 
 
 _buffers = _Buffers()
@@ -113,7 +115,7 @@ def _forward(x: Array, p: Sharing) -> Scalar:
     sent, shared = _buffers.sent, _buffers.shared
     # A mistake travels with the number: in one message, and all ranks know before any goes on.
     sent[0], sent[1] = p.problem is not None, x
-    p.channel.data.Allreduce(sent, shared)
+    p.channel.data.Allreduce(*_buffers.messages)
     if shared[0]:
         raise_everywhere(p.channel, p.problem)
     return shared[1]
@@ -122,9 +124,10 @@ def _forward(x: Array, p: Sharing) -> Scalar:
 def _prepared(p: Sharing, x: Array, out: Array) -> Any:
     if p.problem is not None:
         return None
-    going, coming = (as_message(np.zeros(2)) for _ in range(2))
+    buffers = [np.zeros(2), np.zeros(2)]
+    going, coming = (as_message(buffer.view(complex)) for buffer in buffers)
     # Numbers in memory are got and put in half the time that an array takes for it.
-    (sent, shared), number, total = (memoryview(m[0]) for m in (going, coming)), memoryview(x), memoryview(out)
+    (sent, shared), number, total = map(memoryview, buffers), memoryview(x), memoryview(out)
 
     def run() -> None:
         sent[1] = number[()]
