@@ -104,6 +104,8 @@ class ArrayProgram:
     outputs : list of int
     weak : set of int
         Those nodes that are numbers of Python's.
+    contracts : bool
+        Whether a contraction is a part of it.
     componentwise : set of int
         Those joins whose parts were computed by themselves, and stay so in sums.
     """
@@ -114,6 +116,7 @@ class ArrayProgram:
         self.constants: list[Array] = []
         self.outputs: list[int] = []
         self.weak: set[int] = set()
+        self.contracts = False
         self.componentwise: set[int] = set()
         self.site: Site | None = None
         self.backwards = False

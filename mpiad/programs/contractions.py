@@ -158,6 +158,7 @@ class _Contraction:
 
     def made(self) -> int:
         """Return the node of the result."""
+        self.t.program.contracts = True
         return self._put_together(0, {})
 
     def _put_together(self, axis: int, at: dict[Hashable, int]) -> int:

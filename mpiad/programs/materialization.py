@@ -7,9 +7,10 @@ would have to stay in memory for it.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -142,7 +143,10 @@ class Materialization:
             eras[n] = frozenset().union(
                 *(frozenset([self._era(x)]) if kept else eras[x] for x, kept in zip(node.inputs, read))
             )
-            if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS):
+            # What is contracted is computed before, in a loop of its own. In each of them a running sum of results would be
+            # added up from the start: k steps would have loops of 1, 2 ... k terms.
+            crowded = self.program.contracts and len(found) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
+            if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS or crowded):
                 long.add(n)
         return costs, {n: len(found) for n, found in sets.items()}, long
 
@@ -208,12 +212,19 @@ class Materialization:
         return max((x for x in found if x in FLOATS), key=lambda x: x.itemsize, default=None)
 
 
-def _times(shape: Shape, uses: Iterable[_Use]) -> int:
-    """Return how often an entry is computed where the array isn't kept: once for several components, read one by one."""
+def _times(shape: Shape, uses: Collection[_Use]) -> int:
+    """Return how often an entry is computed where the array isn't kept: once, where a loop reads components one by one."""
     short = [k for k, n in enumerate(shape) if 1 < n <= SHORT]
-    apart = Counter(tuple([use.map[k].offset if use.map[k].source is None else None for k in short]) for use in uses)
-    every = sum(times for places, times in apart.items() if None in places or not places)
-    return every + max((times for places, times in apart.items() if None not in places and places), default=0)
+    whole, apart = 0, Counter[tuple[int, ...]]()
+    for use in uses:
+        places = [use.map[k] for k in short]
+        if not short or any(axis.source is not None for axis in places):
+            whole += 1
+            continue
+        along = {axis.source for axis in use.map}
+        # At each place of the axes that aren't the array's own the loop would compute it once more.
+        apart[tuple([axis.offset for axis in places])] += math.prod(n for k, n in enumerate(use.shape) if k not in along)
+    return min(len(uses), whole + max(apart.values(), default=0))
 
 
 def reads_of(program: ArrayProgram, node: Node) -> Iterable[tuple[int, IndexMap]]:
