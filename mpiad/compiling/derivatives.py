@@ -14,7 +14,7 @@ from mpiad.compiling.partials import Partial, partials_of
 from mpiad.compiling.program import Input, Program
 from mpiad.compiling.symbols import Symbol, choose
 
-__all__ = ["Wanted", "jvp", "vjp"]
+__all__ = ["Wanted", "derivatives_by_inputs", "jvp", "vjp"]
 
 # Groups, each with places in it; None is all of them.
 Wanted: TypeAlias = "Mapping[str, Sequence[int] | None]"
@@ -96,6 +96,22 @@ def jvp(program: Program, directions: int = 1, wanted: Wanted | None = None, see
             _push(builder, number, tangents)
         outputs += [tangents[new[o]].number if new[o] in tangents else zero for o in program.outputs]
     return builder.program(_with_seeds(program, seeds, directions * len(inputs)), outputs)
+
+
+def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) -> dict[tuple[int, int], int]:
+    """Write a program's derivatives into a builder, and return their numbers by the places of outputs and of inputs.
+
+    Those of outputs that don't depend on an input are left out. The inputs are counted in the order of `wanted`.
+    """
+    new, found = copied(builder, program), {}
+    size, one = max(new, default=-1) + 1, Symbol(builder, builder.constant(1.0))
+    for j, place in enumerate(_inputs(program, wanted)):
+        # No other input has a tangent of zero: products with it would stay, since they may be NaN.
+        tangents = {builder.input(*place): one}
+        for number in range(size):
+            _push(builder, number, tangents)
+        found |= {(i, j): tangents[new[o]].number for i, o in enumerate(program.outputs) if new[o] in tangents}
+    return found
 
 
 def _inputs(program: Program, wanted: Wanted | None) -> list[Input]:

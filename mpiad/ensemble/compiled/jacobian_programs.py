@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from mpiad.compiling.builder import Builder, copied, simplify
-from mpiad.compiling.derivatives import Wanted, jvp, vjp
+from mpiad.compiling.builder import Builder, simplify
+from mpiad.compiling.derivatives import Wanted, derivatives_by_inputs, jvp, vjp
 from mpiad.compiling.program import Program
 
 __all__ = ["JacobianProgram", "bend_program", "curvature_program", "jacobian_program"]
@@ -35,14 +35,8 @@ class JacobianProgram(NamedTuple):
 @lru_cache(_MOST_PROGRAMS)
 def jacobian_program(program: Program) -> JacobianProgram:
     """Return the derivatives of f by state and time."""
-    d = program.groups["state"]
-    builder, outputs = Builder(), {}
-    # One direction after the other into one program: what they share is computed once. No other has a tangent of zero:
-    # products with it would stay, since they aren't zero where a factor isn't finite.
-    for direction in range(d + 1):
-        along = jvp(program, wanted={"time": None} if direction == d else {"state": [direction]})
-        new = copied(builder, along, {("seed", 0): 1.0})
-        outputs |= {(i, direction): new[number] for i, number in enumerate(along.outputs[d:])}
+    d, builder = program.groups["state"], Builder()
+    outputs = derivatives_by_inputs(builder, program, {"state": None, "time": None})
     kept = {place: number for place, number in outputs.items() if builder.value(number) != 0}
     places, slopes = ([place for place in kept if (place[1] == d) is timed] for timed in (False, True))
     made = builder.program(program.groups, [kept[place] for place in places + slopes])
