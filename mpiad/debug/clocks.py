@@ -1,7 +1,10 @@
 """One clock for all ranks: each rank's difference from rank 0's, measured at the start and at the end.
 
-A message there and back, timed on both sides, bounds the difference by half its time; the fastest of several bounds it
-best. In between the difference is taken to change evenly, as that of two quartz clocks does.
+A message there and back, timed on both sides, bounds the difference from below by its way there and from above by its way
+back; the fastest says best where in between. On a busy machine most of them wait for a core, but hardly all on the same way:
+so the bounds of many are put together, until more don't make them narrower. Processes of one machine have one clock, and
+between those of two machines lie hours: where the difference may be zero, it is. In between the two readings it is taken to
+change evenly, as that of two quartz clocks does.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from mpiad._typing import Comm
 
 __all__ = ["Clock", "Reading", "read_clock"]
 
-_TIMES = 10
+_TIMES, _MOST = 10, 200  # messages at a time, and in all
 
 
 class Reading(NamedTuple):
@@ -40,24 +43,33 @@ class Clock:
 
 def read_clock(comm: Comm) -> Reading:
     """Compare this rank's clock with rank 0's; collective."""
-    ours, theirs = np.empty(1), np.empty(1)
-    if comm.rank != 0:
+    if comm.rank == 0:
+        # One rank after the other: messages of two at once would be timed with each other's.
+        for rank in range(1, comm.size):
+            comm.Send(np.array([0.0, _difference(comm, rank)]), rank)
+        return Reading(perf_counter(), 0.0)
+    asked, now = np.empty(2), np.empty(1)
+    while True:
+        comm.Recv(asked, 0)
+        now[0] = perf_counter()
+        if not asked[0]:
+            return Reading(float(now[0]), float(asked[1]))
+        comm.Send(now, 0)
+
+
+def _difference(comm: Comm, rank: int) -> float:
+    """Return how far rank 0's clock is ahead of another rank's."""
+    asked, theirs = np.ones(2), np.empty(1)
+    low, high, rounds = -np.inf, np.inf, []
+    for count in range(_TIMES, _MOST + 1, _TIMES):
+        before = high - low
         for _ in range(_TIMES):
-            comm.Recv(theirs, 0)
-            ours[0] = perf_counter()
-            comm.Send(ours, 0)
-        comm.Recv(theirs, 0)
-        return Reading(perf_counter(), float(theirs[0]))
-    # One rank after the other: messages of two at once would be timed with each other's.
-    for rank in range(1, comm.size):
-        comm.Send(np.array([min(_round(comm, rank, ours, theirs) for _ in range(_TIMES))[1]]), rank)
-    return Reading(perf_counter(), 0.0)
-
-
-def _round(comm: Comm, rank: int, ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
-    """Return how long a message there and back takes, and the difference of the clocks in its middle."""
-    start = perf_counter()
-    comm.Send(ours, rank)
-    comm.Recv(theirs, rank)
-    end = perf_counter()
-    return end - start, (start + end) / 2 - float(theirs[0])
+            start = perf_counter()
+            comm.Send(asked, rank)
+            comm.Recv(theirs, rank)
+            end = perf_counter()
+            low, high = max(low, start - theirs[0]), min(high, end - theirs[0])
+            rounds.append((end - start, (start + end) / 2 - theirs[0]))
+        if count > _TIMES and high - low > 0.9 * before:
+            break
+    return 0.0 if low <= 0 <= high else float(np.clip(min(rounds)[1], low, high))

@@ -150,15 +150,18 @@ def test_computation_fills_the_gaps(rank, size, path):
 
 @pytest.mark.mpi(min_size=2)
 def test_arrows_from_sends_to_receives(rank, size, path):
-    events = run(rank, size, path)
+    # On one clock no message comes before it was sent.
+    check_arrows(run(rank, size, path), size, late=0.0)
+
+
+def check_arrows(events, size, late):
     ends = {kind: {e["id"]: e for e in events if e["ph"] == kind} for kind in "sf"}
     assert len(ends["s"]) == sum(e["ph"] == "s" for e in events)  # each of its own number
     assert set(ends["s"]) == set(ends["f"])
     assert len(ends["s"]) == 2 * (2 * size + 1)  # to the neighbour twice and one more, there and back
     apart = [ends["f"][k]["pid"] - ends["s"][k]["pid"] for k in ends["s"]]
     assert sorted(x % size for x in apart) == sorted([1] * (2 * size + 1) + [size - 1] * (2 * size + 1))
-    # On one clock no message comes before it was sent; several machines agree to microseconds.
-    assert all(ends["f"][k]["ts"] > ends["s"][k]["ts"] for k in ends["s"])
+    assert all(ends["f"][k]["ts"] > ends["s"][k]["ts"] - late for k in ends["s"])
 
 
 @pytest.mark.mpi(min_size=2)
@@ -171,7 +174,8 @@ def test_clocks_that_differ_are_aligned(rank, size, path, monkeypatch):
     shifted = lambda: time.perf_counter() + 3600.0 * rank  # noqa: E731
     for module in (clocks, recorder, calls):
         monkeypatch.setattr(module, "perf_counter", shifted)
-    test_arrows_from_sends_to_receives(rank, size, path)
+    # As exactly as messages are fast, which on a busy machine is milliseconds.
+    check_arrows(run(rank, size, path), size, late=1e4)
     assert max(e["ts"] for e in read(path) if e["ph"] == "X") < 60e6
 
 
