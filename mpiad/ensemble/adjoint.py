@@ -14,7 +14,6 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.event_adjoint import pull_event
-from mpiad.ensemble.jumps import FOUND
 from mpiad.ensemble.linear_jumps import LinearJumps, rates
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
@@ -52,8 +51,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     batch = run.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
-    # Where events act when a condition vanishes, times move in any case.
-    timed = timed or (run.jumps is not None and bool((run.jumps.slot == FOUND).any()))
+    timed = timed or run.times_move
     jumps = begun(run, seeds, found, places, timed)
     step_of = transposed_steps(run, Tracing(run.field, places, timed), places)
     with np.errstate(all="ignore"):

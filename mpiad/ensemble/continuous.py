@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.adjoint import Cotangents, of_ends
+from mpiad.ensemble.adjoint import Cotangents, begun, of_ends, to_start
 from mpiad.ensemble.backends import EnsembleVectorized
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.coefficients import polynomials, states_at
 from mpiad.ensemble.field_jacobian import OwnJacobian
+from mpiad.ensemble.linear_jumps import rates
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.on_device.device_run import run_of
 from mpiad.ensemble.outcome import Outcome, names_of
@@ -50,14 +51,14 @@ def pull_continuous(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) 
     IntegrationError
         Where the adjoint equation can't be solved to the end.
     NotImplementedError
-        Where terminal events ended trajectories, or times of events on the way have cotangents.
+        Where conditions ended trajectories or let events act, or times of events on the way have cotangents.
     """
     _require_no_events(run, seeds)
     with np.errstate(all="ignore"):
-        found = _Adjoint(run, seeds, places).solved(timed)
+        found = _Adjoint(run, seeds, places, timed).solved()
     if timed and seeds.reached is not None:
         # Where no event came first, the time that was reached is the end of tspan itself.
-        found.end += np.where(run.placed(run.live), seeds.reached, 0)
+        found.end += np.where(run.placed(run.live & ~run.terminated), seeds.reached, 0)
     return found
 
 
@@ -67,7 +68,12 @@ def _require_no_events(run: Run, seeds: Seeds) -> None:
         raise NotImplementedError(
             "solve: adjoint='continuous' knows no derivative of the times of events. Use adjoint='discrete', the default."
         )
-    if run.terminated.any():
+    if run.jumps is not None and len(run.stops.ids):
+        raise NotImplementedError(
+            "solve: adjoint='continuous' goes through events that act at given times only, but a condition vanished. Use "
+            "adjoint='discrete', the default."
+        )
+    if run.jumps is None and run.terminated.any():
         raise NotImplementedError(
             f"solve: adjoint='continuous' doesn't go through terminal events, and {np.count_nonzero(run.terminated)} "
             "trajectories ended by one. Use adjoint='discrete', the default."
@@ -87,24 +93,29 @@ def _require_solved(outcome: Outcome, ids: Array) -> None:
 class _Adjoint:
     """The adjoint equation of all trajectories that moved."""
 
-    def __init__(self, run: Run, seeds: Seeds, places: Sequence[int]):
-        self._run, self._saved, self._dense = run, seeds.saved, DenseStates(run)
+    def __init__(self, run: Run, seeds: Seeds, places: Sequence[int], timed: bool):
+        self._run, self._saved, self._dense, self._timed = run, seeds.saved, DenseStates(run), timed
         self._by_state, self._by_leaves = Tracing(run.field, (), False), Tracing(run.field, places, False)
         batch = run.batch
         leaves: dict[int, Any] = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
         self._found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
+        self._linear = begun(run, seeds, self._found, places, timed)
+        # The last jump of each trajectory that hasn't been gone back over.
+        self._place: Any = None if self._linear is None else self._linear.first[1:] - 1
+        self._moving = np.zeros_like(self._found.u0)
 
     @cached_property
     def _systems(self) -> StageSystems:
         return StageSystems(self._run, ())
 
-    def solved(self, timed: bool) -> Cotangents:
+    def solved(self) -> Cotangents:
         """Return the cotangents."""
+        timed = self._timed
         run, found, batch, moving = self._run, self._found, self._run.batch, self._run.counts > 0
-        now = batch.end.copy()
+        now = batch.end.copy() if self._linear is None else run.reached.copy()
         if timed:
             # By the end of tspan the derivative is λ·f there; by its start -λ·f, since the same u0 is met later.
-            self._add_flow(found.end, moving, found.u0, batch.end)
+            self._add_flow(found.end, moving if self._linear is None else moving & ~run.cut, found.u0, batch.end)
         if self._saved is not None:
             times = run.saved_on_the_way(self._dense.ends)
             # The adjoint state jumps where a state is saved, by its cotangent: so the way back is gone piece by piece.
@@ -115,6 +126,8 @@ class _Adjoint:
             self._add_flow(found.start, moving, -found.u0, batch.start)
         if self._saved is not None:
             run.take_up(found.u0, self._saved, at_start=True)
+        if self._linear is not None:
+            to_start(run, found, self._linear)
         return found
 
     def _meet(self, place: int, due: Array, now: Array, timed: bool) -> None:
@@ -125,10 +138,54 @@ class _Adjoint:
         self._go(here, now, np.where(here, due, now))
         ids, value = self._run.chosen(here), np.swapaxes(self._saved[:, place], 0, 1)  # type: ignore[index]
         found.u0[:, ids] += value[:, ids]
+        # What is saved where an event acts is the state after it, whenever that is.
+        if self._linear is not None:
+            self._moving[:, ids] += np.where(due[ids] == self._next_jump()[ids], value[:, ids], 0)
         if timed:
             self._add_flow(found.end, here & (due == self._run.batch.end), value, due)
 
     def _go(self, mask: Array, now: Array, end: Array) -> None:
+        """Go with some trajectories back to another time, which then is `now`, over the events behind it."""
+        batch = self._run.batch
+        signs = np.where(batch.end < batch.start, -1.0, 1.0)
+        while self._linear is not None:
+            due = self._next_jump()
+            # What is saved where an event acts is the state after it.
+            here = mask & (signs * due > signs * end)
+            if not here.any():
+                break
+            self._solve(here, now, np.where(here, due, now))
+            self._jump(self._place[here])
+        self._solve(mask, now, end)
+
+    def _next_jump(self) -> Array:
+        """Return when the next jump back of each trajectory is; NaN where none is but those at the start."""
+        jumps: Any = self._run.jumps
+        rows = np.maximum(self._place, 0)
+        mine = (self._place >= 0) & (jumps.ids[rows] == np.arange(self._run.batch.size)) & (jumps.number[rows] > 0)
+        return np.where(mine, jumps.time[rows], np.nan)
+
+    def _jump(self, rows: Array) -> None:
+        """Go back over jumps, one of each of some trajectories."""
+        run, found, linear = self._run, self._found, self._linear
+        jumps: Any = run.jumps
+        ids, t, after = jumps.ids[rows], jumps.time[rows], found.u0[:, jumps.ids[rows]]
+        first = (self._dense.counts[ids] > jumps.number[rows]) if self._timed else np.zeros(len(ids), bool)
+        if first.any():
+            # With the time at which what follows begins its result would move as its start does.
+            own, u = ids[first], self._dense.at(ids[first], t[first])
+            value = after[:, first] - self._moving[:, own]
+            found.start[own] = -(value * rates(run, own, u, t[first])).real.sum(axis=0)
+        self._moving[:, ids] = 0
+        before, since = linear.pull(rows, after, found.start[ids])  # type: ignore[union-attr]
+        found.u0[:, ids], found.start[ids] = before, since
+        self._dense.counts[ids] = jumps.number[rows]
+        if self._timed:
+            gained = (before * rates(run, ids, jumps.before[:, rows], t)).real.sum(axis=0)
+            linear.lengthened(rows, gained)  # type: ignore[union-attr]
+        self._place[ids] -= 1
+
+    def _solve(self, mask: Array, now: Array, end: Array) -> None:
         """Solve the adjoint equation of some trajectories back to another time, which then is `now`."""
         mask = mask & (now != end)
         if not mask.any():
@@ -205,7 +262,13 @@ class _Adjoint:
 
 
 class DenseStates:
-    """The interpolants of all steps of a run, trajectory after trajectory, as polynomials in the part of the step."""
+    """The interpolants of all steps of a run, trajectory after trajectory, as polynomials in the part of the step.
+
+    Attributes
+    ----------
+    counts : array of int, shape (N,)
+        How many steps of each are looked at, from the first on.
+    """
 
     def __init__(self, run: Run):
         self._run, batch = run, run.batch
@@ -213,13 +276,13 @@ class DenseStates:
         total, degree = int(ends[-1]) if len(ends) else 0, run.tableau.dense.shape[1]
         # So many halvings find one of the most steps that a trajectory took.
         self._halvings = int(run.counts.max(initial=0)).bit_length()
-        self._counts, self._offsets = run.placed(run.counts), run.placed(ends - run.counts)
+        self.counts, self._offsets = run.placed(run.counts) + 0, run.placed(ends - run.counts)
         backward = batch.end < batch.start
         self._sign = run.placed(np.where(backward, -1.0, 1.0)) if backward.any() else None
         # A place more, for steps that weren't made.
         self._t, self._h = run.numbers(total + 1), run.numbers(total + 1) + 1.0
         self._terms = np.zeros_like(batch.u0, shape=(degree + 1, len(batch.u0), total + 1))
-        number = np.zeros_like(self._counts)
+        number = np.zeros_like(self.counts)
         with np.errstate(all="ignore"):
             for sweep in run.sweeps():
                 for visit in sweep.forwards():
@@ -254,7 +317,7 @@ class DenseStates:
 
     def _number(self, ids: Array, t: Array) -> Array:
         """Return in which steps times lie, by bisection."""
-        low, high, offset = np.zeros_like(ids), self._counts[ids] - 1, self._offsets[ids]
+        low, high, offset = np.zeros_like(ids), self.counts[ids] - 1, self._offsets[ids]
         for _ in range(self._halvings):
             middle = (low + high + 1) // 2
             gone = t - self._t[offset + middle]

@@ -110,7 +110,7 @@ class _SolvedRun:
         solver = self._run.outcome.solver
         if self._asked.adjoint == "continuous":
             return pull_continuous(self._run, seeds, places, timed)
-        if solver is None:
+        if solver is None or (self._run.jumps is not None and np.iscomplexobj(self._run.batch.u0)):
             return pull_run(self._run, seeds, places, timed)
         return pull_compiled(solver, self._run, seeds, places, timed)
 

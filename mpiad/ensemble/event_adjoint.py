@@ -21,7 +21,7 @@ from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.ensemble.transposed_step import Inside, StepCotangents, TransposedStep
 from mpiad.primitives.cotangents import conform, spec_like
 
-__all__ = ["pull_event"]
+__all__ = ["Condition", "pull_event"]
 
 
 def pull_event(
@@ -52,7 +52,7 @@ def pull_event(
     if end is not None:
         moving = (end * rate).real.sum(axis=0) + moving
     states = interpolate(run.coefficients, step.y[0][:, columns], h, stages, x)
-    condition = _Condition(run, located, places, leaves, states)
+    condition = Condition(run, located, places, leaves, states)
     g_u, *_, g_t = condition.pull(np.ones_like(x))
     slope = (g_u * rate).real.sum(axis=0) + g_t * h
     value, *parts, t_bar = condition.pull(-moving / slope)
@@ -65,7 +65,7 @@ def pull_event(
     return Inside(columns, value.astype(step.y[0].dtype, copy=False), x, [weights[i] for i in range(len(weights))])
 
 
-class _Condition:
+class Condition:
     """An event's condition where it vanished, traced by states, parameters and times."""
 
     def __init__(self, run: Run, located: LocatedEvent, places: tuple[int, ...], leaves: Sequence[Any], states: Array):

@@ -206,7 +206,7 @@ def by_trajectory(ids: Sequence[int], events: Sequence[int], times: Sequence[Any
 
 def in_order(rows: np.ndarray) -> np.ndarray:
     """Return which rows say that an event was, trajectory by trajectory in the order of time."""
-    ids, event, number, part, _ = rows
+    ids, event, number, part = rows[:4]
     # Within a step by its parts; equal ones in the order in which the events were given.
     order = np.lexsort((event, part, number, ids))
     return order[np.isfinite(part[order])]

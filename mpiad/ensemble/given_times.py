@@ -78,7 +78,7 @@ class GivenTimes:
             )
 
     def passed(self, ids: Array, first: Array, stop: Array) -> Array:
-        """Return the events of some trajectories from one to another, as `HybridSolve.happened` does."""
+        """Return the events of some trajectories from one to another, as `HappenedEvents.all` does."""
         slot = np.arange(len(self.times))
         row, slot = np.nonzero((first[:, None] <= slot) & (slot < stop[:, None]))
         row = ids[row]

@@ -8,10 +8,11 @@ depend on no other. A piece's first step is the one that would have been next.
 Where the affect leaves a condition at its root, the next piece looks for the way back only, and its first step is so short
 that it isn't back by then (`root_departure`).
 
-Where derivatives are wanted the steps of all pieces make one record, in which events stand between steps (`jumps`). Of
-kernels the pieces themselves are kept (`hybrid_derivative`), unless a kernel lets events at given times act itself: then
-all is one piece. By columns trajectories whose events come at times of their own re-enter the running columns
-(`rolling_pieces`). Both give the numbers of pieces that all go together.
+A kernel may let events at given times act itself: then all is one piece. By columns trajectories whose events come at
+times of their own re-enter the running columns (`rolling_pieces`). Both give the numbers of pieces that all go together.
+
+Where derivatives are wanted the steps of all pieces make one record, in which events stand between steps
+(`hybrid_record`, `jumps`).
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.derivative import derivative_of, locked
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.event_affects import affected
-from mpiad.ensemble.events import in_order
 from mpiad.ensemble.given_times import GivenTimes
+from mpiad.ensemble.hybrid_record import HappenedEvents, HybridRecord
 from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.jumps import FOUND, Jump
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations
 from mpiad.ensemble.piece_saves import PieceSaves
-from mpiad.ensemble.pieces import AT_END, HERE, Acted, Flow
-from mpiad.ensemble.record import Log, Steps
 from mpiad.ensemble.rolling_pieces import RollingPieces
 from mpiad.ensemble.root_departure import departure, distance_ahead
-from mpiad.ensemble.run import FINAL
 from mpiad.ensemble.settings import DueTimes, Settings
 
 __all__ = ["HybridSolve"]
 
 _MOVING = -1  # no return code yet
+# At which given time a piece ends at the latest: none, but that is the end of tspan, or its start, since an event has ended
+# the trajectory; or it stays where it failed.
+_AT_END, _HERE, _FAILED = -1, -2, -3
 # So many events in a row, each within so small a part of tspan after the one before, are without end.
 _SHORT, _MOST_SHORT = 1e-6, 10
 
@@ -55,26 +56,24 @@ class HybridSolve:
         ``advance(batch, settings)`` solves a piece.
     batch : Batch
         Of plain arrays on the host.
-    way : {"rounds", "whole", "rolling"}
-        Whether pieces of all are solved together; whether `advance` lets events act itself; or whether it goes on with
-        trajectories that have ended (`Settings.again`).
-    chained : bool
-        Whether the pieces themselves are kept, where a record is asked for, and not one record of them all.
+    way : {"rounds", "compiled", "whole", "rolling"}
+        Whether pieces of all are solved together, by columns or by kernels; whether `advance` lets events act itself; or
+        whether it goes on with trajectories that have ended (`Settings.again`).
 
     Attributes
     ----------
     u : array, shape (d, N)
     t, codes, naccept, nreject, nf : array, shape (N,)
     saves : PieceSaves
-    ways : list of Flow and Acted
-        In their order, where pieces are kept.
+    happened : HappenedEvents
+    record : HybridRecord or None
+        Where the settings ask for one.
     """
 
     def __init__(
-        self, advance: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, way: str = "rounds",
-        chained: bool = True,
-    ):  # fmt: skip
-        self.batch, self.settings, self.advance, self._way = batch, settings, advance, way
+        self, advance: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, way: str = "rounds"
+    ):
+        self.batch, self.settings, self.advance, self.way = batch, settings, advance, way
         count, events = batch.size, settings.events
         self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self._backward = bool((self._signs < 0).any())
@@ -89,15 +88,8 @@ class HybridSolve:
         self._cut = np.zeros(count, bool)  # by terminal events, which may be others' neighbours in time
         self._restart, self._side = np.full(count, np.inf), np.zeros((len(events), count))
         self._last, self._short = batch.start.copy(), np.zeros(count, int)
-        self.ways: list[Flow | Acted] = []
-        self.chained = chained and settings.record
-        self._log = Log(settings.checkpoints) if settings.record and not chained else None
-        self._steps: list[tuple[int, Steps]] = []
-        self._whole: Outcome | None = None  # of a kernel, with its own record
-        self._jumps: list[Jump] = []
-        self._tables: list[Array] = []
-        self._happened: list[Array] = []
-        self._passed: tuple[Array, Array, Array] | None = None
+        self.record = HybridRecord(settings) if settings.record else None
+        self.happened = HappenedEvents(self._found, self.given)
 
     def run(self) -> None:
         """Go on until all trajectories have ended."""
@@ -107,23 +99,13 @@ class HybridSolve:
                 moving = np.flatnonzero(self.codes == _MOVING)
                 if not moving.size:
                     return
-                if self._way == "whole":
-                    return self._flow_through(moving if self._log is None else np.arange(self.batch.size))
-                if self._way == "rolling" and not self._sides and (self._found or not self.given.alike):
-                    return self._keep(moving, RollingPieces(self, moving).run())
+                if self.way == "whole":
+                    return self._flow_through(moving if self.record is None else np.arange(self.batch.size))
+                if self.way == "rolling" and not self._sides and (self._found or not self.given.alike):
+                    outcome = RollingPieces(self, moving).run()
+                    return self.record and self.record.keep_all(moving, outcome, self.batch.size)
                 for ids in self._alike(moving):
                     self._flow(ids)
-
-    def _keep(self, ids: Array, outcome: Outcome, begun: Array | None = None) -> None:
-        """Keep the record of some pieces, before which trajectories had made `begun` steps, or of all pieces of some."""
-        if self._log is None:
-            return
-        if begun is None and len(ids) == self.batch.size:
-            self._steps = outcome.steps
-            return
-        for first, steps in outcome.recorded():
-            own = ids[first : first + len(steps.counts)]
-            self._log.note_again(steps, own, np.zeros(len(own), int) if begun is None else begun[first : first + len(own)])
 
     def moving(self, ids: Array) -> Array:
         """Tell which of some trajectories have not ended."""
@@ -133,36 +115,6 @@ class HybridSolve:
         self.codes[ids] = code.code
         if self.settings.progress is not None and len(ids):
             self.settings.progress(len(ids))
-
-    def conditions(self) -> Array:
-        """Return the table of events at which a condition vanished, see `Outcome.event_table`, as pieces met them."""
-        return np.concatenate([np.empty((5, 0)), *self._tables], axis=1)
-
-    def outcome(self) -> Outcome:
-        """Return the results with one record of all steps."""
-        batch, table = self.batch, self.conditions()
-        save_step = self.saves.steps
-        # What would be saved where the next step begins, and there is none.
-        save_step[save_step == self.naccept[:, None]] = FINAL
-        if self._whole is not None:
-            found = self._whole
-            found.codes, found.saved, found.save_step, found.jumps = self.codes, self.saves.states, save_step, self._jumps
-            return found
-        return Outcome(
-            self.u, self.t, self.codes, self.naccept, self.nreject, self.saves.states, save_step, np.ones(batch.size),
-            event_table=table[:, in_order(table)], jumps=self._jumps,
-            steps=self._steps or [(0, self._log.steps(self.naccept, len(self.u), self.u.dtype))],  # type: ignore[union-attr]
-        )  # fmt: skip
-
-    def happened(self) -> Array:
-        """Return the events of each flow, and of each jump at given times, shape (4, m): trajectories, which, and when.
-
-        The last row says which row of the table of conditions each is, or -1 less the given time.
-        """
-        tables = [np.empty((4, 0)), *self._happened]
-        if self._passed is not None:
-            tables.append(self.given.passed(*self._passed))
-        return np.concatenate(tables, axis=1)
 
     # ---- pieces
 
@@ -178,13 +130,13 @@ class HybridSolve:
         return [ids[which.reshape(-1) == kind] for kind in range(kinds.shape[1])]
 
     def piece(self, ids: Array) -> tuple[Array, Batch, Settings]:
-        """Return the next pieces of some trajectories, with all saved times: their slots, see `Flow`, and what to solve."""
+        """Return the next pieces of some trajectories, with all saved times: their slots, and what to solve."""
         slot, signs, start = self._of(self._slot, ids), self._of(self._signs, ids), self._of(self.t, ids).copy()
         due, end, cut = self._next(self.given.times, ids), self._of(self.batch.end, ids), self._of(self._cut, ids)
         ends = signs * due > signs * end if self._backward else due > end
-        slot, stop = np.where(ends, AT_END, slot), np.where(ends, end, due)
+        slot, stop = np.where(ends, _AT_END, slot), np.where(ends, end, due)
         if cut.any():
-            slot, stop = np.where(cut, HERE, slot), np.where(cut, start, stop)
+            slot, stop = np.where(cut, _HERE, slot), np.where(cut, start, stop)
         batch = self.batch._replace(
             u0=self._of(self.u, ids).copy(), start=start, end=stop, p=self.batch.p._replace(leaves=self._leaves(ids))
         )
@@ -199,9 +151,11 @@ class HybridSolve:
         slot, batch, settings = self.piece(ids)
         places = self.saves.places(ids, batch.end)
         settings = settings._replace(saveat=self.saves.due(ids, places))
-        settings = settings if self._log is None else settings._replace(checkpoints=None)
+        # The record of all pieces knows which steps' states are to be kept; kernels keep none then.
+        settings = settings if self.way == "compiled" else settings._replace(checkpoints=None)
         outcome = self.advance(batch, settings)
-        self._keep(ids, outcome, self.naccept[ids])
+        if self.record is not None:
+            self.record.keep(ids, outcome, self.naccept[ids])
         self.finish(ids, slot, batch, settings, outcome, places)
 
     def finish(
@@ -213,36 +167,34 @@ class HybridSolve:
         self._set(self._restart, ids, np.where(batch.start == batch.end, settings.restarts, outcome.following))  # type: ignore[arg-type]
         self._set(self._side, ids, 0.0)
         places = self.saves.all_places(ids) if places is None else places
-        self._take(slot, places, Flow(ids, slot, batch, settings, outcome, ((), (), ())), given)  # type: ignore[arg-type]
+        self._take(ids, slot, places, batch, outcome, given)
 
     def _flow_through(self, ids: Array) -> None:
         """Solve from the start to the end, with all events on the way."""
-        start, p, failed = self._of(self.batch.start, ids), self.batch.p, self._of(self.codes, ids) != _MOVING
+        first, failed = self._of(self._slot, ids), ~self.moving(ids)
         # What has failed at the start stays there.
-        first, end = self._of(self._slot, ids), np.where(failed, start, self._of(self.batch.end, ids))
-        known, places = self.codes[ids[failed]], self.saves.places(ids, end)
+        end = np.where(failed, self._of(self.batch.start, ids), self._of(self.batch.end, ids))
+        places = self.saves.places(ids, end)
         places[failed] = -1
         slots = len(self.given.times) if self.settings.record else 0
         due = DueTimes(
             self._of(self.given.times, ids), self._of(self.given.event, ids), np.stack([first, np.zeros(len(ids), int)]),
-np.full((len(ids), slots), -1), np.empty((len(ids), slots, len(self.u)), self.u.dtype),
+            np.full((len(ids), slots), -1), np.empty((len(ids), slots, len(self.u)), self.u.dtype),
         )  # fmt: skip
-        batch = self.batch._replace(
-            u0=self._of(self.u, ids).copy(), start=start, end=end, p=p._replace(leaves=self._leaves(ids))
-        )  # fmt: skip
-        settings = self.settings._replace(events=(), progress=None, saveat=self.saves.times(ids), given_times=due)
-        outcome, slot = self.advance(batch, settings), np.full(len(ids), AT_END)
-        self._passed = ids, first, due.slots[0]
-        self._take(slot, places, Flow(ids, slot, batch, settings, outcome, ((), (), ())))  # type: ignore[arg-type]
+        _, batch, settings = self.piece(ids)
+        batch, settings = batch._replace(end=end), settings._replace(events=(), restarts=None, given_times=due)
+        outcome = self.advance(batch, settings)
+        self.happened.passed = ids, first, due.slots[0]
+        self._take(ids, np.where(failed, _FAILED, _AT_END), places, batch, outcome)
         self._set(self.nf, ids, self._of(self.nf, ids) + due.slots[1])
-        self.codes[ids[failed]] = known
-        if self._log is not None:
+        if self.record is not None:
             met = due.number >= 0
-            self._whole, (own, slot) = outcome, np.nonzero(met)
+            own, slot = np.nonzero(met)
             # States after events are in the record, and none are computed again.
             before = due.before[met].T
             at = self.given.event[slot, own], slot, self.given.times[slot, own]
-            self._jumps.append(Jump(own, due.number[met], *at, before, before))
+            self.record.jumps.append(Jump(own, due.number[met], *at, before, before))
+            self.record.whole = outcome
 
     def _of(self, x: Array, ids: Array) -> Array:
         """Return an array of some trajectories, each once and in order, which nobody writes into: of all without a copy."""
@@ -280,33 +232,27 @@ np.full((len(ids), slots), -1), np.empty((len(ids), slots, len(self.u)), self.u.
         direction = event.direction or -int(self._side[e, ids[0]])
         return Event(event.condition, True, direction)
 
-    def _take(self, slot: Array, places: Array, flow: Flow, given: Array | bool = False) -> None:
-        """Take the results of a piece, whose first steps were `given` or not."""
-        ids, outcome = flow.ids, flow.outcome
+    def _take(
+        self, ids: Array, slot: Array, places: Array, batch: Batch, outcome: Outcome, given: Array | bool = False
+    ) -> None:
+        """Take the results of pieces, whose first steps were `given` or not."""
         self._set(self.u, ids, outcome.u_end)
         self._set(self.t, ids, outcome.t_reached)
         given, begun = given | (self.settings.dt is not None), self.naccept[ids]
         calls = evaluations(outcome.naccept, outcome.nreject, self.settings.alg, given)
         for total, more in ((self.naccept, outcome.naccept), (self.nreject, outcome.nreject), (self.nf, calls)):
             self._set(total, ids, self._of(total, ids) + more)
-        saved = self.saves.take(ids, outcome, places, flow.batch, begun)
-        if self.chained:
-            self.ways.append(flow._replace(saved=saved))
+        self.saves.take(ids, outcome, places, batch, begun)
         codes = outcome.codes
         for code in np.flatnonzero(np.bincount(codes)).tolist():
             if code == ReturnCode.Success.code:
-                self._end(ids[(codes == code) & (slot == AT_END)], ReturnCode.Success)
-                self._end(ids[(codes == code) & (slot == HERE)], ReturnCode.Terminated)
+                self._end(ids[(codes == code) & (slot == _AT_END)], ReturnCode.Success)
+                self._end(ids[(codes == code) & (slot == _HERE)], ReturnCode.Terminated)
             elif code != ReturnCode.Terminated.code:
                 self._end(ids[codes == code], list(ReturnCode)[code])
         if outcome.event_table is not None:
-            local, which = outcome.event_table[:2].astype(int)
-            which = np.array(self._found)[which]
-            _, _, number, part, time = outcome.event_table
-            row = sum(table.shape[1] for table in self._tables) + np.arange(len(local))
-            self._tables.append(np.stack([ids[local].astype(float), which, number + begun[local], part, time]))
-            self._happened.append(np.stack([ids[local].astype(float), which, time, row]))
-            gone = np.abs(outcome.t_reached - flow.batch.start)
+            local, which = self.happened.note(ids, outcome, begun)
+            gone = np.abs(outcome.t_reached - batch.start)
             self._meet_conditions(ids, codes == ReturnCode.Terminated.code, local, which, gone)
         # Counted over all pieces: in each of them alone the limit may never be reached.
         tired = self._of(self.naccept + self.nreject >= self.settings.max_steps, ids)
@@ -342,14 +288,11 @@ np.full((len(ids), slots), -1), np.empty((len(ids), slots, len(self.u)), self.u.
             self._end(ids[~sane], ReturnCode.Unstable)
             ids, slot, after = ids[sane], None if slot is None else slot[sane], after[:, sane]
         at = np.full(len(ids), FOUND) if slot is None else slot
-        if self._log is not None:
-            self._jumps.append(Jump(ids, self.naccept[ids], e, at, self.t[ids], self.u[:, ids], after))
+        if self.record is not None:
+            self.record.jumps.append(Jump(ids, self.naccept[ids], e, at, self.t[ids], self.u[:, ids], after))
         self._set(self.u, ids, after)
         if slot is not None:
-            table = [ids.astype(float), np.full(len(ids), float(e)), self._of(self.t, ids), -1.0 - slot]
-            self._happened.append(np.stack(table))
-        if self.chained:
-            self.ways.append(Acted(ids, e, slot))
+            self.happened.note_given(ids, e, self._of(self.t, ids), slot)
 
     def _look_ahead(self, e: int, ids: Array, before: Array, gone: Array) -> None:
         """Find on which side of its root a condition goes on, where the affect has left it there, and when it is back."""

@@ -12,6 +12,7 @@ state would move by f between them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import Columns
 
-__all__ = ["LinearJumps"]
+__all__ = ["LinearJumps", "add_leaves", "rates"]
 
 
 class LinearJumps:
@@ -115,19 +116,24 @@ class LinearJumps:
     def given_to_kernel(self, since: Array, dtype: np.dtype) -> tuple[Array, Array, Array, Array]:
         """Return after how many steps jumps came, what they are, as rows, and what kernels write: see `take`.
 
-        `since`, shape (N,), is as `pull` has it behind the last jumps of trajectories, where no step follows them.
+        `since`, shape (N,), is as `pull` has it behind the last jumps of trajectories, where no step follows them. What has
+        been given to the kernel is zero afterwards.
         """
         jumps, (d, count) = self._jumps, self._after.shape
-        rows = np.zeros((count, d + 2 if self._timed else d, d))
+        rows = np.zeros((count, d + 3 if self._timed else d, d))
         for _, c, i, factor in self._terms:
             rows[:, i, c] = factor
+        due = np.zeros(count)
         if self._rates is not None:
             for _, c, factor in self._by_time:
                 rows[:, d, c] = factor
-            rows[:, d + 1] = self._rates.T
-        due, last = np.zeros(count), self.first[1:] - 1
-        ids = np.flatnonzero(since)
-        due[last[ids]] = since[ids]
+            given = jumps.slot != FOUND
+            rows[:, d + 1], rows[:, d + 2, 0] = self._rates.T, given
+            ids = np.flatnonzero(since)
+            last = self.first[ids + 1] - 1
+            mine = (last >= self.first[ids]) & given[last] & (jumps.number[last] == self._run.counts[ids])
+            due[last[mine]] = since[ids[mine]]
+            since[ids[mine]] = 0.0
         after = np.zeros((count, d), dtype)
         return jumps.number, np.ascontiguousarray(rows.reshape(count, -1), dtype), after, due
 
@@ -136,7 +142,7 @@ class LinearJumps:
         jumps = self._jumps
         self._after[...] = after.T
         if self._timed:
-            self.due[jumps.slot, jumps.ids] += np.where(jumps.number > 0, due, 0.0)
+            self.due[jumps.slot, jumps.ids] += np.where((jumps.number > 0) & (jumps.slot != FOUND), due, 0.0)
 
     # ---- by columns
 
@@ -179,18 +185,21 @@ class LinearJumps:
 
     def add_leaves(self, leaves: dict[int, Array]) -> None:
         """Add to the cotangents of the leaves, when all jumps have been gone back over."""
-        varies = self._run.batch.p.varies
         for e, rows in self._jumps.kinds if self._places else ():
             _, *parts, _ = self._traced(e, rows, self._places, False)(self._after[:, rows])
-            for place, part in zip(self._places, parts):
-                if part is None:
-                    continue
-                if varies[place]:  # a trajectory may meet an event more than once
-                    ids = self._jumps.ids[rows]
-                    first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
-                    leaves[place][..., ids[first]] += np.add.reduceat(part, first, axis=-1)
-                else:
-                    leaves[place] = leaves[place] + part
+            add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._jumps.ids[rows])
+
+
+def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: Array) -> None:
+    """Add to the cotangents of leaves those that come from the trajectories `ids`, which are in order; None is zero."""
+    for place, part in parts.items():
+        if part is None:
+            continue
+        if run.batch.p.varies[place]:  # a trajectory may meet an event more than once
+            first = np.flatnonzero(np.append(True, ids[1:] != ids[:-1]))
+            leaves[place][..., ids[first]] += np.add.reduceat(part, first, axis=-1)
+        else:
+            leaves[place] = leaves[place] + part
 
 
 def rates(run: Run, ids: Array, u: Array, t: Array) -> Array:

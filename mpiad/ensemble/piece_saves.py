@@ -57,14 +57,10 @@ class PieceSaves:
         times = self._times[0 if len(self._times) == 1 else ids[:, None], np.maximum(places, 0)]
         return np.where(places < 0, self._signs[ids][:, None] * np.inf, times)
 
-    def take(self, ids: Array, outcome: Outcome, places: Array, batch: Batch, begun: Array) -> tuple[Array, Array, Array]:
-        """Take what a piece saved; return the columns, and the places among the piece's times and among all.
-
-        `begun` are the steps made before it, (n,).
-        """
+    def take(self, ids: Array, outcome: Outcome, places: Array, batch: Batch, begun: Array) -> None:
+        """Take what pieces saved, before which `begun` steps were made, shape (n,)."""
         if not places.size:
-            none = np.empty(0, int)
-            return none, none, none
+            return
         reached = self._count(ids, outcome.t_reached, beyond=True)
         column, place = np.nonzero((places >= 0) & (places < reached[:, None]))
         whole, still = places[column, place], (batch.start == batch.end)[column]
@@ -76,7 +72,6 @@ class PieceSaves:
             self.steps[ids[column], whole] = np.where(first, np.where(before > 0, before, INITIAL), before + number)
         # What is saved at an event will be what is after it.
         self._place[ids] = self._count(ids, outcome.t_reached, beyond=False)
-        return column, place, whole
 
     def _count(self, ids: Array, t: Array, beyond: bool) -> Array:
         """Return how many saved times lie before t, or with `beyond` there too."""

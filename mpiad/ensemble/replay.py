@@ -70,7 +70,7 @@ class _Replay:
 
     def __init__(self, run: Run, start: Array, end: Array, leaves: Sequence[Any], due: Any):
         self._run, self._leaves, self._due, d = run, leaves, due, len(run.batch.u0)
-        self._timed = any(map(isbox, (start, end, due))) or (run.jumps is not None and (run.jumps.slot == FOUND).any())
+        self._timed = any(map(isbox, (start, end, due))) or run.times_move
         if self._timed:
             # Zero in value, and what is traced of both ends: steps move with them, and keep their accepted numbers. After
             # an event they move with that.

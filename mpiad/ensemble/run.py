@@ -12,7 +12,7 @@ from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.jumps import Jumps
+from mpiad.ensemble.jumps import FOUND, Jumps
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Steps
@@ -276,10 +276,15 @@ class Run:
     @cached_property
     def stops(self) -> Crossings:
         """Those at which a step was cut short, since they ended a trajectory or acted: of two at once the later one."""
+        return self._crossings(self.stop_rows)
+
+    @cached_property
+    def stop_rows(self) -> Array:
+        """Which rows of the table of events they are."""
         ids, _, number, *_, ends = self._event_columns
         rows = np.flatnonzero(ends & self.live[ids])
         own, step = ids[rows], number[rows]
-        return self._crossings(rows[np.append((own[1:] != own[:-1]) | (step[1:] != step[:-1]), True)[: len(rows)]])
+        return rows[np.append((own[1:] != own[:-1]) | (step[1:] != step[:-1]), True)[: len(rows)]]
 
     def _crossings(self, chosen: Array) -> Crossings:
         ids, event, number, x, time, _ = self._event_columns
@@ -313,6 +318,11 @@ class Run:
         """How events changed the states of trajectories that didn't fail; None where none did."""
         found = Jumps(self.outcome.jumps, self.live) if self.outcome.jumps else None
         return found if found is not None and len(found.ids) else None
+
+    @property
+    def times_move(self) -> bool:
+        """Whether steps begin at times that move whatever the solve is differentiated by: those of conditions."""
+        return self.jumps is not None and bool((self.jumps.slot == FOUND).any())
 
     @cached_property
     def cut(self) -> Array:

@@ -283,13 +283,12 @@ def _by_arrays(
     """Solve a batch where its arrays live: on the host by a kernel, too, where that is chosen."""
     if options.acting:
         plan = compiler.plan(batch, settings, given)
-        way, chained = "rounds", settings.adjoint == "continuous" or (plan is not None and not plan.affects)
-        chained = chained or (plan is not None and settings.checkpoints is not None)
-        if plan is None and isinstance(options.backend, EnsembleVectorized) and not (settings.record and chained):
+        way = "rounds" if plan is None else "compiled"
+        if plan is None and isinstance(options.backend, EnsembleVectorized):
             way = "rolling"
-        elif plan is not None and plan.affects and not (settings.record and (chained or settings.checkpoints)):
+        elif plan is not None and plan.affects and not (settings.record and settings.checkpoints):
             way = "whole"
-        solved = HybridSolve(partial(compiler.run_planned, plan, given=given), batch, settings, way, chained)
+        solved = HybridSolve(partial(compiler.run_planned, plan, given=given), batch, settings, way)
         solved.run()
         return hybrid_solution(solved, given)
     outcome = compiler.run(batch, settings, given)

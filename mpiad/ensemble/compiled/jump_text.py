@@ -14,8 +14,9 @@ from mpiad.ensemble.outcome import ReturnCode
 if TYPE_CHECKING:
     from mpiad.ensemble.compiled.kernel_form import Fields, Form
     from mpiad.ensemble.compiled.lane_output import LaneOutput
+    from mpiad.ensemble.compiled.reverse_kernel import ReverseOutput
 
-__all__ = ["first_goal", "jump", "jump_back", "least_of", "left"]
+__all__ = ["first_goal", "jump", "jump_back", "least_of", "left", "stop_back"]
 
 
 def least_of(t: str, goal: str) -> list[str]:
@@ -111,15 +112,15 @@ def jump_back(form: Form, fields: Fields) -> list[str]:
     if form.timed:
         lines += [
             "since = "
-            + " + ".join(
-                [at("t_bar"), f"(-{at('h_bar')})", *[f"jump_map[j, {(d + 0) * d + c}] * z_{c}" for c in range(d)]]
-            ),
+            + " + ".join([at("t_bar"), f"(-{at('h_bar')})", *[f"jump_map[j, {d * d + c}] * z_{c}" for c in range(d)]]),
             "drift = " + " + ".join(f"jump_map[j, {(d + 1) * d + c}] * {at('cotangent', c)}" for c in range(d)),
             *left(form, fields),
-            "jump_due[j] += since + drift",
-            f"{at('t_bar')} = -drift",
+            # A step keeps its size that a condition has ended.
+            f"given = jump_map[j, {(d + 2) * d}]",
+            "jump_due[j] += given * (since + drift)",
+            f"{at('t_bar')} = -drift if given > 0.0 else since",
             f"{at('h_bar')} = 0.0",
-            f"{at('fresh')} = 1.0",
+            f"{at('fresh')} = given",
             f"{ended} = j",
         ]
     return [
@@ -137,3 +138,36 @@ def left(form: Form, fields: Fields) -> list[str]:
     """Return lines that give what the last step's size gains to the time at which it ends."""
     ended, gained = f"jump[{form.lanes} + l]", fields.at("h_bar")
     return [f"if {ended} < 0:", f"    stop_bar[i] += {gained}", "else:", f"    jump_due[{ended}] += {gained}"]
+
+
+def stop_back(output: ReverseOutput) -> list[str]:
+    """Return lines of the reverse kernel on a lane whose next step back was cut short where a condition vanished.
+
+    The state there is one inside the step, whose part moves as `KernelStops` says.
+    """
+    at, d, stop = output.at, output.form.d, f"jump[{2 * output.form.lanes} + l]"
+    lines = [
+        f"stop = {stop}",
+        f"since = {at('t_bar')} + stop_bar_[stop]",
+        "moved = -("
+        + " + ".join(["stop_row[stop, 1] * since", *[f"stop_row[stop, {3 + c}] * {at('cotangent', c)}" for c in range(d)]])
+        + ")",
+        "stop_moved[stop] = moved",
+        f"{at('t_bar')} = since + stop_row[stop, 2] * moved",
+        f"{at('fresh')} = 0.0",
+        f"{at('tn')} = {at('t')} + {at('h')}",
+        f"{at('touched')} = 1.0",
+        "x = stop_row[stop, 0]",
+        *output.steps.weights(),
+    ]
+    for c in range(d):
+        lines += [f"value = {at('cotangent', c)} + stop_row[stop, {3 + d + c}] * moved", f"{at('cotangent', c)} = 0.0"]
+        lines += [
+            f"{at('value', c)} += value",
+            *[f"{at('arrival', i * d + c)} += w{i} * value" for i in output.steps.used()],
+        ]
+    return [
+        f"if {stop} >= stop_first[i] and stop_number[{stop}] == step[l]:",
+        *indented(lines),
+        f"    {stop} -= 1",
+    ]

@@ -60,6 +60,8 @@ class Form(NamedTuple):
         How many events act at given times, in the kernel.
     jumps : bool
         Whether an adjoint goes back over events that acted.
+    stops : bool
+        Whether over conditions that vanished, too.
     in_pairs : bool
         Whether each two components are the parts of a complex number, whose modulus counts in norms.
     """
@@ -86,6 +88,7 @@ class Form(NamedTuple):
     restarts: bool = False
     affects: int = 0
     jumps: bool = False
+    stops: bool = False
 
     @property
     def dtype(self) -> np.dtype:

@@ -15,15 +15,16 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.arguments import from_parts
 from mpiad.ensemble.adjoint import of_ends
-from mpiad.ensemble.coefficients import stage_rates
+from mpiad.ensemble.coefficients import interpolate, stage_rates
 from mpiad.ensemble.compiled.kernel_rows import H, T, U
-from mpiad.ensemble.event_adjoint import pull_event
+from mpiad.ensemble.event_adjoint import Condition, pull_event
+from mpiad.ensemble.linear_jumps import add_leaves
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.ensemble.transposed_step import StepCotangents
 
-__all__ = ["KernelSeeds", "kernel_seeds"]
+__all__ = ["KernelSeeds", "KernelStops", "kernel_seeds"]
 
 
 class KernelSeeds(NamedTuple):
@@ -75,13 +76,15 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
     table = run.outcome.crossings[run.live[run.outcome.crossings[:, 0].astype(int)]]
     ids, event = table[:, 0].astype(int), table[:, 1].astype(int)
     leaves = {place: np.zeros_like(run.batch.p.leaves[place]) for place in places}
-    terminal = np.array([event.terminal for event in run.settings.events])[event]
+    terminal = np.array([event.terminal or event.acts for event in run.settings.events])[event]
     end, value = plain.end.copy(), np.zeros((len(table), len(plain.end)), plain.end.dtype)
     reached = np.zeros(run.batch.size) if seeds.reached is None else seeds.reached
     stop, start = plain.stop.copy(), np.zeros(run.batch.size)
-    stop[ids[terminal]] = (table[:, T] + table[:, H])[terminal]
     crossed = np.zeros(len(table))
-    crossed[~terminal] = 0.0 if seeds.crossed is None else seeds.crossed
+    crossed[~terminal] = 0.0 if seeds.crossed is None else seeds.crossed[: len(run.crossings.ids)]
+    if run.jumps is not None:  # what ended steps the kernel meets itself, by `KernelStops`
+        terminal[:] = False
+    stop[ids[terminal]] = (table[:, T] + table[:, H])[terminal]
     # Two terminal ones may be met at once; the trajectory's end was that of one of them.
     ending = np.flatnonzero(terminal & (event == run.ending_events[ids]))
     passing = np.flatnonzero(crossed)
@@ -123,6 +126,60 @@ def _pulled(
     held = (inside.value * rate).real.sum(axis=0)
     at_end = rows[:, T] + rows[:, H] == rows[:, 4]  # for the kernel no time inside the step
     return inside.value.T, totals.t_bar[:count] + np.where(at_end, 0.0, held)
+
+
+class KernelStops:
+    """Where conditions vanished that ended steps of a run with events that act, linearized for the reverse kernel.
+
+    With λ of the state there and σ of the time, the part x of the step moves by -(h σ + λ·U') / (g_u U' + g_t h), as
+    `event_adjoint` says, and that times g_u, g_t and g_p is what the state, the time and the parameters gain.
+
+    Parameters
+    ----------
+    places : tuple of int
+        Of the leaves to differentiate by.
+    bar : array, shape (m,)
+        Cotangents of these times beside what comes after them.
+
+    Attributes
+    ----------
+    rows : array, shape (m, 3 + 2 d)
+        The part; h by the denominator, and g_t; h U' by the denominator, and g_u.
+    """
+
+    def __init__(self, run: Run, places: tuple[int, ...], bar: Array):
+        self._run, self._places, self.bar, stops = run, places, bar, run.stops
+        count, d = len(stops.ids), len(run.batch.u0)
+        self.rows, self.moved = np.zeros((count, 3 + 2 * d)), np.zeros(count)
+        self.first = np.searchsorted(stops.ids, np.arange(run.batch.size + 1))
+        self.number = stops.number.astype(np.int64)
+        self._conditions: list[tuple[Array, Condition]] = []
+        with np.errstate(all="ignore"):
+            for event in np.flatnonzero(np.bincount(stops.event)).tolist():
+                self._linearize(event, np.flatnonzero(stops.event == event))
+
+    def _linearize(self, event: int, own: Array) -> None:
+        run, stops, count = self._run, self._run.stops, len(own)
+        table = run.outcome.crossings[run.stop_rows[own]]
+        step = _step(run, table[np.arange(max(2, count)) % count])  # two at least, wherever f is called
+        h, stages, x = step.h[:count], [k[:, :count] for k in step.k], stops.x[own]
+        located = LocatedEvent(event, True, np.arange(count), x, stops.time[own], own)
+        leaves = run.columns(run.batch.p.leaves, stops.ids[own])
+        states = interpolate(run.coefficients, step.y[0][:, :count], h, stages, x)
+        condition = Condition(run, located, self._places, leaves, states)
+        rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
+        g_u, *_, g_t = condition.pull(np.ones_like(x))
+        slope = (g_u * rate).sum(axis=0) + g_t * h
+        self.rows[own] = np.stack([x, h / slope, g_t, *(rate / slope), *g_u], axis=1)
+        self._conditions.append((own, condition))
+
+    def add_leaves(self, leaves: dict[int, Array]) -> None:
+        """Add to the cotangents of the leaves, by how the kernel has found that parts move."""
+        for own, condition in self._conditions:
+            _, *parts, _ = condition.pull(self.moved[own])
+            varies = self._run.batch.p.varies
+            parts = [x if x is None or not varies[k] else x[..., : len(own)] for k, x in zip(self._places, parts)]
+            add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._run.stops.ids[own])
 
 
 def _step(run: Run, rows: Array) -> _Step:

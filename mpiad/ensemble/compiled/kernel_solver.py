@@ -24,7 +24,7 @@ from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["Solver"]
+__all__ = ["Solver", "joined_pieces"]
 
 _log = logging.getLogger("mpiad")
 
@@ -120,7 +120,7 @@ class Solver:
             part.form = self.form
             yield rows, part
 
-    def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool) -> tuple[Any, Form]:
+    def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, stops: bool) -> tuple[Any, Form]:
         """Return the reverse kernel's function for some of the program's parameters, and its form."""
         names = self.traced.names
         own, common = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
@@ -133,9 +133,32 @@ class Solver:
             restarts=False,
             affects=0,
             jumps=jumps,
+            stops=stops,
         )
         text = reverse_text(self.traced.program, form, names, (*own, *common))
         return self._function("reverse", text, form), form
+
+
+def joined_pieces(
+    pieces: list[tuple[Array, Outcome]], batch: Batch, settings: Settings
+) -> tuple[Solver, list[Tape], Array]:
+    """Return one record of the pieces of a batch, each of some trajectories: a solver, its tapes, and the last rows."""
+    last, rows, before, count = -1 - np.arange(batch.size), [], [], 0
+    for ids, outcome in pieces:
+        for tape in outcome.tapes:
+            # The first step of a piece goes on after the last one of the piece before.
+            links, first = tape.before + count, np.flatnonzero(tape.before < 0)
+            links[first] = last[ids[-1 - tape.before[first]]]
+            own, ended = ids[tape.first : tape.stop], outcome.last[tape.first : tape.stop]  # type: ignore[index]
+            last[own[ended >= 0]] = ended[ended >= 0] + count
+            rows.append(tape.rows)
+            before.append(links)
+            count += len(links)
+    solver = pieces[0][1].solver
+    joined = Solver(solver._kernels, solver.traced, batch, settings._replace(events=()), solver.threads)
+    joined.form = joined.form._replace(inside=True)
+    steps = np.concatenate(rows), np.concatenate(before)
+    return joined, [Tape(first, stop, *steps) for first, stop in shares_of(batch.size, solver.threads)], last
 
 
 def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome:
@@ -196,7 +219,8 @@ class _Launch:
         self.crossings: list[Array] = []
         # How many trajectories threads have taken, of how many, and how many at a time.
         self.taken = np.array([0, 0, _BLOCK])
-        self.last = np.full(count if form.record else 0, -1)
+        # Below zero there is no step before; which trajectory's first one it was is told to `joined_pieces`.
+        self.last = -1 - np.arange(count if form.record else 0)
         real = form.dtype
         self._du = np.empty((m, d, count), real)
         self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d), real)

@@ -123,9 +123,9 @@ def signature_of(
         cube = f"{dtype.name}[:, :, ::1]"
         more += [_TABLE, *["int64[:, ::1]"] * 3, cube]  # given, kinds, slot, jump_number, jump_before
     more += [_ROW, _TABLE] if events else []  # end_part, crossings
-    more += (
-        [_NUMBERS] * 3 + [table, table, _ROW] if jumps else []
-    )  # jump, jump_first, jump_number, jump_map, jump_after, jump_due
+    if jumps:
+        more += [*[_NUMBERS] * 3, table, table, _ROW]  # jump, jump_first, jump_number, jump_map, jump_after, jump_due
+        more += [_NUMBERS, _NUMBERS, _TABLE, _ROW, _ROW]  # stop_first, stop_number, stop_row, stop_bar_, stop_moved
     return f"void({', '.join(kinds + more)})"
 
 

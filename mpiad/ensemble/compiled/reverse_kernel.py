@@ -12,25 +12,27 @@ from __future__ import annotations
 from functools import lru_cache
 
 from mpiad.compiling.source import indented, number
-from mpiad.ensemble.compiled.jump_text import jump_back, left
+from mpiad.ensemble.compiled.jump_text import jump_back, left, stop_back
 from mpiad.ensemble.compiled.kernel_form import Fields, Form
 from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 
-__all__ = ["fields_of", "reverse_source"]
+__all__ = ["ReverseOutput", "fields_of", "reverse_source"]
 
 
 @lru_cache(64)
 def fields_of(form: Form) -> Fields:
     """Return where the kernel's lanes keep their numbers."""
-    return _Reverse(form).fields
+    return ReverseOutput(form).fields
 
 
 def reverse_source(form: Form, wide: bool) -> str:
     """Return the source of `reverse`, which calls `f`, its adjoint `g`, and `fma`."""
-    return _Reverse(form).source(wide)
+    return ReverseOutput(form).source(wide)
 
 
-class _Reverse:
+class ReverseOutput:
+    """The fields of the kernel's buffer, and its lines."""
+
     def __init__(self, form: Form):
         self.form = form
         self.fields = fields = Fields(form)
@@ -47,6 +49,7 @@ class _Reverse:
             for name in ("t_bar", "h_bar", "fresh"):
                 fields.add(name, exact=True)
         if form.inside:
+            fields.add("touched", exact=True)
             fields.add("value", form.d)
             fields.add("arrival", form.d * (form.stages + 1))
             if form.timed:
@@ -54,14 +57,17 @@ class _Reverse:
                 fields.add("rate_x", form.d * (form.stages + 1), exact=True)
 
     def at(self, name: str, i: int = 0) -> str:
+        """Return the place of a lane's field, as source."""
         return self.fields.at(name, i)
 
     def source(self, wide: bool) -> str:
+        """Return the text of the function."""
         form, lanes = self.form, self.form.lanes
         lines = [
             "def reverse(b, exact, ids, row, step, place, state, p, s, times, rows, before_rows, last, naccept,",
             "            t_reached, alive, end_bar, saved_bar, save_step, u0_bar, p_bar, s_bar, start_bar, stop_bar"
-            + (", jump,\n            jump_first, jump_number, jump_map, jump_after, jump_due):" if form.jumps else "):"),
+            + (", jump,\n            jump_first, jump_number, jump_map, jump_after, jump_due, " if form.jumps else "")
+            + ("stop_first, stop_number, stop_row, stop_bar_, stop_moved):" if form.jumps else "):"),
             "    # Fields of b: " + ", ".join(self.fields),
             "    aligned_stack()",
             *(["    wide_vectors()"] if wide else []),
@@ -129,7 +135,9 @@ class _Reverse:
             f"{at('t')} = t_reached[i]",
             f"{at('live')} = 1.0",
             *([f"{at('fresh')} = 1.0"] if form.timed else []),
+            *([f"{at('touched')} = 1.0"] if form.inside else []),
             *(["jump[l] = jump_first[i + 1] - 1", f"jump[{form.lanes} + l] = -1"] if form.jumps else []),
+            *([f"jump[{2 * form.lanes} + l] = stop_first[i + 1] - 1"] if form.stops else []),
         ]
 
     def _fetch(self) -> list[str]:
@@ -145,8 +153,15 @@ class _Reverse:
             f"{at('t')} = rows[now, 0]",
             f"{at('h')} = rows[now, 1]",
             *[f"{at('u', c)} = {self.steps.rounded(f'rows[now, {c + 2}]')}" for c in range(d)],
-            *[f"{at(name, i)} = 0.0" for name, i in cleared],
+            # Most steps have nothing inside, and so nothing is left of them.
+            *(
+                [f"if {at('touched')} > 0.0:", *indented([f"{at(name, i)} = 0.0" for name, i in cleared])]
+                if cleared
+                else []
+            ),
+            *([f"{at('touched')} = 0.0"] if cleared else []),
             *(jump_back(form, self.fields) if form.jumps else []),
+            *(stop_back(self) if form.stops else []),
             "while place[l] >= 0 and save_step[i, place[l]] == step[l]:",
             *indented(self._met()),
             "    place[l] -= 1",
@@ -172,6 +187,7 @@ class _Reverse:
                     inner.append(f"{at('rate', i * d + c)} += r{i} * value")
                     inner.append(f"{at('rate_x', i * d + c)} += x * r{i} * value")
         return [
+            f"{at('touched')} = 1.0",
             "due = times[i if by_row else 0, place[l]]",
             f"if due == {at('tn')}:",
             *indented(at_end),

@@ -10,7 +10,7 @@ from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_parts, from_row_parts, parts, row_parts
 from mpiad.ensemble.adjoint import Cotangents, begun, pull_run, to_start
 from mpiad.ensemble.compiled.kernel_rows import Tape
-from mpiad.ensemble.compiled.kernel_seeds import kernel_seeds
+from mpiad.ensemble.compiled.kernel_seeds import KernelStops, kernel_seeds
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
 from mpiad.ensemble.compiled.reverse_kernel import fields_of
@@ -27,12 +27,15 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         return pull_run(run, seeds, places, timed)  # saved times aren't known
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
+    stopped = run.jumps is not None and len(run.stops.ids) > 0
+    timed = timed or stopped
     batch, chosen = run.batch, [part for part in solver.traced.packing.parts if part.place in places]
     own = [part for part in chosen if part.varies]
     common = [part for part in chosen if not part.varies]
     function, form = solver.reverse(
         [j for part in own + common for j in part.scalars], timed,
-        solver.form.inside and (seeds.saved is not None or bool(solver.form.events)), run.jumps is not None,
+        solver.form.inside and (seeds.saved is not None or bool(solver.form.events) or stopped), run.jumps is not None,
+        stopped,
     )  # fmt: skip
     count = batch.size
     outcome, real = solver.recorded(run.outcome), form.dtype
@@ -41,6 +44,9 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     found = Cotangents(start.end, np.zeros(count), np.zeros(count), leaves)
     jumps = begun(run, seeds, found, places, timed)
     jumping = () if jumps is None else (jumps.first, *jumps.given_to_kernel(found.start, real))
+    stops = None if jumps is None else _stops(run, seeds, places, found.start)
+    if stops is not None:
+        jumping += stops.first, stops.number, stops.rows, stops.bar, stops.moved
     saved = np.empty((0, 0, 0)) if start.saved is None else parts(np.ascontiguousarray(start.saved.conj()))
     end_bar = argument(row_parts(start.end.conj()), real)
     # Of a trajectory that takes no step the kernel writes nothing, and its end is its start.
@@ -61,7 +67,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         numbers = (np.zeros(form.lanes, np.int64) for _ in range(3))
         state = np.array([tape.first, tape.stop - 1, form.lanes, 0])
         lane, call = (*fields_of(form).room(form.dtype), np.full(form.lanes, -1), *numbers, state), Paced(function, state)
-        more = (np.empty(2 * form.lanes, np.int64), *jumping) if jumping else ()
+        more = (np.empty(3 * form.lanes, np.int64), *jumping) if jumping else ()
         while True:
             call(
                 *lane, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar, start_bar, stop_bar, *more
@@ -85,24 +91,46 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     still = outcome.naccept == 0
     start_bar[still] += found.start[still]
     found = Cotangents(initial, start_bar, stop_bar + found.end, leaves)
-    if jumps is not None:
-        jumps.take(*jumping[-2:])
+    if jumps is not None and stops is not None:
+        jumps.take(*jumping[3:5])
+        stops.add_leaves(found.leaves)
         to_start(run, found, jumps)
     return found
+
+
+def _stops(run: Run, seeds: Seeds, places: Sequence[int], since: Array) -> KernelStops:
+    """Return the conditions that ended steps; `since` are cotangents of the times of the last ones."""
+    rows, bar = run.acting_row, np.zeros(len(run.stops.ids))
+    acting = rows >= 0
+    if seeds.crossed is not None:
+        bar[acting] = seeds.crossed[rows[acting]]
+    stops = KernelStops(run, tuple(places), bar)
+    ids = np.flatnonzero(since)
+    last = stops.first[ids + 1] - 1
+    mine = last >= stops.first[ids]
+    bar[last[mine]] += since[ids[mine]]
+    return stops
 
 
 def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
     """Record the steps of some trajectories, go back over them and forget them, before those of the next."""
     batch = solver.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
-    found = Cotangents(np.empty_like(batch.u0), np.empty(batch.size), np.empty(batch.size), leaves)
+    nothing = np.empty((0, batch.size))
+    found = Cotangents(np.empty_like(batch.u0), np.empty(batch.size), np.empty(batch.size), leaves, nothing)
     for rows, part in solver.parts():
         run = Run(part.batch, part.settings, part.record())
         share = seeds.share(rows)
         if seeds.crossed is not None:
-            ids = whole.crossings.ids
+            ids = whole.crossed_ids
             share = share._replace(crossed=seeds.crossed[(ids >= rows.start) & (ids < rows.stop)])
-        own = pull_compiled(part, run, share, places, timed)
+        # With events that act a part has another solver, or none where nothing has moved.
+        used = part if isinstance(part, Solver) else run.outcome.solver
+        own = pull_run(run, share, places, timed) if used is None else pull_compiled(used, run, share, places, timed)
+        if len(own.due) > len(found.due):
+            found.due = np.concatenate([found.due, np.zeros((len(own.due) - len(found.due), batch.size))])
+        if own.due.size:
+            found.due[: len(own.due), rows] = own.due
         found.u0[:, rows], found.start[rows], found.end[rows] = own.u0, own.start, own.end
         for place, leaf in own.leaves.items():
             if batch.p.varies[place]:
