@@ -144,8 +144,9 @@ class Materialization:
                 *(frozenset([self._era(x)]) if kept else eras[x] for x, kept in zip(node.inputs, read))
             )
             # What is contracted is computed before, in a loop of its own. In each of them a running sum of results would be
-            # added up from the start: k steps would have loops of 1, 2 ... k terms.
-            crowded = self.program.contracts and len(found) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
+            # added up from the start: k steps would have loops of 1, 2 ... k terms. So are sums of cotangents.
+            runs_on = self.program.contracts or node.backwards
+            crowded = runs_on and len(found) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
             if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS or crowded):
                 long.add(n)
         return costs, {n: len(found) for n, found in sets.items()}, long
