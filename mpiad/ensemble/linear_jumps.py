@@ -74,7 +74,7 @@ class LinearJumps:
                 before[:, rows] = bar
             if time is not None:
                 by_time[rows] = time
-        self._terms += [(part, c, i, values) for i, values in enumerate(before) if np.count_nonzero(values)]
+        self._terms += [(part, c, i, values.copy()) for i, values in enumerate(before) if np.count_nonzero(values)]
         if by_time.any():
             self._by_time.append((part, c, by_time))
 
@@ -113,29 +113,34 @@ class LinearJumps:
         """Which jump is the first of each trajectory, and behind them how many there are, shape (N + 1,)."""
         return np.searchsorted(self._jumps.ids, np.arange(self._run.batch.size + 1))
 
+    @property
+    def entries(self) -> tuple[tuple[int, int], ...]:
+        """Which components of states before, and after, have to do with each other."""
+        return tuple((i, c) for _, c, i, _ in self._terms)
+
     def given_to_kernel(self, since: Array, dtype: np.dtype) -> tuple[Array, Array, Array, Array]:
         """Return after how many steps jumps came, what they are, as rows, and what kernels write: see `take`.
 
         `since`, shape (N,), is as `pull` has it behind the last jumps of trajectories, where no step follows them. What has
         been given to the kernel is zero afterwards.
         """
-        jumps, (d, count) = self._jumps, self._after.shape
-        rows = np.zeros((count, d + 3 if self._timed else d, d))
-        for _, c, i, factor in self._terms:
-            rows[:, i, c] = factor
+        jumps, (d, count), terms = self._jumps, self._after.shape, self._terms
+        rows = np.zeros((count, len(terms) + (2 * d + 1 if self._timed else 0)), dtype)
+        for k, (*_, factor) in enumerate(terms):
+            rows[:, k] = factor
         due = np.zeros(count)
         if self._rates is not None:
             for _, c, factor in self._by_time:
-                rows[:, d, c] = factor
+                rows[:, len(terms) + c] = factor
             given = jumps.slot != FOUND
-            rows[:, d + 1], rows[:, d + 2, 0] = self._rates.T, given
+            rows[:, len(terms) + d : -1], rows[:, -1] = self._rates.T, given
             ids = np.flatnonzero(since)
             last = self.first[ids + 1] - 1
             mine = (last >= self.first[ids]) & given[last] & (jumps.number[last] == self._run.counts[ids])
             due[last[mine]] = since[ids[mine]]
             since[ids[mine]] = 0.0
         after = np.zeros((count, d), dtype)
-        return jumps.number, np.ascontiguousarray(rows.reshape(count, -1), dtype), after, due
+        return jumps.number, rows, after, due
 
     def take(self, after: Array, due: Array) -> None:
         """Take what a kernel has found: the cotangents of the states after jumps, and of their times."""

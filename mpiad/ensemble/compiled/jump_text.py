@@ -103,20 +103,21 @@ def jump_back(form: Form, fields: Fields) -> list[str]:
 
     The last one's number is `jump[l]`; that at which the steps ended which have been gone back over is kept behind.
     """
-    at, d, ended = fields.at, form.d, f"jump[{form.lanes} + l]"
+    at, d, ended, entries = fields.at, form.d, f"jump[{form.lanes} + l]", form.jumps or ()
     lines = [f"z_{c} = {at('cotangent', c)}" for c in range(d)]
     lines += [f"jump_after[j, {c}] = z_{c}" for c in range(d)]
-    lines += [
-        f"{at('cotangent', c)} = " + " + ".join(f"jump_map[j, {c * d + k}] * z_{k}" for k in range(d)) for c in range(d)
-    ]
+    for c in range(d):
+        terms = [f"jump_map[j, {k}] * z_{after}" for k, (before, after) in enumerate(entries) if before == c]
+        lines.append(f"{at('cotangent', c)} = {' + '.join(terms) or '0.0'}")
     if form.timed:
+        first = len(entries)
+        by_time = [f"jump_map[j, {first + c}] * z_{c}" for c in range(d)]
         lines += [
-            "since = "
-            + " + ".join([at("t_bar"), f"(-{at('h_bar')})", *[f"jump_map[j, {d * d + c}] * z_{c}" for c in range(d)]]),
-            "drift = " + " + ".join(f"jump_map[j, {(d + 1) * d + c}] * {at('cotangent', c)}" for c in range(d)),
+            f"since = {at('t_bar')} - {at('h_bar')} + {' + '.join(by_time)}",
+            "drift = " + " + ".join(f"jump_map[j, {first + d + c}] * {at('cotangent', c)}" for c in range(d)),
             *left(form, fields),
             # A step keeps its size that a condition has ended.
-            f"given = jump_map[j, {(d + 2) * d}]",
+            f"given = jump_map[j, {first + 2 * d}]",
             "jump_due[j] += given * (since + drift)",
             f"{at('t_bar')} = -drift if given > 0.0 else since",
             f"{at('h_bar')} = 0.0",

@@ -58,8 +58,9 @@ class Form(NamedTuple):
         Whether first steps may be given, and those that would be next are told.
     affects : int
         How many events act at given times, in the kernel.
-    jumps : bool
-        Whether an adjoint goes back over events that acted.
+    jumps : tuple of (int, int), or None
+        Of an adjoint that goes back over events that acted: which components of the states before and after have to do with
+        each other.
     stops : bool
         Whether over conditions that vanished, too.
     in_pairs : bool
@@ -87,7 +88,7 @@ class Form(NamedTuple):
     mass: tuple[tuple[int, int, float], ...] | None = None
     restarts: bool = False
     affects: int = 0
-    jumps: bool = False
+    jumps: tuple[tuple[int, int], ...] | None = None
     stops: bool = False
 
     @property

@@ -76,7 +76,7 @@ class Solver:
     def _function(self, name: str, text: str, form: Form) -> Callable[..., None]:
         """Return a kernel's function, and tell how long it took to compile."""
         more = (form.restarts, bool(form.affects), bool(form.events)) if name == "forward" else (False,) * 3
-        kernel = kernel_of(text, name, signature_of(name, form.dtype, *more, form.jumps))
+        kernel = kernel_of(text, name, signature_of(name, form.dtype, *more, form.jumps is not None))
         if name not in self._kernels or self._kernels[name].text != text:
             how = "compiled" if kernel.origin == "compiled" else "loaded"
             _log.info("solve: the %s kernel was %s in %.2f s.", name, how, kernel.seconds)
@@ -120,7 +120,7 @@ class Solver:
             part.form = self.form
             yield rows, part
 
-    def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, stops: bool) -> tuple[Any, Form]:
+    def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: Any, stops: bool) -> tuple[Any, Form]:
         """Return the reverse kernel's function for some of the program's parameters, and its form."""
         names = self.traced.names
         own, common = ([j for j in wanted if names[j][0] == kind] for kind in "ps")

@@ -19,6 +19,12 @@ from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 __all__ = ["ReverseOutput", "fields_of", "reverse_source"]
 
 
+# Further arguments of a kernel that goes back over events that acted.
+_JUMPS = """jump,
+            jump_first, jump_number, jump_map, jump_after, jump_due,
+            stop_first, stop_number, stop_row, stop_bar_, stop_moved"""
+
+
 @lru_cache(64)
 def fields_of(form: Form) -> Fields:
     """Return where the kernel's lanes keep their numbers."""
@@ -66,8 +72,7 @@ class ReverseOutput:
         lines = [
             "def reverse(b, exact, ids, row, step, place, state, p, s, times, rows, before_rows, last, naccept,",
             "            t_reached, alive, end_bar, saved_bar, save_step, u0_bar, p_bar, s_bar, start_bar, stop_bar"
-            + (", jump,\n            jump_first, jump_number, jump_map, jump_after, jump_due, " if form.jumps else "")
-            + ("stop_first, stop_number, stop_row, stop_bar_, stop_moved):" if form.jumps else "):"),
+            + ("):" if form.jumps is None else f", {_JUMPS}):"),
             "    # Fields of b: " + ", ".join(self.fields),
             "    aligned_stack()",
             *(["    wide_vectors()"] if wide else []),
@@ -136,7 +141,7 @@ class ReverseOutput:
             f"{at('live')} = 1.0",
             *([f"{at('fresh')} = 1.0"] if form.timed else []),
             *([f"{at('touched')} = 1.0"] if form.inside else []),
-            *(["jump[l] = jump_first[i + 1] - 1", f"jump[{form.lanes} + l] = -1"] if form.jumps else []),
+            *(["jump[l] = jump_first[i + 1] - 1", f"jump[{form.lanes} + l] = -1"] if form.jumps is not None else []),
             *([f"jump[{2 * form.lanes} + l] = stop_first[i + 1] - 1"] if form.stops else []),
         ]
 
@@ -160,7 +165,7 @@ class ReverseOutput:
                 else []
             ),
             *([f"{at('touched')} = 0.0"] if cleared else []),
-            *(jump_back(form, self.fields) if form.jumps else []),
+            *(jump_back(form, self.fields) if form.jumps is not None else []),
             *(stop_back(self) if form.stops else []),
             "while place[l] >= 0 and save_step[i, place[l]] == step[l]:",
             *indented(self._met()),
@@ -193,7 +198,7 @@ class ReverseOutput:
             *indented(at_end),
             # What is saved where an event acts is the state after it, whenever that is.
             *([f"elif due == {at('t')}:", *[f"    {at('value', c)} += saved_bar[i, place[l], {c}]" for c in range(d)]]
-              if form.jumps else []),
+              if form.jumps is not None else []),
             "else:",
             *indented(inner),
         ]  # fmt: skip
@@ -210,7 +215,7 @@ class ReverseOutput:
         ]
         if form.timed:
             # All steps but the last keep their sizes; the last one ends where tspan does.
-            lines += left(form, self.fields) if form.jumps else [f"stop_bar[i] = {at('h_bar')}"]
+            lines += left(form, self.fields) if form.jumps is not None else [f"stop_bar[i] = {at('h_bar')}"]
             lines += [f"start_bar[i] = {at('t_bar')} - {at('h_bar')}"]
         return [*lines, "ids[l] = -1", "vacant += 1", f"{at('live')} = 0.0"]
 

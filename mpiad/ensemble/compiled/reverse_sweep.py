@@ -32,17 +32,15 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     batch, chosen = run.batch, [part for part in solver.traced.packing.parts if part.place in places]
     own = [part for part in chosen if part.varies]
     common = [part for part in chosen if not part.varies]
-    function, form = solver.reverse(
-        [j for part in own + common for j in part.scalars], timed,
-        solver.form.inside and (seeds.saved is not None or bool(solver.form.events) or stopped), run.jumps is not None,
-        stopped,
-    )  # fmt: skip
     count = batch.size
-    outcome, real = solver.recorded(run.outcome), form.dtype
+    outcome, real = solver.recorded(run.outcome), solver.form.dtype
     start = kernel_seeds(run, seeds, places, solver.times)
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     found = Cotangents(start.end, np.zeros(count), np.zeros(count), leaves)
     jumps = begun(run, seeds, found, places, timed)
+    inside = solver.form.inside and (seeds.saved is not None or bool(solver.form.events) or stopped)
+    entries = None if jumps is None else jumps.entries
+    function, form = solver.reverse([j for part in own + common for j in part.scalars], timed, inside, entries, stopped)
     jumping = () if jumps is None else (jumps.first, *jumps.given_to_kernel(found.start, real))
     stops = None if jumps is None else _stops(run, seeds, places, found.start)
     if stops is not None:
