@@ -82,13 +82,15 @@ def _of_hires(u, p, t):
 
 
 # Some of what the diagonal has is less than what stands below it, so rows are exchanged.
-_TURNS = 40 * np.triu(np.sin(np.arange(64.0).reshape(8, 8)), 1)
+_MANY = 11
+_TURNS = 40 * np.triu(np.sin(np.arange(float(_MANY**2)).reshape(_MANY, _MANY)), 1)
 _TURNS -= _TURNS.T
-_RATES = np.arange(1.0, 9.0)
+_RATES = np.linspace(1.0, 8.0, _MANY)
 
 
 def coupled(u, p, t):
-    return [-p[0] * _RATES[i] * u[i] + sum(_TURNS[i, j] * u[j] * anp.cos(u[j]) for j in range(8)) for i in range(8)]
+    turned = [u[j] * anp.cos(u[j]) for j in range(_MANY)]
+    return [-p[0] * _RATES[i] * u[i] + sum(_TURNS[i, j] * turned[j] for j in range(_MANY)) for i in range(_MANY)]
 
 
 def _of_coupled(u, p, t):
@@ -96,7 +98,7 @@ def _of_coupled(u, p, t):
 
 
 SYSTEMS = {
-    "coupled": System(coupled, _of_coupled, _still, np.linspace(0.5, 1.2, 8), np.array([30.0]), 0.3),
+    "coupled": System(coupled, _of_coupled, _still, np.linspace(0.5, 1.2, _MANY), np.array([30.0]), 0.3),
     "Robertson": System(robertson, _of_robertson, _still, np.array([1.0, 0, 0]), np.array([0.04, 1e4, 3e7]), 1e4),
     "Van der Pol": System(van_der_pol, _of_van_der_pol, _still, np.array([2.0, 0.0]), np.array([1e3]), 1500.0),
     "HIRES": System(hires, _of_hires, _still, np.array([1.0, 0, 0, 0, 0, 0, 0, 0.0057]), np.array([280.0]), 321.8122),

@@ -40,8 +40,9 @@ class LU(Protocol):
 class WrittenLU:
     """The factors as scalars; after they have been made, the diagonal has its reciprocals.
 
-    Entries that are zero whatever the numbers are aren't computed. Rows are exchanged by choices: each row below that may
-    have the larger entry is compared with that on the diagonal, one after the other. An exchange fills both rows.
+    Entries that are zero whatever the numbers are aren't computed, and unknowns are eliminated in an order that leaves many
+    of them so: next is always that which takes the fewest operations. Rows are exchanged by choices: each row below that
+    may have the larger entry is compared with that on the diagonal, one after the other. An exchange fills both rows.
 
     Parameters
     ----------
@@ -57,29 +58,44 @@ class WrittenLU:
         # For each column the rows that are compared with its own, and that it is taken from.
         self._compared: list[list[int]] = []
         self.factors: list[str] = []
-        for k in range(d):
+        self._left = set(range(d))
+        self._order: list[int] = []
+        while self._left:
+            k = min(sorted(self._left), key=self._cost)
+            self._order.append(k)
             self._eliminate(k)
+            self._left.remove(k)
+
+    def _below(self, k: int) -> list[int]:
+        return [i for i in sorted(self._left) if i != k and k in self._rows[i]]
+
+    def _cost(self, k: int) -> int:
+        row, total = self._rows[k] & self._left, 0
+        for i in self._below(k):
+            row = row | (self._rows[i] & self._left)
+            total += len(row)
+        return total
 
     def _eliminate(self, k: int) -> None:
-        rows, lines = self._rows, self.factors
-        below = [i for i in range(k + 1, self._d) if k in rows[i]]
+        rows, lines, left = self._rows, self.factors, self._left
+        below = self._below(k)
         self._compared.append(below)
         for i in below:
             choice = f"swap{k}_{i}"
             lines.append(f"{choice} = abs(w{i}_{k}) > abs(w{k}_{k})")
-            for j in sorted(j for j in rows[k] | rows[i] if j >= k):
+            for j in sorted((rows[k] | rows[i]) & left):
                 upper, lower = (f"w{n}_{j}" if j in rows[n] else "zero" for n in (k, i))
                 lines += [
                     f"v = {upper}", f"w{k}_{j} = where({choice}, {lower}, v)", f"w{i}_{j} = where({choice}, v, {lower})"
                 ]  # fmt: skip
             # What is left of a row in the columns before are its factors, which stay.
-            both = {j for j in rows[k] | rows[i] if j >= k}
+            both = (rows[k] | rows[i]) & left
             rows[k] |= both
             rows[i] |= both
         lines.append(f"w{k}_{k} = one / w{k}_{k} + (w{k}_{k} - w{k}_{k})")
         for i in below:
             lines.append(f"w{i}_{k} = w{i}_{k} * w{k}_{k}")
-            for j in sorted(j for j in rows[k] if j > k):
+            for j in sorted(rows[k] & left - {k}):
                 product = f"w{i}_{k} * w{k}_{j}"
                 lines.append(f"w{i}_{j} = {f'w{i}_{j}' if j in rows[i] else 'zero'} - {product}")
                 rows[i].add(j)
@@ -87,23 +103,24 @@ class WrittenLU:
     def solved(self, x: str) -> list[str]:
         """Return lines that replace the right-hand side x_0, x_1, ... by the solution."""
         lines = []
-        for k, below in enumerate(self._compared):
+        order = self._order
+        for k, below in zip(order, self._compared):
             for i in below:
                 lines += self._exchanged(x, k, i)
             lines += [f"{x}_{i} = {x}_{i} - w{i}_{k} * {x}_{k}" for i in below]
-        for k in range(self._d - 1, -1, -1):
+        for n in range(self._d - 1, -1, -1):
+            k = order[n]
             lines.append(f"{x}_{k} = {x}_{k} * w{k}_{k}")
-            lines += [f"{x}_{i} = {x}_{i} - w{i}_{k} * {x}_{k}" for i in range(k) if k in self._rows[i]]
+            lines += [f"{x}_{i} = {x}_{i} - w{i}_{k} * {x}_{k}" for i in order[:n] if k in self._rows[i]]
         return lines
 
     def solved_transposed(self, x: str) -> list[str]:
         """Return lines that replace x_0, x_1, ... by the solution with the transposed matrix."""
         lines = []
-        for k in range(self._d):
+        for n, k in enumerate(self._order):
             lines.append(f"{x}_{k} = {x}_{k} * w{k}_{k}")
-            lines += [f"{x}_{j} = {x}_{j} - w{k}_{j} * {x}_{k}" for j in sorted(self._rows[k]) if j > k]
-        for k in range(self._d - 1, -1, -1):
-            below = self._compared[k]
+            lines += [f"{x}_{j} = {x}_{j} - w{k}_{j} * {x}_{k}" for j in self._order[n + 1 :] if j in self._rows[k]]
+        for k, below in zip(reversed(self._order), reversed(self._compared)):
             lines += [f"{x}_{k} = {x}_{k} - w{i}_{k} * {x}_{i}" for i in below]
             for i in reversed(below):
                 lines += self._exchanged(x, k, i)

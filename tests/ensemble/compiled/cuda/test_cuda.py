@@ -68,7 +68,7 @@ CASES = {
     "stiff and backwards": (forced, 2, [[-80.0, -20.0], [0.5, 0.9]], None, {"alg": Rosenbrock23(), "tspan": (0.3, -0.4),
                             "times": [0.2, -0.1, -0.4]}),
     # Its factors are loops over an array, and rows are exchanged.
-    "stiff and larger": (coupled, 8, None, [30.0], {"alg": Rodas5P(), "tspan": (0.0, 0.3), "times": [0.11, 0.3]}),
+    "stiff and larger": (coupled, 11, None, [30.0], {"alg": Rodas5P(), "tspan": (0.0, 0.3), "times": [0.11, 0.3]}),
 }  # fmt: skip
 
 

@@ -1,0 +1,41 @@
+"""Factors and solutions in the kernel language, which is a part of Python, run as such: beside NumPy's solutions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpiad.ensemble.compiled.lu_text import LoopedLU, WrittenLU
+
+pytestmark = pytest.mark.serial
+D = 9
+
+
+def sparse(seed):
+    """Return an arrow whose head comes first, which fills up in that order, with small numbers on the diagonal."""
+    rng = np.random.default_rng(seed)
+    matrix = np.diag(0.1 * rng.normal(size=D))
+    matrix[0], matrix[:, 0] = rng.normal(size=(2, D))
+    return matrix
+
+
+@pytest.mark.parametrize("make", [WrittenLU, lambda d, places: LoopedLU(d, places, "b", 3)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_solutions_are_those_of_numpy(make, transposed):
+    places = sorted({*map(tuple, np.argwhere(sparse(0)).tolist()), *((i, i) for i in range(D))})
+    lu = make(D, places)
+    lines = [*lu.factors, *(lu.solved_transposed("x") if transposed else lu.solved("x"))]
+    text = compile("\n".join(lines), "lu", "exec")
+    for seed in range(20):
+        matrix, right = sparse(seed), np.random.default_rng(100 + seed).normal(size=D)
+        names = {"where": lambda c, a, b: a if c else b, "zero": 0.0, "one": 1.0, "np": np, "b": np.ones(200)}
+        names |= {f"w{i}_{j}": matrix[i, j] for i, j in places} | {f"x_{i}": right[i] for i in range(D)}
+        exec(text, names)  # noqa: S102 the language is a part of Python
+        found = [names[f"x_{i}"] for i in range(D)]
+        np.testing.assert_allclose(found, np.linalg.solve(matrix.T if transposed else matrix, right), rtol=1e-9)
+
+
+def test_the_order_of_unknowns_fills_little():
+    places = sorted({*map(tuple, np.argwhere(sparse(0)).tolist()), *((i, i) for i in range(D))})
+    turned = [(D - 1 - i, D - 1 - j) for i, j in places]  # in the order in which it is written already
+    assert len(WrittenLU(D, places).factors) == len(WrittenLU(D, turned).factors) < 200
