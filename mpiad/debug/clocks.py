@@ -1,10 +1,10 @@
 """One clock for all ranks: each rank's difference from rank 0's, measured at the start and at the end.
 
 A message there and back, timed on both sides, bounds the difference from below by its way there and from above by its way
-back; the fastest says best where in between. On a busy machine most of them wait for a core, but hardly all on the same way:
-so the bounds of many are put together, until more don't make them narrower. Processes of one machine have one clock, and
-between those of two machines lie hours: where the difference may be zero, it is. In between the two readings it is taken to
-change evenly, as that of two quartz clocks does.
+back; the fastest says best where in between. On a busy machine most of them wait for a core, but hardly all on the same
+way: so the bounds of many are put together, until more don't make them narrower. Processes of one machine have one clock,
+and between those of two machines lie hours: where the difference may be zero, it is. In between the two readings it is
+taken to change evenly, as that of two quartz clocks does.
 """
 
 from __future__ import annotations
