@@ -124,10 +124,10 @@ def _forward(x: Array, p: Sharing) -> Scalar:
 def _prepared(p: Sharing, x: Array, out: Array) -> Any:
     if p.problem is not None:
         return None
-    buffers = [np.zeros(2), np.zeros(2)]
+    buffers: list[Any] = [np.zeros(2), np.zeros(2)]
     going, coming = (as_message(buffer.view(complex)) for buffer in buffers)
     # Numbers in memory are got and put in half the time that an array takes for it.
-    (sent, shared), number, total = map(memoryview, buffers), memoryview(x), memoryview(out)
+    (sent, shared), number, total = (memoryview(buffer) for buffer in buffers), memoryview(x), memoryview(out)
 
     def run() -> None:
         sent[1] = number[()]
