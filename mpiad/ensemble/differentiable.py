@@ -186,7 +186,8 @@ class _SolvedRun:
 
 
 def _padded(met: Array, due: Array) -> Array:
-    """Return the cotangents of all given times by those of the ones that were met, before a row for none."""
+    """Return the cotangents of all given times by those of the ones that were met, before a row for none; or none was."""
     found = np.zeros_like(due)
-    found[: max(0, len(met) - 1)] = met[:-1]
+    if len(met):
+        found[: len(met) - 1] = met[:-1]
     return found

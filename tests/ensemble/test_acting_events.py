@@ -190,6 +190,18 @@ def test_doses(alg):
         np.testing.assert_allclose(again, expected, rtol=exact, atol=exact * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("more", [{}, {"adjoint": "continuous"}], ids=["discrete", "continuous"])
+def test_given_times_that_none_comes_to(more):
+    p = np.array([[1.0, 9.0], [0.5, 8.0]])
+    late = Event(times=lambda p: [p[1]], affect=lambda u, p, t: [u[0] + 1.0])
+    problem = ODEProblem(lambda u, p, t: [p[0] * u[0]], np.ones(1), (0.0, 1.0))
+
+    def end(p):
+        return anp.sum(solve(EnsembleProblem(problem, p=p), events=late, rtol=1e-9, atol=1e-12, **more).u_end)
+
+    np.testing.assert_allclose(mpiad.grad(end)(p), np.exp(p[:, :1]) * [1.0, 0.0], rtol=1e-7)
+
+
 # ---- neurons
 
 
