@@ -60,7 +60,7 @@ def read_clock(comm: Comm) -> Reading:
 def _difference(comm: Comm, rank: int) -> float:
     """Return how far rank 0's clock is ahead of another rank's."""
     asked, theirs = np.ones(2), np.empty(1)
-    low, high, rounds = -np.inf, np.inf, []
+    low, high, fastest = -np.inf, np.inf, (np.inf, 0.0)
     for count in range(_TIMES, _MOST + 1, _TIMES):
         before = high - low
         for _ in range(_TIMES):
@@ -69,7 +69,7 @@ def _difference(comm: Comm, rank: int) -> float:
             comm.Recv(theirs, rank)
             end = perf_counter()
             low, high = max(low, start - theirs[0]), min(high, end - theirs[0])
-            rounds.append((end - start, (start + end) / 2 - theirs[0]))
+            fastest = min(fastest, (end - start, (start + end) / 2 - float(theirs[0])))
         if count > _TIMES and high - low > 0.9 * before:
             break
-    return 0.0 if low <= 0 <= high else float(np.clip(min(rounds)[1], low, high))
+    return 0.0 if low <= 0 <= high else float(np.clip(fastest[1], low, high))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event_affects import affect_field
 from mpiad.ensemble.jumps import FOUND, Jumps
@@ -83,8 +84,7 @@ class LinearJumps:
         run, jumps = self._run, self._jumps
         ids = jumps.ids[rows]
         count = len(ids)
-        # Two columns at least, wherever functions of the user's are called; of a single one the double gets nothing.
-        twice = np.arange(count) if count > 1 else np.zeros(2, int)
+        twice = two_at_least(count)  # of a single one the double gets nothing
         u, t = (np.take(x[..., rows], twice, axis=-1) for x in (jumps.before, jumps.time))
         leaves = run.columns(run.batch.p.leaves, ids[twice])
         field = affect_field(run.settings.events[event], run.batch)
@@ -210,7 +210,7 @@ def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: A
 def rates(run: Run, ids: Array, u: Array, t: Array) -> Array:
     """Return f for some trajectories at given states and times, shape (d, n)."""
     batch, count = run.batch, len(ids)
-    twice = np.arange(max(2, count)) % count
+    twice = two_at_least(count)
     found = np.empty_like(u, shape=(len(u), len(twice)))
     derivative = derivative_of(batch.f, batch.shape)
     p = batch.p.columns(ids[twice], run.field.one_by_one)

@@ -18,6 +18,7 @@ from mpiad._typing import Array
 from mpiad.device.assembly import concatenate
 from mpiad.differentiation.gradient import cotangents_of_variables
 from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwards
+from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.event_affects import affect_field
 from mpiad.ensemble.jumps import FOUND
 from mpiad.ensemble.replayed_step import RosenbrockReplay, StepReplay
@@ -176,7 +177,7 @@ class _Replay:
         which = jumps.event[rows]  # type: ignore[union-attr]
         for event in np.unique(which).tolist():
             own = np.flatnonzero(which == event)
-            twice = own[np.arange(max(2, len(own))) % len(own)]  # two columns at least, wherever it is called
+            twice = own[two_at_least(len(own))]
             field = affect_field(run.settings.events[event], run.batch)
             after = field.array(u[:, twice], run.columns(self._leaves, ids[twice]), t[twice])
             u = self._put(u, own, after[:, : len(own)])
@@ -186,7 +187,7 @@ class _Replay:
         """Return states as they move where times do that coincide: by f times what is between, which is zero."""
         if not isbox(between):
             return u
-        run, twice = self._run, np.arange(max(2, len(ids))) % len(ids)
+        run, twice = self._run, two_at_least(len(ids))
         leaves, now, between = run.columns(self._leaves, ids[twice]), t[twice], between[twice]
         rate = run.field.array(u[:, twice], leaves, now)
         # A step of second order, whose derivatives are right to that order.

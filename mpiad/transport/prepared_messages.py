@@ -45,7 +45,7 @@ def prepared_swap(array: np.ndarray, there: Envelope, room: np.ndarray, back: En
         except MPI.Exception as error:
             _ABANDONED.append((going, coming))  # MPI may still use them
             raise too_long(error, room, back, call) or error from None
-        if status.Get_count(byte) != size:
+        if status.Get_count(byte) != size:  # asked here, since a call costs a tenth of all
             require_whole(room, status, back, call)
 
     return swap

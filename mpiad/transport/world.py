@@ -161,6 +161,17 @@ def finalize() -> None:
             MPI.Finalize()
 
 
+def level_of_repeats() -> int:
+    """Return at which level this rank logs a warning that nearly all ranks have to say: on most of them it is no news."""
+    world = MPI.COMM_WORLD
+    return logging.WARNING if not is_rank() or speaks(world.rank, world.size) else logging.INFO
+
+
+def speaks(rank: int, size: int) -> bool:
+    """Tell whether a rank speaks for others: 0, 1, 2, 4, 8 and so on, and the last one, where a grid's edge often lies."""
+    return rank & (rank - 1) == 0 or rank == size - 1
+
+
 @atexit.register
 def _complete_at_exit() -> None:
     if is_rank():
@@ -179,14 +190,3 @@ def _end_world() -> None:
 
 if MPI.Is_initialized() and not MPI.Is_finalized():
     start("import mpiad")
-
-
-def level_of_repeats() -> int:
-    """Return at which level this rank logs a warning that nearly all ranks have to say: on most of them it is no news."""
-    world = MPI.COMM_WORLD
-    return logging.WARNING if not is_rank() or speaks(world.rank, world.size) else logging.INFO
-
-
-def speaks(rank: int, size: int) -> bool:
-    """Tell whether a rank speaks for others: 0, 1, 2, 4, 8 and so on, and the last one, where a grid's edge often lies."""
-    return rank & (rank - 1) == 0 or rank == size - 1

@@ -15,6 +15,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.arguments import from_parts
 from mpiad.ensemble.adjoint import of_ends
+from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.coefficients import interpolate, stage_rates
 from mpiad.ensemble.compiled.kernel_rows import H, T, U
 from mpiad.ensemble.event_adjoint import Condition, pull_event
@@ -109,7 +110,7 @@ def _pulled(
     with the start.
     """
     count, varies, ids = len(rows), run.batch.p.varies, rows[:, 0].astype(int)
-    columns = np.arange(max(2, count)) % count  # two at least, wherever f is called
+    columns = two_at_least(count)
     step: Any = _step(run, rows[columns])
     own = {place: np.zeros_like(leaves[place][..., ids] if varies[place] else leaves[place]) for place in places}
     located = LocatedEvent(int(rows[0, 1]), end is not None, np.arange(count), rows[:, 3], rows[:, 4], ids)
@@ -161,7 +162,7 @@ class KernelStops:
     def _linearize(self, event: int, own: Array) -> None:
         run, stops, count = self._run, self._run.stops, len(own)
         table = run.outcome.crossings[run.stop_rows[own]]
-        step = _step(run, table[np.arange(max(2, count)) % count])  # two at least, wherever f is called
+        step = _step(run, table[two_at_least(count)])
         h, stages, x = step.h[:count], [k[:, :count] for k in step.k], stops.x[own]
         located = LocatedEvent(event, True, np.arange(count), x, stops.time[own], own)
         leaves = run.columns(run.batch.p.leaves, stops.ids[own])

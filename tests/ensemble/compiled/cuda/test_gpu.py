@@ -10,7 +10,7 @@ import numpy as np
 import ode_systems
 import pytest
 from device_double import DeviceArray, on_device, on_host, transfers
-from device_on_cpu import COMPILER, double, launcher
+from device_on_cpu import COMPILER, launcher
 from traced_right_hand_sides import sir
 
 import mpiad
@@ -31,17 +31,10 @@ from mpiad.ensemble import (
 pytestmark = [
     pytest.mark.serial,
     pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++"),
+    pytest.mark.usefixtures("device"),
 ]
 SELECTED = "mpiad.ensemble.gpu.selected_arrays"
 TIMES = [0.0, 0.3, 0.31, 0.9, 1.0]
-
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch):
-    monkeypatch.setattr(SELECTED, lambda device: double)
-    monkeypatch.setattr(launcher, "launches", [])
-    transfers.reset()
-    return launcher
 
 
 def lorenz(u, p, t):

@@ -6,7 +6,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 from device_double import on_device, on_host
-from device_on_cpu import COMPILER, double, launcher
+from device_on_cpu import COMPILER
 from stiff_systems import SYSTEMS
 
 import mpiad
@@ -25,6 +25,7 @@ from mpiad.ensemble import (
 pytestmark = [
     pytest.mark.serial,
     pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++"),
+    pytest.mark.usefixtures("device"),
 ]
 every_method = pytest.mark.parametrize("alg", [Rosenbrock23(), Rodas5P()], ids=lambda alg: type(alg).__name__)
 FORCED, N = SYSTEMS["forced"], 9
@@ -34,13 +35,6 @@ TIMES, TOLERANCES = [0.0, 0.11, 0.7, 2.0], {"rtol": 1e-5, "atol": 1e-8}
 # One on the way, and one that some of them meet.
 EVENTS = (Event(lambda u, p, t: u[0] + 0.4, terminal=False), Event(lambda u, p, t: u[1] - 1.27 - 0.1 * t))
 MASS = np.array([[2.0, 0.0], [0.0, 0.0]])
-
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch):
-    monkeypatch.setattr("mpiad.ensemble.gpu.selected_arrays", lambda device: double)
-    monkeypatch.setattr(launcher, "launches", [])
-    return launcher
 
 
 def ensemble(u0=U0, p=P, mass=None, f=FORCED.f):

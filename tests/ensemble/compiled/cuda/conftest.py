@@ -1,0 +1,14 @@
+"""The device that kernels run on in tests of `EnsembleGPU`."""
+
+import pytest
+from device_double import transfers
+from device_on_cpu import double, launcher
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """The stand-in for a device, without launches and transfers so far."""
+    monkeypatch.setattr("mpiad.ensemble.gpu.selected_arrays", lambda device: double)
+    monkeypatch.setattr(launcher, "launches", [])
+    transfers.reset()
+    return launcher
