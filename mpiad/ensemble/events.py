@@ -18,8 +18,9 @@ __all__ = [
     "traced_events",
 ]  # fmt: skip
 
-# Parts of a step that can't be told apart, and in how many evaluations they are reached at the latest.
-RESOLUTION, EVALUATIONS = 2.0**-51, 53
+# How close the bracket of a root is drawn, in parts of the step, and in how many evaluations at the latest. Where it is
+# narrower the condition's rounding decides on its sign, and secants creep.
+RESOLUTION, EVALUATIONS = 2.0**-48, 50
 # How far from the secant's root, for the bracket's width, evaluations are taken on the side of the middle.
 TRUNCATION = 0.2
 
@@ -207,8 +208,12 @@ def by_trajectory(ids: Sequence[int], events: Sequence[int], times: Sequence[Any
 def in_order(rows: np.ndarray) -> np.ndarray:
     """Return which rows say that an event was, trajectory by trajectory in the order of time."""
     ids, event, number, part = rows[:4]
-    # Within a step by its parts; equal ones in the order in which the events were given.
-    order = np.lexsort((event, part, number, ids))
+    step = ids * (number.max(initial=0.0) + 1.0) + number
+    order = np.argsort(step, kind="stable")  # in no time where they are in order, as kernels' are
+    step = step[order]
+    if (step[1:] == step[:-1]).any():
+        # Within a step by its parts; equal ones in the order in which the events were given.
+        order = np.lexsort((event, part, number, ids))
     return order[np.isfinite(part[order])]
 
 
