@@ -18,11 +18,11 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.kernel_solver import joined_pieces
 from mpiad.ensemble.events import in_order
 from mpiad.ensemble.given_times import GivenTimes
-from mpiad.ensemble.jumps import Jump
+from mpiad.ensemble.jumps import FOUND, Jump
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Log, Steps
 from mpiad.ensemble.run import FINAL
-from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.settings import DueTimes, Settings
 
 if TYPE_CHECKING:
     from mpiad.ensemble.hybrid_solve import HybridSolve
@@ -82,8 +82,12 @@ class HappenedEvents:
 
         The last row says which column of `conditions` each is, or -1 less the given time.
         """
-        passed = [] if self.passed is None else [self._given.passed(*self.passed)]
-        return np.concatenate([np.empty((4, 0)), *self._noted, *passed], axis=1)
+        found = np.concatenate([np.empty((4, 0)), *self._noted], axis=1)
+        if self.passed is None:
+            return found
+        every = np.concatenate([found, self._given.passed(*self.passed)], axis=1)
+        # The given times are in order by themselves; at one of them conditions come first.
+        return every[:, self._given.in_order(every)] if found.size else every
 
 
 class HybridRecord:
@@ -119,6 +123,26 @@ class HybridRecord:
         else:
             self.keep(ids, outcome, np.zeros(len(ids), int))
 
+    def keep_whole(self, outcome: Outcome, due: DueTimes, solved: HybridSolve) -> None:
+        """Keep a solve of all by a kernel in which events acted: at given times, and at the conditions that were noted."""
+        given, found = solved.given, solved.happened.conditions
+        self.whole = outcome
+        # States after events are in the record, and none are computed again.
+        met = due.number >= 0
+        own, slot = np.nonzero(met)
+        before = due.before[met].T
+        jumps = [Jump(own, due.number[met], given.event[slot, own], slot, given.times[slot, own], before, before)]
+        acting = np.array([event.acts for event in solved.settings.events])[found[1].astype(int)]
+        if acting.any():
+            ids, event, number = found[:3, acting].astype(int)
+            before = outcome.at_events[acting].T  # type: ignore[index]
+            own = Jump(ids, number + 1, event, np.full(len(ids), FOUND), found[4, acting], before, before)
+            # After the same step conditions come first.
+            joined = [np.concatenate(parts, axis=-1) for parts in zip(own, jumps[0])]
+            order = np.lexsort((joined[1], joined[0]))
+            jumps = [Jump(*(part[..., order] for part in joined))]
+        self.jumps += jumps
+
     def outcome(self, solved: HybridSolve) -> Outcome:
         """Return the results of a solve that has run, with its record."""
         batch, settings, happened = solved.batch, solved.settings, solved.happened
@@ -128,12 +152,9 @@ class HybridRecord:
         save_step[save_step == solved.naccept[:, None]] = FINAL
         if self.whole is not None:
             found = self.whole
-            found.codes, found.saved, found.save_step, found.jumps = (
-                solved.codes,
-                solved.saves.states,
-                save_step,
-                self.jumps,
-            )
+            found.codes, found.saved, found.save_step = solved.codes, solved.saves.states, save_step
+            found.jumps, found.event_table = self.jumps, table[:5]
+            found.crossings, found.end_part = table.T if len(table) > 5 else None, np.ones(batch.size)
             return found
         made: dict[str, Any] = {}
         if self._compiled and settings.checkpoints is not None:

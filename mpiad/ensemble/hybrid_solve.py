@@ -8,7 +8,7 @@ depend on no other. A piece's first step is the one that would have been next.
 Where the affect leaves a condition at its root, the next piece looks for the way back only, and its first step is so short
 that it isn't back by then (`root_departure`).
 
-A kernel may let events at given times act itself: then all is one piece. By columns trajectories whose events come at
+A kernel may let events act itself: then all is one piece. By columns trajectories whose events come at
 times of their own re-enter the running columns (`rolling_pieces`). Both give the numbers of pieces that all go together.
 
 Where derivatives are wanted the steps of all pieces make one record, in which events stand between steps
@@ -34,7 +34,7 @@ from mpiad.ensemble.jumps import FOUND, Jump
 from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations
 from mpiad.ensemble.piece_saves import PieceSaves
 from mpiad.ensemble.rolling_pieces import RollingPieces
-from mpiad.ensemble.root_departure import departure, distance_ahead
+from mpiad.ensemble.root_departure import MOST_SHORT, SHORT, departure, distance_ahead
 from mpiad.ensemble.settings import DueTimes, Settings
 
 __all__ = ["HybridSolve"]
@@ -43,8 +43,6 @@ _MOVING = -1  # no return code yet
 # At which given time a piece ends at the latest: none, but that is the end of tspan, or its start, since an event has ended
 # the trajectory; or it stays where it failed.
 _AT_END, _HERE, _FAILED = -1, -2, -3
-# So many events in a row, each within so small a part of tspan after the one before, are without end.
-_SHORT, _MOST_SHORT = 1e-6, 10
 
 
 class HybridSolve:
@@ -179,22 +177,17 @@ class HybridSolve:
         slots = len(self.given.times) if self.settings.record else 0
         due = DueTimes(
             self._of(self.given.times, ids), self._of(self.given.event, ids), np.stack([first, np.zeros(len(ids), int)]),
-            np.full((len(ids), slots), -1), np.empty((len(ids), slots, len(self.u)), self.u.dtype),
+            np.full((len(ids), slots), -1), np.empty((len(ids), slots, len(self.u)), self.u.dtype), tuple(self._found),
         )  # fmt: skip
         _, batch, settings = self.piece(ids)
-        batch, settings = batch._replace(end=end), settings._replace(events=(), restarts=None, given_times=due)
+        events = tuple(self.settings.events[e] for e in self._found)
+        batch, settings = batch._replace(end=end), settings._replace(events=events, restarts=None, given_times=due)
         outcome = self.advance(batch, settings)
-        self.happened.passed = ids, first, due.slots[0]
         self._take(ids, np.where(failed, _FAILED, _AT_END), places, batch, outcome)
         self._set(self.nf, ids, self._of(self.nf, ids) + due.slots[1])
         if self.record is not None:
-            met = due.number >= 0
-            own, slot = np.nonzero(met)
-            # States after events are in the record, and none are computed again.
-            before = due.before[met].T
-            at = self.given.event[slot, own], slot, self.given.times[slot, own]
-            self.record.jumps.append(Jump(own, due.number[met], *at, before, before))
-            self.record.whole = outcome
+            self.record.keep_whole(outcome, due, self)
+        self.happened.passed = ids, first, due.slots[0]
 
     def _of(self, x: Array, ids: Array) -> Array:
         """Return an array of some trajectories, each once and in order, which nobody writes into: of all without a copy."""
@@ -248,12 +241,13 @@ class HybridSolve:
             if code == ReturnCode.Success.code:
                 self._end(ids[(codes == code) & (slot == _AT_END)], ReturnCode.Success)
                 self._end(ids[(codes == code) & (slot == _HERE)], ReturnCode.Terminated)
-            elif code != ReturnCode.Terminated.code:
+            elif code != ReturnCode.Terminated.code or self.way == "whole":
                 self._end(ids[codes == code], list(ReturnCode)[code])
         if outcome.event_table is not None:
             local, which = self.happened.note(ids, outcome, begun)
             gone = np.abs(outcome.t_reached - batch.start)
-            self._meet_conditions(ids, codes == ReturnCode.Terminated.code, local, which, gone)
+            if self.way != "whole":
+                self._meet_conditions(ids, codes == ReturnCode.Terminated.code, local, which, gone)
         # Counted over all pieces: in each of them alone the limit may never be reached.
         tired = self._of(self.naccept + self.nreject >= self.settings.max_steps, ids)
         if tired.any():
@@ -267,7 +261,7 @@ class HybridSolve:
         for e in self._found:
             if not (events[e].acts or events[e].terminal):
                 continue
-            met = np.flatnonzero(ended & (np.bincount(local[which == e], minlength=len(ids)) > 0))
+            met = np.flatnonzero(ended & self.moving(ids) & (np.bincount(local[which == e], minlength=len(ids)) > 0))
             own = ids[met]
             if events[e].acts and met.size:
                 before = self._condition(e, own, self.u[:, own], self.t[own])
@@ -325,10 +319,10 @@ class HybridSolve:
     def _count_short(self, ids: Array) -> None:
         """Count events that follow each other at once, and end what has too many of them."""
         span = np.abs(self.batch.end[ids] - self.batch.start[ids])
-        short = np.abs(self.t[ids] - self._last[ids]) <= _SHORT * span
+        short = np.abs(self.t[ids] - self._last[ids]) <= SHORT * span
         self._short[ids] = np.where(short, self._short[ids] + 1, 0)
         self._last[ids] = self.t[ids]
-        self._end(ids[self._short[ids] >= _MOST_SHORT], ReturnCode.Zeno)
+        self._end(ids[self._short[ids] >= MOST_SHORT], ReturnCode.Zeno)
 
     def meet_given_times(self) -> None:
         """Let the events act whose times have come, those of one time one after the other."""

@@ -125,7 +125,9 @@ class Outcome:
     carried : tuple of array, or None
         The tangents that it carried, of shapes (m, d, N) and (m, N, n_saved, d).
     crossings : array, or None
-        The events that such a kernel found, one row each: see `compiled.crossings`.
+        The events that such a kernel found, one row each: see `kernel_rows`.
+    at_events : array, shape (m, d) or (m, 0), or None
+        The states there before events acted in the kernel, where it records.
     record : Record or None
         Of a solve on a device that is to be differentiated.
     saved_times : array, shape (N, n_saved), or None
@@ -152,6 +154,7 @@ class Outcome:
     last: Array | None = None
     carried: tuple[Array, Array] | None = None
     crossings: Any = None
+    at_events: Array | None = None
     record: Any = None
     saved_times: Array | None = None
     jumps: list[Any] = field(default_factory=list)

@@ -13,14 +13,19 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["Departure", "departure", "distance_ahead"]
+__all__ = [
+    "AHEAD", "AHEAD_OF_SHORT", "AT_ONCE", "AT_ROOT", "LEAST_AHEAD", "MOST_SHORT", "OF_WAY", "SHORT", "SHORT_PIECE",
+    "Departure", "departure", "distance_ahead",
+]  # fmt: skip
 
 # What a condition may be after the affect, by what it was before or by what it became on the way, to be at its root.
-_AT_ROOT, _OF_WAY = 1e3, 1e-12
+AT_ROOT, OF_WAY = 1e3, 1e-12
 # How far ahead that is looked at, in parts of the last piece, and if that was short; and at least, in parts of tspan.
-_AHEAD, _AHEAD_OF_SHORT, _LEAST_AHEAD = 1e-2, 0.25, 1e-6
+AHEAD, AHEAD_OF_SHORT, LEAST_AHEAD = 1e-2, 0.25, 1e-6
 # In which part of tspan it must not be back, where the last piece was short, too.
-_AT_ONCE, _SHORT_PIECE = 1e-7, 1e-5
+AT_ONCE, SHORT_PIECE = 1e-7, 1e-5
+# So many events in a row, each within so small a part of tspan after the one before, are without end.
+SHORT, MOST_SHORT = 1e-6, 10
 
 
 class Departure(NamedTuple):
@@ -43,8 +48,8 @@ class Departure(NamedTuple):
 
 def distance_ahead(gone: Array, span: Array) -> Array:
     """Return how far ahead to look, by how long the last pieces took and the lengths of tspan."""
-    least = _LEAST_AHEAD * span
-    return np.where(gone > 0, np.minimum(_AHEAD_OF_SHORT * gone, np.maximum(_AHEAD * gone, least)), least)
+    least = LEAST_AHEAD * span
+    return np.where(gone > 0, np.minimum(AHEAD_OF_SHORT * gone, np.maximum(AHEAD * gone, least)), least)
 
 
 def departure(values: tuple[Array, Array, Array, Array], direction: int, gone: Array, span: Array) -> Departure:
@@ -55,11 +60,11 @@ def departure(values: tuple[Array, Array, Array, Array], direction: int, gone: A
     """
     before, now, then, there = values
     ahead, rise, bend = distance_ahead(gone, span), then - now, there - then
-    at_root = np.abs(now) <= np.maximum(_AT_ROOT * np.abs(before), _OF_WAY * np.abs(rise * gone / ahead))
+    at_root = np.abs(now) <= np.maximum(AT_ROOT * np.abs(before), OF_WAY * np.abs(rise * gone / ahead))
     # What doesn't rise at all goes back at once to where it came from.
     side = np.where(rise != 0, np.sign(rise), -np.sign(bend))
     returns = at_root & (side * bend < 0) & ((direction == 0) | (side * direction < 0))
     back = np.where(returns, -ahead * rise / bend, np.inf)
     # Of a stiff system nothing is known of the way back by two derivatives, unless all is short.
-    endless = (back <= _AT_ONCE * span) & ((rise == 0) | (gone <= _SHORT_PIECE * span))
+    endless = (back <= AT_ONCE * span) & ((rise == 0) | (gone <= SHORT_PIECE * span))
     return Departure(np.where(at_root, side, 0.0), back, endless)

@@ -29,6 +29,8 @@ class DueTimes(NamedTuple):
         After how many steps each came, which a kernel that records writes down.
     before : array, shape (N, m + 1, d)
         The states then.
+    found : tuple of int
+        Which of all events have conditions: those of the settings.
     """
 
     times: Array
@@ -36,6 +38,7 @@ class DueTimes(NamedTuple):
     slots: Array
     number: Array
     before: Array
+    found: tuple[int, ...]
 
 
 class Settings(NamedTuple):

@@ -202,6 +202,20 @@ def test_given_times_that_none_comes_to(more):
     np.testing.assert_allclose(mpiad.grad(end)(p), np.exp(p[:, :1]) * [1.0, 0.0], rtol=1e-7)
 
 
+@pytest.mark.parametrize("more", [{}, {"checkpoints": 1}], ids=["kept", "checkpoints"])
+def test_when_an_event_was_that_only_tells_where_none_acted(more):
+    p = np.array([[0.9], [0.8]])
+    doubled = Event(lambda u, p, t: u[0] - 2.0, terminal=False)
+    high = Event(lambda u, p, t: u[0] - 20.0, affect=lambda u, p, t: [0 * u[0]])
+    problem = ODEProblem(lambda u, p, t: [p[0] * u[0]], np.ones(1), (0.0, 1.0))
+
+    def when(p):
+        sol = solve(EnsembleProblem(problem, p=p), events=[doubled, high], rtol=1e-9, atol=1e-12, **more)
+        return sum(time for i in range(2) for _, time in sol.events[i])
+
+    np.testing.assert_allclose(mpiad.grad(when)(p), -np.log(2.0) / p**2, rtol=1e-7)
+
+
 # ---- neurons
 
 
@@ -302,6 +316,23 @@ def test_doses_have_the_same_digits_where_a_gradient_is_wanted(end, dtype):
     problem = ODEProblem(eliminated, np.ones(1, dtype), (0.0, end))
     options = {"events": doses, "saveat": [end * part for part in (0.0, 0.1, 0.5, 0.77, 1.0)], "max_steps": 60}
     assert len(set(same_digits(problem, p, options).retcode.tolist())) == 3
+
+
+def test_balls_in_a_box_have_the_same_digits_where_a_gradient_is_wanted():
+    # Conditions that act from one side and from both, that only tell, and that end; and a kick at a given time.
+    count = 40
+    p = np.array([9.81, 0.8, 0.0, 1.0]) * (1 + np.outer(np.sin(np.arange(count)), [0.2, 0.1, 0.0, 0.5]))
+    p[3, 3], p[5, 1], p[11, 0] = np.inf, 0.02, 60.0  # a kick that isn't finite, a ball that rests, one that bounces often
+    events = [
+        BOUNCE,
+        Event(lambda u, p, t: u[0] - 0.5, terminal=False),
+        Event(lambda u, p, t: u[0] - 1.4, direction=1, affect=lambda u, p, t: [u[0] - 0.01 * t, -0.9 * u[1]]),
+        Event(times=lambda p: [0.7, 0.1 * p[0]], affect=lambda u, p, t: [u[0], u[1] + p[3]]),
+        Event(lambda u, p, t: u[1] + 4.6, direction=-1),
+    ]
+    problem = ODEProblem(falling, np.array([1.0, 0.5]), (0.0, 3.0))
+    sol = same_digits(problem, p, {"events": events, "saveat": 0.25, "max_steps": 150, "rtol": 1e-6})
+    assert {"Success", "Terminated", "Unstable", "Zeno"} <= set(sol.retcode.tolist())
 
 
 def same_digits(problem, p, options):

@@ -18,7 +18,7 @@ import math
 from functools import lru_cache
 
 from mpiad.compiling.source import indented
-from mpiad.ensemble.compiled.jump_text import first_goal, least_of
+from mpiad.ensemble.compiled.jump_text import first_goal, least_of, sides
 from mpiad.ensemble.compiled.kernel_form import Fields, Form
 from mpiad.ensemble.compiled.lane_output import LaneOutput
 from mpiad.ensemble.controller import LEAST_ERROR
@@ -49,7 +49,7 @@ class _Forward(LaneOutput):
             "            max_steps, u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last,",
             "            rows, before"
             + ("" if not form.restarts else ", restarts")
-            + ("" if not form.affects else ", given, kinds, slot, jump_number, jump_before")
+            + ("" if form.affects is None else ", given, kinds, slot, jump_number, jump_before")
             + (",\n            end_part, crossings):" if form.events else "):"),
             "    # Fields of b: " + ", ".join(self.fields),
             "    aligned_stack()",
@@ -58,7 +58,7 @@ class _Forward(LaneOutput):
             "    by_row = times.shape[0] > 1",
             "    one_span = start.shape[0] == 1",
             "    one_start = u0.shape[1] == 1",
-            *(["    one_given = given.shape[1] == 1"] if form.affects else []),
+            *(["    one_given = given.shape[1] == 1"] if form.affects is not None else []),
             "    waiting = state[0]",
             "    vacant = state[1]",
             "    row = state[2]",
@@ -127,7 +127,7 @@ class _Forward(LaneOutput):
             "t = start[0 if one_span else i]",
             "goal = end[0 if one_span else i]",
             "sign = -1.0 if goal < t else 1.0",
-            *(first_goal() if form.affects else []),
+            *(first_goal() if form.affects is not None else []),
             "column = 0 if one_start else i",
             *[f"u_{c} = u0[{c}, column]" for c in range(d)],
             *[f"p{j} = p[{j}, i]" for j in range(form.varying)],
@@ -169,6 +169,8 @@ class _Forward(LaneOutput):
             f"{at('now')} = now",
             f"{at('accepted')} = 0.0",
             *self.conditions("condition", "u", "t"),
+            *([f"{at('begun')} = now", f"{at('met')} = now", f"{at('short')} = 0.0"] if self.acts else []),
+            *sides(self, "condition", left=False),
         ]  # fmt: skip
         return lines
 

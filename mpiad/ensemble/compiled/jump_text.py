@@ -8,15 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mpiad.compiling.source import indented
+from mpiad.ensemble.compiled.departure_text import departure, distance_ahead
+from mpiad.ensemble.compiled.kernel_rows import U
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.outcome import ReturnCode
+from mpiad.ensemble.root_departure import MOST_SHORT, SHORT
 
 if TYPE_CHECKING:
     from mpiad.ensemble.compiled.kernel_form import Fields, Form
     from mpiad.ensemble.compiled.lane_output import LaneOutput
     from mpiad.ensemble.compiled.reverse_kernel import ReverseOutput
 
-__all__ = ["first_goal", "jump", "jump_back", "least_of", "left", "stop_back"]
+__all__ = ["first_goal", "jump", "jump_back", "least_of", "left", "next_back", "sides", "stop_back"]
 
 
 def least_of(t: str, goal: str) -> list[str]:
@@ -37,64 +40,143 @@ def first_goal() -> list[str]:
     ]
 
 
-def jump(output: LaneOutput) -> list[str]:
-    """Return lines on a lane whose step may have ended at a given time: they let events act, and set its next goal.
+def sides(output: LaneOutput, target: str, left: bool) -> list[str]:
+    """Return lines on which side of its root each condition is that acts wherever it comes from, by its value in `target`.
 
-    `code` is what ends the trajectory there, or -1.
+    Where it was `left` at its root, that says on which.
+    """
+    at, lines = output.at, []
+    for e in output.form.sided:
+        value = at(target, e)
+        side = f"(1.0 if {value} > 0.0 else (-1.0 if {value} < 0.0 else 0.0))"
+        lines.append(f"{at('side', e)} = {f'left{e} if left{e} != 0.0 else ' if left else ''}{side}")
+    return lines
+
+
+def jump(output: LaneOutput) -> list[str]:
+    """Return lines on a lane whose step may have ended at an event: they let events act, and set its next goal.
+
+    `code` is what ends the trajectory there, or -1. All is as `HybridSolve` has it between pieces.
     """
     at, form, steps = output.at, output.form, output.steps
-    state, components = steps.state("u"), range(form.d)
-    call = ", ".join([*state, *steps.parameters, steps.rounded("t")])
-    acting = ["kind = kinds[turn, own]"]
-    if form.record:
-        acting += ["jump_number[i, turn] = naccept[i]", *[f"jump_before[i, turn, {c}] = u_{c}" for c in components]]
-    for e in range(form.affects):
-        acting += [f"{'el' if e else ''}if kind == {e}:", f"    {', '.join(steps.state('w'))}, = affect{e}({call})"]
-    finite = " and ".join(f"np.isfinite(w_{c})" for c in components)
-    acting += [
-        f"if {finite}:",
-        *[f"    u_{c} = w_{c}" for c in components],
-        "    turn += 1",
-        "else:",
-        f"    code = {ReturnCode.Unstable.code}",
-    ]
+    state = _state(output)
     went_on = [
         "slot[1, i] += 1",
+        *state,
         steps.call("k0", "u", 0),
-        *[f"{at('last', c)} = k0_{c}" for c in components],
-        f"{at('end')} = sign * goal",
-        *least_of("t", "goal"),
-        f"{at('least')} = most",
+        *[f"{at('last', c)} = k0_{c}" for c in range(form.d)],
         *([f"{at('q2_before')} = {LEAST_ERROR!r}"] if output.beta is not None else []),
+        *output.conditions("condition_new", "u", "t"),
+        *([f"{at('begun')} = tn"] if output.acts else []),
+        *sides(output, "condition_new", left=True),
     ]
-    lines = [
+    ended = [
+        "if code < 0 and naccept[i] + nreject[i] >= max_steps:",
+        f"    code = {ReturnCode.MaxIters.code}",
+    ]
+    lines = ["code = -1", "own = 0 if one_given else i", f"sign = {at('sign')}", "t = sign * tn", "acted = False"]
+    if output.acts:
+        met = [*_counted(output), *state, *_at_conditions(output), *ended]
+        met += ["if code < 0 and stopped:", f"    code = {ReturnCode.Terminated.code}"]
+        lines += [*[f"left{e} = 0.0" for e in form.sided], "if first < np.inf:", *indented(met)]
+    else:
+        lines += output.terminated()
+    return [
+        *lines,
+        f"if code < 0 and took and tn == {at('end')} and given[slot[0, i], own] == t:",
+        *indented([*_counted(output), *ended, *state, *_at_given_times(output)]),
+        f"if acted and code < 0 and tn != {at('end')}:",
+        *indented(went_on),
+    ]
+
+
+def _state(output: LaneOutput) -> list[str]:
+    """Return lines that load the state after the step, or after the last event, and the parameters."""
+    at, form = output.at, output.form
+    return [*[f"u_{c} = {at('new', c)}" for c in range(form.d)], *[f"p{j} = {at('p', j)}" for j in range(form.varying)]]
+
+
+def _counted(output: LaneOutput) -> list[str]:
+    """Return lines that count the steps since the last event; once more they do nothing."""
+    at = output.at
+    return [
+        "acted = True",
         # Counted over all pieces, and looked at between them.
         f"number = np.int64({at('number')} + {at('accepted')})",
         "naccept[i] += number",
         f"nreject[i] += np.int64({at('tries')}) - number",
         f"{at('number')} = -{at('accepted')}",
         f"{at('tries')} = 0.0",
+    ]
+
+
+def _affect(output: LaneOutput, e: int) -> list[str]:
+    """Return lines that let event e of all act on the state u; what it makes of it, w, counts where it is finite."""
+    steps = output.steps
+    given = ", ".join([*steps.state("u"), *steps.parameters, steps.rounded("t")])
+    return [f"{', '.join(steps.state('w'))}, = affect{e}({given})"]
+
+
+def _taken(output: LaneOutput, more: list[str]) -> list[str]:
+    """Return lines that take the state w after an event, and `more`; where it isn't finite the trajectory ends."""
+    components = range(output.form.d)
+    return [
+        f"if {' and '.join(f'np.isfinite(w_{c})' for c in components)}:",
+        *[f"    u_{c} = w_{c}" for c in components],
+        *[f"    {output.at('new', c)} = w_{c}" for c in components],
+        *indented(more),
+        "else:",
+        f"    code = {ReturnCode.Unstable.code}",
+    ]
+
+
+def _at_given_times(output: LaneOutput) -> list[str]:
+    """Return lines that let the events act whose time has come, those of one time one after the other."""
+    at, form = output.at, output.form
+    acting = ["kind = kinds[turn, own]"]
+    if form.record:
+        acting += ["jump_number[i, turn] = naccept[i]", *[f"jump_before[i, turn, {c}] = u_{c}" for c in range(form.d)]]
+    for k, e in enumerate(form.affects or ()):
+        acting += [f"{'el' if k else ''}if kind == {e}:", *indented(_affect(output, e))]
+    return [
         "turn = slot[0, i]",
-        "if naccept[i] + nreject[i] >= max_steps:",
-        f"    code = {ReturnCode.MaxIters.code}",
-        *[f"u_{c} = {at('new', c)}" for c in components],
-        *[f"p{j} = {at('p', j)}" for j in range(form.varying)],
-        "t = sign * tn",
         "while code < 0 and given[turn, own] == t:",
-        *indented(acting),
+        *indented([*acting, *_taken(output, ["turn += 1"])]),
         "slot[0, i] = turn",
-        *[f"{at('new', c)} = u_{c}" for c in components],
         "goal = end[0 if one_span else i]",
         "goal = given[turn, own] if sign * given[turn, own] <= sign * goal else goal",
-        "if code < 0 and goal != t:",
-        *indented(went_on),
+        f"{at('end')} = sign * goal",
+        *least_of("t", "goal"),
+        f"{at('least')} = most",
     ]
+
+
+def _at_conditions(output: LaneOutput) -> list[str]:
+    """Return lines that let the events act whose conditions have vanished at the part `first` of the step.
+
+    `stopped` says whether another one ends the trajectory there.
+    """
+    at, form = output.at, output.form
+    lines = [
+        "span = abs(end[0 if one_span else i] - start[0 if one_span else i])",
+        f"gone = abs(tn - {at('begun')})",
+        *distance_ahead(),
+        "stopped = False",
+    ]
+    for e, acts in enumerate(form.acting):
+        if acts < 0:
+            met = ["stopped = True"] if form.events[e][0] else []
+        else:
+            kept = [f"crossings[noted, {U + form.d + c}] = u_{c}" for c in range(form.d)] if form.record else []
+            came = [output.steps.condition(e, "was", "u", "t"), *kept, *_affect(output, acts)]
+            met = ["if code < 0:", *indented([*came, *_taken(output, departure(output, e))])]
+        lines += [f"if {at('part', e)} <= first:", *indented([*met, "noted += 1"])]
     return [
-        "code = -1",
-        "own = 0 if one_given else i",
-        f"sign = {at('sign')}",
-        f"if took and tn == {at('end')} and given[slot[0, i], own] == sign * tn:",
-        *indented(lines),
+        *lines,
+        f"{at('short')} = {at('short')} + 1.0 if abs(tn - {at('met')}) <= {SHORT!r} * span else 0.0",
+        f"{at('met')} = tn",
+        f"if code < 0 and {at('short')} >= {MOST_SHORT}.0:",
+        f"    code = {ReturnCode.Zeno.code}",
     ]
 
 
@@ -125,14 +207,29 @@ def jump_back(form: Form, fields: Fields) -> list[str]:
             f"{ended} = j",
         ]
     return [
-        "while jump[l] >= jump_first[i] and jump_number[jump[l]] == step[l] + 1:",
-        "    j = jump[l]",
-        *indented(lines),
-        "    jump[l] -= 1",
+        f"if {_next(form, 3)} == step[l] + 1:",
+        "    while jump[l] >= jump_first[i] and jump_number[jump[l]] == step[l] + 1:",
+        "        j = jump[l]",
+        *indented(lines, 2),
+        "        jump[l] -= 1",
         # While steps are taken back memory brings the one before.
-        "    fetched(jump_map, jump[l])",
-        "    fetched(jump_after, jump[l])",
+        "        fetched(jump_map, jump[l])",
+        "        fetched(jump_after, jump[l])",
+        *indented(next_back(form)),
     ]
+
+
+def _next(form: Form, row: int) -> str:
+    """Return where a lane notes the step of the next jump back, in row 3, or of the next stop, in row 4."""
+    return f"jump[{row * form.lanes} + l]"
+
+
+def next_back(form: Form, stop: bool = False) -> list[str]:
+    """Return lines that note the step that a lane's next jump back has followed, or its next stop has ended; -1: none."""
+    if stop:
+        at = f"jump[{2 * form.lanes} + l]"
+        return [f"{_next(form, 4)} = stop_number[{at}] if {at} >= stop_first[i] else -1"]
+    return [f"{_next(form, 3)} = jump_number[jump[l]] if jump[l] >= jump_first[i] else -1"]
 
 
 def left(form: Form, fields: Fields) -> list[str]:
@@ -168,7 +265,6 @@ def stop_back(output: ReverseOutput) -> list[str]:
             *[f"{at('arrival', i * d + c)} += w{i} * value" for i in output.steps.used()],
         ]
     return [
-        f"if {stop} >= stop_first[i] and stop_number[{stop}] == step[l]:",
-        *indented(lines),
-        f"    {stop} -= 1",
+        f"if {_next(output.form, 4)} == step[l]:",
+        *indented([*lines, f"{stop} -= 1", *next_back(output.form, stop=True)]),
     ]

@@ -56,8 +56,10 @@ class Form(NamedTuple):
         The entries of the mass matrix that aren't zero; None for the identity.
     restarts : bool
         Whether first steps may be given, and those that would be next are told.
-    affects : int
-        How many events act at given times, in the kernel.
+    affects : tuple of int, or None
+        Which of all events act at given times; None where none acts in the kernel.
+    acting : tuple of int
+        For each of `events` which of all it is, where it acts in the kernel; else -1.
     jumps : tuple of (int, int), or None
         Of an adjoint that goes back over events that acted: which components of the states before and after have to do with
         each other.
@@ -87,7 +89,8 @@ class Form(NamedTuple):
     slopes: tuple[int, ...] = ()
     mass: tuple[tuple[int, int, float], ...] | None = None
     restarts: bool = False
-    affects: int = 0
+    affects: tuple[int, ...] | None = None
+    acting: tuple[int, ...] = ()
     jumps: tuple[tuple[int, int], ...] | None = None
     stops: bool = False
 
@@ -97,10 +100,20 @@ class Form(NamedTuple):
         return np.dtype(np.float32 if self.single else float)
 
     @property
+    def sided(self) -> list[int]:
+        """Which of `events` act wherever they come from, so that they are left on one side and come back from there."""
+        return [e for e, acts in enumerate(self.acting) if acts >= 0 and not self.events[e][1]]
+
+    @property
     def numbers(self) -> list[tuple[int, ...]]:
         """For each number of a state, real or complex, which components it has."""
         width = 2 if self.in_pairs else 1
         return [tuple(range(c, c + width)) for c in range(0, self.d, width)]
+
+    @property
+    def row_of_event(self) -> int:
+        """How many numbers of states there are in an event's row: see `kernel_rows`."""
+        return self.d * (2 if self.record and self.acting else 1)
 
     @property
     def stages(self) -> int:
@@ -110,7 +123,7 @@ class Form(NamedTuple):
 
 def form_of(program: Program, packing: ParameterPacking, batch: Batch, settings: Settings) -> Form:
     """Return what the kernels of a batch, without derivatives, are generated for; `program` is what f computes."""
-    events = tuple((event.terminal, event.direction) for event in settings.events)
+    events = tuple((event.terminal or event.acts, event.direction) for event in settings.events)
     # Which entries are zero is part of the form: elimination is written out for those that aren't.
     linear = jacobian_program(program)[1:] if settings.alg.tableau.implicit else ((), ())
     piece = settings.restarts is not None  # of which all are to have one kernel

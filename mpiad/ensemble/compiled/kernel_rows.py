@@ -13,6 +13,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import from_parts, is_complex
+from mpiad.ensemble.events import in_order
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
 
@@ -20,7 +21,7 @@ __all__ = ["H", "T", "U", "Tape", "give_back", "note_crossings", "room", "room_f
 
 # An event's row is the trajectory, which event, in which of its steps (from 0), the part of the step that is gone there,
 # and when; then what the step started from: its time, its signed size, and the components of the state, of a complex one
-# its parts.
+# its parts. Where events act in a kernel that records, those of the state at the event follow.
 T, H, U = 5, 6, 7
 # Rows for which there is room at first, beside those of one turn.
 _EVENT_ROWS = 1024
@@ -57,29 +58,23 @@ class Tape(NamedTuple):
         return steps
 
 
-def room_for(turn: int, d: int, before: Array | None = None) -> Array:
+def room_for(turn: int, width: int, before: Array | None = None) -> Array:
     """Return a table for events, with rows for one turn at least; after `before`, a longer one that begins with it.
 
-    A turn can bring so many events, with states of d components.
+    A turn can bring so many events, whose rows have `width` numbers of states.
     """
     if before is None:
-        return np.empty((_EVENT_ROWS + turn, U + d))
-    longer = np.empty((2 * len(before) + turn, U + d))
+        return np.empty((_EVENT_ROWS + turn, U + width))
+    longer = np.empty((2 * len(before) + turn, U + width))
     longer[: len(before)] = before
     return longer
 
 
-def note_crossings(outcome: Outcome, tables: list[Array]) -> None:
-    """Put the events of all shares, tables of shape (m, 7 + d), into an outcome, each trajectory's in the order of time."""
+def note_crossings(outcome: Outcome, tables: list[Array], d: int) -> None:
+    """Put the events of all shares, of states of d components, into an outcome, each trajectory's in the order of time."""
     rows = np.concatenate(tables)
-    ids, number = rows[:, 0], rows[:, 2]
-    step = ids * (number.max(initial=0.0) + 1.0) + number
-    order = np.argsort(step)
-    step = step[order]
-    if (step[1:] == step[:-1]).any():
-        # Within a step by its parts; equal ones in the order in which the events were given.
-        order = np.lexsort((rows[:, 1], rows[:, 3], number, ids))
-    outcome.crossings = rows = rows[order]
+    rows = rows[in_order(rows.T)]
+    outcome.crossings, outcome.at_events = rows[:, : U + d], rows[:, U + d :]
     outcome.event_table = rows[:, :5].T
 
 

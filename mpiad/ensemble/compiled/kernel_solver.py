@@ -51,8 +51,13 @@ class Solver:
         self.batch, self.settings, self.threads = batch, settings, threads
         self.every = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
-        affects = 0 if settings.given_times is None else len(traced.affects)
-        self.form = form_of(traced.program, traced.packing, batch, settings)._replace(affects=affects)
+        self.form = form_of(traced.program, traced.packing, batch, settings)
+        if settings.given_times is not None:
+            found = settings.given_times.found
+            self.form = self.form._replace(
+                affects=tuple(e for e, affect in enumerate(traced.affects) if affect is not None and e not in found),
+                acting=tuple(e if event.acts else -1 for e, event in zip(found, settings.events)),
+            )
         self.p, self.s = traced.packing.split(batch.p.leaves, batch.size, self.form.dtype)
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
@@ -69,13 +74,13 @@ class Solver:
 
     def _run(self, form: Form) -> Outcome:
         traced = self.traced
-        affects = traced.affects[: form.affects]
+        affects = () if form.affects is None else traced.affects
         text = forward_text(traced.program, form, traced.names, traced.conditions, affects)
         return launch(self._function("forward", text, form), form, self)
 
     def _function(self, name: str, text: str, form: Form) -> Callable[..., None]:
         """Return a kernel's function, and tell how long it took to compile."""
-        more = (form.restarts, bool(form.affects), bool(form.events)) if name == "forward" else (False,) * 3
+        more = (form.restarts, form.affects is not None, bool(form.events)) if name == "forward" else (False,) * 3
         kernel = kernel_of(text, name, signature_of(name, form.dtype, *more, form.jumps is not None))
         if name not in self._kernels or self._kernels[name].text != text:
             how = "compiled" if kernel.origin == "compiled" else "loaded"
@@ -131,7 +136,8 @@ class Solver:
             inside=inside,
             tolerances=False,
             restarts=False,
-            affects=0,
+            affects=None,
+            acting=(),
             jumps=jumps,
             stops=stops,
         )
@@ -156,7 +162,7 @@ def joined_pieces(
             count += len(links)
     solver = pieces[0][1].solver
     joined = Solver(solver._kernels, solver.traced, batch, settings._replace(events=()), solver.threads)
-    joined.form = joined.form._replace(inside=True)
+    joined.form = joined.form._replace(inside=True, events=solver.form.events)
     steps = np.concatenate(rows), np.concatenate(before)
     return joined, [Tape(first, stop, *steps) for first, stop in shares_of(batch.size, solver.threads)], last
 
@@ -186,7 +192,7 @@ def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome
     if form.restarts:
         outcome.following = run.following
     if form.events:
-        note_crossings(outcome, run.crossings)
+        note_crossings(outcome, run.crossings, form.d)
     if form.directions:
         outcome.carried = run.carried(still)
     return outcome
@@ -228,7 +234,7 @@ class _Launch:
         # The first steps, and those that would be next.
         self._more: list[Array] = [np.stack([settings.restarts, outcome.following])] if form.restarts else []  # type: ignore[list-item]
         if settings.given_times is not None:
-            times, kinds, slots, number, before = settings.given_times
+            times, kinds, slots, number, before, _ = settings.given_times
             times, kinds = (x[:, :1] if x.strides[1] == 0 else x for x in (times, kinds))
             self._more += [argument(times), argument(kinds, np.dtype(np.int64)), slots, number, before]
         atol = argument(np.ravel(settings.atol), real)
@@ -267,7 +273,7 @@ class _Launch:
         lanes, size = form.lanes, (stop - first) * _STEPS if form.record else 0
         rows, before = self._rows(size)
         state, turn = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(form.events)
-        crossings = room_for(turn, form.d) if form.events else np.empty((0, 0))
+        crossings = room_for(turn, form.row_of_event) if form.events else np.empty((0, 0))
         ids, place = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
         ids[:] = -1
         lane = *fields_of(form).room(form.dtype), ids, place, state, self.taken
@@ -282,7 +288,7 @@ class _Launch:
             pause()
             # There may be no room left for the steps of a turn, or for its events.
             if found + turn > len(crossings):
-                crossings = room_for(turn, form.d, crossings)
+                crossings = room_for(turn, form.row_of_event, crossings)
             elif form.record and row + lanes > size:
                 longer = self._rows(2 * size + 1024)
                 longer[0][:size], longer[1][:size] = rows, before

@@ -31,10 +31,11 @@ _NUMBERS = "int64[::1]"
 @lru_cache(_MOST_TEXTS)
 def forward_text(
     program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...] = (),
-    affects: tuple[Program, ...] = (),
+    affects: tuple[Program | None, ...] = (),
 ) -> str:  # fmt: skip
     """Return the text of a forward kernel, and of f, its tangents and the events' conditions and affects before it."""
-    programs = _forward_programs(program, form, names, conditions) | {f"affect{e}": g for e, g in enumerate(affects)}
+    programs = _forward_programs(program, form, names, conditions)
+    programs |= {f"affect{e}": g for e, g in enumerate(affects) if g is not None}
     parts = [_function(one, name, form, names, fused=name[0] == "d") for name, one in programs.items()]
     return "\n\n".join([*parts, forward_source(form, are_simple(list(programs.values())))])
 

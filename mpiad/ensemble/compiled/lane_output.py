@@ -56,6 +56,11 @@ class LaneOutput:
         if form.events:
             for name in ("condition", "condition_new", "crossed", "part"):
                 fields.add(name, len(form.events), exact=True)
+        self.acts = any(acts >= 0 for acts in form.acting)
+        if self.acts:  # when a trajectory went on after an event, when the last one was, and how many were short before
+            for name in ("begun", "met", "short"):
+                fields.add(name, exact=True)
+            fields.add("side", len(form.events), exact=True)
 
     def at(self, name: str, i: int = 0) -> str:
         """Return the place of a lane's field, as source."""
@@ -77,14 +82,13 @@ class LaneOutput:
         lines = ["i = ids[l]", f"took = {at('accepted')} > 0.0", f"tn = {at('tn')}"]
         if form.events:
             lines += ["first = np.inf", "if took:", *indented(self._events())]
-        if form.affects:  # what is saved at an event is what is after it
+        if form.affects is not None:  # what is saved at an event is what is after it
             lines += [f"while took and {at('due')} < tn:", *indented(self._saving()), *jump(self)]
         lines += [f"while took and {at('due')} <= tn:", *indented(self._saving())]
-        more, plus = (" and code < 0", "+") if form.affects else ("", "")
+        plus = "" if form.affects is None else "+"
         lines += [
-            *([] if form.affects else ["code = -1"]),
-            *self._terminated(),
-            f"{'el' if self._terminated() else ''}if took and tn == {at('end')}{more}:",
+            *(["code = -1", *self.terminated()] if form.affects is None else []),
+            f"if code < 0 and took and tn == {at('end')}:",
             f"    code = {ReturnCode.Success.code}",
             *self._failing(),
             f"if code < 0 and {at('tries')} >= max_steps:",
@@ -112,7 +116,8 @@ class LaneOutput:
         ]  # fmt: skip
         return lines
 
-    def _terminated(self) -> list[str]:
+    def terminated(self) -> list[str]:
+        """Return lines on what ends a trajectory at an event."""
         if not any(terminal for terminal, _ in self.form.events):
             return []
         return ["if first < np.inf:", f"    code = {ReturnCode.Terminated.code}"]
@@ -157,7 +162,7 @@ class LaneOutput:
         else:
             lines += at_end
         number = f"np.int32({at('number')})"
-        if form.affects:  # counted over all pieces; after an event it is that of the next step
+        if form.affects is not None:  # counted over all pieces; after an event it is that of the next step
             number = f"np.int32(naccept[i] + np.int64(max({at('number')}, 0.0)))"
         return [
             *lines,
@@ -197,7 +202,12 @@ class LaneOutput:
 
     def crossed(self, e: int) -> list[str]:
         """Return lines that tell whether the condition of event e has changed its sign as asked."""
-        changed = self.steps.changed(e, self.at("condition", e), self.at("condition_new", e))
+        values = self.at("condition", e), self.at("condition_new", e)
+        changed = self.steps.changed(e, *values)
+        if e in self.form.sided:  # what leaves on one side comes back from there
+            up, down = (self.steps.changed(e, *values, way) for way in (1, -1))
+            side = self.at("side", e)
+            changed = f"(({up} & ({side} <= 0.0)) | ({down} & ({side} >= 0.0)))"
         return [f"crossed{e} = where({changed}, accepted, 0.0)", f"{self.at('crossed', e)} = crossed{e}"]
 
     def _events(self) -> list[str]:
@@ -217,6 +227,7 @@ class LaneOutput:
             *indented(self._located(), 2),
             f"        {part} = high",
             *([f"        if ({' or '.join(terminal)}) and high < first:", "            first = high"] if terminal else []),
+            *(["noted = found"] if self.acts else []),
             f"for e in range({count}):",
             f"    if {part} < np.inf and {part} <= first:",
             *indented(self._noted(part), 2),
@@ -236,7 +247,8 @@ class LaneOutput:
     def _noted(self, part: str) -> list[str]:
         """Return lines that write a row: see `kernel_rows`."""
         at = self.at
-        row = ["i", "e", at("number"), part, f"{at('sign')} * ({at('now')} + {part} * {at('size')})"]
+        number = at("number") if self.form.affects is None else f"naccept[i] + {at('number')}"
+        row = ["i", "e", number, part, f"{at('sign')} * ({at('now')} + {part} * {at('size')})"]
         row += [f"{at('sign')} * {at('now')}", f"{at('sign')} * {at('size')}", *[at("u", c) for c in range(self.form.d)]]
         return [*[f"crossings[found, {k}] = {text}" for k, text in enumerate(row)], "found += 1"]
 

@@ -9,10 +9,11 @@ from there when it is called again: `state` says where.
 
 from __future__ import annotations
 
+from copy import copy
 from functools import lru_cache
 
 from mpiad.compiling.source import indented, number
-from mpiad.ensemble.compiled.jump_text import jump_back, left, stop_back
+from mpiad.ensemble.compiled.jump_text import jump_back, left, next_back, stop_back
 from mpiad.ensemble.compiled.kernel_form import Fields, Form
 from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 
@@ -93,11 +94,11 @@ class ReverseOutput:
             f"        if vacant == {lanes} or turns == 0:",
             "            break",
             "        turns -= 1",
+            "        quiet = True",
             f"        for l in range({lanes}):",
             "            if ids[l] >= 0:",
             *indented(self._fetch(), 4),
-            f"        for l in range({lanes}):",
-            *indented(self._back(), 3),
+            *self._all_back(),
             f"        for l in range({lanes}):",
             "            if ids[l] >= 0 and row[l] < 0:",
             *indented(self._leave(), 4),
@@ -107,6 +108,23 @@ class ReverseOutput:
             *(self._summed() if form.wanted_shared else []),
         ]
         return "\n".join(lines) + "\n"
+
+    def _all_back(self) -> list[str]:
+        """Return lines that take the step of all lanes back.
+
+        Few steps have an event inside, where others of lanes have saved times in most turns: those without need less.
+        """
+        loop, form = f"for l in range({self.form.lanes}):", self.form
+        if not form.stops or form.tableau.implicit:
+            return indented([loop, *indented(self._back())], 2)
+        plain = copy(self)
+        plain.form = form._replace(inside=False)
+        plain.steps = steps_of(plain.form)
+        bodies = [
+            ["if quiet:", *indented([loop, *indented(plain._back())])],
+            ["else:", *indented([loop, *indented(self._back())])],
+        ]
+        return indented([line for body in bodies for line in body], 2)
 
     def _summed(self) -> list[str]:
         """Return lines that sum over the lanes, when all have ended."""
@@ -141,8 +159,12 @@ class ReverseOutput:
             f"{at('live')} = 1.0",
             *([f"{at('fresh')} = 1.0"] if form.timed else []),
             *([f"{at('touched')} = 1.0"] if form.inside else []),
-            *(["jump[l] = jump_first[i + 1] - 1", f"jump[{form.lanes} + l] = -1"] if form.jumps is not None else []),
-            *([f"jump[{2 * form.lanes} + l] = stop_first[i + 1] - 1"] if form.stops else []),
+            *(
+                ["jump[l] = jump_first[i + 1] - 1", f"jump[{form.lanes} + l] = -1", *next_back(form)]
+                if form.jumps is not None
+                else []
+            ),
+            *([f"jump[{2 * form.lanes} + l] = stop_first[i + 1] - 1", *next_back(form, stop=True)] if form.stops else []),
         ]
 
     def _fetch(self) -> list[str]:
@@ -170,6 +192,7 @@ class ReverseOutput:
             "while place[l] >= 0 and save_step[i, place[l]] == step[l]:",
             *indented(self._met()),
             "    place[l] -= 1",
+            *([f"quiet = quiet and {at('touched')} == 0.0"] if form.stops else []),
             "row[l] = before_rows[now]",
             # While this step is taken back memory brings the one before, which isn't always its neighbour.
             "fetched(rows, row[l])",

@@ -65,7 +65,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         numbers = (np.zeros(form.lanes, np.int64) for _ in range(3))
         state = np.array([tape.first, tape.stop - 1, form.lanes, 0])
         lane, call = (*fields_of(form).room(form.dtype), np.full(form.lanes, -1), *numbers, state), Paced(function, state)
-        more = (np.empty(3 * form.lanes, np.int64), *jumping) if jumping else ()
+        more = (np.empty(5 * form.lanes, np.int64), *jumping) if jumping else ()
         while True:
             call(
                 *lane, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar, start_bar, stop_bar, *more

@@ -245,10 +245,10 @@ class Steps:
         """Return a line that computes the condition of event e."""
         return f"{out}, = condition{e}({', '.join([*self.state(state), *self.parameters, self.rounded(time)])})"
 
-    def changed(self, e: int, before: str, after: str) -> str:
-        """Return whether the condition of event e has changed its sign as asked: see `Event.crossed`."""
+    def changed(self, e: int, before: str, after: str, direction: int = 0) -> str:
+        """Return whether the condition of event e has changed its sign as asked, or by `direction`: see `Event.crossed`."""
         up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"
-        direction = self.form.events[e][1]
+        direction = direction or self.form.events[e][1]
         return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
 
     def located(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:

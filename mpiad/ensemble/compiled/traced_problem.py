@@ -58,15 +58,15 @@ class TracedProblem(NamedTuple):
     ----------
     names : tuple of str
         What the program's parameters are called in kernels: p0, p1, … those of each trajectory, s0, s1, … those of all.
-    affects : tuple of Program
-        Of all events, where these can act in a kernel.
+    affects : tuple of Program or None
+        Of all events, where these can act in a kernel; None for those that don't act.
     """
 
     program: Program
     conditions: tuple[Program, ...]
     packing: ParameterPacking
     names: tuple[str, ...]
-    affects: tuple[Program, ...]
+    affects: tuple[Program | None, ...]
 
     def direction(self, j: int) -> tuple[str, int]:
         """Return the direction of one of the program's parameters, along which a tangent can be carried."""
@@ -96,7 +96,8 @@ def remembered(make: Callable[[], _Found | None], batch: Batch, events: Sequence
     parts = {part.place: part for part in packing_of(batch.p).parts}
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]
     functions = [f for event in events for f in (event.written, event.affect, event.times) if callable(f)]
-    kinds = (batch.shape, np.dtype(batch.u0.dtype).str, *asked)
+    ends = tuple(event.terminal for event in events)
+    kinds = (batch.shape, np.dtype(batch.u0.dtype).str, ends, *asked)
     key = fingerprint_of(batch.f, functions, batch.p.build(forms), kinds)
     if key is not None and key in _known:
         return _known[key]
@@ -121,6 +122,7 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
     if program is None:
         return None
     conditions: list[Program] = []
+    exact = True
     for event in events:
         if event.condition is None:
             continue
@@ -128,29 +130,43 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
         if condition is None:
             return None
         conditions.append(condition)
+        exact = exact and not (event.acts and _has_other_digits(condition, batch))
     packing = packing_of(batch.p)
-    return TracedProblem(program, tuple(conditions), packing, names_of(packing), _affects_of(batch, events))
+    affects = _affects_of(batch, events) if exact else ()
+    return TracedProblem(program, tuple(conditions), packing, names_of(packing), affects)
 
 
-def _affects_of(batch: Batch, events: Sequence[Event]) -> tuple[Program, ...]:
+def _has_other_digits(condition: Program, batch: Batch) -> bool:
+    """Tell whether how a condition leaves its root may be found with other digits in a kernel than by NumPy."""
+    return not _is_exact(condition) or real_dtype(batch.u0.dtype) != np.float64
+
+
+def _is_exact(program: Program) -> bool:
+    """Tell whether a program has only operations that are rounded alike everywhere."""
+    return all(OPERATIONS[operation].simple for operation, arguments, _ in program.instructions if arguments)
+
+
+def _affects_of(batch: Batch, events: Sequence[Event]) -> tuple[Program | None, ...]:
     """Return what the affects of all events compute, where they can act in a kernel with NumPy's digits; none otherwise.
 
-    They can where all events are at given times and none ends its trajectory, and where affects have only operations that
-    are rounded alike everywhere.
+    They can where none that acts ends its trajectory as well, and where affects have only operations that are rounded alike
+    everywhere.
     """
-    if is_complex(batch.u0) or any(event.times is None or event.terminal for event in events):
+    if is_complex(batch.u0) or any(event.acts and event.terminal for event in events):
         return ()
-    programs: list[Program] = []
+    programs: list[Program | None] = []
     for event in events:
         affect: Any = event.affect
+        if affect is None:
+            programs.append(None)
+            continue
         try:
             program = trace(affect, batch.shape, batch.p, batch.u0.dtype)
             _check_precision(program, batch, affect)
             verify(program, batch, affect, partial(affected, event, batch))
         except Untraceable:
             return ()
-        exact = all(OPERATIONS[operation].simple for operation, arguments, _ in program.instructions if arguments)
-        if not exact or program.cost > MOST_OPERATIONS or changes(affect, program, lambda *_: None):
+        if not _is_exact(program) or program.cost > MOST_OPERATIONS or changes(affect, program, lambda *_: None):
             return ()
         programs.append(program)
     return tuple(programs)
