@@ -24,10 +24,10 @@ from mpiad.device.assembly import stack
 from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.differentiation.tape import Recording, mark_unfinished
 from mpiad.primitives.cotangents import conform
-from mpiad.primitives.operation import Together, current
+from mpiad.primitives.operation import Abreast, Together, current
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["accumulate", "run_backward", "run_backward_together"]
+__all__ = ["Lane", "accumulate", "run_backward", "run_backward_together", "sweep", "sweep_together"]
 
 _ndarray, _boxes = np.ndarray, Box.types
 
@@ -99,7 +99,7 @@ def run_backward(
     totals = _seeded(recording, seeds)
     try:
         if ready is None:
-            _sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
+            sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
         else:
             _sweep_telling(recording.nodes, totals, variables, keep, ready)
     except BaseException as error:
@@ -121,7 +121,9 @@ def _mark(recording: Recording, error: BaseException) -> None:
     mark_unfinished(recording.channels, f"{type(error).__name__} left a reverse pass with messages under way.")
 
 
-class _Lane(NamedTuple):
+class Lane(NamedTuple):
+    """The cotangents of one of several reverse passes, and which of them are owned."""
+
     totals: list[Any]
     owned: bytearray
 
@@ -136,35 +138,47 @@ def run_backward_together(
     All ranks give as many sets.
     """
     nodes = recording.nodes
-    lanes = [_Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
-
-    def sweep(places: range) -> None:
-        for number, lane in enumerate(lanes):
-            current.lane = number
-            _sweep(nodes, lane.totals, places, True, lane.owned)
-        current.lane = outer
-
-    stop, outer = len(nodes), current.lane
+    lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
     try:
-        for place in range(stop - 1, variables - 1, -1):
-            if nodes[place].like is None:
-                continue
-            sweep(range(stop - 1, place, -1))
-            if type(nodes[place].pull) is Together:
-                _pull_together(nodes[place], place, lanes)
-            else:
-                sweep(range(place, place - 1, -1))
-            stop = place
-        sweep(range(stop - 1, variables - 1, -1))
+        sweep_together(nodes, lanes, len(nodes), variables)
     except BaseException as error:
         _mark(recording, error)
         raise
-    finally:
-        current.lane = outer
     return [lane.totals[:variables] for lane in lanes]
 
 
-def _pull_together(node: Any, place: int, lanes: Sequence[_Lane]) -> None:
+def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: int) -> None:
+    """Run the nodes before `stop` backwards in all lanes, up to the first."""
+    outer = current.lane
+
+    def swept(places: range) -> None:
+        for number, lane in enumerate(lanes):
+            current.lane = number
+            sweep(nodes, lane.totals, places, True, lane.owned)
+        current.lane = outer
+
+    try:
+        for place in range(stop - 1, first - 1, -1):
+            if nodes[place].like is None:
+                continue
+            swept(range(stop - 1, place, -1))
+            kind = type(nodes[place].pull)
+            if kind is Together:
+                _pull_together(nodes[place], place, lanes)
+            elif kind is Abreast:
+                for lane, parts in zip(lanes, nodes[place].pull.pull_all(len(lanes))):
+                    lane.totals[place] = None
+                    for parent, part in zip(nodes[place].inputs, parts):
+                        lane.totals[parent], lane.owned[parent] = accumulate(lane.totals[parent], lane.owned[parent], part)
+            else:
+                swept(range(place, place - 1, -1))
+            stop = place
+        swept(range(stop - 1, first - 1, -1))
+    finally:
+        current.lane = outer
+
+
+def _pull_together(node: Any, place: int, lanes: Sequence[Lane]) -> None:
     """Run the adjoint of a communication once for the cotangents of all lanes."""
     like = node.like
     found = [like.zeros() if (g := lane.totals[place]) is None else conform(g, *like) for lane in lanes]
@@ -194,14 +208,15 @@ def _sweep_telling(
     # One flag for each place: whether its cotangent was made here, so that it may be added to in place.
     owned, stop = bytearray(len(nodes)), len(nodes)
     for place in sorted(complete, reverse=True):
-        _sweep(nodes, totals, range(stop - 1, place - 1, -1), keep, owned)
+        sweep(nodes, totals, range(stop - 1, place - 1, -1), keep, owned)
         for variable in complete[place]:
             ready(variable, totals[variable])
         stop = min(place, stop)
-    _sweep(nodes, totals, range(stop - 1, variables - 1, -1), keep, owned)
+    sweep(nodes, totals, range(stop - 1, variables - 1, -1), keep, owned)
 
 
-def _sweep(nodes: list[Any], totals: list[Any], places: range, keep: bool, owned: bytearray) -> None:
+def sweep(nodes: list[Any], totals: list[Any], places: range, keep: bool, owned: bytearray) -> None:
+    """Run nodes backwards, whose cotangents are `totals`, as far as these are known."""
     for place in places:
         node, g = nodes[place], totals[place]
         like = node.like

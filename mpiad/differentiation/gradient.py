@@ -146,7 +146,7 @@ def _evaluator(
         variables = variables_of(args, argnum, call)
         if shared:
             require_equal_copies(variables, used, call)
-        traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
+        traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes="one")
         value, problem = _one_number(traced, weight, call)
         # Before the reverse pass: where one rank's number is wrong, no rank starts to run backwards.
         total = share(value, weight, problem, used)

@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.gradient import shared_sum, value_and_grad
-from mpiad.differentiation.products import make_vjp, pulled, shaped
+from mpiad.differentiation.products import make_recorded_vjp, make_vjp, pulled, shaped
 from mpiad.differentiation.trace import Traced, Variables, no_derivative, trace_backwards, variables_of
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import current
 from mpiad.transport import channel
 from mpiad.transport.recovery import recoverable
-from mpiad.transport.tracing import one_by_one
 
 __all__ = ["Linearization", "SecondOrder", "linearize", "make_hvp"]
 
@@ -152,8 +151,7 @@ def linearize(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[...,
     """
 
     def evaluate(*args: Any, **kwargs: Any) -> Linearization:
-        with one_by_one():
-            pull, value = make_vjp(fun, argnum)(*args, **kwargs)
+        pull, value = make_recorded_vjp(fun, argnum, "recorded")(*args, **kwargs)
         return Linearization(value, pull)
 
     return evaluate

@@ -28,7 +28,7 @@ class PhaseObserver(Protocol):
 
 observers: list[PhaseObserver] = []
 # Taken at import, before anyone can have swapped them.
-_bare_sweep, _bare_enter, _bare_exit = backward._sweep, OrderedTape.__enter__, OrderedTape.__exit__
+_bare_sweep, _bare_enter, _bare_exit = backward.sweep, OrderedTape.__enter__, OrderedTape.__exit__
 
 
 def _noted_sweep(*args: Any) -> None:
@@ -65,7 +65,7 @@ def _tell_ended(key: object) -> None:
 
 
 def _switch(on: bool) -> None:
-    backward._sweep = _noted_sweep if on else _bare_sweep
+    backward.sweep = _noted_sweep if on else _bare_sweep
     OrderedTape.__enter__ = _noted_enter if on else _bare_enter  # type: ignore[method-assign]
     OrderedTape.__exit__ = _noted_exit if on else _bare_exit  # type: ignore[method-assign]
 

@@ -12,7 +12,7 @@ from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.recovery import recoverable
 
-__all__ = ["hvp", "jvp", "make_jvp", "make_vjp", "pulled", "shaped"]
+__all__ = ["hvp", "jvp", "make_jvp", "make_recorded_vjp", "make_vjp", "pulled", "shaped"]
 
 
 def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., tuple[Callable, Any]]:
@@ -52,10 +52,15 @@ def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
     >>> print(y / size, vjp(np.ones(2)) / size)
     [1. 1.] [1. 1.]
     """
+    return make_recorded_vjp(fun, argnum, "several")
+
+
+def make_recorded_vjp(fun: Function, argnum: int | tuple[int, ...], passes: str) -> Callable[..., tuple[Callable, Any]]:
+    """Return what `make_vjp` returns, with a tape of which is known how it is run backwards (see `Tape`)."""
 
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Callable, Any]:
         variables = variables_of(args, argnum, "make_vjp")
-        traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
+        traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes=passes)
         if traced.problem is not None:
             raise traced.problem.kind(traced.problem.text)
 

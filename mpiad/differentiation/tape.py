@@ -39,10 +39,10 @@ class Recording(NamedTuple):
 class _Tape(Tape):
     """What tapes of both directions share: their number, their place in the nest, and what must be finished."""
 
-    __slots__ = ("_before", "channels", "number", "of_cotangents", "outer", "record", "requests")
+    __slots__ = ("_before", "channels", "number", "of_cotangents", "outer", "passes", "record", "requests")
 
-    def __init__(self, of_cotangents: bool = False) -> None:
-        self.of_cotangents = of_cotangents
+    def __init__(self, of_cotangents: bool = False, passes: str = "several") -> None:
+        self.of_cotangents, self.passes = of_cotangents, passes
         self.record: Any = []
         self.requests: dict[int, Any] = {}
         self.channels: set[Channel] = set()

@@ -110,10 +110,12 @@ def arguments_with(args: tuple, argnum: int | tuple[int, ...], chosen: Tree) -> 
     return new
 
 
-def trace_backwards(fun: Callable[[Tree], Any], variables: Variables, of_cotangents: bool = False) -> Traced:
-    """Run a function with its variables traced, in reverse mode; `of_cotangents` as `Tape` says."""
+def trace_backwards(
+    fun: Callable[[Tree], Any], variables: Variables, of_cotangents: bool = False, passes: str = "several"
+) -> Traced:
+    """Run a function with its variables traced, in reverse mode; `of_cotangents` and `passes` as `Tape` says."""
     discover()
-    tape = OrderedTape(of_cotangents)
+    tape = OrderedTape(of_cotangents, passes)
     with tape:
         # Variables take the first places of the record: the reverse sweep ends where they begin.
         boxes = [new_box(variables.leaves[place], tape.number, OrderedNode.variable(tape)) for place in variables.places]

@@ -14,7 +14,7 @@ is only what an operation must know of them: `number`, `outer` and `communicated
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -31,7 +31,8 @@ from mpiad.transport.recovery import interruptible
 from mpiad.transport.tracing import tracing
 
 __all__ = [
-    "Operation", "Tape", "Together", "communicate", "current", "differentiable", "refuse_suspended", "run", "suspended",
+    "Abreast", "Operation", "Tape", "Together", "communicate", "current", "differentiable", "refuse_suspended", "run",
+    "suspended",
 ]  # fmt: skip
 
 _box_types = Box.types
@@ -54,6 +55,9 @@ class Tape(Protocol):
     of_cotangents : bool
         Whether it records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent: what
         the Jacobian depends on is constant.
+    passes : {"one", "several", "recorded"}
+        How often it is run backwards: once, right after it has ended; later and more often; or also on a tape, to be
+        differentiated by the cotangent.
     """
 
     number: int
@@ -61,6 +65,7 @@ class Tape(Protocol):
     channels: set[Channel]
     requests: dict[int, Any]
     of_cotangents: bool
+    passes: str
 
     def communicated(
         self, operation: Operation, ans: Array, x: Array, params: object, argnums: tuple[int, ...],
@@ -89,6 +94,27 @@ class Together:
 
     def __call__(self, g: Array) -> tuple:
         """Return the cotangents of the arguments."""
+        return self._pull(g)
+
+
+class Abreast:
+    """A step that communicates several times backwards, and so has the cotangents of all lanes before it is run.
+
+    Parameters
+    ----------
+    pull : callable
+        For one cotangent: as of any other node.
+    pull_all : callable
+        From the number of lanes to the cotangents of the inputs for each.
+    """
+
+    __slots__ = ("_pull", "pull_all")
+
+    def __init__(self, pull: Callable[[Array], Sequence[Any]], pull_all: Callable[[int], Sequence[Sequence[Any]]]):
+        self._pull, self.pull_all = pull, pull_all
+
+    def __call__(self, g: Array) -> Sequence[Any]:
+        """Return the cotangents of the inputs."""
         return self._pull(g)
 
 

@@ -79,8 +79,8 @@ class Node(NamedTuple):
     data : object
     site : Site or None
         The user's line.
-    backwards : bool
-        Whether it belongs to a reverse pass that is run later than the rest.
+    part : int
+        Of the program: reverse passes are run later than the rest.
     """
 
     kind: str
@@ -89,7 +89,7 @@ class Node(NamedTuple):
     dtype: np.dtype
     data: Any
     site: Site | None = None
-    backwards: bool = False
+    part: int = 0
 
 
 class ArrayProgram:
@@ -119,12 +119,12 @@ class ArrayProgram:
         self.contracts = False
         self.componentwise: set[int] = set()
         self.site: Site | None = None
-        self.backwards = False
+        self.part = 0
         self._known: dict[Any, int] = {}
 
     def add(self, kind: str, inputs: Sequence[int], shape: Shape, dtype: np.dtype, data: Any = None) -> int:
         """Append a node, or find it where the same was computed before."""
-        node = Node(kind, tuple(inputs), tuple(shape), np.dtype(dtype), data, self.site, self.backwards)
+        node = Node(kind, tuple(inputs), tuple(shape), np.dtype(dtype), data, self.site, self.part)
         if kind in ("call", "communicate", "item", "input"):
             self.nodes.append(node)
             return len(self.nodes) - 1

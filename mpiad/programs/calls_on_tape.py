@@ -21,12 +21,12 @@ from mpiad.primitives.operation import current, suspended
 from mpiad.programs.changed_results import Changed
 from mpiad.programs.closure import Watch
 from mpiad.programs.entry import UNKNOWN, all_of, count, in_program, outputs_of, own
+from mpiad.programs.reverse_over_reverse import called_with_reverse_differentiated, is_differentiated_once_more
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced
 from mpiad.programs.tangents_of_gradients import called_with_tangents_of_gradients, carries_tangents
 from mpiad.programs.tape_node import Lease, backwards, conformed, is_above, is_simple, placed, require_of, with_tangents
 from mpiad.programs.trace_run import TraceRun, as_value, message_counts
-from mpiad.transport.tracing import tracing
 
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted
@@ -38,13 +38,15 @@ _boxes = Box.types
 
 def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) -> Any:
     """Call a compiled function within a derivative."""
-    tape = current.tape
+    tape: Any = current.tape
     boxed = [k for k in given.traced if type(given.leaves[k]) in _boxes]
     boxes = [given.leaves[k] for k in boxed]
-    simple = not tracing.one_by_one and is_simple(tape, boxes)
-    if not simple and not tracing.one_by_one and carries_tangents(tape, boxes):
+    simple = is_simple(tape, boxes)
+    if simple and tape.passes == "recorded" or is_differentiated_once_more(tape, boxes):
+        return called_with_reverse_differentiated(jitted, given, boxed, args, kwargs)
+    if not simple and carries_tangents(tape, boxes):
         return called_with_tangents_of_gradients(jitted, given, boxed, args, kwargs)
-    if type(tape) is TangentTape and not tracing.one_by_one and (simple or is_above(tape, boxes)):
+    if type(tape) is TangentTape and (simple or is_above(tape, boxes)):
         key = "tangent", given.key
         if key in jitted._entries:
             return jitted._as_it_is(key, args, kwargs)
@@ -76,14 +78,14 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     except Changed as change:
         with jitted._changed(key, change, counts):
             return jitted.fun(*args, **kwargs)
-    tape.channels |= entry.channels  # type: ignore[union-attr]
+    tape.channels |= entry.channels
     specs = [spec_like(getval(given.leaves[k])) for k in boxed]
 
     def pull(gs: list[Any]) -> list[Any]:
         require_of(None, gs, jitted.__name__)
         count(entry.communications)
         try:
-            found = lease.replay.rest(*values, *gs)
+            found = lease.replay.later[0](*values, *gs)
         except Changed as change:
             with suspended(body=False), jitted._changed(key, change, counts):
                 again = TraceRun(given).run_backwards(jitted.fun, boxed, given.values())
@@ -92,8 +94,8 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
         return [conform(g, *spec) for g, spec in zip(found, specs, strict=True)]
 
     out = [own(x.constant) if x.place is None else made[x.place] for x in entry.outputs]
-    nodes = [given.leaves[k]._node for k in boxed]
-    return entry.build(placed(tape, out, in_program(entry.outputs), nodes, pull, entry.communicates))
+    places = [given.leaves[k]._node.index for k in boxed]
+    return entry.build(placed(tape, out, in_program(entry.outputs), places, pull, entry.communicates))
 
 
 def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, boxed: list[int]) -> Any:
@@ -133,12 +135,12 @@ def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tu
             run = trace.run_backwards(fun, boxed)
         numbers, outputs = outputs_of(run.values)
         specs = [spec_like(getval(trace.given.leaves[k])) for k in boxed]
-        with trace.noting(True):
+        with trace.noting(1):
             made = [spec_like(x.value).zeros() for x in run.values if isinstance(x, Traced)]
             seeds = [trace.recorder.input(as_value(g)) for g in made]
             found = [conformed(g, spec) for g, spec in zip(backwards(run, outputs, seeds, len(boxed)), specs)]
     results, gradients = outputs_of(found)
-    return [*numbers, *all_of(results, gradients)], len(numbers), outputs, run.build
+    return [*numbers, *all_of(results, gradients)], [len(numbers)], outputs, run.build
 
 
 def _traced_on_tape(
@@ -168,7 +170,7 @@ def _traced_on_tape(
             done = True
             jitted._under_way.pop(key, None)
             try:
-                with trace.noting(True):
+                with trace.noting(1):
                     seeds = [trace.recorder.input(as_value(g)) for g in gs]
                     found = [conformed(g, spec) for g, spec in zip(backwards(run, outputs, seeds, len(boxed)), specs)]
             except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
@@ -179,9 +181,9 @@ def _traced_on_tape(
                     return [conformed(g, spec) for g, spec in zip(backwards(again, outputs, gs, len(boxed)), specs)]
         results, gradients = outputs_of(found)
         wanted = [*numbers, *all_of(results, gradients)]
-        jitted._compile(key, trace.recorder, wanted, len(numbers), outputs, run.build, watch)
+        jitted._compile(key, trace.recorder, wanted, [len(numbers)], outputs, run.build, watch)
         return [own(g) for g in found]
 
     out = [own(value) for value in run.values]
-    nodes = [given.leaves[k]._node for k in boxed]
-    return run.build(placed(tape, out, in_program(outputs), nodes, pull, trace.recorder.communicates))
+    places = [given.leaves[k]._node.index for k in boxed]
+    return run.build(placed(tape, out, in_program(outputs), places, pull, trace.recorder.communicates))

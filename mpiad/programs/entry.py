@@ -103,7 +103,7 @@ class Entry(NamedTuple):
 
 
 def entry_of(
-    recorder: Recorder, numbers: Sequence[Any], ahead: int | None, outputs: list[Output], build: Any, watch: Watch
+    recorder: Recorder, numbers: Sequence[Any], ends: Sequence[int], outputs: list[Output], build: Any, watch: Watch
 ) -> Entry:
     """Compile a trace.
 
@@ -111,14 +111,15 @@ def entry_of(
     ----------
     recorder : Recorder
     numbers : sequence
-        The outputs of the program, and how many of them come before the part that is run later.
-    ahead : int or None
+        The outputs of the program.
+    ends : sequence of int
+        How many of them come before each part that is run later.
     outputs : list of Output
     build : callable
     watch : Watch
     """
     program = program_of(recorder, numbers)
-    schedule = Fusion(program, ahead).schedule()
+    schedule = Fusion(program, ends).schedule()
     told = recorder.communications, recorder.communicates, recorder.channels
     return Entry(Replays(schedule), outputs, build, watch, *told)
 
@@ -142,11 +143,11 @@ def entry_by_shapes(
     trace = TraceRun(given, ShapeRecorder)
     try:
         with np.errstate(all="ignore"):  # of memory that stands for results
-            numbers, ahead, outputs, build = noted(trace)
+            numbers, ends, outputs, build = noted(trace)
             # What is said of complex numbers is said by the trace that runs the function, as what stands in the way is.
             if trace.recorder.complex_line():
                 return None
-            return entry_of(trace.recorder, numbers, ahead, outputs, build, watch)
+            return entry_of(trace.recorder, numbers, ends, outputs, build, watch)
     except (Abandoned, Exception):  # noqa: BLE001
         return None
 

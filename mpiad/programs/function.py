@@ -71,8 +71,8 @@ def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
 
     Adjoint
     -------
-    As that of `fun`, at any order. In `value_and_grad(jit(f))`, `hvp(jit(f))` and `jit(value_and_grad(f))` the
-    reverse pass is compiled.
+    As that of `fun`, at any order. First and second derivatives are compiled, in `value_and_grad(jit(f))`, `hvp(jit(f))`
+    and `make_hvp(jit(f))` as in `jit(value_and_grad(f))`.
 
     Examples
     --------
@@ -237,7 +237,7 @@ class Jitted:
         except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
             return self._run_again(trace, given.key, error, args, kwargs)
         numbers, outputs = outputs_of(out)
-        self._compile(given.key, trace.recorder, numbers, None, outputs, build, watch)
+        self._compile(given.key, trace.recorder, numbers, [], outputs, build, watch)
         # Of their own: what a trace has computed may be views of arguments and of one another.
         return build([own(leaf) for leaf in out])
 
@@ -245,7 +245,7 @@ class Jitted:
         with trace.noting():
             out, build = flatten(trace.run(self.fun))
         numbers, outputs = outputs_of(out)
-        return numbers, None, outputs, build
+        return numbers, [], outputs, build
 
     def compiled_by_shapes(self, key: Any, given: Arguments, noted: Callable[[TraceRun], tuple], watch: Watch) -> Any:
         """Return the entry of a program that is compiled before it is run, or None; see `entry_by_shapes`."""

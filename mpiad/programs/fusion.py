@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,13 @@ class Fusion:
     Parameters
     ----------
     program : ArrayProgram
-    ahead : int, optional
-        So many of the outputs are wanted before the part that is run later.
+    ends : sequence of int
+        So many of the outputs are wanted before each part that is run later.
     """
 
-    def __init__(self, program: ArrayProgram, ahead: int | None = None):
-        self.program, self.nodes, self._ahead = program, program.nodes, ahead
-        self._decision = Materialization(program, ahead)
+    def __init__(self, program: ArrayProgram, ends: Sequence[int] = ()):
+        self.program, self.nodes, self._ends = program, program.nodes, list(ends)
+        self._decision = Materialization(program, ends)
         self.needed, self.cuts, self._users = self._decision.needed, self._decision.cuts, self._decision.users
         self._kept = self._decision.kept()
         self._waiting = sorted(self._kept - self._decision.anchored)
@@ -52,20 +53,19 @@ class Fusion:
             node = self.nodes[n]
             if node.kind in ("input", "constant"):
                 self._own(n, self._buffer(node.kind, node.shape, node.dtype, node.data))
-        ahead = len(self.program.outputs) if self._ahead is None else self._ahead
-        forwards = [n for n in self.cuts if not self.nodes[n].backwards]
-        for n in forwards:
-            self._run(n)
-        outputs = self._compute_outputs(range(ahead), self._ahead is None)
-        cut = len(self.steps)
-        for n in self.cuts[len(forwards) :]:
-            self._run(n)
-        outputs += self._compute_outputs(range(ahead, len(self.program.outputs)), True)
-        late = [place >= ahead for place in range(len(outputs))]
-        return Schedule(self.program, self.buffers, self.places, self.since, self.steps, outputs, late, cut)
+        outputs: list[int] = []
+        cuts: list[int] = []
+        for part, (start, end) in enumerate(pairwise([0, *self._ends, len(self.program.outputs)])):
+            for n in self.cuts:
+                if self.nodes[n].part == part:
+                    self._run(n)
+            outputs += self._compute_outputs(range(start, end), part)
+            cuts.append(len(self.steps))
+        return Schedule(self.program, self.buffers, self.places, self.since, self.steps, outputs, self._ends, cuts[:-1])
 
-    def _compute_outputs(self, places: Iterable[int], last: bool) -> list[int]:
+    def _compute_outputs(self, places: Iterable[int], part: int) -> list[int]:
         """Let loops compute outputs; where nothing comes after them, they may be read from where they are returned."""
+        last = part == len(self._ends)
         wanted, outputs = [], []
         for place in places:
             n = self.program.outputs[place]
@@ -75,14 +75,12 @@ class Fusion:
                 continue
             outputs.append(self._buffer("output", node.shape, node.dtype, place))
             wanted.append((n, Place(outputs[-1], identity(len(node.shape))), last))
-        self._compute(wanted, self._end(last))
+        self._compute(wanted, self._end(part))
         return outputs
 
-    def _end(self, last: bool) -> int:
-        """Return the number up to which nodes are computed by now: that of the first one that is run later."""
-        if last:
-            return len(self.nodes)
-        return next((n for n in self.needed if self.nodes[n].backwards), len(self.nodes))
+    def _end(self, part: int) -> int:
+        """Return the number up to which nodes are computed after a part: that of the first one that is run later."""
+        return next((n for n in self.needed if self.nodes[n].part > part), len(self.nodes))
 
     # ---- buffers
 

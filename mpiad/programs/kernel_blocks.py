@@ -62,7 +62,7 @@ class KernelBlocks:
                     words += [self._held[-1].ctypes.data, *array.shape]
         self.words = (ctypes.c_int64 * max(len(words), 1))(*words)
         alone = {k for k, action in enumerate(actions) if len(action.shares) == 1}
-        self._linked = {k for k in alone if k - 1 in alone and actions[k].at != schedule.cut}
+        self._linked = {k for k in alone if k - 1 in alone and actions[k].at not in schedule.cuts}
         for k in self._linked:
             start = self._starts[k - 1, 0]
             self.words[start] = kernels[actions[k].at].function.address  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -49,8 +49,8 @@ class Materialization:
     Parameters
     ----------
     program : ArrayProgram
-    ahead : int or None
-        So many of the outputs are wanted before the part that is run later.
+    ends : sequence of int
+        So many of the outputs are wanted before each part that is run later.
 
     Attributes
     ----------
@@ -62,8 +62,8 @@ class Materialization:
         What is put where a cut or an output needs it, and not before.
     """
 
-    def __init__(self, program: ArrayProgram, ahead: int | None):
-        self.program, self.nodes, self.ahead = program, program.nodes, ahead
+    def __init__(self, program: ArrayProgram, ends: Sequence[int] = ()):
+        self.program, self.nodes, self.ends = program, program.nodes, ends
         self.needed = program.needed()
         self.cuts = [n for n in self.needed if self.nodes[n].kind in ("communicate", "call")]
         self.users: dict[int, list[int]] = {}
@@ -85,10 +85,11 @@ class Materialization:
         position = {n: k for k, n in enumerate(self.cuts)}
         uses: dict[int, set[_Use]] = {n: set() for n in self.needed}
         kept: set[int] = set()
-        ahead = sum(not self.nodes[n].backwards for n in self.cuts)
+        before = [sum(self.nodes[n].part <= part for n in self.cuts) for part in range(len(self.ends))]
         for place, n in enumerate(self.program.outputs):
             # Half a cut further: after the last communication before it, and apart from what the next one needs.
-            at = ahead - 0.5 if self.ahead is not None and place < self.ahead else len(self.cuts)
+            part = bisect(self.ends, place)
+            at = before[part] - 0.5 if part < len(before) else len(self.cuts)
             uses[n].add(_Use(at, long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape)))
         for n in reversed(self.needed):
             node = self.nodes[n]
@@ -145,7 +146,7 @@ class Materialization:
             )
             # What is contracted is computed before, in a loop of its own. In each of them a running sum of results would be
             # added up from the start: k steps would have loops of 1, 2 ... k terms. So are sums of cotangents.
-            runs_on = self.program.contracts or node.backwards
+            runs_on = self.program.contracts or node.part > 0
             crowded = runs_on and len(found) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
             if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS or crowded):
                 long.add(n)

@@ -104,8 +104,8 @@ def homes_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
         nbytes = math.prod(found.shape[:-1]) * layout.pitch * found.dtype.itemsize + layout.shift
         start, end = spans[buffer][0], spans[buffer][-1]
         # What the later part reads of the first is there for as long as that may be run again. Small ones aren't worth it.
-        is_scratch = schedule.cut < last and nbytes > SMALL
-        if start < schedule.cut <= end:
+        is_scratch = schedule.part(last - 1) > 0 and nbytes > SMALL
+        if schedule.part(start) < schedule.part(end):
             end, is_scratch = last, False
         ready = [entry for entry in ends if entry[0] < start]
         for entry in ready:

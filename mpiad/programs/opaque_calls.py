@@ -149,7 +149,7 @@ def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: l
         *found, _ = adjoint(outcome, gs) if recorder is None else recorder.opaque(adjoint, (outcome, gs))
         return [conform(g, *like) for g, like in zip(found, likes)]
 
-    return outcome.build(placed(tape, values, [True] * len(values), nodes, pull, communicates))
+    return outcome.build(placed(tape, values, [True] * len(values), [node.index for node in nodes], pull, communicates))
 
 
 def _with_tangents(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Any:

@@ -51,7 +51,7 @@ def is_divided(schedule: Schedule, at: int) -> bool:
     step = schedule.steps[at]
     if not isinstance(step, Loop) or math.prod(step.shape) < _SMALL:
         return False
-    waits = at not in (0, schedule.cut) and _still(schedule, at - 1) is not None
+    waits = at not in (0, *schedule.cuts) and _still(schedule, at - 1) is not None
     return waits or math.prod(step.shape) >= LARGE
 
 
@@ -98,7 +98,7 @@ def _still(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] | None:
 
 def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Array, ...], tuple[Array, ...]] | None:
     """Return the boxes of the loop after an exchange that don't need its messages, and the others; None where few don't."""
-    if text is None or not text.divisible or at + 1 == schedule.cut:
+    if text is None or not text.divisible or at + 1 in schedule.cuts:
         return None
     still, buffer = _still(schedule, at), schedule.steps[at].inputs[0]
     inner = None if still is None else _inner(schedule, at + 1, text, buffer, still)

@@ -66,8 +66,8 @@ class Recorder(NotedValues):
         Those of the communications.
     asked : int or None
         Of an integer that the function decides by, where that is what the trace was given up for.
-    backwards : bool
-        Whether what is noted now belongs to a reverse pass.
+    part : int
+        Of the program, to which what is noted now belongs.
     """
 
     ended = False
@@ -75,7 +75,7 @@ class Recorder(NotedValues):
     def __init__(self, kind: type):
         super().__init__(kind)
         self.steps: list[Step] = []
-        self.open, self.reread, self.backwards = True, False, False
+        self.open, self.reread, self.part = True, False, 0
         self.refused: Abandoned | None = None
         self.failed: BaseException | None = None
         self.log: list[Any] = []
@@ -178,7 +178,7 @@ class Recorder(NotedValues):
         noted = self._noted(args)
         made = self._run(fun, *plain(args))
         site = calls.site_of(sys._getframe(1))
-        self.steps.append(Step("settle", fun, noted, {"expected": made}, (), site, self.backwards, _rule()))
+        self.steps.append(Step("settle", fun, noted, {"expected": made}, (), site, self.part, _rule()))
         return made
 
     def opaque(self, fun: Callable, args: tuple) -> tuple[Any, ...]:
@@ -326,7 +326,7 @@ class Recorder(NotedValues):
 
     def _step(self, kind: str, fun: Any, args: tuple, outs: tuple[int, ...], kwargs: Any = None) -> None:
         site = calls.site_of(sys._getframe(1))
-        self.steps.append(Step(kind, fun, args, kwargs or {}, outs, site, self.backwards, _rule()))
+        self.steps.append(Step(kind, fun, args, kwargs or {}, outs, site, self.part, _rule()))
 
     # ---- writing in place
 

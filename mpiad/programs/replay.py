@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpiad.compiling.cache import kernel_of
 from mpiad.programs.changed_results import is_looked_at
 from mpiad.programs.loops import NAME, LoopText, text_of
@@ -36,6 +38,9 @@ class Replays:
     scratch : Scratch
     results : dict of int to list of int
         The buffers that each call returns.
+    logged : int
+        How many parts log what they communicate: a call and its reverse pass, where these are run backwards in turn and may
+        have to be played back for it.
     last_look : int
         The last step that may give something else than in the trace, so that the program can't go on; -1 for none.
     free : dict of bool to list of Replay
@@ -57,6 +62,7 @@ class Replays:
             if found.kind == "result":
                 node = schedule.program.nodes[found.data]
                 self.results.setdefault(node.inputs[0] if node.kind == "item" else found.data, []).append(b)
+        self.logged = 2 if len(schedule.ends) > 1 else 0
         self.last_look = max((at for at in range(len(schedule.steps)) if is_looked_at(schedule, at)), default=-1)
         self.free: dict[bool, list[Replay]] = {False: [], True: []}
 
@@ -75,8 +81,10 @@ class Replays:
 
 
 class Replay:
-    """A program with its buffers: ``first(*inputs)`` runs it up to its cut, ``rest(*inputs)`` what comes after it."""
+    """A program with its buffers: ``first(*inputs)`` runs its first part, ``later[k](*inputs)`` the others."""
 
     def __init__(self, replays: Replays, prepared: bool):
         self.prepared = prepared
-        self.first, self.rest = ReplayWriter(replays, prepared).functions()
+        writer = ReplayWriter(replays, prepared)
+        self.first, *self.later = writer.functions()
+        self.log: list[Any] = writer.names["log"]

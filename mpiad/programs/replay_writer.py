@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,24 +67,26 @@ class ReplayWriter:
         self._preparable &= set(range(len(self.schedule.steps)) if prepared else ())
         self._counts_anew = bool(numbered - self._preparable)
 
-    def functions(self) -> tuple[Callable, Callable]:
-        """Return both functions."""
+    def functions(self) -> list[Callable]:
+        """Return the functions of the program's parts."""
         schedule, steps = self.schedule, self.schedule.steps
         used = [self._used(at) for at in range(len(steps))]
-        # Arrays that calls before the cut have returned, and that are used after it.
-        before = {b for at in range(schedule.cut) for b in self._made(at)}
-        kept = sorted(before & {b for at in range(schedule.cut, len(steps)) for b in used[at]})
+        spans = [range(*pair) for pair in pairwise([0, *schedule.cuts, len(steps)])]
+        # Arrays that calls have returned in a part, and that are used in a later one.
+        made = [{b for at in span for b in self._made(at)} for span in spans]
+        kept = sorted({b for span, own in zip(spans, made) for at in span for b in used[at] - own} & set().union(*made))
         names = ", ".join(f"r{b}, m{b}" for b in kept)
         has_scratch = any(home.is_scratch for home in self.replays.homes.values())
         self.names |= {"take": self._scratch(), "give_back": self.replays.scratch.give_back}
         parts = []
-        for late, span in ((False, range(schedule.cut)), (True, range(schedule.cut, len(steps)))):
+        ends = pairwise([0, *schedule.ends, len(schedule.outputs)])
+        for part, (span, (start, end)) in enumerate(zip(spans, ends)):
             self._lines = [f"global {names}"] if kept else []
-            if self._counts_anew and not late:
+            if self._counts_anew and not part:
                 self._lines.append("begin()")
-            if self.replays.last_look >= 0 and not late:
+            if (self.replays.last_look >= 0 or self.replays.logged) and not part:
                 self._lines.append("log.clear()")
-            outputs = [b for b, is_late in zip(schedule.outputs, schedule.late) if is_late == late]
+            outputs = schedule.outputs[start:end]
             self._begin({b for at in span for b in used[at]} | set(outputs))
             for k, action in enumerate(self._actions):
                 if action.at in span:
@@ -95,11 +98,11 @@ class ReplayWriter:
             parts.append(self._lines)
         inputs = ", ".join(f"n{k}" for k in range(len(schedule.program.inputs)))
         text = "\n".join(
-            f"def {name}({inputs}):\n" + "\n".join(f"    {line}" for line in lines if line)
-            for name, lines in zip(("first", "rest"), parts)
+            f"def part{k}({inputs}):\n" + "\n".join(f"    {line}" for line in lines if line)
+            for k, lines in enumerate(parts)
         )
         exec(compile(text, str(Path(__file__).with_name("<replay>")), "exec"), self.names)
-        return self.names["first"], self.names["rest"]
+        return [self.names[f"part{k}"] for k in range(len(parts))]
 
     def _used(self, at: int) -> set[int]:
         """Return the buffers that a step reads or writes."""
@@ -217,6 +220,7 @@ class ReplayWriter:
         elif action.kind == "end":
             self.names[f"h{at}"] = called_at(self.nodes[step.node].site, "end")
             self._lines.append(f"h{at}(x{at})")
+            self._log_in_place(at, step)
         elif step.in_place:
             self._in_place(at, step, action.kind == "begin")
         else:
@@ -231,12 +235,20 @@ class ReplayWriter:
                 self._prepare(at)
             self.names[f"f{at}"] = called_at(node.site, "begin" if is_begun else "end")
             self._lines += [f"x{at} = q{at}()", f"f{at}(x{at})"]
+            if not is_begun:
+                self._log_in_place(at, step)
             return
         self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, "in place", call.rule), call.fun
         rest = [self._constant(at, k, x) for k, x in enumerate(call.args) if k]
         self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *rest])})")
-        if at < self.replays.last_look:
-            self._lines.append(f"log.append({self._made_in_place(step, call)}.copy())")
+        self._log_in_place(at, step)
+
+    def _log_in_place(self, at: int, step: Run) -> None:
+        if self._is_logged(at):
+            self._lines.append(f"log.append({self._made_in_place(step, self.nodes[step.node].data)}.copy())")
+
+    def _is_logged(self, at: int) -> bool:
+        return at <= self.replays.last_look or self.schedule.part(at) < self.replays.logged
 
     def _prepare(self, at: int) -> None:
         """Prepare an operator in the buffer that it has now."""
@@ -285,7 +297,7 @@ class ReplayWriter:
         else:
             made = f"f{at}(q{at}, {self._argument(at, step, call.args)})"
         self._lines.append(f"v{at} = {made}")
-        if at <= last_look:
+        if self._is_logged(at):
             self._lines.append(f"log.append({f'logged(v{at}, {params})' if params == f'a{at}' else f'v{at}'})")
         if is_looked_at(self.schedule, at):
             condition = condition_of(node, f"v{at}", self._bound)
@@ -319,6 +331,8 @@ class ReplayWriter:
         self.names[f"f{at}"] = called_at(node.site, "prepared")
         self.names[f"q{at}"] = node.data.fun.prepared(params, x, out)
         self._lines.append(f"f{at}(q{at})")
+        if self._is_logged(at):
+            self._lines.append(f"log.append(b{made}{'.copy()' if out.shape else '[()]'})")
 
     def _received(self, b: int, text: str) -> None:
         found = self.schedule.buffers[b]

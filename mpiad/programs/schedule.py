@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -137,10 +138,10 @@ class Schedule(NamedTuple):
     steps : list of Loop or Run
     outputs : list of int
         Buffers.
-    late : list of bool
-        Which outputs come from the part that is run later.
-    cut : int
-        So many steps come before that part.
+    ends : list of int
+        How many outputs come before each part that is run later.
+    cuts : list of int
+        How many steps come before each of these parts.
     """
 
     program: ArrayProgram
@@ -149,8 +150,12 @@ class Schedule(NamedTuple):
     since: dict[int, int]
     steps: list[Any]
     outputs: list[int]
-    late: list[bool]
-    cut: int
+    ends: list[int]
+    cuts: list[int]
+
+    def part(self, at: int) -> int:
+        """Return the part of the program that a step belongs to."""
+        return bisect(self.cuts, at)
 
 
 def root_of(buffers: Sequence[Buffer], b: int) -> int:

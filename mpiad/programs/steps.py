@@ -42,8 +42,8 @@ class Step(NamedTuple):
         Numbers of the results, in the order of a tuple or list of them.
     site : Site
         The user's line.
-    backwards : bool
-        Whether it belongs to the reverse pass of a derivative that is taken outside of the program.
+    part : int
+        Of the program: the reverse pass of a derivative that is taken outside of it is the second.
     rule : tuple or None
         Of a communication that an adjoint or tangent makes: which of both, and the name and site of its forward call.
     """
@@ -54,7 +54,7 @@ class Step(NamedTuple):
     kwargs: dict[str, Any]
     outs: tuple[int, ...]
     site: Site
-    backwards: bool = False
+    part: int = 0
     rule: tuple[str, str, Site] | None = None
 
 

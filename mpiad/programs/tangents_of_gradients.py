@@ -42,7 +42,7 @@ from mpiad.programs.trace_run import TraceRun, as_value
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted
 
-__all__ = ["called_with_tangents_of_gradients", "carries_tangents"]
+__all__ = ["called_with_tangents_of_gradients", "carries_tangents", "entry_by_shapes_alone"]
 
 _boxes = Box.types
 
@@ -64,15 +64,17 @@ def called_with_tangents_of_gradients(
     leaves = [x._value if k in variables else x for k, x in enumerate(given.leaves)]
     along = [k for k in boxed if type(leaves[k]) in _boxes]
     key = "tangents of gradients", tuple(variables), tuple(along), given.key
-    entry = _entry_of(jitted, key, given, args, partial(_noted, jitted.fun, variables, along, leaves))
+    entry = entry_by_shapes_alone(jitted, key, given, args, partial(_noted, jitted.fun, variables, along, leaves))
     if entry is None:
         return jitted.fun(*args, **kwargs)
-    nodes = [given.leaves[k]._node for k in variables]
+    places = [given.leaves[k]._node.index for k in variables]
     inputs = [getval(leaves[k]) for k in given.traced] + [_parted(leaves[k], tape.outer)[1] for k in along]
-    return entry.build(_run(jitted.__name__, entry, nodes, [getval(leaves[k]) for k in variables], inputs))
+    return entry.build(_run(jitted.__name__, entry, places, [getval(leaves[k]) for k in variables], inputs))
 
 
-def _entry_of(jitted: Jitted, key: Any, given: Arguments, args: tuple, noted: Callable[[TraceRun], tuple]) -> Entry | None:
+def entry_by_shapes_alone(
+    jitted: Jitted, key: Any, given: Arguments, args: tuple, noted: Callable[[TraceRun], tuple]
+) -> Entry | None:
     """Return the entry of a program; None where the function runs as it is."""
     entry = jitted._entries.get(key, UNKNOWN)
     if entry is None or entry is not UNKNOWN and entry.is_current():
@@ -92,15 +94,15 @@ def _entry_of(jitted: Jitted, key: Any, given: Arguments, args: tuple, noted: Ca
     return jitted._entries[key]
 
 
-def _run(name: str, entry: Entry, nodes: Sequence[Any], variables: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """Run a program up to its cut, and return its results with the node that runs the rest.
 
     Parameters
     ----------
     name : str
     entry : Entry
-    nodes, variables : sequence
-        Nodes and values of the gradient's variables.
+    places, variables : sequence
+        Places and values of the gradient's variables.
     inputs : sequence of array
         Those of the program before the cotangents.
     """
@@ -117,7 +119,7 @@ def _run(name: str, entry: Entry, nodes: Sequence[Any], variables: Sequence[Any]
         require_of(outer, gs, name)
         seeds = [_parted(g, outer) for g in gs]
         count(entry.communications)
-        found = lease.replay.rest(*inputs, *[g for g, _ in seeds], *[g for _, g in seeds])
+        found = lease.replay.later[0](*inputs, *[g for g, _ in seeds], *[g for _, g in seeds])
         return [
             _joined(outer, conform(g, *spec), conform(tangent, *spec))
             for g, tangent, spec in zip(found, found[len(specs) :], specs)
@@ -127,7 +129,7 @@ def _run(name: str, entry: Entry, nodes: Sequence[Any], variables: Sequence[Any]
         _joined(outer, x, tangent) if is_in and is_variable(x) else x
         for x, tangent, is_in in zip(made, made[half:], inside)
     ]
-    return placed(tape, values, inside, nodes, pull, entry.communicates)
+    return placed(tape, values, inside, places, pull, entry.communicates)
 
 
 def _noted(fun: Function, variables: Sequence[int], along: Sequence[int], leaves: Sequence[Any], trace: TraceRun) -> tuple:
@@ -141,7 +143,7 @@ def _noted(fun: Function, variables: Sequence[int], along: Sequence[int], leaves
         run = trace.run_backwards(fun, variables, given)
         values = [_parted(x, tape) for x in run.values]
         numbers, outputs = outputs_of([*[x for x, _ in values], *[tangent for _, tangent in values]])
-        recorder.backwards = True
+        recorder.part = 1
         likes = [spec_like(x.value).zeros() for x, _ in values if isinstance(x, Traced)]
         seeds, tangents = ([recorder.input(as_value(g)) for g in likes] for _ in range(2))
         seeds = [_joined(tape, *pair) for pair in zip(seeds, tangents)]
@@ -150,7 +152,7 @@ def _noted(fun: Function, variables: Sequence[int], along: Sequence[int], leaves
         both = [_parted(conformed(g, spec), tape) for g, spec in zip(found, specs)]
         results, gradients = outputs_of([*[g for g, _ in both], *[tangent for _, tangent in both]])
     tape.close()
-    return [*numbers, *all_of(results, gradients)], len(numbers), outputs, run.build
+    return [*numbers, *all_of(results, gradients)], [len(numbers)], outputs, run.build
 
 
 def _parted(x: Any, tape: TangentTape) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from mpiad.differentiation.nodes import OrderedNode, TangentNode
 from mpiad.differentiation.tape import OrderedTape, TangentTape
 from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.primitives.operation import Abreast, current
 from mpiad.programs.replay import Replays
 from mpiad.programs.steps import Traced
 from mpiad.transport import Spec
@@ -61,23 +62,35 @@ def with_tangents(tape: Any, values: Sequence[Any], tangents: Sequence[Any]) -> 
 
 
 def placed(
-    tape: Any, values: Sequence[Any], in_program: Sequence[bool], parents: Sequence[Any], pull: Callable, communicates: bool
-) -> list[Any]:
-    """Put a call onto the tape: a node for it, which runs backwards, and one for each result, which keeps its cotangent."""
-    slots: list[Any] = [None] * sum(in_program)
+    tape: Any, values: Sequence[Any], in_program: Sequence[bool], inputs: Sequence[int], pull: Callable, communicates: bool,
+    pull_all: Callable | None = None,
+) -> list[Any]:  # fmt: skip
+    """Put a call onto the tape: a node for it, which runs backwards, and one for each result, which keeps its cotangent.
+
+    With `pull_all` the node has the cotangents of all lanes, where there are several, before it is run.
+    """
+    slots: dict[int, list[Any]] = {}  # of each lane
     specs = [spec_like(x) for x, is_in in zip(values, in_program) if is_in]
 
-    def all_pulled(g: Any) -> Sequence[Any]:
-        gs = [spec.zeros() if g is None else conform(g, *spec) for g, spec in zip(slots, specs)]
-        slots[:] = [None] * len(slots)
-        return pull(gs)
+    def given(lane: int) -> list[Any]:
+        return [conformed(g, spec) for g, spec in zip(slots.pop(lane, None) or [None] * len(specs), specs)]
+
+    def pulled(g: Any) -> Sequence[Any]:
+        return pull(given(current.lane))
+
+    def all_pulled(lanes: int) -> Sequence[Any]:
+        return pull_all([given(lane) for lane in range(lanes)])  # type: ignore[misc]
 
     # Visited always where it communicates: other ranks wait for its messages.
-    main = OrderedNode.placed(tape, tuple([p.index for p in parents]), all_pulled, _NO_VALUE if communicates else None)
+    like = _NO_VALUE if communicates else None
+    run = pulled if pull_all is None else Abreast(pulled, all_pulled)
+    main = OrderedNode.placed(tape, tuple(inputs), run, like)
     made, k = [], 0
     for value, is_in in zip(values, in_program):
         if is_in and is_variable(value):
-            made.append(new_box(value, tape.number, OrderedNode.placed(tape, (main.index,), _Slot(slots, k), None)))
+            made.append(
+                new_box(value, tape.number, OrderedNode.placed(tape, (main.index,), _Slot(slots, k, len(specs)), None))
+            )
         else:
             made.append(value)
         k += is_in
@@ -87,13 +100,15 @@ def placed(
 class _Slot:
     """Keeps a result's cotangent for the node of the call; what it returns tells that node that there is one."""
 
-    __slots__ = ("place", "slots")
+    __slots__ = ("count", "place", "slots")
 
-    def __init__(self, slots: list[Any], place: int):
-        self.slots, self.place = slots, place
+    def __init__(self, slots: dict[int, list[Any]], place: int, count: int):
+        self.slots, self.place, self.count = slots, place, count
 
     def __call__(self, g: Any) -> tuple[int]:
-        self.slots[self.place] = g
+        if current.lane not in self.slots:
+            self.slots[current.lane] = [None] * self.count
+        self.slots[current.lane][self.place] = g
         return (1,)
 
 

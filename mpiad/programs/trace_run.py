@@ -67,9 +67,9 @@ class TraceRun:
             leaves[place] = self.recorder.input(as_value(plain), type(plain) in (int, float))
         return leaves
 
-    def noting(self, backwards: bool = False) -> _Noting:
+    def noting(self, part: int = 0) -> _Noting:
         """Return a context in which what is done with traced arrays is noted."""
-        return _Noting(self.recorder, backwards)
+        return _Noting(self.recorder, part)
 
     def raise_own(self, error: BaseException) -> None:
         """Raise the exception under way where a communication has raised it: all others end the trace alone."""
@@ -93,11 +93,11 @@ class TraceRun:
 
 
 class _Noting:
-    def __init__(self, recorder: Recorder, backwards: bool):
-        self.recorder, self.backwards, self._arrays = recorder, backwards, arrays_are_traced()
+    def __init__(self, recorder: Recorder, part: int):
+        self.recorder, self.part, self._arrays = recorder, part, arrays_are_traced()
 
     def __enter__(self) -> None:
-        self.recorder.open, self.recorder.backwards = True, self.backwards
+        self.recorder.open, self.recorder.part = True, self.part
         tracing.recorder = self.recorder
         self._arrays.__enter__()
         calls.note(self)  # so that it is known whose adjoint it is that communicates

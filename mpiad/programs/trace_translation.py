@@ -72,7 +72,7 @@ class Translation:
     def step(self, step: Step) -> None:
         """Append the nodes of a step."""
         program = self.program
-        program.site, program.backwards = step.site, step.backwards
+        program.site, program.part = step.site, step.part
         args, kwargs = mapped(step.args, self._value), mapped(step.kwargs, self._value)
         specs = [self.recorder.specs[out] for out in step.outs]
         try:

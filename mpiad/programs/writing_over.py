@@ -32,7 +32,7 @@ def written_over(schedule: Schedule, texts: Sequence[LoopText | None]) -> list[L
                 continue
             for c in own & set(text.buffers) - text.written:
                 # The later part may be run again, with what it reads of the first.
-                same_part = (spans[c][0] < schedule.cut) == (at < schedule.cut)
+                same_part = schedule.part(spans[c][0]) == schedule.part(at)
                 alike = schedule.buffers[b] == schedule.buffers[c]
                 if alike and same_part and spans[c][-1] == at and {m for x, m in text.loads if x == c} == {map}:
                     made[at] = text = _over(text, b, c)

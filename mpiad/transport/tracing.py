@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from mpiad._typing import Array
 
 T = TypeVar("T")
 
-__all__ = ["ProgramRecorder", "once", "one_by_one", "opaque", "settled", "tracing"]
+__all__ = ["ProgramRecorder", "once", "opaque", "settled", "tracing"]
 
 
 class ProgramRecorder(Protocol):
@@ -62,23 +61,12 @@ class ProgramRecorder(Protocol):
 
 
 class _Tracing(threading.local):
-    """The recorder, None where nothing is traced; and whether tapes take the operations of jitted functions one by one."""
+    """The recorder, None where nothing is traced."""
 
     recorder: ProgramRecorder | None = None
-    one_by_one = False
 
 
 tracing = _Tracing()
-
-
-@contextmanager
-def one_by_one() -> Iterator[None]:
-    """Let jitted functions run as they are on a tape whose reverse pass is to be differentiated in turn."""
-    kept, tracing.one_by_one = tracing.one_by_one, True
-    try:
-        yield
-    finally:
-        tracing.one_by_one = kept
 
 
 def settled(fun: Callable[..., T], *args: Any) -> T:

@@ -192,12 +192,12 @@ def test_threads_have_their_own_lines(rank, path):
 
 
 def test_afterwards_nothing_is_left(rank, size, path):
-    bare = mpiad.mpi_bcast.__globals__["BCAST"].forward, backward._sweep, OrderedTape.__enter__, OrderedTape.__exit__
+    bare = mpiad.mpi_bcast.__globals__["BCAST"].forward, backward.sweep, OrderedTape.__enter__, OrderedTape.__exit__
     observers, noting = list(calls.observers), calls.is_noting()  # of debug mode
     with traced(path):
         assert len(calls.observers) == len(observers) + 1 and calls.is_noting()
-        assert noting or backward._sweep is not bare[1]
-    now = mpiad.mpi_bcast.__globals__["BCAST"].forward, backward._sweep, OrderedTape.__enter__, OrderedTape.__exit__
+        assert noting or backward.sweep is not bare[1]
+    now = mpiad.mpi_bcast.__globals__["BCAST"].forward, backward.sweep, OrderedTape.__enter__, OrderedTape.__exit__
     assert (now, calls.observers, calls.is_noting()) == (bare, observers, noting)
 
 

@@ -159,7 +159,12 @@ def test_second_derivatives(compiled, rank, size):
         for form in forms:
             assert_same(mpiad.hvp(form, objective="sum")(x, w), expected, 1e-11)
             found = mpiad.make_hvp(form, objective="sum")(x)
-            assert_same((*found[:2], found[2](w)), (value, gradient, expected), 1e-11)
+            assert_same((*found[:2], found[2](w), found[2](2 * w)), (value, gradient, expected, 2 * expected), 1e-11)
+            # The messages of several directions are put together; and products may be differentiated by their direction.
+            assert_same(found[2](np.stack([w, x]), batch=True), product(np.stack([w, x]), batch=True), 1e-11)
+            squares = [mpiad.grad(lambda w: anp.sum(each(w) ** 2), objective="sum")(w) for each in (product, found[2])]  # noqa: B023
+            assert_same(*squares, 1e-10)
+            assert_same(found[2](w), expected, 1e-11)
 
 
 GRIDS = [
@@ -378,10 +383,21 @@ def test_a_message_of_another_size_is_refused_by_a_replay(sent, said, rank, size
     np.testing.assert_array_equal(jitted(X - rank), 2 * (X - left))
 
 
-def test_products_of_one_record(rank, size):
-    """Its reverse pass is differentiated in turn, which that of a program isn't."""
-    jitted = mpiad.jit(lambda x: mpiad.mpi_allreduce(x**2), strict=True)
+@each_place
+def test_products_of_one_record(compiled, rank, size):
+    """One by one, several at once, and differentiated by what they multiply."""
+
+    def fun(x):
+        return mpiad.mpi_allreduce(mpiad.mpi_exchange(x, (rank + 1) % size, (rank - 1) % size) ** 2)
+
+    given = mpiad.jit(fun, strict=True) if compiled(rank) else fun
     for x in (X + rank, 2 * X):
-        record = mpiad.linearize(jitted)(x)
-        np.testing.assert_allclose(record.vjp(np.ones(6)), 2 * size * x, rtol=1e-13)
-        np.testing.assert_allclose(record.jvp(x), mpiad.mpi_allreduce(2 * x * x), rtol=1e-13)
+        record = mpiad.linearize(given)(x)
+        for w in (np.ones(6), X):
+            np.testing.assert_allclose(record.vjp(w), 2 * size * x * w, rtol=1e-13)
+            np.testing.assert_allclose(record.jvp(w), mpiad.mpi_allreduce(2 * x * w), rtol=1e-13)
+        several = np.stack([x, X])
+        np.testing.assert_allclose(record.vjp(several, batch=True), 2 * x * mpiad.mpi_allreduce(several), rtol=1e-13)
+        np.testing.assert_allclose(record.jvp(several, batch=True), mpiad.mpi_allreduce(2 * x * several), rtol=1e-13)
+        slope = mpiad.grad(lambda w: anp.sum(record.jvp(w) ** 2), objective="sum")(X)  # noqa: B023
+        np.testing.assert_allclose(slope, 4 * size * x * mpiad.mpi_allreduce(2 * x * X), rtol=1e-13)

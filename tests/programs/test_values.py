@@ -193,17 +193,26 @@ def test_higher_derivatives_and_both_modes():
 @pytest.mark.serial
 @pytest.mark.parametrize("n", [7, 10_000], ids=["small", "large"])
 def test_second_derivatives_of_a_compiled_function_are_compiled(n, monkeypatch):
-    """In any order, but reverse over reverse, and with messages: f itself isn't run any more. ∂²J/∂x² = 4 exp(2 x)."""
+    """In any order and with messages, several at one point: f itself isn't run any more. ∂²J/∂x² = 4 exp(2 x)."""
     x, v = np.linspace(-1, 1, n), np.cos(np.arange(n))
     jitted = mpiad.jit(lambda x: mpiad.mpi_exchange(mpiad.mpi_allreduce(anp.sum(anp.exp(2 * x))), 0, 0), strict=True)
     product = mpiad.hvp(jitted)
     along = lambda x: mpiad.jvp(mpiad.value_and_grad(jitted), x, v)  # noqa: E731
     turned = mpiad.grad(lambda x: mpiad.jvp(jitted, x, v)[1])
+    twice = mpiad.grad(lambda x: anp.sum(mpiad.grad(jitted)(x) * v))
     for k in range(3):
         e = np.exp(2 * x)
         assert_same(product(x, v), 4 * e * v)
         assert_same(along(x), ((np.sum(e), 2 * e), (2 * np.sum(e * v), 4 * e * v)), 1e-11)
         assert_same(turned(x), 4 * e * v)
+        assert_same(twice(x), 4 * e * v)
+        kept, linear = mpiad.make_hvp(jitted)(x), mpiad.linearize(jitted)(x)
+        assert_same((kept.value, kept.gradient, linear.value), (np.sum(e), 2 * e, np.sum(e)), 1e-11)
+        for w in (v, x):
+            assert_same(kept.product(w), 4 * e * w)
+            assert_same(linear.jvp(w), np.sum(2 * e * w), 1e-11)
+            assert_same(linear.vjp(w[0]), 2 * e * w[0])
+        assert_same(kept.product(np.stack([v, x]), batch=True), np.stack([4 * e * v, 4 * e * x]))
         if not k:
             monkeypatch.setattr(jitted, "fun", None)
         x = x[::-1] * 0.5
@@ -231,6 +240,14 @@ def test_pulled_back_more_than_once():
         plain = mpiad.make_vjp(lambda x: anp.cumsum(anp.sin(x) * x) * x)(X)[0]
         for g in (np.ones(7), Y, np.ones(7)):
             assert_same(pull(g), plain(g), 1e-11)
+
+
+def test_several_cotangents_at_once():
+    """The adjoint of a call that communicates gets that of each, one after the other."""
+    jitted = mpiad.jit(lambda x: mpiad.mpi_allreduce(x**2), strict=True)
+    for x in (X, Y):
+        found = mpiad.make_vjp(jitted)(x)[0](np.stack([X, Y]), batch=True)
+        assert_same(found, 2 * mpiad.mpi_size() * np.stack([X * x, Y * x]))
 
 
 def test_reductions_by_the_methods_of_ufuncs():

@@ -1,0 +1,268 @@
+"""Calls of a compiled function whose reverse pass is differentiated: in `grad(grad(f))`, `make_hvp(f)` and `linearize(f)`.
+
+The program has four parts: the function, its reverse pass, the reverse pass of that one, and what is left of the function's
+own. Two nodes are placed on the tape around the gradient: the call runs the first part and places one, the gradient's
+reverse pass runs the second part and places the other. In their turn they run the third part and the fourth, as often as
+that tape is run backwards. So all is communicated that the interpreted function would, in the same order.
+
+Around `linearize` there is no tape, and all but the cotangent is constant in what is differentiated: a program of three
+parts, whose second and third multiply with the transposed Jacobian and with the Jacobian.
+
+What the first two parts communicate is noted, for a run that communicates otherwise than the program: with cotangents of
+several lanes, whose messages are put together, or with cotangents that are traced. Then the function is run once more on
+tapes of its own, with the messages played back, and these are run backwards from there on.
+
+Such a program is traced by shapes alone. A function that takes more than these is interpreted here, and says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from autograd.tracer import Box
+
+from mpiad.differentiation.backward import Lane, run_backward_together
+from mpiad.differentiation.tape import OrderedTape
+from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.operation import current, suspended
+from mpiad.programs.entry import Entry, count, in_program
+from mpiad.programs.reverse_pass_record import By, Record, noted, recorded, seed
+from mpiad.programs.signature import Arguments
+from mpiad.programs.tangents_of_gradients import entry_by_shapes_alone
+from mpiad.programs.tape_node import Lease, backwards, conformed, is_above, is_simple, placed, require_of
+from mpiad.programs.trace_run import PlayingBack, TraceRun, message_counts
+from mpiad.transport.channels import live_channels
+
+if TYPE_CHECKING:
+    from mpiad.programs.function import Jitted
+
+__all__ = ["called_with_reverse_differentiated", "is_differentiated_once_more"]
+
+_boxes = Box.types
+
+
+def is_differentiated_once_more(tape: Any, boxes: Sequence[Any]) -> bool:
+    """Tell whether a call is on the tape of a gradient, and this within one that is run backwards, and nothing else."""
+    if type(tape) is not OrderedTape or type(tape.outer) is not OrderedTape or tape.passes != "one":
+        return False
+    if not is_above(tape, boxes):
+        return False
+    below = [box._value if box._trace == tape.number else box for box in boxes]
+    return is_simple(tape.outer, [x for x in below if type(x) in _boxes])
+
+
+def called_with_reverse_differentiated(
+    jitted: Jitted, given: Arguments, boxed: Sequence[int], args: tuple, kwargs: dict
+) -> Any:
+    """Call a compiled function on a tape whose reverse pass is to be differentiated."""
+    tape: Any = current.tape
+    variables = [k for k in boxed if given.leaves[k]._trace == tape.number]
+    leaves = [x._value if k in variables else x for k, x in enumerate(given.leaves)]
+    along = [k for k in boxed if type(leaves[k]) in _boxes]
+    by = By(variables, None if tape.outer is None else along)
+    key = "reverse over reverse", tape.outer is None, tuple(variables), tuple(along), given.key
+    entry = entry_by_shapes_alone(jitted, key, given, args, partial(noted, jitted.fun, by))
+    if entry is None:
+        return jitted.fun(*args, **kwargs)
+    call = _Call(jitted, entry, given, by, tape.outer)
+    values = call.first([leaves[k]._node.index for k in along])
+    places = [given.leaves[k]._node.index for k in variables]
+    together = call.pull_together if tape.outer is None else None
+    return entry.build(call.placed(tape, values, in_program(entry.outputs), places, call.pull, together))
+
+
+class _Played(NamedTuple):
+    """What plays back the messages of a part: their results, and the counts of messages before it."""
+
+    log: list[Any]
+    counts: list[Any]
+
+
+class _Pass:
+    """A reverse pass of a call.
+
+    Parameters
+    ----------
+    gs : list of array
+        The cotangents of the results, plain.
+    """
+
+    def __init__(self, gs: list[Any]):
+        self.gs = gs
+        self.played: _Played
+        # What multiplies it in its own reverse pass: in each lane, and what the program was run with last.
+        self.vs: dict[int, list[Any]] = {}
+        self.ran: list[Any] | None = None
+        # On the tape of a run that was played back, and the lanes that are under way there.
+        self.record: Record | None = None
+        self.lanes: dict[int, Lane] = {}
+
+
+class _Call:
+    """A call of a program, and the parts of it that are run later; `outer` is the tape around the gradient."""
+
+    def __init__(self, jitted: Jitted, entry: Entry, given: Arguments, by: By, outer: OrderedTape | None):
+        self._jitted, self._entry, self._given, self._by, self._outer = jitted, entry, given, by, outer
+        self._values, self._lease = given.values(), Lease(entry.replays)
+        self._inputs = [self._values[k] for k in given.traced]
+        self._inside = in_program(entry.outputs)
+        self._specs = [spec_like(self._values[k]) for k in by.inner]
+        # Alone it may communicate in any order.
+        self._meets_others = entry.communicates and any(channel.size > 1 for channel in live_channels())
+        self._pass: _Pass | None = None
+        self._run: Any = None
+
+    def first(self, places: list[int]) -> list[Any]:
+        """Run the function, and return the leaves of its result, on the tape around the gradient."""
+        made, self._played = self._played_part(0)
+        values, outer = self._entry.leaves(made), self._outer
+        self._likes = [spec_like(x) for x, is_in in zip(values, self._inside) if is_in]
+        if outer is None:
+            return values
+        self._place = len(outer.record)
+        return self.placed(outer, values, self._inside, places, self._pull_first, self._pull_first_together)
+
+    def placed(
+        self, tape: Any, values: list[Any], inside: list[bool], places: list[int], pull: Callable, together: Callable | None
+    ) -> list[Any]:
+        """Put values onto a tape; `together` is for the cotangents of several lanes, whose messages others put together."""
+        tape.channels |= self._entry.channels
+        return placed(
+            tape, values, inside, places, pull, self._entry.communicates, together if self._meets_others else None
+        )
+
+    def _part(self, number: int, *given: Sequence[Any]) -> list[Any]:
+        """Run a part of the program with these inputs after the arguments."""
+        replay, inputs = self._lease.replay, [*self._inputs, *[g for group in given for g in group]]
+        count(self._entry.communications)
+        inputs += [None] * (len(self._entry.replays.schedule.program.inputs) - len(inputs))
+        return (replay.later[number - 1] if number else replay.first)(*inputs)
+
+    def _played_part(self, number: int, *given: Sequence[Any]) -> tuple[list[Any], _Played]:
+        """Run a part of the program, and return what plays its messages back, too."""
+        log, counts = self._lease.replay.log, message_counts() if self._entry.communicates else []
+        log.clear()
+        made = self._part(number, *given)
+        return made, _Played(list(log), counts)
+
+    # ---- the reverse pass
+
+    def pull(self, gs: list[Any]) -> list[Any]:
+        """Run the reverse pass, on the tape around the gradient or that of products with its transpose."""
+        tape: Any = self._outer or current.tape
+        boxed = [k for k, g in enumerate(gs) if type(g) in _boxes]
+        if self._outer is not None:
+            require_of(tape, gs, self._jitted.__name__)
+        elif boxed or tape is not None:
+            linear = type(tape) is OrderedTape and tape.of_cotangents and is_simple(tape, [gs[k] for k in boxed])
+            if not linear:
+                return self._conformed(backwards(self._interpreted(), self._entry.outputs, gs, len(self._specs)))
+        of = _Pass([g._value if type(g) in _boxes else g for g in gs])
+        found = self._run_pass(of)
+        if tape is None:
+            return found
+        places = [gs[k]._node.index for k in boxed]
+        if self._outer is not None:
+            self._pass = of
+            places.append(self._place)  # whose turn comes then in any case
+        pull, together = partial(self._pull_second, of, boxed), partial(self._second_played, of, boxed, together=True)
+        return self.placed(tape, found, [True] * len(found), places, pull, together)
+
+    def pull_together(self, lanes: list[list[Any]]) -> list[list[Any]]:
+        """Run the reverse pass in several lanes."""
+        run = self._interpreted()
+        places = [place for place, is_in in zip(run.places, self._inside) if is_in]
+        seeds = [[(place, g) for place, g in zip(places, gs) if place >= 0] for gs in lanes]
+        return [self._conformed(found) for found in run_backward_together(run.recording, seeds, len(self._specs))]
+
+    def _run_pass(self, of: _Pass) -> list[Any]:
+        found, of.played = self._played_part(1, of.gs)
+        return self._conformed(found)
+
+    def _conformed(self, found: Sequence[Any]) -> list[Any]:
+        return [conformed(g, spec) for g, spec in zip(found, self._specs)]
+
+    # ---- its own reverse pass, and then what is left of the function's: from the program, or played back
+
+    def _pull_second(self, of: _Pass, boxed: list[int], vs: list[Any]) -> list[Any]:
+        """Return the cotangents of those of the results that are variables, and what calls for the function's own."""
+        if _is_traced(vs):
+            return self._second_played(of, boxed, [vs])[0]
+        of.vs[current.lane] = vs
+        found = self._second(of, vs)
+        return [*(found[k] for k in boxed), 1]
+
+    def _second(self, of: _Pass, vs: list[Any]) -> list[Any]:
+        of.ran = vs
+        return [conformed(g, like) for g, like in zip(self._part(2, of.gs, vs), self._likes)]
+
+    def _second_played(
+        self, of: _Pass, boxed: list[int], lanes: list[list[Any]], together: bool = False
+    ) -> list[list[Any]]:
+        record = self._record(of)
+        passes = [record.lane(zip([place for _, place in record.found], vs)) for vs in lanes]
+        record.sweep(passes, range(record.start, len(record.nodes)), together)
+        of.lanes.update(enumerate(passes) if together else [(current.lane, passes[0])])
+        places = [(record.seeds[k], self._likes[k]) for k in boxed]
+        return [[*(conformed(lane.totals[place], like) for place, like in places), 1] for lane in passes]
+
+    def _pull_first(self, cs: list[Any]) -> list[Any]:
+        of = self._differentiated()
+        if current.lane in of.lanes or _is_traced(cs):
+            return self._first_played(of, [(current.lane, cs)])[0]
+        vs = of.vs.pop(current.lane, None) or self._conformed([None] * len(self._specs))
+        if vs is not of.ran:  # none, or another lane's since
+            self._second(of, vs)
+        return self._part(3, of.gs, vs, cs)
+
+    def _pull_first_together(self, lanes: list[list[Any]]) -> list[list[Any]]:
+        return self._first_played(self._differentiated(), list(enumerate(lanes)), True)
+
+    def _first_played(self, of: _Pass, lanes: list[tuple[int, list[Any]]], together: bool = False) -> list[list[Any]]:
+        record, outer = self._record(of), self._by.outer or []
+        passes = [of.lanes.pop(number, None) or record.lane(()) for number, _ in lanes]
+        places = [place for (_, place), is_in in zip(record.values, self._inside) if is_in]
+        for lane, (_, cs) in zip(passes, lanes):
+            seed(lane, zip(places, cs))
+        record.sweep(passes, range(len(outer), record.end), together)
+        likes = [spec_like(self._values[k]) for k in outer]
+        return [[conformed(g, like) for g, like in zip(lane.totals, likes)] for lane in passes]
+
+    def _differentiated(self) -> _Pass:
+        """Return the reverse pass."""
+        if self._pass is None:  # the gradient didn't depend on it, so it communicates nothing
+            self._pass = _Pass([like.zeros() for like in self._likes])
+            self._run_pass(self._pass)
+        return self._pass
+
+    # ---- played back
+
+    def _record(self, of: _Pass) -> Record:
+        if of.record is None:
+            given = iter(of.gs)
+            gs = [next(given) if is_in else None for is_in in self._inside]
+            contexts = self._playing_back(self._played), self._playing_back(of.played)
+            with suspended(body=False):
+                trace = TraceRun(self._given)
+                of.record = recorded(self._jitted.fun, trace, self._by, self._values, lambda values: gs, contexts)
+        return of.record
+
+    def _interpreted(self) -> Any:
+        if self._run is None:
+            with suspended(body=False), self._playing_back(self._played):
+                self._run = TraceRun(self._given).run_backwards(self._jitted.fun, self._by.inner, self._values)
+        return self._run
+
+    def _playing_back(self, played: _Played) -> PlayingBack:
+        if not self._entry.watch.is_the_same():
+            raise TypeError(
+                f"jit: what {self._jitted.__name__} reads beside its arguments has changed since it was called, and its "
+                "derivative is asked for in another way than before. Pass what changes as an argument."
+            )
+        return PlayingBack(played.log, played.counts)
+
+
+def _is_traced(gs: Sequence[Any]) -> bool:
+    return current.tape is not None or any(type(g) in _boxes for g in gs)

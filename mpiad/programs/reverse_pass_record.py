@@ -1,0 +1,176 @@
+"""A function and its reverse pass on a tape around both, which is run backwards in two steps: the reverse pass first.
+
+So are the parts of a program traced whose reverse pass is differentiated in turn (`reverse_over_reverse`), and so is its
+function run where that program can't serve.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+from autograd.tracer import Box, getval, new_box
+
+from mpiad._typing import Function
+from mpiad.differentiation.backward import Lane, accumulate, run_backward, sweep, sweep_together
+from mpiad.differentiation.nodes import OrderedNode
+from mpiad.differentiation.tape import OrderedTape
+from mpiad.primitives.cotangents import spec_like
+from mpiad.primitives.operation import suspended
+from mpiad.programs.entry import all_of, outputs_of
+from mpiad.programs.steps import Traced
+from mpiad.programs.tape_node import conformed
+from mpiad.programs.trace_run import TraceRun, as_value
+
+__all__ = ["By", "Record", "noted", "recorded", "seed"]
+
+_boxes = Box.types
+
+
+class By(NamedTuple):
+    """By which leaves of the arguments a function is differentiated.
+
+    Parameters
+    ----------
+    inner : list of int
+        By its own reverse pass.
+    outer : list of int or None
+        By the one of both; None where that is by the cotangents alone.
+    """
+
+    inner: list[int]
+    outer: list[int] | None
+
+
+class Record(NamedTuple):
+    """A function and its reverse pass on a tape around both.
+
+    Parameters
+    ----------
+    nodes : list of OrderedNode
+        Of variables and function up to `end`, of the cotangents of its results up to `start`, and of the reverse pass.
+    values, found : list of (value, int)
+        Results and cotangents of variables, with their places; -1 for constants.
+    seeds : list of int
+        Places of the cotangents of results that are values of the program.
+    end, start : int
+    build : callable
+        From leaves to the function's result.
+    """
+
+    nodes: list[Any]
+    values: list[tuple[Any, int]]
+    found: list[tuple[Any, int]]
+    seeds: list[int]
+    end: int
+    start: int
+    build: Callable[[list[Any]], Any]
+
+    def lane(self, seeds: Iterable[tuple[int, Any]]) -> Lane:
+        """Return a reverse pass that begins."""
+        lane = Lane([None] * len(self.nodes), bytearray(len(self.nodes)))
+        seed(lane, seeds)
+        return lane
+
+    def sweep(self, lanes: Sequence[Lane], places: range, together: bool) -> None:
+        """Run nodes backwards."""
+        if together:
+            sweep_together(self.nodes, lanes, places.stop, places.start)
+            return
+        for lane in lanes:
+            sweep(self.nodes, lane.totals, places[::-1], True, lane.owned)
+
+
+def seed(lane: Lane, pairs: Iterable[tuple[int, Any]]) -> None:
+    """Add cotangents to those of nodes; a place of -1 is none."""
+    for place, g in pairs:
+        if place >= 0:
+            lane.totals[place], lane.owned[place] = accumulate(lane.totals[place], bool(lane.owned[place]), g)
+
+
+def recorded(
+    fun: Function, trace: TraceRun, by: By, leaves: Sequence[Any], seeds: Callable[[list[Any]], list[Any]],
+    contexts: Sequence[AbstractContextManager],
+) -> Record:  # fmt: skip
+    """Run a function and its reverse pass on a tape around both.
+
+    Parameters
+    ----------
+    fun : callable
+    trace : TraceRun
+    by : By
+    leaves : sequence
+        Of the arguments.
+    seeds : callable
+        From the results to their cotangents, None for constants.
+    contexts : pair of context managers
+        For the function and for its reverse pass.
+    """
+    with OrderedTape(of_cotangents=by.outer is None) as tape:
+        given = list(leaves)
+        for k in by.outer or ():
+            given[k] = _variable(tape, given[k])
+        with contexts[0]:
+            run = trace.run_backwards(fun, by.inner, given)
+        values, end = [_lowered(x, tape) for x in run.values], len(tape.record)
+        gs = [None if g is None else _variable(tape, g) for g in seeds([x for x, _ in values])]
+        start = len(tape.record)
+        with contexts[1]:
+            pairs = [(place, g) for place, g in zip(run.places, gs) if place >= 0 and g is not None]
+            found = run_backward(run.recording, pairs, len(by.inner), True)
+            specs = [spec_like(getval(leaves[k])) for k in by.inner]
+            cotangents = [_lowered(conformed(g, spec), tape) for g, spec in zip(found, specs)]
+    places = [g._node.index for g in gs if g is not None]
+    return Record(tape.close().nodes, values, cotangents, places, end, start, run.build)
+
+
+def _variable(tape: Any, x: Any) -> Any:
+    return new_box(x, tape.number, OrderedNode.variable(tape))
+
+
+def _lowered(x: Any, tape: Any) -> tuple[Any, int]:
+    """Return a value below a tape, and its place on it; -1 for a constant."""
+    if type(x) in _boxes and x._trace == tape.number:
+        return x._value, x._node.index
+    return x, -1
+
+
+def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
+    """Trace the parts of a program, and return what `entry_of` takes.
+
+    Its inputs are the arguments, the cotangents of the results, what multiplies those of the variables, and what is left of
+    the cotangents of the results; the last part, with the last of them, is for outer variables only.
+    """
+    recorder = trace.recorder
+
+    def inputs_like(values: list[Any]) -> list[Any]:
+        """Return inputs like those values that belong to the program."""
+        return [recorder.input(as_value(spec_like(x.value).zeros())) if isinstance(x, Traced) else None for x in values]
+
+    def seeds(values: list[Any]) -> list[Any]:
+        recorder.part = 1
+        return inputs_like(values)
+
+    def cotangents(lane: Lane, places: Iterable[int], of: list[Any]) -> list[Any]:
+        return all_of(*outputs_of([conformed(lane.totals[place], spec_like(x)) for place, x in zip(places, of)]))
+
+    with suspended(body=False), trace.noting():
+        leaves = trace.leaves()
+        record = recorded(fun, trace, by, leaves, seeds, (nullcontext(), nullcontext()))
+        numbers, outputs = outputs_of([x for x, _ in record.values])
+        inside = [(x, place) for x, place in record.values if isinstance(x, Traced)]
+        recorder.part = 2
+        vs = inputs_like([leaves[k] for k in by.inner])
+        lane = record.lane(zip([place for _, place in record.found], vs))
+        record.sweep([lane], range(record.start, len(record.nodes)), False)
+        values = [x for x, _ in inside]
+        made = [numbers, all_of(*outputs_of([g for g, _ in record.found])), cotangents(lane, record.seeds, values)]
+        if by.outer is not None:
+            recorder.part = 3
+            seed(lane, zip([place for _, place in inside], inputs_like(values)))
+            record.sweep([lane], range(len(by.outer), record.end), False)
+            made.append(cotangents(lane, range(len(by.outer)), [leaves[k] for k in by.outer]))
+    ends = list(itertools.accumulate(map(len, made[:-1])))
+    return [x for part in made for x in part], ends, outputs, record.build
