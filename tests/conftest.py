@@ -83,6 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Kernels are compiled once in a launch, for all its jobs, their processes and what these start.
         os.environ["MPIAD_CACHE"] = os.environ[launch.KERNELS]
     short_turns.take()
+    os.environ[launch.SLEEPS] = "1"
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # it hands the tests out to other processes, which keep their times
     report, launched = open_report(config)

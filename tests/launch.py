@@ -34,6 +34,7 @@ STARTUP = Path(__file__).parent / "startup"
 CURRENT_TEST = "current-test"  # in a job's folder while pytest runs, and what has failed by then
 FAILURES = "failures"  # of several processes, each with its name behind it
 KERNELS = "LAUNCH_KERNELS"  # a folder that all jobs of one launch have in common
+SLEEPS = "MPIAD_LAUNCH_SLEEPS"  # a job's ranks sleep while they wait (see `startup/sleeping_yields.py`)
 EXPIRED = 124  # as coreutils' timeout returns
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 RUNNER_FRAME = re.compile(r'^  File ".*/site-packages/(_pytest|pytest|pluggy)/|^  File "<frozen runpy>"')

@@ -62,6 +62,23 @@ def test_rng_is_each_test_s_own(case, rank_rng, drawn=[]):  # noqa: B006 - remem
     drawn.append(draws[0])
 
 
+NAPS = """
+import os, resource
+def naps():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+before = naps()
+for _ in range(50):
+    os.sched_yield()
+assert naps() >= before + 50
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.skipif(os.uname()[::4] != ("Linux", "x86_64"), reason="waits poll there")
+def test_a_started_rank_that_yields_sleeps():
+    assert launch.run_captured(1, ["-c", NAPS], limit=40).returncode == 0
+
+
 @pytest.mark.launches
 def test_rank_0_speaks_for_all(suite):
     job = suite("def test_one(size): assert size == 2\n@pytest.mark.launches\ndef test_two(): pass")

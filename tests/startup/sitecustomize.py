@@ -1,7 +1,8 @@
 """Let the launcher ask any Python program that it started for its stacks (SIGUSR1).
 
 Python imports this at start-up because `launch.py` puts the folder on PYTHONPATH, so the programs
-themselves need no preparation. The name of the file says who writes: `rank.pid`.
+themselves need no preparation. The name of the file says who writes: `rank.pid`. What tests start also sleeps while it
+waits.
 """
 
 import faulthandler
@@ -24,3 +25,8 @@ def _report_file():
 report_file = _report_file()
 if report_file is not None:
     faulthandler.register(signal.SIGUSR1, file=report_file)
+
+if "MPIAD_LAUNCH_SLEEPS" in os.environ:
+    import sleeping_yields
+
+    sleeping_yields.take()
