@@ -41,7 +41,6 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
 
     Parameters
     ----------
-    path : Path
     description : dict
         What JSON can hold.
     arrays : iterable of (str, array)

@@ -25,17 +25,10 @@ _LINE = 64
 
 
 class Argument(NamedTuple):
-    """The type of an argument.
-
-    Parameters
-    ----------
-    dtype : dtype
-    ndim : int or None
-        Of a contiguous array; None is a number.
-    """
+    """The type of an argument."""
 
     dtype: np.dtype
-    ndim: int | None
+    ndim: int | None  # of a contiguous array; None is a number
 
 
 def arguments_of(signature: str) -> list[Argument]:

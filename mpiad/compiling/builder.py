@@ -23,7 +23,6 @@ class Builder:
 
     Attributes
     ----------
-    instructions : list of Instruction
     refused : str or None
         The first reason why the program can't be made, kept in case that f catches the exception.
     """

@@ -36,24 +36,12 @@ _loaded: dict[tuple[str, str, str, str], Kernel] = {}
 
 
 class Kernel(NamedTuple):
-    """A compiled function.
+    """A compiled function."""
 
-    Parameters
-    ----------
-    function : callable
-        It lets other threads run; see `machine_code.function_of`.
-    text : str
-        Its source.
-    seconds : float
-        What it took when this process met the text first.
-    origin : str
-        "compiled", or "disk" where another process had done it.
-    """
-
-    function: Callable[..., None]
-    text: str
-    seconds: float
-    origin: str
+    function: Callable[..., None]  # it lets other threads run; see `machine_code.function_of`
+    text: str  # its source
+    seconds: float  # what it took when this process met the text first
+    origin: str  # "compiled", or "disk" where another process had done it
 
 
 def kernel_of(text: str, name: str, signature: str, fast: str = "") -> Kernel:

@@ -25,7 +25,6 @@ def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
 
     Parameters
     ----------
-    program : Program
     wanted : mapping of str to sequence of int or None, optional
         The groups to differentiate by, and the places in each, of which None is all; all groups by default.
     seeds : str

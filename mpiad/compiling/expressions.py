@@ -43,8 +43,6 @@ class Expressions:
 
     Parameters
     ----------
-    build : BlockBuilder
-    variables : Variables
     inlined : callable
         ``inlined(node)`` returns the results of a call of a function of the same text, None where it is another one's.
     """

@@ -15,7 +15,6 @@ class Variables:
 
     Parameters
     ----------
-    build : BlockBuilder
     given : dict
         The function's arguments, by name; those that it assigns to become variables.
     kinds : dict

@@ -24,21 +24,11 @@ _SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
 
 
 class Code(NamedTuple):
-    """A compiled function.
+    """A compiled function."""
 
-    Parameters
-    ----------
-    symbol : str
-        Its name in the object file.
-    file : bytes
-        The object file.
-    outside : tuple of str
-        Names of the functions that it calls, all of the C library.
-    """
-
-    symbol: str
-    file: bytes
-    outside: tuple[str, ...] = ()
+    symbol: str  # its name in the object file
+    file: bytes  # the object file
+    outside: tuple[str, ...] = ()  # names of the functions that it calls, all of the C library
 
 
 def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:

@@ -25,7 +25,6 @@ class Operation(NamedTuple):
 
     Parameters
     ----------
-    arity : int
     function : callable
         The NumPy function of the same value.
     python, c : str

@@ -24,20 +24,11 @@ Input: TypeAlias = "tuple[str, int]"
 
 
 class Instruction(NamedTuple):
-    """One value.
+    """One value."""
 
-    Parameters
-    ----------
-    operation : str
-        A name of the catalogue, or "input" or "constant".
-    arguments : tuple of int
-        Numbers of the values that it is computed from, all smaller than its own.
-    value : float or bool or (str, int), optional
-        Of a constant; of an input its group and its place in it.
-    """
-
-    operation: str
-    arguments: tuple[int, ...] = ()
+    operation: str  # a name of the catalogue, or "input" or "constant"
+    arguments: tuple[int, ...] = ()  # numbers of the values that it is computed from, all smaller than its own
+    # Float or bool or (str, int), optional. Of a constant; of an input its group and its place in it.
     value: float | bool | Input | None = None
 
 
@@ -55,12 +46,6 @@ class Program:
         In an order in which they can be computed.
     outputs : iterable of int
         Numbers of the values that are wanted.
-
-    Attributes
-    ----------
-    groups : dict of str to int
-    instructions : tuple of Instruction
-    outputs : tuple of int
     """
 
     def __init__(self, groups: Mapping[str, int], instructions: Iterable[Instruction], outputs: Iterable[int]):

@@ -43,7 +43,6 @@ class Symbol:
 
     Parameters
     ----------
-    builder : Builder
     number : int
         Of its value.
     """

@@ -29,35 +29,18 @@ ELEMENTS = {
 
 
 class Value(NamedTuple):
-    """A number.
+    """A number."""
 
-    Parameters
-    ----------
-    kind : {"i1", "i64", "float", "double"}
-    text : str
-        Its name in LLVM's intermediate representation, or a constant.
-    """
-
-    kind: str
-    text: str
+    kind: str  # {"i1", "i64", "float", "double"}
+    text: str  # its name in LLVM's intermediate representation, or a constant
 
 
 class ArrayValue(NamedTuple):
-    """A contiguous array.
+    """A contiguous array."""
 
-    Parameters
-    ----------
-    dtype : str
-        NumPy's name.
-    data : str
-        Name of the address of its first entry.
-    shape : tuple of str
-        Names of its lengths.
-    """
-
-    dtype: str
-    data: str
-    shape: tuple[str, ...]
+    dtype: str  # NumPy's name
+    data: str  # name of the address of its first entry
+    shape: tuple[str, ...]  # names of its lengths
 
 
 def kind_of(dtype: np.dtype) -> str:

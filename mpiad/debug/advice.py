@@ -17,32 +17,17 @@ _SMALL = 10_000  # bytes: below, a message takes about as long as an empty one
 
 
 class Totals(NamedTuple):
-    """A report's numbers, which have an entry for each rank, and where most of the transfer is.
+    """A report's numbers, which have an entry for each rank, and where most of the transfer is."""
 
-    Attributes
-    ----------
-    elapsed, communicating, waiting : array, shape (P,)
-        Seconds.
-    busiest : str
-        The call that transfers longest, and its line.
-    waited_in : str
-        That in which the ranks wait longest.
-    calls : int
-        How often the busiest is called, on all ranks.
-    nbytes : int
-        How much it is given.
-    dropped : int
-        Communications that were too many to be recorded.
-    """
-
+    # `elapsed`, `communicating`, `waiting`: shape (P,). Seconds.
     elapsed: np.ndarray
     communicating: np.ndarray
     waiting: np.ndarray
-    busiest: str
-    waited_in: str
-    calls: int
-    nbytes: int
-    dropped: int
+    busiest: str  # the call that transfers longest, and its line
+    waited_in: str  # that in which the ranks wait longest
+    calls: int  # how often the busiest is called, on all ranks
+    nbytes: int  # how much it is given
+    dropped: int  # communications that were too many to be recorded
 
 
 def advice(totals: Totals, stretches: Sequence[Stretch]) -> list[str]:

@@ -17,33 +17,20 @@ _START, _END = "start of the recording", "end of the recording"
 
 
 class Place(NamedTuple):
-    """What lies between two communications, or inside one of the library's functions that makes several.
+    """What lies between two communications, or inside one of the library's functions that makes several."""
 
-    Attributes
-    ----------
-    phase : {"forward", "backward", "outside"}
-        Of a derivative, or outside of all.
-    after, until : str
-        The lines of the communications before and behind it (of adjoints, those of their forward calls). The same line in
-        both is a loop around it; inside a function of the library's both name that function.
-    """
-
-    phase: str
+    phase: str  # {"forward", "backward", "outside"}; of a derivative, or outside of all
+    # `after`, `until`: the lines of the communications before and behind it (of adjoints, those of their forward calls).
+    # The same line in both is a loop around it; inside a function of the library's both name that function.
     after: str
     until: str
 
 
 class Stretch(NamedTuple):
-    """What the ranks computed at one place.
-
-    Attributes
-    ----------
-    place : Place
-    seconds : array, shape (P,)
-    """
+    """What the ranks computed at one place."""
 
     place: Place
-    seconds: np.ndarray
+    seconds: np.ndarray  # shape (P,)
 
 
 def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:

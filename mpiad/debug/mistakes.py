@@ -21,18 +21,12 @@ _OF_FAMILY = {"mpich": "MPICH", "openmpi": "Open MPI"}
 
 
 class Mistake(NamedTuple):
-    """Something that is wrong, or slow, with the way a program was started.
+    """Something that is wrong, or slow, with the way a program was started."""
 
-    Attributes
-    ----------
-    severity : {"error", "warning", "note"}
-        Whether results are wrong or missing; whether it is slow or risky; or whether it will matter elsewhere.
-    text : str
-        What it is, and how to mend it.
-    """
-
+    # {"error", "warning", "note"}. Whether results are wrong or missing; whether it is slow or risky; or whether it will
+    # matter elsewhere.
     severity: str
-    text: str
+    text: str  # what it is, and how to mend it
 
 
 def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:

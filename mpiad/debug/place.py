@@ -23,42 +23,20 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Place(NamedTuple):
-    """Where one rank runs.
+    """Where one rank runs."""
 
-    Attributes
-    ----------
-    rank, local_rank : int
-        In the world, and among the ranks of its node.
-    node : str
-    cores : tuple of int
-        The numbers of the cores that it may use.
-    quota : float
-        How many cores' time it may take (of a container), inf where there is no limit.
-    threads : dict
-        The number of threads of each thread pool (of BLAS, of OpenMP) that is loaded.
-    huge_pages : str
-        Whether its arrays lie in huge pages.
-    gpus : list of str
-        Names of the node's GPUs; on the first rank of each node.
-    gpu : str
-        The one that this rank uses: the first, second, ... of those it may see, by its `local_rank`.
-    python : str
-        The interpreter.
-    versions : dict
-        Of Python and of each package; optional packages only where they are installed.
-    """
-
+    # `rank`, `local_rank`: in the world, and among the ranks of its node.
     rank: Rank
     local_rank: Rank
     node: str
-    cores: tuple[int, ...]
-    quota: float
-    threads: dict[str, int]
-    huge_pages: str
-    gpus: list[str]
-    gpu: str
-    python: str
-    versions: dict[str, str]
+    cores: tuple[int, ...]  # the numbers of the cores that it may use
+    quota: float  # how many cores' time it may take (of a container), inf where there is no limit
+    threads: dict[str, int]  # the number of threads of each thread pool (of BLAS, of OpenMP) that is loaded
+    huge_pages: str  # whether its arrays lie in huge pages
+    gpus: list[str]  # names of the node's GPUs; on the first rank of each node
+    gpu: str  # the one that this rank uses: the first, second, ... of those it may see, by its `local_rank`
+    python: str  # the interpreter
+    versions: dict[str, str]  # of Python and of each package; optional packages only where they are installed
 
 
 def place(rank: Rank, local_rank: Rank) -> Place:

@@ -18,27 +18,17 @@ _WAITS = ("mpi_wait", "mpi_waitall")
 
 
 class Message(NamedTuple):
-    """A message between two ranks; equal on both, but for `outgoing`.
-
-    Attributes
-    ----------
-    outgoing : bool
-    communicator : str
-    source, dest : int
-        Ranks in the world.
-    tag, number : int
-        The user's tag, and the message's place among those of that tag.
-    reverse : bool
-        Whether it belongs to an adjoint.
-    """
+    """A message between two ranks; equal on both, but for `outgoing`."""
 
     outgoing: bool
     communicator: str
+    # `source`, `dest`: ranks in the world.
     source: int
     dest: int
+    # `tag`, `number`: the user's tag, and the message's place among those of that tag.
     tag: int
     number: int
-    reverse: bool
+    reverse: bool  # whether it belongs to an adjoint
 
 
 class Event(NamedTuple):

@@ -34,7 +34,6 @@ class Recording:
     ----------
     recorder : Recorder
         This rank's part.
-    rank : int
     """
 
     def __init__(self, most: int = MOST) -> None:

@@ -18,18 +18,10 @@ _LENGTH = 5
 
 
 class SelfTest(NamedTuple):
-    """How far value and gradient of the program are from their closed form, relative, at most over all ranks.
+    """How far value and gradient of the program are from their closed form, relative, at most over all ranks."""
 
-    Attributes
-    ----------
-    error : float
-        NaN or infinite where a rank has no number.
-    rank : int
-        Where it is largest.
-    """
-
-    error: float
-    rank: int
+    error: float  # NaN or infinite where a rank has no number
+    rank: int  # where it is largest
 
     @property
     def passed(self) -> bool:

@@ -18,21 +18,11 @@ _ENOUGH = 0.15  # seconds for each kind
 
 
 class Speed(NamedTuple):
-    """Times of messages.
+    """Times of messages."""
 
-    Attributes
-    ----------
-    latency : float
-        Seconds that 8 bytes take from rank 0 to rank 1.
-    bandwidth : float
-        Bytes per second of 4 MB between them.
-    allreduce : float
-        Seconds of a reduction of 8 bytes over all ranks.
-    """
-
-    latency: float
-    bandwidth: float
-    allreduce: float
+    latency: float  # seconds that 8 bytes take from rank 0 to rank 1
+    bandwidth: float  # bytes per second of 4 MB between them
+    allreduce: float  # seconds of a reduction of 8 bytes over all ranks
 
     def __str__(self) -> str:
         return (

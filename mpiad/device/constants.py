@@ -35,12 +35,7 @@ class Constants:
         return self.on(arrays_of(getval(x)))
 
     def on(self, home: ArrayModule | None) -> tuple[Array, ...]:
-        """Return the arrays on a device; as they are, where it is None.
-
-        Parameters
-        ----------
-        home : ArrayModule or None
-        """
+        """Return the arrays on a device; as they are, where it is None."""
         if home is None:
             return self._arrays
         if home not in self._copies:

@@ -119,7 +119,6 @@ class Bundle:
         ----------
         fun : callable
             From the list of variables to a list or tuple of results.
-        variables : sequence of array
         tangents : sequence of sequence
             For each variable its tangents, one for each direction; None where one is zero.
 

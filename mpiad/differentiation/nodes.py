@@ -34,7 +34,6 @@ class OrderedNode(VJPNode):
 
     Attributes
     ----------
-    tape : OrderedTape
     index : int
         Place on the tape.
     inputs : tuple of int

@@ -34,20 +34,12 @@ def _mirrored(n: int, h: int, place: int) -> slice:
 
 
 class Side(NamedTuple):
-    """What lies beyond one side: value + factor * layers.
+    """What lies beyond one side: value + factor * layers."""
 
-    Attributes
-    ----------
-    layers : callable or None
-        ``layers(n, h, place)`` returns which layers of a block with its halo are copied: as many as the halo has, or one
-        that is repeated. None where none are.
-    spare : int or None
-        How many cells a block must have beside as many as there are layers in the halo; None where any number will do.
-    factor : number
-    value : number
-    """
-
+    # ``layers(n, h, place)`` returns which layers of a block with its halo are copied: as many as the halo has, or one that
+    # is repeated. None where none are.
     layers: Callable[[int, int, int], slice] | None = None
+    # How many cells a block must have beside as many as there are layers in the halo; None where any number will do.
     spare: int | None = None
     factor: complex = 1
     value: Any = 0

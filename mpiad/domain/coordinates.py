@@ -14,18 +14,10 @@ __all__ = ["Lattice", "lattice_of", "points_along"]
 
 
 class Lattice(NamedTuple):
-    """Where the cells of a grid lie.
+    """Where the cells of a grid lie."""
 
-    Parameters
-    ----------
-    firsts : list of float
-        Coordinate of cell 0 along each dimension.
-    steps : list of float
-        Distance from one cell to the next.
-    """
-
-    firsts: list[float]
-    steps: list[float]
+    firsts: list[float]  # coordinate of cell 0 along each dimension
+    steps: list[float]  # distance from one cell to the next
 
 
 def lattice_of(

@@ -27,20 +27,11 @@ _TAG = 32750
 
 
 class Beyond(NamedTuple):
-    """A halo beyond a physical side.
+    """A halo beyond a physical side."""
 
-    Parameters
-    ----------
-    ghost : index
-        The halo.
-    copied : index or None
-        The layers it is made of, None where it holds a value.
-    axis, place : int
-        Its dimension, and 0 or 1 for before or after.
-    """
-
-    ghost: Index
-    copied: Index | None
+    ghost: Index  # the halo
+    copied: Index | None  # the layers it is made of, None where it holds a value
+    # `axis`, `place`: its dimension, and 0 or 1 for before or after.
     axis: int
     place: int
 
@@ -54,7 +45,6 @@ class Halo:
         This rank.
     widths : tuple of int
         Layers on each side, for each dimension; no more than the smallest block has.
-    comm : mpi4py intracommunicator or None
 
     Attributes
     ----------

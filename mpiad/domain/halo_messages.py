@@ -20,15 +20,9 @@ __all__ = ["Coming", "PreparedStage", "add", "post", "put"]
 
 
 class Coming(NamedTuple):
-    """A message under way to this rank.
+    """A message under way to this rank."""
 
-    Parameters
-    ----------
-    parts : tuple of Index
-        Where its parts belong.
-    """
-
-    parts: tuple[Index, ...]
+    parts: tuple[Index, ...]  # where its parts belong
     request: Request
 
 
@@ -122,7 +116,6 @@ class _Edges:
 
     Attributes
     ----------
-    message : array
     copies : list of (array, array)
         Parts, and where each lies in the message.
     """

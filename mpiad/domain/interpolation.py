@@ -22,21 +22,12 @@ _ROUNDING = 1e-9  # in cells: points at the very end of the grid, computed by ot
 
 
 class Location(NamedTuple):
-    """Where points are.
+    """Where points are."""
 
-    Parameters
-    ----------
-    owner : int array of shape (...)
-        The rank that owns the cell.
-    cell : int array of shape (..., dimensions)
-        The cell before the point along each dimension, as index of the whole grid.
-    fraction : array of shape (..., dimensions)
-        The way from there to the next cell, from 0 to 1.
-    """
-
-    owner: Array
+    owner: Array  # int array of shape (...); the rank that owns the cell
+    # Int array of shape (..., dimensions). The cell before the point along each dimension, as index of the whole grid.
     cell: Array
-    fraction: Array
+    fraction: Array  # shape (..., dimensions); the way from there to the next cell, from 0 to 1
 
 
 def located(points: Array, lattice: Lattice, partition: Partition, call: str) -> Location:

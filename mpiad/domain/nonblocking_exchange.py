@@ -33,23 +33,13 @@ _BEGIN, _END = "Domain.begin_exchange", "Domain.end_exchange"
 
 
 class Exchange(NamedTuple):
-    """What both halves must know.
-
-    Parameters
-    ----------
-    scheme : str
-        One with a single stage.
-    number : int
-        Of this exchange among those of the halo.
-    backwards : bool
-        Whether the halo is folded, instead of filled.
-    """
+    """What both halves must know."""
 
     halo: Halo
     sides: Sides
-    scheme: str
-    number: int
-    backwards: bool = False
+    scheme: str  # one with a single stage
+    number: int  # of this exchange among those of the halo
+    backwards: bool = False  # whether the halo is folded, instead of filled
 
     @property
     def tag(self) -> int:
@@ -75,10 +65,8 @@ class Begun(Request):
 
     Attributes
     ----------
-    exchange : Exchange
     values : array of shape (..., *padded)
         What is being filled, or folded.
-    coming : list of Coming
     finish : callable
         From the filled array to what the user gets.
     """

@@ -19,21 +19,11 @@ __all__ = ["Partition", "choose_dims", "lengths"]
 
 @dataclass(frozen=True)
 class Partition:
-    """A grid of cells and the grid of ranks over it.
+    """A grid of cells and the grid of ranks over it."""
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Cells along each dimension.
-    dims : tuple of int
-        Ranks along each dimension.
-    periodic : tuple of bool
-        Whether the last cell along a dimension is followed by the first.
-    """
-
-    shape: Shape
-    dims: tuple[int, ...]
-    periodic: tuple[bool, ...]
+    shape: Shape  # cells along each dimension
+    dims: tuple[int, ...]  # ranks along each dimension
+    periodic: tuple[bool, ...]  # whether the last cell along a dimension is followed by the first
 
     def position(self, rank: Rank) -> tuple[int, ...]:
         """Return a rank's place in the grid of ranks."""

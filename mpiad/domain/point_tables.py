@@ -36,23 +36,14 @@ _KEPT = 8  # tables: a program has a few sets of receivers
 
 
 class PointTable(NamedTuple):
-    """What a rank must know of points.
+    """What a rank must know of points."""
 
-    Parameters
-    ----------
-    places, order : Constants
-        Of the points that this rank owns the corners of their cells, shape (2**dimensions, p): places in the flat block
-        with its halo. And where each point is among those of this rank followed by the others.
-    weights : Constants or array
-        Of the corners; an array where it is traced.
-    shape : tuple of int
-        Of the points.
-    """
-
+    # `places`, `order`: of the points that this rank owns the corners of their cells, shape (2**dimensions, p): places in
+    # the flat block with its halo. And where each point is among those of this rank followed by the others.
     places: Constants
     order: Constants
-    weights: Any
-    shape: Shape
+    weights: Any  # Constants or array; of the corners; an array where it is traced
+    shape: Shape  # of the points
 
 
 class PointTables:

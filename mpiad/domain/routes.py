@@ -28,39 +28,23 @@ Step: TypeAlias = tuple[int, ...]
 
 
 class Route(NamedTuple):
-    """What two ranks copy of each other in one stage: one message each way.
-
-    Parameters
-    ----------
-    ours : tuple of Index
-        This rank's cells that the peer copies, in the order in which they are sent.
-    ghosts : tuple of Index
-        This rank's halo cells that are copies of the peer's, in the order in which they come.
-    """
+    """What two ranks copy of each other in one stage: one message each way."""
 
     peer: Rank
-    ours: tuple[Index, ...]
-    ghosts: tuple[Index, ...]
+    ours: tuple[Index, ...]  # this rank's cells that the peer copies, in the order in which they are sent
+    ghosts: tuple[Index, ...]  # this rank's halo cells that are copies of the peer's, in the order in which they come
 
 
 class Stage(NamedTuple):
-    """Copies that are made at the same time.
-
-    Parameters
-    ----------
-    here : tuple of (Index, Index)
-        Cells of this rank and the halo cells, its own too, that are copies of them.
-    beyond : tuple of (int, int, tuple of slice)
-        Physical sides that are filled afterwards, in this order: dimension, 0 or 1 for before or after, and the extent
-        of its layers along all dimensions (its own entry doesn't count).
-    empty : tuple of Index
-        Halo cells that hold zero.
-    """
+    """Copies that are made at the same time."""
 
     routes: tuple[Route, ...]
+    # Tuple of (Index, Index). Cells of this rank and the halo cells, its own too, that are copies of them.
     here: tuple[tuple[Index, Index], ...]
+    # Tuple of (int, int, tuple of slice). Physical sides that are filled afterwards, in this order: dimension, 0 or 1 for
+    # before or after, and the extent of its layers along all dimensions (its own entry doesn't count).
     beyond: tuple[tuple[int, int, tuple[slice, ...]], ...]
-    empty: tuple[Index, ...] = ()
+    empty: tuple[Index, ...] = ()  # halo cells that hold zero
 
 
 class Geometry:

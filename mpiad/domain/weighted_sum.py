@@ -27,20 +27,12 @@ _SLAB = 32_768  # entries: smaller slabs cost more calls than the cache saves
 
 
 class Finish(NamedTuple):
-    """How sums are completed: ``factor * sums - before + u + u``, where only `u` is given ``sums + u + u``.
+    """How sums are completed: ``factor * sums - before + u + u``, where only `u` is given ``sums + u + u``."""
 
-    Parameters
-    ----------
-    u : array of the shape of the result
-    before, factor : arrays of that shape, optional
-    kept : array of that shape, optional
-        Where the sums themselves are written.
-    """
-
-    u: LocalArray
+    u: LocalArray  # array of the shape of the result
     before: LocalArray | None = None
     factor: LocalArray | None = None
-    kept: LocalArray | None = None
+    kept: LocalArray | None = None  # where the sums themselves are written
 
     def complete(self, out: LocalArray, index: tuple) -> None:
         """Complete the sums of a slab in place: `out` is the whole result's part at `index`."""
@@ -60,21 +52,13 @@ class Finish(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """Where the sums of a slab are made.
+    """Where the sums of a slab are made."""
 
-    Parameters
-    ----------
-    pieces : list of arrays
-        For each term the shifted pieces of the array, of one shape.
-    total, room : array of that shape
-    sums : array of the shape of the slab
-        A view of `total`.
-    """
-
-    pieces: list[list[LocalArray]]
+    pieces: list[list[LocalArray]]  # for each term the shifted pieces of the array, of one shape
+    # `total`, `room`: array of that shape.
     total: LocalArray
     room: LocalArray
-    sums: LocalArray
+    sums: LocalArray  # array of the shape of the slab; a view of `total`
 
 
 def terms_of(weights: np.ndarray) -> Terms:

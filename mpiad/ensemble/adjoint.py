@@ -27,22 +27,14 @@ __all__ = ["Cotangents", "begun", "of_ends", "pull_run", "to_start"]
 
 @dataclasses.dataclass
 class Cotangents:
-    """Cotangents of what a solve started from.
+    """Cotangents of what a solve started from."""
 
-    Parameters
-    ----------
-    u0 : array, shape (d, N)
-    start, end : array, shape (N,)
-    leaves : dict
-        From places of leaves of the parameters to arrays in their shapes.
-    due : array, shape (slots, N)
-        Of the given times at which events act.
-    """
-
-    u0: Array
+    u0: Array  # shape (d, N)
+    # `start`, `end`: shape (N,).
     start: Array
     end: Array
-    leaves: dict[int, Array]
+    leaves: dict[int, Array]  # from places of leaves of the parameters to arrays in their shapes
+    # Shape (slots, N). Of the given times at which events act.
     due: Array = dataclasses.field(default_factory=lambda: np.empty((0, 0)))
 
 

@@ -34,21 +34,12 @@ def spread(values: np.ndarray, like: Array) -> Array:
 
 
 class Parameters(NamedTuple):
-    """The parameters of all trajectories.
+    """The parameters of all trajectories."""
 
-    Parameters
-    ----------
-    leaves : list
-        Arrays and numbers.
-    varies : list of bool
-        Whether the last axis of a leaf counts trajectories; a leaf that doesn't vary is handed to f as it is.
-    build : callable
-        From leaves to the parameters as f takes them.
-    """
-
-    leaves: list[Any]
+    leaves: list[Any]  # arrays and numbers
+    # Whether the last axis of a leaf counts trajectories; a leaf that doesn't vary is handed to f as it is.
     varies: list[bool]
-    build: Callable[[Any], Tree]
+    build: Callable[[Any], Tree]  # from leaves to the parameters as f takes them
 
     def columns(self, ids: Array, one_by_one: bool = False) -> Tree:
         """Return the parameters of some trajectories as f takes them: `one_by_one` as one that takes single matrices."""
@@ -63,22 +54,13 @@ class Parameters(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """N initial value problems with one f.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        Of one state.
-    u0 : array, shape (d, N)
-        The flattened initial states.
-    start, end : array, shape (N,)
-        tspan.
-    """
+    """N initial value problems with one f."""
 
     f: Function
-    shape: Shape
-    u0: Array
+    shape: Shape  # of one state
+    u0: Array  # shape (d, N); the flattened initial states
     p: Parameters
+    # `start`, `end`: shape (N,); tspan.
     start: Array
     end: Array
 

@@ -105,7 +105,6 @@ class DeviceCoefficients(Coefficients):
     ----------
     rows : list of array
         Row i: the weights of the stages in the argument of stage i + 1.
-    error : array or None
     """
 
     def __init__(self, tableau: Tableau, like: Array):

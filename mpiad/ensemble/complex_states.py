@@ -95,17 +95,11 @@ def _event(event: Event, shape: Shape) -> Event:
 
 @dataclass(frozen=True)
 class _OfParts:
-    """A function of states' parts, by one of complex states.
-
-    Parameters
-    ----------
-    is_state : bool
-        Whether it returns a state, too.
-    """
+    """A function of states' parts, by one of complex states."""
 
     written: Function
     shape: Shape
-    is_state: bool = True
+    is_state: bool = True  # whether it returns a state, too
 
     @property
     def __wrapped__(self) -> Function:

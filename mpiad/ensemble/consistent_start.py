@@ -31,17 +31,10 @@ _CLOSE = 1e-3
 
 
 class ConsistentStart(NamedTuple):
-    """A batch that starts consistently.
+    """A batch that starts consistently."""
 
-    Parameters
-    ----------
-    batch : Batch
-        NaN where no such state was found.
-    failed : array of bool, shape (N,)
-    """
-
-    batch: Batch
-    failed: Array
+    batch: Batch  # NaN where no such state was found
+    failed: Array  # bool, shape (N,)
 
 
 def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array | float) -> ConsistentStart:

@@ -73,20 +73,11 @@ class Equations:
 
 
 class Roots(NamedTuple):
-    """Where N trajectories ended.
+    """Where N trajectories ended."""
 
-    Parameters
-    ----------
-    u : array, shape (d, N)
-        NaN where no root was found.
-    jacobian : array, shape (N, d, d)
-        At u.
-    codes, niter : array of int, shape (N,)
-        Return codes, and the steps that were taken.
-    """
-
-    u: Array
-    jacobian: Array
+    u: Array  # shape (d, N); NaN where no root was found
+    jacobian: Array  # shape (N, d, d); at u
+    # `codes`, `niter`: int, shape (N,). Return codes, and the steps that were taken.
     codes: Array
     niter: Array
 

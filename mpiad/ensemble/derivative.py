@@ -183,7 +183,6 @@ class Columns:
 
     Parameters
     ----------
-    leaves : list of array
     varies : list of bool
         Whether the last axis of a leaf counts trajectories.
     """

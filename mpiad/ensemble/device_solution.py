@@ -20,27 +20,17 @@ _ASKED = ("retcode", "t_reached", "naccept", "nreject", "nf", "events")
 
 
 class Statistics(NamedTuple):
-    """How trajectories went, on a device.
-
-    Parameters
-    ----------
-    codes, t_reached, naccept, nreject : array, shape (N,)
-    failed : int
-        How many failed: the one number that each solve brings to the host.
-    evaluations : tuple of int
-        How often f was called at the start of a trajectory, and for each step that was tried.
-    events : callable
-        Returns the events, copied to the host.
-    """
+    """How trajectories went, on a device."""
 
     arrays: ArrayModule
+    # `codes`, `t_reached`, `naccept`, `nreject`: shape (N,).
     codes: Array
     t_reached: Array
     naccept: Array
     nreject: Array
-    failed: int
-    evaluations: tuple[int, int]
-    events: Callable[[], dict] = dict
+    failed: int  # how many failed: the one number that each solve brings to the host
+    evaluations: tuple[int, int]  # how often f was called at the start of a trajectory, and for each step that was tried
+    events: Callable[[], dict] = dict  # returns the events, copied to the host
 
     def on_host(self, name: str) -> Array:
         """Return one of a solution's arrays by its name; each call copies."""

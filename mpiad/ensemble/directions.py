@@ -25,18 +25,10 @@ _AT_ONCE = 8
 
 
 class Number(NamedTuple):
-    """One of the real numbers that a trajectory is differentiated by.
+    """One of the real numbers that a trajectory is differentiated by."""
 
-    Parameters
-    ----------
-    place : int or None
-        Of a leaf; None: of the initial state.
-    index : tuple of int
-        Where in it.
-    """
-
-    place: int | None
-    index: Any
+    place: int | None  # of a leaf; None: of the initial state
+    index: Any  # where in it
     unit: complex
 
 
@@ -54,7 +46,6 @@ def numbers(x: Array, varies: bool) -> list[tuple[Any, complex]]:
 
     Parameters
     ----------
-    x : array
     varies : bool
         Whether its last axis counts trajectories.
     """

@@ -22,19 +22,14 @@ def least_step(t: Array) -> Array:
 
 
 class Entrants(NamedTuple):
-    """Trajectories as they enter; times are in the direction of the solve.
+    """Trajectories as they enter; times are in the direction of the solve."""
 
-    Parameters
-    ----------
-    ids : array of int, shape (n,)
-    t, end, h : array, shape (n,)
-    u, k : array, shape (d, n)
-    """
-
-    ids: Array
+    ids: Array  # int, shape (n,)
+    # `t`, `end`, `h`: shape (n,).
     t: Array
     end: Array
     h: Array
+    # `u`, `k`: shape (d, n).
     u: Array
     k: Array
 

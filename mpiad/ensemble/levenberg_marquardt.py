@@ -43,18 +43,10 @@ _UNDER_WAY = -1
 
 
 class Evaluation(NamedTuple):
-    """The residuals of some problems and their derivatives, at one point for each.
+    """The residuals of some problems and their derivatives, at one point for each."""
 
-    Parameters
-    ----------
-    cost : array, shape (n,)
-        Half the sums of squares; infinite where there is none.
-    factor : array, shape (n, m + 1, m + 1)
-        Of [J r] = Q R the triangular R.
-    """
-
-    cost: Array
-    factor: Array
+    cost: Array  # shape (n,); half the sums of squares; infinite where there is none
+    factor: Array  # shape (n, m + 1, m + 1); of [J r] = Q R the triangular R
 
     def rows(self, rows: Array) -> Evaluation:
         """Return some of the problems."""

@@ -94,70 +94,43 @@ def came_through(codes: Array) -> Array:
 
 @dataclass
 class Outcome:
-    """The results of N trajectories, filled in as they end.
+    """The results of N trajectories, filled in as they end."""
 
-    Parameters
-    ----------
-    u_end : array, shape (d, N)
-        The last accepted state.
-    t_reached : array, shape (N,)
-    codes : array of int, shape (N,)
-        Numbers of return codes.
-    naccept, nreject : array of int, shape (N,)
-    saved : array, shape (N, n_saved, d), or None
-        NaN at times that weren't reached.
-    save_step : array of int, shape (N, n_saved), or None
-        In which accepted step (from 0) each saved time lies; -1 where it is the initial state, -2 where it wasn't reached.
-    steps : list of (int, Steps)
-        All accepted steps, where they are recorded: for each share its first trajectory and its steps, which count
-        trajectories from there.
-    end_part : array, shape (N,)
-        Which part of the last accepted step was gone: less than 1 where a terminal event ended the trajectory inside it.
-    event_table : array, shape (5, m), or None
-        All events, trajectory by trajectory in the order of time: the trajectory, which event, in which of its steps (from
-        0), at which part of it, and when; None where nothing happened.
-    event_times : dict
-        Of a solve on a device, from trajectories to lists of (number of an event, its time).
-    solver : Solver or None
-        Of a solve by compiled kernels that is to be differentiated; `steps` is then made when it is asked for.
-    tapes, last
-        The steps as such a kernel wrote them, and each trajectory's last row.
-    carried : tuple of array, or None
-        The tangents that it carried, of shapes (m, d, N) and (m, N, n_saved, d).
-    crossings : array, or None
-        The events that such a kernel found, one row each: see `kernel_rows`.
-    at_events : array, shape (m, d) or (m, 0), or None
-        The states there before events acted in the kernel, where it records.
-    record : Record or None
-        Of a solve on a device that is to be differentiated.
-    saved_times : array, shape (N, n_saved), or None
-        Of a solve on a device whose every step was saved.
-    jumps : list of Jump
-        Of a recorded solve with events that act.
-    following : array, shape (N,)
-        Of a piece of a solve between events that act: the steps that would be next; infinite where there were none.
-    """
-
-    u_end: Array
-    t_reached: Array
-    codes: Array
+    u_end: Array  # shape (d, N); the last accepted state
+    t_reached: Array  # shape (N,)
+    codes: Array  # int, shape (N,); numbers of return codes
+    # `naccept`, `nreject`: int, shape (N,).
     naccept: Array
     nreject: Array
-    saved: Array | None
+    saved: Array | None  # shape (N, n_saved, d), or None; NaN at times that weren't reached
+    # Int, shape (N, n_saved), or None. In which accepted step (from 0) each saved time lies; -1 where it is the initial
+    # state, -2 where it wasn't reached.
     save_step: Array | None
+    # Shape (N,). Which part of the last accepted step was gone: less than 1 where a terminal event ended the trajectory
+    # inside it.
     end_part: Array
+    # Shape (5, m), or None. All events, trajectory by trajectory in the order of time: the trajectory, which event, in
+    # which of its steps (from 0), at which part of it, and when; None where nothing happened.
     event_table: Array | None = None
+    # Of a solve on a device, from trajectories to lists of (number of an event, its time).
     event_times: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    # List of (int, Steps). All accepted steps, where they are recorded: for each share its first trajectory and its steps,
+    # which count trajectories from there.
     steps: list[tuple[int, Steps]] = field(default_factory=list)
+    # Of a solve by compiled kernels that is to be differentiated; `steps` is then made when it is asked for.
     solver: Any = None
+    # `tapes`, `last`: the steps as such a kernel wrote them, and each trajectory's last row.
     tapes: list[Any] = field(default_factory=list)
     last: Array | None = None
-    carried: tuple[Array, Array] | None = None
-    crossings: Any = None
+    carried: tuple[Array, Array] | None = None  # the tangents that it carried, of shapes (m, d, N) and (m, N, n_saved, d)
+    crossings: Any = None  # the events that such a kernel found, one row each: see `kernel_rows`
+    # Shape (m, d) or (m, 0). The states there before events acted in the kernel, where it records.
     at_events: Array | None = None
-    record: Any = None
-    saved_times: Array | None = None
-    jumps: list[Any] = field(default_factory=list)
+    record: Any = None  # of a solve on a device that is to be differentiated
+    saved_times: Array | None = None  # shape (N, n_saved), or None; of a solve on a device whose every step was saved
+    jumps: list[Any] = field(default_factory=list)  # of a recorded solve with events that act
+    # Shape (N,). Of a piece of a solve between events that act: the steps that would be next; infinite where there were
+    # none.
     following: Array = field(default_factory=lambda: np.empty(0))
 
     @property

@@ -37,44 +37,27 @@ def _of_words(*parts: Any) -> int:
 
 @dataclass(frozen=True)
 class RankOutcomes:
-    """How the trajectories of all ranks went: the same on all ranks.
+    """How the trajectories of all ranks went: the same on all ranks."""
 
-    Parameters
-    ----------
-    codes, reached : array, shape (N,)
-        Return codes, and the times that were reached.
-    accepted, rejected : array of unsigned int, shape (N,)
-        Steps, in as few bytes as the largest number needs: most programs never read them.
-    counts : list of int
-        How many trajectories each rank has.
-    events : dict
-        From trajectories to their events.
-    t : array, shape (n_saved,) or (N, n_saved)
-    converged, compiled, traced : bool
-        Whether a reduction ended the solve; whether kernels advanced trajectories; whether derivatives are wanted.
-    ends : bool
-        Whether initial and final states are all that is saved.
-    evaluated : callable
-        From `naccept` and `nreject` to the calls of f.
-    said : list of int
-        By ranks, a number for what each has to say of f in the log; the same number for the same words.
-    calls : array of int, shape (N,), or None
-        The calls of f where there were events, which may begin steps anew.
-    """
-
+    # `codes`, `reached`: shape (N,). Return codes, and the times that were reached.
     codes: Array
     reached: Array
+    # `accepted`, `rejected`: array of unsigned int, shape (N,). Steps, in as few bytes as the largest number needs: most
+    # programs never read them.
     accepted: Array
     rejected: Array
-    counts: list[int]
-    events: dict
-    t: Array
+    counts: list[int]  # how many trajectories each rank has
+    events: dict  # from trajectories to their events
+    t: Array  # shape (n_saved,) or (N, n_saved)
+    # `converged`, `compiled`, `traced`: whether a reduction ended the solve; whether kernels advanced trajectories; whether
+    # derivatives are wanted.
     converged: bool
     compiled: bool
     traced: bool
-    ends: bool
-    evaluated: Callable[[Array, Array], Array]
-    said: list[int]
+    ends: bool  # whether initial and final states are all that is saved
+    evaluated: Callable[[Array, Array], Array]  # from `naccept` and `nreject` to the calls of f
+    said: list[int]  # by ranks, a number for what each has to say of f in the log; the same number for the same words
+    # Int, shape (N,), or None. The calls of f where there were events, which may begin steps anew.
     calls: Array | None = None
 
     @cached_property

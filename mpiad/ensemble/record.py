@@ -24,32 +24,22 @@ _FILLED = 2048
 
 
 class Step(NamedTuple):
-    """A step of n columns; times are in the direction of the solve.
+    """A step of n columns; times are in the direction of the solve."""
 
-    Parameters
-    ----------
-    ids, number : array of int, shape (n,)
-        The trajectories, and the number of this step among the accepted ones of each, from 0.
-    accepted : array of bool, shape (n,)
-    t, h, t_new : array, shape (n,)
-    u, new : array, shape (d, n)
-        Before and after.
-    k : list of array, shape (d, n), or on a device array, shape (stages, d, n)
-        The stages.
-    sign : array, shape (n,), or None
-        -1 for columns that go backwards; None where there are none.
-    """
-
+    # `ids`, `number`: int, shape (n,). The trajectories, and the number of this step among the accepted ones of each, from
+    # 0.
     ids: Array
     number: Array
-    accepted: Array
+    accepted: Array  # bool, shape (n,)
+    # `t`, `h`, `t_new`: shape (n,).
     t: Array
     h: Array
     t_new: Array
+    # `u`, `new`: shape (d, n). Before and after.
     u: Array
     new: Array
-    k: Array | list[Array]
-    sign: Array | None
+    k: Array | list[Array]  # list of array, shape (d, n), or on a device array, shape (stages, d, n); the stages
+    sign: Array | None  # shape (n,), or None; -1 for columns that go backwards; None where there are none
 
     def at(self, columns: Array) -> Step:
         """Return the step of some columns."""
@@ -65,22 +55,13 @@ class Step(NamedTuple):
 
 
 class Sweep(NamedTuple):
-    """One step of several trajectories.
+    """One step of several trajectories."""
 
-    Parameters
-    ----------
-    ids : array of int, shape (width,)
-        The trajectories, each at its place in the order.
-    t, h : array, shape (width,)
-        Time before the step, and its signed size.
-    u : array, shape (d, width)
-        State before the step.
-    """
-
-    ids: Array
+    ids: Array  # int, shape (width,); the trajectories, each at its place in the order
+    # `t`, `h`: shape (width,). Time before the step, and its signed size.
     t: Array
     h: Array
-    u: Array
+    u: Array  # shape (d, width); state before the step
 
 
 class Steps:
@@ -97,7 +78,6 @@ class Steps:
 
     Attributes
     ----------
-    kept : Steps or None
     order : array of int, shape (N,)
         The trajectories, those with the most steps first.
     rank : array of int, shape (N,)

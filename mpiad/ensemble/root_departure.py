@@ -29,21 +29,12 @@ SHORT, MOST_SHORT = 1e-6, 10
 
 
 class Departure(NamedTuple):
-    """How the condition of an event goes on, for several trajectories.
+    """How the condition of an event goes on, for several trajectories."""
 
-    Parameters
-    ----------
-    side : array, shape (n,)
-        The sign that it takes; 0 where it isn't at its root, and its own sign counts.
-    back : array, shape (n,)
-        After what time it vanishes again as the event asks for; infinite where it isn't at its root, or doesn't.
-    endless : array of bool, shape (n,)
-        Whether that is at once, and so would be again and again.
-    """
-
-    side: Array
+    side: Array  # shape (n,); the sign that it takes; 0 where it isn't at its root, and its own sign counts
+    # Shape (n,). After what time it vanishes again as the event asks for; infinite where it isn't at its root, or doesn't.
     back: Array
-    endless: Array
+    endless: Array  # bool, shape (n,); whether that is at once, and so would be again and again
 
 
 def distance_ahead(gone: Array, span: Array) -> Array:

@@ -30,20 +30,11 @@ __all__ = ["RosenbrockTableau", "rosenbrock"]
 
 @dataclass(frozen=True, eq=False)
 class RosenbrockTableau(Tableau):
-    """The coefficients of a Rosenbrock method; `rosenbrock` makes it.
-
-    Parameters
-    ----------
-    gamma : float
-    coupling : tuple of tuple of float
-        Row i: the weights C of the stages before stage i + 1 in its right-hand side.
-    slopes : tuple of float
-        The weights d of h ∂f/∂t there.
-    """
+    """The coefficients of a Rosenbrock method; `rosenbrock` makes it."""
 
     gamma: float
-    coupling: tuple[tuple[float, ...], ...]
-    slopes: tuple[float, ...]
+    coupling: tuple[tuple[float, ...], ...]  # row i: the weights C of the stages before stage i + 1 in its right-hand side
+    slopes: tuple[float, ...]  # the weights d of h ∂f/∂t there
 
     implicit: ClassVar[bool] = True
 

@@ -22,23 +22,12 @@ __all__ = ["Entries", "Schedule", "Seeds"]
 
 
 class Seeds(NamedTuple):
-    """Cotangents of the results.
+    """Cotangents of the results."""
 
-    Parameters
-    ----------
-    end : array, shape (d, N)
-    saved : array, shape (N, n_saved, d), or None
-        None where all are zero.
-    reached : array, shape (N,), or None
-        Of the times at which trajectories ended.
-    crossed : array, shape (m,), or None
-        Of the times of events on the way; None where all are zero.
-    """
-
-    end: Array
-    saved: Array | None = None
-    reached: Array | None = None
-    crossed: Array | None = None
+    end: Array  # shape (d, N)
+    saved: Array | None = None  # shape (N, n_saved, d), or None; none where all are zero
+    reached: Array | None = None  # shape (N,), or None; of the times at which trajectories ended
+    crossed: Array | None = None  # shape (m,), or None; of the times of events on the way; None where all are zero
 
     def share(self, rows: slice) -> Seeds:
         """Return those of some of the trajectories, where there are no events."""
@@ -47,25 +36,14 @@ class Seeds(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Values that are saved in some step of some trajectory, ordered by trajectory.
+    """Values that are saved in some step of some trajectory, ordered by trajectory."""
 
-    Parameters
-    ----------
-    ids, place : array of int, shape (m,)
-        The trajectories, and which of their saved values this is.
-    number : array of int, shape (m,)
-        The step in which it lies, from 0.
-    x : array, shape (m,)
-        The part of the step that is gone; 1 at its end.
-    h : array, shape (m,)
-        The step.
-    """
-
+    # `ids`, `place`: int, shape (m,). The trajectories, and which of their saved values this is.
     ids: Array
     place: Array
-    number: Array
-    x: Array
-    h: Array
+    number: Array  # int, shape (m,); the step in which it lies, from 0
+    x: Array  # shape (m,); the part of the step that is gone; 1 at its end
+    h: Array  # shape (m,); the step
 
     def scheduled(self, sweep: SortedSweep, coefficients: Coefficients) -> Schedule:
         """Return when a sweep over sorted steps meets those of its trajectories."""

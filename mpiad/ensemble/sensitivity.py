@@ -39,20 +39,11 @@ Tangents = list[Any] | None
 
 
 class States(NamedTuple):
-    """Saved states of n trajectories and their derivatives.
+    """Saved states of n trajectories and their derivatives."""
 
-    Parameters
-    ----------
-    u : array, shape (n, n_saved, d)
-        NaN where a trajectory failed.
-    tangents : array, shape (m, n, n_saved, d)
-    tries : array of int, shape (n,)
-        Steps of the solve.
-    """
-
-    u: Array
-    tangents: Array
-    tries: Array
+    u: Array  # shape (n, n_saved, d); NaN where a trajectory failed
+    tangents: Array  # shape (m, n, n_saved, d)
+    tries: Array  # int, shape (n,); steps of the solve
 
 
 class _Along(NamedTuple):
@@ -68,7 +59,6 @@ class SensitivitySolve:
 
     Parameters
     ----------
-    compiler : Compiler
     batch : Batch
         Of plain arrays.
     settings : Settings

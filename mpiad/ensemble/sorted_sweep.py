@@ -43,20 +43,15 @@ def grouped(visits: Array, kinds: Array) -> dict[int, list[Array]]:
 
 
 class Crossings(NamedTuple):
-    """Events on the way of trajectories.
+    """Events on the way of trajectories."""
 
-    Parameters
-    ----------
-    ids, order, event, number : array of int, shape (m,)
-        The trajectories, which of the events of each this is, which event, and in which step, from 0.
-    x, time : array, shape (m,)
-        The part of the step that is gone there, and when.
-    """
-
+    # `ids`, `order`, `event`, `number`: int, shape (m,). The trajectories, which of the events of each this is, which
+    # event, and in which step, from 0.
     ids: Array
     order: Array
     event: Array
     number: Array
+    # `x`, `time`: shape (m,). The part of the step that is gone there, and when.
     x: Array
     time: Array
 

@@ -26,20 +26,11 @@ __all__ = ["StageSystems", "System"]
 
 
 class System(NamedTuple):
-    """The systems of one step of several columns.
+    """The systems of one step of several columns."""
 
-    Parameters
-    ----------
-    jacobian : array, shape (d, d, n)
-    rise : array, shape (d, n), or None
-        ∂f/∂t; None where it is zero.
-    lu : ColumnLU
-        Of W.
-    """
-
-    jacobian: Array
-    rise: Array | None
-    lu: ColumnLU
+    jacobian: Array  # shape (d, d, n)
+    rise: Array | None  # shape (d, n), or None; ∂f/∂t; None where it is zero
+    lu: ColumnLU  # of W
 
 
 class StageSystems:

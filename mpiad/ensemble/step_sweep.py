@@ -32,28 +32,15 @@ Columns: TypeAlias = Array | slice
 
 
 class Visit(NamedTuple):
-    """A step of the first columns of a block.
+    """A step of the first columns of a block."""
 
-    Parameters
-    ----------
-    number : int
-        Of the visit, counted by its sweep.
-    t, h : array, shape (width,)
-        Actual times before the step, and its signed sizes; zero where none was made.
-    u : array, shape (d, width)
-        Before the step.
-    about : object
-        What its sweep knows of it: on the host the columns for which it is the last step, on a device the round.
-    made : array of bool, shape (width,), or None
-        Which columns made this step; None where all did.
-    """
-
-    number: int
+    number: int  # of the visit, counted by its sweep
+    # `t`, `h`: shape (width,). Actual times before the step, and its signed sizes; zero where none was made.
     t: Array
     h: Array
-    u: Array
-    about: Any
-    made: Array | None = None
+    u: Array  # shape (d, width); before the step
+    about: Any  # what its sweep knows of it: on the host the columns for which it is the last step, on a device the round
+    made: Array | None = None  # bool, shape (width,), or None; which columns made this step; None where all did
 
     def of(self, columns: Columns) -> Visit:
         """Return the visit of some columns."""
@@ -63,28 +50,18 @@ class Visit(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Values saved in one step, of which no column has two.
+    """Values saved in one step, of which no column has two."""
 
-    Parameters
-    ----------
-    ids, place : array of int, shape (m,)
-        The trajectories, and which of their saved values each is.
-    columns : array of int, shape (m,)
-        In the visit.
-    x, h : array, shape (m,)
-        The part of the step that is gone there, and the step.
-    weights : sequence of array, shape (m,)
-        Of the stages.
-    whole : array of bool, shape (m,)
-        Whether the last stage's share is taken in this step; if not, in the next one, whose first stage it is.
-    """
-
+    # `ids`, `place`: int, shape (m,). The trajectories, and which of their saved values each is.
     ids: Array
     place: Array
-    columns: Columns
+    columns: Columns  # int, shape (m,); in the visit
+    # `x`, `h`: shape (m,). The part of the step that is gone there, and the step.
     x: Array = None
     h: Array = None
-    weights: Sequence[Array] | Array = ()
+    weights: Sequence[Array] | Array = ()  # sequence of array, shape (m,); of the stages
+    # Bool, shape (m,). Whether the last stage's share is taken in this step; if not, in the next one, whose first stage it
+    # is.
     whole: Array | None = None
 
     def of(self, states: Array) -> Array:
@@ -97,41 +74,22 @@ class Saved(NamedTuple):
 
 
 class LocatedEvent(NamedTuple):
-    """One event in one step of several columns.
+    """One event in one step of several columns."""
 
-    Parameters
-    ----------
-    event : int
-        Its place among the events of the solve.
-    columns : array of int, shape (m,)
-        Those that met it; of a terminal one those that it ended.
-    x, time : array, shape (m,)
-        The part of the step that is gone there, and when.
-    row : array of int, shape (m,)
-        Which of all events these are.
-    """
-
-    event: int
+    event: int  # its place among the events of the solve
     terminal: bool
-    columns: Array
+    columns: Array  # int, shape (m,); those that met it; of a terminal one those that it ended
+    # `x`, `time`: shape (m,). The part of the step that is gone there, and when.
     x: Array
     time: Array
-    row: Array
+    row: Array  # int, shape (m,); which of all events these are
 
 
 class StepSweep:
-    """The visits of a block.
+    """The visits of a block."""
 
-    Attributes
-    ----------
-    ids : array of int, shape (n,)
-        The trajectories, where their states live.
-    leaves : list
-        Of the parameters of these columns.
-    """
-
-    ids: Array
-    leaves: list[Any]
+    ids: Array  # int, shape (n,); the trajectories, where their states live
+    leaves: list[Any]  # of the parameters of these columns
 
     def backwards(self) -> Iterator[Visit]:
         """Return the visits from the last step to the first."""

@@ -28,30 +28,16 @@ ROUNDING = 1e-13
 
 @dataclass(frozen=True, eq=False)
 class Tableau:
-    """The coefficients of an explicit method; `explicit` makes it. There are few: each is equal to itself alone.
+    """The coefficients of an explicit method; `explicit` makes it. There are few: each is equal to itself alone."""
 
-    Parameters
-    ----------
-    a : tuple of tuple of float
-        Row i, from the second stage on: the weights of the stages before it. The last row gives the new state.
-    c : tuple of float
-        Times of the stages, as parts of the step, in any order.
-    error : tuple of float or None
-        Weights of the error estimate, one for each stage; None where steps are fixed.
-    dense : array, shape (stages, degree)
-        Row i: coefficients of x, x², … in the weight of stage i at the part x of the step.
-    order : int
-        Of the solution that goes on.
-    embedded_order : int or None
-        Of the solution that it is compared with.
-    """
-
+    # Row i, from the second stage on: the weights of the stages before it. The last row gives the new state.
     a: tuple[tuple[float, ...], ...]
-    c: tuple[float, ...]
-    error: tuple[float, ...] | None
+    c: tuple[float, ...]  # times of the stages, as parts of the step, in any order
+    error: tuple[float, ...] | None  # weights of the error estimate, one for each stage; None where steps are fixed
+    # Shape (stages, degree). Row i: coefficients of x, x², … in the weight of stage i at the part x of the step.
     dense: Array
-    order: int
-    embedded_order: int | None
+    order: int  # of the solution that goes on
+    embedded_order: int | None  # of the solution that it is compared with
 
     # Whether its stages are solutions of linear systems, with the Jacobian of f.
     implicit: ClassVar[bool] = False
@@ -138,13 +124,7 @@ def _hermite(b: Sequence[float]) -> Array:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A Runge-Kutta method and how its steps are chosen.
+    """A Runge-Kutta method and how its steps are chosen."""
 
-    Parameters
-    ----------
-    controller : IController or PIController
-        SciPy's by default.
-    """
-
-    controller: Controller = IController()
+    controller: Controller = IController()  # IController or PIController; SciPy's by default
     tableau: ClassVar[Tableau]

@@ -23,16 +23,10 @@ __all__ = ["Directions", "SavedTangents", "TangentReceiver", "push_run"]
 
 
 class Directions(NamedTuple):
-    """Along what to differentiate, in m directions.
+    """Along what to differentiate, in m directions."""
 
-    Parameters
-    ----------
-    u0 : array, shape (m, d, N)
-    leaves : dict
-        From places of leaves of the parameters to lists of m arrays in their shapes, None where one is zero.
-    """
-
-    u0: Array
+    u0: Array  # shape (m, d, N)
+    # From places of leaves of the parameters to lists of m arrays in their shapes, None where one is zero.
     leaves: dict[int, list[Any]]
 
 

@@ -30,19 +30,11 @@ def over_slots(x: Array) -> Array:
 
 
 class Arrival(NamedTuple):
-    """Cotangents of stages that come from elsewhere: what is saved inside a step.
+    """Cotangents of stages that come from elsewhere: what is saved inside a step."""
 
-    Parameters
-    ----------
-    columns : array of int, shape (m,)
-        None comes twice.
-    value : array, shape (d, m), or (s, d, m) for several in each column
-    weights : dict
-        From stages to arrays of shape (m,), or (s, 1, m): the cotangent of a stage gains `value` times this.
-    """
-
-    columns: Columns
-    value: Array
+    columns: Columns  # int, shape (m,); none comes twice
+    value: Array  # shape (d, m), or (s, d, m) for several in each column
+    # From stages to arrays of shape (m,), or (s, 1, m): the cotangent of a stage gains `value` times this.
     weights: dict[int, Array]
 
 
@@ -60,7 +52,6 @@ class TransposedStep:
         Arguments and values of the stages; without the last, which belongs to the next step.
     h : array, shape (n,)
         Steps in the precision of the states.
-    tableau : Tableau
     last : int
         The number of the last stage.
     by_size : array, shape (n,), or float
@@ -138,23 +129,14 @@ class TransposedStep:
 
 
 class Inside(NamedTuple):
-    """Cotangents of states u + h Σ w_i(x) k_i inside a step.
+    """Cotangents of states u + h Σ w_i(x) k_i inside a step."""
 
-    Parameters
-    ----------
-    columns : array of int, shape (m,)
-        None comes twice.
-    value : array, shape (d, m), or (s, d, m) for several in each column
-    x : array, shape (m,), or (s, m)
-    weights : sequence of array, shape (m,), or (s, 1, m)
-    whole : array of bool, shape (m,), or None
-        Whether the last stage's share is taken here; if not, it is that of the step after. None: everywhere.
-    """
-
-    columns: Columns
-    value: Array
-    x: Array
-    weights: Sequence[Array]
+    columns: Columns  # int, shape (m,); none comes twice
+    value: Array  # shape (d, m), or (s, d, m) for several in each column
+    x: Array  # shape (m,), or (s, m)
+    weights: Sequence[Array]  # sequence of array, shape (m,), or (s, 1, m)
+    # Bool, shape (m,), or None. Whether the last stage's share is taken here; if not, it is that of the step after. None:
+    # everywhere.
     whole: Array | None = None
 
     def arrival(self, step: TransposedStep) -> Arrival:

@@ -59,32 +59,24 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
 
 
 class Turns:
-    """The turns of a working set, wherever its columns live.
+    """The turns of a working set, wherever its columns live."""
 
-    Attributes
-    ----------
-    ids, number, entered : array of int, shape (n,)
-        The trajectories, their accepted steps, and the turn in which they entered.
-    t, end, h, q2 : array, shape (n,)
-        Times, ends, next steps, and the squared errors of the last accepted ones, in the direction of the solve.
-    live, rejected : array of bool, shape (n,)
-        Which still move; whether the last try was rejected.
-    idle : array, shape (n,)
-        1 where one has ended, else 0.
-    u : array, shape (d, n)
-    """
-
+    # `ids`, `number`, `entered`: int, shape (n,). The trajectories, their accepted steps, and the turn in which they
+    # entered.
     ids: Array
     number: Array
     entered: Array
+    # `t`, `end`, `h`, `q2`: shape (n,). Times, ends, next steps, and the squared errors of the last accepted ones, in the
+    # direction of the solve.
     t: Array
     end: Array
     h: Array
     q2: Array
+    # `live`, `rejected`: bool, shape (n,). Which still move; whether the last try was rejected.
     live: Array
     rejected: Array
-    idle: Array
-    u: Array
+    idle: Array  # shape (n,); 1 where one has ended, else 0
+    u: Array  # shape (d, n)
     _one: Array | float = np.array(1.0)  # as ufuncs take it fastest
 
     def __init__(self, settings: Settings):

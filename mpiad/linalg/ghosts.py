@@ -29,7 +29,6 @@ class GhostPlan:
         Places in the whole vector of what this rank needs and doesn't own, sorted.
     offsets : array of int, of length P + 1
         Rank r owns the places from offsets[r] to offsets[r + 1].
-    comm : mpi4py intracommunicator or None
 
     Attributes
     ----------

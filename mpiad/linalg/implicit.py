@@ -38,35 +38,20 @@ METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgst
 
 
 class Problem(NamedTuple):
-    """A linear system but for its right-hand side and the values of its parameters.
-
-    Parameters
-    ----------
-    build : callable
-        From the leaves of the parameters to the parameters.
-    start : array or None
-        Where the iteration starts.
-    preconditioner_transpose : callable, "derived" or None
-    transposed : bool
-        Whether the system is that of the transposed operator.
-    solver : callable or None
-        ``solver(params, transposed)`` makes the method, where it isn't one of this library's.
-    failures : DeferredFailures or None
-        What has gone wrong on this rank before the solve, in the call that it is a part of.
-    talkers : set of str or None
-        As `DeferredFailures` takes it, for this problem and those of its derivatives.
-    """
+    """A linear system but for its right-hand side and the values of its parameters."""
 
     matvec: Function
     preconditioner: Function | None
-    build: Callable[[Any], Any]
+    build: Callable[[Any], Any]  # from the leaves of the parameters to the parameters
     settings: Settings
-    start: LocalArray | None = None
-    preconditioner_transpose: Any = None
-    transposed: bool = False
+    start: LocalArray | None = None  # where the iteration starts
+    preconditioner_transpose: Any = None  # callable, "derived" or None
+    transposed: bool = False  # whether the system is that of the transposed operator
+    # ``solver(params, transposed)`` makes the method, where it isn't one of this library's.
     solver: Callable[..., Method] | None = None
+    # What has gone wrong on this rank before the solve, in the call that it is a part of.
     failures: DeferredFailures | None = None
-    talkers: set[str] | None = None
+    talkers: set[str] | None = None  # as `DeferredFailures` takes it, for this problem and those of its derivatives
 
     def step(self, rtol: float, failures: DeferredFailures) -> Problem:
         """Return the problem of a step of Newton's: to another tolerance, without a look at the true residual."""
@@ -133,32 +118,9 @@ class Problem(NamedTuple):
 
 @communicating
 def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
-    """Return the solution of a linear system.
+    """Return this rank's block of the solution, of the shape of `b`, where `leaves` are the parameters'; raises as `solve`.
 
-    Parameters
-    ----------
-    b : array
-        This rank's block of the right-hand side.
-    *leaves : array or anything
-        The leaves of the parameters.
-    problem : Problem
-
-    Returns
-    -------
-    array of the shape of `b`
-
-    Raises
-    ------
-    ValueError, TypeError, ConvergenceError
-        On all ranks: see `solve`.
-
-    Ranks
-    -----
-    All ranks call it.
-
-    Adjoint
-    -------
-    One solve with the transposed operator, which for conjugate gradients is the operator itself, conjugated.
+    The adjoint is one solve with the transposed operator, which for conjugate gradients is the operator itself, conjugated.
     """
     system = problem.system(leaves, b)
     found = iterate(problem.method(leaves), system, b, problem.start)
@@ -194,12 +156,8 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
 def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures) -> list:
     """Return the cotangents of all but the first of what a function of the user's was traced by.
 
-    Raises
-    ------
-    ValueError
-        On all ranks, where the first isn't `g`, though the operator was taken for its own transpose.
-    Exception
-        On all ranks, what an adjoint of the user's raises on one.
+    On all ranks it raises what an adjoint of the user's raises on one; a ValueError where the first isn't `g`, though the
+    operator was taken for its own transpose.
     """
     found = failures.attempt("adjoint", pull, left) or [None]
     if problem.hermitian:

@@ -32,16 +32,9 @@ _PATIENCE = 3  # new starts in a row without progress, before it counts as stall
 
 
 def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None) -> LocalArray:
-    """Return the solution of a system, of the shape and dtype of `b`, from `x0` or zero on.
+    """Return the solution of a system, of the shape and dtype of `b`, from `x0` or zero on; all ranks call it.
 
-    Raises
-    ------
-    ValueError, TypeError, ConvergenceError
-        On all ranks: see `solve`.
-
-    Ranks
-    -----
-    All ranks call it.
+    On all ranks it raises as `solve`.
     """
     b = system.rows(b)
     targets, norms = system.start(b)

@@ -131,21 +131,13 @@ def newton(
 
 
 class NonlinearProblem(NamedTuple):
-    """A nonlinear system but for the values of its parameters.
-
-    Parameters
-    ----------
-    build : callable
-        From the leaves of the parameters to the parameters.
-    jacobian : Problem
-        The linear system with the Jacobian, whose leaves are u and those of the parameters.
-    """
+    """A nonlinear system but for the values of its parameters."""
 
     residual: Function
-    build: Callable[[Any], Any]
+    build: Callable[[Any], Any]  # from the leaves of the parameters to the parameters
     settings: Settings
     start: LocalArray
-    jacobian: Problem
+    jacobian: Problem  # the linear system with the Jacobian, whose leaves are u and those of the parameters
 
     def at(self, all_leaves: Tree) -> LocalArray:
         """Return the residual of u and the leaves, as part of the program around it."""

@@ -35,19 +35,10 @@ Linear = Callable[[LocalArray, float], System]
 def find_root(
     residual: Function, linear: Linear, u0: LocalArray, settings: Settings, method: Method, failures: DeferredFailures
 ) -> LocalArray:
-    """Return u, of the form of `u0`, where the residual is zero.
+    """Return u, of the form of `u0`, where the residual is zero; collective. Raises as `newton`.
 
     ``linear(u, rtol)`` makes the system with the Jacobian at u, for `method` to solve. `failures` are those of the linear
     systems too: what one of them leaves unsaid, the next sum tells.
-
-    Raises
-    ------
-    ValueError, TypeError, ConvergenceError
-        On all ranks: see `newton`.
-
-    Ranks
-    -----
-    All ranks call it.
     """
     system = System(residual, None, u0, settings._replace(method="newton"), "residual", failures)
     u = system.rows(u0)

@@ -29,11 +29,8 @@ _CALL = "MatrixRowBlock.from_operator"
 def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any, int]:
     """Return this rank's rows of an operator's matrix, its points numbered block after block, and their number.
 
-    Raises
-    ------
-    TypeError, ValueError
-        On all ranks, where the operator returns something else than an array of the block's shape, or looks further than
-        the halo; where a periodic dimension is too short for that to be found out.
+    A TypeError or ValueError on all ranks, where the operator returns something else than an array of the block's shape, or
+    looks further than the halo; where a periodic dimension is too short for that to be found out.
     """
     used = channel(domain.comm, _CALL)
     count = math.prod(domain.local_shape)

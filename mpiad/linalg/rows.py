@@ -19,10 +19,7 @@ __all__ = ["local_rows", "rows_of"]
 def local_rows(used: Channel, rows: object, columns: int | None) -> tuple:
     """Return this rank's rows in CSR form, its slices of rows and columns, all ranks' offsets, and the row pointers.
 
-    Raises
-    ------
-    TypeError, ValueError
-        On all ranks: see `MatrixRowBlock`.
+    Raises on all ranks as `MatrixRowBlock`.
     """
     with raising_together(used):
         _require_matrix(rows, "MatrixRowBlock: rows")
@@ -70,13 +67,7 @@ def _misfit(every: np.ndarray, columns: int | None) -> Exception | None:
 
 
 def rows_of(used: Channel, matrix: Any, root: Rank, counts: Sequence[int] | None) -> tuple[Any, int]:
-    """Return this rank's rows of the root's matrix, and its number of columns.
-
-    Raises
-    ------
-    TypeError, ValueError
-        On all ranks: see `MatrixRowBlock.from_scipy`.
-    """
+    """Return this rank's rows of the root's matrix, and its number of columns; raises as `MatrixRowBlock.from_scipy`."""
     if not 0 <= root < used.size:
         raise ValueError(f"MatrixRowBlock.from_scipy: root must be a rank from 0 to {used.size - 1}, but got {root!r}.")
     pieces = None

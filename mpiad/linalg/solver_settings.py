@@ -20,44 +20,24 @@ SIDES = ("left", "right")
 
 
 class Settings(NamedTuple):
-    """How to solve; the same on all ranks.
-
-    Parameters
-    ----------
-    rtol, atol : float
-        The residual's norm is to fall to ``max(rtol * norm(b), atol)``.
-    comm : mpi4py intracommunicator or None
-    restart : int
-        Length of a cycle of GMRES.
-    side : {"left", "right"} or None
-        Of the preconditioner.
-    batch : int
-        How many leading axes of b count systems.
-    verify : bool
-        Whether to spend products on checks at the end.
-    call : str
-        What errors begin with.
-    probe : bool
-        Whether to look for constants in the operator's null space: not in the systems of derivatives.
-    with_x0 : bool
-        Whether there is an x0: its residual takes a product that all ranks must take part in.
-    reported, preconditioned : bool
-        Whether any rank has a callback, or a preconditioner, that may raise: known after `agree_on`.
-    """
+    """How to solve; the same on all ranks."""
 
     method: str
+    # `rtol`, `atol`: the residual's norm is to fall to ``max(rtol * norm(b), atol)``.
     rtol: float
     atol: float
     maxiter: int | None
     comm: Comm
     callback: Callable[[float], Any] | None
-    restart: int = 30
-    side: str | None = None
-    batch: int = 0
-    verify: bool = True
-    call: str = "linalg.solve"
-    probe: bool = True
-    with_x0: bool = False
+    restart: int = 30  # length of a cycle of GMRES
+    side: str | None = None  # {"left", "right"} or None; of the preconditioner
+    batch: int = 0  # how many leading axes of b count systems
+    verify: bool = True  # whether to spend products on checks at the end
+    call: str = "linalg.solve"  # what errors begin with
+    probe: bool = True  # whether to look for constants in the operator's null space: not in the systems of derivatives
+    with_x0: bool = False  # whether there is an x0: its residual takes a product that all ranks must take part in
+    # `reported`, `preconditioned`: whether any rank has a callback, or a preconditioner, that may raise: known after
+    # `agree_on`.
     reported: bool = False
     preconditioned: bool = False
 
@@ -65,12 +45,8 @@ class Settings(NamedTuple):
 def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
     """Return the settings with what other ranks' functions say of them; one reduction.
 
-    Raises
-    ------
-    Exception
-        This rank's `error`, or one like another's.
-    ValueError
-        Where ranks would solve in different ways, and wait for each other.
+    Raises this rank's `error`, or one like another's; a ValueError where ranks would solve in different ways, and wait for
+    each other.
     """
     used = channel(settings.comm, settings.call)
     # Communicators and functions differ between processes in what `repr` says of them.

@@ -195,17 +195,7 @@ class SegmentSums:
         ]
 
     def __call__(self, entries: LocalArray) -> LocalArray:
-        """Add up.
-
-        Parameters
-        ----------
-        entries : device array of shape (..., n + 1)
-            The last one is zero.
-
-        Returns
-        -------
-        device array of shape (..., count)
-        """
+        """Return the sums, shape (..., count), of entries on a device, shape (..., n + 1), of which the last is zero."""
         home = arrays_of(entries)
         out = home.full((*entries.shape[:-1], self.count), 0, entries.dtype)  # type: ignore[union-attr]
         for table in self._tables:

@@ -122,17 +122,10 @@ class System:
         return np.full(shape, value, self.dtype) if self._home is None else self._home.full(shape, value, self.dtype)
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
-        """Return the inner products of pairs of rows over all ranks, by one reduction; the first of a pair conjugated.
+        """Return the inner products of pairs of rows over all ranks, shape (pairs, k), the first conjugated; one reduction.
 
-        Returns
-        -------
-        array of shape (len(pairs), k)
-
-        Raises
-        ------
-        Exception
-            On all ranks, what `matvec`, `preconditioner` or the callback raised on one of them; a TypeError or ValueError
-            where they returned what can't be used.
+        On all ranks it raises what `matvec`, `preconditioner` or the callback raised on one, and a TypeError or ValueError
+        where they returned what can't be used.
         """
         return self.sums(inner(*pairs))
 
@@ -165,12 +158,8 @@ class System:
         """Return what each residual is to fall to (0 where the row of `b` is zero) and the norms of `b`; set the limit.
 
         A row whose squares, or those of its residuals, would leave the range of its dtype is first divided by a power of
-        two near its norm, one of `units`: `b` is changed, and so will the solution be.
-
-        Raises
-        ------
-        ValueError
-            On all ranks, where `b` isn't finite.
+        two near its norm, one of `units`: `b` is changed, and so will the solution be. A ValueError on all ranks, where `b`
+        isn't finite.
         """
         own = np.array([*np.real(inner((b, b))[0]), *lengths(b), self.length])
         squares, size, unknowns = np.split(self.sums(own), [self.count, 2 * self.count])

@@ -76,12 +76,8 @@ class Box:
 def box_of(bounds: Any, size: int) -> Box | None:
     """Return the bounds of so many variables, None where there are none.
 
-    Raises
-    ------
-    TypeError
-        Where they are on a device.
-    ValueError
-        Where there are too few or too many, or a lower one lies above its upper one.
+    A TypeError where they are on a device; a ValueError where there are too few or too many, or a lower one lies above its
+    upper one.
     """
     if bounds is None:
         return None

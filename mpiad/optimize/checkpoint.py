@@ -58,14 +58,9 @@ class Checkpoint(NamedTuple):
 
 
 def as_checkpoint(given: Any, call: str, writes: bool = True) -> Checkpoint | None:
-    """Return what the user's argument says.
+    """Return what the user's argument says; a TypeError or ValueError where that can't be done.
 
     Where `writes` is false this rank writes nothing, and may run where the folder isn't seen, as on another node's disk.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Where it says nothing that can be done.
     """
     if given is None:
         return None
@@ -165,12 +160,7 @@ class RootCheckpoint:
     def found(self) -> dict[str, np.ndarray] | None:
         """Return the arrays of an earlier run: "x", "value", "gradient", "counts", "history"; None where there is none.
 
-        The gradient is empty where it wasn't known.
-
-        Raises
-        ------
-        ValueError
-            Where the file is damaged, or belongs to another problem.
+        The gradient is empty where it wasn't known. A ValueError where the file is damaged, or belongs to another problem.
         """
         if self._checkpoint is None:
             return None

@@ -85,13 +85,7 @@ class ConstraintSet:
 
 
 def constraints_of(given: Any, packing: Packing, used: Channel) -> ConstraintSet:
-    """Return the root's constraints as functions of the vector of variables.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Where one isn't a constraint of SciPy's.
-    """
+    """Return the root's constraints as functions of the vector of variables; raise where one isn't one of SciPy's."""
     found = ConstraintSet()
     for constraint in given if isinstance(given, (list, tuple)) else [given]:
         if isinstance(constraint, dict):

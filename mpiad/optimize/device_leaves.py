@@ -52,12 +52,8 @@ def fingerprint(array: np.ndarray) -> bytes:
 def at_home(template: Tree, given: object, args: tuple) -> Tree:
     """Return the variables as another rank's: on the device of its own x0 or further arguments, else on the current one.
 
-    `template` is what `described` returned on the root, `given` this rank's x0.
-
-    Raises
-    ------
-    ImportError
-        Where this rank has no device arrays, and CuPy can't be loaded.
+    `template` is what `described` returned on the root, `given` this rank's x0. An ImportError where this rank has no
+    device arrays, and CuPy can't be loaded.
     """
     leaves, build = flatten(template)
     if not any(type(leaf) is Elsewhere for leaf in leaves):

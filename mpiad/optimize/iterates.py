@@ -38,7 +38,6 @@ class Iterates:
 
     Attributes
     ----------
-    record : Record
     told : bool
         Whether the user's callback is running, or has raised.
     """

@@ -226,17 +226,10 @@ def _gathered(
 
 
 class Start(NamedTuple):
-    """A starting point on the host.
-
-    Parameters
-    ----------
-    nest : pytree of arrays
-    away : list of bool
-        Which of its leaves belong on a device.
-    """
+    """A starting point on the host."""
 
     nest: Tree
-    away: list[bool]
+    away: list[bool]  # which of its leaves belong on a device
 
     def at(self, home: ArrayModule | None) -> Tree:
         """Return the nest with those leaves on a device."""
@@ -264,13 +257,7 @@ def _on_host(nest: Tree) -> Tree:
 
 
 def home_of(starts: list[Start], *given: Any) -> ArrayModule | None:
-    """Return this rank's device: that of what it was given, else the current one; None where all starts are on the host.
-
-    Raises
-    ------
-    ImportError
-        Where this rank has no device arrays, and CuPy can't be loaded.
-    """
+    """Return this rank's device: that of what it was given, else the current one; None where all starts are on the host."""
     if not any(any(start.away) for start in starts):
         return None
     return next(filter(None, map(arrays_of, flatten(list(given))[0])), None) or arrays_of(to_device(np.zeros(0)))

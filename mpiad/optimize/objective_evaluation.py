@@ -215,24 +215,15 @@ class Evaluation:
 
 
 class Program(NamedTuple):
-    """What a rank was given to evaluate.
-
-    Attributes
-    ----------
-    fun : callable
-    jac : callable or bool or None
-        The gradient, True where `fun` returns it beside its value, None where it is found by differentiation.
-    hessp : callable or None
-    args : tuple
-    objective : {"root", "sum", "mean"}
-        How the ranks' values make the objective; the values of `jac` and `hessp` are put together alike.
-    root : int
-    """
+    """What a rank was given to evaluate."""
 
     fun: Function
+    # The gradient, True where `fun` returns it beside its value, None where it is found by differentiation.
     jac: Function | bool | None
     hessp: Function | None
     args: tuple
+    # {"root", "sum", "mean"}. How the ranks' values make the objective; the values of `jac` and `hessp` are put together
+    # alike.
     objective: str
     root: Rank
 
@@ -269,8 +260,6 @@ class ForwardPass(NamedTuple):
     def backward(self, weight: float) -> Tree:
         """Return `weight` times the gradient by this rank's copy of the variables.
 
-        Ranks
-        -----
         All ranks call it, also those whose weight is zero: the cotangents of the others pass through them.
         """
         found = gradients_of_term(self.traced, weight, self.variables)

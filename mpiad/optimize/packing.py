@@ -63,12 +63,8 @@ _LARGE = 1 << 20  # bytes; smaller arrays come from the heap, without page fault
 def as_variables(x0: Tree, call: str = "minimize") -> Tree:
     """Return x0 as the nest that the function will get.
 
-    A plain list of numbers becomes an array, and integers become doubles, as in SciPy; other nests stay as they are.
-
-    Raises
-    ------
-    TypeError
-        Where nothing in x0 can be varied, or a part of it belongs to a trace.
+    A plain list of numbers becomes an array, and integers become doubles, as in SciPy; other nests stay as they are. A
+    TypeError where nothing in x0 can be varied, or a part of it belongs to a trace.
     """
     # A list of numbers is a vector, as SciPy takes it; any other nest stays one.
     if isinstance(x0, (list, tuple)) and not hasattr(x0, "_fields") and x0 and all(map(_is_number, x0)):
@@ -305,13 +301,7 @@ class DevicePacking(Packing):
 
 
 def packing_of_piece(start: Tree) -> PiecePacking | DevicePacking:
-    """Return how a rank's own piece lies in a vector, on the host or on its device.
-
-    Raises
-    ------
-    TypeError
-        Where some of its arrays are on a device and others aren't, or on another one.
-    """
+    """Return how a rank's own piece lies in a vector, on the host or on its device; a TypeError where it lies in both."""
     if not lies_on_device(flatten(start)[0]):
         return PiecePacking(start)
     packing = DevicePacking(start)

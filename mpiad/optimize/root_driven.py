@@ -41,24 +41,13 @@ def solving(agreement: StageFailures, checkpoint: Checkpoint | None, comm: Comm,
 
 
 class Leader(NamedTuple):
-    """What the root has at hand to drive a method.
+    """What the root has at hand to drive a method."""
 
-    Attributes
-    ----------
-    evaluation : Evaluation or ResidualEvaluation
-    instructions : Instructions
-    packing : Packing
-    start : pytree of arrays
-    used : Channel
-        The user's communicator.
-    progress : Progress or None
-    """
-
-    evaluation: Any
+    evaluation: Any  # Evaluation or ResidualEvaluation
     instructions: Instructions
     packing: Packing
     start: Tree
-    used: Channel
+    used: Channel  # the user's communicator
     progress: Progress | None
 
 

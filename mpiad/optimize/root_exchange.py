@@ -69,7 +69,6 @@ class ThroughMemory(ByMessages):
 
     Parameters
     ----------
-    comm : mpi4py intracommunicator
     vectors : array, shape (places(comm), n)
         In shared memory: the variables, a direction, and the ranks' parts.
     """
@@ -141,10 +140,6 @@ class Totals:
     """Sums and maxima over all ranks, the same bits everywhere: reduced to the root, which decides and tells.
 
     An all-reduction may round differently on different ranks, so that one would stop where another goes on.
-
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator
     """
 
     def __init__(self, comm: Comm, root: Rank):

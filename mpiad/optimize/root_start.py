@@ -39,10 +39,7 @@ _ADVICE = (
 def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: str = "minimize") -> Tree:
     """Return the root's `start`, on other ranks arrays on a device by their form alone; all ranks call it with their x0.
 
-    Raises
-    ------
-    ReplicationError
-        On all ranks, where one gave something else than the root.
+    A ReplicationError on all ranks, where one gave something else than the root.
     """
     if used.size == 1:
         return start
@@ -66,20 +63,12 @@ def as_given(x0: Tree) -> Tree:
 
 
 def require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves, said: str, advice: str) -> None:
-    """Raise on all ranks where one gave something else than the root: in its form, or in the value of a number.
+    """Raise a ReplicationError on all ranks where one gave something else than the root: in form, or in a number's value.
 
     Values are compared as ``==`` does, but a NaN is equal to a NaN; reals of single and of double precision may be equal.
-    What this rank was given, None for nothing, and what the root was, come as parts, each with its path; the text begins
-    with `said`, the call and the argument, and ends with `advice`.
-
-    Raises
-    ------
-    ReplicationError
-        On all ranks: which ranks differ, where first, and by how much.
-
-    Ranks
-    -----
-    All ranks of the channel call it.
+    What this rank was given, None for nothing, and what the root was, come as parts, each with its path. The text begins
+    with `said`, the call and the argument; it says which ranks differ, where first, and by how much, and ends with
+    `advice`. All ranks call it.
     """
     found = None if mine is None or used.rank == root else _difference(mine, roots, root)
     if not on_any_rank(used.data, found is not None):

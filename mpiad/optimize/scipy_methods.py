@@ -144,30 +144,14 @@ _SHARDED = "L-BFGS-sharded", "Newton-CG-sharded"
 
 
 class Method(NamedTuple):
-    """What must be known of a method of SciPy.
+    """What must be known of a method of SciPy."""
 
-    Attributes
-    ----------
-    name : str
-        SciPy's name.
-    together : bool
-        Whether its line search wants the gradient at every point at which it wants the value.
-    products : bool
-        Whether it uses Hessian products.
-    knows_maxfun : bool
-        Whether it has an option of this name.
-    bounded : bool
-        Whether it takes bounds.
-    constrained : bool
-        Whether it takes constraints.
-    """
-
-    name: str
-    together: bool
-    products: bool
-    knows_maxfun: bool = False
-    bounded: bool = False
-    constrained: bool = False
+    name: str  # SciPy's name
+    together: bool  # whether its line search wants the gradient at every point at which it wants the value
+    products: bool  # whether it uses Hessian products
+    knows_maxfun: bool = False  # whether it has an option of this name
+    bounded: bool = False  # whether it takes bounds
+    constrained: bool = False  # whether it takes constraints
 
 
 _METHODS = {
@@ -185,13 +169,7 @@ _METHODS = {
 
 
 def method_named(name: object) -> Method:
-    """Return the method of a name, in any case.
-
-    Raises
-    ------
-    ValueError
-        Where there is none of this name.
-    """
+    """Return the method of a name, in any case; a ValueError where there is none."""
     found = _METHODS.get(name.lower()) if isinstance(name, str) else None
     if found is None:
         names = ", ".join(repr(method.name) for key, method in _METHODS.items() if key != "l-bfgs")
@@ -201,13 +179,7 @@ def method_named(name: object) -> Method:
 
 
 def is_sharded(name: object) -> bool:
-    """Return whether a method of this name leaves the variables on their ranks; it isn't one of SciPy's.
-
-    Raises
-    ------
-    ValueError
-        Where there is none of this name.
-    """
+    """Return whether a method leaves the variables on their ranks: none of SciPy's; a ValueError where there is none."""
     if isinstance(name, str) and name.lower() in map(str.lower, _SHARDED):
         return True
     method_named(name)

@@ -23,18 +23,10 @@ _KIND = "training"
 
 
 class TrainingCheckpoint(NamedTuple):
-    """What `load_checkpoint` returns.
+    """What `load_checkpoint` returns."""
 
-    Attributes
-    ----------
-    tree : pytree
-        What was saved of all ranks.
-    own : pytree
-        What was saved of this rank; None where nothing was.
-    """
-
-    tree: Tree
-    own: Tree
+    tree: Tree  # what was saved of all ranks
+    own: Tree  # what was saved of this rank; None where nothing was
 
 
 def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, root: Rank = 0, comm: Comm = None) -> None:

@@ -40,31 +40,17 @@ _NO_PARENTS: tuple = ((), ())
 
 
 class Tape(Protocol):
-    """What an operation needs of a tape.
+    """What an operation needs of a tape."""
 
-    Attributes
-    ----------
-    number : int
-        That of its trace; the inner of two has the higher.
-    outer : Tape or None
-        The one that was current before.
-    channels : set of Channel
-        Those with point-to-point messages, which an exception can leave unfinished.
-    requests : dict
-        What was started and not yet waited for, by identity.
-    of_cotangents : bool
-        Whether it records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent: what
-        the Jacobian depends on is constant.
-    passes : {"one", "several", "recorded"}
-        How often it is run backwards: once, right after it has ended; later and more often; or also on a tape, to be
-        differentiated by the cotangent.
-    """
-
-    number: int
-    outer: Tape | None
-    channels: set[Channel]
-    requests: dict[int, Any]
+    number: int  # that of its trace; the inner of two has the higher
+    outer: Tape | None  # the one that was current before
+    channels: set[Channel]  # those with point-to-point messages, which an exception can leave unfinished
+    requests: dict[int, Any]  # what was started and not yet waited for, by identity
+    # Whether it records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent: what the
+    # Jacobian depends on is constant.
     of_cotangents: bool
+    # How often it is run backwards, {"one", "several", "recorded"}: once, right after it has ended; later and more often; or
+    # also on a tape, to be differentiated by the cotangent.
     passes: str
 
     def communicated(

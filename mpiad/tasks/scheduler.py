@@ -37,10 +37,6 @@ class Scheduler:
 
     Parameters
     ----------
-    group : WorkerGroup
-    items : iterator
-    fun : callable
-    batch : int
     goes_on : bool
         Whether failures stand among the results.
     progress : ProgressLine or None

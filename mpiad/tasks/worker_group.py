@@ -30,10 +30,8 @@ class WorkerGroup:
 
     Attributes
     ----------
-    comm : mpi4py intracommunicator
     names : list of int
         Ranks in the user's communicator, by rank in `comm`.
-    line : Line
     """
 
     def __init__(self, used: Channel):

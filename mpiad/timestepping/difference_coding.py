@@ -34,27 +34,16 @@ _NEAR = 8  # cells around the largest entry by which the order is chosen
 
 
 class Coded(NamedTuple):
-    """An array in 16 bits an entry.
+    """An array in 16 bits an entry."""
 
-    Attributes
-    ----------
-    differences : array of int16
-        In the shape of the array; of a complex one with an axis behind for both parts.
-    corner : array of int32
-        The first entries, which have too few neighbours before them, in full.
-    step : float
-    order : int
-        Of the differences, along the first dimension; of the first entries along it, which have no such differences, along
-        the next one, and so on.
-    relative : bool
-        Whether the array less the one before it is what was coded.
-    """
-
+    # Array of int16. In the shape of the array; of a complex one with an axis behind for both parts.
     differences: np.ndarray
-    corner: np.ndarray
+    corner: np.ndarray  # array of int32; the first entries, which have too few neighbours before them, in full
     step: float
+    # Of the differences, along the first dimension; of the first entries along it, which have no such differences, along
+    # the next one, and so on.
     order: int
-    relative: bool
+    relative: bool  # whether the array less the one before it is what was coded
 
     def array(self, dtype: np.dtype, before: np.ndarray | None) -> np.ndarray:
         """Return the array, of which each entry is off by half a step at most; `before` is the one before it."""

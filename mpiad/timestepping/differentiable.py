@@ -32,9 +32,6 @@ class LoopOperator:
 
     Parameters
     ----------
-    stepping : Stepping
-    steps : int
-    kept : Checkpoints
     args : Arguments
         Tell how many leaves there are of each kind.
     """

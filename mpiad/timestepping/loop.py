@@ -27,10 +27,8 @@ class Loop:
 
     Parameters
     ----------
-    stepping : Stepping
     steps : int
         How many, one at least.
-    kept : Checkpoints
 
     Attributes
     ----------
@@ -48,7 +46,6 @@ class Loop:
 
         Parameters
         ----------
-        args : Arguments
         recorded : bool
             Whether to keep states for a gradient.
 
@@ -70,7 +67,6 @@ class Loop:
 
         Parameters
         ----------
-        args : Arguments
         active : sequence of int
             Their places among all leaves.
         state, observed : list of array

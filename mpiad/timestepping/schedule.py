@@ -51,7 +51,6 @@ def actions(steps: int, kept: Checkpoints) -> Iterator[Keep | Advance | Reverse 
 
     Parameters
     ----------
-    steps : int
     kept : Checkpoints
         Of all states, one at least.
     """

@@ -60,7 +60,6 @@ def several(step: Any, observe: Any, fed: bool, count: int) -> Any:
         `observe` may be None.
     fed : bool
         Whether a step has inputs.
-    count : int
 
     Returns
     -------

@@ -29,24 +29,12 @@ def own(leaf: Array) -> Any:
 
 
 class Packed(NamedTuple):
-    """A leaf of a state as it is kept.
+    """A leaf of a state as it is kept."""
 
-    Attributes
-    ----------
-    arrays : list
-        The leaf, or what stands for it.
-    dtype : dtype or None
-        What the leaf is to be again, where it is kept in less.
-    code : tuple or None
-        What `Coded` has behind its arrays, which are kept.
-    home : device arrays or None
-        Where the leaf belongs, where it is kept on the host or in a file.
-    """
-
-    arrays: list[Any]
-    dtype: Any = None
-    code: tuple[float, int, bool] | None = None
-    home: Any = None
+    arrays: list[Any]  # the leaf, or what stands for it
+    dtype: Any = None  # what the leaf is to be again, where it is kept in less
+    code: tuple[float, int, bool] | None = None  # what `Coded` has behind its arrays, which are kept
+    home: Any = None  # where the leaf belongs, where it is kept on the host or in a file
 
     def leaf(self, before: Any) -> Any:
         """Return the leaf in its own precision, where it is kept; `before` is the one before it."""
@@ -71,12 +59,7 @@ def _packed(leaf: Array, before: Any, kept: Checkpoints) -> Packed:
 
 
 class Snapshots:
-    """The states of one loop that are kept, by the number of steps before them.
-
-    Parameters
-    ----------
-    where : Checkpoints
-    """
+    """The states of one loop that are kept, by the number of steps before them."""
 
     def __init__(self, where: Checkpoints):
         self._where = where

@@ -24,21 +24,11 @@ class Span(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """What a loop is a function of, as lists of leaves.
+    """What a loop is a function of, as lists of leaves."""
 
-    Parameters
-    ----------
-    state : list
-        Of the first step.
-    inputs : list
-        Each with one entry for each step along its first axis.
-    params : list
-        The same in all steps.
-    """
-
-    state: list[Any]
-    inputs: list[Any]
-    params: list[Any]
+    state: list[Any]  # of the first step
+    inputs: list[Any]  # each with one entry for each step along its first axis
+    params: list[Any]  # the same in all steps
 
     def all(self) -> list[Any]:
         """Return the leaves one behind the other."""
@@ -176,18 +166,11 @@ class TangentStepping(NamedTuple):
     """Steps with tangents of the state, of some inputs and of some parameters carried along.
 
     The tangents stand behind what they belong to, in each of the lists.
-
-    Parameters
-    ----------
-    plain : Stepping
-    counts : Arguments
-        How many leaves there are without the tangents, as lists of their numbers.
-    inputs, params : list of int
-        Which of them have tangents.
     """
 
     plain: Stepping
-    counts: tuple[int, int, int]
+    counts: tuple[int, int, int]  # how many leaves there are without the tangents, as lists of their numbers
+    # `inputs`, `params`: which of them have tangents.
     inputs: list[int]
     params: list[int]
 

@@ -32,25 +32,16 @@ _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
 
 
 class Failure(NamedTuple):
-    """What a rank tells the others of its exception.
+    """What a rank tells the others of its exception."""
 
-    Attributes
-    ----------
-    kind, text : str
-        Name of its class, and what it says.
-    summary, trace : str
-        As Python shows it at the end of a traceback, and with all of it.
-    exit_code : int
-        With which it would end a program.
-    builtin : str
-        Name of the nearest class of Python's own, or of our solvers', of which others can make one.
-    """
-
+    # `kind`, `text`: name of its class, and what it says.
     kind: str
     text: str
+    # `summary`, `trace`: as Python shows it at the end of a traceback, and with all of it.
     summary: str
     trace: str
-    exit_code: int = 1
+    exit_code: int = 1  # with which it would end a program
+    # Name of the nearest class of Python's own, or of our solvers', of which others can make one.
     builtin: str = "RuntimeError"
 
     @classmethod

@@ -24,20 +24,11 @@ _HINTS = {"romio_cb_write": "disable", "romio_cb_read": "disable"}
 
 
 class Layout(NamedTuple):
-    """What a file holds.
+    """What a file holds."""
 
-    Attributes
-    ----------
-    shape : tuple of int
-        Of the whole array.
-    dtype : numpy.dtype
-    offset : int
-        Bytes before its first number.
-    """
-
-    shape: Shape
+    shape: Shape  # of the whole array
     dtype: np.dtype
-    offset: int
+    offset: int  # bytes before its first number
 
     @property
     def end(self) -> int:

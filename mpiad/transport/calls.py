@@ -35,8 +35,6 @@ class Site:
     ----------
     file : str
         Path, as Python knows it.
-    line : int
-    function : str
     entry : str
         The function of this library's that was called there.
     text : str
@@ -89,7 +87,6 @@ class Call:
     direction : {"forward", "adjoint", "tangent"}
     site : Site
         The user's line that runs now: of an adjoint that of the gradient.
-    forward_name : str or None
     forward_site : Site or None
         Of an adjoint: the call that it belongs to, noted when it was recorded.
     outer : Call or None

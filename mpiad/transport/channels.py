@@ -275,20 +275,11 @@ def _set(name: str, self: Channel, comm: Comm) -> None:
 
 
 class Watch(NamedTuple):
-    """What guards the communicators of channels; `guarded.switch` puts it in.
+    """What guards the communicators of channels; `guarded.switch` puts it in."""
 
-    Attributes
-    ----------
-    duplicate : callable
-        Makes a duplicate of a channel's communicator.
-    put_on : callable
-        Guards a channel's communicators.
-    start_anew : callable
-        Forgets what was agreed on a channel, whose communicators are about to be replaced.
-    """
-
-    duplicate: Callable[[Channel], Comm]
-    put_on: Callable[[Channel], None]
+    duplicate: Callable[[Channel], Comm]  # makes a duplicate of a channel's communicator
+    put_on: Callable[[Channel], None]  # guards a channel's communicators
+    # Forgets what was agreed on a channel, whose communicators are about to be replaced.
     start_anew: Callable[[Channel], None]
 
 

@@ -28,15 +28,9 @@ __all__ = ["ChunkedTransfer", "Ranges", "arriving", "bounds", "departing", "of_b
 
 
 class ChunkedTransfer(Protocol):
-    """An array on its way.
+    """An array on its way."""
 
-    Attributes
-    ----------
-    memory : ndarray
-        What MPI reads and writes, flat.
-    """
-
-    memory: np.ndarray
+    memory: np.ndarray  # what MPI reads and writes, flat
 
     def piece(self, number: int) -> np.ndarray:
         """Return MPI's memory for a piece, contiguous."""

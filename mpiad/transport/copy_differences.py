@@ -18,22 +18,12 @@ _MEANT = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).
 
 
 class Difference(NamedTuple):
-    """How one rank's copy differs from another's.
+    """How one rank's copy differs from another's."""
 
-    Attributes
-    ----------
-    path : str
-        Of the first leaf that differs.
-    index : tuple of int
-        Of its first entry that differs.
-    absolute, relative : float
-        The largest difference of that leaf's entries, and relative to the larger of both; NaN where there is none (a
-        NaN, a string, another shape).
-    text : str
-    """
-
-    path: str
-    index: tuple[int, ...]
+    path: str  # of the first leaf that differs
+    index: tuple[int, ...]  # of its first entry that differs
+    # `absolute`, `relative`: the largest difference of that leaf's entries, and relative to the larger of both; NaN where
+    # there is none (a NaN, a string, another shape).
     absolute: float
     relative: float
     text: str

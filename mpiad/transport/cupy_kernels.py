@@ -15,12 +15,7 @@ __all__ = ["CupyLauncher", "current_arrays", "launcher_of_device"]
 
 
 class CupyKernel:
-    """A kernel of NVRTC's; see `device_kernels.DeviceKernel`.
-
-    Parameters
-    ----------
-    function : cupy.RawKernel
-    """
+    """A kernel of NVRTC's; see `device_kernels.DeviceKernel`."""
 
     def __init__(self, function: Any):
         self.function = function

@@ -16,30 +16,16 @@ __all__ = ["DeviceKernel", "Launcher", "launcher_of", "register_launcher", "sele
 
 
 class DeviceKernel(Protocol):
-    """A compiled kernel.
+    """A compiled kernel."""
 
-    Attributes
-    ----------
-    registers : int
-        That each thread takes.
-    local_bytes : int
-        Memory of each thread's own, for what doesn't fit into registers.
-    """
-
-    registers: int
-    local_bytes: int
+    registers: int  # that each thread takes
+    local_bytes: int  # memory of each thread's own, for what doesn't fit into registers
 
 
 class Launcher(Protocol):
-    """What compiles and runs kernels on one device.
+    """What compiles and runs kernels on one device."""
 
-    Attributes
-    ----------
-    multiprocessors : int
-        How many blocks of threads make progress at the same time, at least.
-    """
-
-    multiprocessors: int
+    multiprocessors: int  # how many blocks of threads make progress at the same time, at least
 
     def compiled(self, text: str, name: str, options: tuple[str, ...]) -> DeviceKernel:
         """Compile CUDA C for this device, and return its kernel of a name; each text once is enough."""

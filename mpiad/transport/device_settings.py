@@ -27,24 +27,12 @@ _UNSET = np.iinfo(np.int64).max
 
 
 class DeviceSettings(NamedTuple):
-    """How device arrays travel.
+    """How device arrays travel."""
 
-    Attributes
-    ----------
-    cuda_aware : bool or None
-        Whether MPI takes the memory of a device as it is; None to ask it.
-    chunk : int
-        Bytes of a staged array that are copied and sent at once.
-    pinned : int
-        Bytes of page-locked host memory that are kept for the next array.
-    expected : bool
-        Whether collectives cut large arrays.
-    """
-
-    cuda_aware: bool | None = None
-    chunk: int = 4 << 20
-    pinned: int = 256 << 20
-    expected: bool = True
+    cuda_aware: bool | None = None  # whether MPI takes the memory of a device as it is; None to ask it
+    chunk: int = 4 << 20  # bytes of a staged array that are copied and sent at once
+    pinned: int = 256 << 20  # bytes of page-locked host memory that are kept for the next array
+    expected: bool = True  # whether collectives cut large arrays
 
 
 _present = DeviceSettings(expected=False)

@@ -59,7 +59,6 @@ class FailureDetector:
 
     Parameters
     ----------
-    comm : mpi4py intracommunicator
     room : str
         Module of whoever comes to agreements.
     """

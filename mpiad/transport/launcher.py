@@ -27,20 +27,11 @@ _log = logging.getLogger("mpiad")
 
 
 class Launcher(NamedTuple):
-    """What started this process.
+    """What started this process."""
 
-    Attributes
-    ----------
-    name : str
-        Empty where no launcher is recognised.
-    family : str
-        Whose libraries it starts: "mpich", "openmpi", or "" for those that start any.
-    size, rank : int
-        The number of processes that it started, and which of them this one is.
-    """
-
-    name: str = ""
-    family: str = ""
+    name: str = ""  # empty where no launcher is recognised
+    family: str = ""  # whose libraries it starts: "mpich", "openmpi", or "" for those that start any
+    # `size`, `rank`: the number of processes that it started, and which of them this one is.
     size: int = 1
     rank: int = 0
 

@@ -20,31 +20,16 @@ _NUMBERS = {"CUDA": 0, "ROCm": 2}  # MPIX_GPU_SUPPORT_CUDA, MPIX_GPU_SUPPORT_HIP
 
 
 class Library(NamedTuple):
-    """An MPI library.
+    """An MPI library."""
 
-    Attributes
-    ----------
-    vendor, version : str
-        As "MPICH", "5.0.2".
-    standard : str
-        The version of the MPI standard that it follows.
-    threads : {"single", "funneled", "serialized", "multiple"}
-        The level of thread support it was initialised with.
-    path : str
-        Its file, "" where the system doesn't tell.
-    takes_device_buffers : str
-        "yes (CUDA)", "no", or "unknown": whether it takes the memory of a GPU as it is.
-    mpi4py : str
-        Version of mpi4py.
-    """
-
+    # `vendor`, `version`: as "MPICH", "5.0.2".
     vendor: str
     version: str
-    standard: str
-    threads: str
-    path: str
-    takes_device_buffers: str
-    mpi4py: str
+    standard: str  # the version of the MPI standard that it follows
+    threads: str  # {"single", "funneled", "serialized", "multiple"}; the level of thread support it was initialised with
+    path: str  # its file, "" where the system doesn't tell
+    takes_device_buffers: str  # "yes (CUDA)", "no", or "unknown": whether it takes the memory of a GPU as it is
+    mpi4py: str  # version of mpi4py
 
 
 def library() -> Library:

@@ -64,7 +64,6 @@ def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = Fa
 
     Parameters
     ----------
-    comm : mpi4py intracommunicator or None
     call : str
         Name of the public function, for the message of an error.
     collective : bool

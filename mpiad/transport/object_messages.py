@@ -78,12 +78,7 @@ def _is_over(request: Request) -> bool:
 
 
 class Line:
-    """Messages of a rank on a communicator on which no others travel.
-
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator
-    """
+    """Messages of a rank on a communicator on which no others travel."""
 
     def __init__(self, comm: Comm):
         self.comm = comm

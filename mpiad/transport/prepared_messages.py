@@ -56,9 +56,6 @@ class PreparedMessages:
 
     Parameters
     ----------
-    channel : Channel
-    peers : sequence of int
-    tag : int
     going, coming : sequence of array
         On the host and contiguous, one for each of these ranks: what is sent, and where what comes is written.
     """

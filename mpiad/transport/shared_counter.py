@@ -24,12 +24,7 @@ _NAP = 5e-4  # seconds
 
 
 class SharedCounter:
-    """Count from 0 over all ranks: a context that all of them enter and leave. MPI must allow threads.
-
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator
-    """
+    """Count from 0 over all ranks: a context that all of them enter and leave. MPI must allow threads."""
 
     def __init__(self, comm: Comm):
         self._comm: Any = comm.Dup()

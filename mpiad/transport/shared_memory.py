@@ -37,7 +37,6 @@ def shared_vectors(comm: Comm, count: int, size: int) -> np.ndarray | None:
 
     Parameters
     ----------
-    comm : mpi4py intracommunicator
     size : int
         Length of each, at least 1.
 

@@ -56,19 +56,13 @@ class Terms(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What is minimised, and how its gradient is estimated.
-
-    Parameters
-    ----------
-    gradient : {"pathwise", "score"}
-    divergence : {"closed", "draws", "path"}
-    """
+    """What is minimised, and how its gradient is estimated."""
 
     posterior: Posterior
     prior: Any
     w: float
-    gradient: str
-    divergence: str
+    gradient: str  # {"pathwise", "score"}
+    divergence: str  # {"closed", "draws", "path"}
 
     def value_and_gradient(self, params: Tree, noise: Array, found: Evaluations) -> tuple[Terms, Tree]:
         """Return the objective's parts and the gradient of their weighted sum, in the form of the parameters.

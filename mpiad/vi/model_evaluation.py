@@ -25,21 +25,12 @@ _FINE, _RAISED, _NOT_FINITE = 0.0, 1.0, 2.0
 
 
 class Evaluations(NamedTuple):
-    """What the root knows of one epoch's draws.
+    """What the root knows of one epoch's draws."""
 
-    Parameters
-    ----------
-    values : array of shape (S,)
-    gradients : array of shape (S, dim)
-    kept : array of bool, shape (S,)
-        Which draws count.
-    raised, not_finite : int
-        How many were dropped, and why.
-    """
-
-    values: Array
-    gradients: Array
-    kept: Array
+    values: Array  # shape (S,)
+    gradients: Array  # shape (S, dim)
+    kept: Array  # bool, shape (S,); which draws count
+    # `raised`, `not_finite`: how many were dropped, and why.
     raised: int
     not_finite: int
 

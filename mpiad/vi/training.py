@@ -39,19 +39,12 @@ class Verdict(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What the root tells all ranks after the last epoch.
+    """What the root tells all ranks after the last epoch."""
 
-    Parameters
-    ----------
-    params, best : pytree of arrays
-        What is reported, and what had the lowest objective; on the host.
-    away : bool
-        Whether they lie on a device on the root.
-    """
-
+    # `params`, `best`: what is reported, and what had the lowest objective; on the host.
     params: Tree
     best: Tree
-    away: bool
+    away: bool  # whether they lie on a device on the root
     history: dict[str, list]
     epochs: int
     best_epoch: int
@@ -72,8 +65,6 @@ class Training:
 
     Attributes
     ----------
-    history : dict of list
-    verdict : Verdict
     failure : Exception or None
         What ended the run.
     """

@@ -112,19 +112,12 @@ def _times_minus(t: Array, factor: Array) -> Array:
 
 
 class Tangent(NamedTuple):
-    """The tangent of a result z of x and y.
+    """The tangent of a result z of x and y."""
 
-    Parameters
-    ----------
-    first, second : callable
-        ``first(g, x, y, z)`` with the tangent of x alone, ``second`` with that of y.
-    both : callable
-        ``both(g, h, x, y, z)``
-    """
-
+    # `first`, `second`: ``first(g, x, y, z)`` with the tangent of x alone, ``second`` with that of y.
     first: Callable[[Any, Any, Any, Any], Any]
     second: Callable[[Any, Any, Any, Any], Any]
-    both: Callable[[Any, Any, Any, Any, Any], Any]
+    both: Callable[[Any, Any, Any, Any, Any], Any]  # ``both(g, h, x, y, z)``
 
 
 ADD = Tangent(lambda g, x, y, z: widened(g, z), lambda g, x, y, z: widened(g, z), lambda g, h, x, y, z: g + h)

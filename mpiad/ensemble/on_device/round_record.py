@@ -17,32 +17,19 @@ __all__ = ["Block", "Events", "Record", "Round"]
 
 
 class Round(NamedTuple):
-    """One step of all columns of a block; times are in the direction of the solve.
+    """One step of all columns of a block; times are in the direction of the solve."""
 
-    Parameters
-    ----------
-    t, h, t_new : array, shape (n,)
-    accepted : array of bool, shape (n,)
-    u : array, shape (d, n)
-        Before the step; None where it isn't kept.
-    place : array of int, shape (n,)
-    count : array of int, shape (n,), or None
-        How many saved times lie in the step of each column, from `place` on.
-    reached : array, shape (n,), or None
-        When the step ended, where a terminal event may have cut it short; None elsewhere: it is `t_new`.
-    most : int
-        Of saved times in one column's step.
-    """
-
+    # `t`, `h`, `t_new`: shape (n,).
     t: Array
     h: Array
     t_new: Array
-    accepted: Array
-    u: Array | None
-    place: Array
-    count: Array | None
+    accepted: Array  # bool, shape (n,)
+    u: Array | None  # shape (d, n); before the step; None where it isn't kept
+    place: Array  # int, shape (n,)
+    count: Array | None  # int, shape (n,), or None; how many saved times lie in the step of each column, from `place` on
+    # Shape (n,), or None. When the step ended, where a terminal event may have cut it short; None elsewhere: it is `t_new`.
     reached: Array | None
-    most: int
+    most: int  # of saved times in one column's step
     located: list[LocatedEvent]
 
     def at(self, columns: Array) -> Round:
@@ -64,23 +51,13 @@ def _moved(located: LocatedEvent, place: Array) -> LocatedEvent:
 
 
 class Events(NamedTuple):
-    """What happened in a solve.
+    """What happened in a solve."""
 
-    Parameters
-    ----------
-    reached : array, shape (N,)
-        When each trajectory ended.
-    ids : array of int, shape (m,)
-        Of the table of all events: the trajectories.
-    times : array, shape (m,)
-        And when.
-    passed : list of (int, int, int)
-        Those on the way of trajectories that didn't fail: the trajectory, which of its events it is, and the table's row.
-    """
-
-    reached: Array
-    ids: Array
-    times: Array
+    reached: Array  # shape (N,); when each trajectory ended
+    ids: Array  # int, shape (m,); of the table of all events: the trajectories
+    times: Array  # shape (m,); and when
+    # List of (int, int, int). Those on the way of trajectories that didn't fail: the trajectory, which of its events it is,
+    # and the table's row.
     passed: list[tuple[int, int, int]]
 
 
@@ -91,10 +68,6 @@ class Block:
     ----------
     ids : array of int, shape (n,)
     sign : array, shape (n,), or None
-
-    Attributes
-    ----------
-    rounds : list of Round
     """
 
     def __init__(self, ids: Array, sign: Array | None, leaves: list[Any]):

@@ -21,21 +21,12 @@ _BLOCK = 1 << 24
 
 
 class Due(NamedTuple):
-    """What is saved in one step.
+    """What is saved in one step."""
 
-    Parameters
-    ----------
-    slot : array of int, shape (m, n)
-        Which of its saved times each column takes; the one behind the last where it takes none.
-    x : array, shape (m, n)
-        The part of the step that is gone there; 0 where there is none.
-    at_end : array of bool, shape (m, n)
-        Whether it is the end of the step.
-    """
-
+    # Int, shape (m, n). Which of its saved times each column takes; the one behind the last where it takes none.
     slot: Array
-    x: Array
-    at_end: Array
+    x: Array  # shape (m, n); the part of the step that is gone there; 0 where there is none
+    at_end: Array  # bool, shape (m, n); whether it is the end of the step
 
 
 class SaveTimes:

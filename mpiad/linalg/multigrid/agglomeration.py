@@ -23,7 +23,6 @@ class Agglomeration:
     ----------
     rank : int
         One that owns a block before.
-    comm : mpi4py intracommunicator or None
 
     Attributes
     ----------
@@ -45,14 +44,8 @@ class Agglomeration:
         ]
 
     def gather(self, block: LocalArray) -> LocalArray:
-        """Return what this rank owns afterwards, None where that is nothing.
+        """Return what this rank owns afterwards of a block, shape (..., *own points before); None where that is nothing.
 
-        Parameters
-        ----------
-        block : array of shape (..., *own points before)
-
-        Ranks
-        -----
         All ranks that own a block before call it.
         """
         if self._same:
@@ -82,16 +75,9 @@ class Agglomeration:
     def scatter(self, whole: Array, beside: LocalArray) -> LocalArray:
         """Return this rank's points before, and one layer around them, of what was computed on those afterwards.
 
-        Parameters
-        ----------
-        whole : array of shape (..., *points), or None
-            Of the points that this rank owns afterwards with one layer around them.
-        beside : array of shape (..., *own points before)
-            Lives where the result is to.
-
-        Ranks
-        -----
-        All ranks that own a block before call it.
+        `whole` has shape (..., *points), of the points that this rank owns afterwards with one layer around them, or is
+        None; the result lives where `beside` does, a block of this rank's points before. All ranks that own a block before
+        call it.
         """
         if self._same:
             return whole

@@ -50,12 +50,7 @@ class Coarsest:
         return other
 
     def solve(self, f: LocalArray) -> LocalArray:
-        """Return the solutions with one layer around them.
-
-        Parameters
-        ----------
-        f : array of shape (systems, *shape)
-        """
+        """Return the solutions with one layer around them, of right-hand sides of shape (systems, *shape)."""
         if self._inverse is not None:
             return self._surrounded(f.reshape(len(f), -1) @ self._inverse.T)
         return through_host(lambda f: self._surrounded(self._solved(f.reshape(len(f), -1).T).T), f)

@@ -28,20 +28,7 @@ Colour = tuple[int, ...]
 
 @functools.cache
 def reach(colour: Colour, offset: Colour) -> tuple[Colour, Colour]:
-    """Return the colour of the points at an offset from those of a colour, and how far their entries are.
-
-    Parameters
-    ----------
-    offset : tuple of int
-        In points.
-
-    Returns
-    -------
-    neighbour : tuple of int
-        A colour.
-    steps : tuple of int
-        In entries.
-    """
+    """Return the colour of the points at an offset from those of a colour, and how many entries away theirs are."""
     moved = [p + o for p, o in zip(colour, offset)]
     return tuple(m % 2 for m in moved), tuple(m // 2 for m in moved)
 
@@ -60,7 +47,6 @@ class Layout:
         All colours, colour 0 first; its place in this list is a colour's row in arrays of shape (colours, size).
     shape : tuple of int
         Of a colour's array before it is made flat.
-    size : int
     inner : slice
         From the first entry that has all its neighbours to the last one.
     """
@@ -104,17 +90,9 @@ class Layout:
         return flat.reshape(flat.shape[:-1] + self.shape)
 
     def split(self, block: LocalArray, out: LocalArray | None = None) -> LocalArray:
-        """Return the arrays of all colours in double precision, zero outside of the block.
+        """Return a block, shape (..., *box.shape), as arrays (..., colours, size) of doubles, zero outside of the block.
 
-        Parameters
-        ----------
-        block : array of shape (..., *box.shape)
-        out : array, optional
-            Zeros, of the shape of the result.
-
-        Returns
-        -------
-        array of shape (..., colours, size)
+        They are written into `out` where it is given, which holds zeros.
         """
         if out is None:
             lead = block.shape[: block.ndim - len(self.shape)]

@@ -25,31 +25,16 @@ _ALLOWED = '"dirichlet" or "neumann"; or, in a tuple, one of these or a pair (be
 
 
 class Sides(NamedTuple):
-    """What an elliptic operator knows of its grid.
+    """What an elliptic operator knows of its grid."""
 
-    Parameters
-    ----------
-    spacing : tuple of float
-        Between neighbouring points along each dimension.
-    fixed : tuple of pairs of bool
-        For each dimension whether the value is given beyond its first point and after its last.
-    centred : bool
-        Whether given values are half a spacing beyond the last points, not a whole one.
-    """
-
-    spacing: tuple[float, ...]
+    spacing: tuple[float, ...]  # between neighbouring points along each dimension
+    # For each dimension whether the value is given beyond its first point and after its last.
     fixed: tuple[tuple[bool, bool], ...]
-    centred: bool
+    centred: bool  # whether given values are half a spacing beyond the last points, not a whole one
 
 
 def sides_of(domain: Domain, spacing: object, boundary: object, centred: bool, call: str) -> Sides:
-    """Return the sides of a domain.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Where an argument isn't what `Elliptic` takes.
-    """
+    """Return the sides of a domain; a TypeError or ValueError where an argument isn't what `Elliptic` takes."""
     ndim = len(domain.shape)
     try:
         steps = tuple(float(step) for step in per_dimension(spacing, ndim, "spacing"))

@@ -33,24 +33,13 @@ _SHORTEST = {1: 4096, 2: 64, 3: 16}
 
 
 class Plan(NamedTuple):
-    """What all levels share.
-
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator or None
-    singular : bool
-        Whether constants are in the operator's kernel.
-    doubled : int
-        How many levels, below the one at hand, are visited twice.
-    compiled : bool
-        Whether cycles on the host are.
-    """
+    """What all levels share."""
 
     rank: Rank
     comm: Comm
-    singular: bool
-    doubled: int
-    compiled: bool
+    singular: bool  # whether constants are in the operator's kernel
+    doubled: int  # how many levels, below the one at hand, are visited twice
+    compiled: bool  # whether cycles on the host are
 
 
 class _Coarser:
@@ -106,17 +95,7 @@ def _is_last(spread: Spread) -> bool:
 
 
 def hierarchy(stencil: Stencil, spread: Spread, plan: Plan) -> Level:
-    """Return a level and with it all that are coarser.
-
-    Parameters
-    ----------
-    plan : Plan
-        Of a rank that owns a block.
-
-    Ranks
-    -----
-    All ranks that own a block call it.
-    """
+    """Return a level and with it all that are coarser; all ranks that own a block call it."""
     halo = LevelHalo(stencil.layout, spread, plan.rank, plan.comm)
     find_interpolation(stencil, halo)
     stack = coarse_operator(stencil, halo)
@@ -124,16 +103,9 @@ def hierarchy(stencil: Stencil, spread: Spread, plan: Plan) -> Level:
 
 
 def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
-    """Return the coarse operator PᵀAP on this rank's coarse points.
+    """Return the coarse operator PᵀAP on this rank's coarse points, shape (1 + offsets, *coarse points); collective.
 
-    Returns
-    -------
-    array of shape (1 + offsets, *coarse points)
-        Its diagonal, and its couplings in the order of `offsets`.
-
-    Ranks
-    -----
-    All ranks of the level call it.
+    It is the diagonal, and the couplings in the order of `offsets`.
     """
     layout = stencil.layout
     products = {colour: _product(stencil, colour) for colour in layout.colours}

@@ -61,21 +61,10 @@ class Level:
         return Level(self._stencil.on(home), self._halo, self._below.on(home))
 
     def cycle(self, f: LocalArray) -> LocalArray:
-        """Return what one V-cycle from zero makes of right-hand sides.
+        """Return what one V-cycle from zero makes of right-hand sides, shape (systems, colours, size); collective.
 
-        Parameters
-        ----------
-        f : array of shape (systems, colours, size)
-            Contiguous, and zero outside of the block.
-
-        Returns
-        -------
-        array of shape (systems, colours, size)
-            Its halo filled; overwritten by the next cycle.
-
-        Ranks
-        -----
-        All ranks of the level call it.
+        They are contiguous, and zero outside of the block. The result, of the same shape, has its halo filled, and is
+        overwritten by the next cycle.
         """
         if len(f) != len(self.sums.state):
             self.sums.allocate(len(f))
@@ -91,14 +80,7 @@ class Level:
     def product_after(self, f: LocalArray) -> LocalArray:
         """Return the operator's product with what `cycle` just returned for `f`: equal to `f` in the last relaxed group.
 
-        Parameters
-        ----------
-        f : array of shape (systems, colours, size)
-
-        Returns
-        -------
-        array of shape (systems, colours, size)
-            Overwritten by the next product.
+        The next product overwrites it.
         """
         self._product(f)
         return self.sums.state[:, 2 * self._count : self._coarse]

@@ -34,12 +34,7 @@ class _Side(NamedTuple):
 
 
 class LevelHalo:
-    """Where the halo of a block of a level comes from.
-
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator or None
-    """
+    """Where the halo of a block of a level comes from."""
 
     def __init__(self, layout: Layout, spread: Spread, rank: Rank, comm: Comm):
         self._layout, self._rank, self._comm = layout, rank, comm
@@ -59,16 +54,7 @@ class LevelHalo:
         return sides
 
     def fill(self, arrays: Mapping[Colour, LocalArray]) -> None:
-        """Fill the halo of arrays of some colours, corners included.
-
-        Parameters
-        ----------
-        arrays : mapping from colours to arrays of shape (..., size)
-
-        Ranks
-        -----
-        All ranks of the level call it, with the same colours.
-        """
+        """Fill the halo, corners included, of arrays (..., size) of some colours; all ranks call it with the same ones."""
         if self._needed and arrays:
             whole = {colour: self._layout.whole(array) for colour, array in arrays.items()}
             # One dimension after the other: what is sent along one holds the halo of those before, so corners arrive.

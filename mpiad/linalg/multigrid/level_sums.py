@@ -31,33 +31,15 @@ class Term(NamedTuple):
 
 
 class WeightedSum(NamedTuple):
-    """Inner entries of a row: ``scale * (base - diagonal * row + sum(terms))``, or minus that.
+    """Inner entries of a row: ``scale * (base - diagonal * row + sum(terms))``, or minus that."""
 
-    Parameters
-    ----------
-    out : int
-        The row of the state that it becomes.
-    terms : sequence of Term
-        None of them reads `out`.
-    base : int, optional
-        A row of the state, or of the right-hand side.
-    of_right : bool
-        Which of the two.
-    diagonal : Term, optional
-        What is subtracted.
-    scale : int, optional
-        A row of the coefficients.
-    negative : bool
-        Only of sums with a diagonal, and without base or scale.
-    """
-
-    out: int
-    terms: Sequence[Term] = ()
-    base: int | None = None
-    of_right: bool = True
-    diagonal: Term | None = None
-    scale: int | None = None
-    negative: bool = False
+    out: int  # the row of the state that it becomes
+    terms: Sequence[Term] = ()  # none of them reads `out`
+    base: int | None = None  # a row of the state, or of the right-hand side
+    of_right: bool = True  # which of the two
+    diagonal: Term | None = None  # what is subtracted
+    scale: int | None = None  # a row of the coefficients
+    negative: bool = False  # only of sums with a diagonal, and without base or scale
 
 
 class Sums:
@@ -65,7 +47,6 @@ class Sums:
 
     Parameters
     ----------
-    layout : Layout
     coefficients : array of shape (n, size)
     rows : int
         Of the state.

@@ -23,23 +23,10 @@ _CALL = "linalg.Multigrid"
 
 
 def coefficients(domain: Domain, kappa: object, c: object, used: Channel) -> tuple[LocalArray, LocalArray]:
-    """Return κ and c on this rank's points, in double precision on the host; one copy of each that is on a device.
+    """Return κ and c on this rank's points, in double precision on the host; one copy of each on a device. Collective.
 
-    Parameters
-    ----------
-    kappa, c : array of shape local_shape, or number
-    used : Channel
-        The domain's.
-
-    Raises
-    ------
-    TypeError, ValueError
-        On all ranks, where one is traced or isn't real, they are in two places, one has another shape, isn't finite, or is
-        negative; says at which point. Where a periodic dimension can't be coarsened.
-
-    Ranks
-    -----
-    All ranks of the domain call it.
+    A TypeError or ValueError on all ranks, where one is traced or isn't real, they are in two places, one has another
+    shape, isn't finite, or is negative, which says at which point; where a periodic dimension can't be coarsened.
     """
     with raising_together(used):
         require_together(_CALL, kappa=getval(kappa), c=getval(c))
@@ -49,16 +36,9 @@ def coefficients(domain: Domain, kappa: object, c: object, used: Channel) -> tup
 
 
 def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -> bool:
-    """Tell whether constants are in the operator's kernel.
+    """Tell whether constants are in the operator's kernel; collective.
 
-    Raises
-    ------
-    ValueError
-        On all ranks, where they are and `mean_zero` isn't given, or the other way round; where some ranks give it.
-
-    Ranks
-    -----
-    All ranks of the domain call it.
+    A ValueError on all ranks, where they are and `mean_zero` isn't given, or the other way round; where some ranks give it.
     """
     given = any(side for pair in sides.fixed for side in pair)
     # Sides are arguments that have been compared, but c lies with each rank: its largest value decides for all.

@@ -31,56 +31,29 @@ _LEAST = 1e-260  # of the square of its norm: that of a residual 1e-20 times as 
 
 
 class Tolerance(NamedTuple):
-    """When to stop.
+    """When to stop."""
 
-    Parameters
-    ----------
-    rtol, atol : float
-        The residual's norm is to fall to ``max(rtol * norm(b), atol)``.
-    reported : bool
-        Whether any rank has one, which may raise.
-    remark : callable
-        Returns what may have made the iteration long, for the message of an error; all ranks call it.
-    """
-
+    # `rtol`, `atol`: the residual's norm is to fall to ``max(rtol * norm(b), atol)``.
     rtol: float
     atol: float
     maxiter: int
     callback: Callable[[float], Any] | None
-    reported: bool
+    reported: bool  # whether any rank has one, which may raise
+    # Returns what may have made the iteration long, for the message of an error; all ranks call it.
     remark: Callable[[], str]
 
 
 def conjugate(
     level: Level, r: LocalArray, used: Channel, tolerance: Tolerance, b: LocalArray | None = None
 ) -> tuple[LocalArray, list[float]]:
-    """Solve systems of the finest level, each by an iteration of its own.
+    """Solve systems of the finest level, each by an iteration of its own; collective.
 
-    Parameters
-    ----------
-    r : array of shape (systems, colours, size)
-        The right-hand sides, or the residuals of what is to be improved. Overwritten.
-    b : array of shape (systems, ...), optional
-        What the relative tolerance refers to, where it isn't `r`.
+    `r`, shape (systems, colours, size), are the right-hand sides, or the residuals of what is to be improved, and is
+    overwritten; `b` is what the relative tolerance refers to, where that isn't `r`. Returned are the solutions, and the
+    norm of the residual at the start and after each iteration, of all systems together.
 
-    Returns
-    -------
-    array of shape (systems, colours, size)
-    list of float
-        The norm of the residual at the start and after each iteration, of all systems together.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, where `r` or `b` isn't finite.
-    Exception
-        On all ranks, what the callback raises on one.
-    ConvergenceError
-        On all ranks, where the iterations are used up, or the operator isn't positive definite.
-
-    Ranks
-    -----
-    All ranks of the channel call it.
+    On all ranks it raises a ValueError where `r` or `b` isn't finite, what the callback raises on one, and a
+    ConvergenceError where the iterations are used up or the operator isn't positive definite.
     """
     vectors = (FusedVectors if level.is_compiled else Vectors)(r)
     norms = _norms(used, r, squares_of(r), _RIGHT if b is None else "the residual of x0")

@@ -21,18 +21,7 @@ __all__ = ["find_interpolation"]
 
 
 def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
-    """Find the weights of a level's interpolation, those of the points in its halo included.
-
-    Parameters
-    ----------
-    stencil : Stencil
-        Gets them.
-    halo : LevelHalo
-
-    Ranks
-    -----
-    All ranks of the level call it.
-    """
+    """Find the weights of a level's interpolation, also of points in its halo: the stencil gets them. Collective."""
     colours = stencil.layout.colours
     # Points between two coarse points first: those in the middle of four or eight are interpolated from them.
     for odd in range(1, len(colours[0]) + 1):

@@ -43,17 +43,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Spread:
-    """Blocks and their owners.
+    """Blocks and their owners."""
 
-    Parameters
-    ----------
-    cuts : tuple of tuples of int
-        Along each dimension where blocks begin, and the number of points at the end.
-    ranks : tuple of tuples of int
-        The owners: for each position along each dimension its share of the owner's number, which is their sum.
-    """
-
-    cuts: tuple[tuple[int, ...], ...]
+    cuts: tuple[tuple[int, ...], ...]  # along each dimension where blocks begin, and the number of points at the end
+    # The owners: for each position along each dimension its share of the owner's number, which is their sum.
     ranks: tuple[tuple[int, ...], ...]
     periodic: tuple[bool, ...]
 

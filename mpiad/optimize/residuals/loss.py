@@ -75,13 +75,7 @@ class Loss:
 
 
 def loss_of(loss: object, scale: Scalar) -> Loss | None:
-    """Return the loss of a name, None for the sum of squares.
-
-    Raises
-    ------
-    ValueError
-        Where there is none, or its scale isn't positive.
-    """
+    """Return the loss of a name, None for the sum of squares; a ValueError where there is none, or no such scale."""
     if not (callable(loss) or (isinstance(loss, str) and loss in LOSSES)):
         raise ValueError(f"least_squares: loss must be a function or one of {', '.join(LOSSES)}, but got {loss!r}.")
     if not (np.ndim(scale) == 0 and np.isreal(scale) and scale > 0.0):

@@ -44,7 +44,6 @@ class ResidualEvaluation:
     ----------
     agreement : StageFailures
         Of the ranks on each stage.
-    loss : Loss or None
     gathers : bool
         Whether the root gets the residuals themselves.
     counts : list of int

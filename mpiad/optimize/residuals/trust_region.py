@@ -29,22 +29,10 @@ _STOPPED, _LIMIT = -2, 0  # SciPy's
 
 
 class Aims(NamedTuple):
-    """What else the root was given.
+    """What else the root was given."""
 
-    Attributes
-    ----------
-    keywords : dict
-        For SciPy: bounds, tolerances and the like.
-    robust : dict
-        For SciPy too, where the residuals are gathered: the loss and its scale.
-    callback : callable or None
-    checkpoint : Checkpoint or None
-    program : Program
-    solver : str or None
-    """
-
-    keywords: dict[str, Any]
-    robust: dict[str, Any]
+    keywords: dict[str, Any]  # for SciPy: bounds, tolerances and the like
+    robust: dict[str, Any]  # for SciPy too, where the residuals are gathered: the loss and its scale
     callback: Function | None
     checkpoint: Checkpoint | None
     program: Program

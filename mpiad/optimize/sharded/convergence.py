@@ -34,29 +34,16 @@ NOT_FINITE = Ending(3, "ABNORMAL: the objective or its gradient isn't finite at 
 
 
 class Settings(NamedTuple):
-    """When to stop, and how much to remember.
+    """When to stop, and how much to remember."""
 
-    Attributes
-    ----------
-    maxcor : int
-        Pairs of steps and gradient changes that are kept, called m in papers.
-    gtol : float
-        Largest absolute entry of the (projected) gradient, over all ranks, at which the solve has converged.
-    ftol : float
-        Relative decrease of the objective in one iteration at which it has converged; 0 for never.
-    maxiter : int
-    maxfun : int
-        Evaluations, also those inside a line search.
-    maxls : int
-        Evaluations in one line search.
-    """
-
-    maxcor: int = 10
+    maxcor: int = 10  # pairs of steps and gradient changes that are kept, called m in papers
+    # Largest absolute entry of the (projected) gradient, over all ranks, at which the solve has converged.
     gtol: float = 1e-5
+    # Relative decrease of the objective in one iteration at which it has converged; 0 for never.
     ftol: float = 2.2204460492503131e-09
     maxiter: int = 15000
-    maxfun: int = 15000
-    maxls: int = 20
+    maxfun: int = 15000  # evaluations, also those inside a line search
+    maxls: int = 20  # evaluations in one line search
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -67,10 +54,7 @@ class Settings(NamedTuple):
 def settings_of(tol: float | None, options: dict | None) -> Settings:
     """Return the settings; `tol` is both tolerances where the options don't say, as in SciPy.
 
-    Raises
-    ------
-    ValueError
-        Where there is no such option, or its value can't be.
+    A ValueError where there is no such option, or its value can't be.
     """
     given = dict(options or {})
     if "m" in given:
@@ -122,45 +106,26 @@ _FUNCTIONS = "preconditioner", "inner_product", "regularizer"
 
 
 class NewtonSettings(NamedTuple):
-    """What a Newton step is made of, and when to stop.
+    """What a Newton step is made of, and when to stop."""
 
-    Attributes
-    ----------
-    product : {"full", "gauss-newton"}
-        Products with the Hessian, or with JᵀJ of residuals; the regularizer's Hessian is full.
-    globalization : {"line search", "trust region"}
-    preconditioner : callable or None
-        From a residual in the form of x to about H⁻¹ of it; by default the inner product's `precondition`, or its inverse.
-    inner_product : callable or None
-        From dJ/dx to the gradient in the inner product.
-    regularizer : callable or None
-        Added to half the squares of the residuals, under "gauss-newton".
-    gtol, grtol : float
-        The gradient's norm at which the solve has converged, and that norm by the first one.
-    ftol : float
-        As in L-BFGS-sharded; 0 for never.
-    maxiter, maxfun, maxls : int
-    maxcg : int
-        Products in one iteration.
-    recycle : int
-        Directions of conjugate gradients that are kept to precondition the following iterations; none by default.
-    radius : float or None
-        Of the first trust region, in the preconditioner's norm; by default the length of the steepest descent.
-    """
-
+    # {"full", "gauss-newton"}. Products with the Hessian, or with JᵀJ of residuals; the regularizer's Hessian is full.
     product: str = "full"
-    globalization: str = "line search"
+    globalization: str = "line search"  # {"line search", "trust region"}
+    # From a residual in the form of x to about H⁻¹ of it; by default the inner product's `precondition`, or its inverse.
     preconditioner: Callable[[Any], Any] | None = None
-    inner_product: Callable[[Any], Any] | None = None
-    regularizer: Function | None = None
+    inner_product: Callable[[Any], Any] | None = None  # from dJ/dx to the gradient in the inner product
+    regularizer: Function | None = None  # added to half the squares of the residuals, under "gauss-newton"
+    # `gtol`, `grtol`: the gradient's norm at which the solve has converged, and that norm by the first one.
     gtol: float = 1e-5
     grtol: float = 1e-6
-    ftol: float = 0.0
+    ftol: float = 0.0  # as in L-BFGS-sharded; 0 for never
     maxiter: int = 200
     maxfun: int = 15000
     maxls: int = 20
-    maxcg: int = 200
+    maxcg: int = 200  # products in one iteration
+    # Directions of conjugate gradients that are kept to precondition the following iterations; none by default.
     recycle: int = 0
+    # Of the first trust region, in the preconditioner's norm; by default the length of the steepest descent.
     radius: float | None = None
 
     @property
@@ -178,13 +143,7 @@ class NewtonSettings(NamedTuple):
 
 
 def newton_settings_of(tol: float | None, options: dict | None) -> NewtonSettings:
-    """Return the settings; `tol` is `gtol` where the options don't say.
-
-    Raises
-    ------
-    ValueError, TypeError
-        Where there is no such option, or its value can't be.
-    """
+    """Return the settings; `tol` is `gtol` where the options don't say. Raises as `settings_of`."""
     given = dict(options or {})
     if tol is not None:
         given = {"gtol": tol, **given}

@@ -89,13 +89,8 @@ class HostVectors:
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
         """Return the products of the ring's rows with two vectors, and the square of the gradient where one is asked for.
 
-        Parameters
-        ----------
-        ring : Ring
-        change : bool
-            Whether the newest pair has the gradient before in place of its change: the change is made, and is the first.
-        gradient : bool
-            Whether products with the gradient are asked for, as the second.
+        With `change` the newest pair has the gradient before in place of its change: the change is made, and is the first
+        vector. With `gradient` the gradient is the second.
         """
         of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
         parts, square = ring.parts(), 0.0
@@ -108,10 +103,7 @@ class HostVectors:
     def multiply(self, parts: Parts, before: int, row: int, out: np.ndarray) -> float:
         """Turn row `before` into the change from it to `row`, if it is another; write the products of rows with it.
 
-        Returns
-        -------
-        float
-            The square of `row`.
+        Returned is the square of `row`.
         """
         out.fill(0.0)
         square = 0.0

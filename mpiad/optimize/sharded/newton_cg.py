@@ -67,10 +67,8 @@ class NewtonPoint:
 
     Attributes
     ----------
-    value : float
     gradient : array
         dJ/dx.
-    multiply : callable
     finite : bool
         Whether the value and all entries of the gradient are.
     free : array of bool or None

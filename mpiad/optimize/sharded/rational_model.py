@@ -99,20 +99,10 @@ class _Curves(NamedTuple):
 
 
 def way(gradient: Array, newest: Pair, older: Pair, otherwise: float) -> Array:
-    """Return how far the zeros are.
+    """Return how far the zeros are: in each variable of the hyperbola, or else of the line through the last two gradients.
 
-    Parameters
-    ----------
-    gradient : array, shape (n,)
-    newest, older : Pair
-        The last two steps, which led here one after the other.
-    otherwise : float
-        What to multiply the gradient by where a variable's last step tells no positive curvature.
-
-    Returns
-    -------
-    array, shape (n,)
-        A way of descent: in each variable that of the hyperbola, or else of the line through the last two gradients.
+    That is a way of descent, shape (n,). The last two steps led here one after the other; where a variable's tell no
+    positive curvature, the gradient is multiplied by `otherwise`.
     """
     curves = _through(gradient, newest, older)
     line = np.where(_rises(curves.secant), curves.secant, 1.0 / otherwise)
@@ -122,10 +112,8 @@ def way(gradient: Array, newest: Pair, older: Pair, otherwise: float) -> Array:
 def misfit(gradient: Array, newest: Pair, older: Pair, oldest: Pair) -> tuple[Array, Array]:
     """Return how far the gradient is from what was to be expected before the last step, and how much it has changed.
 
-    Returns
-    -------
-    two arrays, shape ()
-        Sums of squares, weighted by the inverse of each variable's curvature: their ratio doesn't depend on scales.
+    Both are sums of squares, shape (), weighted by the inverse of each variable's curvature: their ratio doesn't depend on
+    scales.
     """
     before = gradient - newest.change
     curves = _through(before, older, oldest)

@@ -61,14 +61,10 @@ class OldState(NamedTuple):
 
 
 def layout_of(specs: Sequence[tuple], checkpoint: Checkpoint, comm: Comm) -> Layout | None:
-    """Return where this rank's variables, arrays of these shapes and dtypes, lie; None where nobody says so.
+    """Return where this rank's variables, arrays of these shapes and dtypes, lie; None where nobody says so. Collective.
 
     The checkpoint's `blocks` say it; without them arrays with one axis are parts of whole ones, one behind the other by
     rank.
-
-    Ranks
-    -----
-    All ranks of `comm` call it.
     """
     blocks = None if checkpoint.blocks is None else [[part.start, part.stop] for part in checkpoint.blocks]
     shapes = [tuple(shape) for shape, _ in specs]

@@ -24,20 +24,11 @@ __all__ = ["Derivatives", "SecondOrderEvaluation", "on_vectors"]
 
 
 class Derivatives(NamedTuple):
-    """What is known at a point.
+    """What is known at a point."""
 
-    Attributes
-    ----------
-    value : float
-        The objective; NaN where a solver of the function's hasn't converged.
-    gradient : array
-        This rank's piece.
-    multiply : callable
-        From this rank's piece of a direction to that of its product with the Hessian, or what stands for it.
-    """
-
-    value: float
-    gradient: Array
+    value: float  # the objective; NaN where a solver of the function's hasn't converged
+    gradient: Array  # this rank's piece
+    # From this rank's piece of a direction to that of its product with the Hessian, or what stands for it.
     multiply: Callable[[Array], Array]
 
 

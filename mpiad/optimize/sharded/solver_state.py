@@ -76,28 +76,17 @@ class Point:
 
 
 class State(NamedTuple):
-    """A solve between two iterations, beside its memory.
+    """A solve between two iterations, beside its memory."""
 
-    Attributes
-    ----------
-    iteration, count : int
-        Iterations and evaluations so far.
-    here : Point
-    value_before : float
-        Objective at the iterate before; infinite where the last search found nothing.
-    slope, length : float
-        Of the objective along the next direction, and of the gradient.
-    stopped : bool
-        Whether a callback wants the solve to end.
-    """
-
+    # `iteration`, `count`: iterations and evaluations so far.
     iteration: int
     count: int
     here: Point
-    value_before: float
+    value_before: float  # objective at the iterate before; infinite where the last search found nothing
+    # `slope`, `length`: of the objective along the next direction, and of the gradient.
     slope: float
     length: float
-    stopped: bool
+    stopped: bool  # whether a callback wants the solve to end
 
 
 class StateFiles:
@@ -143,10 +132,7 @@ class StateFiles:
     def look(self) -> None:
         """Find the newest state that all ranks have, and read it.
 
-        Raises
-        ------
-        ValueError
-            On all ranks, where a file of any is damaged, or belongs to another problem.
+        A ValueError on all ranks, where a file of any is damaged, or belongs to another problem.
         """
         if self._checkpoint is None:
             return

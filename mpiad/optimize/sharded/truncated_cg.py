@@ -23,55 +23,30 @@ __all__ = ["Step", "System", "truncated_cg"]
 
 
 class System(NamedTuple):
-    """A Newton system H p = -g.
+    """A Newton system H p = -g."""
 
-    Attributes
-    ----------
-    multiply, precondition : callable
-        From this rank's piece of a vector to that of its product; collective.
-    dot : callable
-        The product of two vectors over all ranks, the same bits on all.
-    ended : callable
-        Whether a rank was told to end; the same on all.
-    """
-
+    # `multiply`, `precondition`: from this rank's piece of a vector to that of its product; collective.
     multiply: Callable[[Array], Array]
     precondition: Callable[[Array], Array]
-    dot: Callable[[Array, Array], float]
-    ended: Callable[[], bool]
+    dot: Callable[[Array, Array], float]  # the product of two vectors over all ranks, the same bits on all
+    ended: Callable[[], bool]  # whether a rank was told to end; the same on all
 
 
 class Step(NamedTuple):
-    """What was found.
+    """What was found."""
 
-    Attributes
-    ----------
-    way : array
-        This rank's piece of the step.
-    decrease : float
-        What the quadratic model predicts.
-    length : float
-        In the preconditioner's norm.
-    bound : bool
-        Whether the trust region has ended it.
-    """
-
-    way: Array
-    decrease: float
-    length: float
-    bound: bool
+    way: Array  # this rank's piece of the step
+    decrease: float  # what the quadratic model predicts
+    length: float  # in the preconditioner's norm
+    bound: bool  # whether the trust region has ended it
 
 
 def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, radius: float = math.inf) -> Step | None:
     """Return about the minimiser of gᵀp + ½ pᵀHp within a radius; None where a rank was told to end.
 
     By `forcing` the residual is to fall, in no more products than `limit`. Where the radius is infinite, for a line search,
-    the first negative curvature ends it with the step so far, or the steepest descent.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, where the preconditioner isn't positive definite, or what it or the Hessian returns isn't finite.
+    the first negative curvature ends it with the step so far, or the steepest descent. A ValueError on all ranks, where the
+    preconditioner isn't positive definite, or what it or the Hessian returns isn't finite.
     """
     way, residual = gradient * 0.0, gradient.copy()
     z = system.precondition(residual)

@@ -33,7 +33,6 @@ class Gathering(_Wait):
         Of what the ranks count together: a communicator, or the agreement of its ranks.
     number : int
         Of the collective, by that count: who hasn't come so far is missing.
-    description : Description, optional
     """
 
     def __init__(self, comm: Comm, key: str, number: int, description: Description | None = None, step: str = ""):

@@ -32,7 +32,6 @@ class Agreement:
     ----------
     members : tuple of int
         Their ranks in the world, by their rank in its communicator.
-    label : str
     epoch : int
         How often it has begun anew.
     starts : Counter

@@ -15,19 +15,11 @@ _LONGEST = 10  # ranks of a cycle in a sentence
 
 
 class Finding(NamedTuple):
-    """What was found when a wait took too long.
-
-    Attributes
-    ----------
-    text, table : str
-    ranks : tuple of int
-        Those that raise: they wait, and for each other.
-    cycle : tuple of int
-    """
+    """What was found when a wait took too long."""
 
     text: str
     table: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # those that raise: they wait, and for each other
     cycle: tuple[int, ...]
 
 

@@ -11,24 +11,13 @@ __all__ = ["Departure", "departed", "left", "note_departure", "note_leaving"]
 
 
 class Departure(NamedTuple):
-    """A rank's end of the program.
+    """A rank's end of the program."""
 
-    Attributes
-    ----------
-    counts : dict
-        How many collectives it had begun by then.
-    sends : bool
-        Whether messages of its own were still under way: long ones take their time.
-    how, place : str
-    heard : float
-        When it was heard here.
-    """
-
-    counts: dict[str, int]
-    sends: bool
+    counts: dict[str, int]  # how many collectives it had begun by then
+    sends: bool  # whether messages of its own were still under way: long ones take their time
     how: str
     place: str
-    heard: float
+    heard: float  # when it was heard here
 
 
 _leaving_since: float | None = None

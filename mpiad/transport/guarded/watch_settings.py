@@ -12,21 +12,11 @@ DEBUG_TIMEOUT = 300.0
 
 
 class Settings(NamedTuple):
-    """What is watched.
+    """What is watched."""
 
-    Attributes
-    ----------
-    debug : bool
-        Whether ranks agree before they communicate.
-    timeout : float or None
-        Seconds that a wait may take.
-    call_sites : bool
-        Whether ranks must call from the same line.
-    """
-
-    debug: bool = False
-    timeout: float | None = None
-    call_sites: bool = True
+    debug: bool = False  # whether ranks agree before they communicate
+    timeout: float | None = None  # seconds that a wait may take
+    call_sites: bool = True  # whether ranks must call from the same line
 
     @property
     def watches(self) -> bool:
