@@ -37,19 +37,9 @@ _PIECE = 1 << 20
 
 
 def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write a file, in place of an older one where there is one.
+    """Write a file, in place of an older one where there is one; an OSError where it can't be, and the older file stays.
 
-    Parameters
-    ----------
-    description : dict
-        What JSON can hold.
-    arrays : iterable of (str, array)
-        May be made while they are written.
-
-    Raises
-    ------
-    OSError
-        Where it can't be written; the older file stays.
+    The description is what JSON can hold; the arrays, each with its name, may be made while they are written.
     """
     _remove_left_over(path.absolute())  # first: they may be what fills the disk
     part, file = _begin(path)

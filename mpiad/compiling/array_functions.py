@@ -128,13 +128,7 @@ def _copied(like: SymbolicArray, array: Array, *_: Any, **__: Any) -> SymbolicAr
 def _interpolated(
     like: SymbolicArray, x: Array, xp: Array, fp: Array, left: object = None, right: object = None, period: object = None
 ) -> SymbolicArray:
-    """Return what `numpy.interp` does, by a choice between all lines of the table.
-
-    Raises
-    ------
-    Refusal
-        Where the table is traced or long.
-    """
+    """Return what `numpy.interp` does, by a choice between all lines of the table: refused where that is traced or long."""
     traced = any(isinstance(part, type(like)) for part in (xp, fp, left, right, period))
     if traced or period is not None or np.size(xp) > _LONGEST_TABLE:
         like.builder.refuse(

@@ -33,12 +33,7 @@ class Builder:
         self._known: dict[tuple, int] = {}
 
     def refuse(self, reason: str) -> NoReturn:
-        """Leave f.
-
-        Raises
-        ------
-        Refusal
-        """
+        """Leave f by a Refusal."""
         self.refused = self.refused or reason
         raise Refusal(reason)
 

@@ -45,20 +45,12 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(text: str, name: str, signature: str, fast: str = "") -> Kernel:
-    """Return the function `name` of a text in the language of `translation`, compiled.
+    """Return the function `name` of a text in the language of `translation`, compiled; an ImportError without llvmlite.
 
     The signature is one of arrays and numbers, as ``void(int64, float64[:, ::1])``; with ``linked`` for ``void``, of a
-    linked kernel. `fast` says how floating-point operations may be changed, as LLVM writes it; not at all by default.
-
-    Raises
-    ------
-    ImportError
-        Where there is no llvmlite.
-
-    Ranks
-    -----
-    Each for itself. Of ranks that want the same text at the same time one compiles it, and the others wait for what it
-    keeps on disk; where nothing is kept, all compile.
+    linked kernel. `fast` says how floating-point operations may be changed, as LLVM writes it; not at all by default. Each
+    rank calls it for itself: of those that want the same text at the same time one compiles it, and the others wait for
+    what it keeps on disk; where nothing is kept, all compile.
     """
     # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
     with _lock:

@@ -23,12 +23,9 @@ _FLAT = 22.0
 
 
 def complex_value(operation: str, arguments: list[Symbol]) -> Symbol:
-    """Return the value of an operation of the catalogue where at least one of its arguments is complex.
+    """Return the value of an operation of the catalogue at least one of whose arguments is complex.
 
-    Raises
-    ------
-    Refusal
-        Where it isn't one of complex numbers, or can't be compiled.
+    A Refusal where it isn't one of complex numbers, or can't be compiled.
     """
     rule = _RULES.get(operation)
     if rule is None:

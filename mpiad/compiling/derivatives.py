@@ -21,25 +21,11 @@ Wanted: TypeAlias = "Mapping[str, Sequence[int] | None]"
 
 
 def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> Program:
-    """Return the transposed derivative of a program.
+    """Return the transposed derivative of a program: its seeds are the cotangents of the outputs, a group of this name.
 
-    Parameters
-    ----------
-    wanted : mapping of str to sequence of int or None, optional
-        The groups to differentiate by, and the places in each, of which None is all; all groups by default.
-    seeds : str
-        The name of the group of cotangents.
-
-    Returns
-    -------
-    Program
-        Its seeds are the cotangents of the outputs. Its outputs are the cotangents of the inputs that are wanted, in this
-        order.
-
-    Raises
-    ------
-    ValueError
-        Where the program has no such groups, or one of the seeds' name.
+    Its outputs are the cotangents of the inputs that are wanted, in this order: by default of all groups; else of these
+    groups, at these places in each, of which None is all. A ValueError where the program has no such groups, or one of the
+    seeds' name.
     """
     builder = Builder()
     new = copied(builder, program)

@@ -34,13 +34,7 @@ _CONVERSIONS = {
 
 
 def called_function(build: BlockBuilder, name: str, given: list[Value]) -> Value:
-    """Return the value of a function of numbers.
-
-    Raises
-    ------
-    KeyError
-        Where there is none of this name.
-    """
+    """Return the value of a function of numbers; a KeyError where there is none of this name."""
     if name in _CONVERSIONS:
         return build.converted(given[0], _CONVERSIONS[name])
     if name in _FUNCTIONS:

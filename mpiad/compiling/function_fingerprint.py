@@ -219,10 +219,7 @@ class _Use(NamedTuple):
 def uses_of(code: CodeType) -> tuple[_Use, ...]:
     """Return what a code reads by global names and by those of functions around it, with the functions defined in it.
 
-    Raises
-    ------
-    Unknown
-        Where it imports modules or defines classes.
+    It is Unknown where it imports modules or defines classes.
     """
     uses = []
     for name, attributes in _loads(code, "LOAD_GLOBAL"):
@@ -240,10 +237,7 @@ def uses_of(code: CodeType) -> tuple[_Use, ...]:
 def uses_of_first(code: CodeType) -> tuple[tuple[str, ...], ...]:
     """Return the attributes that a method reads of its object, each time that it names it.
 
-    Raises
-    ------
-    Unknown
-        Where the object is handed to a function inside, or the name is given to something else.
+    They are Unknown where the object is handed to a function inside, or the name is given to something else.
     """
     first = code.co_varnames[:1]
     if not first or first[0] in code.co_cellvars:

@@ -73,19 +73,9 @@ def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
 
 
 def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, Any]:
-    """Put an object file into memory.
+    """Put an object file into memory; return a function's address in it, and its owner, with which the memory goes.
 
-    Returns
-    -------
-    int
-        Address of a function in it.
-    object
-        Its owner: the memory is given back with it.
-
-    Raises
-    ------
-    OSError
-        Where it isn't this machine's.
+    An OSError where it isn't this machine's.
     """
     import llvmlite.binding as llvm
 

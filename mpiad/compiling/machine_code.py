@@ -32,16 +32,11 @@ class Code(NamedTuple):
 
 
 def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
-    """Compile the kernel `name` of a text in the language of `translation`.
+    """Compile the kernel `name` of a text in the language of `translation`; a NotImplementedError where it is in another.
 
     The signature is ``void(int64, float64[:, ::1])`` or the like; of a linked kernel, no two of whose arrays share memory
     that it writes, ``linked(float64[:, ::1])``. `fast` says how floating-point operations may be changed, as LLVM writes
     it; not at all by default.
-
-    Raises
-    ------
-    NotImplementedError
-        Where the text isn't of the language.
     """
     # A process that finds its kernels on disk never needs it.
     from mpiad.compiling.translation import translated
@@ -50,14 +45,9 @@ def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
 
 
 def function_of(code: Code, signature: str) -> Callable[..., None]:
-    """Return a compiled function, which checks its arguments and lets other threads run.
+    """Return a compiled function, which checks its arguments and lets other threads run; an OSError for another machine's.
 
     That of a linked kernel takes the address of its block, and checks nothing; its own address is the attribute `address`.
-
-    Raises
-    ------
-    OSError
-        Where it isn't this machine's.
     """
     address, owner = llvm.symbol_in(code.file, code.symbol, code.outside)
     if not is_linked(signature):

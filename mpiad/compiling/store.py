@@ -93,12 +93,7 @@ class Store:
         return None
 
     def begin(self, text: str) -> Path:
-        """Return a new folder that holds a source text.
-
-        Raises
-        ------
-        OSError
-        """
+        """Return a new folder that holds a source text; an OSError where it can't be made."""
         folder = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.root))
         (folder / KERNEL).write_text(text)
         return folder

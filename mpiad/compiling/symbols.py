@@ -154,13 +154,7 @@ class Symbol:
 
 
 def number_of(builder: Builder, value: object) -> int:
-    """Return the number of a constant, or of a symbol.
-
-    Raises
-    ------
-    Refusal
-        Where it is neither.
-    """
+    """Return the number of a constant, or of a symbol; a Refusal for what is neither."""
     if isinstance(value, np.ndarray) and value.shape == ():  # as autograd's array leaves entries of arrays of objects
         value = value.item()
     if isinstance(value, Symbol):
@@ -176,13 +170,7 @@ def number_of(builder: Builder, value: object) -> int:
 
 
 def numbers_of(builder: Builder, value: object) -> Array:
-    """Return the numbers of an array, of symbols or of constants.
-
-    Raises
-    ------
-    Refusal
-        Where it is something else.
-    """
+    """Return the numbers of an array, of symbols or of constants; a Refusal for anything else."""
     held = getattr(value, "numbers", None)  # of an array of symbols
     if held is not None:
         return held

@@ -105,13 +105,7 @@ def input_array(
 
 
 def scalars(components: Sequence[Symbol], in_pairs: bool) -> list[int]:
-    """Return the numbers of real values: the components themselves, or in pairs their parts.
-
-    Raises
-    ------
-    Refusal
-        Where a component is complex and they aren't in pairs.
-    """
+    """Return the numbers of real values: the components themselves, or in pairs their parts; complex ones only in pairs."""
     if in_pairs:
         return [part.number for component in components for part in (component.real, component.imag)]
     for component in components:

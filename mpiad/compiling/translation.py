@@ -33,12 +33,8 @@ def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = 
     """Return a kernel, one of the functions of a text, as a module of LLVM's intermediate representation.
 
     Its symbol is called `name`. `fast` are the flags of floating-point operations that may be reordered, as LLVM writes
-    them; `linked` says whether no two of its arrays share memory that it writes (see `machine_code`).
-
-    Raises
-    ------
-    NotImplementedError
-        Where the text isn't of the language.
+    them; `linked` says whether no two of its arrays share memory that it writes (see `machine_code`). A NotImplementedError
+    where the text isn't of the language.
     """
     defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     module = _Module(defined, fast)

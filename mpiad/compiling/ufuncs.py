@@ -24,10 +24,7 @@ def of_ufunc(
 ) -> SymbolicArray:
     """Return what a function of NumPy's, or a method of it, makes of arrays some of which are symbolic.
 
-    Raises
-    ------
-    Refusal
-        Where it isn't in the catalogue.
+    A Refusal where it isn't in the catalogue.
     """
     if method == "reduce" and ufunc in _REDUCED:
         return reduced(like, ufunc, *inputs, **keywords)

@@ -34,10 +34,7 @@ Span = tuple[int, int, Any]
 def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> None:
     """Write the events of all ranks; collective.
 
-    Raises
-    ------
-    OSError
-        On all ranks, where rank 0 can't write the file: there is none then, or the old one.
+    An OSError on all ranks, where rank 0 can't write the file: there is none then, or the old one.
     """
     starts, dropped = zip(*comm.allgather((clock(recorder.since), recorder.dropped)))
     pieces = _pieces(_rank_events(recorder, comm.rank, socket.gethostname(), clock, min(starts)))

@@ -59,17 +59,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
 
 
 def own_device() -> int:
-    """Return this rank's GPU: the one that was selected, or one that it selects now.
-
-    Raises
-    ------
-    ImportError, RuntimeError
-        As `select`.
-
-    Ranks
-    -----
-    As `select`.
-    """
+    """Return this rank's GPU: the one that was selected, or one that it selects now, as `select` does."""
     return _chosen[0] if _chosen else select()
 
 

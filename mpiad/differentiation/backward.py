@@ -131,12 +131,7 @@ class Lane(NamedTuple):
 def run_backward_together(
     recording: Recording, seeds: Sequence[Iterable[tuple[int, Any]]], variables: int
 ) -> list[list[Any]]:
-    """Return for each set of seeds what `run_backward` returns, from a record that is used again.
-
-    Ranks
-    -----
-    All ranks give as many sets.
-    """
+    """Return for each set of seeds what `run_backward` returns, of a record that is used again; as many on all ranks."""
     nodes = recording.nodes
     lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
     try:

@@ -113,20 +113,9 @@ class Bundle:
     def run(
         self, fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
     ) -> tuple[list[Any], list[list[Any]]]:
-        """Run a function.
+        """Run a function of the list of variables, and return its results, a list or tuple of them, and their tangents.
 
-        Parameters
-        ----------
-        fun : callable
-            From the list of variables to a list or tuple of results.
-        tangents : sequence of sequence
-            For each variable its tangents, one for each direction; None where one is zero.
-
-        Returns
-        -------
-        values : list
-        tangents : list of list
-            For each result its tangents; None where one is zero.
+        The tangents of a variable are one for each direction, or None where one is zero; so are those of each result.
         """
         out = fun([self.variable(x, list(gs)) for x, gs in zip(variables, tangents)])
         found = [self.parts(value) for value in out]

@@ -24,16 +24,9 @@ _BROADCAST = "Broadcast the variable once before the first step, and update it a
 
 
 def require_equal_copies(variables: Variables, channel: Channel, call: str) -> None:
-    """Raise on all ranks where their copies of a shared argument differ, under ``MPIAD_DEBUG=1``.
+    """Raise on all ranks where their copies of a shared argument differ, under ``MPIAD_DEBUG=1``; all ranks call it.
 
-    Raises
-    ------
-    ReplicationError
-        Naming the ranks and the first entry that differs.
-
-    Ranks
-    -----
-    All ranks of the channel call it.
+    The ReplicationError names the ranks and the first entry that differs.
     """
     if compares_copies():
         said = f"{call}: shared=True says that all ranks hold the same variable x"

@@ -83,17 +83,8 @@ def pulled(
 ) -> list[Any]:
     """Return the cotangents of the variables of a record, which is kept.
 
-    Parameters
-    ----------
-    seeds : callable
-        From a nest to the places of results and what is seeded there.
-    given : pytree of arrays
-        The nest; with `batch` several, along the first axis of each array, and so are the cotangents.
-
-    Raises
-    ------
-    ValueError
-        Where there are several, and not of all arrays as many.
+    `seeds` makes of a nest the places of results and what is seeded there; `given` is the nest, with `batch` several, along
+    the first axis of each array, and so are the cotangents. A ValueError where these aren't as many of all arrays.
     """
     if not batch:
         return cotangents_of_variables(record[0], seeds(given), record[1], keep=True)

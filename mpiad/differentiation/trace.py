@@ -55,12 +55,8 @@ class Traced(NamedTuple):
 def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Variables:
     """Return the variables among the arguments.
 
-    Raises
-    ------
-    TypeError
-        Where there is no such argument, or it holds nothing to differentiate by.
-    ValueError
-        Where an argument is named twice.
+    A TypeError where there is no such argument, or it holds nothing to differentiate by; a ValueError where one is named
+    twice.
     """
     # Named twice it would be two variables, of which the function sees the second alone.
     if not isinstance(argnum, (int, np.integer)) and len(set(argnum)) != len(argnum):

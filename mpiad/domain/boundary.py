@@ -71,12 +71,8 @@ _ALLOWED = f"one of {_NAMES} or a number; or, in a tuple, one of these or a pair
 def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
     """Return what lies beyond each side.
 
-    Raises
-    ------
-    ValueError
-        Where the text or the number of dimensions isn't right.
-    TypeError
-        For anything else than text, numbers and tuples of them.
+    A ValueError where the text or the number of dimensions isn't right; a TypeError for anything else than text, numbers
+    and tuples of them.
     """
     if not isinstance(boundary, (tuple, list)):
         side = _side(boundary, call)
@@ -119,17 +115,8 @@ def homogeneous(sides: Sides) -> Sides:
 def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
     """Take a traced value out of the sides: filling u with v is filling u - v with zero and adding v.
 
-    Returns
-    -------
-    value : traced number or None
-        The value v, None where none is traced.
-    sides : Sides
-        Without it.
-
-    Raises
-    ------
-    TypeError
-        Where the traced value isn't a number, or isn't the only one.
+    Returned are v, None where none is traced, and the sides without it. A TypeError where it isn't a number, or isn't the
+    only one that is traced.
     """
     every = [side for pair in sides for side in pair]
     values = [side.value for side in every if side.layers is None]

@@ -25,10 +25,7 @@ def lattice_of(
 ) -> Lattice:
     """Return where cells lie, from the arguments of `Domain.coordinates`.
 
-    Raises
-    ------
-    ValueError
-        Where an argument has another number of entries than the grid has dimensions, or an extent has no length.
+    A ValueError where one has another number of entries than the grid has dimensions, or an extent has no length.
     """
     if extent is not None:
         return Lattice(*spacing_of(shape, periodic, extent, centred))
@@ -47,12 +44,7 @@ def spacing_of(
 
     An extent is a length from 0, or lower and upper end, for all dimensions or each. Points are the centres of equal cells
     where `centred`; else the first and the last are on the ends (on a periodic dimension the upper end is the first point
-    again).
-
-    Raises
-    ------
-    ValueError
-        Where the extent doesn't have one entry for each dimension, or an end is not above the other.
+    again). A ValueError where it doesn't have one entry for each dimension, or an end is not above the other.
     """
     firsts, steps = [], []
     for n, wraps, (low, high) in zip(shape, periodic, _ends(extent, len(shape))):

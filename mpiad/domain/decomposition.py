@@ -85,14 +85,7 @@ def layout(
 ) -> tuple[Partition, tuple[int, ...]]:
     """Return the partition and the halo's width along each dimension, by arguments as `Domain` takes them.
 
-    Raises
-    ------
-    TypeError, ValueError
-        On all ranks: see `Domain`.
-
-    Ranks
-    -----
-    All ranks of the channel call it.
+    All ranks of the channel call it, and raise as `Domain` does.
     """
     # Before the comparison: who raised alone would leave the others in it.
     with raising_together(channel):
@@ -120,13 +113,7 @@ def _shape(shape: int | Sequence[int]) -> Shape:
 
 
 def per_dimension(value: Array, ndim: int, argument: str) -> list[Any]:
-    """Return one entry for each dimension, of one for all or of a sequence.
-
-    Raises
-    ------
-    ValueError
-        Where the sequence has another length.
-    """
+    """Return one entry for each dimension, of one for all or of a sequence; a ValueError where that has another length."""
     if isinstance(value, str) or not hasattr(value, "__len__"):
         return [value] * ndim
     if len(value) != ndim:

@@ -103,13 +103,7 @@ class Halo:
 def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
     """Return the block u (..., *halo.shape) with its halo, (..., *halo.padded), by what lies beyond physical sides.
 
-    Ranks
-    -----
-    All ranks of the domain call it.
-
-    Adjoint
-    -------
-    `fold_halo`
+    All ranks of the domain call it. The adjoint is `fold_halo`.
     """
     out = empty_beside(u, u.shape[: u.ndim - len(halo.shape)] + halo.padded)
     out[halo.interior] = u
@@ -153,13 +147,7 @@ def _fill_copies(out: LocalArray, stage: Stage, beyond: list[Beyond], sides: Sid
 def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
     """Add what belongs to halo cells to the cells that they are copies of: of g (..., *halo.padded) to (..., *halo.shape).
 
-    Ranks
-    -----
-    All ranks of the domain call it.
-
-    Adjoint
-    -------
-    `fill_halo`, with zero for the values of `sides`
+    All ranks of the domain call it. The adjoint is `fill_halo`, with zero for the values of `sides`.
     """
     total = copy_of(g)
     fold_in_place(total, halo, sides, scheme)

@@ -33,12 +33,8 @@ class Location(NamedTuple):
 def located(points: Array, lattice: Lattice, partition: Partition, call: str) -> Location:
     """Return where points are.
 
-    Raises
-    ------
-    TypeError
-        Where points aren't numbers.
-    ValueError
-        Where they have another number of coordinates than the grid, or one lies outside.
+    A TypeError where points aren't numbers; a ValueError where they have another number of coordinates than the grid, or
+    one lies outside.
     """
     ndim, plain = len(partition.shape), np.asarray(stop(points))
     if plain.dtype.kind not in "fiu":

@@ -82,20 +82,10 @@ class Begun(Request):
 
 
 def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> Begun:
-    """Start to fill the halo of a block.
+    """Start to fill the halo of a block; all ranks of the domain begin their exchanges in the same order.
 
-    Raises
-    ------
-    RequestError
-        Where as many exchanges have begun without an end as there are tags for.
-
-    Ranks
-    -----
-    All ranks of the domain begin their exchanges in the same order.
-
-    Adjoint
-    -------
-    The end of folding.
+    A RequestError where as many exchanges have begun without an end as there are tags for. The adjoint is the end of
+    folding.
     """
     exchange = Exchange(halo, sides, scheme, _next_number(halo))
     begun: Begun = communicate(_BEGIN_OPERATION, u, exchange)
@@ -128,22 +118,10 @@ def _tag_of(number: int) -> int:
 
 
 def end_fill(begun: Begun) -> LocalArray:
-    """Complete what was begun and return the block with its halo.
+    """Complete what was begun and return the block with its halo; each rank ends what it has begun, in any order.
 
-    Raises
-    ------
-    TypeError
-        Where it isn't an exchange that was begun.
-    RequestError
-        Where it has ended before, or began in another trace.
-
-    Ranks
-    -----
-    Each rank ends what it has begun, in any order.
-
-    Adjoint
-    -------
-    The start of folding.
+    A TypeError where it isn't an exchange that was begun; a RequestError where it has ended before, or began in another
+    trace. The adjoint is the start of folding.
     """
     if not isinstance(begun, Begun):
         raise TypeError(f"{_END}: expected what {_BEGIN} returned, but got {type(begun).__name__}.")

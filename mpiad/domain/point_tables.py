@@ -64,10 +64,7 @@ class PointTables:
     def table(self, points: Array, lattice: Lattice, dtype: np.dtype, call: str) -> PointTable:
         """Return the table of points (..., dimensions), which are on the host, traced or not, with weights of this dtype.
 
-        Raises
-        ------
-        TypeError, ValueError
-            As `located` does.
+        It raises as `located` does.
         """
         # Nothing is kept of points that are traced: their weights belong to this trace.
         if isbox(points):

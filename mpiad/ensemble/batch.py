@@ -107,23 +107,10 @@ class Batch(NamedTuple):
 
 
 def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
-    """Return the times that `saveat` asks for.
+    """Return the times that `saveat` asks for, shape (n_saved,) or (N, n_saved), of N trajectories from its row `first` on.
 
-    Parameters
-    ----------
-    saveat : number, list of numbers, array of shape (all, n_saved), or None
-        A number is the interval from the start on, and the end is saved too; None is both ends.
-    batch : Batch
-        N trajectories, of which the first is row `first` of `saveat`.
-
-    Returns
-    -------
-    array, shape (n_saved,) or (N, n_saved)
-
-    Raises
-    ------
-    TypeError, ValueError
-        Where a time lies outside tspan, or times aren't in the order of the solve.
+    A number is the interval from the start on, and the end is saved too; None is both ends. A TypeError or ValueError where
+    a time lies outside tspan, or times aren't in the order of the solve.
     """
     if saveat is None:
         return batch.both_ends()
@@ -203,13 +190,7 @@ def placed(batch: Batch) -> Batch:
 
 
 def check_place(batch: Batch) -> None:
-    """Raise where a solve on the device can't be made of such arguments.
-
-    Raises
-    ------
-    TypeError
-        Where parameters aren't on the device of the states, or the other way round.
-    """
+    """Raise a TypeError where parameters aren't on the device of the states, or the other way round: no solve is so."""
     home = arrays_of(batch.u0)
     for place, leaf in enumerate(batch.p.leaves):
         # A number of the host's goes along with any call, and needn't live on the device.

@@ -34,13 +34,7 @@ def needs_parts(options: SolveOptions, given: Batch) -> bool:
 
 
 def of_parts(options: SolveOptions, given: Batch) -> tuple[SolveOptions, Batch]:
-    """Return the same for the parts of the states.
-
-    Raises
-    ------
-    NotImplementedError
-        For dense output.
-    """
+    """Return the same for the parts of the states; a NotImplementedError for dense output."""
     if options.dense_output:
         raise NotImplementedError(
             f"solve: {type(options.alg).__name__} has no dense_output=True for complex states, but u0 is "

@@ -40,12 +40,7 @@ class ConsistentStart(NamedTuple):
 def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array | float) -> ConsistentStart:
     """Return a batch, which may be traced, with initial states that satisfy the algebraic equations.
 
-    Parameters
-    ----------
-    given : Batch
-        On the host.
-    mass : array, shape (d, d), or None
-    atol : float or array, shape (d, 1)
+    The given one is on the host; `mass` has shape (d, d), None for the identity, and `atol` is a number or of shape (d, 1).
     """
     free = None if mass is None or not given.size else _null_vectors(mass)
     if free is None or mass is None or not free.shape[1]:

@@ -39,19 +39,9 @@ _NODES, _WEIGHTS = (0.5 - np.sqrt(0.15), 0.5, 0.5 + np.sqrt(0.15)), (5 / 18, 8 /
 def pull_continuous(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
     """Return the cotangents of a run's inputs by the continuous adjoint.
 
-    Parameters
-    ----------
-    places : sequence of int
-        Of the leaves of the parameters to differentiate by.
-    timed : bool
-        Whether to differentiate by the ends of tspan, too.
-
-    Raises
-    ------
-    IntegrationError
-        Where the adjoint equation can't be solved to the end.
-    NotImplementedError
-        Where conditions ended trajectories or let events act, or times of events on the way have cotangents.
+    `places` are of the leaves of the parameters to differentiate by; `timed` says whether by the ends of tspan, too. An
+    IntegrationError where the adjoint equation can't be solved to the end; a NotImplementedError where conditions ended
+    trajectories or let events act, or times of events on the way have cotangents.
     """
     _require_no_events(run, seeds)
     with np.errstate(all="ignore"):

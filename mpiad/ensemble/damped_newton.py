@@ -83,16 +83,9 @@ class Roots(NamedTuple):
 
 
 def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float, max_iters: int) -> Roots:
-    """Find a root for each trajectory, by Newton's method from its state.
+    """Find a root for each trajectory, by Newton's method from its state u0, shape (d, N): not finite where none can begin.
 
-    Parameters
-    ----------
-    u0 : array, shape (d, N)
-        Not finite where a trajectory can't begin.
-    rtol, atol : float
-        The last step is at most ``atol + rtol * abs(u)``, in each component.
-    max_iters : int
-        Steps that are tried.
+    The last of at most `max_iters` steps is at most ``atol + rtol * abs(u)``, in each component.
     """
     search = _Search(equations, u0, rtol, atol)
     for _ in range(max_iters):

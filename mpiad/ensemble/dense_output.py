@@ -54,18 +54,9 @@ class DenseOutput:
         self._signs, self._run = np.where(batch.end < batch.start, -1.0, 1.0), Run(batch, settings, outcome)
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
-        """Return states, shape (N, n, …); of one trajectory (n, …).
+        """Return states at times, shape (N, n, …); of one trajectory, `only`, (n, …).
 
-        Parameters
-        ----------
-        times : array, shape (n,) or (N, n)
-        only : int, optional
-            The trajectory.
-
-        Raises
-        ------
-        ValueError
-            Where a time lies outside tspan.
+        A ValueError where a time lies outside tspan.
         """
         batch = self._batch
         if self._given.traced:
@@ -236,13 +227,7 @@ class PickledCommunicator:
 
 
 def present(comm: Comm, call: str, remedy: str) -> Comm:
-    """Return a solution's communicator.
-
-    Raises
-    ------
-    CommunicatorError
-        Where its pickle has left it behind.
-    """
+    """Return a solution's communicator; a CommunicatorError where its pickle has left it behind."""
     if isinstance(comm, LeftBehind):
         raise CommunicatorError(
             f"{call}: this solution was pickled, and its communicator, which belongs to the program of then, couldn't be "

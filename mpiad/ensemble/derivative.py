@@ -61,12 +61,8 @@ class Derivative:
     def check(self, u: Array, p: Tree, t: Array) -> None:
         """Call f once and look at all that `write` takes for granted.
 
-        Raises
-        ------
-        NotImplementedError
-            Where f uses a traced value from around it.
-        TypeError, ValueError
-            Where f writes into its arguments, or returns what can't be the derivative of u.
+        A NotImplementedError where f uses a traced value from around it; a TypeError or ValueError where it writes into its
+        arguments, or returns what can't be the derivative of u.
         """
         try:
             value = self.called(u, p, t)

@@ -62,13 +62,7 @@ class DeviceSolution(EnsembleSolution):
 
     @classmethod
     def of(cls, u: Array, t: Array, u_end: Array, statistics: Statistics, alg: Algorithm) -> DeviceSolution:
-        """Return a solution.
-
-        Parameters
-        ----------
-        u, u_end : array, shapes (N, n_saved, d), (N, d)
-        t : array, shape (n_saved,) or (N, n_saved)
-        """
+        """Return a solution of u, shape (N, n_saved, d), at times (n_saved,) or (N, n_saved), and of u_end, (N, d)."""
         later = {name: partial(statistics.on_host, name) for name in _ASKED}
         return cls.lazy(later, u=u, t=t, u_end=u_end, statistics=statistics, alg=alg)
 

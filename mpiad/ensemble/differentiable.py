@@ -37,15 +37,7 @@ __all__ = ["differentiable", "traced_results"]
 
 
 def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSolution:
-    """Return a solution whose states are functions of the traced batch that it was made of.
-
-    Parameters
-    ----------
-    sol : EnsembleSolution
-        Of plain arrays.
-    batch : Batch
-        With traced values in it.
-    """
+    """Return a solution, given of plain arrays, whose states are functions of the traced batch that it was made of."""
     count, d, ends = run.batch.size, len(run.batch.u0), run.settings.ends
     saved = np.empty((count, 0, d), run.batch.u0.dtype) if ends else sol.u.reshape(count, sol.u.shape[1], d)
     u, u_end, *times = traced_results(run, saved, sol.u_end.reshape(count, d), batch)

@@ -44,10 +44,7 @@ def numbers_of(run: Run, by_u0: bool, places: Sequence[int]) -> list[Number]:
 def numbers(x: Array, varies: bool) -> list[tuple[Any, complex]]:
     """Return the places of one trajectory's numbers in an array, with 1, and again with 1j where they are complex.
 
-    Parameters
-    ----------
-    varies : bool
-        Whether its last axis counts trajectories.
+    `varies` says whether the last axis of x counts trajectories.
     """
     shape = np.shape(x)[:-1] if varies else np.shape(x)
     return [(index, unit) for index in np.ndindex(*shape) for unit in _units(x)]
@@ -142,12 +139,8 @@ def in_common(
 ) -> Array:
     """Return for each trajectory what the cotangents of its results and their tangents have in common, shape (N,).
 
-    Parameters
-    ----------
-    end, saved, times : array, shapes (d, N), (N, n_saved, d), (N,)
-        Tangents; `saved` is needed where there are cotangents of saved states, `times` where there are some of times.
-    crossed : array, shape (m,)
-        The tangents of the times of a run's events, where there are cotangents of them.
+    The tangents are of final states, shape (d, N), of saved ones, (N, n_saved, d), times, (N,), and those of a run's
+    events, (m,): all but the first where there are cotangents of them.
     """
     part = _sum_of_products(seeds.end, end)
     if seeds.saved is not None:

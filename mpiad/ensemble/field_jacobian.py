@@ -40,14 +40,7 @@ class Jacobian(Protocol):
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
         """Write ∂f/∂u of each column into `out`, shape (d, d, n), and return ∂f/∂t, shape (d, n); None where it is zero.
 
-        Parameters
-        ----------
-        out : array
-            Zero, or what was written before.
-        u : array, shape (d, n)
-        p : nest
-            As f takes it.
-        t : array, shape (n,)
+        `out` is zero, or holds what was written before; `u` has shape (d, n), `t` (n,), and p is as f takes it.
         """
         ...
 
@@ -68,13 +61,7 @@ class OwnJacobian:
 
 
 def jacobian_of(batch: Batch) -> Jacobian:
-    """Return the Jacobian of a batch's f.
-
-    Raises
-    ------
-    TypeError
-        Where f can neither be traced nor be differentiated.
-    """
+    """Return the Jacobian of a batch's f; a TypeError where that can neither be traced nor be differentiated."""
     if isinstance(batch.f, OwnJacobian):
         return batch.f
     found = derived(jacobian_program, batch)

@@ -81,12 +81,7 @@ def planned_together(used: Channel, given: FitArguments) -> FitPlan:
 def planned(given: FitArguments) -> FitPlan:
     """Return the arguments in the form that the fits need.
 
-    Raises
-    ------
-    NotImplementedError
-        Where one is traced, or lives on a device.
-    TypeError, ValueError
-        Where one of them can't be used.
+    A NotImplementedError where one is traced, or lives on a device; a TypeError or ValueError where one can't be used.
     """
     start = _start(given.p0)
     ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble

@@ -73,10 +73,7 @@ class EnsembleGPU(EnsembleAlgorithm):
 def device_for(batch: Batch, together: bool) -> ArrayModule:
     """Return the device that solves a batch of plain arrays: where they live, else this rank's where ranks solve together.
 
-    Raises
-    ------
-    ImportError, RuntimeError
-        Without CuPy, or without a GPU.
+    An ImportError without CuPy, a RuntimeError without a GPU.
     """
     for x in (batch.u0, *batch.p.leaves):
         arrays = arrays_of(x)

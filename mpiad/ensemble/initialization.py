@@ -127,28 +127,12 @@ def first_step(
     rate: Callable[[Array, Array], Array], u: Array, t: Array, end: Array, k: Array, rtol: Array | float,
     atol: Array | float, order: int,
 ) -> Array:  # fmt: skip
-    """Return the sizes of the first steps, as SciPy chooses them.
+    """Return the sizes of the first steps, shape (n,), as SciPy chooses them.
 
-    Parameters
-    ----------
-    rate : callable
-        ``rate(u, t)`` returns f in the direction of the solve; t is in that direction too.
-    u, k : array, shape (d, n)
-        The initial states and f there.
-    t, end : array, shape (n,)
-        In the direction of the solve.
-    rtol, atol : array or number
-        In the precision of the states.
-    order : int
-        Of the error estimate in the step: see `Tableau.error_order`.
-
-    Returns
-    -------
-    array, shape (n,)
-
-    References
-    ----------
-    E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential Equations I, II.4.
+    ``rate(u, t)`` returns f in the direction of the solve, in which `t` and `end`, shape (n,), are too; u and k, shape (d,
+    n), are the initial states and f there. The tolerances are in the precision of the states. `order` is of the error
+    estimate in the step: see `Tableau.error_order`. (E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential
+    Equations I, II.4.)
     """
     span = end - t
     scale = tolerance(u, rtol, atol)

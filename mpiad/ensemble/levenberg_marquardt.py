@@ -89,15 +89,10 @@ def minimize_each(
     evaluate: Callable[[Array, Array], Evaluation], x0: Array, lower: Array, upper: Array, scale: Array | None,
     stopping: Stopping,
 ) -> Minima:  # fmt: skip
-    """Minimise each problem's sum of squares in its box.
+    """Minimise each problem's sum of squares in its box; x0, lower and upper have shape (N, m).
 
-    Parameters
-    ----------
-    evaluate : callable
-        ``evaluate(x, ids)`` for the problems of some numbers, x of shape (n, m).
-    x0, lower, upper : array, shape (N, m)
-    scale : array, shape (N, m), or None
-        What a step of each variable is measured by; by default the norms of the columns of J, the largest so far.
+    ``evaluate(x, ids)`` is for the problems of some numbers, x of shape (n, m). A step of each variable is measured by
+    `scale`, shape (N, m); by default by the norms of the columns of J, the largest so far.
     """
     problems = _Problems(evaluate, np.clip(x0, lower, upper), lower, upper, scale, stopping)
     while problems.under_way.size:

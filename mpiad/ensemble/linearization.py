@@ -76,20 +76,10 @@ class Tracing:
     def along(
         self, bundle: Bundle, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]]
     ) -> Callable[[Array, Array, Array], None]:
-        """Return a function that writes f and its tangents.
+        """Return a function that writes f and its tangents, along those of each leaf; None where one is zero.
 
-        Parameters
-        ----------
-        bundle : Bundle
-            An open trace.
-        tangents : sequence of sequence
-            For each leaf to differentiate by its tangents, None where one is zero.
-
-        Returns
-        -------
-        callable
-            ``write(out, u, t)`` with u and `out` of shape (1 + directions, d, n), first the values, then the tangents,
-            and t of shape (n,).
+        It is ``write(out, u, t)`` with u and `out` of shape (1 + directions, d, n), first the values, then the tangents,
+        and t of shape (n,). The bundle is an open trace.
         """
         variable, parts = bundle.variable, bundle.parts
         # What is the same for all stages is traced once.
@@ -126,13 +116,7 @@ class Tracing:
 
 
 def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> None:
-    """Trace f once, by the states.
-
-    Raises
-    ------
-    TypeError
-        Where f uses functions that traces don't see.
-    """
+    """Trace f once, by the states; a TypeError where f uses functions that traces don't see."""
     try:
         Tracing(field, (), False).transposed(np.empty_like(u), u, leaves, t)
     except (TypeError, ValueError) as error:

@@ -33,21 +33,9 @@ def generator(seed: int, i: int, repeat: int = 1) -> np.random.Generator:
 
 
 def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> Batch:
-    """Return some trajectories of an ensemble.
+    """Return some trajectories of an ensemble of so many, by their numbers and that of the try, all counted from 1.
 
-    Parameters
-    ----------
-    numbers : range
-        Which ones, counted from 1.
-    repeat : int
-        Which try this is, counted from 1.
-    count : int
-        How many the ensemble has.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Where `prob_func` returns something else than a problem of the same f and dimension.
+    A TypeError or ValueError where `prob_func` returns something else than a problem of the same f and dimension.
     """
     if ensemble.prob_func is None or not len(numbers):
         return _from_arrays(ensemble, numbers)
@@ -107,13 +95,7 @@ def _stack(arrays: list[Any], axis: int = 0) -> Array:
 
 
 def as_state(u0: Array) -> Array:
-    """Return an initial state as an array of floats.
-
-    Raises
-    ------
-    TypeError
-        Where it isn't numbers.
-    """
+    """Return an initial state as an array of floats; a TypeError where it isn't numbers."""
     traced = isbox(u0) or (isinstance(u0, (list, tuple)) and any(map(isbox, u0)))
     state = anp.array(u0) if traced and not is_device_array(getval(u0)) else _array(u0)
     if state.dtype.kind in "biu":

@@ -42,17 +42,7 @@ class _Place:
 
 
 def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
-    """Return the nests of all ranks.
-
-    Raises
-    ------
-    TypeError
-        On all ranks, where one has what can't be pickled.
-
-    Ranks
-    -----
-    All ranks call it.
-    """
+    """Return the nests of all ranks; collective. A TypeError on all, where one has what can't be pickled."""
     leaves, build = flatten(tree)
     numbers = [leaf for leaf in leaves if is_variable(leaf)]
     places = [_place(leaf) if is_variable(leaf) else leaf for leaf in leaves]

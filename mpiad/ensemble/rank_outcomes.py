@@ -106,25 +106,10 @@ def outcomes_of_all(
     used: Channel, share: EnsembleSolution | Exception, compiled: bool, traced: bool,
     evaluated: Callable[[Array, Array], Array], said: str = "",
 ) -> tuple[EnsembleSolution, RankOutcomes]:  # fmt: skip
-    """Exchange what the ranks know, and return it with this rank's share.
+    """Exchange what the ranks know, and return it with this rank's share; all ranks call it.
 
-    Parameters
-    ----------
-    share : EnsembleSolution or Exception
-        What this rank has solved, or why it couldn't.
-    evaluated : callable
-        See `RankOutcomes`.
-    said : str
-        What this rank has to say of f in the log.
-
-    Raises
-    ------
-    Exception
-        On all ranks, what went wrong on one, or where their states aren't of one kind.
-
-    Ranks
-    -----
-    All ranks call it.
+    The share is what this rank has solved, or why it couldn't: what went wrong on one is raised on all, and so is it where
+    their states aren't of one kind. `evaluated` is as in `RankOutcomes`, `said` what this rank has to say of f in the log.
     """
     every = np.empty((used.size, _SIZE), np.int64)
     used.data.Allgather(_header(share, compiled, traced, said), every)

@@ -34,21 +34,10 @@ Replay = Callable[[list], Array]
 def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any], due: Array | None = None) -> list[Array]:
     """Return the results of a run as functions of its inputs, which may be traced.
 
-    Parameters
-    ----------
-    u0 : array, shape (d, N)
-    start, end : array, shape (N,)
-        On the host.
-    leaves : sequence
-        All leaves of the parameters.
-    due : array, shape (slots, N)
-        The given times at which events act.
-
-    Returns
-    -------
-    list
-        Saved states (N, n_saved, d), zero where one failed or wasn't reached, final states (N, d), and where events were
-        looked for the times at which trajectories ended (N,), and those of events (m,).
+    The inputs are u0, shape (d, N), start and end, shape (N,), on the host, all leaves of the parameters, and the given
+    times at which events act, shape (slots, N). The results are saved states (N, n_saved, d), zero where one failed or
+    wasn't reached, final states (N, d), and where events were looked for the times at which trajectories ended (N,), and
+    those of events (m,).
     """
     replay = _Replay(run, start, end, leaves, due)
     with np.errstate(all="ignore"):

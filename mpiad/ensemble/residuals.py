@@ -47,10 +47,7 @@ class Residuals:
     def evaluated(self, x: Array, states: States, ids: Array) -> Evaluation:
         """Return half the sums of squares and the factors at variables of shape (n, m), for trajectories of these numbers.
 
-        Raises
-        ------
-        TypeError, ValueError
-            Where the residuals can't be used.
+        A TypeError or ValueError where the residuals can't be used.
         """
         count, m = x.shape
         # Two columns at least, wherever the user's functions are called: sums over others are then taken alike.

@@ -66,23 +66,11 @@ def rosenbrock(
 ) -> RosenbrockTableau:  # fmt: skip
     """Return the table of a Rosenbrock method as it is published.
 
-    Parameters
-    ----------
-    c : sequence of float
-        Times of the stages; the first is 0.
-    a, coupling : sequence of sequence of float
-        A row for each stage but the first: the weights of the stages before it in its argument, and in its right-hand side.
-    slopes : sequence of float
-        The weights of h ∂f/∂t.
-    b, error : sequence of float
-        Weights of the stages in the new state, and the same less those of the embedded solution.
-    dense : array, shape (stages, degree)
-        Coefficients of x, x², … in the weights of the stages at the part x of the step.
-
-    Raises
-    ------
-    ValueError
-        Where numbers are missing, or sums of weights aren't what they must be.
+    `c` are times of the stages, of which the first is 0; `a` and `coupling` have a row for each stage but the first: the
+    weights of the stages before it in its argument, and in its right-hand side. `slopes` are the weights of h ∂f/∂t, `b`
+    those of the stages in the new state, `error` the same less those of the embedded solution. `dense`, shape (stages,
+    degree), has the coefficients of x, x², … in the weights of the stages at the part x of the step. A ValueError where
+    numbers are missing, or sums of weights aren't what they must be.
     """
     count = len(c)
     # Of u' = 1 each stage is the sum of its row of Γ, which is its weight of h ∂f/∂t.

@@ -17,12 +17,7 @@ __all__ = ["SavePoints", "times_of"]
 def times_of(t: Array, count: int | None) -> Array:
     """Return the times that `sol(t)` asks for, shape (n,) or (N, n); `count` is N, None for one solution, without rows.
 
-    Raises
-    ------
-    NotImplementedError
-        Where t is traced.
-    TypeError, ValueError
-        Where it isn't numbers, or of another shape.
+    A NotImplementedError where t is traced; a TypeError or ValueError where it isn't numbers, or of another shape.
     """
     if isbox(t) or (isinstance(t, (list, tuple)) and any(map(isbox, t))):
         raise NotImplementedError(

@@ -31,20 +31,11 @@ def gathered(
     used: Channel, share: EnsembleSolution, outcomes: RankOutcomes, start: Callable[[], Array] | None, timed: bool,
     made: object = None,
 ) -> EnsembleSolution:  # fmt: skip
-    """Return the solution of all trajectories on every rank.
+    """Return the solution of all trajectories on every rank; all ranks call it.
 
-    Parameters
-    ----------
-    start : callable or None
-        Returns the initial states of all trajectories, shape (d, N), where each rank knows them.
-    timed : bool
-        Whether derivatives flow through the times at which trajectories ended: where events are looked for.
-    made : object
-        Its `u`, where that is made already.
-
-    Ranks
-    -----
-    All ranks call it.
+    `start` returns the initial states of all trajectories, shape (d, N), where each rank knows them. `timed` says whether
+    derivatives flow through the times at which trajectories ended: where events are looked for. `made` is its `u`, where
+    that is made already.
     """
     later = {name: partial(getattr, outcomes, name) for name in ("nf", "naccept", "nreject", "t_reached")}
     sol = EnsembleSolution.lazy(

@@ -301,10 +301,7 @@ def _by_arrays(
 def _report(sol: EnsembleSolution | RankOutcomes, throw: bool, logs: bool = True) -> None:
     """Log how many trajectories failed, how, and which first; `logs` says whether this rank does.
 
-    Raises
-    ------
-    IntegrationError
-        With `throw`, where one failed.
+    With `throw` it raises an IntegrationError where one failed.
     """
     if isinstance(sol, DeviceSolution) and sol.all_succeeded:
         return  # the codes stay where they are

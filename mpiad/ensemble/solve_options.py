@@ -63,12 +63,7 @@ class SolveOptions(NamedTuple):
 def checked_options(options: SolveOptions) -> SolveOptions:
     """Return the arguments in the form that the solve needs.
 
-    Raises
-    ------
-    NotImplementedError
-        Where `saveat` is traced.
-    TypeError, ValueError
-        Where one of them can't be used.
+    A NotImplementedError where `saveat` is traced; a TypeError or ValueError where one of them can't be used.
     """
     _check_kinds(options)
     given = options.ensemblealg
@@ -118,10 +113,7 @@ def settings_of(
 ) -> Settings:  # fmt: skip
     """Return what the trajectories of a batch of plain arrays have in common: options, where needed in their precision.
 
-    Raises
-    ------
-    ValueError
-        Where `atol` or the mass matrix doesn't fit the shape of a state.
+    A ValueError where `atol` or the mass matrix doesn't fit the shape of a state.
     """
     atol, mass, d = options.atol, options.mass, len(batch.u0)
     if np.ndim(atol):
@@ -172,13 +164,7 @@ def _kind(problem: object) -> str:
 
 
 def _mass_of(options: SolveOptions) -> Array | None:
-    """Return the problem's mass matrix, None for the identity.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Where it can't be used, by this method or at all.
-    """
+    """Return the problem's mass matrix, None for the identity; raise where it can't be used, by this method or at all."""
     problem = options.problem.problem if isinstance(options.problem, EnsembleProblem) else options.problem
     given = problem.mass_matrix
     if given is None:
@@ -258,13 +244,7 @@ def _is_positive(value: object) -> bool:
 
 
 def check_place_of(options: SolveOptions, hosted: bool) -> None:
-    """Refuse what is asked for and isn't there, on the host or on a device.
-
-    Raises
-    ------
-    NotImplementedError
-        For events with an affect, and for dense output.
-    """
+    """Refuse what is asked for and isn't there, on the host or on a device: affects of events, and dense output."""
     for name, asked, instead in (
         ("dense_output=True", options.dense_output, "Ask for the times by saveat"),
         ("save_everystep=True", options.save_everystep, "Ask for the times by saveat"),

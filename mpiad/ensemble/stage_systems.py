@@ -90,10 +90,7 @@ class StageSystems:
     def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, along: Array, in_time: Array) -> list[Any]:
         """Return the gradient of Σ right · (derivative of f along directions): by u, by the leaves, and by time.
 
-        Parameters
-        ----------
-        right, along : array, shape (d, stages, n)
-        in_time : array, shape (stages, n)
+        `right` and `along` have shape (d, stages, n), `in_time` (stages, n).
         """
         count, d = u.shape[1], len(u)
         found = evaluated(
@@ -133,14 +130,8 @@ class StageSystems:
     ) -> Array:
         """Return the tangents of the derivative of f along a direction, shape (d, m, n).
 
-        Parameters
-        ----------
-        along : array, shape (d, n)
-        in_time : array, shape (n,)
-        tangents : array, shape (m, d, n)
-            Of u.
-        rows : list of array
-            Of the parameters: see `tangent_rows`.
+        `along` has shape (d, n), `in_time` (n,). The tangents are of u, shape (m, d, n), the rows of the parameters: see
+        `tangent_rows`.
         """
         given = self.rows(leaves, u.shape[1], u.dtype)
         moved = [*(tangents[:, i] for i in range(len(u))), *rows]

@@ -81,15 +81,10 @@ class Stages:
         self._scale, self._scale_new = np.empty(shape, self._real), np.empty(shape, self._real)
 
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
-        """Compute all stages and the new state.
+        """Compute all stages and the new state, of u, shape (d, n), and of times and steps, shape (n,).
 
-        Parameters
-        ----------
-        u : array, shape (d, n)
-        t, h, t_new : array, shape (n,)
-            In the direction of the solve: h is never negative.
-        sign : array, shape (n,), or None
-            -1 for columns that go backwards; None where there are none.
+        They are in the direction of the solve, so h is never negative; `sign` is -1 for columns that go backwards, None
+        where there are none.
         """
         self._h[:] = h
         self._set_times(t, h, t_new, sign)

@@ -51,9 +51,8 @@ def root(x: Array) -> Array:
 def quantile(u: Array, q: float | list[float]) -> Array:
     """Return quantiles over the first axis, of what isn't NaN.
 
-    Adjoint
-    -------
-    To the two trajectories that a quantile lies between, by how near it is to each; which ones these are is taken as fixed.
+    The adjoint goes to the two trajectories that a quantile lies between, by how near it is to each; which ones these are
+    is taken as fixed.
     """
     if (isbox(u) or is_device_array(u)) and len(u):
         return _between(u, np.asarray(q, float))

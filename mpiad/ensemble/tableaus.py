@@ -74,25 +74,12 @@ def explicit(
 ) -> Tableau:  # fmt: skip
     """Return the table of an explicit method as it is published.
 
-    Parameters
-    ----------
-    c : sequence of float
-        Times of the stages, without the derivative at the new state; the first is 0.
-    a : sequence of sequence of float
-        A row for each stage but the first: the weights of the stages before it.
-    b : sequence of float
-        Weights of the stages in the new state.
-    error : sequence of float, optional
-        The same less the weights of the embedded solution, with one more where that takes the derivative at the new state
-        (first-same-as-last); none for fixed steps.
-    dense : array, shape (stages, degree), optional
-        Coefficients of x, x², … in the weights of the stages, that of the derivative at the new state included; Hermite's
-        cubic by default, of order 3.
-
-    Raises
-    ------
-    ValueError
-        Where numbers are missing, or sums of weights aren't what they must be.
+    `c` are times of the stages, without the derivative at the new state, of which the first is 0; `a` has a row for each
+    stage but the first: the weights of the stages before it. `b` are the weights of the stages in the new state, `error`
+    the same less the weights of the embedded solution, with one more where that takes the derivative at the new state
+    (first-same-as-last); none for fixed steps. `dense`, shape (stages, degree), has the coefficients of x, x², … in the
+    weights of the stages, that of the derivative at the new state included; Hermite's cubic by default, of order 3. A
+    ValueError where numbers are missing, or sums of weights aren't what they must be.
     """
     if len(a) != len(c) - 1 or len(b) != len(c):
         raise ValueError(f"the table has {len(a)} rows for {len(c)} stages, and {len(b)} weights b")

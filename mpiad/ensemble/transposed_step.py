@@ -90,19 +90,10 @@ class TransposedStep:
             self._evaluate(self.argument(self.last), self.last)
 
     def pull(self, cotangent: Array, arrivals: Sequence[Arrival], gains: Callable) -> Array:
-        """Return the cotangent of the state before the step; only once.
+        """Return the cotangent of the state before the step, shape (d, n), of that after it; only once.
 
-        Parameters
-        ----------
-        cotangent : array, shape (d, n)
-            Of the state after the step; is written over.
-        gains : callable
-            ``gains(j, parts, y_bar)`` is told, stage by stage, the cotangents of the leaves (and of time) and of the
-            stage's argument.
-
-        Returns
-        -------
-        array, shape (d, n)
+        That is written over. ``gains(j, parts, y_bar)`` is told, stage by stage, the cotangents of the leaves (and of time)
+        and of the stage's argument.
         """
         total, last = cotangent, self.last
         bars, room = self._coefficients.bars(total), np.empty_like(total)

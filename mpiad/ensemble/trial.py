@@ -29,10 +29,7 @@ MOVED, _ROUNDINGS = 0.01, 1e4
 def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
     """Call f and the conditions of events on plain arrays before the solve; f as it will be differentiated, where `traced`.
 
-    Raises
-    ------
-    TypeError, ValueError
-        Where they aren't written for columns, or f for traces.
+    A TypeError or ValueError where they aren't written for columns, or f for traces.
     """
     if not batch.size:
         return

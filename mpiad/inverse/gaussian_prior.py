@@ -118,12 +118,7 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
     """Return blocks of numbers or blocks, the first of which may have any sign; check all arguments on all ranks.
 
     By their names `fields` are numbers or arrays of shape local_shape, `numbers` what must be positive, one or one for each
-    dimension, and the same on all ranks.
-
-    Raises
-    ------
-    TypeError, ValueError
-        On all ranks, where an argument on any of them is wrong.
+    dimension, and the same on all ranks. A TypeError or ValueError on all ranks, where one of any is wrong.
     """
     if not isinstance(domain, Domain):
         raise TypeError(f"{call}: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r:.60}.")

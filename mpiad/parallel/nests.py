@@ -17,10 +17,8 @@ _GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 def described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[Any]:
     """Return the description of a nest, and put its arrays among the others.
 
-    Raises
-    ------
-    TypeError
-        Where it holds something else than arrays, numbers, strings, None, generators of NumPy's, dicts, lists and tuples.
+    A TypeError where it holds something else than arrays, numbers, strings, None, generators of NumPy's, dicts, lists and
+    tuples.
     """
     if value is None or isinstance(value, (bool, str)):  # bool before int, of which it is a kind
         return ["plain", value]
@@ -61,13 +59,7 @@ def _unused(path: str, arrays: dict[str, np.ndarray]) -> str:
 
 
 def rebuilt(said: list[Any], arrays: dict[str, np.ndarray], home: ArrayModule | None = None) -> Tree:
-    """Return the nest of a description; what was on a device goes where `home` makes arrays.
-
-    Raises
-    ------
-    ValueError
-        Where something was on a device, and none is given.
-    """
+    """Return the nest of a description; what was on a device goes where `home` makes arrays: a ValueError without one."""
     kind, rest = said[0], said[1:]
     if kind == "plain":
         return rest[0]

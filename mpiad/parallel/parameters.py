@@ -20,10 +20,7 @@ __all__ = ["described", "each", "matching", "variables_of", "zeros_like"]
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     """Return the leaves of a nest; its variables are those that are trained: real or complex floats and arrays of them.
 
-    Raises
-    ------
-    TypeError
-        Where one of them is traced; where one is `required` and none is trained.
+    A TypeError where one of them is traced; where one is `required` and none is trained.
     """
     leaves, build = flatten(tree)
     places, others = [], []
@@ -62,13 +59,7 @@ def zeros_like(tree: Tree) -> Tree:
 
 
 def matching(gradient: Tree, params: Tree, wanted: list[Any], call: str) -> list[Any]:
-    """Return the leaves of a gradient; `wanted` are those of the parameters.
-
-    Raises
-    ------
-    TypeError, ValueError
-        Where they don't have the form, the shapes and the dtypes of the parameters.
-    """
+    """Return the leaves of a gradient; `wanted` are those of the parameters, whose form, shapes and dtypes it must have."""
     found = flatten(gradient)[0]
     if len(found) == len(wanted) and all(map(_fits, found, wanted)):
         return found

@@ -50,20 +50,11 @@ class Totals(NamedTuple):
 def totals(
     used: Channel, plan: Plan, call: str, count: int, before: int = 0, loss: float = 0.0, problem: Problem | None = None
 ) -> Totals:
-    """Return the ranks' sums, after seeing that they are about to add up the same arrays: in one message.
+    """Return the ranks' sums, after seeing that they are about to add up the same arrays: in one message of all ranks.
 
     They are of the samples, those of batches accumulated before, and the sum of the samples' losses; `problem` is what is
-    wrong with this rank's.
-
-    Raises
-    ------
-    TypeError, ValueError
-        On all ranks, where their parameters differ in number, shape or dtype; where none has a sample; where there is a
-        problem on one.
-
-    Ranks
-    -----
-    All ranks of the channel call it.
+    wrong with this rank's. A TypeError or ValueError on all ranks, where their parameters differ in number, shape or dtype;
+    where none has a sample; where there is a problem on one.
     """
     # All but the loss are whole numbers below 2⁵³, so their sums are exact.
     mine = [count, count + before, plan.digest, plan.digest**2, problem is not None, loss]

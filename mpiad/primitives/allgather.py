@@ -60,14 +60,8 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
 def gather_pieces(x: LocalArray, axis: int, lengths: list[int], used: Channel) -> ReplicatedArray:
     """Collect arrays of which the caller knows that they fit, and how long each rank's is along `axis`, in one message.
 
-    Ranks
-    -----
     All ranks of `used` call it, with the same axis, counted from the front, and lengths, and pieces that differ along the
-    axis alone.
-
-    Adjoint
-    -------
-    That of `mpi_allgather`.
+    axis alone. The adjoint is that of `mpi_allgather`.
     """
     return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(getval(x), "mpi_allgather")))
 

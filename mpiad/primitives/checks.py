@@ -98,10 +98,7 @@ def lengths_along(
 ) -> list[int]:
     """Return each rank's length along `axis`; 1 each along the first axis where `axis` is None.
 
-    Raises
-    ------
-    ValueError
-        Where the first axis isn't the number of ranks (no `axis`), or `counts` doesn't fit.
+    A ValueError where the first axis isn't the number of ranks (no `axis`), or `counts` doesn't fit.
     """
     size = channel.size
     if axis is None:
@@ -139,10 +136,7 @@ def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
 def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
     """Return this rank's piece, the axis counted from the front, and all ranks' lengths along it; collective.
 
-    Raises
-    ------
-    TypeError, ValueError
-        On all ranks, where a piece can't be sent, has no such axis, or doesn't fit the others.
+    A TypeError or ValueError on all ranks, where a piece can't be sent, has no such axis, or doesn't fit the others.
     """
     array, place, wrong = np.zeros(0), None, None
     try:

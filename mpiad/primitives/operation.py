@@ -154,16 +154,10 @@ class Operation:
     def define(self, forward: Callable, adjoint: Callable, tangent: Callable | None = None) -> None:
         """Say what the operation does.
 
-        Parameters
-        ----------
-        forward : callable
-            ``forward(x, params) -> ans`` on plain arrays.
-        adjoint : callable
-            ``adjoint(ans, x, params) -> vjp``, and ``vjp(g)`` returns the cotangent of x. `g` has the shape and dtype
-            of the result (zeros, where nothing depends on it), and is None where the result isn't an array.
-        tangent : callable, optional
-            ``tangent(dx, ans, x, params)`` returns the tangent of the result. `dx` has the shape and dtype of x (zeros,
-            where x isn't traced). By default the operation is linear: the same of dx.
+        ``forward(x, params) -> ans`` works on plain arrays. ``adjoint(ans, x, params) -> vjp``, and ``vjp(g)`` returns the
+        cotangent of x; `g` has the shape and dtype of the result (zeros, where nothing depends on it), and is None where
+        the result isn't an array. ``tangent(dx, ans, x, params)`` returns the tangent of the result; `dx` has the shape and
+        dtype of x (zeros, where x isn't traced). By default the operation is linear: the same of dx.
         """
         if tangent is None:
             tangent = lambda dx, ans, x, params: communicate(self, dx, params)  # noqa: E731

@@ -98,12 +98,8 @@ def started(request: Request) -> Request:
 def claim(request: object, call: str) -> Request:
     """Take a request off its trace before it is completed.
 
-    Raises
-    ------
-    TypeError
-        Where it isn't a request of this library's.
-    RequestError
-        Where it was waited for before, or was started in another trace.
+    A TypeError where it isn't one of this library's; a RequestError where it was waited for before, or was started in
+    another trace.
     """
     if not isinstance(request, Request):
         raise TypeError(

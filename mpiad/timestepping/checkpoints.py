@@ -53,10 +53,7 @@ class Checkpoints(NamedTuple):
 def checkpoints_of(given: Any, call: str) -> Checkpoints | None:
     """Return what a user gave as checkpoints, a number or `Checkpoints`, in one form.
 
-    Raises
-    ------
-    TypeError, ValueError
-        Where it is something else, or no state may be kept.
+    A TypeError or ValueError where it is something else, or no state may be kept.
     """
     if given is None:
         return None

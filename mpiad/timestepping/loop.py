@@ -42,17 +42,9 @@ class Loop:
         self._begun: _Course | None = None
 
     def forwards(self, args: Arguments, recorded: bool) -> tuple[list[Array], list[Array]]:
-        """Run all steps.
+        """Run all steps; return the last state, and what was observed, with one entry for each step along the first axis.
 
-        Parameters
-        ----------
-        recorded : bool
-            Whether to keep states for a gradient.
-
-        Returns
-        -------
-        (list of array, list of array)
-            The last state, and what was observed, with one entry for each step along the first axis.
+        `recorded` says whether to keep states for a gradient.
         """
         observed = _Observed(self)
         if not recorded:
@@ -88,10 +80,7 @@ class Loop:
     def run(self, span: Span, args: Arguments, state: list[Any], observed: _Observed | None) -> list[Array]:
         """Run some steps of plain arrays, note what is observed, and return the last state.
 
-        Raises
-        ------
-        TypeError
-            Where a step uses a traced value that isn't among its arguments.
+        A TypeError where a step uses a traced value that isn't among its arguments.
         """
         for part in spans(self.stepping, *span):
             state, seen = self.stepping.run(part, args.at(part, state))

@@ -47,13 +47,7 @@ class Restore(NamedTuple):
 
 
 def actions(steps: int, kept: Checkpoints) -> Iterator[Keep | Advance | Reverse | Restore]:
-    """Yield what to do, from the first step to the adjoint of the first step.
-
-    Parameters
-    ----------
-    kept : Checkpoints
-        Of all states, one at least.
-    """
+    """Yield what to do, from the first step to the adjoint of the first step, where at least one state is kept."""
     length = kept.recorded
     blocks = -(-steps // length)
     # A schedule of blocks that are recorded together is one of steps, with longer steps.

@@ -52,20 +52,10 @@ def number_together(step: Any, observe: Any, fed: bool, length: int) -> int:
 
 
 def several(step: Any, observe: Any, fed: bool, count: int) -> Any:
-    """Return a compiled function that runs some steps of a loop.
+    """Return a compiled function that runs `count` steps of a loop; `observe` may be None, `fed` says whether it has input.
 
-    Parameters
-    ----------
-    step, observe : CompiledFunction
-        `observe` may be None.
-    fed : bool
-        Whether a step has inputs.
-
-    Returns
-    -------
-    CompiledFunction
-        From the state, the first step's number, a nest of inputs with `count` entries (or None) and all params to the last
-        state and a list of what is observed after each step.
+    It takes the state, the first step's number, a nest of inputs with `count` entries (or None) and all params to the last
+    state and a list of what is observed after each step.
     """
     return step.derived((observe, fed, count), lambda: _steps(step.fun, observe and observe.fun, fed, count), True)
 

@@ -70,12 +70,8 @@ class Snapshots:
     def keep(self, number: int, state: Sequence[Array], on_disk: bool) -> None:
         """Keep a copy of a state.
 
-        Raises
-        ------
-        OSError
-            Where a file can't be written.
-        FloatingPointError
-            Where a state is too large for the precision in which it is to be kept.
+        An OSError where a file can't be written; a FloatingPointError where it is too large for the precision in which it
+        is to be kept.
         """
         moved = self._where.host or self._where.compress
         homes = [arrays_of(leaf) if moved else None for leaf in state]

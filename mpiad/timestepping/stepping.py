@@ -114,13 +114,7 @@ class UserStepping:
         return number_together(self._advance, self._observe, self._fed, self._length)
 
     def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
-        """Return the state after some steps, and what is observed after each.
-
-        Raises
-        ------
-        TypeError, ValueError
-            Where the next state hasn't the form of this one.
-        """
+        """Return the state after some steps, and what is observed after each; raise where its form isn't that before."""
         params = self._build_params(now.params)
         entry = (self._build_input(now.inputs),) if self._fed else ()
         first, stop = span

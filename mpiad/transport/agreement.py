@@ -105,16 +105,8 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
     """Raise on all ranks where one has an error: its own there, one of the same kind and text elsewhere.
 
     Of a kind that isn't Python's own or our solvers', the nearest that is, so that `except ValueError` catches it on all
-    ranks or none.
-
-    Raises
-    ------
-    Exception
-        As described; a RuntimeError elsewhere for a kind that is made of none of Python's usual ones.
-
-    Ranks
-    -----
-    All ranks of the channel call it, each with what is wrong there, or None.
+    ranks or none; a RuntimeError where there is none. All ranks of the channel call it, each with what is wrong there, or
+    None.
     """
     settled(_raised_together, channel, error)
 
@@ -150,14 +142,7 @@ def raise_first(channel: Channel, error: Exception | None) -> None:
 def require_same(channel: Channel, described: str, call: str) -> None:
     """Raise on all ranks where they were called with different arguments, which the error shows as `described`.
 
-    Raises
-    ------
-    ValueError
-        On all ranks, with the first two that differ.
-
-    Ranks
-    -----
-    All ranks of the channel call it.
+    All ranks of the channel call it; the ValueError has the first two that differ.
     """
     settled(_required_same, channel, described, call)
 
@@ -182,20 +167,9 @@ def fingerprint(*parts: Any) -> int:
 
 
 def require_alike(channel: Channel, error: Exception | None, call: str, described: str, *compared: Any) -> None:
-    """Do in one message what `raise_together` and `require_same` do in three, where all is well.
+    """Do in one message what `raise_together` and `require_same` do in three, where all is well; all ranks call it.
 
     Errors show the arguments as `described`; texts and arrays to be compared follow, where it isn't that text.
-
-    Raises
-    ------
-    Exception
-        On all ranks, what is wrong on one.
-    ValueError
-        On all ranks, where arguments differ.
-
-    Ranks
-    -----
-    All ranks of the channel call it.
     """
     settled(_required_alike, channel, error, fingerprint(*(compared or [described])), described, call)
 
@@ -203,11 +177,7 @@ def require_alike(channel: Channel, error: Exception | None, call: str, describe
 def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T], Sequence[Any]], call: str) -> T:
     """Return what `make` returns; raise on all ranks what it raises on one, or where ranks make different things.
 
-    `describe` returns a text of what was made, and what is compared, as `require_alike` takes them.
-
-    Ranks
-    -----
-    All ranks of the channel call it.
+    `describe` returns a text of what was made, and what is compared, as `require_alike` takes them. All ranks call it.
     """
     error, made, described = None, None, [""]
     try:

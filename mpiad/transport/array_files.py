@@ -39,16 +39,8 @@ class Layout(NamedTuple):
 def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: np.ndarray, call: str) -> None:
     """Write a file of all ranks' blocks, whole or not at all: under another name, which is changed at the end.
 
-    This rank's block, contiguous and of the dtype of all, begins at `starts` of the whole array, which has the `shape`.
-
-    Raises
-    ------
-    OSError
-        On all ranks, where it can't be written; the file that there was stays.
-
-    Ranks
-    -----
-    All ranks of the channel call it.
+    This rank's block, contiguous and of the dtype of all, begins at `starts` of the whole array, which has the `shape`. All
+    ranks of the channel call it: an OSError on all, where it can't be written, and the file that there was stays.
     """
     head = io.BytesIO()
     described = {"descr": np.lib.format.dtype_to_descr(block.dtype), "fortran_order": False, "shape": shape}
@@ -75,10 +67,7 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
 def layout_in(path: Path) -> Layout:
     """Return what a file holds.
 
-    Raises
-    ------
-    OSError, ValueError
-        Where it can't be read, isn't of NumPy's format, or is shorter or longer than it says.
+    An OSError or ValueError where it can't be read, isn't of NumPy's format, or is shorter or longer than it says.
     """
     with path.open("rb") as file:
         version = np.lib.format.read_magic(file)
@@ -97,13 +86,7 @@ def layout_in(path: Path) -> Layout:
 
 
 def read_block(used: Channel, path: Path, layout: Layout, starts: Shape, out: np.ndarray, call: str) -> None:
-    """Read this rank's block of a file; all ranks of the channel call it.
-
-    Raises
-    ------
-    OSError
-        On all ranks, where one can't read it.
-    """
+    """Read this rank's block of a file; all ranks call it. An OSError on all, where one can't read it."""
     _with_file(used, path, MPI.MODE_RDONLY, lambda file: _viewed(file, layout, starts, out, file.Read_all), call)
 
 

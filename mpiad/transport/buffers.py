@@ -56,10 +56,7 @@ class Spec(NamedTuple):
 def outgoing(x: Array, call: str) -> Array:
     """Return `x` as a C-contiguous array where it lies, itself where it is one already.
 
-    Raises
-    ------
-    TypeError
-        For objects, strings, sequences, masked arrays, and dtypes that MPI has no type for.
+    A TypeError for objects, strings, sequences, masked arrays, and dtypes that MPI has no type for.
     """
     # Nearly always so.
     if type(x) is np.ndarray and x.dtype in _DTYPES:
@@ -165,13 +162,7 @@ def result(array: Array) -> Array:
 
 
 def spec_of(like: Array, call: str, argument: str = "like") -> Spec:
-    """Return shape and dtype of a template.
-
-    Raises
-    ------
-    TypeError
-        Where the template is missing or isn't an array of a dtype that can be received.
-    """
+    """Return shape and dtype of a template; a TypeError where it is missing or isn't an array that can be received."""
     if isinstance(like, np.ndarray) or isinstance(like, _SCALARS):
         dtype = np.result_type(like) if isinstance(like, (bool, int, float, complex)) else like.dtype
         if dtype in _DTYPES:

@@ -124,12 +124,8 @@ def barrier(channel: Channel) -> None:
 def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
     """Agree on the pieces of a gather: each rank's length along `axis`, 1 each where they are stacked.
 
-    Raises
-    ------
-    ValueError
-        On all ranks, where their other dimensions or their dtypes, here those of `like`, differ.
-    Exception
-        On all ranks, where one has found `wrong` arguments: the others must not wait for it.
+    A ValueError on all ranks, where their other dimensions or their dtypes, here those of `like`, differ. What one has
+    found `wrong` is raised on all: the others must not wait for it.
     """
     if wrong is not None:
         like, axis = _NOTHING, None  # it takes part all the same: the others are on their way to the same call

@@ -30,8 +30,6 @@ _tried: dict[tuple[type, int], bool | None] = {}  # None where the library hasn'
 def takes_directly(arrays: ArrayModule) -> bool:
     """Tell whether MPI takes arrays of a device as they are, in this process's own view.
 
-    Ranks
-    -----
     Nobody else is asked: whole arrays may go either way on each rank, and the receiver of a message takes pieces too.
     """
     forced = device_settings.present().cuda_aware

@@ -58,13 +58,7 @@ def launcher_of_device(arrays: CupyArrays) -> CupyLauncher:
 
 
 def current_arrays(device: int | None = None) -> CupyArrays:
-    """Return what makes arrays on a device; by default on the one that is current.
-
-    Raises
-    ------
-    RuntimeError
-        Where this process sees no GPU.
-    """
+    """Return what makes arrays on a device, by default the current one; a RuntimeError where this process sees no GPU."""
     try:
         return on_device(int(cupy.cuda.runtime.getDevice()) if device is None else device)
     except cupy.cuda.runtime.CUDARuntimeError as error:

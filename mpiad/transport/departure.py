@@ -124,19 +124,9 @@ def note_finalize() -> None:
 def await_others(patience: float | None = None) -> bool:
     """Wait until all ranks have left the program; end the job where this one left with an error and others haven't.
 
-    Parameters
-    ----------
-    patience : float, optional
-        Seconds after which the job ends in any case: communication was given up, and the others may never leave.
-
-    Returns
-    -------
-    bool
-        Whether communication was given up on any rank, so that there may be no more of it.
-
-    Ranks
-    -----
-    All ranks of the world call it, once.
+    After `patience`, in seconds, the job ends in any case: communication was given up, and the others may never leave.
+    Returned is whether it was given up on any rank, so that there may be no more of it. All ranks of the world call it,
+    once.
     """
     global _awaits, _comm
     _awaits = True

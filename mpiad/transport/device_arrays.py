@@ -154,10 +154,7 @@ _on_host = frozenset({np.ndarray, np.float64, np.float32, float, int, bool, comp
 def arrays_of(x: Array) -> ArrayModule | None:
     """Return what makes arrays of the kind of `x`, an untraced value, on its device; None where that is no device array.
 
-    Raises
-    ------
-    TypeError
-        For a device array of a kind that nobody has registered.
+    A TypeError for a device array of a kind that nobody has registered.
     """
     kind = type(x)
     if kind in _on_host:
@@ -172,13 +169,7 @@ def arrays_of(x: Array) -> ArrayModule | None:
 
 
 def arrays_named(name: str) -> ArrayModule:
-    """Return what makes arrays of the kind of this name, on this process's current device.
-
-    Raises
-    ------
-    TypeError
-        Where this process can't make such arrays.
-    """
+    """Return what makes arrays of the kind of this name, on this process's current device; a TypeError without any."""
     if name == "CuPy":
         from mpiad.transport.cupy_arrays import on_current_device
 

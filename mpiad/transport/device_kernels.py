@@ -58,13 +58,7 @@ def register_launcher(kind: type, maker: Maker) -> None:
 
 
 def launcher_of(arrays: ArrayModule) -> Launcher:
-    """Return what compiles and runs kernels on the device of these arrays.
-
-    Raises
-    ------
-    TypeError
-        For a kind of arrays without.
-    """
+    """Return what compiles and runs kernels on the device of these arrays; a TypeError for a kind of arrays without."""
     maker: Any = _makers.get(arrays.kind)
     if maker is None and arrays.name == "CuPy":
         from mpiad.transport.cupy_kernels import launcher_of_device
@@ -79,12 +73,7 @@ def launcher_of(arrays: ArrayModule) -> Launcher:
 def selected_arrays(device: int | None = None) -> ArrayModule:
     """Return what makes arrays on a device; by default on the one that is current.
 
-    Raises
-    ------
-    ImportError
-        Without CuPy.
-    RuntimeError
-        Where this process sees no GPU.
+    An ImportError without CuPy; a RuntimeError where this process sees no GPU.
     """
     if find_spec("cupy") is None:
         raise ImportError("CuPy isn't installed: pip install mpiad[gpu] for CUDA 12, mpiad[gpu13] for CUDA 13")

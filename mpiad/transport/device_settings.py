@@ -56,13 +56,7 @@ def divides(nbytes: int) -> bool:
 
 
 def from_environment() -> DeviceSettings:
-    """Return what MPIAD_CUDA_AWARE, MPIAD_DEVICE_CHUNK and MPIAD_DEVICE_PINNED ask for.
-
-    Raises
-    ------
-    ValueError
-        For another value than these take.
-    """
+    """Return what MPIAD_CUDA_AWARE, MPIAD_DEVICE_CHUNK and MPIAD_DEVICE_PINNED ask for; a ValueError for other values."""
     default = DeviceSettings()
     return DeviceSettings(
         _switch("MPIAD_CUDA_AWARE"),
@@ -90,10 +84,7 @@ def _bytes(name: str, least: int, default: int) -> int:
 def start() -> None:
     """Agree on what the environment asks for on any rank; collective over the world.
 
-    Raises
-    ------
-    ValueError
-        On all ranks, where one was given a value that a variable doesn't take.
+    A ValueError on all ranks, where one was given a value that a variable doesn't take.
     """
     wrong, wanted = None, DeviceSettings()
     try:

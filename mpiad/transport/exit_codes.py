@@ -88,10 +88,7 @@ def _whole_trace(error: SystemExit) -> TracebackType | None:
 def note_exit(leaves: Callable[[Any, TracebackType | None], object]) -> bool:
     """Have a function called when a SystemExit ends the program, with its code and traceback.
 
-    Returns
-    -------
-    bool
-        Whether this Python lets it be known.
+    Returned is whether this Python lets it be known.
     """
     if not _replace_code(_Code(leaves)):
         return False

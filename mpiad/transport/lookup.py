@@ -60,23 +60,11 @@ def close_world() -> None:
 
 
 def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = False) -> Channel:
-    """Return the channel of a communicator, made at its first collective use.
+    """Return the channel of a communicator, made at its first collective use; errors name the public function, `call`.
 
-    Parameters
-    ----------
-    call : str
-        Name of the public function, for the message of an error.
-    collective : bool
-        Whether all ranks of `comm` are in this call, so that duplicates can be made.
-    survivors : bool
-        Whether the ranks that are left will do.
-
-    Raises
-    ------
-    CommunicatorError
-        For a communicator that is freed, null, between groups or not prepared, and after the end of MPI.
-    UnfinishedMessagesError
-        Where an exception has left messages under way.
+    `collective` says whether all ranks of `comm` are in this call, so that duplicates can be made, and `survivors` whether
+    the ranks that are left will do. A CommunicatorError for a communicator that is freed, null, between groups or not
+    prepared, and after the end of MPI; an UnfinishedMessagesError where an exception has left messages under way.
     """
     if tracing.recorder is not None:
         tracing.recorder.looked_up(call)
@@ -111,10 +99,7 @@ def _why_no_world() -> str:
 def member(comm: Comm, call: str) -> Comm:
     """Return a communicator that may be asked for its rank and size: the world for None.
 
-    Raises
-    ------
-    CommunicatorError
-        For a communicator that is freed, null or between groups, before the start and after the end of MPI.
+    A CommunicatorError for one that is freed, null or between groups, before the start and after the end of MPI.
     """
     if _world is None or MPI.Is_finalized():
         raise CommunicatorError(f"{call}: {_why_no_world()}")

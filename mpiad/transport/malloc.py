@@ -38,10 +38,7 @@ _advised = False
 def prepare_memory() -> bool:
     """Raise glibc's thresholds for this process, and ask for huge pages in its heap.
 
-    Returns
-    -------
-    bool
-        Whether the thresholds were raised: False without glibc, or where the user has decided otherwise.
+    Returned is whether the thresholds were raised: False without glibc, or where the user has decided otherwise.
     """
     global _advised
     libc = _glibc()

@@ -81,13 +81,7 @@ def _receipt(spec: Spec, envelope: Envelope) -> Receipt:
 
 
 def finish_receive(receipt: Receipt, call: str) -> Array:
-    """Wait for a receive and return its array.
-
-    Raises
-    ------
-    ValueError
-        Where the message has another number of bytes than the array it is received into.
-    """
+    """Wait for a receive and return its array; a ValueError where the message has another number of bytes than that."""
     if receipt.spec.arrays is None:
         receipt.envelope.channel.release(receipt.request)
     return _completed(receipt, MPI.Status(), call)

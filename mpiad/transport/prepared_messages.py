@@ -82,14 +82,9 @@ class PreparedMessages:
             self._sends.append(comm.Isend(message, envelope.peer, tag))
 
     def finish(self, call: str) -> None:
-        """Wait for all.
+        """Wait for all; a ValueError where a message has another number of bytes than the array that it is received into.
 
         Each peer receives before it waits, and waits for what this rank has sent: so these end, too.
-
-        Raises
-        ------
-        ValueError
-            Where a message has another number of bytes than the array that it is received into.
         """
         status = self._status
         for request, (envelope, room, _) in zip(self._receives, self._coming):

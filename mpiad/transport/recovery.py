@@ -55,22 +55,11 @@ _current = _Current()
 
 
 def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = None) -> Callable[[F], F]:
-    """Make the decorator of a collective composite, which all ranks of a communicator call.
+    """Make the decorator of a collective composite, which all ranks of a communicator call; `call` is its public name.
 
-    Parameters
-    ----------
-    call : str
-        Name of the public function.
-    comm : mpi4py intracommunicator or None, optional
-        By default what the composite gets as its keyword `comm`.
-    verdict : callable, optional
-        ``verdict(failures)`` returns what all ranks raise; the composite then recovers inside of others too. By default
-        ranks that failed raise their own exception, and the others a RemoteError.
-
-    Returns
-    -------
-    callable
-        Returns the function itself where the MPI can't revoke.
+    The communicator is by default what the composite gets as its keyword `comm`. ``verdict(failures)`` returns what all
+    ranks raise; the composite then recovers inside of others too. By default ranks that failed raise their own exception,
+    and the others a RemoteError. Where the MPI can't revoke, the decorator returns the function itself.
     """
 
     def decorate(fun: F) -> F:
@@ -122,13 +111,7 @@ def interruptible(name: str, forward: F) -> F:
 
 
 def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
-    """Leave a composite together with all its ranks.
-
-    Raises
-    ------
-    RemoteError or what `verdict` returns
-        Where it has failed on another rank.
-    """
+    """Leave a composite together with all its ranks; where it failed on another, a RemoteError or what `verdict` says."""
     place = None if used.size == 1 else _trouble(used)
     if place is None:
         return
@@ -140,23 +123,9 @@ def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
 def recover(used: Channel | None, error: BaseException, call: str, verdict: Verdict | None = None) -> None:
     """Meet the other ranks after an exception; return where this rank is to raise its own.
 
-    Parameters
-    ----------
-    used : Channel or None
-        Of the composite; None outside of all.
-    verdict : callable, optional
-        As in `recoverable`.
-
-    Raises
-    ------
-    RemoteError
-        Where another rank has failed and this one was interrupted, or where one has died.
-    BaseException
-        What `verdict` returns.
-
-    Ranks
-    -----
-    All ranks of the channel come here or to `conclude`, each with its own exception or with MPI's interruption.
+    `used` is the channel of the composite, None outside of all; `verdict` as in `recoverable`, and what it returns is
+    raised. So is a RemoteError, where another rank has failed and this one was interrupted, or where one has died. All
+    ranks of the channel come here or to `conclude`, each with its own exception or with MPI's interruption.
     """
     interrupted = is_interruption(error)
     # Where all its ranks raise the same by agreement, none waits, and nothing is under way.

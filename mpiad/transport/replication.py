@@ -38,27 +38,11 @@ class _Held(NamedTuple):
 
 
 def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said: str, advice: str = "") -> None:
-    """Raise on all ranks where the copies of a value differ.
+    """Raise on all ranks where the copies of a value differ; all ranks of the channel call it.
 
-    Parameters
-    ----------
-    leaves : sequence of (str, value)
-        The arrays, numbers, strings and Nones that this rank's copy is made of, each with its path.
-    said : str
-        What the user said, for the start of the message.
-    advice : str
-        What to do, for its end.
-
-    Raises
-    ------
-    ReplicationError
-        On all ranks: which ranks differ, where first, and by how much.
-    TypeError
-        On all ranks, where one holds an object whose bits can't be compared.
-
-    Ranks
-    -----
-    All ranks of the channel call it.
+    `leaves` are the arrays, numbers, strings and Nones that this rank's copy is made of, each with its path. The message
+    begins with what the user `said`, and ends with the `advice`. A ReplicationError says which ranks differ, where first,
+    and by how much; a TypeError that one holds an object whose bits can't be compared.
     """
     values, wrong = [], ""
     held = []

@@ -33,22 +33,11 @@ _LINE = 8  # doubles in a cache line: two ranks never write in the same one
 
 
 def shared_vectors(comm: Comm, count: int, size: int) -> np.ndarray | None:
-    """Return vectors of doubles, the same memory on all ranks, as long as any rank holds one of them.
+    """Return vectors of doubles, shape (count, size), the same memory on all ranks, as long as any rank holds one of them.
 
-    Parameters
-    ----------
-    size : int
-        Length of each, at least 1.
-
-    Returns
-    -------
-    array, shape (count, size), or None
-        Zeros. None on all ranks where any can't have it: on another node, without room for it, or on a system of another
-        kind; and where calls are under watch, since what goes through memory isn't seen.
-
-    Ranks
-    -----
-    All ranks of `comm` call it, with the same `count` and `size`.
+    They are zeros, of length 1 at least. None on all ranks where any can't have it: on another node, without room for it,
+    or on a system of another kind; and where calls are under watch, since what goes through memory isn't seen. All ranks of
+    `comm` call it, with the same `count` and `size`.
     """
     if not isinstance(comm, MPI.Comm):
         return None

@@ -39,9 +39,7 @@ _patience: list[float] = []  # of those who have postponed the end, the innermos
 def requested() -> int | None:
     """Return the signal that told this rank to end while the end was postponed; None where none has come.
 
-    Ranks
-    -----
-    A rank's own: others may have had none. Agree before acting on it.
+    It is a rank's own: others may have had none. Agree before acting on it.
     """
     return _requested
 

@@ -69,10 +69,7 @@ _of_the_unraisable = _Foreign(sys, "unraisablehook")
 def install_hooks() -> bool:
     """Make an uncaught exception end all ranks, with its traceback and a non-zero exit.
 
-    Returns
-    -------
-    bool
-        Whether it was done: only in worlds of more than one rank, and not under ``MPIAD_ABORT=0``.
+    Returned is whether it was done: only in worlds of more than one rank, and not under ``MPIAD_ABORT=0``.
     """
     global _installed, _in_session
     if not may_end_job() or _installed:

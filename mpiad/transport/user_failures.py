@@ -103,14 +103,8 @@ class StageFailures:
     def run(self, stage: Callable[[], T]) -> T:
         """Run this rank's part of a stage; raise on all ranks where any rank's part has failed.
 
-        Raises
-        ------
-        WorkerError
-            With the rank and the traceback of the first one.
-        TypeError
-            Where that was a `WrongValueError`.
-        Unreached
-            Where only solvers have failed, and that is tolerated.
+        A WorkerError has the rank and the traceback of the first one; a TypeError stands for a `WrongValueError` there. It
+        is Unreached where only solvers have failed, and that is tolerated.
         """
         return self.summed(stage, lambda result: 0.0)[0]
 
@@ -217,14 +211,9 @@ class DeferredFailures:
         self._fault: str | None = None
 
     def attempt(self, name: str, fun: Function, *args: Any, again: Callable[[], Any] | None = None) -> Any:
-        """Return what the function `name` of the user's returns, None where it raises.
+        """Return what the function `name` of the user's returns; None where it raises, and the others are yet to be told.
 
         `again` returns an argument that the function can take in place of `args`.
-
-        Raises
-        ------
-        Exception
-            Where the other ranks raise it too, or needn't be told.
         """
         fault, start = self._used.fault, next(communications)
         try:
@@ -264,8 +253,6 @@ class DeferredFailures:
     def raise_together(self) -> None:
         """Raise on all ranks where one has run into something: its own there, one of the same kind and text elsewhere.
 
-        Ranks
-        -----
         All ranks call it: it costs one small reduction where no sum has told of it.
         """
         under_way = self._fault is not None or self._used in (operator_body.channels or ())

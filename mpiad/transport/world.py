@@ -49,10 +49,8 @@ _ends: list[Callable[[], None]] = []
 def start(call: str) -> None:
     """Prepare the world, once; collective over all ranks.
 
-    Raises
-    ------
-    CommunicatorError
-        After the end of MPI, which can't be started again; on a rank of a pool of tasks, to which not all come.
+    A CommunicatorError after the end of MPI, which can't be started again; on a rank of a pool of tasks, to which not all
+    come.
     """
     global _local
     if MPI.Is_finalized():
@@ -87,10 +85,7 @@ def start(call: str) -> None:
 def meet(call: str) -> None:
     """Wait until all ranks have come to the start, to which `call` brings them: MPI alone would wait in silence.
 
-    Raises
-    ------
-    DeadlockError
-        Where it takes longer than ``MPIAD_TIMEOUT``, and longer than Python needs to load its modules.
+    A DeadlockError where it takes longer than ``MPIAD_TIMEOUT``, and longer than Python needs to load its modules.
     """
     limit = None
     with contextlib.suppress(ValueError):  # which `switch.start` raises, on all ranks

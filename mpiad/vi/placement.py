@@ -19,12 +19,7 @@ __all__ = ["all_finite", "copied", "device_of", "on_device", "placed", "require_
 
 
 def require_one_place(params: Tree, device: int | None, call: str) -> None:
-    """Raise where variational parameters lie in several places, or not on the device that this rank was given.
-
-    Raises
-    ------
-    TypeError, ValueError
-    """
+    """Raise where variational parameters lie in several places, or not on the device that this rank was given."""
     leaves = [leaf for leaf in flatten(params)[0] if is_variable(leaf)]
     homes = [arrays_of(leaf) for leaf in leaves]
     there = next((home for home in homes if home is not None), None)
@@ -72,14 +67,8 @@ def all_finite(params: Tree) -> bool:
 def device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | None:
     """Make this rank's GPU, of the `names` "cpu", "cuda:0" and so on, the current one; return its number, None on the cpu.
 
-    Raises
-    ------
-    TypeError, ValueError
-        On all ranks, where there are more names or fewer than ranks, or one has no such device.
-
-    Ranks
-    -----
-    All ranks of the channel call it.
+    All ranks call it. A TypeError or ValueError on all, where there are more names or fewer than ranks, or one has no such
+    device.
     """
     if names is None:
         return None

@@ -47,12 +47,7 @@ class Scatter:
         self.repeats = repeats
 
     def dense(self) -> Array:
-        """Return the cotangent written out, as a new array.
-
-        Returns
-        -------
-        array of shape `shape`
-        """
+        """Return the cotangent written out, as a new array of the `shape`."""
         arrays = arrays_of(self.values)
         total = np.zeros(self.shape, self.dtype) if arrays is None else arrays.full(self.shape, 0, self.dtype)
         if self.repeats:

@@ -195,11 +195,8 @@ class DeviceWorkingSet(Turns):
     def _look(self, step: Step, crossed: list[Array]) -> tuple[int, int, Any, list[int]]:
         """Return what the host learns of a turn: how many still move, of how many saved times most, and of events.
 
-        Returns
-        -------
-        tuple
-            How many still move; how many saved times lie in the longest step; how many in each, on the device; and how many
-            columns met each event.
+        It is how many still move; how many saved times lie in the longest step; how many in each, on the device; and how
+        many columns met each event.
         """
         numbers, count = [np.sum(self.live)], None
         if self._looks:

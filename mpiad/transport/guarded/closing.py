@@ -25,10 +25,7 @@ _KILLED_WITHIN, _GRACE = 3.0, 5.0  # seconds
 def close(close_world: Callable[[], None]) -> None:
     """Close the world, when all ranks have come to its end.
 
-    Raises
-    ------
-    CommunicationMismatch
-        On all ranks, in debug mode, where messages or requests are left over.
+    In debug mode a CommunicationMismatch on all ranks, where messages or requests are left over.
     """
     if not watch_settings.present().watches:
         await_others()

@@ -82,10 +82,7 @@ class deadline_lifted:
 def poll(test: Callable[[], Any], make: Callable[[], Awaited]) -> None:
     """Return when `test` is true; `make` describes what is waited for, where it takes longer than a moment.
 
-    Raises
-    ------
-    DeadlockError
-        At the deadline, and where another rank has found that this wait doesn't end.
+    A DeadlockError at the deadline, and where another rank has found that this wait doesn't end.
     """
     for _ in range(_SPINS):
         if test():

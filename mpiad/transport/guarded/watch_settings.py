@@ -45,13 +45,7 @@ def put(settings: Settings) -> Settings:
 
 
 def seconds_of(value: object, name: str) -> float | None:
-    """Return a number of seconds, None for no limit.
-
-    Raises
-    ------
-    ValueError
-        For anything but a number that isn't negative.
-    """
+    """Return a number of seconds, None for no limit; a ValueError for anything but a number that isn't negative."""
     try:
         seconds = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
