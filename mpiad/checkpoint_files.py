@@ -29,7 +29,7 @@ try:
 except ImportError:  # not on Windows: there the files that killed processes leave aren't told from others
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["differences", "files_of_ranks", "read", "read_description", "remedy", "write"]
+__all__ = ["files_of_ranks", "read", "read_description", "remedy", "require_problem", "write"]
 
 _DESCRIPTION = "description"
 _CHECKSUM = 8  # hexadecimal digits, the archive's comment: by zip's format a file's last bytes
@@ -177,12 +177,16 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def differences(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    """Return what a description says otherwise than is wanted, in words; empty where it says the same."""
+def require_problem(path: Path, found: dict[str, Any], wanted: dict[str, Any], call: str) -> None:
+    """Raise a ValueError where a file's description says otherwise than is wanted."""
     said = []
     for name in wanted:
         # Both as JSON: what was read has lists where tuples were written.
         there, here = (json.dumps(side.get(name, "nothing")) for side in (found, wanted))
         if there != here:
             said.append(f"{name} is {there:.80} there and {here:.80} here")
-    return "; ".join(said)
+    if said:
+        raise ValueError(
+            f"{call}: the checkpoint {path} belongs to another problem: {'; '.join(said)}. Make the call that it belongs "
+            "to, name another file, or delete it."
+        )

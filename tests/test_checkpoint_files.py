@@ -15,7 +15,7 @@ import pytest
 from machine_load import slowdown
 
 from mpiad import checkpoint_files
-from mpiad.checkpoint_files import differences, read, read_description, write
+from mpiad.checkpoint_files import read, read_description, require_problem, write
 
 pytestmark = pytest.mark.serial
 
@@ -116,7 +116,9 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     assert [name.name for name in tmp_path.iterdir()] == ["state.npz"]
 
 
-def test_differences_name_what_differs() -> None:
-    assert differences({"ranks": 2, "m": 10}, {"ranks": 2, "m": 10}) == ""
-    assert differences({"ranks": 2, "m": 10}, {"ranks": 3, "m": 10}) == "ranks is 2 there and 3 here"
-    assert 'm is "nothing" there' in differences({}, {"m": 5})
+def test_another_problem_is_refused_by_what_differs() -> None:
+    require_problem(Path("run.npz"), {"ranks": 2, "m": 10}, {"ranks": 2, "m": 10}, "minimize")
+    with pytest.raises(ValueError, match=r"^minimize: the checkpoint run.npz .*: ranks is 2 there and 3 here\. Make"):
+        require_problem(Path("run.npz"), {"ranks": 2, "m": 10}, {"ranks": 3, "m": 10}, "minimize")
+    with pytest.raises(ValueError, match='m is "nothing" there'):
+        require_problem(Path("run.npz"), {}, {"m": 5}, "minimize")

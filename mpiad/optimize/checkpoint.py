@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpiad.checkpoint_files import differences, files_of_ranks, read, remedy, write
+from mpiad.checkpoint_files import files_of_ranks, read, remedy, require_problem, write
 from mpiad.optimize.history import Iterate, Record
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import Packing
@@ -174,12 +174,7 @@ class RootCheckpoint:
         if not file.exists():
             return None
         description, arrays = read(file)
-        said = differences(description, self._problem)
-        if said:
-            raise ValueError(
-                f"{self._call}: the checkpoint {file} belongs to another problem: {said}. Make the call that it belongs "
-                "to, name another file, or delete it."
-            )
+        require_problem(file, description, self._problem, self._call)
         self._written, self._x, self._counts = len(arrays["history"]) - 1, arrays["x"], arrays["counts"]
         return arrays
 

@@ -49,11 +49,11 @@ class Point:
 
     __slots__ = ("_bits", "_first", "gradient", "value", "x")
 
-    def __init__(self, x: np.ndarray):
+    def __init__(self, x: np.ndarray, value: float | None = None):
         self.x = x.copy()  # SciPy's methods, and the user's function, go on working in theirs
         self._bits = self.x.view(np.int64)  # NaN too is the same where the bits are
         self._first = self._bits[0] if x.size else 0
-        self.value: float | None = None
+        self.value = value
         self.gradient: np.ndarray | None = None
 
     @property

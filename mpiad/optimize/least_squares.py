@@ -18,7 +18,7 @@ from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
 from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Program, check_program
-from mpiad.optimize.packing import as_variables, require_some, require_tellable
+from mpiad.optimize.packing import tellable_variables
 from mpiad.optimize.residuals.loss import Loss, loss_of
 from mpiad.optimize.residuals.residual_evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.trust_region import Aims, descend
@@ -169,10 +169,7 @@ def _agree_on_arguments(
         if solver not in (None, "exact", "lsmr"):
             raise ValueError(f"least_squares: tr_solver must be 'exact', 'lsmr' or None, but got {solver!r}.")
         weigh = loss_of(loss, scale)
-        start = as_variables(x0, _CALL) if used.rank == program.root else None
-        if start is not None:
-            require_some(start, _CALL)
-            require_tellable(start, _CALL)
+        start = tellable_variables(x0, _CALL) if used.rank == program.root else None
     named = loss if isinstance(loss, str) else "a function"
     # Whether there is one must be the same everywhere: columns found by differentiation run the function's messages.
     jac = None if program.jac is None else "a function"

@@ -20,7 +20,7 @@ from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
 from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Program, check_program
-from mpiad.optimize.packing import as_variables, require_some, require_tellable
+from mpiad.optimize.packing import as_variables, tellable_variables
 from mpiad.optimize.root_driven import RootDriven, solving
 from mpiad.optimize.root_start import shared_start
 from mpiad.optimize.scipy_methods import Wishes, drive, is_sharded, method_named
@@ -180,17 +180,14 @@ def _agree_on_arguments(
         writes = sharded or used.rank == program.root
         wishes = wishes._replace(checkpoint=as_checkpoint(wishes.checkpoint, "minimize", writes))
         check_program(program, used, "minimize")
-        start = as_variables(x0) if sharded or used.rank == program.root else None
-        if start is not None and not sharded:
-            require_some(start)
-            require_tellable(start, "minimize")
+        start = tellable_variables(x0, "minimize") if writes and not sharded else None
         if sharded:
             if wishes.constraints is not None and np.size(wishes.constraints):
                 raise ValueError(
                     f"minimize: method {method!r} takes no constraints; 'SLSQP' and 'trust-constr' do. But got "
                     f"{wishes.constraints!r:.60}."
                 )
-            start = piece_of(str(method), start, wishes.bounds, wishes.tol, wishes.options, wishes.checkpoint)
+            start = piece_of(str(method), as_variables(x0), wishes.bounds, wishes.tol, wishes.options, wishes.checkpoint)
             settings = f", {start.settings}"
             _check_callback(wishes.callback)
     jac = "a function" if callable(program.jac) else program.jac

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from autograd.tracer import Box
@@ -16,6 +16,7 @@ from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.objective import Problem, check_objective, problem_with, share, weight_of
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
 from mpiad.optimize.packing import Packing
+from mpiad.optimize.root_exchange import ByMessages, OwnParts
 from mpiad.optimize.root_instructions import BOTH, GRADIENT, VALUE
 from mpiad.primitives.checks import root_of
 from mpiad.transport import Channel
@@ -24,18 +25,6 @@ from mpiad.transport.user_failures import StageFailures, Unreached, WrongValueEr
 __all__ = ["Evaluation", "ForwardPass", "Program", "check_program", "forward_pass"]
 
 T = TypeVar("T")
-
-
-class Sums(Protocol):
-    """What becomes of the ranks' parts of a gradient."""
-
-    def hand_in(self, part: np.ndarray) -> np.ndarray:
-        """Return a part for `total`, in the stage that makes it."""
-        ...
-
-    def total(self, part: np.ndarray) -> np.ndarray | None:
-        """Return what this rank is to know of all parts, after the agreement on that stage."""
-        ...
 
 
 class Evaluation:
@@ -59,8 +48,9 @@ class Evaluation:
     """
 
     def __init__(
-        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, sums: Sums, pieces: bool = False
-    ):
+        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, sums: ByMessages | OwnParts,
+        pieces: bool = False,
+    ):  # fmt: skip
         self._program, self._packing, self.agreement = program, packing, agreement
         self._used, self._sums = used, sums
         self._weight = weight_of(program.objective, used, program.root)

@@ -16,8 +16,8 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 __all__ = [
-    "BufferPool", "DevicePacking", "Packing", "PiecePacking", "as_variables", "packing_of_piece", "require_some",
-    "require_tellable",
+    "BufferPool", "DevicePacking", "Packing", "PiecePacking", "as_variables", "packing_of_piece", "require_tellable",
+    "tellable_variables",
 ]  # fmt: skip
 
 
@@ -82,10 +82,13 @@ def as_variables(x0: Tree, call: str = "minimize") -> Tree:
     return x0
 
 
-def require_some(x0: Tree, call: str = "minimize") -> None:
-    """Raise a ValueError where a nest of variables holds not one number: methods of SciPy's stumble over it."""
-    if not any(np.size(leaf) for leaf in flatten(x0)[0] if is_variable(leaf)):
-        raise ValueError(f"{call}: x0 must hold one number at least, but got {x0!r:.60}.")
+def tellable_variables(x0: Tree, call: str) -> Tree:
+    """Return the root's x0 as the nest that the function will get on all ranks; raise where it can't be that."""
+    start = as_variables(x0, call)
+    if not any(np.size(leaf) for leaf in flatten(start)[0] if is_variable(leaf)):  # methods of SciPy's stumble over it
+        raise ValueError(f"{call}: x0 must hold one number at least, but got {start!r:.60}.")
+    require_tellable(start, call)
+    return start
 
 
 def require_tellable(nest: Tree, call: str, said: str = "x0 is") -> None:

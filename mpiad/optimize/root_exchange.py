@@ -163,9 +163,6 @@ class Totals:
         # Sums and maxima are two reductions, since MPI has no operation for both; all that is decided goes back in one
         # message.
         self._comm.Reduce(highest, found, MAX, self._root)
-
-        def packet(sums: np.ndarray) -> np.ndarray:
-            return np.concatenate([sums, found, told])  # type: ignore[arg-type]
-
         size = len(terms) + len(largest) + len(told)
-        return self.decided(np.array(terms), size, packet).tolist()
+        packet = self.decided(np.array(terms), size, lambda sums: np.concatenate([sums, found, told]))  # type: ignore[list-item]
+        return packet.tolist()

@@ -16,7 +16,7 @@ import scipy
 from mpiad._typing import Function
 from mpiad.optimize.checkpoint import Checkpoint, RootCheckpoint, fingerprint, problem_of
 from mpiad.optimize.conclusion import INTERRUPTED, STOPPED
-from mpiad.optimize.evaluated_points import Interrupted, LimitReached
+from mpiad.optimize.evaluated_points import Interrupted, LimitReached, Point
 from mpiad.optimize.iterates import Iterates
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.residuals.residual_evaluation import ResidualEvaluation
@@ -53,19 +53,6 @@ class Aims(NamedTuple):
         }
 
 
-class _Place:
-    """An iterate: where SciPy wants the Jacobian."""
-
-    def __init__(self, x: np.ndarray, cost: float):
-        self.x, self.value = x.copy(), cost
-        self.gradient: np.ndarray | None = None
-
-    @property
-    def gradient_norm(self) -> float:
-        """Return the gradient's largest absolute entry; NaN where it isn't known."""
-        return np.nan if self.gradient is None else float(np.max(np.abs(self.gradient), initial=0.0))
-
-
 class _Problem:
     """What SciPy calls on the root; each thing is evaluated once for each point."""
 
@@ -74,7 +61,7 @@ class _Problem:
         self._iterates = Iterates(callback, leader)
         self._robust = evaluation.loss is not None
         self.seen, self._cost = np.zeros(0), np.nan
-        self.place: _Place | None = None
+        self.place: Point | None = None  # the iterate: where SciPy wants the Jacobian
         self.counts = {"residuals": 0, "factor": 0, "product": 0}
         self.record, self._keeper = self._iterates.record, keeper
         self.resumed = self._again = False
@@ -86,7 +73,7 @@ class _Problem:
             return start
         self.record.restore(found["history"])
         self.counts.update(zip(self.counts, found["counts"].tolist()))
-        self.place = _Place(found["x"], float(found["value"]))
+        self.place = Point(found["x"], float(found["value"]))
         self.place.gradient = found["gradient"] if found["gradient"].size else None
         self._iterates.resume_at(self.place.x)
         self.resumed = self._again = True
@@ -124,7 +111,7 @@ class _Problem:
         first, self._again = self._again, False  # of a run that goes on: noted already
         if (self.place is None or first) and not np.all(np.isfinite(self.seen)):
             raise ValueError("least_squares: the residuals aren't finite at x0. Start where they are.")
-        self.place = _Place(x, self._cost)
+        self.place = Point(x, self._cost)
         found = self._operator(self.place) if self._evaluation.gathers else self._matrix(self.place)
         if not first:
             row = self._iterates.note(self.place, self.counts["residuals"])
@@ -133,12 +120,12 @@ class _Problem:
                 self._iterates.tell(x, row)
         return found
 
-    def _matrix(self, place: _Place) -> np.ndarray:
+    def _matrix(self, place: Point) -> np.ndarray:
         self._ask(FACTOR, "factor", place.x)
         triangle, place.gradient = self._evaluation.factor(place.x)  # type: ignore[misc]
         return _surrogate_jacobian(triangle, place.gradient, float(self.seen[0]), self._robust)
 
-    def _operator(self, place: _Place) -> Any:
+    def _operator(self, place: Point) -> Any:
         def transposed(weights: np.ndarray) -> np.ndarray:
             self._ask(COTANGENT, "product", place.x)
             found = self._evaluation.cotangent(place.x, np.array(weights, dtype=float).reshape(-1))
@@ -157,7 +144,7 @@ class _Problem:
 
     def ended(self, status: int, message: str) -> scipy.optimize.OptimizeResult:
         """Return the result where the last iterate is the last of all."""
-        place: _Place = self.place  # type: ignore[assignment]
+        place: Point = self.place  # type: ignore[assignment]
         gradient = np.full_like(place.x, np.nan) if place.gradient is None else place.gradient
         return scipy.optimize.OptimizeResult(
             x=place.x, cost=place.value, grad=gradient, optimality=place.gradient_norm,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm
-from mpiad.checkpoint_files import differences, read, read_description
+from mpiad.checkpoint_files import read, read_description, require_problem
 from mpiad.optimize.checkpoint import Checkpoint
 from mpiad.optimize.sharded.host_vectors import untiled
 
@@ -123,12 +123,7 @@ def newest_state(files: list[Path], problem: dict[str, Any], comm: Comm) -> tupl
     for file in files[comm.rank :: comm.size]:
         try:
             description = read_description(file)
-            said = differences(description, problem)
-            if said:
-                wrong = (
-                    f"minimize: the checkpoint {file} belongs to another problem: {said}. Make the call that it belongs "
-                    "to, name another file, or delete it."
-                )
+            require_problem(file, description, problem, "minimize")
             mine.append((file, description["iteration"], description.get("boxes")))
         except (OSError, ValueError) as error:
             wrong = str(error)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.checkpoint_files import differences, files_of_ranks, read, read_description, write
+from mpiad.checkpoint_files import files_of_ranks, read, read_description, require_problem, write
 from mpiad.optimize.checkpoint import Checkpoint, WriteFailures
 from mpiad.optimize.sharded.redistribution import Layout, newest_state
 from mpiad.transport import Channel
@@ -194,12 +194,7 @@ class StateFiles:
         for slot in range(len(_SLOTS)):
             if self._file(slot).exists():
                 description = read_description(self._file(slot))
-                said = differences(description, self._problem)
-                if said:
-                    raise ValueError(
-                        f"minimize: the checkpoint {self._file(slot)} belongs to another problem: {said}. Make the "
-                        "call that it belongs to, name another file, or delete it."
-                    )
+                require_problem(self._file(slot), description, self._problem, "minimize")
                 found[description["iteration"]] = slot
         return found
 
