@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 __all__ = [
-    "CommunicationMismatch",
-    "CommunicatorError",
-    "ConvergenceError",
-    "DeadlockError",
-    "ForeignTraceError",
-    "IntegrationError",
-    "MessageMismatch",
-    "NotFiniteError",
-    "RemoteError",
-    "ReplicationError",
-    "RequestError",
-    "UnfinishedMessagesError",
-    "WorkerError",
-]
+    "CommunicationMismatch", "CommunicatorError", "ConvergenceError", "DeadlockError", "ForeignTraceError",
+    "IntegrationError", "MessageMismatch", "NotFiniteError", "RemoteError", "ReplicationError", "RequestError",
+    "UnfinishedMessagesError", "WorkerError",
+]  # fmt: skip
 
 
 class CommunicatorError(ValueError):

@@ -80,9 +80,6 @@ def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
     return total + g.dense()
 
 
-_ndarray = np.ndarray
-
-
 def run_backward(
     recording: Recording,
     seeds: Iterable[tuple[int, Any]],

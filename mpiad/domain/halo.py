@@ -18,7 +18,7 @@ from mpiad.domain.halo_messages import PreparedStage, add, post, put
 from mpiad.domain.partition import Partition
 from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, communicating, defjvp, defvjp
-from mpiad.transport.buffers import copy_of, empty_beside
+from mpiad.transport.buffers import copied, empty_beside
 
 __all__ = ["Beyond", "Halo", "fill_beyond", "fill_halo", "fill_in_place", "fold_beyond", "fold_halo", "fold_in_place"]
 
@@ -149,7 +149,7 @@ def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
 
     All ranks of the domain call it. The adjoint is `fill_halo`, with zero for the values of `sides`.
     """
-    total = copy_of(g)
+    total = copied(g)
     fold_in_place(total, halo, sides, scheme)
     # A view: one pass over memory less, at the price of a halo that is kept.
     return total[halo.interior]
@@ -202,8 +202,8 @@ def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = I
         for messages, copies in prepared:
             if messages is not None:
                 yield from messages.run()
-            for ghost, copied, side in copies:
-                ghost[...] = side.filled(copied)
+            for ghost, layers, side in copies:
+                ghost[...] = side.filled(layers)
 
     return filling
 

@@ -24,7 +24,7 @@ from mpiad.primitives.addresses import point_to_point
 from mpiad.primitives.operation import Operation, communicate, suspended
 from mpiad.primitives.request import Request, claim, started
 from mpiad.transport import Spec
-from mpiad.transport.buffers import copy_of, empty_beside
+from mpiad.transport.buffers import copied, empty_beside
 
 __all__ = ["Begun", "begin_fill", "end_fill"]
 
@@ -137,7 +137,7 @@ def _start(x: LocalArray, exchange: Exchange) -> Begun:
     (stage,) = halo.stages(exchange.scheme)
     if exchange.backwards:
         # A copy, because what is folded is added to in place, and the cotangent is the caller's.
-        values = copy_of(x)
+        values = copied(x)
         (beyond,) = halo.beyond(exchange.sides, exchange.scheme)
         fold_beyond(values, beyond, exchange.sides, len(halo.shape))
     else:

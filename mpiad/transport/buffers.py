@@ -14,8 +14,8 @@ from mpiad._typing import Array, Shape
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 __all__ = [
-    "Spec", "contiguous", "conversion", "copied", "copy_of", "empty_beside", "outgoing", "private_copy", "require_sendable",
-    "result", "spec_of", "zeros_beside",
+    "Spec", "contiguous", "conversion", "copied", "empty_beside", "outgoing", "private_copy", "require_sendable", "result",
+    "spec_of", "zeros_beside",
 ]  # fmt: skip
 
 _INEXACT = tuple(np.dtype(name) for name in ("f4", "f8", "c8", "c16"))
@@ -127,9 +127,9 @@ def private_copy(array: Array, x: Array) -> Array:
 
 
 def copied(array: Array) -> Array:
-    """Return a copy of a C-contiguous array where it lies; of one without dimensions a NumPy scalar on the host."""
+    """Return a C-contiguous copy of an array where it lies; of one without dimensions a NumPy scalar on the host."""
     arrays = arrays_of(array)
-    return result(array.copy()) if arrays is None else arrays.copy(array)  # in C order, as it goes to MPI
+    return result(array.copy()) if arrays is None else arrays.copy(array)
 
 
 def contiguous(array: Array) -> Array:
@@ -148,12 +148,6 @@ def zeros_beside(u: Array, shape: Shape) -> Array:
     """Return a C-contiguous array of zeros, of the dtype of `u` and where it lives."""
     arrays = arrays_of(u)
     return np.zeros(shape, u.dtype) if arrays is None else arrays.full(shape, 0, u.dtype)
-
-
-def copy_of(u: Array) -> Array:
-    """Return a copy where an array lives."""
-    arrays = arrays_of(u)
-    return np.array(u) if arrays is None else arrays.copy(u)
 
 
 def result(array: Array) -> Array:

@@ -14,14 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 __all__ = [
-    "Launcher",
-    "family_of",
-    "in_pool",
-    "launcher",
-    "mpiexec_beside",
-    "warn_of_other_library",
-    "warn_of_separate_worlds",
-]
+    "Launcher", "family_of", "in_pool", "launcher", "mpiexec_beside", "warn_of_other_library", "warn_of_separate_worlds",
+]  # fmt: skip
 
 _log = logging.getLogger("mpiad")
 

@@ -34,19 +34,9 @@ from mpiad.differentiation.rules.protocol import JvpMaker, Primitive, VjpMaker
 __all__ = ["JVP_RULES", "VJP_RULES", "on_device"]
 
 _FAMILIES = (
-    arithmetic,
-    stacking,
-    einsum,
-    elementwise,
-    extrema,
-    indexing,
-    padding,
-    powers,
-    matrix_products,
-    reductions,
-    reshaping,
+    arithmetic, stacking, einsum, elementwise, extrema, indexing, padding, powers, matrix_products, reductions, reshaping,
     where,
-)
+)  # fmt: skip
 
 VJP_RULES: dict[Primitive, VjpMaker] = {}
 JVP_RULES: dict[Primitive, JvpMaker] = {}

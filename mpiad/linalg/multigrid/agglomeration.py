@@ -8,7 +8,7 @@ from mpiad._typing import Array, Comm, LocalArray, Rank
 from mpiad.linalg.multigrid.spread import Box, Spread
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
-from mpiad.transport.buffers import copy_of, empty_beside
+from mpiad.transport.buffers import copied, empty_beside
 
 __all__ = ["Agglomeration"]
 
@@ -57,7 +57,7 @@ class Agglomeration:
         # A block of the level above may own no coarse point at all.
         # Sends first: they don't wait, and a leader receives from its members in any order.
         if self._leader != self._rank and block.size:
-            mpi_send(copy_of(block), self._leader, _TAG_GATHER, self._comm)
+            mpi_send(copied(block), self._leader, _TAG_GATHER, self._comm)
         if self.box is None:
             return None
         lead = block.shape[: block.ndim - len(self.box.low)]
@@ -92,7 +92,7 @@ class Agglomeration:
             return mpi_wait(mpi_irecv(like, self._leader, _TAG_SCATTER, self._comm))
         for member, box in self._members:
             if member != self._rank:
-                mpi_send(copy_of(whole[(..., *box.grown(1).within(self.box.grown(1)))]), member, _TAG_SCATTER, self._comm)
+                mpi_send(copied(whole[(..., *box.grown(1).within(self.box.grown(1)))]), member, _TAG_SCATTER, self._comm)
         return whole[(..., *mine.within(self.box.grown(1)))]
 
 
