@@ -20,19 +20,12 @@ _SECONDS_BETWEEN_LINES = 1.0
 class ProgressLine:
     """Count towards a limit, and tell how long it takes from there.
 
-    Parameters
-    ----------
-    unit : str
-        What is counted, in the plural.
-    total : int, optional
-        How many there will be, at most; by default that isn't known.
-    done : int
-        How many were there before, in a run that this one goes on from: they say nothing of how long the rest takes.
-    stream : text file, optional
-        Standard error by default.
+    - `unit`: what is counted, in the plural.
+    - `total`: how many there will be, at most; by default that isn't known.
+    - `done`: how many were there before, in a run that this one goes on from: they say nothing of how long the rest
+      takes.
+    - `stream`: standard error by default.
 
-    Notes
-    -----
     A plain line is written where a second has passed since the one before; the first and the last always.
     """
 

@@ -24,12 +24,8 @@ class Block:
 class BlockBuilder:
     """Appends instructions to the current block of a function.
 
-    Parameters
-    ----------
-    fast : str
-        Flags of floating-point operations, as LLVM writes them.
-    declared : dict
-        Takes the declarations of the functions that are called, by name.
+    `fast`: flags of floating-point operations, as LLVM writes them. `declared`: takes the declarations of the functions
+    that are called, by name.
     """
 
     def __init__(self, fast: str, declared: dict[str, str]):

@@ -21,10 +21,7 @@ _MOST = 50_000
 class Builder:
     """Makes a program, instruction by instruction.
 
-    Attributes
-    ----------
-    refused : str or None
-        The first reason why the program can't be made, kept in case that f catches the exception.
+    `refused` (or None): the first reason why the program can't be made, kept in case that f catches the exception.
     """
 
     def __init__(self) -> None:

@@ -41,10 +41,8 @@ def refuse(node: ast.AST) -> NoReturn:
 class Expressions:
     """Computes expressions in the current block of a function.
 
-    Parameters
-    ----------
-    inlined : callable
-        ``inlined(node)`` returns the results of a call of a function of the same text, None where it is another one's.
+    `inlined`: ``inlined(node)`` returns the results of a call of a function of the same text, None where it is another
+    one's.
     """
 
     def __init__(self, build: BlockBuilder, variables: Variables, inlined: Callable[[ast.Call], list[Value] | None]):

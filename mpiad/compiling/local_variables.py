@@ -13,13 +13,9 @@ __all__ = ["Variables"]
 class Variables:
     """Writes and reads variables in the current block of a function.
 
-    Parameters
-    ----------
-    given : dict
-        The function's arguments, by name; those that it assigns to become variables.
-    kinds : dict
-        By name the widest kind of number that is known to be assigned to a variable. Where a wider one comes, it is noted
-        here, and the function must be translated again.
+    `given`: the function's arguments, by name; those that it assigns to become variables. `kinds`: by name the widest
+    kind of number that is known to be assigned to a variable. Where a wider one comes, it is noted here, and the
+    function must be translated again.
     """
 
     def __init__(self, build: BlockBuilder, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]):

@@ -23,21 +23,12 @@ __all__ = ["OPERATIONS", "Operation"]
 class Operation(NamedTuple):
     """One entry of the catalogue.
 
-    Parameters
-    ----------
-    function : callable
-        The NumPy function of the same value.
-    python, c : str
-        Texts with places {0}, {1}, {2} for the arguments.
-    boolean : bool
-        Whether the value is boolean.
-    commutes : bool
-        Whether the arguments may be exchanged.
-    simple : bool
-        Whether it is a cheap instruction that vector units have; else a call of a library.
+    - `function`: the NumPy function of the same value.
+    - `python`, `c`: texts with places {0}, {1}, {2} for the arguments.
+    - `boolean`: whether the value is boolean.
+    - `commutes`: whether the arguments may be exchanged.
+    - `simple`: whether it is a cheap instruction that vector units have; else a call of a library.
 
-    Notes
-    -----
     Those without texts are written by others: see `lowering`.
     """
 

@@ -37,15 +37,9 @@ class Program:
 
     It can't be changed. Two programs of equal digest compute the same.
 
-    Parameters
-    ----------
-    groups : mapping of str to int
-        How many scalars each group of inputs has; they may occur or not. Where groups are given without their names, they
-        come in this order.
-    instructions : iterable of Instruction
-        In an order in which they can be computed.
-    outputs : iterable of int
-        Numbers of the values that are wanted.
+    `groups`: how many scalars each group of inputs has; they may occur or not. Where groups are given without their
+    names, they come in this order. `instructions`: in an order in which they can be computed. `outputs`: numbers of the
+    values that are wanted.
     """
 
     def __init__(self, groups: Mapping[str, int], instructions: Iterable[Instruction], outputs: Iterable[int]):

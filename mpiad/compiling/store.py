@@ -39,10 +39,7 @@ _PATIENCE, _LOOK = 60.0, 0.01
 class Store:
     """A folder that holds entries.
 
-    Parameters
-    ----------
-    root : Path
-        Exists, and belongs to this user alone.
+    `root`: exists, and belongs to this user alone.
     """
 
     def __init__(self, root: Path):

@@ -25,14 +25,8 @@ __all__ = ["SymbolicArray"]
 class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array of values that aren't known yet.
 
-    Parameters
-    ----------
-    builder : Builder
-        Of the program that they belong to.
-    numbers : array of int
-        Of the values.
-    dtype : dtype
-        Of the states; arrays of conditions say that they are boolean, and those of real numbers that they are real.
+    `builder`: of the program that they belong to. `numbers`: of the values. `dtype`: of the states; arrays of
+    conditions say that they are boolean, and those of real numbers that they are real.
     """
 
     def __init__(self, builder: Builder, numbers: Array, dtype: DTypeLike):

@@ -41,10 +41,7 @@ def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], 
 class Symbol:
     """A scalar of a program under construction.
 
-    Parameters
-    ----------
-    number : int
-        Of its value.
+    `number`: of its value.
     """
 
     __slots__ = ("builder", "number")

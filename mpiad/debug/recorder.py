@@ -83,14 +83,8 @@ class _Stacks(threading.local):
 class Recorder:
     """Records between `start` and `stop`.
 
-    Attributes
-    ----------
-    dropped : int
-        The number of events that were too many.
-    since, until : float
-        When it recorded.
-    threads : list of str
-        Their names, by number.
+    `dropped`: the number of events that were too many. `since`, `until`: when it recorded. `threads`: their names, by
+    number.
     """
 
     def __init__(self, most: int = MOST) -> None:

@@ -25,15 +25,7 @@ _log = logging.getLogger("mpiad")
 class Recording:
     """What all ranks did between `start` and `stop`, both collective.
 
-    Parameters
-    ----------
-    most : int
-        Events that each rank keeps.
-
-    Attributes
-    ----------
-    recorder : Recorder
-        This rank's part.
+    `most`: events that each rank keeps. `recorder`: this rank's part.
     """
 
     def __init__(self, most: int = MOST) -> None:

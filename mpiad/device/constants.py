@@ -16,10 +16,7 @@ __all__ = ["Constants"]
 class Constants:
     """Arrays that are copied to a device when they are first used there, once.
 
-    Parameters
-    ----------
-    *arrays : array
-        On the host; nobody writes to them.
+    `*arrays`: on the host; nobody writes to them.
     """
 
     def __init__(self, *arrays: np.ndarray):

@@ -21,10 +21,8 @@ __all__ = ["Concatenation"]
 class Concatenation:
     """Arrays one behind the other, in the dtype that holds them all without loss.
 
-    Parameters
-    ----------
-    specs : sequence of Spec
-        Shapes, dtypes and places of the arrays. Where one of them is on a device, the vector is, and others travel.
+    `specs`: shapes, dtypes and places of the arrays. Where one of them is on a device, the vector is, and others
+    travel.
     """
 
     def __init__(self, specs: Sequence[Spec]):

@@ -32,17 +32,12 @@ __all__ = ["LastingNode", "OrderedNode", "TangentNode"]
 class OrderedNode(VJPNode):
     """A step of a program that is to be run backwards.
 
-    Attributes
-    ----------
-    index : int
-        Place on the tape.
-    inputs : tuple of int
-        Places of its traced inputs. (`parents` is what a trace of plain autograd sees of a lasting value: none.)
-    pull : callable or None
-        From its cotangent to those of the inputs; None for the variables.
-    like : Spec or None
-        None for local steps; for a communication the shape and dtype of its result (`Spec(None, None)` where it has
-        none). It is visited always.
+    - `index`: place on the tape.
+    - `inputs`: places of its traced inputs. (`parents` is what a trace of plain autograd sees of a lasting value:
+      none.)
+    - `pull`: from its cotangent to those of the inputs; None for the variables.
+    - `like`: None for local steps; for a communication the shape and dtype of its result (`Spec(None, None)` where it
+      has none). It is visited always.
     """
 
     __slots__ = ("index", "inputs", "like", "pull", "tape")

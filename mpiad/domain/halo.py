@@ -39,25 +39,13 @@ class Beyond(NamedTuple):
 class Halo:
     """Where a block's halo comes from.
 
-    Parameters
-    ----------
-    rank : int
-        This rank.
-    widths : tuple of int
-        Layers on each side, for each dimension; no more than the smallest block has.
-
-    Attributes
-    ----------
-    shape, padded : tuple of int
-        Cells of the block, without and with its halo.
-    interior : index
-        The block within the block with its halo.
-    begun : int
-        Exchanges that were begun (see `nonblocking_exchange`).
-    renewals : int
-        Of the channel's duplicates, when they were.
-    under_way : dict
-        By tag, weak references to the last of them.
+    - `rank`: this rank.
+    - `widths`: layers on each side, for each dimension; no more than the smallest block has.
+    - `shape`, `padded`: cells of the block, without and with its halo.
+    - `interior`: the block within the block with its halo.
+    - `begun`: exchanges that were begun (see `nonblocking_exchange`).
+    - `renewals`: of the channel's duplicates, when they were.
+    - `under_way`: by tag, weak references to the last of them.
     """
 
     def __init__(self, partition: Partition, rank: Rank, widths: tuple[int, ...], comm: Comm):

@@ -76,10 +76,7 @@ def _packed(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
 class PreparedStage:
     """The messages of a stage, of an array that stays where it is and is exchanged again and again.
 
-    Parameters
-    ----------
-    values, routes, backwards, tag, comm
-        As of `post`.
+    `values`, `routes`, `backwards`, `tag`, `comm`: as of `post`.
     """
 
     def __init__(self, values: np.ndarray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm):
@@ -114,10 +111,7 @@ class PreparedStage:
 class _Edges:
     """Parts of an array that travel in one message: where they lie, if they lie together, or else in memory of their own.
 
-    Attributes
-    ----------
-    copies : list of (array, array)
-        Parts, and where each lies in the message.
+    `copies`, list of (array, array): parts, and where each lies in the message.
     """
 
     def __init__(self, values: np.ndarray, parts: tuple[Index, ...], apart: bool = False):

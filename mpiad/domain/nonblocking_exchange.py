@@ -63,12 +63,8 @@ class Exchange(NamedTuple):
 class Begun(Request):
     """An exchange under way: `Domain.end_exchange` returns its result.
 
-    Attributes
-    ----------
-    values : array of shape (..., *padded)
-        What is being filled, or folded.
-    finish : callable
-        From the filled array to what the user gets.
+    `values`, of shape (..., *padded): what is being filled, or folded. `finish`: from the filled array to what the user
+    gets.
     """
 
     __slots__ = ("__weakref__", "coming", "exchange", "finish", "values")

@@ -49,12 +49,8 @@ class PointTable(NamedTuple):
 class PointTables:
     """The tables of the sets of points that a domain has met last.
 
-    Parameters
-    ----------
-    starts : int array of shape (dimensions,)
-        Cell of the whole grid that is the first of the block with its halo.
-    padded : tuple of int
-        The shape of that block.
+    `starts`, of shape (dimensions,): cell of the whole grid that is the first of the block with its halo.
+    `padded`: the shape of that block.
     """
 
     def __init__(self, partition: Partition, rank: Rank, starts: np.ndarray, padded: Shape):

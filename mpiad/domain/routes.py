@@ -50,17 +50,8 @@ class Stage(NamedTuple):
 class Geometry:
     """A block, its halo and its neighbours.
 
-    Parameters
-    ----------
-    widths : tuple of int
-        Layers of the halo on each side, for each dimension.
-
-    Attributes
-    ----------
-    shape, padded : tuple of int
-        Cells of the block, without and with its halo.
-    block : tuple of slice
-        The block within the block with its halo.
+    `widths`: layers of the halo on each side, for each dimension. `shape`, `padded`: cells of the block, without and
+    with its halo. `block`: the block within the block with its halo.
     """
 
     def __init__(self, partition: Partition, rank: Rank, widths: tuple[int, ...]):

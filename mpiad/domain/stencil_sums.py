@@ -31,14 +31,8 @@ _TAG = 32749
 class StencilSums:
     """What a stencil's operator is made of.
 
-    Parameters
-    ----------
-    weights : array
-        Of odd lengths; the centre is the cell's own weight.
-    halo : Halo
-        As wide as the weights reach.
-    sides : Sides
-        What lies beyond physical sides.
+    `weights`: of odd lengths; the centre is the cell's own weight. `halo`: as wide as the weights reach. `sides`: what
+    lies beyond physical sides.
     """
 
     def __init__(self, weights: np.ndarray, halo: Halo, sides: Sides):

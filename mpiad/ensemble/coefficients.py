@@ -29,19 +29,10 @@ Bars: TypeAlias = dict[int, Array] | Array
 class Coefficients:
     """The table of a pair in the precision of the states.
 
-    Parameters
-    ----------
-    like : array
-        A state.
-
-    Attributes
-    ----------
-    last : int
-        The number of the last stage.
-    real : dtype
-        Of times and steps as f sees them.
-    dense : array, shape (stages, degree)
-        The interpolant's, in double precision, where the states live.
+    - `like`: a state.
+    - `last`: the number of the last stage.
+    - `real`: of times and steps as f sees them.
+    - `dense`, of shape (stages, degree): the interpolant's, in double precision, where the states live.
     """
 
     def __init__(self, tableau: Tableau, like: Array):
@@ -101,10 +92,7 @@ class Coefficients:
 class DeviceCoefficients(Coefficients):
     """The same on a device, for states that live there.
 
-    Attributes
-    ----------
-    rows : list of array
-        Row i: the weights of the stages in the argument of stage i + 1.
+    `rows`: row i: the weights of the stages in the argument of stage i + 1.
     """
 
     def __init__(self, tableau: Tableau, like: Array):

@@ -18,10 +18,7 @@ __all__ = ["ColumnLU", "Mass", "entries_of"]
 class ColumnLU:
     """Factors with partial pivoting.
 
-    Parameters
-    ----------
-    matrices : array, shape (d, d, n)
-        Is overwritten.
+    `matrices`, of shape (d, d, n): is overwritten.
     """
 
     def __init__(self, matrices: Array):
@@ -81,9 +78,7 @@ def entries_of(matrix: Array) -> tuple[tuple[int, int, float], ...]:
 class Mass:
     """The mass matrix, or the identity, which costs nothing.
 
-    Parameters
-    ----------
-    matrix : array, shape (d, d), or None
+    `matrix`: shape (d, d), or None.
     """
 
     def __init__(self, matrix: Array | None, gamma: float):

@@ -254,10 +254,7 @@ class _Adjoint:
 class DenseStates:
     """The interpolants of all steps of a run, trajectory after trajectory, as polynomials in the part of the step.
 
-    Attributes
-    ----------
-    counts : array of int, shape (N,)
-        How many steps of each are looked at, from the first on.
+    `counts`, int of shape (N,): how many steps of each are looked at, from the first on.
     """
 
     def __init__(self, run: Run):

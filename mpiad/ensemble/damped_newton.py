@@ -39,10 +39,7 @@ _LARGEST = 1e200  # of 1/τ and of τ
 class Equations:
     """f of a batch's trajectories at the ends of their tspans, and its Jacobian.
 
-    Parameters
-    ----------
-    batch : Batch
-        Of plain arrays.
+    `batch`: of plain arrays.
     """
 
     def __init__(self, batch: Batch):

@@ -38,14 +38,8 @@ _BLOCK = 32_768
 class DenseOutput:
     """The interpolants of all trajectories of a batch.
 
-    Parameters
-    ----------
-    batch : Batch
-        Of plain arrays.
-    outcome : Outcome
-        With its steps recorded.
-    given : Batch
-        The batch before what is traced was made plain.
+    `batch`: of plain arrays. `outcome`: with its steps recorded. `given`: the batch before what is traced was made
+    plain.
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch):
@@ -146,10 +140,7 @@ class DenseOutput:
 class JoinedOutput:
     """Batches, one after the other.
 
-    Parameters
-    ----------
-    parts : list of (callable, int)
-        The interpolants of each, and how many trajectories it has.
+    `parts`, list of (callable, int): the interpolants of each, and how many trajectories it has.
     """
 
     def __init__(self, parts: list[tuple[Any, int]]):
@@ -171,15 +162,8 @@ class JoinedOutput:
 class GatheredOutput:
     """The shares of all ranks.
 
-    Parameters
-    ----------
-    share : callable
-        The interpolants of this rank's.
-    count : int
-        How many trajectories it has.
+    `share`: the interpolants of this rank's. `count`: how many trajectories it has.
 
-    Notes
-    -----
     All ranks call it, with the same times.
     """
 

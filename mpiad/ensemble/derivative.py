@@ -36,10 +36,7 @@ def locked(array: Array) -> Array:
 class Derivative:
     """f of a problem whose state has shape (d,).
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Of one state.
+    `shape`: of one state.
     """
 
     def __init__(self, f: Function, shape: Shape):
@@ -177,10 +174,7 @@ def _are_same(u: Array, t: Array, j: int) -> bool:
 class Columns:
     """Parameters of several columns of matrix states, handed out one by one.
 
-    Parameters
-    ----------
-    varies : list of bool
-        Whether the last axis of a leaf counts trajectories.
+    `varies`: whether the last axis of a leaf counts trajectories.
     """
 
     def __init__(self, leaves: list, varies: list[bool], build: Function):

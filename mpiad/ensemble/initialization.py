@@ -37,12 +37,8 @@ class Entrants(NamedTuple):
 class Joint:
     """Puts old and new columns together: `joined(old, new)`.
 
-    Parameters
-    ----------
-    order : array of int
-        Which columns of the old ones followed by the new ones make the next working set.
-    in_place : bool
-        Whether `order` says instead which of the old columns are replaced by the new ones.
+    `order`: which columns of the old ones followed by the new ones make the next working set. `in_place`: whether
+    `order` says instead which of the old columns are replaced by the new ones.
     """
 
     def __init__(self, order: Array, in_place: bool = False):

@@ -24,10 +24,7 @@ _END = 0  # nobody tells of no trajectories
 class JobProgress:
     """Counts ended trajectories of all ranks; each makes one, calls it, and closes it.
 
-    Parameters
-    ----------
-    total : int
-        Trajectories of all ranks.
+    `total`: trajectories of all ranks.
     """
 
     def __init__(self, used: Channel, total: int):

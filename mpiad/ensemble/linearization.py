@@ -29,12 +29,7 @@ __all__ = ["Field", "Tracing", "check_traceable"]
 class Tracing:
     """Traces f by the columns' states and some of the rest.
 
-    Parameters
-    ----------
-    places : sequence of int
-        Of the leaves of the parameters to differentiate by.
-    timed : bool
-        Whether to differentiate by time, too.
+    `places`: of the leaves of the parameters to differentiate by. `timed`: whether to differentiate by time, too.
     """
 
     def __init__(self, field: Field, places: Sequence[int], timed: bool):
@@ -144,10 +139,7 @@ def _seed(part: Array, spec: Spec) -> Any:
 class Field:
     """f of a batch, called with columns that may be traced.
 
-    Parameters
-    ----------
-    batch : Batch
-        Of which only f, the shape of a state, and the nest of the parameters are used.
+    `batch`: of which only f, the shape of a state, and the nest of the parameters are used.
     """
 
     def __init__(self, batch: Batch):

@@ -104,16 +104,10 @@ class EnsembleMPI(EnsembleAlgorithm):
 class _LoadBalance:
     """What trajectories cost, in steps of a column.
 
-    Parameters
-    ----------
-    steps : array, shape (N,)
-        Of each.
-    entry : float
-        What each costs beside its steps.
-    turn : float
-        What a turn costs beside its columns.
-    size : int
-        The number of shares.
+    - `steps`, of shape (N,): of each.
+    - `entry`: what each costs beside its steps.
+    - `turn`: what a turn costs beside its columns.
+    - `size`: the number of shares.
     """
 
     def __init__(self, steps: Array, entry: float, turn: float, size: int):

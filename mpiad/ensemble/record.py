@@ -67,23 +67,13 @@ class Sweep(NamedTuple):
 class Steps:
     """All accepted steps, by sweeps.
 
-    Parameters
-    ----------
-    counts : array of int, shape (N,)
-        Accepted steps of each trajectory.
-    dtype : dtype
-        Of the states.
-    every : int, optional
-        Only the states before every so many steps are kept, in `kept`: its step j of a trajectory is step j * every.
-
-    Attributes
-    ----------
-    order : array of int, shape (N,)
-        The trajectories, those with the most steps first.
-    rank : array of int, shape (N,)
-        The place of each trajectory in that order.
-    widths : array of int, shape (number of sweeps,)
-        How many trajectories take part in each sweep.
+    - `counts`, int of shape (N,): accepted steps of each trajectory.
+    - `dtype`: of the states.
+    - `every`: only the states before every so many steps are kept, in `kept`: its step j of a trajectory is step j *
+      every.
+    - `order`, int of shape (N,): the trajectories, those with the most steps first.
+    - `rank`, int of shape (N,): the place of each trajectory in that order.
+    - `widths`, int of shape (number of sweeps,): how many trajectories take part in each sweep.
     """
 
     def __init__(self, counts: Array, d: int, dtype: np.dtype, every: int | None = None):
@@ -163,10 +153,7 @@ class Steps:
 class Log:
     """Accepted steps in the order in which they were taken.
 
-    Parameters
-    ----------
-    every : int, optional
-        Note only the states before every so many steps.
+    `every`: note only the states before every so many steps.
     """
 
     def __init__(self, every: int | None = None) -> None:

@@ -24,19 +24,10 @@ _CALLED = (
 class Residuals:
     """The residuals of some trajectories.
 
-    Parameters
-    ----------
-    fun : callable
-        ``fun(u, p, data)``
-    data : pytree of arrays
-        Of one row for each trajectory.
-    shape : tuple of int
-        Of one state.
-
-    Attributes
-    ----------
-    count : int
-        How many residuals a trajectory has; 0 before the first call.
+    - `fun`: ``fun(u, p, data)``.
+    - `data`: of one row for each trajectory.
+    - `shape`: of one state.
+    - `count`: how many residuals a trajectory has; 0 before the first call.
     """
 
     def __init__(self, fun: Function, data: Tree, shape: Shape):

@@ -36,11 +36,7 @@ def times_of(t: Array, count: int | None) -> Array:
 class SavePoints:
     """The times at which the trajectories of a working set are saved next.
 
-    Parameters
-    ----------
-    times : array, shape (n_saved,) or (N, n_saved)
-    signs : array, shape (N,)
-    starts : array, shape (N,)
+    `times`: shape (n_saved,) or (N, n_saved). `signs`: shape (N,). `starts`: shape (N,).
     """
 
     def __init__(self, times: Array, signs: Array, starts: Array, outcome: Outcome, coefficients: Coefficients):

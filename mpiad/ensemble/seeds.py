@@ -58,10 +58,7 @@ class Entries(NamedTuple):
 class Schedule:
     """The entries of a block of columns, by the visits of a sweep over its steps.
 
-    Parameters
-    ----------
-    column : array of int, shape (m,)
-        Each entry's column in the block.
+    `column`, int of shape (m,): each entry's column in the block.
     """
 
     def __init__(self, entries: Entries, column: Array, sweep: SortedSweep, coefficients: Coefficients):

@@ -57,14 +57,8 @@ class _Along(NamedTuple):
 class SensitivitySolve:
     """Solves of some trajectories of a batch by columns of variables x.
 
-    Parameters
-    ----------
-    batch : Batch
-        Of plain arrays.
-    settings : Settings
-        Of all trajectories of the batch; with a record.
-    generator : callable, optional
-        From the problem and x, by columns, to the problem with x in it; by default x are its parameters p.
+    `batch`: of plain arrays. `settings`: of all trajectories of the batch; with a record. `generator`: from the problem
+    and x, by columns, to the problem with x in it; by default x are its parameters p.
     """
 
     def __init__(self, compiler: Compiler, batch: Batch, settings: Settings, generator: Generator | None):

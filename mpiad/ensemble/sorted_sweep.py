@@ -65,14 +65,9 @@ class Crossings(NamedTuple):
 class SortedSweep(StepSweep):
     """The visits of a block of trajectories on the host.
 
-    Parameters
-    ----------
-    start, stop : int
-        The block: which places in the order of the steps.
-    first : int
-        The trajectory that the steps count from.
-    every : int or None
-        Of every so many states one was kept, and the others are computed again; None: all were, or they aren't wanted.
+    `start`, `stop`: the block: which places in the order of the steps. `first`: the trajectory that the steps count
+    from. `every`: of every so many states one was kept, and the others are computed again; None: all were, or they
+    aren't wanted.
     """
 
     def __init__(self, run: Run, steps: Steps, start: int, stop: int, first: int, every: int | None):

@@ -36,10 +36,7 @@ class System(NamedTuple):
 class StageSystems:
     """The systems of a run's steps.
 
-    Parameters
-    ----------
-    places : sequence of int
-        Of the leaves of the parameters to differentiate by.
+    `places`: of the leaves of the parameters to differentiate by.
     """
 
     def __init__(self, run: Run, places: Sequence[int]):

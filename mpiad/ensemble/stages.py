@@ -40,21 +40,11 @@ _LEAST_TERMS = 3
 class Stages:
     """The buffers of n columns.
 
-    Parameters
-    ----------
-    dtype : dtype
-        Of the states.
-    shape : tuple of int
-        (d, n)
-    many : bool
-        Whether so many steps will be taken that preparations pay.
-
-    Attributes
-    ----------
-    k : list of array, shape (d, n)
-        The stages; the first is the derivative at the present state.
-    new : array, shape (d, n)
-        The state after the step.
+    - `dtype`: of the states.
+    - `shape`: (d, n).
+    - `many`: whether so many steps will be taken that preparations pay.
+    - `k`, each shape (d, n): the stages; the first is the derivative at the present state.
+    - `new`, of shape (d, n): the state after the step.
     """
 
     def __init__(
@@ -172,11 +162,7 @@ def _weights(row: tuple[float, ...], dtype: DTypeLike) -> Weights:
 class _StageSums:
     """Sums over the stages in one block.
 
-    Parameters
-    ----------
-    k : array, shape (stages, d, n)
-    rows : list of Weights
-        For each sum the stages, in their order, with their weights.
+    `k`: shape (stages, d, n). `rows`: for each sum the stages, in their order, with their weights.
     """
 
     def __init__(self, k: Array, rows: list[Weights]):

@@ -26,10 +26,7 @@ __all__ = ["SteadyStates", "steady_operator"]
 class SteadyStates:
     """The steady states of a batch of plain arrays that were found.
 
-    Attributes
-    ----------
-    u : array, shape (N, d)
-        NaN where there is none.
+    `u`, of shape (N, d): NaN where there is none.
     """
 
     def __init__(self, batch: Batch, roots: Roots):

@@ -22,10 +22,7 @@ NONE = np.empty(0, np.int64)
 class StepObservers:
     """What is kept of the steps beside the final state.
 
-    Parameters
-    ----------
-    outcome : Outcome
-        Is filled in.
+    `outcome`: is filled in.
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization):

@@ -25,21 +25,11 @@ _FEW = 1024
 class TangentStep:
     """The stages of a step with their tangents, each of shape (1 + m, d, n).
 
-    Parameters
-    ----------
-    write : callable
-        Writes f and its tangents: see `Tracing.along`.
-    shape : tuple of int
-        (1 + m, d, n)
-    like : array
-        Of the states' kind.
-
-    Attributes
-    ----------
-    u : array
-        Before the step.
-    k : list of array
-        The stages.
+    - `write`: writes f and its tangents: see `Tracing.along`.
+    - `shape`: (1 + m, d, n).
+    - `like`: of the states' kind.
+    - `u`: before the step.
+    - `k`: the stages.
     """
 
     def __init__(self, coefficients: Coefficients, write: Callable, shape: tuple[int, int, int], like: Array):
@@ -91,12 +81,8 @@ class TangentStep:
 class TangentRosenbrockStep(TangentStep):
     """The stages of a step with their tangents: see `TangentStep`. f at both ends isn't among them.
 
-    Parameters
-    ----------
-    leaves : sequence
-        Of the parameters of the step's columns.
-    along : sequence of sequence
-        For each leaf to differentiate by its tangents, None where one is zero.
+    `leaves`: of the parameters of the step's columns. `along`: for each leaf to differentiate by its tangents, None
+    where one is zero.
     """
 
     def __init__(

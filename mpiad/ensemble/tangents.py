@@ -49,9 +49,7 @@ class TangentReceiver(Protocol):
 class SavedTangents:
     """Keeps the tangents of all saved states.
 
-    Attributes
-    ----------
-    saved : array, shape (m, N, slots, d)
+    `saved`: shape (m, N, slots, d).
     """
 
     def __init__(self, run: Run, directions: Directions):

@@ -41,21 +41,11 @@ class Arrival(NamedTuple):
 class TransposedStep:
     """The stages of one step, and the way back through them.
 
-    Parameters
-    ----------
-    leaves : sequence
-        Of the parameters of these columns.
-
-    Attributes
-    ----------
-    y, k : list of array, shape (d, n)
-        Arguments and values of the stages; without the last, which belongs to the next step.
-    h : array, shape (n,)
-        Steps in the precision of the states.
-    last : int
-        The number of the last stage.
-    by_size : array, shape (n,), or float
-        After `pull`: cotangents of the size of the step that aren't those of a stage.
+    - `leaves`: of the parameters of these columns.
+    - `y`, `k`, each shape (d, n): arguments and values of the stages; without the last, which belongs to the next step.
+    - `h`, of shape (n,): steps in the precision of the states.
+    - `last`: the number of the last stage.
+    - `by_size`, of shape (n,), or float: after `pull`: cotangents of the size of the step that aren't those of a stage.
     """
 
     by_size: Array | float = 0.0
@@ -142,17 +132,8 @@ class Inside(NamedTuple):
 class StepCotangents:
     """What one step adds to.
 
-    Parameters
-    ----------
-    parts : dict
-        From places of leaves to their cotangents, which are added to.
-    width : int
-        How many columns count; the others are doubles.
-
-    Attributes
-    ----------
-    t_bar, h_bar : array, shape (n,)
-        Cotangents of the time before the step and of its size.
+    `parts`: from places of leaves to their cotangents, which are added to. `width`: how many columns count; the others
+    are doubles. `t_bar`, `h_bar`, of shape (n,): cotangents of the time before the step and of its size.
     """
 
     def __init__(self, step: TransposedStep, parts: dict[int, Array], varies: Sequence[bool], width: int, timed: bool):

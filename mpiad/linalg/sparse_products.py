@@ -29,14 +29,9 @@ __all__ = ["Pattern", "ProductWith", "SegmentSums", "product", "transposed_produ
 class Pattern:
     """Where the entries of this rank's rows are, and the ghosts that they need.
 
-    Parameters
-    ----------
-    rows, columns : array of int, of length nnz
-        Each entry's row in this rank's part of y, and its column: in this rank's part of x, or after it among the ghosts.
-    starts : array of int
-        CSR's row pointers.
-    shape : tuple of int
-        Rows and columns of this rank's part of y and x.
+    `rows`, `columns`, int of length nnz: each entry's row in this rank's part of y, and its column: in this rank's part
+    of x, or after it among the ghosts. `starts`: CSR's row pointers. `shape`: rows and columns of this rank's part of y
+    and x.
     """
 
     def __init__(self, columns: np.ndarray, starts: np.ndarray, shape: tuple[int, int], plan: GhostPlan):
@@ -151,10 +146,7 @@ for _operator in (product, transposed_product, values_product):
 class ProductWith:
     """A matrix as `solve` takes an operator, with its transpose beside it.
 
-    Parameters
-    ----------
-    transposed : bool
-        Whether the operator is the transpose.
+    `transposed`: whether the operator is the transpose.
     """
 
     def __init__(self, pattern: Pattern, transposed: bool):
@@ -177,12 +169,8 @@ class SegmentSums:
     by less than a factor of two, so no more than half of it is zeros; there are as many tables as the longest segment has
     binary digits.
 
-    Parameters
-    ----------
-    segments : array of int, of length n
-        The segment that each entry belongs to.
-    count : int
-        How many segments there are; some may have no entry.
+    `segments`, int of length n: the segment that each entry belongs to. `count`: how many segments there are; some may
+    have no entry.
     """
 
     def __init__(self, segments: np.ndarray, count: int):

@@ -32,23 +32,11 @@ _MOST_ITERATIONS = 10_000
 class System:
     """The operator and the preconditioner of one solve, with its parameters put in.
 
-    Parameters
-    ----------
-    apply : callable
-        ``apply(u)`` returns this rank's block of the product.
-    like : array
-        Has the shape and dtype of this rank's block of the right-hand side.
-    name : str
-        Of the function that `apply` stands for, in errors.
-    failures : DeferredFailures, optional
-        Of the call that the system belongs to.
-
-    Attributes
-    ----------
-    failures : DeferredFailures
-        What went wrong on this rank.
-    usable : array or None
-        What `apply` is known to take; zeros where it is None.
+    - `apply`: ``apply(u)`` returns this rank's block of the product.
+    - `like`: has the shape and dtype of this rank's block of the right-hand side.
+    - `name`: of the function that `apply` stands for, in errors.
+    - `failures`: what went wrong on this rank in the call that the system belongs to.
+    - `usable`: what `apply` is known to take; zeros where it is None.
     """
 
     def __init__(

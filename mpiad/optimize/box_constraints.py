@@ -26,10 +26,7 @@ _CLOSE = 1e-6
 class Box:
     """Lower and upper bounds, shape (n,) each.
 
-    Parameters
-    ----------
-    low, high : array
-        Infinite where there is no bound.
+    `low`, `high`: infinite where there is no bound.
     """
 
     def __init__(self, low: np.ndarray, high: np.ndarray):

@@ -83,10 +83,7 @@ def as_checkpoint(given: Any, call: str, writes: bool = True) -> Checkpoint | No
 class WriteFailures:
     """Warn of states that weren't written: once for each reason, until one is written again.
 
-    Parameters
-    ----------
-    call : str
-        Name of the public function.
+    `call`: name of the public function.
     """
 
     def __init__(self, call: str):
@@ -140,12 +137,7 @@ class Kept(Iterate, Protocol):
 class RootCheckpoint:
     """Write iterates and read them again; without a checkpoint it does nothing. Only the root has one.
 
-    Parameters
-    ----------
-    problem : dict
-        What the iterates belong to.
-    call : str
-        Name of the public function.
+    `problem`: what the iterates belong to. `call`: name of the public function.
     """
 
     def __init__(self, checkpoint: Checkpoint | None, problem: dict[str, Any], call: str = "minimize"):

@@ -89,8 +89,6 @@ class History(NamedTuple):
 class Record:
     """The rows of a solve under way.
 
-    Notes
-    -----
     Some methods call back before they have asked for the gradient at their iterate; its norm is filled in later. It
     stays NaN where they never ask: a record evaluates nothing.
     """
@@ -134,11 +132,8 @@ class Record:
 class Progress:
     """The progress of one solve.
 
-    Parameters
-    ----------
-    options : dict or None
-        The solve's, of which the root's count. A limit of the iterations, or else of the evaluations, says how long it
-        takes at most; SciPy's own limits are so high that they say nothing.
+    `options`: the solve's, of which the root's count. A limit of the iterations, or else of the evaluations, says how
+    long it takes at most; SciPy's own limits are so high that they say nothing.
     """
 
     def __init__(self, options: dict[str, Any] | None):

@@ -31,15 +31,7 @@ class Moved(Iterate, Protocol):
 class Iterates:
     """What becomes of each iterate of a method that the root drives.
 
-    Parameters
-    ----------
-    callback : callable or None
-        The user's own.
-
-    Attributes
-    ----------
-    told : bool
-        Whether the user's callback is running, or has raised.
+    `callback`: the user's own. `told`: whether the user's callback is running, or has raised.
     """
 
     def __init__(self, callback: Function | None, leader: Leader):
@@ -91,17 +83,8 @@ class Iterates:
 class IteratesOfPoints(Iterates):
     """The callback that SciPy's minimisers get, and the objective, whose first point is the first iterate.
 
-    Parameters
-    ----------
-    keeper : RootCheckpoint
-        Writes the iterates that are to be kept.
-
-    Attributes
-    ----------
-    done : int
-        Iterations of an earlier run.
-    spent : bool
-        Whether earlier runs have left no evaluation: the point where they came is known then, from the file.
+    `keeper`: writes the iterates that are to be kept. `done`: iterations of an earlier run. `spent`: whether earlier
+    runs have left no evaluation: the point where they came is known then, from the file.
     """
 
     def __init__(self, points: Points, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
@@ -160,14 +143,8 @@ class IteratesOfPoints(Iterates):
 class PieceIterates:
     """The same where variables are in pieces: the history everywhere, the line on the root, the callback everywhere.
 
-    Parameters
-    ----------
-    agreement : StageFailures
-        Makes an exception in a callback known to all.
-    callback : callable or None
-        This rank's own.
-    anyone : bool
-        Whether any rank has one.
+    `agreement`: makes an exception in a callback known to all. `callback`: this rank's own. `anyone`: whether any rank
+    has one.
     """
 
     def __init__(

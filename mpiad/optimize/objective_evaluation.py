@@ -30,21 +30,12 @@ T = TypeVar("T")
 class Evaluation:
     """The stages of evaluations: every rank calls the same method with the root's variables.
 
-    Parameters
-    ----------
-    used : Channel
-        The user's communicator.
-    pieces : bool
-        Whether every rank passes variables of its own, so that gradients which the user computes are those of J.
-
-    Attributes
-    ----------
-    agreement : StageFailures
-        Of the ranks on each stage.
-    only_both : bool
-        Whether value and gradient can't be had apart.
-    separate : bool
-        Whether the gradient doesn't need the value's forward pass.
+    - `used`: the user's communicator.
+    - `pieces`: whether every rank passes variables of its own, so that gradients which the user computes are those of
+      J.
+    - `agreement`: of the ranks on each stage.
+    - `only_both`: whether value and gradient can't be had apart.
+    - `separate`: whether the gradient doesn't need the value's forward pass.
     """
 
     def __init__(

@@ -110,17 +110,8 @@ def _is_number(x: Array) -> bool:
 class Packing:
     """How a nest lies in one vector of doubles; complex numbers as pairs.
 
-    Parameters
-    ----------
-    template : pytree of arrays
-        Says structure, shapes and dtypes. Its leaves that aren't variables (integers, strings) are constant.
-
-    Attributes
-    ----------
-    size : int
-        Length of the vector.
-    homes : list of ArrayModule or None
-        On which device each array of variables is; None on the host.
+    `template`: says structure, shapes and dtypes. Its leaves that aren't variables (integers, strings) are constant.
+    `size`: length of the vector. `homes`: on which device each array of variables is; None on the host.
     """
 
     def __init__(self, template: Tree):
@@ -258,10 +249,7 @@ class PiecePacking(Packing):
 class DevicePacking(Packing):
     """As `Packing`, for a piece on a device: the vector is there, too.
 
-    Attributes
-    ----------
-    home : ArrayModule
-        Makes arrays there.
+    `home`: makes arrays there.
     """
 
     def __init__(self, template: Tree):

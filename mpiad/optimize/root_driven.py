@@ -54,23 +54,12 @@ class Leader(NamedTuple):
 class RootDriven:
     """A solve, made and run by all ranks.
 
-    Parameters
-    ----------
-    used : Channel
-        The user's communicator.
-    program : Program
-        What to evaluate; checked and agreed on.
-    start : pytree of arrays
-        The starting point, on all ranks.
-    kind : callable
-        What carries out the root's instructions.
-    call : str
-        Name of the public function.
-
-    Attributes
-    ----------
-    agreement : StageFailures
-        Its `error` is what ended the solve on all ranks.
+    - `used`: the user's communicator.
+    - `program`: what to evaluate; checked and agreed on.
+    - `start`: the starting point, on all ranks.
+    - `kind`: what carries out the root's instructions.
+    - `call`: name of the public function.
+    - `agreement`: its `error` is what ended the solve on all ranks.
     """
 
     def __init__(

@@ -25,10 +25,7 @@ _LONG = 4096
 class ByMessages:
     """Broadcasts and reductions.
 
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator
-        The solve's own.
+    `comm`: the solve's own.
     """
 
     def __init__(self, comm: Comm, root: Rank):
@@ -67,10 +64,7 @@ class ThroughMemory(ByMessages):
     Two ranks' parts are added up on the root. Of more, each rank adds up a stretch, in the order of the ranks: the sum
     depends on nobody's pace.
 
-    Parameters
-    ----------
-    vectors : array, shape (places(comm), n)
-        In shared memory: the variables, a direction, and the ranks' parts.
+    `vectors`, of shape (places(comm), n): in shared memory: the variables, a direction, and the ranks' parts.
     """
 
     def __init__(self, comm: Comm, root: Rank, vectors: np.ndarray):

@@ -28,12 +28,7 @@ _WITH_DIRECTION = (PRODUCT, TANGENT)
 class Instructions:
     """Both ends of the broadcast.
 
-    Parameters
-    ----------
-    exchange : ByMessages or ThroughMemory
-        What brings vectors.
-    size : int
-        Number of variables.
+    `exchange`: what brings vectors. `size`: number of variables.
     """
 
     def __init__(self, exchange: ByMessages, root: Rank, size: int):

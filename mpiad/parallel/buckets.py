@@ -36,17 +36,8 @@ class Bucket(NamedTuple):
 class Plan:
     """Which arrays travel together: in buckets of at most so many bytes, the last ones first, which are ready first.
 
-    Parameters
-    ----------
-    limit : int
-        An array that is longer has a bucket of its own.
-
-    Attributes
-    ----------
-    digest : int
-        Below 2¹⁸; equal for plans of the same arrays.
-    several : bool
-        Whether there is more than one message, so that one can travel early.
+    `limit`: an array that is longer has a bucket of its own. `digest`: below 2¹⁸; equal for plans of the same arrays.
+    `several`: whether there is more than one message, so that one can travel early.
     """
 
     def __init__(self, specs: list[Spec], limit: int):

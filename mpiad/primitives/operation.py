@@ -129,22 +129,13 @@ class suspended:
 class Operation:
     """One kind of communication: made in `catalogue`, defined in the file of its public function.
 
-    Parameters
-    ----------
-    name : str
-        The public function that applies it.
-    point_to_point : bool
-        Whether only two ranks take part: refused under plain autograd.
-    halves : bool
-        Whether it is the start or the wait of a request, whose rules also take the number of the trace.
-
-    Attributes
-    ----------
-    prepared : callable or None
-        ``prepared(params, x, out)`` returns the same communication of an array that stays, into one that stays, as a
-        function without arguments, for programs that run again and again; None where it can't be had. It isn't noted.
-    several : bool
-        Whether the adjoint takes several cotangents along a first axis, and returns as many.
+    - `name`: the public function that applies it.
+    - `point_to_point`: whether only two ranks take part: refused under plain autograd.
+    - `halves`: whether it is the start or the wait of a request, whose rules also take the number of the trace.
+    - `prepared`: ``prepared(params, x, out)`` returns the same communication of an array that stays, into one that
+      stays, as a function without arguments, for programs that run again and again; None where it can't be had. It
+      isn't noted.
+    - `several`: whether the adjoint takes several cotangents along a first axis, and returns as many.
     """
 
     def __init__(self, name: str, point_to_point: bool = False, halves: bool = False, several: bool = False):

@@ -35,12 +35,7 @@ class _Packed(NamedTuple):
 class Scheduler:
     """One map, seen from the root.
 
-    Parameters
-    ----------
-    goes_on : bool
-        Whether failures stand among the results.
-    progress : ProgressLine or None
-        Is told after each batch.
+    `goes_on`: whether failures stand among the results. `progress`: is told after each batch.
     """
 
     def __init__(

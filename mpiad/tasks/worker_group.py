@@ -23,15 +23,7 @@ _log = logging.getLogger("mpiad")
 class WorkerGroup:
     """Those who take part; made and closed by all of them.
 
-    Parameters
-    ----------
-    used : Channel
-        The user's communicator.
-
-    Attributes
-    ----------
-    names : list of int
-        Ranks in the user's communicator, by rank in `comm`.
+    `used`: the user's communicator. `names`: ranks in the user's communicator, by rank in `comm`.
     """
 
     def __init__(self, used: Channel):

@@ -30,10 +30,7 @@ __all__ = ["LoopOperator"]
 class LoopOperator:
     """A loop and the operators that it makes.
 
-    Parameters
-    ----------
-    args : Arguments
-        Tell how many leaves there are of each kind.
+    `args`: tell how many leaves there are of each kind.
     """
 
     def __init__(self, stepping: Stepping, steps: int, kept: Checkpoints, args: Arguments):

@@ -25,15 +25,7 @@ __all__ = ["Loop"]
 class Loop:
     """Steps one after another, of plain arrays.
 
-    Parameters
-    ----------
-    steps : int
-        How many, one at least.
-
-    Attributes
-    ----------
-    seen : list of Spec or None
-        Of what is observed in one step; None until it has been run.
+    `steps`: how many, one at least. `seen`: of what is observed in one step; None until it has been run.
     """
 
     def __init__(self, stepping: Stepping, steps: int, kept: Checkpoints):
@@ -55,18 +47,9 @@ class Loop:
         return state, observed.arrays
 
     def backwards(self, args: Arguments, active: Sequence[int], state: list[Any], observed: list[Any]) -> list[Any]:
-        """Return the cotangents of some arguments.
+        """Return the cotangents of arguments, `active` by their places among all leaves.
 
-        Parameters
-        ----------
-        active : sequence of int
-            Their places among all leaves.
-        state, observed : list of array
-            Cotangents of the last state and of what was observed.
-
-        Returns
-        -------
-        list of array
+        `state` and `observed` are the cotangents of the last state and of what was observed.
         """
         # What was kept is used up by the first gradient; a second one runs the loop again.
         course = self._begun or _Course(self, args, None)

@@ -73,25 +73,13 @@ def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
 class UserStepping:
     """The user's step and what is observed after it.
 
-    Parameters
-    ----------
-    advance : callable
-        ``advance(state, number, *input, *params)``
-    observe : callable or None
-        ``observe(state, number, *params)``
-    state, inputs, params : pytree of arrays
-        As the user gave them; `inputs` None where steps have none.
-    length : int
-        How many steps are run one after the other, at most.
-
-    Attributes
-    ----------
-    args : Arguments
-        Their leaves.
-    build_state : callable
-        From leaves to the user's nest.
-    build_seen : callable or None
-        The same for what is observed; known after a step.
+    - `advance`: ``advance(state, number, *input, *params)``.
+    - `observe`: ``observe(state, number, *params)``.
+    - `state`, `inputs`, `params`: as the user gave them; `inputs` None where steps have none.
+    - `length`: how many steps are run one after the other, at most.
+    - `args`: their leaves.
+    - `build_state`: from leaves to the user's nest.
+    - `build_seen` (or None): the same for what is observed; known after a step.
     """
 
     def __init__(self, advance: Function, observe: Function | None, state: Tree, inputs: Tree, params: tuple, length: int):

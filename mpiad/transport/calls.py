@@ -31,14 +31,8 @@ __all__ = [
 class Site:
     """A place in the user's program; there is one object for each, so that they are compared by identity.
 
-    Attributes
-    ----------
-    file : str
-        Path, as Python knows it.
-    entry : str
-        The function of this library's that was called there.
-    text : str
-        As messages show it: ``"program.py:12 in main"``.
+    `file`: path, as Python knows it. `entry`: the function of this library's that was called there. `text`: as messages
+    show it: ``"program.py:12 in main"``.
     """
 
     __slots__ = ("entry", "file", "function", "line", "text")
@@ -80,19 +74,12 @@ class Arguments(NamedTuple):
 class Call:
     """One communication of the user's program, while it runs.
 
-    Attributes
-    ----------
-    name : str
-        The public function, as ``"mpi_bcast"``.
-    direction : {"forward", "adjoint", "tangent"}
-    site : Site
-        The user's line that runs now: of an adjoint that of the gradient.
-    forward_site : Site or None
-        Of an adjoint: the call that it belongs to, noted when it was recorded.
-    outer : Call or None
-        The one around it.
-    began, ended : float
-        `time.perf_counter()`; `ended` is 0 until then.
+    - `name`: the public function, as ``"mpi_bcast"``.
+    - `direction`: {"forward", "adjoint", "tangent"}.
+    - `site`: the user's line that runs now: of an adjoint that of the gradient.
+    - `forward_site` (or None): of an adjoint: the call that it belongs to, noted when it was recorded.
+    - `outer` (or None): the one around it.
+    - `began`, `ended`: `time.perf_counter()`; `ended` is 0 until then.
     """
 
     __slots__ = (

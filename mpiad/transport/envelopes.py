@@ -21,26 +21,14 @@ __all__ = ["Envelope"]
 class Envelope:
     """Address of one point-to-point message, seen from this rank.
 
-    Parameters
-    ----------
-    peer : int
-        The other rank.
-    tag : int
-        The user's tag.
-    outgoing : bool
-        Whether this rank sends it.
-    number : int, optional
-        Its place among the messages of that peer, tag and direction; the next one where it isn't given, and unknown
-        until it has come where it may come from any rank (negative `peer` or `tag`).
-    reverse : bool
-        Whether it is the message of an adjoint.
-    answers : Envelope, optional
-        The one whose number it has, which took that.
-
-    Attributes
-    ----------
-    asked : (int, int)
-        Peer and tag as they were given, which may be any.
+    - `peer`: the other rank.
+    - `tag`: the user's tag.
+    - `outgoing`: whether this rank sends it.
+    - `number`: its place among the messages of that peer, tag and direction; the next one where it isn't given, and
+      unknown until it has come where it may come from any rank (negative `peer` or `tag`).
+    - `reverse`: whether it is the message of an adjoint.
+    - `answers`: the one whose number it has, which took that.
+    - `asked`, (int, int): peer and tag as they were given, which may be any.
     """
 
     __slots__ = ("answers", "asked", "channel", "number", "outgoing", "peer", "reverse", "tag")

@@ -57,10 +57,7 @@ _DEATH_WITHIN = 2.0
 class FailureDetector:
     """A rank's lookout during a call; `close` ends it. It listens only where ranks that wait can't be interrupted.
 
-    Parameters
-    ----------
-    room : str
-        Module of whoever comes to agreements.
+    `room`: module of whoever comes to agreements.
     """
 
     def __init__(self, comm: Comm, room: str, listens: bool = True):
@@ -156,12 +153,7 @@ def _end_at_once(error: BaseException, reason: str) -> None:
 class LoneFailure:
     """Ends the job after some time, unless `met` is called before; not under watch, where waits have their own limit.
 
-    Parameters
-    ----------
-    error : Exception
-        What this rank would raise.
-    call : str
-        Name of the public function.
+    `error`: what this rank would raise. `call`: name of the public function.
     """
 
     def __init__(self, error: Exception, call: str, seconds: float):

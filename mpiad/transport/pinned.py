@@ -26,10 +26,7 @@ _LEAST = 4096
 class Loan:
     """Memory of a pool in use; it goes back when neither this object nor a view of its array is left.
 
-    Attributes
-    ----------
-    written, read : event or None
-        Behind the last copy that was queued into it, and from it.
+    `written`, `read` (or None): behind the last copy that was queued into it, and from it.
     """
 
     __slots__ = ("__array_interface__", "__weakref__", "_memory", "_pool", "read", "written")
@@ -51,10 +48,7 @@ class Loan:
 class Pool:
     """Memory for the arrays of one device.
 
-    Attributes
-    ----------
-    lent, kept : int
-        Bytes in use, and bytes that wait for their next use.
+    `lent`, `kept`: bytes in use, and bytes that wait for their next use.
     """
 
     def __init__(self, arrays: ArrayModule):

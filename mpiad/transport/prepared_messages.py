@@ -54,10 +54,8 @@ def prepared_swap(array: np.ndarray, there: Envelope, room: np.ndarray, back: En
 class PreparedMessages:
     """One message to and one from each of several ranks, all under way at once.
 
-    Parameters
-    ----------
-    going, coming : sequence of array
-        On the host and contiguous, one for each of these ranks: what is sent, and where what comes is written.
+    `going`, `coming`: on the host and contiguous, one for each of these ranks: what is sent, and where what comes is
+    written.
     """
 
     def __init__(

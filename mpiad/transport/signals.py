@@ -64,12 +64,9 @@ def postponed(patience: float = 30.0) -> Iterator[None]:
 
 
 def install_signal_handlers() -> bool:
-    """Make SIGTERM end all ranks with 143, and SIGINT in a wait with 130.
+    """Make SIGTERM end all ranks with 143, and SIGINT in a wait with 130; tell whether it was done.
 
-    Returns
-    -------
-    bool
-        Whether it was done: in the main thread, which alone may do it.
+    It is in the main thread, which alone may do it.
     """
     if threading.current_thread() is not threading.main_thread():
         return False

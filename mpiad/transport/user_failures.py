@@ -67,28 +67,16 @@ def verdict(failures: Failures, call: str = "minimize") -> Exception:
 class StageFailures:
     """What the ranks know of each other's failures in a call of many stages.
 
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator
-        The call's own.
-    call : str
-        Name of the public function.
-    room : str
-        Module of the stages: a rank whose innermost frame is of it has come to an agreement.
-    complete : callable
-        ``complete(error, trace)`` completes the text of an exception before it is told to all ranks.
-
-    Attributes
-    ----------
-    error : Exception or None
-        What all ranks have raised; nothing is agreed on any more afterwards.
-    broken : bool
-        Whether this rank's stage has failed where the ranks that wait for it can be interrupted.
-    end_requested : bool
-        Whether any rank had been told to end (SIGTERM) when it came to an agreement: the same on all ranks.
-    tolerates : bool
-        Whether a ConvergenceError is no failure: `Unreached` is then raised on all ranks, and the call may go on. The same
-        on all ranks.
+    - `comm`: the call's own.
+    - `call`: name of the public function.
+    - `room`: module of the stages: a rank whose innermost frame is of it has come to an agreement.
+    - `complete`: ``complete(error, trace)`` completes the text of an exception before it is told to all ranks.
+    - `error` (or None): what all ranks have raised; nothing is agreed on any more afterwards.
+    - `broken`: whether this rank's stage has failed where the ranks that wait for it can be interrupted.
+    - `end_requested`: whether any rank had been told to end (SIGTERM) when it came to an agreement: the same on all
+      ranks.
+    - `tolerates`: whether a ConvergenceError is no failure: `Unreached` is then raised on all ranks, and the call may
+      go on. The same on all ranks.
     """
 
     def __init__(self, comm: Comm, call: str, room: str, complete: Callable[[BaseException, Any], None]):
@@ -187,19 +175,10 @@ class DeferredFailures:
     before its first communication, and communicated when it was called before, it is called once more with an argument
     that it can take, for the sake of its messages. What else may leave the others waiting ends the job after a while.
 
-    Parameters
-    ----------
-    comm : mpi4py intracommunicator or None
-        The ranks that are to know.
-    call : str
-        Name of the public function.
-    talkers : set of str, optional
-        Names of functions that have communicated, in this call or in others with the same functions; it grows.
-
-    Attributes
-    ----------
-    error : Exception or None
-        The first one.
+    - `comm`: the ranks that are to know.
+    - `call`: name of the public function.
+    - `talkers`: names of functions that have communicated, in this call or in others with the same functions; it grows.
+    - `error` (or None): the first one.
     """
 
     def __init__(self, comm: Comm, call: str, talkers: set[str] | None = None):

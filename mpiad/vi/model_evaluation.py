@@ -38,19 +38,10 @@ class Evaluations(NamedTuple):
 class Model:
     """The user's loss, evaluated draw by draw; remembers the first exception that it raised here.
 
-    Parameters
-    ----------
-    loss : callable
-        ``loss(theta, data)``
-    differentiated : bool
-        Whether gradients by theta are wanted.
-    device : int, optional
-        The GPU that this rank's draws are put on; by default that of the data, and the host where these are there.
-
-    Attributes
-    ----------
-    device : int or None
-        That of `device`.
+    - `loss`: ``loss(theta, data)``.
+    - `differentiated`: whether gradients by theta are wanted.
+    - `device`: the GPU that this rank's draws are put on; by default that of the data, and the host where these are
+      there.
     """
 
     def __init__(self, loss: Function, data: Tree, differentiated: bool, device: int | None = None):

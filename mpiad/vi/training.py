@@ -54,19 +54,10 @@ class Ended(NamedTuple):
 class Training:
     """Variational parameters on their way, and what is known of it.
 
-    Parameters
-    ----------
-    params : pytree of arrays
-        On the host or on a device: where they are updated.
-    patience : int or None
-        Epochs without improvement after which the run ends.
-    average : bool
-        Whether the average over the last epochs is reported, or the last one.
-
-    Attributes
-    ----------
-    failure : Exception or None
-        What ended the run.
+    - `params`: on the host or on a device: where they are updated.
+    - `patience`: epochs without improvement after which the run ends.
+    - `average`: whether the average over the last epochs is reported, or the last one.
+    - `failure` (or None): what ended the run.
     """
 
     def __init__(
@@ -193,10 +184,7 @@ class Average:
     With η = 8 it is as old and as steady as the plain mean of the last fifth of the epochs: the weights' mean age is the
     part 1 / (η + 2) = 1/10 of the run, and the sum of their squares (η + 1)² / (2η + 1) ≈ 5 by the number of epochs.
 
-    Attributes
-    ----------
-    params : pytree of arrays
-        The mean, where the parameters lie. Leaves that aren't floats are the newest.
+    `params`: the mean, where the parameters lie. Leaves that aren't floats are the newest.
     """
 
     def __init__(self) -> None:

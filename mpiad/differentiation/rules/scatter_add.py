@@ -23,18 +23,11 @@ _BASIC = frozenset({int, slice, type(None), type(...), np.int64, np.int32})
 class Scatter:
     """Hold a cotangent that is zero but for `values` at `idx`.
 
-    Parameters
-    ----------
-    shape : tuple of int
-        Shape of the array that elements were taken from.
-    dtype : numpy.dtype
-        Its dtype.
-    idx : index
-        Where the values belong.
-    values : array or scalar
-        Cotangent of the taken elements, untraced.
-    repeats : bool
-        Whether `idx` may name an element more than once.
+    - `shape`: shape of the array that elements were taken from.
+    - `dtype`: its dtype.
+    - `idx`: where the values belong.
+    - `values`: cotangent of the taken elements, untraced.
+    - `repeats`: whether `idx` may name an element more than once.
     """
 
     __slots__ = ("dtype", "idx", "repeats", "shape", "values")

@@ -35,10 +35,7 @@ def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
 class DeviceRun(Run):
     """A solve on a device and its record; what is said to be on the host is there, all else on the device.
 
-    Parameters
-    ----------
-    outcome : Outcome
-        With a record that is closed.
+    `outcome`: with a record that is closed.
     """
 
     few = 0  # by the adjoint, unless tangents are asked for
@@ -202,10 +199,8 @@ class Slots(Saved):
 class RoundSweep(StepSweep):
     """The visits of a block of rounds.
 
-    Parameters
-    ----------
-    every : int or None
-        Of every so many states one was kept, and the others are computed again; None: all were, or they aren't wanted.
+    `every`: of every so many states one was kept, and the others are computed again; None: all were, or they aren't
+    wanted.
     """
 
     def __init__(self, run: DeviceRun, block: Block, every: int | None):

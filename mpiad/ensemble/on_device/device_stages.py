@@ -22,16 +22,8 @@ __all__ = ["DeviceRosenbrockStages", "DeviceStages", "stages_on_device"]
 class DeviceStages:
     """The stages of steps, as `Stages` on the host; each step's are new arrays.
 
-    Parameters
-    ----------
-    first : array, shape (d, n)
-        f at the present states, in the direction of the solve.
-
-    Attributes
-    ----------
-    k : array, shape (stages, d, n)
-    new : array, shape (d, n)
-        The states after the step.
+    `first`, of shape (d, n): f at the present states, in the direction of the solve. `k`: shape (stages, d, n). `new`,
+    of shape (d, n): the states after the step.
     """
 
     k: Array

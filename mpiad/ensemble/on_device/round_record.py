@@ -64,10 +64,7 @@ class Events(NamedTuple):
 class Block:
     """Rounds of the same columns.
 
-    Parameters
-    ----------
-    ids : array of int, shape (n,)
-    sign : array, shape (n,), or None
+    `ids`: int of shape (n,). `sign`: shape (n,), or None.
     """
 
     def __init__(self, ids: Array, sign: Array | None, leaves: list[Any]):
@@ -78,21 +75,11 @@ class Block:
 class Record:
     """All rounds of a solve, block by block.
 
-    Parameters
-    ----------
-    every : int or None
-        Keep the states before every so many rounds of a block only.
-
-    Attributes
-    ----------
-    signs : array, shape (N,)
-        -1 for trajectories that go backwards; on the host.
-    blocks : list of Block
-        Without the columns of trajectories that failed, once the record is closed.
-    live : array of bool, shape (N,), or None
-        Which didn't fail, on the device; None where all are.
-    events : Events or None
-        None where none were looked for.
+    - `every`: keep the states before every so many rounds of a block only.
+    - `signs`, of shape (N,): -1 for trajectories that go backwards; on the host.
+    - `blocks`: without the columns of trajectories that failed, once the record is closed.
+    - `live`, bool of shape (N,), or None: which didn't fail, on the device; None where all are.
+    - `events`: None where none were looked for.
     """
 
     def __init__(

@@ -32,24 +32,14 @@ class Due(NamedTuple):
 class SaveTimes:
     """The saved times of a batch.
 
-    Parameters
-    ----------
-    times : array, shape (n_saved,) or (N, n_saved)
-        On the host.
-    signs : array, shape (N,)
-    watched : bool
-        Whether each step must be looked at anyway: not all trajectories may come to their ends.
-
-    Attributes
-    ----------
-    count : int
-        Of each trajectory.
-    initial, final : array of bool, shape (N, n_saved), on the host
-        Which are saved before the first step, and which with the final state, after the last one.
-    looks : bool
-        Whether any lies elsewhere, so that each step must be looked at.
-    inside : bool
-        Whether any may lie inside a step.
+    - `times`, of shape (n_saved,) or (N, n_saved): on the host.
+    - `signs`: shape (N,).
+    - `watched`: whether each step must be looked at anyway: not all trajectories may come to their ends.
+    - `count`: of each trajectory.
+    - `initial`, `final`, bool of shape (N, n_saved), on the host: which are saved before the first step, and which with
+      the final state, after the last one.
+    - `looks`: whether any lies elsewhere, so that each step must be looked at.
+    - `inside`: whether any may lie inside a step.
     """
 
     inside = True
@@ -96,12 +86,8 @@ class SaveTimes:
 class EveryStep:
     """As `SaveTimes`: the start, and the end of each accepted step.
 
-    Attributes
-    ----------
-    count : int
-        Of the longest trajectory, once all have ended.
-    looks, inside : bool
-        Whether each step has something to save, and whether anything lies inside one.
+    `count`: of the longest trajectory, once all have ended. `looks`, `inside`: whether each step has something to save,
+    and whether anything lies inside one.
     """
 
     looks, inside = True, False

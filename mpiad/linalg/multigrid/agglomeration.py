@@ -19,15 +19,7 @@ _TAG_GATHER, _TAG_SCATTER = 32754, 32755
 class Agglomeration:
     """The blocks of one spread as parts of those of another, whose owners own some of them already.
 
-    Parameters
-    ----------
-    rank : int
-        One that owns a block before.
-
-    Attributes
-    ----------
-    box : Box or None
-        What this rank owns afterwards.
+    `rank`: one that owns a block before. `box` (or None): what this rank owns afterwards.
     """
 
     def __init__(self, before: Spread, after: Spread, rank: Rank, comm: Comm):

@@ -34,10 +34,7 @@ def squares_of(blocks: LocalArray) -> np.ndarray:
 class Vectors:
     """Solutions, residuals and directions, shape (systems, colours, size).
 
-    Attributes
-    ----------
-    x : array
-        Zeros at first.
+    `x`: zeros at first.
     """
 
     def __init__(self, r: LocalArray):

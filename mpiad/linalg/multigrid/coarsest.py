@@ -27,12 +27,8 @@ _DENSE = 512  # points: an inverse of 2 MiB, read in less time than a copy to th
 class Coarsest:
     """A factorised operator.
 
-    Parameters
-    ----------
-    stack : array of shape (1 + offsets, *shape)
-        Its diagonal and its couplings.
-    singular : bool
-        Whether constants are in its kernel; the last point's value is then fixed.
+    `stack`, of shape (1 + offsets, *shape): its diagonal and its couplings. `singular`: whether constants are in its
+    kernel; the last point's value is then fixed.
     """
 
     def __init__(self, stack: np.ndarray, periodic: tuple[bool, ...], singular: bool):

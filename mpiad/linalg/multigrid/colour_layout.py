@@ -36,19 +36,11 @@ def reach(colour: Colour, offset: Colour) -> tuple[Colour, Colour]:
 class Layout:
     """The arrays of one block.
 
-    Parameters
-    ----------
-    box : Box
-        The block's own points.
-
-    Attributes
-    ----------
-    colours : list of tuple of int
-        All colours, colour 0 first; its place in this list is a colour's row in arrays of shape (colours, size).
-    shape : tuple of int
-        Of a colour's array before it is made flat.
-    inner : slice
-        From the first entry that has all its neighbours to the last one.
+    - `box`: the block's own points.
+    - `colours`: all colours, colour 0 first; its place in this list is a colour's row in arrays of shape (colours,
+      size).
+    - `shape`: of a colour's array before it is made flat.
+    - `inner`: from the first entry that has all its neighbours to the last one.
     """
 
     def __init__(self, box: Box):

@@ -45,16 +45,8 @@ class WeightedSum(NamedTuple):
 class Sums:
     """Computes sums, one operation after the other, where the coefficients live.
 
-    Parameters
-    ----------
-    coefficients : array of shape (n, size)
-    rows : int
-        Of the state.
-
-    Attributes
-    ----------
-    state : array of shape (systems, rows, size)
-        Zeros at first, and kept from cycle to cycle: new memory costs more than the arithmetic.
+    `coefficients`: shape (n, size). `rows`: of the state. `state`, of shape (systems, rows, size): zeros at first, and
+    kept from cycle to cycle: new memory costs more than the arithmetic.
     """
 
     def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):

@@ -49,10 +49,7 @@ LOSSES: dict[str, Any] = {"linear": None, "soft_l1": _soft_l1, "huber": _huber, 
 class Loss:
     """ρ with its scale: residuals beyond `scale` are outliers.
 
-    Parameters
-    ----------
-    rho : callable
-        ``rho(z)`` returns ρ and its first two derivatives, shape (3, m).
+    `rho`: ``rho(z)`` returns ρ and its first two derivatives, shape (3, m).
     """
 
     def __init__(self, rho: Callable[[np.ndarray], Any], scale: float):

@@ -32,22 +32,12 @@ __all__ = ["ResidualEvaluation"]
 class ResidualEvaluation:
     """The stages of evaluations: every rank calls the same method with the root's variables.
 
-    Parameters
-    ----------
-    program : Program
-        `jac` returns this rank's rows of the Jacobian.
-    solver : {"exact", "lsmr"} or None
-    few : int
-        So many variables are for the "exact" one, where none is named.
-
-    Attributes
-    ----------
-    agreement : StageFailures
-        Of the ranks on each stage.
-    gathers : bool
-        Whether the root gets the residuals themselves.
-    counts : list of int
-        Residuals of each rank, where they are gathered.
+    - `program`: `jac` returns this rank's rows of the Jacobian.
+    - `solver`: {"exact", "lsmr"} or None.
+    - `few`: so many variables are for the "exact" one, where none is named.
+    - `agreement`: of the ranks on each stage.
+    - `gathers`: whether the root gets the residuals themselves.
+    - `counts`: residuals of each rank, where they are gathered.
     """
 
     def __init__(

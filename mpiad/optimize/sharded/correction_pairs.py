@@ -28,17 +28,7 @@ __all__ = ["Ring", "two_loop_recursion"]
 class Ring:
     """Roles of the slots.
 
-    Parameters
-    ----------
-    maxcor : int
-        Pairs that are kept.
-
-    Attributes
-    ----------
-    first : int
-        Slot of the oldest pair.
-    count : int
-        Number of pairs.
+    `maxcor`: pairs that are kept. `first`: slot of the oldest pair. `count`: number of pairs.
     """
 
     def __init__(self, maxcor: int):

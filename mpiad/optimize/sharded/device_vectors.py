@@ -28,10 +28,7 @@ _STRETCH = 1 << 18
 class DeviceVectors:
     """As `HostVectors`, on a device.
 
-    Parameters
-    ----------
-    box : Box or None
-        The bounds, on the host; they are copied to the device once.
+    `box`: the bounds, on the host; they are copied to the device once.
     """
 
     def __init__(self, height: int, size: int, box: Box | None, home: ArrayModule):

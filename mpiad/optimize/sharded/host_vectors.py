@@ -31,14 +31,7 @@ Parts = list[tuple[slice, slice]]
 class HostVectors:
     """Rows of doubles; other vectors have shape (size,).
 
-    Parameters
-    ----------
-    height : int
-        Number of rows.
-    size : int
-        Length of each.
-    box : Box or None
-        The bounds of the variables.
+    `height`: number of rows. `size`: length of each. `box`: the bounds of the variables.
     """
 
     def __init__(self, height: int, size: int, box: Box | None = None):

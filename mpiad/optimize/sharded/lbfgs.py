@@ -24,15 +24,7 @@ __all__ = ["LBFGS", "Trials"]
 class Trials:
     """Points along a direction: every rank moves its piece, all evaluate, and two small messages tell what is to be known.
 
-    Parameters
-    ----------
-    memory : LimitedMemory
-        Where the direction comes from and gradients go to.
-
-    Attributes
-    ----------
-    count : int
-        Evaluations so far.
+    `memory`: where the direction comes from and gradients go to. `count`: evaluations so far.
     """
 
     def __init__(

@@ -33,17 +33,8 @@ _FALL = 100.0
 class LimitedMemory:
     """The last steps and gradient changes, and the gradients of the point where the solve is and of a trial point.
 
-    Parameters
-    ----------
-    ring : Ring
-        Which row holds what.
-    vectors : HostVectors or DeviceVectors
-        The rows. With bounds, products are taken over the free variables, anew in each iteration.
-
-    Attributes
-    ----------
-    attempts : Attempts
-        When hyperbolas are tried, and whether the direction is theirs.
+    `ring`: which row holds what. `vectors`: the rows. With bounds, products are taken over the free variables, anew in
+    each iteration. `attempts`: when hyperbolas are tried, and whether the direction is theirs.
     """
 
     def __init__(self, ring: Ring, vectors: HostVectors | DeviceVectors, totals: Totals):

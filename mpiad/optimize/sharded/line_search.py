@@ -42,19 +42,10 @@ class End(NamedTuple):
 class LineSearch:
     """One search along a direction of descent.
 
-    Parameters
-    ----------
-    value, slope : float
-        At step zero; the slope is negative.
-    first : float
-        The first step to try.
-
-    Attributes
-    ----------
-    step : float
-        What to try next.
-    stuck : bool
-        Whether the interval can't be narrowed any more: the step is as good as it gets.
+    - `value`, `slope`: at step zero; the slope is negative.
+    - `first`: the first step to try.
+    - `step`: what to try next.
+    - `stuck`: whether the interval can't be narrowed any more: the step is as good as it gets.
     """
 
     def __init__(self, value: float, slope: float, first: float):

@@ -65,20 +65,12 @@ _EVERYWHERE = slice(None)
 class NewtonPoint:
     """Variables of the piece, shape (n,), with what is known there; numbers are those of all ranks.
 
-    Attributes
-    ----------
-    gradient : array
-        dJ/dx.
-    finite : bool
-        Whether the value and all entries of the gradient are.
-    free : array of bool or None
-        Which variables no bound holds; None for all.
-    way : array or None
-        Where there are bounds, P(x - g) - x.
-    norm : float
-        The gradient's, in the inner product; NaN until it is measured.
-    length, slope : float
-        Of the way from the point before, and of g there along it.
+    - `gradient`: dJ/dx.
+    - `finite`: whether the value and all entries of the gradient are.
+    - `free`: which variables no bound holds; None for all.
+    - `way` (or None): where there are bounds, P(x - g) - x.
+    - `norm`: the gradient's, in the inner product; NaN until it is measured.
+    - `length`, `slope`: of the way from the point before, and of g there along it.
     """
 
     def __init__(self, x: Array, found: Derivatives):
@@ -99,12 +91,8 @@ class NewtonPoint:
 class NewtonCG:
     """The iteration.
 
-    Parameters
-    ----------
-    operators : pair of callables or None
-        The preconditioner and the inner product's inverse, on vectors of the piece.
-    box : Box or None
-        The bounds, where the piece lives; all ranks have one or none.
+    `operators`: the preconditioner and the inner product's inverse, on vectors of the piece. `box`: the bounds, where
+    the piece lives; all ranks have one or none.
     """
 
     def __init__(

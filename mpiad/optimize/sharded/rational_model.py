@@ -49,12 +49,8 @@ class Pair(NamedTuple):
 class Attempts:
     """When hyperbolas are tried, by numbers that are the same on all ranks.
 
-    Attributes
-    ----------
-    at_edge : bool
-        Whether a trial point wasn't finite so far.
-    followed : bool
-        Whether the direction leads to the zeros of hyperbolas.
+    `at_edge`: whether a trial point wasn't finite so far. `followed`: whether the direction leads to the zeros of
+    hyperbolas.
     """
 
     def __init__(self) -> None:

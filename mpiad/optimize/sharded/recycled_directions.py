@@ -31,14 +31,8 @@ Group = list[tuple[Array, Array, float]]  # s, y and s · y over all ranks
 class RecycledDirections:
     """The preconditioner of a solve's Newton systems.
 
-    Parameters
-    ----------
-    precondition : callable
-        P, on vectors of this rank's piece.
-    dots : callable
-        From pairs of vectors to a list of their products over all ranks, the same bits on all; one reduction.
-    most : int
-        How many directions are kept; 0 for none.
+    `precondition`: P, on vectors of this rank's piece. `dots`: from pairs of vectors to a list of their products over
+    all ranks, the same bits on all; one reduction. `most`: how many directions are kept; 0 for none.
     """
 
     def __init__(

@@ -35,17 +35,8 @@ class Derivatives(NamedTuple):
 class SecondOrderEvaluation:
     """The stages of evaluations: every rank calls the same method with its piece of the variables.
 
-    Parameters
-    ----------
-    evaluation : Evaluation
-        Of the same program, for what the user differentiates.
-    used : Channel
-        The user's communicator.
-
-    Attributes
-    ----------
-    products : int
-        How many there were.
+    `evaluation`: of the same program, for what the user differentiates. `used`: the user's communicator. `products`:
+    how many there were.
     """
 
     def __init__(

@@ -64,19 +64,10 @@ def piece_of(
 class Sharded:
     """A solve, made and run by all ranks.
 
-    Parameters
-    ----------
-    used : Channel
-        The user's communicator.
-    program : Program
-        What to evaluate; checked and agreed on.
-    piece : Piece
-        This rank's own.
-
-    Attributes
-    ----------
-    agreement : StageFailures
-        Its `error` is what ended the solve on all ranks.
+    - `used`: the user's communicator.
+    - `program`: what to evaluate; checked and agreed on.
+    - `piece`: this rank's own.
+    - `agreement`: its `error` is what ended the solve on all ranks.
     """
 
     def __init__(self, used: Channel, program: Program, piece: Piece):

@@ -31,30 +31,18 @@ OF_RANKS = "ranks", "variables", "x0 (checksum)", "bounds (checksum)"
 class Point:
     """Variables of the piece, shape (n,); the numbers are those of all ranks. Its gradient lies in the memory.
 
-    Attributes
-    ----------
-    value : float
-        The objective.
-    norm : float
-        Largest absolute entry of the (projected) gradient.
-    slope : float
-        Of the objective along the direction that led here; without the variables that a bound stopped.
-    finite : bool
-        Whether the value and all entries of the gradient are.
-    clipped : bool
-        Whether a bound stopped any variable on the way.
-    step : float
-        Along that direction.
-    length : float
-        Of the way from the point before, over all ranks.
-    room : float
-        From here to where the search that led here met no finite value; infinite where it met none.
-    predicted, met : float
-        Where a bound may have stopped variables: the step times the gradient before, and times the gradient here.
-    settled : bool
-        Whether the memory has moved here.
-    aside : bool
-        Whether the memory has put the gradient aside.
+    - `value`: the objective.
+    - `norm`: largest absolute entry of the (projected) gradient.
+    - `slope`: of the objective along the direction that led here; without the variables that a bound stopped.
+    - `finite`: whether the value and all entries of the gradient are.
+    - `clipped`: whether a bound stopped any variable on the way.
+    - `step`: along that direction.
+    - `length`: of the way from the point before, over all ranks.
+    - `room`: from here to where the search that led here met no finite value; infinite where it met none.
+    - `predicted`, `met`: where a bound may have stopped variables: the step times the gradient before, and times the
+      gradient here.
+    - `settled`: whether the memory has moved here.
+    - `aside`: whether the memory has put the gradient aside.
     """
 
     __slots__ = (
@@ -92,23 +80,12 @@ class State(NamedTuple):
 class StateFiles:
     """Write states and read them again; without a checkpoint it does nothing.
 
-    Parameters
-    ----------
-    checkpoint : Checkpoint or None
-        This rank's own; all have one or none.
-    problem, anywhere : dict
-        What the state belongs to, on these ranks and on any number of them.
-    layout : Layout or None
-        Where this rank's variables lie; without it a state belongs to its number of ranks.
-    used : Channel
-        The user's communicator.
-    agreement : StageFailures
-        Knows whether a rank was told to end.
-
-    Attributes
-    ----------
-    iteration : int
-        Of the last state that was written or found; -1 for none.
+    - `checkpoint`: this rank's own; all have one or none.
+    - `problem`, `anywhere`: what the state belongs to, on these ranks and on any number of them.
+    - `layout`: where this rank's variables lie; without it a state belongs to its number of ranks.
+    - `used`: the user's communicator.
+    - `agreement`: knows whether a rank was told to end.
+    - `iteration`: of the last state that was written or found; -1 for none.
     """
 
     def __init__(

@@ -27,12 +27,8 @@ class _Wait:
 class Gathering(_Wait):
     """A wait inside a collective.
 
-    Parameters
-    ----------
-    key : str
-        Of what the ranks count together: a communicator, or the agreement of its ranks.
-    number : int
-        Of the collective, by that count: who hasn't come so far is missing.
+    `key`: of what the ranks count together: a communicator, or the agreement of its ranks. `number`: of the collective,
+    by that count: who hasn't come so far is missing.
     """
 
     def __init__(self, comm: Comm, key: str, number: int, description: Description | None = None, step: str = ""):
@@ -60,10 +56,7 @@ class Gathering(_Wait):
 class Letter(_Wait):
     """A wait at one end of a message.
 
-    Parameters
-    ----------
-    peer, tag : int
-        As MPI counts in `comm`; may be any.
+    `peer`, `tag`: as MPI counts in `comm`; may be any.
     """
 
     def __init__(self, comm: Comm, sends: bool, peer: int, tag: int):

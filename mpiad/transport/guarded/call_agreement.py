@@ -28,14 +28,9 @@ _abandoned: list[Any] = []  # MPI may still use these buffers
 class Agreement:
     """What the ranks of one group agree over.
 
-    Attributes
-    ----------
-    members : tuple of int
-        Their ranks in the world, by their rank in its communicator.
-    epoch : int
-        How often it has begun anew.
-    starts : Counter
-        By lane, the number of nonblocking reductions begun: they must come at the same place among the other calls.
+    `members`: their ranks in the world, by their rank in its communicator. `epoch`: how often it has begun anew.
+    `starts`: by lane, the number of nonblocking reductions begun: they must come at the same place among the other
+    calls.
     """
 
     def __init__(self, comm: Comm, members: tuple[int, ...], label: str):

@@ -69,21 +69,12 @@ def _nonblocking(name: str) -> Any:
 class Guarded:
     """A communicator of mpi4py's under watch.
 
-    Parameters
-    ----------
-    bare : mpi4py communicator
-    label : str
-        The same on all its ranks.
-    members : tuple of int
-        Its ranks' numbers in the world.
-    agreement : Agreement, optional
-        With which its ranks compare collectives.
-    owner : Channel, optional
-        Which is marked where a wait is given up.
-    number : int
-        Of the channel, among those of the same ranks.
-    reverse : bool
-        Whether it carries the messages of adjoints.
+    - `label`: the same on all its ranks.
+    - `members`: its ranks' numbers in the world.
+    - `agreement`: with which its ranks compare collectives.
+    - `owner`: which is marked where a wait is given up.
+    - `number`: of the channel, among those of the same ranks.
+    - `reverse`: whether it carries the messages of adjoints.
     """
 
     def __init__(

@@ -24,10 +24,7 @@ class Entry(NamedTuple):
 class MessageCounts:
     """Counts the messages of one channel.
 
-    Parameters
-    ----------
-    owner : weak reference to a Channel
-        Which holds what was started and not waited for.
+    `owner`: which holds what was started and not waited for.
     """
 
     def __init__(self, label: str, members: tuple[int, ...], owner: Any):

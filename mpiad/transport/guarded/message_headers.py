@@ -48,10 +48,7 @@ def _header(array: np.ndarray) -> tuple[bytes, str, str]:
 class HeadedMessages(Guarded):
     """A guarded communicator whose messages have headers.
 
-    Parameters
-    ----------
-    bare, post : mpi4py communicator
-        For the messages, and for their headers.
+    `bare`, `post`: for the messages, and for their headers.
     """
 
     def __init__(self, bare: Comm, post: Comm, *args: Any, **keywords: Any):

@@ -31,15 +31,7 @@ def keep_for_ever(*buffers: Any) -> None:
 class GuardedRequest:
     """A request of mpi4py's, waited for by polling.
 
-    Parameters
-    ----------
-    request : mpi4py request
-    make : callable
-        Describes the wait.
-    held : object
-        Its buffers.
-    receives : bool
-        Whether it can be taken back.
+    `make`: describes the wait. `held`: its buffers. `receives`: whether it can be taken back.
     """
 
     def __init__(self, request: Request, make: Callable[[], Awaited], held: object = None, receives: bool = False):
