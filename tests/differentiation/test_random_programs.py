@@ -1,4 +1,4 @@
-"""200 random programs on several ranks, 50 on one: value, gradient, tangent and second order against one process.
+"""120 random programs on several ranks, 30 on one: value, gradient, tangent and second order against one process.
 
 A few of them are jitted. `make fuzz` runs more, and finds the smallest that fails.
 """
@@ -15,7 +15,7 @@ from programs.steps import script
 from mpiad.primitives import catalogue
 from mpiad.primitives.operation import communicate
 
-BATCHES, EACH = 8, 25
+BATCHES, EACH = 8, 15
 
 
 def programs(size, seed, count=EACH, compiled=("none",)):
@@ -46,7 +46,7 @@ def test_random_programs(seed, size):
 @pytest.mark.one_rank
 def test_random_programs_that_are_jitted(size, request):
     """On all ranks, and on some among others that aren't; `make fuzz` runs many more."""
-    count = EACH if request.config.getoption("thorough") else 4
+    count = 25 if request.config.getoption("thorough") else 4
     found = [(program, checked(program)) for program in programs(size, BATCHES + 3, count, ("some", "all"))]
     wrong = [f"{script(program)}\n" + "\n".join(lines) for program, lines in found if lines]
     assert not wrong, "\n\n".join(wrong)
