@@ -88,9 +88,26 @@ def test_rank_0_speaks_for_all(suite):
 
 
 @pytest.mark.launches
-def test_a_failure_on_one_rank_is_shown(suite):
+def test_failures_are_shown_by_rank_and_leave_no_messages_behind(suite):
     job = suite(
         """
+import mpiad
+
+def test_fails_with_a_message_under_way(rank):
+    if rank == 1:
+        mpiad.mpi_send(1.0, 0)
+    assert rank == 1
+
+def test_next(rank):
+    if rank == 1:
+        mpiad.mpi_send(2.0, 0)
+    else:
+        assert mpiad.mpi_recv(0.0, 1) == 2.0
+
+def test_all(rank):
+    print("here too:", rank)
+    assert rank == 2
+
 def test_last_rank(rank):
     print("printed by", rank)
     assert rank == 0, "only here"
@@ -118,40 +135,15 @@ def test_after():
 """
     )
     assert job.returncode == 1
-    assert "2 failed, 2 passed, 2 errors" in job.stdout
+    assert "4 failed, 3 passed, 2 errors" in job.stdout, job.stdout + job.stderr
     assert job.stdout.count("rank 0 passed, rank 1 failed\n---- rank 1 ----") == 3
     assert "AssertionError: only here" in job.stdout and "printed by 1" in job.stdout
     assert "rank 0 passed, rank 1 skipped\n---- rank 1 ----" in job.stdout
-
-
-@pytest.mark.launches
-def test_a_failure_everywhere_shows_the_source_once(suite):
-    job = suite("def test_all(rank):\n    print('printed by', rank)\n    assert rank == 2")
+    # What fails everywhere shows its source once.
     assert job.stdout.count("rank 0 failed, rank 1 failed") >= 1
     assert job.stdout.count(">       assert rank == 2") == 1
     assert "E       assert 0 == 2" in job.stdout and "E       assert 1 == 2" in job.stdout
-    assert "printed by 0" in job.stdout and "printed by 1" in job.stdout
-
-
-@pytest.mark.launches
-def test_messages_of_a_failed_test_do_not_meet_the_next(suite):
-    job = suite(
-        """
-import mpiad
-
-def test_fails_with_a_message_under_way(rank):
-    if rank == 1:
-        mpiad.mpi_send(1.0, 0)
-    assert rank == 1
-
-def test_next(rank):
-    if rank == 1:
-        mpiad.mpi_send(2.0, 0)
-    else:
-        assert mpiad.mpi_recv(0.0, 1) == 2.0
-"""
-    )
-    assert "1 failed, 1 passed" in job.stdout, job.stdout + job.stderr
+    assert "here too: 0" in job.stdout and "here too: 1" in job.stdout
 
 
 @pytest.mark.launches

@@ -20,7 +20,7 @@ PROGRAMS = [program for programs, _ in SHOWN.values() for program in programs]
 SNIPPETS = [(name, text) for name, (_, snippets) in SHOWN.items() for text in snippets]
 
 ALONE = ("unreset.py",)  # one rank raises while the other waits
-TOGETHER = 12  # programs of one job, which all end without an error or all with one
+TOGETHER = 26  # programs of one job, which all end without an error or all with one
 
 # What every program takes its time for, on a busy machine too.
 PROLOGUE = "import autograd.numpy\nimport mpiad\n"

@@ -18,7 +18,7 @@ from _pytest.mark import ParameterSet
 
 pytestmark = [pytest.mark.launches, pytest.mark.limit(240)]
 
-TOGETHER = 5  # examples of one job: two ranks take a second to import what they need, and to make a first picture
+TOGETHER = 10  # examples of one job: two ranks take a second to import what they need, and to make a first picture
 
 
 class Small(NamedTuple):
