@@ -7,7 +7,7 @@ import numpy as np
 from programs import arithmetic, in_one_process, jets, on_ranks
 
 import mpiad
-from mpiad.programs import function
+from mpiad.programs import function, tangents_of_gradients
 from mpiad.programs.closure import Unfollowed, Watch
 
 ROUNDING = {False: 1e-9, True: 1e-3}
@@ -67,6 +67,7 @@ def _compiled(program, run, tangent, x, v):
     inside = mpiad.value_and_grad(made(run), **keywords(program))
     outside = made(mpiad.value_and_grad(run, **keywords(program)))
     along, second = made(tangent), made(mpiad.hvp(run, **keywords(program)))
+    kept = mpiad.make_hvp(made(run), **keywords(program))
     with watching_nothing():
         for z, w in ((x * 0.75, v * 0.5), (x, v)):
             (value, gradient), by_both = inside(z), outside(z)
@@ -74,6 +75,10 @@ def _compiled(program, run, tangent, x, v):
             if program.second == "hvp":
                 results["second order"] = second(z, w)
                 results["second order "] = mpiad.hvp(made(run), **keywords(program))(z, w)
+            elif program.second == "reverse":
+                product = kept(z).product
+                results["second order"], both = product(w), product(np.stack([z, w]), batch=True)
+                results["second order "] = both[1]
     return _known(program, results)
 
 
@@ -87,11 +92,11 @@ def watching_nothing():
             bare(*args)  # tells of traced values from around it
         return Watch()
 
-    function.watch_of = watch
+    function.watch_of = tangents_of_gradients.watch_of = watch
     try:
         yield
     finally:
-        function.watch_of = bare
+        function.watch_of = tangents_of_gradients.watch_of = bare
 
 
 def _known(program, results):
