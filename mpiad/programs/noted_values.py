@@ -49,7 +49,8 @@ class NotedValues:
         self._objects: dict[int, tuple[Any, int]] = {}
         self._constant_of: dict[int, tuple[Any, int]] = {}
         self._holders: dict[int, WeakSet[Any]] = {}
-        self._inputs: set[int] = set()
+        # By identity, which is nobody else's as long as they are kept.
+        self._inputs: dict[int, Array] = {}
         self.inputs: list[int] = []
         self.weak: set[int] = set()
 
@@ -68,7 +69,8 @@ class NotedValues:
             self.weaken(made)
         self.inputs.append(made.number)
         if isinstance(value, np.ndarray):
-            self._inputs.add(id(_root(value)))
+            root = _root(value)
+            self._inputs[id(root)] = root
         return made
 
     def weaken(self, made: Any) -> Any:

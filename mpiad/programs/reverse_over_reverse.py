@@ -205,7 +205,7 @@ class _Call:
         passes = [record.lane(zip([place for _, place in record.found], vs)) for vs in lanes]
         record.sweep(passes, range(record.start, len(record.nodes)), together)
         of.lanes.update(enumerate(passes) if together else [(current.lane, passes[0])])
-        places = [(record.seeds[k], self._likes[k]) for k in boxed]
+        places = [(record.end + k, self._likes[k]) for k in boxed]
         return [[*(conformed(lane.totals[place], like) for place, like in places), 1] for lane in passes]
 
     def _pull_first(self, cs: list[Any]) -> list[Any]:

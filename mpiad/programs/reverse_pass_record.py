@@ -17,6 +17,7 @@ from mpiad._typing import Function
 from mpiad.differentiation.backward import Lane, accumulate, run_backward, sweep, sweep_together
 from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.tape import OrderedTape
+from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.entry import all_of, outputs_of
@@ -50,11 +51,10 @@ class Record(NamedTuple):
     Parameters
     ----------
     nodes : list of OrderedNode
-        Of variables and function up to `end`, of the cotangents of its results up to `start`, and of the reverse pass.
+        Of variables and function up to `end`, of cotangents of the results in the program up to `start`, and of the reverse
+        pass.
     values, found : list of (value, int)
         Results and cotangents of variables, with their places; -1 for constants.
-    seeds : list of int
-        Places of the cotangents of results that are values of the program.
     end, start : int
     build : callable
         From leaves to the function's result.
@@ -63,7 +63,6 @@ class Record(NamedTuple):
     nodes: list[Any]
     values: list[tuple[Any, int]]
     found: list[tuple[Any, int]]
-    seeds: list[int]
     end: int
     start: int
     build: Callable[[list[Any]], Any]
@@ -122,12 +121,13 @@ def recorded(
             found = run_backward(run.recording, pairs, len(by.inner), True)
             specs = [spec_like(getval(leaves[k])) for k in by.inner]
             cotangents = [_lowered(conformed(g, spec), tape) for g, spec in zip(found, specs)]
-    places = [g._node.index for g in gs if g is not None]
-    return Record(tape.close().nodes, values, cotangents, places, end, start, run.build)
+    return Record(tape.close().nodes, values, cotangents, end, start, run.build)
 
 
 def _variable(tape: Any, x: Any) -> Any:
-    return new_box(x, tape.number, OrderedNode.variable(tape))
+    """Return a variable; what can be none gets a place on the tape all the same."""
+    node = OrderedNode.variable(tape)
+    return new_box(x, tape.number, node) if is_variable(x) else x
 
 
 def _lowered(x: Any, tape: Any) -> tuple[Any, int]:
@@ -166,7 +166,11 @@ def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
         lane = record.lane(zip([place for _, place in record.found], vs))
         record.sweep([lane], range(record.start, len(record.nodes)), False)
         values = [x for x, _ in inside]
-        made = [numbers, all_of(*outputs_of([g for g, _ in record.found])), cotangents(lane, record.seeds, values)]
+        made = [
+            numbers,
+            all_of(*outputs_of([g for g, _ in record.found])),
+            cotangents(lane, range(record.end, record.start), values),
+        ]
         if by.outer is not None:
             recorder.part = 3
             seed(lane, zip([place for _, place in inside], inputs_like(values)))

@@ -388,16 +388,17 @@ def test_products_of_one_record(compiled, rank, size):
     """One by one, several at once, and differentiated by what they multiply."""
 
     def fun(x):
-        return mpiad.mpi_allreduce(mpiad.mpi_exchange(x, (rank + 1) % size, (rank - 1) % size) ** 2)
+        y = mpiad.mpi_exchange(x, (rank + 1) % size, (rank - 1) % size)
+        return mpiad.mpi_allreduce(y**2), anp.argmax(y)
 
     given = mpiad.jit(fun, strict=True) if compiled(rank) else fun
     for x in (X + rank, 2 * X):
         record = mpiad.linearize(given)(x)
         for w in (np.ones(6), X):
-            np.testing.assert_allclose(record.vjp(w), 2 * size * x * w, rtol=1e-13)
-            np.testing.assert_allclose(record.jvp(w), mpiad.mpi_allreduce(2 * x * w), rtol=1e-13)
+            np.testing.assert_allclose(record.vjp((w, 0)), 2 * size * x * w, rtol=1e-13)
+            np.testing.assert_allclose(record.jvp(w)[0], mpiad.mpi_allreduce(2 * x * w), rtol=1e-13)
         several = np.stack([x, X])
-        np.testing.assert_allclose(record.vjp(several, batch=True), 2 * x * mpiad.mpi_allreduce(several), rtol=1e-13)
-        np.testing.assert_allclose(record.jvp(several, batch=True), mpiad.mpi_allreduce(2 * x * several), rtol=1e-13)
-        slope = mpiad.grad(lambda w: anp.sum(record.jvp(w) ** 2), objective="sum")(X)  # noqa: B023
+        np.testing.assert_allclose(record.vjp((several, 0), batch=True), 2 * x * mpiad.mpi_allreduce(several), rtol=1e-13)
+        np.testing.assert_allclose(record.jvp(several, batch=True)[0], mpiad.mpi_allreduce(2 * x * several), rtol=1e-13)
+        slope = mpiad.grad(lambda w: anp.sum(record.jvp(w)[0] ** 2), objective="sum")(X)  # noqa: B023
         np.testing.assert_allclose(slope, 4 * size * x * mpiad.mpi_allreduce(2 * x * X), rtol=1e-13)
