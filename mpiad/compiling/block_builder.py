@@ -8,6 +8,9 @@ from mpiad.compiling.values import BOOLEAN, DOUBLE, INTEGER, KINDS, SINGLE, Valu
 
 __all__ = ["Block", "BlockBuilder"]
 
+# Its result is its argument, which is found out when all loops are done with.
+_HIDDEN = "llvm.strip.invariant.group.p0"
+
 
 class Block:
     """A sequence of instructions that ends with a jump."""
@@ -25,11 +28,11 @@ class BlockBuilder:
     """Appends instructions to the current block of a function.
 
     `fast`: flags of floating-point operations, as LLVM writes them. `declared`: takes the declarations of the functions
-    that are called, by name.
+    that are called, by name. `hides_rows`: whether LLVM isn't to know how rows lie to one another.
     """
 
-    def __init__(self, fast: str, declared: dict[str, str]):
-        self._fast, self.declared = f"{fast} " if fast else "", declared
+    def __init__(self, fast: str, declared: dict[str, str], hides_rows: bool):
+        self._fast, self.declared, self._hides_rows = f"{fast} " if fast else "", declared, hides_rows
         self._numbers = 0
         self._slots: list[str] = []
         self.blocks = [Block("start")]
@@ -105,6 +108,14 @@ class BlockBuilder:
         self.declared[function] = f"declare {kind} @{function}({', '.join(x.kind for x in operands)})"
         given = ", ".join(f"{x.kind} {x.text}" for x in operands)
         return self.value(kind, f"call {self._fast if fast else ''}{kind} @{function}({given})")
+
+    def row(self, element: str, data: str, place: str) -> str:
+        """Return the address of the row of an array that begins at a place."""
+        start = self.name(f"getelementptr inbounds {element}, ptr {data}, i64 {place}")
+        if not self._hides_rows:
+            return start
+        self.declared[_HIDDEN] = f"declare ptr @{_HIDDEN}(ptr)"
+        return self.name(f"call ptr @{_HIDDEN}(ptr {start})")
 
     # ---- conversions
 

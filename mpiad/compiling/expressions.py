@@ -201,12 +201,15 @@ class Expressions:
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if len(indices) != len(array.shape):
             refuse(node)
-        build = self._build
-        place = self.index(indices[0])
-        for index, length in zip(indices[1:], array.shape[1:]):
-            row = build.name(f"mul nsw i64 {place}, {length}")
-            place = build.name(f"add nsw i64 {row}, {self.index(index)}")
-        return array, build.name(f"getelementptr inbounds {ELEMENTS[array.dtype]}, ptr {array.data}, i64 {place}")
+        build, element, data = self._build, ELEMENTS[array.dtype], array.data
+        *rows, last = [self.index(index) for index in indices]
+        if rows:
+            place = rows[0]
+            for row, length in zip(rows[1:], array.shape[1:]):
+                before = build.name(f"mul nsw i64 {place}, {length}")
+                place = build.name(f"add nsw i64 {before}, {row}")
+            data = build.row(element, data, build.name(f"mul nsw i64 {place}, {array.shape[-1]}"))
+        return array, build.name(f"getelementptr inbounds {element}, ptr {data}, i64 {last}")
 
     def _of_subscript(self, node: ast.Subscript) -> Value:
         if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":

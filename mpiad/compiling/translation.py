@@ -37,7 +37,7 @@ def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = 
     where the text isn't of the language.
     """
     defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-    module = _Module(defined, fast)
+    module = _Module(defined, fast, linked)
     if not linked:
         return module.kernel(defined[name], arguments, name)
     # In a function of its own: what doesn't overlap is said of arguments, which addresses in memory aren't.
@@ -48,8 +48,10 @@ def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = 
 class _Module:
     """The functions of a text, each translated when it is called first, once for each list of types."""
 
-    def __init__(self, defined: dict[str, ast.FunctionDef], fast: str):
-        self.defined, self.fast = defined, fast
+    def __init__(self, defined: dict[str, ast.FunctionDef], fast: str, linked: bool):
+        # A loop over many arrays has as many rows. To choose among sums of their addresses, steps and lengths takes LLVM
+        # longer than all else, and is won back by nothing.
+        self.defined, self.fast, self.hides_rows = defined, fast, linked
         self.declared: dict[str, str] = {}
         self._made: dict[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]] = {}
         self._texts: list[str] = []
@@ -106,7 +108,7 @@ class _Function:
         self.kinds, self.attributes = kinds, ""
         self.results: list[str] = []
         self._module = module
-        self._build = BlockBuilder(module.fast, module.declared)
+        self._build = BlockBuilder(module.fast, module.declared, module.hides_rows)
         self._variables = Variables(self._build, given, kinds)
         self._values = Expressions(self._build, self._variables, self._inlined)
         self._loops: list[tuple[Block, Block]] = []  # where `continue` and `break` lead
