@@ -22,6 +22,7 @@ from mpiad.programs.changed_results import Changed
 from mpiad.programs.closure import Watch
 from mpiad.programs.entry import UNKNOWN, all_of, count, in_program, outputs_of, own
 from mpiad.programs.reverse_over_reverse import called_with_reverse_differentiated, is_differentiated_once_more
+from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced
 from mpiad.programs.tangents_of_gradients import called_with_tangents_of_gradients, carries_tangents
@@ -80,15 +81,20 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
             return jitted.fun(*args, **kwargs)
     tape.channels |= entry.channels
     specs = [spec_like(getval(given.leaves[k])) for k in boxed]
+    # What isn't read any more is let go of; where the function may run once more, it reads all.
+    later = [x if k in entry.replays.read_later else None for k, x in enumerate(values)]
+    whole = given if entry.may_change else None
 
     def pull(gs: list[Any]) -> list[Any]:
         require_of(None, gs, jitted.__name__)
         count(entry.communications)
         try:
-            found = lease.replay.later[0](*values, *gs)
+            found = lease.replay.later[0](*later, *gs)
         except Changed as change:
+            if whole is None:
+                raise
             with suspended(body=False), jitted._changed(key, change, counts):
-                again = TraceRun(given).run_backwards(jitted.fun, boxed, given.values())
+                again = TraceRun(whole).run_backwards(jitted.fun, boxed, whole.values())
                 found = backwards(again, entry.outputs, gs, len(boxed))
                 return [conformed(g, spec) for g, spec in zip(found, specs)]
         return [conform(g, *spec) for g, spec in zip(found, specs, strict=True)]
@@ -136,8 +142,7 @@ def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tu
         numbers, outputs = outputs_of(run.values)
         specs = [spec_like(getval(trace.given.leaves[k])) for k in boxed]
         with trace.noting(1):
-            made = [spec_like(x.value).zeros() for x in run.values if isinstance(x, Traced)]
-            seeds = [trace.recorder.input(as_value(g)) for g in made]
+            seeds = [trace.recorder.input(like(spec_like(x.value))) for x in run.values if isinstance(x, Traced)]
             found = [conformed(g, spec) for g, spec in zip(backwards(run, outputs, seeds, len(boxed)), specs)]
     results, gradients = outputs_of(found)
     return [*numbers, *all_of(results, gradients)], [len(numbers)], outputs, run.build

@@ -28,7 +28,7 @@ from mpiad.compiling.function_fingerprint import (
     uses_of,
     uses_of_first,
 )
-from mpiad.programs.same_bits import same_bits
+from mpiad.programs.same_bits import is_writable, same_bits
 
 __all__ = ["HoldsTraced", "Unfollowed", "Watch", "watch_of"]
 
@@ -171,7 +171,7 @@ class _Reader:
     def _array(self, value: np.ndarray) -> None:
         if value.dtype == object:
             raise Unknown("an array of objects")
-        if _is_writable(value):
+        if is_writable(value):
             self.watch._arrays.append((value, value.copy()))
 
     def _nest(self, value: Any) -> None:
@@ -337,11 +337,3 @@ def _parts(nest: Any) -> Any:
 
 def _stays(module: str) -> bool:
     return module.partition(".")[0] in _STAY and not module.startswith("numpy.random")
-
-
-def _is_writable(x: Any) -> bool:
-    while isinstance(x, np.ndarray):
-        if x.flags.writeable:
-            return True
-        x = x.base
-    return x is not None  # memory that isn't NumPy's

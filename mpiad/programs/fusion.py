@@ -44,6 +44,7 @@ class Fusion:
         self._waiting = sorted(self._kept - self._decision.anchored)
         self.buffers: list[Buffer] = []
         self.places: dict[int, Place] = {}
+        self.copies: dict[int, tuple[int, Place]] = {}
         self.since: dict[int, int] = {}
         self.steps: list[Loop | Run] = []
 
@@ -61,7 +62,8 @@ class Fusion:
                     self._run(n)
             outputs += self._compute_outputs(range(start, end), part)
             cuts.append(len(self.steps))
-        return Schedule(self.program, self.buffers, self.places, self.since, self.steps, outputs, self._ends, cuts[:-1])
+        found = self.buffers, self.places, self.copies, self.since, self.steps
+        return Schedule(self.program, *found, outputs, self._ends, cuts[:-1])
 
     def _compute_outputs(self, places: Iterable[int], part: int) -> list[int]:
         """Let loops compute outputs; where nothing comes after them, they may be read from where they are returned."""
@@ -127,12 +129,25 @@ class Fusion:
         buffer = self._buffer("temporary", given[: len(lead)] + tuple(placed.shape(*rest)), node.dtype)
         place = Place(buffer, beginning_at(lead + tuple(placed.given(*rest))))
         # What the operator changes can't be read by others afterwards.
-        wanted: list[tuple[int, Place | None, bool]] = []
-        if placed.changes_given and self._decision.is_shared(x):
-            wanted.append((x, None, True))
+        shared = placed.changes_given and self._decision.is_shared(x)
+        wanted: list[tuple[int, Place | None, bool]] = [(x, None, True)] * shared
+        before = len(self.steps)
         self._compute([*wanted, (x, place, not placed.changes_given)], n)
+        if not placed.changes_given:
+            self._note_copies(buffer, self.steps[before:])
         self.steps.append(Run(n, (buffer,), True))
         self.places[n] = Place(buffer, beginning_at(lead + tuple(placed.result(*rest))))
+
+    def _note_copies(self, buffer: int, loops: Sequence[Any]) -> None:
+        """Note which arguments have been copied into a buffer whose given part stays as it is."""
+        for loop in loops:
+            for item in [item for item in loop.items if item.place.buffer == buffer]:
+                n, map = item.node, item.reads
+                while self.nodes[n].kind == "view":
+                    n, map = self.nodes[n].inputs[0], composed(self.nodes[n].data, map)
+                node, alike = self.nodes[n], ("input", loop.shape, self.buffers[buffer].dtype)
+                if (node.kind, node.shape, node.dtype) == alike and map == identity(len(loop.shape)):
+                    self.copies.setdefault(n, (len(self.steps), item.place))
 
     def _compute_whole(self, numbers: Sequence[int], cut: int) -> list[int]:
         """Let loops compute nodes as wholes, and return their buffers."""

@@ -10,7 +10,7 @@ from mpiad.compiling.source import lines
 from mpiad.compiling.symbols import Symbol, choose
 from mpiad.programs.array_program import BOOLEAN
 from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, shifted, within
-from mpiad.programs.schedule import Fold, Place
+from mpiad.programs.schedule import Fold
 
 if TYPE_CHECKING:
     from mpiad.programs.loops import LoopWriter
@@ -70,7 +70,7 @@ class LoopBody:
         return self._known[key]
 
     def _load(self, n: int, map: IndexMap) -> Symbol:
-        place: Place = self.writer.schedule.places[n]
+        place = self.writer.place_of(n)
         key = place.buffer, composed(place.map, map)
         number = self.builder.input("x", self.loads.setdefault(key, len(self.loads)))
         made = Symbol(self.builder, number)

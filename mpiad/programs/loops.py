@@ -20,7 +20,7 @@ from mpiad.programs.array_program import FLOATS
 from mpiad.programs.index_maps import Axis, IndexMap, composed
 from mpiad.programs.loop_body import Box, LoopBody
 from mpiad.programs.materialization import reads_of
-from mpiad.programs.schedule import Fold, Loop, Schedule, Store
+from mpiad.programs.schedule import Fold, Loop, Place, Schedule, Store
 
 __all__ = ["LANES", "NAME", "LoopText", "LoopWriter", "text_of"]
 
@@ -96,6 +96,7 @@ class LoopWriter:
         self.schedule, self.loop, self.nodes, self.at = schedule, loop, schedule.program.nodes, at
         self.buffers: dict[int, str] = {}
         self.loads: set[tuple[int, IndexMap]] = set()
+        self._read: set[int] = set()
         self.written = {item.place.buffer for item in loop.items}
         dtypes = {self._dtype(item) for item in loop.items} & set(FLOATS)
         single, double = FLOATS
@@ -168,7 +169,10 @@ class LoopWriter:
         stack = [(n, map)]
         while stack:
             n, map = stack.pop()
-            if (n, map) in seen or self.is_load(n):
+            if self.is_load(n):
+                self._read.add(n)
+                continue
+            if (n, map) in seen:
                 continue
             seen.add((n, map))
             node = self.nodes[n]
@@ -186,6 +190,13 @@ class LoopWriter:
         if n not in self.schedule.places or n in self.loop.inside or self.nodes[n].kind == "number":
             return False
         return self.schedule.since.get(n, -1) < self.at
+
+    def place_of(self, n: int) -> Place:
+        """Return where a node is read: beside others in one buffer, where it is there, too."""
+        since, copy = self.schedule.copies.get(n, (math.inf, None))
+        if copy is not None and self.at >= since and any(self.schedule.places[x].buffer == copy.buffer for x in self._read):
+            return copy
+        return self.schedule.places[n]
 
     # ---- the nest of loops
 

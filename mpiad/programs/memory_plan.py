@@ -1,14 +1,15 @@
 """Which memory the temporary buffers of a program are in: what one needs no more is another one's.
 
-A replay that waits for its reverse pass keeps what that reads. The rest is scratch memory, which the next replay of the
-program uses in the meantime: a loop of a hundred steps has a hundred replays, and scratch memory once.
+A replay that waits for its reverse pass keeps what that reads. The rest is scratch memory, which the next replay uses in
+the meantime, of this program or another: a loop of a hundred steps has a hundred replays, and scratch memory once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
+from weakref import ReferenceType, ref
 
 import numpy as np
 
@@ -22,6 +23,9 @@ SMALL = 4096
 """Bytes of an array that is copied sooner than its address is found."""
 
 
+# From so many bytes on an array is worth sharing where nothing else runs in the meantime; and by how much the memory of
+# another program may be larger, which this one keeps from being freed.
+_SHARED, _LARGER = 1 << 20, 4
 # Bytes that a processor loads at once; and of rows that aren't worth a gap behind them.
 _LINE, _SHORT = 64, 1024
 
@@ -65,22 +69,42 @@ class Home(NamedTuple):
 
 
 class Scratch:
-    """Scratch memory of a program, used by one run at a time; made again where all of it is in use."""
+    """Scratch memory of a program, used by one run at a time; made where none that is free has about its size."""
+
+    # Of all programs. It is there as long as a replay is that has used it.
+    _free: ClassVar[list[ReferenceType[Array]]] = []
 
     def __init__(self, homes: dict[int, Home]):
-        self._sizes = {home.memory: home.nbytes for home in homes.values() if home.is_scratch}
-        self._free: list[dict[int, Array]] = []
+        self._places: dict[int, int] = {}
+        self._size = 0
+        for home in homes.values():
+            if home.is_scratch and home.memory not in self._places:
+                self._places[home.memory] = self._size
+                self._size += home.nbytes + -home.nbytes % _LINE
 
-    def take(self) -> dict[int, Array]:
-        """Return memories, by their numbers."""
+    def take(self) -> Array:
+        """Return memory that is free, and about as large; the latest, which is the likeliest to be in a cache."""
+        others = []
         try:
-            return self._free.pop()
+            while True:
+                reference = self._free.pop()
+                memory = reference()
+                if memory is not None and self._size <= memory.nbytes <= _LARGER * self._size:
+                    return memory
+                others += [reference] * (memory is not None)
         except IndexError:
-            return {memory: aligned(nbytes) for memory, nbytes in self._sizes.items()}
+            # What nobody writes to is only an address; a larger program finds room there.
+            return aligned(2 * self._size)
+        finally:
+            self._free.extend(others[::-1])
 
-    def give_back(self, memories: dict[int, Array]) -> None:
-        """Take memories back."""
-        self._free.append(memories)
+    def give_back(self, memory: Array) -> None:
+        """Take memory back."""
+        self._free.append(ref(memory))
+
+    def part(self, memory: Array, home: Home) -> Array:
+        """Return which part of it a home is."""
+        return memory[self._places[home.memory] :][: home.nbytes]
 
 
 def homes_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, Home]:
@@ -104,7 +128,7 @@ def homes_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
         nbytes = math.prod(found.shape[:-1]) * layout.pitch * found.dtype.itemsize + layout.shift
         start, end = spans[buffer][0], spans[buffer][-1]
         # What the later part reads of the first is there for as long as that may be run again. Small ones aren't worth it.
-        is_scratch = schedule.part(last - 1) > 0 and nbytes > SMALL
+        is_scratch = nbytes > (SMALL if schedule.part(last - 1) > 0 else _SHARED)
         if schedule.part(start) < schedule.part(end):
             end, is_scratch = last, False
         ready = [entry for entry in ends if entry[0] < start]

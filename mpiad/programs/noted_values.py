@@ -12,7 +12,7 @@ from weakref import WeakSet
 import numpy as np
 
 from mpiad._typing import Array, Shape
-from mpiad.programs.same_bits import same_bits
+from mpiad.programs.same_bits import is_writable, same_bits
 from mpiad.programs.steps import Constant, Ref, Traced, mapped
 from mpiad.transport.device_arrays import is_device_array
 
@@ -34,7 +34,7 @@ class NotedValues:
     specs : list of (shape, dtype)
         Of each value.
     constants : list of array
-        Copies, as they were when they were used.
+        As they were when they were used: copies of those that can change.
     inputs : list of int
         Numbers of the arguments.
     weak : set of int
@@ -119,7 +119,8 @@ class NotedValues:
     def _constant(self, x: Array) -> Constant:
         known = self._constant_of.get(id(x))
         if known is None or not same_bits(self.constants[known[1]], x):
-            self.constants.append(x.copy())
+            stays = x.flags.c_contiguous and x.flags.aligned and not is_writable(x)
+            self.constants.append(x if stays else x.copy())
             known = self._constant_of[id(x)] = x, len(self.constants) - 1
         return Constant(known[1])
 

@@ -7,7 +7,7 @@ from typing import Any
 from mpiad.compiling.cache import kernel_of
 from mpiad.programs.changed_results import is_looked_at
 from mpiad.programs.loops import NAME, LoopText, text_of
-from mpiad.programs.memory_plan import Scratch, homes_of
+from mpiad.programs.memory_plan import Scratch, homes_of, spans_of
 from mpiad.programs.overlap import is_divided
 from mpiad.programs.replay_writer import ReplayWriter
 from mpiad.programs.schedule import Loop, Schedule
@@ -41,6 +41,8 @@ class Replays:
     logged : int
         How many parts log what they communicate: a call and its reverse pass, where these are run backwards in turn and may
         have to be played back for it.
+    read_later : set of int
+        The inputs that come into what is run after the first part.
     last_look : int
         The last step that may give something else than in the trace, so that the program can't go on; -1 for none.
     free : dict of bool to list of Replay
@@ -63,6 +65,9 @@ class Replays:
                 node = schedule.program.nodes[found.data]
                 self.results.setdefault(node.inputs[0] if node.kind == "item" else found.data, []).append(b)
         self.logged = 2 if len(schedule.ends) > 1 else 0
+        uses = spans_of(schedule, self.texts).items()
+        last = {schedule.buffers[b].data: steps[-1] for b, steps in uses if schedule.buffers[b].kind == "input"}
+        self.read_later = {place for place, at in last.items() if schedule.part(at) > 0}
         self.last_look = max((at for at in range(len(schedule.steps)) if is_looked_at(schedule, at)), default=-1)
         self.free: dict[bool, list[Replay]] = {False: [], True: []}
 

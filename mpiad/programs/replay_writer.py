@@ -164,19 +164,20 @@ class ReplayWriter:
             at for at, step in enumerate(self.schedule.steps)
             if self._prepares and isinstance(step, Run) and step.in_place and step.inputs[0] in buffers
         ]  # fmt: skip
-        take = self.replays.scratch.take
-        bound: dict[str, Any] = {"memories": None}
+        scratch = self.replays.scratch
+        bound: dict[str, Any] = {"memory": None}
 
-        def taken() -> dict[int, Array]:
-            memories = take()
-            if memories is not bound["memories"]:
+        def taken() -> Array:
+            memory = scratch.take()
+            if memory is not bound["memory"]:
                 for b in buffers:
-                    self.names[f"b{b}"] = array = self._in_memory(b, memories[self.replays.homes[b].memory])
+                    part = scratch.part(memory, self.replays.homes[b])
+                    self.names[f"b{b}"] = array = self._in_memory(b, part)
                     self._blocks.bind(b, _address(array))
                 for at in exchanged:
                     self._prepare(at)
-                bound["memories"] = memories
-            return memories
+                bound["memory"] = memory
+            return memory
 
         return taken
 

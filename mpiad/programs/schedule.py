@@ -133,6 +133,8 @@ class Schedule(NamedTuple):
     buffers : list of Buffer
     places : dict of int to Place
         Where nodes are in memory.
+    copies : dict of int to (int, Place)
+        From which step on arguments of the program are in a buffer of its own, too, and where.
     since : dict of int to int
         After which step those are that loops compute; loops before it compute them again.
     steps : list of Loop or Run
@@ -147,6 +149,7 @@ class Schedule(NamedTuple):
     program: ArrayProgram
     buffers: list[Buffer]
     places: dict[int, Place]
+    copies: dict[int, tuple[int, Place]]
     since: dict[int, int]
     steps: list[Any]
     outputs: list[int]

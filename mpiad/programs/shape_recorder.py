@@ -19,7 +19,7 @@ from mpiad.programs.message_numbers import envelopes_of
 from mpiad.programs.recorder import Recorder
 from mpiad.transport import Spec
 
-__all__ = ["ShapeRecorder", "is_large"]
+__all__ = ["ShapeRecorder", "is_large", "like"]
 
 # Entries of an array with which it takes longer to compute than to find out what comes out.
 _LARGE = 1 << 13
@@ -76,9 +76,9 @@ class ShapeRecorder(Recorder):
         if operation in (SEND, BARRIER):
             return x
         if operation is EXCHANGE or operation is BCAST and params.spec is not None:
-            return _like(params.spec)
+            return like(params.spec)
         if operation in _AS_SENT and hasattr(x, "dtype") and x.dtype.kind == "f":
-            return _like(Spec(x.shape, x.dtype))
+            return like(Spec(x.shape, x.dtype))
         if operation is SHARE and params.problem is None:
             return np.float64(1.0)
         return super()._communicated(operation, x, params)
@@ -102,5 +102,6 @@ def _joined(parts: Any, axis: int = 0) -> Array:
     return np.empty(made.shape[1:], made.dtype)
 
 
-def _like(spec: Spec) -> Any:
+def like(spec: Spec) -> Any:
+    """Return what stands for a value in a trace of shapes."""
     return np.empty(spec.shape, spec.dtype) if spec.shape else spec.dtype.type(1)

@@ -1,13 +1,17 @@
-"""Which memory arrays of a program share, and how they lie in it."""
+"""Which memory arrays of a program share, how they lie in it, and which arrays needn't stay."""
+
+import weakref
 
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from autograd.tracer import getval
 from jitted import assert_same
 from mpi4py import MPI
 
 import mpiad
 from mpiad.domain import Domain
+from mpiad.programs.memory_plan import Home, Layout, Scratch
 
 
 def replays_of(fun, *args):
@@ -67,3 +71,54 @@ def test_rows_begin_at_lines_of_the_cache():
         domain = Domain((9, length), dims=(1, 1), comm=MPI.COMM_SELF)
         (home,) = {home for home in replays_of(fun, np.ones((9, length))).homes.values() if home.layout.pitch > length}
         assert (home.layout.shift, home.layout.pitch % 8, home.layout.pitch % 512 > 0) == (56, 0, True)
+
+
+@pytest.mark.one_rank
+def test_fields_that_the_reverse_pass_reads_no_more_are_let_go_of(rank, size):
+    """One is read in the buffer of its exchange, of one nothing but its shape is needed, and one is read."""
+    domain, rng = Domain((9 * size, 150), periodic=True, dims=(size, 1)), np.random.default_rng(5)
+    start = rng.standard_normal((3, *domain.shape))[(slice(None), *domain.owned)].copy()
+
+    def step(u, rate, s):
+        p = domain.exchange(u)
+        around = p[2:, 1:-1] * p[:-2, 1:-1] + p[1:-1, 2:]
+        return u * around + anp.cos(s * u) + 0.3 * rate
+
+    def gradient(step, left):
+        def loss(x):
+            given = [x[k] * (1.0 + k) for k in range(3)]
+            left[:] = [weakref.ref(getval(field)) for field in given]
+            made = step(*given)
+            del given
+            left[:] = [field() is None for field in left]
+            return anp.sum(made**2 * (1.0 + rank))
+
+        return mpiad.value_and_grad(loss, objective="sum")
+
+    jitted, left = mpiad.jit(step, strict=True), []
+    for factor in (1.0, -0.5):  # traced, then compiled
+        assert_same(gradient(jitted, left)(factor * start), gradient(step, [])(factor * start), 1e-11)
+    assert left == [True, True, False]
+    (entry,) = jitted._entries.values()
+    assert entry.replays.read_later == {2, 3}
+
+
+def test_programs_share_scratch_memory():
+    """As long as one of them has it; not the memory of one that is much larger, nor what is in use."""
+    fields, two, small = [
+        Scratch({b: Home(b, nbytes, True, Layout(1, 0)) for b, nbytes in enumerate(sizes)})
+        for sizes in ((71_111, 100_001), (150_000,), (9_999,))
+    ]
+    memory = fields.take()
+    parts = [fields.part(memory, Home(b, nbytes, True, Layout(1, 0))) for b, nbytes in enumerate((71_111, 100_001))]
+    assert [len(part) for part in parts] == [71_111, 100_001] and not np.shares_memory(*parts)
+    assert all(part.ctypes.data % 64 == 0 for part in parts)
+    assert two.take() is not memory
+    fields.give_back(memory)
+    little = small.take()
+    assert not np.shares_memory(little, memory)
+    assert two.take() is memory and fields.take() is not memory
+    two.give_back(memory)
+    gone = weakref.ref(memory)
+    del memory
+    assert gone() is None and len(two.take()) >= 150_000
