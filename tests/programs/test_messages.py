@@ -344,6 +344,24 @@ def test_requests_are_waited_for_where_they_are_started(rank):
         mpiad.mpi_wait(sent)
 
 
+def test_what_a_rank_sends_to_itself(rank):
+    """Compiled, that is a copy, which is counted among the messages of interpreted functions."""
+
+    def fun(x):
+        return anp.sum(mpiad.mpi_exchange(x**3, rank, rank) * x)
+
+    jitted = mpiad.jit(lambda x: mpiad.mpi_exchange(x * x, rank, rank) + x, strict=True)
+    gradient, plain = mpiad.jit(mpiad.value_and_grad(fun, objective="sum")), mpiad.value_and_grad(fun, objective="sum")
+    for k in range(1, 4):
+        given = k * X + rank
+        np.testing.assert_array_equal(jitted(given), given * given + given)
+        assert_same(gradient(given)[1], 4 * given**3, 1e-14)
+        request = mpiad.mpi_isend(7 * given, rank)
+        np.testing.assert_array_equal(mpiad.mpi_recv(X, rank), 7 * given)
+        mpiad.mpi_wait(request)
+        assert_same(plain(given)[1], 4 * given**3, 1e-14)
+
+
 def test_a_channel_with_messages_left_is_refused(rank, size):
     """A replay looks at it, as each call does that isn't compiled."""
     comm = MPI.COMM_WORLD.Dup()
