@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad.debug.computing import Stretch
 
-__all__ = ["Totals", "advice"]
+__all__ = ["Totals", "advice", "over_mean"]
 
 # Shares of the time, and ratios, from which on something is worth a line.
 _WAITING, _TRANSFER, _COMPUTING, _UNEVEN, _BACKWARD = 0.1, 0.2, 0.5, 1.2, 5.0
@@ -43,7 +43,7 @@ def _waits(totals: Totals, stretches: Sequence[Stretch]) -> Iterator[str]:
     if share < _WAITING:
         return
     computing = totals.elapsed - totals.communicating
-    slow, uneven = int(computing.argmax()), _over_mean(computing)
+    slow, uneven = int(computing.argmax()), over_mean(computing)
     if uneven < _UNEVEN:
         yield (
             f"the ranks wait {share:.0%} of the time, most of it in {totals.waited_in}, though all compute for about as "
@@ -103,6 +103,7 @@ def _share(seconds: np.ndarray, totals: Totals) -> float:
     return float(seconds.mean() / whole) if whole > 0 else 0.0
 
 
-def _over_mean(values: np.ndarray) -> float:
-    mean = values.mean()
+def over_mean(values: np.ndarray) -> float:
+    """Return the largest value over the mean; 0 where there is none above zero."""
+    mean = values.mean() if values.size else 0.0
     return float(values.max() / mean) if mean > 0 else 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from importlib import metadata
@@ -14,6 +13,7 @@ import threadpoolctl
 from mpiad._typing import Rank
 from mpiad.transport.gpus import device_of, gpus_of_node, visible
 from mpiad.transport.malloc import huge_pages
+from mpiad.transport.threads import cores
 
 __all__ = ["PACKAGES", "Place", "place"]
 
@@ -44,21 +44,14 @@ def place(rank: Rank, local_rank: Rank) -> Place:
     # One process of a node asks for its GPUs; the others only count those they are allowed.
     gpus = gpus_of_node() if local_rank == 0 else []
     return Place(
-        rank, local_rank, socket.gethostname(), _cores(), _quota(), _threads(), huge_pages(), gpus, "", sys.executable,
-        versions(),
+        rank, local_rank, socket.gethostname(), tuple(sorted(cores())), _quota(), _threads(), huge_pages(), gpus, "",
+        sys.executable, versions(),
     )  # fmt: skip
 
 
 def with_gpu(found: Place, count: int) -> Place:
     """Return a place with the GPU that this process uses, of a node with so many."""
     return found._replace(gpu=device_of(found.local_rank, count), gpus=found.gpus if visible(count) else [])
-
-
-def _cores() -> tuple[int, ...]:
-    try:
-        return tuple(sorted(os.sched_getaffinity(0)))
-    except AttributeError:  # not on every system
-        return tuple(range(os.cpu_count() or 1))
 
 
 def _quota() -> float:

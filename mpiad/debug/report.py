@@ -9,7 +9,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from mpiad.debug.advice import Totals, advice
+from mpiad.debug.advice import Totals, advice, over_mean
 from mpiad.debug.computing import Place, Stretch, computed
 from mpiad.debug.recorder import Event
 from mpiad.debug.recording import Recording, latest
@@ -64,7 +64,7 @@ class Row(NamedTuple):
     @property
     def imbalance(self) -> float:
         """The largest wait of a rank over the mean; 1 where all wait alike, 0 where nobody does."""
-        return _imbalance(self.waited)
+        return over_mean(self.waited)
 
 
 class Report(NamedTuple):
@@ -192,11 +192,6 @@ def _row(key: tuple[str, str], columns: np.ndarray) -> Row:
     return Row(*key, calls, messages, nbytes, columns[:, 3], columns[:, 4])
 
 
-def _imbalance(values: np.ndarray) -> float:
-    mean = values.mean() if values.size else 0.0
-    return float(values.max() / mean) if mean > 0 else 0.0
-
-
 def _totals(found: Report) -> Totals:
     communicating, waiting = (sum(each) for each in zip(*[(row.seconds, row.waited) for row in found.rows]))
     busiest = max(found.rows, key=lambda row: (row.seconds - row.waited).sum())
@@ -211,7 +206,7 @@ def _text(found: Report) -> str:
     totals, ranks = _totals(found), len(found.elapsed)
     head = f"communication of {ranks} rank{'s' * (ranks > 1)} in {found.elapsed.max():.3g} s"
     computing = totals.elapsed - totals.communicating
-    uneven = f"max/mean: computing {_imbalance(computing):.2f}, waiting {_imbalance(totals.waiting):.2f}"
+    uneven = f"max/mean: computing {over_mean(computing):.2f}, waiting {over_mean(totals.waiting):.2f}"
     said = [fill(line, 120, initial_indent="- ", subsequent_indent="  ") for line in found.advice]
     return "\n".join([
         head, "", *_table(_communication(found.rows), 2), "", *_table(_ranks(found, totals), 0), uneven, "",
@@ -246,14 +241,11 @@ _SHOWN = 8  # places; the rest is one line
 
 
 def _computation(found: Report) -> list[tuple[str, ...]]:
-    lines = [("computing", "after line", "until line", "time", "longest", "max/mean")]
-    for (phase, after, until), seconds in found.computing[:_SHOWN]:
-        lines.append((phase, after, until, _time(seconds.mean()), _longest(seconds), f"{_imbalance(seconds):.2f}"))
+    lines, shown = [("computing", "after line", "until line", "time", "longest", "max/mean")], found.computing[:_SHOWN]
     if rest := found.computing[_SHOWN:]:
-        seconds = np.sum([each.seconds for each in rest], axis=0)
-        lines.append(
-            (f"{len(rest)} others", "", "", _time(seconds.mean()), _longest(seconds), f"{_imbalance(seconds):.2f}")
-        )
+        shown.append(Stretch(Place(f"{len(rest)} others", "", ""), np.sum([each.seconds for each in rest], axis=0)))
+    for (phase, after, until), seconds in shown:
+        lines.append((phase, after, until, _time(seconds.mean()), _longest(seconds), f"{over_mean(seconds):.2f}"))
     return lines
 
 

@@ -37,6 +37,13 @@ class Cotangents:
     # Shape (slots, N). Of the given times at which events act.
     due: Array = dataclasses.field(default_factory=lambda: np.empty((0, 0)))
 
+    def add_to_leaf(self, place: int, part: Array, ids: Array | None) -> None:
+        """Add what some trajectories give to a leaf, which all share where `ids` is None."""
+        if ids is None:
+            self.leaves[place] = self.leaves[place] + part
+        else:
+            self.leaves[place][..., ids] += part
+
 
 def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
     """Return the cotangents of a run's inputs: by the leaves at `places`, and `timed` by times, too."""
@@ -115,10 +122,7 @@ class _Block:
             found.start[ids] = self._start
             found.end[ids] += self._end
         for place, part in self._parts.items():
-            if varies[place]:
-                found.leaves[place][..., ids] += part
-            else:
-                found.leaves[place] = found.leaves[place] + part
+            found.add_to_leaf(place, part, ids if varies[place] else None)
 
     def _pull(self, visit: Visit) -> None:
         width = len(visit.t)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.working_set import integrate
+from mpiad.transport.threads import cores
 
 __all__ = ["EnsembleAlgorithm", "EnsembleSerial", "EnsembleThreads", "EnsembleVectorized", "cores"]
 
@@ -90,14 +90,6 @@ class EnsembleThreads(EnsembleAlgorithm):
         bounds = [batch.size * i // count for i in range(count + 1)]
         with ThreadPoolExecutor(count) as executor:
             return _by_shares(batch, settings, [slice(a, b) for a, b in zip(bounds, bounds[1:])], executor.map)
-
-
-def cores() -> set[int]:
-    """Return the numbers of the cores that this process may use."""
-    try:
-        return os.sched_getaffinity(0)
-    except AttributeError:  # not on macOS
-        return set(range(os.cpu_count() or 1))
 
 
 def _require_host(backend: EnsembleAlgorithm, batch: Batch) -> None:

@@ -231,12 +231,10 @@ class _Adjoint:
         time = t[columns].astype(run.coefficients.real, copy=False)
         _, *parts = self._by_leaves.transposed(np.empty_like(u), u, leaves, time)(seed)
         for place, part in zip(list(found.leaves), parts):
-            if part is None:
-                continue
-            if run.batch.p.varies[place]:
-                found.leaves[place][..., ids] += part[..., :width]
-            else:
-                found.leaves[place] = found.leaves[place] + part
+            if part is not None and run.batch.p.varies[place]:
+                found.add_to_leaf(place, part[..., :width], ids)
+            elif part is not None:
+                found.add_to_leaf(place, part, None)
 
     def _add_flow(self, total: Array, mask: Array, value: Array, times: Array) -> None:
         """Add the products of cotangents, (d, N), and derivatives of the states of some trajectories at times, (N,)."""

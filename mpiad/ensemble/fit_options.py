@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from numbers import Integral
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from autograd.tracer import isbox
@@ -28,34 +29,12 @@ _SHORT = (
 )  # fmt: skip
 
 
-class FitArguments(NamedTuple):
-    """The arguments of `fit`, by its names: one object, which all parts of a fit get."""
-
-    ensemble: Any
-    residuals: Any
-    p0: Any
-    alg: Any
-    ensemblealg: Any
-    data: Any
-    saveat: Any
-    prob_generator: Any
-    bounds: Any
-    ftol: Any
-    xtol: Any
-    gtol: Any
-    x_scale: Any
-    max_nfev: Any
-    rtol: Any
-    atol: Any
-    dt: Any
-    dtmax: Any
-    max_steps: Any
-    batch_size: Any
-    compile: Any
+# The arguments of `fit`, by its names: one object, which all parts of a fit get.
+FitArguments: TypeAlias = SimpleNamespace
 
 
 class FitPlan(NamedTuple):
-    """The same, looked at, with a row for each trajectory where they may differ."""
+    """The arguments, looked at, with a row for each trajectory where they may differ."""
 
     options: SolveOptions
     start: Array
@@ -85,7 +64,7 @@ def planned(given: FitArguments) -> FitPlan:
     """
     start = _start(given.p0)
     ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble
-    solve_like = {name: getattr(given, name) for name in SolveOptions._fields if name in FitArguments._fields}
+    solve_like = {name: getattr(given, name) for name in SolveOptions._fields if hasattr(given, name)}
     options = checked_options(SolveOptions(problem=ensemble, trajectories=len(start), gradient="tangent", **solve_like))
     _check_functions(given, ensemble)
     if isinstance(options.backend, EnsembleGPU):

@@ -18,7 +18,7 @@ from autograd.tracer import getval
 from mpiad._typing import Array
 from mpiad.ensemble.batch import same_for_all
 from mpiad.ensemble.outcome import came_through, names_of
-from mpiad.ensemble.reduction import check_alike, joined_times
+from mpiad.ensemble.reduction import check_alike, joined_events, joined_times
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport import Channel
 from mpiad.transport.agreement import fingerprint, raise_first
@@ -195,8 +195,4 @@ def _times(used: Channel, share: EnsembleSolution, every: Array) -> Array:
 def _events(used: Channel, share: EnsembleSolution, counts: list[int]) -> dict[int, list[tuple[int, float]]]:
     """Return the events of all trajectories, with plain times."""
     mine = {i: [(event, getval(time)) for event, time in found] for i, found in share.events.items()}
-    events, offset = {}, 0
-    for found, count in zip(used.data.allgather(mine), counts):
-        events.update({i + offset: what for i, what in found.items()})
-        offset += count
-    return events
+    return joined_events(used.data.allgather(mine), counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from mpiad.ensemble.dense_output import JoinedOutput
 from mpiad.ensemble.problem import EnsembleProblem
 from mpiad.ensemble.solution import EnsembleSolution
 
-__all__ = ["check_alike", "combined", "joined", "joined_times", "reduced", "widened"]
+__all__ = ["check_alike", "combined", "joined", "joined_events", "joined_times", "reduced", "widened"]
 
 # A trajectory that is never good enough would be solved again without end.
 _MOST_REPEATS = 1000
@@ -78,10 +79,7 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
         return parts[0]
     # Batches without trajectories say nothing of the states' shape.
     check_alike([(part.u_end.shape[1:], part.u_end.dtype) for part in parts if len(part)], "batches")
-    events, offset = {}, 0
-    for part in parts:
-        events.update({i + offset: found for i, found in part.events.items()})
-        offset += len(part)
+    events = joined_events([part.events for part in parts], [len(part) for part in parts])
     # With every step saved, batches have rows of different lengths.
     width = max(part.u.shape[1] for part in parts)
     times = joined_times([part.t for part in parts], [len(part) for part in parts], width)
@@ -101,6 +99,12 @@ def check_alike(kinds: list[tuple[Any, Any]], groups: str) -> None:
                 f"solve: all trajectories must have u0 of one shape and dtype, but {groups} have {kinds[0][1]} of shape "
                 f"{kinds[0][0]} and {dtype} of shape {shape}."
             )
+
+
+def joined_events(events: list[dict[int, Any]], counts: list[int]) -> dict[int, Any]:
+    """Return the events of several groups of trajectories, by their numbers among all."""
+    starts = accumulate(counts, initial=0)
+    return {i + start: met for found, start in zip(events, starts) for i, met in found.items()}
 
 
 def joined_times(times: list[Array], counts: list[int], width: int) -> Array:

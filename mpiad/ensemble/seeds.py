@@ -18,7 +18,14 @@ from mpiad.ensemble.step_sweep import Saved
 if TYPE_CHECKING:
     from mpiad.ensemble.sorted_sweep import SortedSweep
 
-__all__ = ["Entries", "Schedule", "Seeds"]
+__all__ = ["Entries", "Schedule", "Seeds", "starts_of_runs"]
+
+
+def starts_of_runs(*keys: Array) -> Array:
+    """Return where runs of neighbours that are equal in all keys begin."""
+    fresh = np.ones(len(keys[0]), bool)
+    fresh[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
+    return np.flatnonzero(fresh)
 
 
 class Seeds(NamedTuple):
@@ -93,15 +100,13 @@ class _Grouped:
         order = np.flatnonzero(chosen)
         order = order[np.lexsort((column[order], visit[order]))]
         v, c = visit[order], column[order]
-        fresh = np.ones(len(order), bool)
-        fresh[1:] = (v[1:] != v[:-1]) | (c[1:] != c[:-1])
-        starts = np.flatnonzero(fresh)
+        starts = starts_of_runs(v, c)
         # How many of the same visit and column come before. Of equal turns no column comes twice: += by index adds once to
         # each.
         turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
         again = np.lexsort((c, turn, v))
         order, v, turn = order[again], v[again], turn[again]
-        cuts = [0, *(np.flatnonzero((v[1:] != v[:-1]) | (turn[1:] != turn[:-1])) + 1).tolist(), len(order)]
+        cuts = [*starts_of_runs(v, turn).tolist(), len(order)]
         # All arrays in this order, so that a group is a slice of each.
         self._ids, self._place, self._column = entries.ids[order], entries.place[order], column[order]
         self._x, self._h = entries.x[order], entries.h[order]
@@ -109,8 +114,7 @@ class _Grouped:
         self._whole = None if whole is None else whole[order]
         self._groups: dict[int, list[slice]] = {}
         for start, stop in zip(cuts, cuts[1:]):
-            if start < stop:
-                self._groups.setdefault(int(v[start]), []).append(slice(start, stop))
+            self._groups.setdefault(int(v[start]), []).append(slice(start, stop))
 
     def at_visit(self, visit: int) -> list[Saved]:
         """Return the groups of a visit."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.record import Steps
-from mpiad.ensemble.seeds import Schedule
+from mpiad.ensemble.seeds import Schedule, starts_of_runs
 from mpiad.ensemble.step_sweep import LocatedEvent, Saved, StepSweep, Visit
 
 if TYPE_CHECKING:  # a run makes its sweeps, and so imports this file
@@ -35,9 +35,8 @@ def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
 def grouped(visits: Array, kinds: Array) -> dict[int, list[Array]]:
     """Return for each visit the places of what lies there, kind by kind."""
     order = np.lexsort((kinds, visits))
-    v, kind = visits[order], kinds[order]
     found: dict[int, list[Array]] = {}
-    for own in np.split(order, np.flatnonzero((v[1:] != v[:-1]) | (kind[1:] != kind[:-1])) + 1) if len(order) else ():
+    for own in np.split(order, starts_of_runs(visits[order], kinds[order])[1:]) if len(order) else ():
         found.setdefault(int(visits[own[0]]), []).append(own)
     return found
 

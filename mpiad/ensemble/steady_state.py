@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import autograd.numpy as anp
 import numpy as np
@@ -87,20 +88,8 @@ class SteadyStateSolution:
         return found
 
 
-class _Given(NamedTuple):
-    """The arguments of `steady_state`, by its names."""
-
-    problem: Any
-    alg: Any
-    ensemblealg: Any
-    trajectories: Any
-    rtol: Any
-    atol: Any
-    max_iters: Any
-    dt: Any
-    dtmax: Any
-    max_steps: Any
-    compile: Any
+# The arguments of `steady_state`, by its names.
+_Given: TypeAlias = SimpleNamespace
 
 
 def steady_state(
@@ -256,7 +245,7 @@ def _first(found: SteadyStateSolution) -> SteadyStateSolution:
 
 
 def _checked(given: _Given) -> SolveOptions:
-    like_solve = {name: getattr(given, name) for name in SolveOptions._fields if name in _Given._fields}
+    like_solve = {name: getattr(given, name) for name in SolveOptions._fields if hasattr(given, name)}
     options = checked_options(SolveOptions(**like_solve))
     if not isinstance(given.max_iters, Integral) or given.max_iters < 1:
         raise ValueError(f"steady_state: max_iters must be an integer above zero, but got {given.max_iters!r}.")
@@ -274,7 +263,7 @@ def _checked_together(used: Channel, given: _Given) -> SolveOptions:
     """Return `_checked` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
 
     def described(options: SolveOptions) -> list[Any]:
-        said = ", ".join(f"{name}={getattr(given, name)}" for name in _Given._fields if name not in ("problem", "atol"))
+        said = ", ".join(f"{name}={getattr(given, name)}" for name in vars(given) if name not in ("problem", "atol"))
         said += f", {type(given.problem).__name__}, {options.trajectories} of them"
         return [f"atol={given.atol!r:.60}, {said}", said, np.asarray(options.atol, float)]
 

@@ -51,13 +51,16 @@ def _noted_forward(name: str, forward: Callable) -> Callable:
     """Return a forward function that notes its call."""
 
     def noted(x: Array, params: object) -> Any:
-        call = calls.begin(name, x, params)
-        try:
-            return forward(x, params)
-        finally:
-            calls.end(call)
+        return _during(calls.begin(name, x, params), forward, x, params)
 
     return noted
+
+
+def _during(call: Call, fun: Callable, *args: Any) -> Any:
+    try:
+        return fun(*args)
+    finally:
+        calls.end(call)
 
 
 def _noted_adjoint(name: str, adjoint: Callable) -> Callable:
@@ -74,11 +77,7 @@ def _noted_rule(name: str, rule: Callable, params: object) -> Callable:
     called, site = _recorded(name)
 
     def noted(g: Array) -> Any:
-        call = calls.begin_rule("adjoint", called, site, g, params)
-        try:
-            return rule(g)
-        finally:
-            calls.end(call)
+        return _during(calls.begin_rule("adjoint", called, site, g, params), rule, g)
 
     return noted
 
@@ -88,11 +87,7 @@ def _noted_tangent(name: str, tangent: Callable) -> Callable:
 
     def noted(dx: Array, ans: Array, x: Array, params: object, *level: int) -> Any:
         called, site = _recorded(name)
-        call = calls.begin_rule("tangent", called, site, dx, params)
-        try:
-            return tangent(dx, ans, x, params, *level)
-        finally:
-            calls.end(call)
+        return _during(calls.begin_rule("tangent", called, site, dx, params), tangent, dx, ans, x, params, *level)
 
     return noted
 
@@ -101,11 +96,7 @@ def noted_methods(body: Callable, vjp: Callable, jvp: Callable) -> tuple[Callabl
     """Return the methods of a class of operators as ones that note their calls."""
 
     def noted_body(self: Any, args: tuple, kwargs: dict) -> Any:
-        call = calls.begin(self.__name__, args[0] if args else None, None)
-        try:
-            return body(self, args, kwargs)
-        finally:
-            calls.end(call)
+        return _during(calls.begin(self.__name__, args[0] if args else None, None), body, self, args, kwargs)
 
     def noted_vjp(self: Any, ans: Array, args: tuple, kwargs: dict, argnums: tuple[int, ...], level: int) -> Callable:
         return _noted_rule(self.__name__, vjp(self, ans, args, kwargs, argnums, level), None)
@@ -113,10 +104,7 @@ def noted_methods(body: Callable, vjp: Callable, jvp: Callable) -> tuple[Callabl
     def noted_jvp(self: Any, tangents: dict, ans: Array, args: tuple, kwargs: dict, level: int) -> Any:
         called, site = _recorded(self.__name__)
         call = calls.begin_rule("tangent", called, site, args[0] if args else None, None)
-        try:
-            return jvp(self, tangents, ans, args, kwargs, level)
-        finally:
-            calls.end(call)
+        return _during(call, jvp, self, tangents, ans, args, kwargs, level)
 
     return noted_body, noted_vjp, noted_jvp
 

@@ -149,8 +149,7 @@ class Channel:
         # the other ranks have taken theirs in the same way.
         for comm in (self.data, self.reverse):
             drain(comm, self.tag_limit)
-        sends = [request for kind, request, _ in self.started.values() if kind == "send"]
-        for request in [request for request, _ in self.pending] + sends:
+        for request in self._sends():
             request.Wait()
         # A reduction that not all ranks have started never ends.
         self.unended = self._has_unended()
@@ -181,8 +180,10 @@ class Channel:
 
     def sends(self) -> bool:
         """Tell whether messages of this rank's are under way."""
-        started = [request for kind, request, _ in self.started.values() if kind == "send"]
-        return any(not request.Test() for request in [*started, *[request for request, _ in self.pending]])
+        return any(not request.Test() for request in self._sends())
+
+    def _sends(self) -> list[Request]:
+        return [request for request, _ in self.pending] + [held[1] for held in self.started.values() if held[0] == "send"]
 
     @contextmanager
     def refusing(self, reason: str) -> Iterator[None]:

@@ -11,18 +11,19 @@ from mpi4py import MPI
 
 from mpiad.cache_folder import first_time
 
-__all__ = ["limit_threads", "loop_threads"]
+__all__ = ["cores", "limit_threads", "loop_threads"]
 
 _log = logging.getLogger("mpiad")
 _TOLD = "told-of-threads"
 _USERS_OWN = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
-def _cores() -> int:
+def cores() -> set[int]:
+    """Return the numbers of the cores that this process may use."""
     try:
-        return len(os.sched_getaffinity(0))
+        return set(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
-        return os.cpu_count() or 1
+        return set(range(os.cpu_count() or 1))
 
 
 # Of this rank; one until it is known who shares the node.
@@ -41,7 +42,7 @@ def limit_threads(ranks_on_node: int) -> None:
     Of all ranks that limit theirs, on whatever node, the first one says so in the log, once for each user.
     """
     global _share
-    _share = max(1, _cores() // ranks_on_node)
+    _share = max(1, len(cores()) // ranks_on_node)
     comm, share = MPI.COMM_WORLD, _limited(ranks_on_node)
     mine, first = np.array(comm.size if share is None else comm.rank, np.int32), np.empty((), np.int32)
     comm.Allreduce(mine, first, MPI.MIN)
@@ -49,7 +50,7 @@ def limit_threads(ranks_on_node: int) -> None:
         _log.warning(
             "%s: %d ranks share %d cores: thread pools limited to %d thread(s) each. "
             "Set OMP_NUM_THREADS (or MPIAD_THREADS=0) to decide yourself. This is said once.",
-            MPI.Get_processor_name(), ranks_on_node, _cores(), share,
+            MPI.Get_processor_name(), ranks_on_node, len(cores()), share,
         )  # fmt: skip
 
 

@@ -89,7 +89,7 @@ def test_threads_of_the_user_that_compute_at_the_same_time(as_if_threads):
 )
 def test_a_rank_takes_its_share_of_the_cores(ranks, wanted, expected, monkeypatch):
     monkeypatch.setattr(threads, "_share", 1)
-    monkeypatch.setattr(threads, "_cores", lambda: 8)
+    monkeypatch.setattr(threads, "cores", lambda: set(range(8)))
     monkeypatch.setattr(threads, "_limited", lambda ranks: None)
     if wanted is None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -11,7 +11,7 @@ import numpy as np
 
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.coefficients import DeviceCoefficients, polynomials
+from mpiad.ensemble.coefficients import DeviceCoefficients, polynomials, states_at
 from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.derivative import Derivative
 from mpiad.ensemble.field_jacobian import jacobian_of
@@ -57,11 +57,7 @@ class DeviceStages:
 
     def inside(self, u: Array, x: Array) -> Array:
         """Return the states at parts of the step, shape (m, d, n), x of shape (m, n)."""
-        terms = polynomials(self._table, u, self._h, self.k)
-        total, x = terms[-1], x[:, None].astype(self._table.real)
-        for power in range(len(terms) - 2, -1, -1):
-            total = total * x + terms[power]
-        return total
+        return states_at(polynomials(self._table, u, self._h, self.k), x[:, None].astype(self._table.real))
 
 
 def stages_on_device(table: DeviceCoefficients, derivative: Derivative, first: Array, batch: Batch) -> DeviceStages:

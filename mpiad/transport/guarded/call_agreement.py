@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Comm
-from mpiad.transport.guarded.timed_waits import Awaited, poll
+from mpiad.transport.guarded.timed_waits import Awaited, poll, poll_for
 
 __all__ = ["Agreement", "lane_of"]
 
@@ -117,17 +117,10 @@ def lane_of(channel_number: int) -> int:
 
 
 def _received(comm: Comm, source: int, tag: int, make: Callable[[], Awaited]) -> Any:
-    status, found = MPI.Status(), []
-
-    def come() -> bool:
-        message = comm.Improbe(source, tag, status)
-        if message is not None:
-            found.append(message)
-        return bool(found)
-
-    poll(come, make)
+    status = MPI.Status()
+    message = poll_for(lambda: comm.Improbe(source, tag, status), make)
     buffer = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
-    found[0].Recv([buffer, MPI.BYTE])
+    message.Recv([buffer, MPI.BYTE])
     return pickle.loads(buffer.tobytes())
 
 

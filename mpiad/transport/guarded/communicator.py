@@ -22,7 +22,7 @@ from mpiad.transport.guarded.call_agreement import Agreement, lane_of
 from mpiad.transport.guarded.descriptions import describe, fingerprint
 from mpiad.transport.guarded.mismatch import raise_mismatch
 from mpiad.transport.guarded.requests import GuardedRequest, keep_for_ever
-from mpiad.transport.guarded.timed_waits import poll
+from mpiad.transport.guarded.timed_waits import poll, poll_for
 
 __all__ = ["Guarded", "counts"]
 
@@ -224,16 +224,7 @@ class Guarded:
 
     def Mprobe(self, source: int, tag: int, status: Status = None) -> Any:
         """Wait for a message and take it out of the others."""
-        found: list[Any] = []
-
-        def come() -> bool:
-            message = self.bare.Improbe(source, tag, status)
-            if message is not None:
-                found.append(message)
-            return bool(found)
-
-        poll(come, lambda: Letter(self, False, source, tag))
-        return found[0]
+        return poll_for(lambda: self.bare.Improbe(source, tag, status), lambda: Letter(self, False, source, tag))
 
     # ---- communicators
     def Dup(self) -> Guarded:

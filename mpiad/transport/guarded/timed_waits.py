@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from mpiad.transport.guarded import departed_ranks, watch_settings
 
-__all__ = ["Awaited", "Waiting", "deadline_lifted", "poll", "set_reporter", "tell", "who_waits"]
+__all__ = ["Awaited", "Waiting", "deadline_lifted", "poll", "poll_for", "set_reporter", "tell", "who_waits"]
 
 _SPINS = 150
 _YIELDS_FOR = 1e-3
@@ -88,6 +88,20 @@ def poll(test: Callable[[], Any], make: Callable[[], Awaited]) -> None:
         if test():
             return
     _wait(test, Waiting(make()))
+
+
+def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
+    """Return what `find` does, once that isn't None; else as `poll`."""
+    found: list[Any] = []
+
+    def come() -> bool:
+        one = find()
+        if one is not None:
+            found.append(one)
+        return bool(found)
+
+    poll(come, make)
+    return found[0]
 
 
 def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
