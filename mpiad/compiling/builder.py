@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -115,9 +115,11 @@ def simplify(program: Program, known: Mapping[Input, float] | None = None, outpu
     return builder.program(program.groups, kept)
 
 
-def copied(builder: Builder, program: Program, known: Mapping[Input, float] | None = None) -> list[int]:
-    """Write a program's instructions into a builder, and return their new numbers."""
-    new: list[int] = []
+def copied(
+    builder: Builder, program: Program, known: Mapping[Input, float] | None = None, call: Callable[..., int] | None = None
+) -> list[int]:
+    """Write a program's instructions into a builder, operations by `call`, and return their new numbers."""
+    new, call = list[int](), call or builder.call
     for operation, arguments, value in program.instructions:
         if operation == "constant":
             new.append(builder.constant(value))  # type: ignore[arg-type]
@@ -125,5 +127,5 @@ def copied(builder: Builder, program: Program, known: Mapping[Input, float] | No
             given = (known or {}).get(value)  # type: ignore[arg-type]
             new.append(builder.input(*value) if given is None else builder.constant(float(given)))  # type: ignore[misc]
         else:
-            new.append(builder.call(operation, *(new[i] for i in arguments)))
+            new.append(call(operation, *(new[i] for i in arguments)))
     return new

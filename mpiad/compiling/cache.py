@@ -6,10 +6,12 @@ What is kept on disk is machine code (see `machine_code`).
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -17,9 +19,9 @@ from typing import NamedTuple
 
 from mpiad.compiling.llvm import description
 from mpiad.compiling.machine_code import Code, code_of, function_of
-from mpiad.compiling.store import Store, store
+from mpiad.compiling.store import store
 
-__all__ = ["Kernel", "kernel_of"]
+__all__ = ["Kernel", "functions_of", "kernel_of"]
 
 _log = logging.getLogger("mpiad")
 
@@ -65,6 +67,12 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "") -> Kernel:
         return _loaded[known]
 
 
+def functions_of(module: str, signatures: Mapping[str, str], fast: str = "") -> list[Callable[..., None]]:
+    """Return compiled functions of a module's own text, by their names and signatures; otherwise as `kernel_of`."""
+    text = inspect.getsource(sys.modules[module])
+    return [kernel_of(text, name, signature, fast).function for name, signature in signatures.items()]
+
+
 def forget() -> None:
     """Forget all kernels in memory."""
     with _lock:
@@ -98,25 +106,18 @@ def _from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None]
 
 
 def _compiled(key: str, text: str, code: Code, signature: str) -> tuple[Callable[..., None], str]:
-    kept = store()
-    folder = kept and _begun(kept, text)
-    if kept and folder:
+    kept, folder = store(), None
+    if kept is not None:
         try:
+            folder = kept.begin(text)
             (folder / _SYMBOLS).write_text("\n".join([code.symbol, *code.outside]))
             (folder / _OBJECT).write_bytes(code.file)
             kept.finish(folder, key)
-        except OSError as error:
+        except OSError as error:  # a full disk
             _log.info("the compiled kernel isn't kept in %s: %s", kept.root, error)
-            kept.discard(folder)
+            if folder is not None:
+                kept.discard(folder)
     return function_of(code, signature), "compiled"
-
-
-def _begun(kept: Store, text: str) -> Path | None:
-    try:
-        return kept.begin(text)
-    except OSError as error:  # a full disk
-        _log.info("the compiled kernel isn't kept in %s: %s", kept.root, error)
-        return None
 
 
 def _key(text: str) -> str:

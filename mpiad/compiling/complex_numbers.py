@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpiad.compiling.symbols import Symbol
 
-__all__ = ["complex_value"]
+__all__ = ["complex_value", "whole_power"]
 
 # Up to here NumPy multiplies.
 _LARGEST_EXPONENT = 100
@@ -76,7 +76,8 @@ def _power(x: Symbol, y: Symbol) -> Symbol:
     value = x.builder.value
     exponent = value(y.real.number) if _is_zero(y.imag) else None
     if exponent is not None and exponent % 1 == 0 and abs(exponent) <= _LARGEST_EXPONENT:
-        made = _whole_power(x, int(abs(exponent)))
+        made = whole_power(x, int(abs(exponent)), _multiply)
+        made = _one(x) if made is None else made
         return made if exponent >= 0 else _divide(_one(x), made)
     # 0 to the power of what isn't whole is 0, and the logarithm is infinite there.
     nothing = _equal(x, 0.0 * _one(x))
@@ -85,14 +86,16 @@ def _power(x: Symbol, y: Symbol) -> Symbol:
     return nothing.chosen(0.0, made.real).plus_i(nothing.chosen(0.0, made.imag))
 
 
-def _whole_power(x: Symbol, n: int) -> Symbol:
+def whole_power(x: Symbol, n: int, times: Callable[[Symbol, Symbol], Symbol]) -> Symbol | None:
+    """Return x to the power of n by products, None for 0; by squaring: n = 6 is x² · (x²)²."""
     made = None
     while n:
         if n % 2:
-            made = x if made is None else _multiply(made, x)
+            made = x if made is None else times(made, x)
         n //= 2
-        x = _multiply(x, x) if n else x
-    return _one(x) if made is None else made
+        if n:
+            x = times(x, x)
+    return made
 
 
 def _equal(x: Symbol, y: Symbol) -> Symbol:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from operator import mul
 
-from mpiad.compiling.builder import Builder
+from mpiad.compiling.builder import Builder, copied
+from mpiad.compiling.complex_numbers import whole_power
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Program
 from mpiad.compiling.symbols import Symbol, choose
@@ -24,18 +26,13 @@ _LARGEST_EXPONENT = 64
 @lru_cache(32)
 def lowered(program: Program) -> Program:
     """Return a program of the same values, to a few roundings, in operations that have a text."""
-    builder, new = Builder(), []
-    for operation, arguments, value in program.instructions:
-        given = [Symbol(builder, new[i]) for i in arguments]
-        simpler = _RULES[operation](*given) if operation in _RULES else None
-        if simpler is not None:
-            new.append(simpler.number)
-        elif operation == "constant":
-            new.append(builder.constant(value))  # type: ignore[arg-type]
-        elif operation == "input":
-            new.append(builder.input(*value))  # type: ignore[misc]
-        else:
-            new.append(builder.call(operation, *(new[i] for i in arguments)))
+    builder = Builder()
+
+    def call(operation: str, *arguments: int) -> int:
+        simpler = _RULES[operation](*[Symbol(builder, i) for i in arguments]) if operation in _RULES else None
+        return builder.call(operation, *arguments) if simpler is None else simpler.number
+
+    new = copied(builder, program, call=call)
     return builder.program(program.groups, [new[i] for i in program.outputs])
 
 
@@ -50,7 +47,7 @@ def _power(x: Symbol, y: Symbol) -> Symbol | None:
     exponent = x.builder.value(y.number)
     if exponent is None or abs(exponent) > _LARGEST_EXPONENT or (2 * exponent) % 1:
         return None
-    made = _whole_power(x, int(abs(exponent)))
+    made = whole_power(x, int(abs(exponent)), mul)
     if exponent % 1:
         root = x.sqrt()
         made = root if made is None else made * root
@@ -59,18 +56,6 @@ def _power(x: Symbol, y: Symbol) -> Symbol | None:
     if made is None:
         return Symbol(x.builder, x.builder.constant(1.0))
     return made if exponent > 0 else 1.0 / made
-
-
-# By squaring: n = 6 is x² · (x²)².
-def _whole_power(x: Symbol, n: int) -> Symbol | None:
-    made = None
-    while n:
-        if n % 2:
-            made = x if made is None else made * x
-        n //= 2
-        if n:
-            x = x * x
-    return made
 
 
 def _by_pairs(operation: str) -> Callable[..., Symbol]:

@@ -12,14 +12,12 @@ that make integers of 64 bits of doubles.
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 from importlib.util import find_spec
 from math import comb
 
 import numpy as np
 
-from mpiad.compiling.cache import kernel_of
+from mpiad.compiling.cache import functions_of
 
 __all__ = ["are_there", "tops", "weights", "write_differences", "write_sums"]
 
@@ -70,14 +68,14 @@ def write_sums(
 
 @functools.cache
 def _functions() -> tuple:
-    text, vector, numbers = inspect.getsource(sys.modules[__name__]), "float64[::1]", "int64[::1]"
+    vector, numbers = "float64[::1]", "int64[::1]"
     signatures = {
         "largest_of_rows": f"void({vector}, {vector}, int64, {numbers}, {numbers})",
         "differences_of_rows": f"void({vector}, {vector}, int64, float64, {vector}, int64, int64, {vector}, int16[::1], "
         f"{numbers})",
         "sums_of_rows": f"void(int16[::1], {vector}, int64, float64, {vector}, int64, int64, {vector}, {vector}, {vector})",
     }
-    return tuple(kernel_of(text, name, signature).function for name, signature in signatures.items())
+    return tuple(functions_of(__name__, signatures))
 
 
 def largest_of_rows(field: np.ndarray, before: np.ndarray, width: int, most: np.ndarray, change: np.ndarray) -> None:

@@ -6,13 +6,11 @@ The loops are in the language of `mpiad.compiling.translation`, which takes them
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 
 import numpy as np
 
 from mpiad._typing import Array, LocalArray
-from mpiad.compiling.cache import kernel_of
+from mpiad.compiling.cache import functions_of
 from mpiad.linalg.vectors import beside, inner
 
 __all__ = ["FusedVectors", "Vectors", "over_systems", "squares_of"]
@@ -89,14 +87,13 @@ def _rows(z: LocalArray, w: LocalArray) -> tuple[Array, Array, int]:
 
 @functools.cache
 def _functions() -> tuple:
-    text, row = inspect.getsource(sys.modules[__name__]), "float64[::1]"
+    row = "float64[::1]"
     signatures = {
         "inner_products": f"void({row}, {row}, int64, {row}, float64[:, ::1])",
         "conjugate_step": f"void({row}, {row}, int64, float64[:, ::1], {row}, {row}, {row}, {row}, {row})",
     }
     # Sums may be reordered; NaN and infinities stay what they are.
-    fast = "reassoc contract nsz arcp"
-    return tuple(kernel_of(text, name, signature, fast).function for name, signature in signatures.items())
+    return tuple(functions_of(__name__, signatures, "reassoc contract nsz arcp"))
 
 
 def inner_products(z: np.ndarray, w: np.ndarray, stride: int, r: np.ndarray, out: np.ndarray) -> None:

@@ -7,8 +7,6 @@ over are numbers in memory, so that one kernel serves all levels, of any dimensi
 from __future__ import annotations
 
 import functools
-import inspect
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.compiling.cache import kernel_of
+from mpiad.compiling.cache import functions_of
 from mpiad.linalg.multigrid.colour_layout import Layout
 from mpiad.linalg.multigrid.level_sums import Step, Sums, Term, WeightedSum
 
@@ -97,7 +95,7 @@ class CompiledSums(Sums):
 def _kernel() -> Any:
     signature = f"linked({', '.join(['int64[::1]'] * len(_TABLES) + ['float64[::1]'] * len(_FLOATS))})"
     # A product may be added without being rounded first.
-    return kernel_of(inspect.getsource(sys.modules[__name__]), "weighted_sums", signature, "contract").function
+    return functions_of(__name__, {"weighted_sums": signature}, "contract")[0]
 
 
 def weighted_sums(

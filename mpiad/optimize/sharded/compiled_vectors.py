@@ -14,14 +14,12 @@ tiles of `height` rows of `length` numbers, with `padding` behind each row of a 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
-import sys
 from importlib.util import find_spec
 
 import numpy as np
 
-from mpiad.compiling.cache import kernel_of
+from mpiad.compiling.cache import functions_of
 from mpiad.optimize.box_constraints import Box
 from mpiad.optimize.sharded.host_vectors import LENGTH, PADDING, HostVectors, Parts
 
@@ -100,14 +98,14 @@ def _weighed(parts: Parts, coefficients: np.ndarray) -> tuple[np.ndarray, np.nda
 
 @functools.cache
 def _functions() -> tuple:
-    text, vector, numbers = inspect.getsource(sys.modules[__name__]), "float64[::1]", "int64[::1]"
+    vector, numbers = "float64[::1]", "int64[::1]"
     place = f"{vector}, int64, int64, int64, int64"
     signatures = {
         "products": f"void({place}, {numbers}, int64, int64, {vector}, {vector})",
         "combination": f"void({place}, {numbers}, {vector}, int64, {vector}, float64, {vector}, {vector})",
         "taken": f"void({place}, {vector}, {numbers}, int64, int64, {numbers}, {vector})",
     }
-    return tuple(kernel_of(text, name, signature, _FAST).function for name, signature in signatures.items())
+    return tuple(functions_of(__name__, signatures, _FAST))
 
 
 def products(
