@@ -10,6 +10,7 @@ import numpy as np
 import scipy.sparse
 
 from mpiad._typing import Array, Rank
+from mpiad.primitives.checks import even_lengths
 from mpiad.transport import Channel
 from mpiad.transport.agreement import raise_together, raising_together
 
@@ -94,12 +95,7 @@ def _require_counts(counts: Sequence[int] | None, size: int, total: int) -> None
 
 
 def _cut(matrix: Array, size: int, counts: Sequence[int] | None) -> list[tuple[Any, int]]:
-    rows = _even(matrix.shape[0], size) if counts is None else list(counts)
-    columns = rows if matrix.shape[0] == matrix.shape[1] else _even(matrix.shape[1], size)
+    rows = even_lengths(matrix.shape[0], size) if counts is None else list(counts)
+    columns = rows if matrix.shape[0] == matrix.shape[1] else even_lengths(matrix.shape[1], size)
     stops = np.cumsum(rows)
     return [(matrix[stop - n : stop], int(m)) for stop, n, m in zip(stops, rows, columns)]
-
-
-def _even(total: int, size: int) -> list[int]:
-    share, longer = divmod(total, size)
-    return [share + (k < longer) for k in range(size)]

@@ -18,7 +18,7 @@ from mpiad.device import to_device
 from mpiad.differentiation.trees import flatten
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = ["Elsewhere", "at_home", "described", "fetched", "fingerprint", "lies_on_device", "put"]
+__all__ = ["Elsewhere", "at_home", "described", "fetched", "fingerprint", "lies_on_device", "own_home", "put"]
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,14 @@ def at_home(template: Tree, given: object, args: tuple) -> Tree:
     leaves, build = flatten(template)
     if not any(type(leaf) is Elsewhere for leaf in leaves):
         return template
-    # The root's device number says nothing on another node; this rank's own arrays do.
-    home = next(filter(None, map(arrays_of, flatten([given, args])[0])), None) or arrays_of(to_device(np.zeros(0)))
+    home = own_home(given, args)
     return build([replace(leaf, arrays=home) if type(leaf) is Elsewhere else leaf for leaf in leaves])
+
+
+def own_home(*given: object) -> ArrayModule | None:
+    """Return this rank's device: that of what it was given, else the current one."""
+    # The root's device number says nothing on another node; this rank's own arrays do.
+    return next(filter(None, map(arrays_of, flatten(list(given))[0])), None) or arrays_of(to_device(np.zeros(0)))
 
 
 def lies_on_device(leaves: Sequence[Any]) -> bool:

@@ -15,11 +15,10 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Tree
-from mpiad.device import to_device
 from mpiad.differentiation.trees import flatten, named_leaves
 from mpiad.errors import DeadlockError, WorkerError
 from mpiad.optimize.checkpoint import as_checkpoint
-from mpiad.optimize.device_leaves import fetched, put
+from mpiad.optimize.device_leaves import fetched, lies_on_device, own_home, put
 from mpiad.optimize.minimize import minimize
 from mpiad.optimize.packing import require_tellable
 from mpiad.optimize.root_start import as_given, require_roots
@@ -253,14 +252,12 @@ def _on_host(nest: Tree) -> Tree:
     """Return a nest with arrays of the host's for those on a device."""
     leaves, build = flatten(nest)
     # A nest that is all on the host stays the object that it is.
-    return build(fetched(leaves)) if any(arrays_of(leaf) is not None for leaf in leaves) else nest
+    return build(fetched(leaves)) if lies_on_device(leaves) else nest
 
 
 def home_of(starts: list[Start], *given: Any) -> ArrayModule | None:
-    """Return this rank's device: that of what it was given, else the current one; None where all starts are on the host."""
-    if not any(any(start.away) for start in starts):
-        return None
-    return next(filter(None, map(arrays_of, flatten(list(given))[0])), None) or arrays_of(to_device(np.zeros(0)))
+    """Return this rank's device (see `own_home`); None where all starts are on the host."""
+    return own_home(*given) if any(any(start.away) for start in starts) else None
 
 
 def result_on_host(result: scipy.optimize.OptimizeResult) -> scipy.optimize.OptimizeResult:

@@ -14,7 +14,10 @@ from mpiad.transport.buffers import outgoing
 from mpiad.transport.mpi_operations import defined_for, name_of
 from mpiad.transport.tracing import settled
 
-__all__ = ["axis_of", "lengths_along", "partner_of", "piece_of", "pieces_of_all", "reduction_of", "root_of", "tag_of"]
+__all__ = [
+    "axis_of", "even_lengths", "lengths_along", "partner_of", "piece_of", "pieces_of_all", "reduction_of", "root_of",
+    "tag_of",
+]  # fmt: skip
 
 
 def _integer(value: Array, call: str, argument: str, allowed: str) -> int:
@@ -112,8 +115,7 @@ def lengths_along(
         return [1] * size
     length = shape[axis]
     if counts is None:
-        # As numpy.array_split divides: the first ranks take one more.
-        return [length // size + (rank < length % size) for rank in range(size)]
+        return even_lengths(length, size)
     if np.ndim(counts) != 1:
         raise TypeError(f"{call}: counts must be a list of {size} integers, but got {type(counts).__name__} {counts!r}.")
     lengths = [_integer(count, call, "counts", "integers") for count in counts]
@@ -123,6 +125,12 @@ def lengths_along(
             f"(shape {shape}) along axis {axis}; but got {lengths}, which add up to {sum(lengths)}."
         )
     return lengths
+
+
+def even_lengths(length: int, size: int) -> list[int]:
+    """Return the ranks' shares of a length as numpy.array_split divides it: the first ranks take one more."""
+    share, longer = divmod(length, size)
+    return [share + (rank < longer) for rank in range(size)]
 
 
 def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:

@@ -236,7 +236,7 @@ class VI:
     def _rows(self, model: Model, theta: Array | None, root: Rank) -> Array:
         if self.handout == "dynamic":
             return model.dynamically(theta, root, self.comm)
-        return model.evenly(theta, self.n_samples_per_epoch, self.posterior.dim, root, self.comm)
+        return model.evenly(theta, self.posterior.dim, root, self.comm)
 
     def _fail(self, used: Channel, model: Model, error: Exception) -> None:
         """Raise on all ranks what ended the run, with the first traceback of the model where it raised for all draws."""
@@ -309,7 +309,7 @@ class VI:
         theta, log_q = (np.asarray(part) for part in self.posterior.draw(to_host(params), noise))
         model = Model(self.loss, data, False, device_of(self.devices, used, "VI.elbo"))
         with suspended():
-            rows = model.evenly(theta if used.rank == root else None, n_samples, self.posterior.dim, root, self.comm)
+            rows = model.evenly(theta if used.rank == root else None, self.posterior.dim, root, self.comm)
             found: Evaluations = sorted_out(used.data.bcast(rows, root))
         if not found.kept.any():
             self._fail(used, model, WorkerError("VI.elbo: the model failed for all draws.", root, ""))

@@ -13,7 +13,7 @@ from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.objective import problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.differentiation.trees import flatten
-from mpiad.primitives import mpi_gather, mpi_rank, mpi_scatter, mpi_size
+from mpiad.primitives import mpi_gather, mpi_rank, mpi_scatter
 from mpiad.primitives.operation import suspended
 from mpiad.tasks import mpi_map
 from mpiad.transport import channel
@@ -97,12 +97,9 @@ class Model:
         if problem is not None:
             raise problem.kind(problem.text)
 
-    def evenly(self, theta: Array | None, count: int, dim: int, root: Rank, comm: Comm) -> Array | None:
+    def evenly(self, theta: Array | None, dim: int, root: Rank, comm: Comm) -> Array | None:
         """Give every rank, the root too, its share of the root's draws; return all rows on the root."""
-        size = mpi_size(comm)
-        # The first ranks have one more, the root too: with as many draws as ranks each has one.
-        counts = [count // size + (rank < count % size) for rank in range(size)]
-        mine = mpi_scatter(theta, root, axis=0, counts=counts, comm=comm)
+        mine = mpi_scatter(theta, root, axis=0, comm=comm)
         # Reshaped for ranks without a draw, whose empty list says nothing of the columns.
         rows = np.array([self.row(one) for one in mine]).reshape(len(mine), 2 + dim)
         gathered = mpi_gather(rows, root, axis=0, comm=comm)
