@@ -21,16 +21,9 @@ __all__ = ["GatheredFactors", "factors_of"]
 
 
 class GatheredFactors:
-    """Factorise a matrix on rank 0, and solve with the factors for all ranks.
+    """Factorise a matrix on rank 0, and solve with the factors for all ranks, which make it together.
 
-    Raises
-    ------
-    ValueError
-        On all ranks, where the matrix is singular.
-
-    Ranks
-    -----
-    All ranks call it, and what it makes.
+    A ValueError on all ranks, where the matrix is singular.
     """
 
     def __init__(self, matrix: MatrixRowBlock):

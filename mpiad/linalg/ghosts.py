@@ -21,25 +21,12 @@ _TAG_INDICES, _TAG_FETCH, _TAG_GIVE = 32741, 32742, 32743
 
 
 class GhostPlan:
-    """What ranks exchange so that each has the ghosts that it needs, and how it flows back.
+    """What ranks exchange so that each has the ghosts that it needs, and how it flows back; all ranks make it.
 
-    Parameters
-    ----------
-    needed : array of int
-        Places in the whole vector of what this rank needs and doesn't own, sorted.
-    offsets : array of int, of length P + 1
-        Rank r owns the places from offsets[r] to offsets[r + 1].
-
-    Attributes
-    ----------
-    sources : list of (int, slice)
-        Ranks that this one receives ghosts from, and their places among the ghosts.
-    destinations : list of (int, array of int)
-        Ranks that it sends to, and the places in its own part.
-
-    Ranks
-    -----
-    All ranks call it.
+    - `needed`: places in the whole vector of what this rank needs and doesn't own, sorted.
+    - `offsets`, of length P + 1: rank r owns the places from offsets[r] to offsets[r + 1].
+    - `sources`, list of (int, slice): ranks that this one receives ghosts from, and their places among the ghosts.
+    - `destinations`, list of (int, array of int): ranks that it sends to, and the places in its own part.
     """
 
     def __init__(self, needed: np.ndarray, offsets: np.ndarray, comm: Comm):

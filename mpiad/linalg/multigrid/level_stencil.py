@@ -32,22 +32,12 @@ def corners(colour: Colour) -> list[tuple[int, ...]]:
 class Stencil:
     """A symmetric operator on the points of a level: (A u)(x) = D(x) u(x) - Σ N(x, offset) u(x + offset).
 
-    Parameters
-    ----------
-    layout : Layout
-    found : sequence of offsets
-    memory : array of shape (rows, size)
-        Zero outside of the block: for each colour D, and 1 / D where D isn't zero; for each offset the N of all colours;
-        last the weights of the level's interpolation.
-
-    Attributes
-    ----------
-    diagonal, inverse : array of shape (colours, size)
-    couplings : mapping from offsets to arrays of shape (colours, size)
-    sweep : list of list of colours
-        The order of a Gauss-Seidel sweep: groups of colours whose points aren't coupled with each other.
-    weights : mapping from each colour but 0 to int
-        The first of its rows in the memory, one for each corner.
+    - `memory`, of shape (rows, size): zero outside of the block: for each colour D, and 1 / D where D isn't zero; for
+      each offset the N of all colours; last the weights of the level's interpolation.
+    - `diagonal`, `inverse`: shape (colours, size).
+    - `couplings`: from offsets to arrays of shape (colours, size).
+    - `sweep`: the order of a Gauss-Seidel sweep: groups of colours whose points aren't coupled with each other.
+    - `weights`: from each colour but 0 to the first of its rows in the memory, one for each corner.
     """
 
     def __init__(self, layout: Layout, found: Sequence[Offset], memory: LocalArray):
