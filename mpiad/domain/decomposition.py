@@ -101,7 +101,7 @@ def _made(
     ndim = len(cells)
     widths = tuple(_integers(per_dimension(halo, ndim, "halo"), "halo", 0))
     wraps = tuple(map(bool, per_dimension(periodic, ndim, "periodic")))
-    ranks = _chosen(size, cells, widths, wraps) if dims is None else _given(size, cells, widths, wraps, dims)
+    ranks = _chosen(size, cells, widths, wraps) if dims is None else _given(size, cells, widths, dims)
     return Partition(cells, ranks, wraps), widths
 
 
@@ -141,9 +141,7 @@ def _chosen(size: int, cells: Shape, widths: tuple[int, ...], wraps: tuple[bool,
     return found
 
 
-def _given(
-    size: int, cells: Shape, widths: tuple[int, ...], wraps: tuple[bool, ...], dims: int | Sequence[int] | None
-) -> tuple[int, ...]:
+def _given(size: int, cells: Shape, widths: tuple[int, ...], dims: int | Sequence[int] | None) -> tuple[int, ...]:
     ranks = tuple(_integers(per_dimension(dims, len(cells), "dims"), "dims", 1))
     if math.prod(ranks) != size:
         raise ValueError(

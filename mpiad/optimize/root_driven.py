@@ -79,10 +79,7 @@ class RootDriven:
     def run(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> scipy.optimize.OptimizeResult:
         """Drive on the root, serve elsewhere; return the outcome, or raise, on all ranks alike."""
         try:
-            if self._leads:
-                outcome = self._lead(drive, progress)
-            else:
-                outcome = serve(self._instructions, self._evaluation)
+            outcome = self._lead(drive, progress) if self._leads else serve(self._instructions, self._evaluation)
         except Exception as error:
             # Where ranks are still to be interrupted, they are so on this communicator too; `minimize` gives it up.
             if isinstance(error, DeadlockError):

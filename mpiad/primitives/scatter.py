@@ -81,7 +81,7 @@ def _agreed(
         lengths.extend(lengths_along(place, counts, array.shape, used, "mpi_scatter"))
         return spec_like(array)
 
-    spec = headers.agree_on_spec(used, whole, root, "mpi_scatter", x)
+    spec = headers.agree_on_spec(used, whole, root, x)
     return spec, len(spec.shape), headers.bcast_integers(used, lengths, root)
 
 

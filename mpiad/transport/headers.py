@@ -40,7 +40,7 @@ def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array
     if channel.rank == root:
         return _bcast_from_here(channel, x, root, call, packet)
     channel.data.Bcast(packet, root)
-    spec = _unpacked(packet, call, root, x)
+    spec = _unpacked(packet, root, x)
     if packet[_CHUNK] > 0:
         return chunked_collectives.bcast_to_here(channel, spec, root, int(packet[_CHUNK]))
     way = way_of(spec.arrays)
@@ -77,7 +77,7 @@ def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: n
     return copied(array)
 
 
-def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, call: str, template: object = None) -> Spec:
+def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, template: object) -> Spec:
     """Tell all ranks the spec that `make` returns on the root, or raise its error on all of them.
 
     Elsewhere it lies where the template does, or as on the root where there is none.
@@ -85,7 +85,7 @@ def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, call: s
     packet = np.zeros(_WORDS, dtype=np.int64)
     if channel.rank != root:
         channel.data.Bcast(packet, root)
-        return _unpacked(packet, call, root, template)
+        return _unpacked(packet, root, template)
     try:
         spec = make()
     except (TypeError, ValueError) as error:
@@ -103,7 +103,7 @@ def _pack(packet: np.ndarray, spec: Spec) -> None:
         packet[_KIND:_CHUNK].view(np.uint8)[:] = np.frombuffer(spec.arrays.name.encode().ljust(32)[:32], np.uint8)
 
 
-def _unpacked(packet: np.ndarray, call: str, root: int, template: object) -> Spec:
+def _unpacked(packet: np.ndarray, root: int, template: object) -> Spec:
     if packet[0] == _ERROR:
         kind, length = (TypeError, ValueError)[packet[1]], packet[2]
         text = packet[3:].view(np.uint8)[:length].tobytes().decode(errors="replace")

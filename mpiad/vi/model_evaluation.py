@@ -49,7 +49,6 @@ class Model:
         # Without a device of its own a draw goes where the data are.
         self._like = None if device is not None else next(filter(is_device_array, flatten(data)[0]), None)
         self.trace: str | None = None
-        self.runs = 0
 
     def beside(self, *nests: Tree) -> tuple[Tree, ...]:
         """Return nests of the host's where the model runs."""
@@ -64,7 +63,6 @@ class Model:
         if not np.isfinite(theta).all():  # the root ends the run
             row[1] = _NOT_FINITE
             return row
-        self.runs += 1
         try:
             with suspended():
                 # A copy: where the root evaluates too, this may be a view of the draws that its update still needs.

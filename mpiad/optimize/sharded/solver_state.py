@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,34 +29,24 @@ OF_RANKS = "ranks", "variables", "x0 (checksum)", "bounds (checksum)"
 """What a state belongs to only on the same number of ranks."""
 
 
+@dataclass(eq=False, slots=True)
 class Point:
-    """Variables of the piece, shape (n,); the numbers are those of all ranks. Its gradient lies in the memory.
+    """Variables of the piece; the numbers are those of all ranks. Its gradient lies in the memory."""
 
-    - `value`: the objective.
-    - `norm`: largest absolute entry of the (projected) gradient.
-    - `slope`: of the objective along the direction that led here; without the variables that a bound stopped.
-    - `finite`: whether the value and all entries of the gradient are.
-    - `clipped`: whether a bound stopped any variable on the way.
-    - `step`: along that direction.
-    - `length`: of the way from the point before, over all ranks.
-    - `room`: from here to where the search that led here met no finite value; infinite where it met none.
-    - `predicted`, `met`: where a bound may have stopped variables: the step times the gradient before, and times the
-      gradient here.
-    - `settled`: whether the memory has moved here.
-    - `aside`: whether the memory has put the gradient aside.
-    """
-
-    __slots__ = (
-        "aside", "clipped", "finite", "length", "met", "norm", "predicted", "room", "settled", "slope", "step", "value",
-        "x",
-    )  # fmt: skip
-
-    def __init__(self, x: Array):
-        self.x = x
-        self.value = self.norm = self.slope = math.nan
-        self.predicted = self.met = self.step = math.nan
-        self.finite = self.clipped = self.settled = self.aside = False
-        self.length, self.room = 0.0, math.inf
+    x: Array  # shape (n,)
+    value: float = math.nan  # the objective
+    norm: float = math.nan  # largest absolute entry of the (projected) gradient
+    slope: float = math.nan  # of the objective along the way here, without the variables that a bound stopped
+    finite: bool = False  # whether the value and all entries of the gradient are
+    clipped: bool = False  # whether a bound stopped any variable on the way
+    step: float = math.nan  # along the direction that led here
+    length: float = 0.0  # of the way from the point before, over all ranks
+    room: float = math.inf  # from here to where the search that led here met no finite value; infinite where it met none
+    # Where a bound may have stopped variables: the step times the gradient before, and times the gradient here.
+    predicted: float = math.nan
+    met: float = math.nan
+    settled: bool = False  # whether the memory has moved here
+    aside: bool = False  # whether the memory has put the gradient aside
 
     @property
     def gradient_norm(self) -> float:

@@ -31,7 +31,7 @@ class Gathering(_Wait):
     by that count: who hasn't come so far is missing.
     """
 
-    def __init__(self, comm: Comm, key: str, number: int, description: Description | None = None, step: str = ""):
+    def __init__(self, comm: Comm, key: str, number: int, description: Description | None = None):
         super().__init__(comm)
         self.key, self.number = key, number
         if description is not None:

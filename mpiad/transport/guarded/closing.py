@@ -32,8 +32,8 @@ def close(close_world: Callable[[], None]) -> None:
         close_world()
         return
     # Others that wait for this rank learn at once that they do so in vain.
-    departed_ranks.note_leaving(True)
-    switch.announce(True)
+    departed_ranks.note_leaving()
+    switch.announce()
     # This rank may be done long before the others. After an error it waits no longer than ever.
     faulted = any(channel.fault is not None for channel in channels.live_channels())
     given_up = await_others((watch_settings.present().timeout or _GRACE) if faulted else None)

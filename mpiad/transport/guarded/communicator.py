@@ -45,7 +45,7 @@ def _collective(name: str, compared: Callable[..., tuple[Any, Any, Any]]) -> Any
 
     def method(self: Guarded, *args: Any) -> None:
         if self.agreement is None:
-            self.finish(getattr(self.bare, nonblocking)(*args), name, args)
+            self.finish(getattr(self.bare, nonblocking)(*args), args)
         else:
             self.agree(name, *compared(*args))
             getattr(self.bare, name)(*args)
@@ -110,7 +110,7 @@ class Guarded:
         if self.agreement is not None:
             self.agree(step, array, op, root)
 
-    def finish(self, request: Request, name: str, held: object) -> None:
+    def finish(self, request: Request, held: object) -> None:
         """Wait for a collective that was started."""
         self.started += 1
         number = self.started

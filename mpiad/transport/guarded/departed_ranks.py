@@ -24,10 +24,10 @@ _leaving_since: float | None = None
 _departed: dict[int, Departure] = {}
 
 
-def note_leaving(leaves: bool) -> None:
-    """Note that this rank leaves the program, or that it has come back from an error on the way."""
+def note_leaving() -> None:
+    """Note that this rank leaves the program."""
     global _leaving_since
-    _leaving_since = (_leaving_since or perf_counter()) if leaves else None
+    _leaving_since = _leaving_since or perf_counter()
 
 
 def left() -> tuple[str, str, float] | None:
@@ -35,12 +35,9 @@ def left() -> tuple[str, str, float] | None:
     return None if _leaving_since is None else (*farewell(), _leaving_since)
 
 
-def note_departure(rank: int, told: tuple[dict[str, int], bool, str, str] | None) -> None:
-    """Note that another rank has left, and what it tells of it, or that it has come back (None)."""
-    if told is None:
-        _departed.pop(rank, None)
-    else:
-        _departed[rank] = Departure(*told, perf_counter())
+def note_departure(rank: int, told: tuple[dict[str, int], bool, str, str]) -> None:
+    """Note that another rank has left, and what it tells of it."""
+    _departed[rank] = Departure(*told, perf_counter())
 
 
 def departed() -> dict[int, Departure]:

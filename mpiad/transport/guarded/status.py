@@ -80,11 +80,10 @@ class Responder:
                 _, (told, found) = come
                 timed_waits.tell(told[self._comm.rank], _error(found))
 
-    def announce(self, leaves: bool, sends: bool) -> None:
-        """Tell all other ranks that this one has left the program, or that it is back."""
-        told = (communicator.counts(), sends, *farewell()) if leaves else None
+    def announce(self, sends: bool) -> None:
+        """Tell all other ranks that this one has left the program."""
         with self._ear:
-            self._post(self._others, _LEFT, told)
+            self._post(self._others, _LEFT, (communicator.counts(), sends, *farewell()))
 
     def hear_departures(self) -> None:
         """Take the notices of all others, which have been sent: some MPIs complain of what is left over."""

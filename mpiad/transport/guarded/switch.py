@@ -96,10 +96,10 @@ def stop_answering(all_have_left: bool = False) -> None:
             _responder.hear_departures()
 
 
-def announce(leaves: bool) -> None:
-    """Tell all ranks that this one has left the program, or that it is back."""
+def announce() -> None:
+    """Tell all ranks that this one has left the program."""
     if _responder is not None:
-        _responder.announce(leaves, any(channel.sends() for channel in channels.live_channels()))
+        _responder.announce(any(channel.sends() for channel in channels.live_channels()))
 
 
 def _in_common_order() -> tuple[list[Channel], dict[tuple[int, ...], int]]:

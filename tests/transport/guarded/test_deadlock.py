@@ -176,14 +176,12 @@ def test_more_ranks_than_calls_may_nest() -> None:
     assert "(600 ranks)" in rows[1]
 
 
-def test_a_rank_that_left_is_named_where_it_answers_no_more() -> None:
-    told = {"world": 3}, False, "sys.exit(3)", "a.py:9"
-    departed_ranks.note_departure(0, told)
-    state = status._departure(0)
-    departed_ranks.note_departure(0, None)
-    found = finding_of([state, waits([0])], 1)
-    assert "for rank 0, which left the program" in found.text and "sys.exit(3)" in found.table
+def test_a_rank_that_left_is_named_where_it_answers_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(departed_ranks, "_departed", {})
     assert status._departure(0) is None
+    departed_ranks.note_departure(0, ({"world": 3}, False, "sys.exit(3)", "a.py:9"))
+    found = finding_of([status._departure(0), waits([0])], 1)
+    assert "for rank 0, which left the program" in found.text and "sys.exit(3)" in found.table
 
 
 def test_a_long_message_may_still_come_from_a_rank_that_has_left(rank: int, size: int) -> None:
