@@ -63,9 +63,10 @@ class Entries(NamedTuple):
 
 
 class Schedule:
-    """The entries of a block of columns, by the visits of a sweep over its steps.
+    """The entries of a block of columns, by the visits of a sweep over its steps; `column` is that of each in the block.
 
-    `column`, int of shape (m,): each entry's column in the block.
+    By a visit's number `at_end` returns what is saved at the end of the step, `inside` what is saved inside it, and
+    `handed_on` what is saved inside the step before, with the weight of its last stage.
     """
 
     def __init__(self, entries: Entries, column: Array, sweep: SortedSweep, coefficients: Coefficients):
@@ -73,21 +74,9 @@ class Schedule:
         visit = sweep.visit_of(column, entries.number)
         following = sweep.visit_of(column, np.where(final, entries.number, entries.number + 1))
         weights = coefficients.weights(entries.x)
-        self._at_end = _Grouped(entries, column, visit, ~inside)
-        self._inside = _Grouped(entries, column, visit, inside, weights, final)
-        self._handed_on = _Grouped(entries, column, following, inside & ~final, weights[-1:])
-
-    def at_end(self, visit: int) -> list[Saved]:
-        """Return what is saved at the end of the step."""
-        return self._at_end.at_visit(visit)
-
-    def inside(self, visit: int) -> list[Saved]:
-        """Return what is saved inside the step."""
-        return self._inside.at_visit(visit)
-
-    def handed_on(self, visit: int) -> list[Saved]:
-        """Return what is saved inside the step before, with the weight of its last stage."""
-        return self._handed_on.at_visit(visit)
+        self.at_end = _Grouped(entries, column, visit, ~inside).at_visit
+        self.inside = _Grouped(entries, column, visit, inside, weights, final).at_visit
+        self.handed_on = _Grouped(entries, column, following, inside & ~final, weights[-1:]).at_visit
 
 
 class _Grouped:

@@ -73,7 +73,7 @@ def concluded(result: scipy.optimize.OptimizeResult, points: Points, constrained
     elif constrained and not result.success and points.lowers(np.asarray(result.x, dtype=float), value):
         _move(result, best, "x is the best point that was met: no other violates the constraints less at a lower value.")
     elif not constrained and value - best.value > _ROUNDING * abs(value):  # type: ignore[operator]
-        converged = result.success and best.gradient_norm <= np.max(np.abs(gradient), initial=0.0)
+        converged = result.success and best.norm <= np.max(np.abs(gradient), initial=0.0)
         _move(result, best, f"x is the best point that was met, since the method ended higher, at {value}.", converged)
     elif result.success and not np.all(np.isfinite(gradient)):
         result.success, result.status = False, 3

@@ -57,7 +57,7 @@ class Point:
         self.gradient: np.ndarray | None = None
 
     @property
-    def gradient_norm(self) -> float:
+    def norm(self) -> float:
         """Return the gradient's largest absolute entry; NaN where it isn't known."""
         if self.gradient is None:
             return math.nan

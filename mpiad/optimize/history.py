@@ -27,7 +27,7 @@ class Iterate(Protocol):
         ...
 
     @property
-    def gradient_norm(self) -> float:
+    def norm(self) -> float:
         """Return the gradient's largest absolute entry; NaN where it isn't known."""
         ...
 
@@ -102,14 +102,14 @@ class Record:
         """Append an iterate, a step of this length from the one before, and return its row."""
         self._settle()
         loss = math.nan if point.value is None else float(point.value)
-        row = Row(len(self.rows), loss, point.gradient_norm, step, evaluations, time.perf_counter() - self._start)
+        row = Row(len(self.rows), loss, point.norm, step, evaluations, time.perf_counter() - self._start)
         self.rows.append(row)
         self._last = point
         return row
 
     def _settle(self) -> None:
         if self._last is not None and math.isnan(self.rows[-1].gradient_norm):
-            self.rows[-1] = self.rows[-1]._replace(gradient_norm=self._last.gradient_norm)
+            self.rows[-1] = self.rows[-1]._replace(gradient_norm=self._last.norm)
 
     def table(self) -> np.ndarray:
         """Return the rows as they can be written, shape (rows, 6)."""

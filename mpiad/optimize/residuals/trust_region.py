@@ -147,7 +147,7 @@ class _Problem:
         place: Point = self.place  # type: ignore[assignment]
         gradient = np.full_like(place.x, np.nan) if place.gradient is None else place.gradient
         return scipy.optimize.OptimizeResult(
-            x=place.x, cost=place.value, grad=gradient, optimality=place.gradient_norm,
+            x=place.x, cost=place.value, grad=gradient, optimality=place.norm,
             active_mask=np.zeros(place.x.size, int), nfev=self.counts["residuals"], njev=len(self.record.rows),
             status=status, success=False, message=message,
         )  # fmt: skip

@@ -78,11 +78,6 @@ class NewtonPoint:
         self.finite, self.free, self.way = False, cast(Any, None), cast(Any, None)
         self.norm, self.length, self.slope = math.nan, 0.0, 0.0
 
-    @property
-    def gradient_norm(self) -> float:
-        """Return `norm`, by the name that a record of iterates asks for."""
-        return self.norm
-
     def masked(self, vector: Array) -> Array:
         """Return a vector without the variables that a bound holds."""
         return vector if self.free is None else vector * self.free

@@ -48,11 +48,6 @@ class Point:
     settled: bool = False  # whether the memory has moved here
     aside: bool = False  # whether the memory has put the gradient aside
 
-    @property
-    def gradient_norm(self) -> float:
-        """Return `norm`, by the name that a record of iterates asks for."""
-        return self.norm
-
 
 class State(NamedTuple):
     """A solve between two iterations, beside its memory."""
