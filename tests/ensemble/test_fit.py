@@ -100,6 +100,7 @@ def line(u, p, t):
     return [p[0] + p[1] * t + p[2] * t * t]
 
 
+@pytest.mark.serial
 def test_covariance_is_that_of_linear_regression(compiled):
     # Steps of order 5 are exact for a cubic, so the model is one of linear regression.
     rng, t = np.random.default_rng(2), np.linspace(0, 1, 9)
@@ -119,6 +120,7 @@ def oscillation(u, p, t):
     return [p["a"] * u[1] - p["c"] * u[0], -p["b"][0] * u[0] - p["b"][1] * u[1]]
 
 
+@pytest.mark.serial
 def test_initial_states_and_known_parameters(compiled):
     rng, count, t = np.random.default_rng(3), 6, np.linspace(0, 3, 13)
     known = rng.uniform(0, 0.2, count)
@@ -164,6 +166,7 @@ def fitted(rows=slice(None), **more):
     return fit(DECAY, weighted, START[rows], **{"data": data, "saveat": T, "rtol": 1e-6, "atol": 1e-6} | more)
 
 
+@pytest.mark.serial
 def test_the_hopeless_harm_nobody(compiled, caplog):
     # The data of the third say nothing; the sixth begins where its solution becomes infinite at t = 1 / 9.
     with caplog.at_level(logging.WARNING, "mpiad"):
@@ -260,6 +263,7 @@ def test_a_failure_on_one_rank():
         fit(DECAY, fails, START, data=np.arange(8.0), saveat=T, ensemblealg=EnsembleMPI())
 
 
+@pytest.mark.serial
 def test_traced_arguments():
     with pytest.raises(NotImplementedError, match=r"p0 is traced.*mpiad.stop"):
         autograd.grad(lambda p0: fit(DECAY, weighted, p0, saveat=T).p.sum())(START)
@@ -271,6 +275,7 @@ def fitted_from(u0):
     return fit(EnsembleProblem(DECAY, u0=u0), lambda u, p, data: u, START, saveat=T).p.sum()
 
 
+@pytest.mark.serial
 def test_methods_for_stiff_systems():
     # Their tangents are those of a replay, also of what lies in initial states.
     rows = slice(0, 2)

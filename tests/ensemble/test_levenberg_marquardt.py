@@ -8,6 +8,8 @@ from scipy.optimize import lsq_linear
 
 from mpiad.ensemble.levenberg_marquardt import Evaluation, Stopping, minimize_each
 
+pytestmark = pytest.mark.serial
+
 TIGHT = Stopping(1e-12, 1e-12, 1e-12, 200)
 
 

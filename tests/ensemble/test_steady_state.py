@@ -40,6 +40,7 @@ RATES = np.random.default_rng(0).uniform(0.5, 2.0, (6, 4)) * np.array([100.0, 1.
 FEED = np.linspace(0.5, 2.0, 6)
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("tspan", [(0.0, 1.0), (0.0, 0.0)])
 def test_the_capacity_of_a_population(tspan):
     # A tenth of it grows slowly at first, and Newton's method by itself would go back to the empty state.
@@ -52,6 +53,7 @@ def test_the_capacity_of_a_population(tspan):
     assert alone.u.shape == (1,) and alone.retcode == "Success" and alone.u[0] == pytest.approx(P[2, 1], rel=1e-12)
 
 
+@pytest.mark.serial
 def test_a_linear_system_and_its_derivatives():
     rng = np.random.default_rng(1)
     a, b, weight = rng.normal(size=(5, 3, 3)) - 4 * np.eye(3), rng.normal(size=(5, 3)), rng.normal(size=(5, 3))
@@ -81,6 +83,7 @@ def by_scipy(i, u0):
     return root(lambda u: np.array(reactions(u, p, 0.0)), u0, method="hybr", tol=1e-14).x
 
 
+@pytest.mark.serial
 def test_a_chemical_network_as_scipys_root():
     found = steady_state(EnsembleProblem(NETWORK, p={"k": RATES, "feed": FEED}))
     assert found.success.all() and (found.u > 0).all() and (found.eigenvalues().real < 0).all()
@@ -105,6 +108,7 @@ def kinds(u, p, t):
     return [anp.where(p[0] == 0, 1 - u[0] ** 2, anp.where(p[0] == 1, 1 + u[0] ** 2, anp.where(p[0] == 2, 0 * u[0], -u[0])))]
 
 
+@pytest.mark.serial
 def test_codes_of_those_that_have_none(caplog):
     start, kind = np.array([[0.5], [0.5], [0.5], [np.inf], [3.0]]), np.array([[0.0], [1.0], [2.0], [3.0], [3.0]])
     many = EnsembleProblem(ODEProblem(kinds, [0.0], (0.0, 0.0)), u0=start, p=kind)
@@ -179,6 +183,7 @@ def test_is_refused_on_all_ranks(case):
         steady_state(**{"problem": EnsembleProblem(LOGISTIC, p=P), "ensemblealg": EnsembleMPI()} | changes)
 
 
+@pytest.mark.serial
 def test_what_has_no_derivative():
     with pytest.raises(NotImplementedError, match="second derivatives"):
         bar = autograd.grad(lambda p: anp.sum(steady_state(EnsembleProblem(LOGISTIC, p=p)).u ** 2))

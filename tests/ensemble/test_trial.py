@@ -14,6 +14,7 @@ TWO = ODEProblem(lambda u, p, t: -u, [1.0, 2.0], (0.0, 1.0))
 MANY = EnsembleProblem(TWO, u0=np.array([[1.0, 2.0], [0.5, 1.0], [0.1, 0.2]]), p=np.array([1.0, 2.0, 3.0]))
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize(
     "f",
     [
@@ -30,11 +31,13 @@ def test_sums_over_all_columns_are_refused(f):
             solve(problem)
 
 
+@pytest.mark.serial
 def test_sums_over_parameters_of_all_columns_are_refused():
     with pytest.raises(ValueError, match="must not depend on each other"):
         solve(remake(MANY, problem=remake(TWO, f=lambda u, p, t: -u * np.sum(p))))
 
 
+@pytest.mark.serial
 def test_conditions_are_tried_too():
     for condition in (lambda u, p, t: u[0] - np.max(u[0]) / 2, lambda u, p, t: u[0] - np.sum(u[1])):
         with pytest.raises(ValueError, match="condition of the events.*must not depend"):
@@ -43,11 +46,13 @@ def test_conditions_are_tried_too():
         solve(TWO, events=Event(lambda u, p, t: np.linalg.norm(u) - 1.0))
 
 
+@pytest.mark.serial
 def test_infinite_states_are_no_coupling():
     assert solve(remake(TWO, u0=[np.inf, 1.0])).retcode == "Unstable"
     assert solve(remake(TWO, u0=[np.nan, 1.0])).retcode == "Unstable"
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize(
     "problem, arguments, kind, text",
     [
@@ -66,6 +71,7 @@ def test_mistakes_say_what_to_write(problem, arguments, kind, text):
         solve(problem, **arguments)
 
 
+@pytest.mark.serial
 def test_conditions_can_not_close_over_what_is_traced():
     def when(p):
         return solve(remake(TWO, p=p), events=Event(lambda u, q, t: u[0] - p)).t_reached
@@ -74,6 +80,7 @@ def test_conditions_can_not_close_over_what_is_traced():
         autograd.grad(when)(0.5)
 
 
+@pytest.mark.serial
 def test_what_is_written_for_columns_passes():
     # A product whose terms cancel leaves nothing but rounding, another one for another number of columns.
     n = 200
@@ -121,6 +128,7 @@ def test_parameters_have_one_form_whatever_is_solved_together():
     np.testing.assert_allclose(one.u_end, whole.u_end[:1], rtol=1e-14)
 
 
+@pytest.mark.serial
 @pytest.mark.usefixtures("solved_by")
 def test_conditions_see_states_as_f_does():
     fall = ODEProblem(lambda u, p, t: -p * u, 1.0, (0.0, 5.0), 2.0)

@@ -11,6 +11,8 @@ from scipy.optimize._dcsrch import DCSRCH, dcstep
 
 from mpiad.optimize.sharded.line_search import End, LineSearch, next_step
 
+pytestmark = pytest.mark.serial
+
 LINES: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
     # The first three of Moré and Thuente's own examples.
     "bowl": (lambda a: -a / (a * a + 2.0), lambda a: (a * a - 2.0) / (a * a + 2.0) ** 2),
