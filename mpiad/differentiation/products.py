@@ -52,7 +52,7 @@ def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
     >>> print(y / size, vjp(np.ones(2)) / size)
     [1. 1.] [1. 1.]
     """
-    return make_recorded_vjp(fun, argnum, "several")
+    return make_recorded_vjp(fun, argnum, "kept")
 
 
 def make_recorded_vjp(fun: Function, argnum: int | tuple[int, ...], passes: str) -> Callable[..., tuple[Callable, Any]]:

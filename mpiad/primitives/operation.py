@@ -49,8 +49,8 @@ class Tape(Protocol):
     # Whether it records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent: what the
     # Jacobian depends on is constant.
     of_cotangents: bool
-    # How often it is run backwards, "one", "several" or "recorded": once, right after it has ended; later and more often;
-    # or also on a tape, to be differentiated by the cotangent.
+    # How it is run backwards, "one", "several", "kept" or "recorded": once, right after it has ended; as often as whoever
+    # has made it knows; by a user, with cotangents of any kind; or by a user, on a tape of products with its transpose.
     passes: str
 
     def communicated(

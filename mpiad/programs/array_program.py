@@ -104,6 +104,8 @@ class ArrayProgram:
     outputs : list of int
     weak : set of int
         Those nodes that are numbers of Python's.
+    logged : int
+        How many parts log what they communicate, to be played back.
     contracts : bool
         Whether a contraction is a part of it.
     componentwise : set of int
@@ -116,6 +118,7 @@ class ArrayProgram:
         self.constants: list[Array] = []
         self.outputs: list[int] = []
         self.weak: set[int] = set()
+        self.logged = 0
         self.contracts = False
         self.componentwise: set[int] = set()
         self.site: Site | None = None

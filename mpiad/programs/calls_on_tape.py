@@ -43,8 +43,12 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     boxed = [k for k in given.traced if type(given.leaves[k]) in _boxes]
     boxes = [given.leaves[k] for k in boxed]
     simple = is_simple(tape, boxes)
-    if simple and tape.passes == "recorded" or is_differentiated_once_more(tape, boxes):
-        return called_with_reverse_differentiated(jitted, given, boxed, args, kwargs)
+    if simple and tape.passes in ("kept", "recorded") or is_differentiated_once_more(tape, boxes):
+        made = called_with_reverse_differentiated(jitted, given, boxed, args)
+        if made is not None:
+            return made[0]
+        if tape.passes != "kept":
+            return jitted.fun(*args, **kwargs)
     if not simple and carries_tangents(tape, boxes):
         return called_with_tangents_of_gradients(jitted, given, boxed, args, kwargs)
     if type(tape) is TangentTape and (simple or is_above(tape, boxes)):

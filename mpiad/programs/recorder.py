@@ -68,6 +68,8 @@ class Recorder(NotedValues):
         Of an integer that the function decides by, where that is what the trace was given up for.
     part : int
         Of the program, to which what is noted now belongs.
+    logged : int
+        How many parts log what they communicate, to be played back.
     """
 
     ended = False
@@ -76,6 +78,7 @@ class Recorder(NotedValues):
         super().__init__(kind)
         self.steps: list[Step] = []
         self.open, self.reread, self.part = True, False, 0
+        self.logged = 0
         self.refused: Abandoned | None = None
         self.failed: BaseException | None = None
         self.log: list[Any] = []

@@ -39,8 +39,7 @@ class Replays:
     results : dict of int to list of int
         The buffers that each call returns.
     logged : int
-        How many parts log what they communicate: a call and its reverse pass, where these are run backwards in turn and may
-        have to be played back for it.
+        How many parts log what they communicate.
     read_later : set of int
         The inputs that come into what is run after the first part.
     last_look : int
@@ -64,10 +63,10 @@ class Replays:
             if found.kind == "result":
                 node = schedule.program.nodes[found.data]
                 self.results.setdefault(node.inputs[0] if node.kind == "item" else found.data, []).append(b)
-        self.logged = 2 if len(schedule.ends) > 1 else 0
         uses = spans_of(schedule, self.texts).items()
         last = {schedule.buffers[b].data: steps[-1] for b, steps in uses if schedule.buffers[b].kind == "input"}
         self.read_later = {place for place, at in last.items() if schedule.part(at) > 0}
+        self.logged = schedule.program.logged
         self.last_look = max((at for at in range(len(schedule.steps)) if is_looked_at(schedule, at)), default=-1)
         self.free: dict[bool, list[Replay]] = {False: [], True: []}
 

@@ -6,9 +6,9 @@ reverse pass runs the second part and places the other. In their turn they run t
 that tape is run backwards. So all is communicated that the interpreted function would, in the same order.
 
 Around `linearize` there is no tape, and all but the cotangent is constant in what is differentiated: a program of three
-parts, whose second and third multiply with the transposed Jacobian and with the Jacobian.
+parts, whose second and third multiply with the transposed Jacobian and with the Jacobian. That of `make_vjp` has two.
 
-What the first two parts communicate is noted, for a run that communicates otherwise than the program: with cotangents of
+What the first two parts communicate is logged, for a run that communicates otherwise than the program: with cotangents of
 several lanes, whose messages are put together, or with cotangents that are traced. Then the function is run once more on
 tapes of its own, with the messages played back, and these are run backwards from there on.
 
@@ -54,23 +54,23 @@ def is_differentiated_once_more(tape: Any, boxes: Sequence[Any]) -> bool:
 
 
 def called_with_reverse_differentiated(
-    jitted: Jitted, given: Arguments, boxed: Sequence[int], args: tuple, kwargs: dict
-) -> Any:
-    """Call a compiled function on a tape whose reverse pass is to be differentiated."""
+    jitted: Jitted, given: Arguments, boxed: Sequence[int], args: tuple
+) -> tuple[Any] | None:
+    """Call a compiled function on a tape whose reverse pass may be differentiated; None where it isn't compiled for it."""
     tape: Any = current.tape
     variables = [k for k in boxed if given.leaves[k]._trace == tape.number]
     leaves = [x._value if k in variables else x for k, x in enumerate(given.leaves)]
     along = [k for k in boxed if type(leaves[k]) in _boxes]
-    by = By(variables, None if tape.outer is None else along)
-    key = "reverse over reverse", tape.outer is None, tuple(variables), tuple(along), given.key
+    by = By(variables, along, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
+    key = "reverse over reverse", by.parts, tuple(variables), tuple(along), given.key
     entry = entry_by_shapes_alone(jitted, key, given, args, partial(noted, jitted.fun, by))
     if entry is None:
-        return jitted.fun(*args, **kwargs)
+        return None
     call = _Call(jitted, entry, given, by, tape.outer)
     values = call.first([leaves[k]._node.index for k in along])
     places = [given.leaves[k]._node.index for k in variables]
     together = call.pull_together if tape.outer is None else None
-    return entry.build(call.placed(tape, values, in_program(entry.outputs), places, call.pull, together))
+    return (entry.build(call.placed(tape, values, in_program(entry.outputs), places, call.pull, together)),)
 
 
 class _Played(NamedTuple):
@@ -156,8 +156,8 @@ class _Call:
         if self._outer is not None:
             require_of(tape, gs, self._jitted.__name__)
         elif boxed or tape is not None:
-            linear = type(tape) is OrderedTape and tape.of_cotangents and is_simple(tape, [gs[k] for k in boxed])
-            if not linear:
+            of_products = self._by.parts == 3 and type(tape) is OrderedTape and tape.of_cotangents
+            if not of_products or not is_simple(tape, [gs[k] for k in boxed]):
                 return self._conformed(backwards(self._interpreted(), self._entry.outputs, gs, len(self._specs)))
         of = _Pass([g._value if type(g) in _boxes else g for g in gs])
         found = self._run_pass(of)
@@ -221,7 +221,7 @@ class _Call:
         return self._first_played(self._differentiated(), list(enumerate(lanes)), True)
 
     def _first_played(self, of: _Pass, lanes: list[tuple[int, list[Any]]], together: bool = False) -> list[list[Any]]:
-        record, outer = self._record(of), self._by.outer or []
+        record, outer = self._record(of), self._by.outer
         passes = [of.lanes.pop(number, None) or record.lane(()) for number, _ in lanes]
         places = [place for (_, place), is_in in zip(record.values, self._inside) if is_in]
         for lane, (_, cs) in zip(passes, lanes):

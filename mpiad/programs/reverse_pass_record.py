@@ -37,12 +37,15 @@ class By(NamedTuple):
     ----------
     inner : list of int
         By its own reverse pass.
-    outer : list of int or None
-        By the one of both; None where that is by the cotangents alone.
+    outer : list of int
+        By the one of both.
+    parts : {2, 3, 4}
+        Of the program: without a reverse pass of both; with one by the cotangents alone; with one by outer variables, too.
     """
 
     inner: list[int]
-    outer: list[int] | None
+    outer: list[int]
+    parts: int
 
 
 class Record(NamedTuple):
@@ -107,9 +110,9 @@ def recorded(
     contexts : pair of context managers
         For the function and for its reverse pass.
     """
-    with OrderedTape(of_cotangents=by.outer is None) as tape:
+    with OrderedTape(of_cotangents=by.parts == 3) as tape:
         given = list(leaves)
-        for k in by.outer or ():
+        for k in by.outer:
             given[k] = _variable(tape, given[k])
         with contexts[0]:
             run = trace.run_backwards(fun, by.inner, given)
@@ -140,8 +143,8 @@ def _lowered(x: Any, tape: Any) -> tuple[Any, int]:
 def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
     """Trace the parts of a program, and return what `entry_of` takes.
 
-    Its inputs are the arguments, the cotangents of the results, what multiplies those of the variables, and what is left of
-    the cotangents of the results; the last part, with the last of them, is for outer variables only.
+    Its inputs are the arguments, and those of each part: the cotangents of the results, what multiplies those of the
+    variables, and again cotangents of the results.
     """
     recorder = trace.recorder
 
@@ -161,17 +164,15 @@ def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
         record = recorded(fun, trace, by, leaves, seeds, (nullcontext(), nullcontext()))
         numbers, outputs = outputs_of([x for x, _ in record.values])
         inside = [(x, place) for x, place in record.values if isinstance(x, Traced)]
-        recorder.part = 2
-        vs = inputs_like([leaves[k] for k in by.inner])
-        lane = record.lane(zip([place for _, place in record.found], vs))
-        record.sweep([lane], range(record.start, len(record.nodes)), False)
-        values = [x for x, _ in inside]
-        made = [
-            numbers,
-            all_of(*outputs_of([g for g, _ in record.found])),
-            cotangents(lane, range(record.end, record.start), values),
-        ]
-        if by.outer is not None:
+        values, made = [x for x, _ in inside], [numbers, all_of(*outputs_of([g for g, _ in record.found]))]
+        recorder.logged = min(by.parts - 1, 2)
+        if by.parts > 2:
+            recorder.part = 2
+            vs = inputs_like([leaves[k] for k in by.inner])
+            lane = record.lane(zip([place for _, place in record.found], vs))
+            record.sweep([lane], range(record.start, len(record.nodes)), False)
+            made.append(cotangents(lane, range(record.end, record.start), values))
+        if by.parts > 3:
             recorder.part = 3
             seed(lane, zip([place for _, place in inside], inputs_like(values)))
             record.sweep([lane], range(len(by.outer), record.end), False)

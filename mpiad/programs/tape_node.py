@@ -122,8 +122,8 @@ def require_of(tape: Any, gs: Sequence[Any], name: str) -> None:
     if any(type(g) in _boxes and (tape is None or getattr(g._node, "tape", None) is not tape) for g in gs):
         raise TypeError(
             f"jit: the reverse pass of {name} is differentiated by its cotangent, in a trace that began after the compiled "
-            "function was called, and knows that of plain numbers only. Call make_vjp inside of that trace, or give it the "
-            "function without jit."
+            "function was called, and knows that of plain numbers only. Call make_vjp inside of that trace, or linearize "
+            "in its place."
         )
 
 

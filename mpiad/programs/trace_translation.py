@@ -36,7 +36,7 @@ def program_of(recorder: Recorder, outputs: Sequence[Any]) -> ArrayProgram:
     made = Translation(recorder)
     for step in recorder.steps:
         made.step(step)
-    made.program.outputs = made.outputs(outputs)
+    made.program.outputs, made.program.logged = made.outputs(outputs), recorder.logged
     return made.program
 
 

@@ -219,12 +219,16 @@ def test_second_derivatives_of_a_compiled_function_are_compiled(n, monkeypatch):
 
 
 @pytest.mark.serial
-def test_a_reverse_pass_that_has_begun_is_not_differentiated_by_its_cotangent():
-    jitted = mpiad.jit(lambda x: x**2)
-    mpiad.make_vjp(jitted)(X)[0](Y)
+def test_a_reverse_pass_that_has_begun_is_differentiated_by_its_cotangent():
+    """Where it was traced by shapes; what computes with complex numbers isn't."""
+    jitted, run = mpiad.jit(lambda x: x**2, strict=True), mpiad.jit(lambda x: anp.real((x + 1j) ** 2), strict=True)
+    mpiad.make_vjp(run)(X)[0](Y)
     for _ in range(2):
+        pull = mpiad.make_vjp(jitted)(X)[0]
+        assert_same(mpiad.jvp(pull, Y, X), (2 * X * Y, 2 * X * X))
+        assert_same(mpiad.grad(lambda w: anp.sum(pull(w) ** 2))(Y), 8 * X * X * Y)  # noqa: B023
         with pytest.raises(TypeError, match="Call make_vjp inside of that trace"):
-            mpiad.jvp(mpiad.make_vjp(jitted)(X)[0], Y, Y)
+            mpiad.jvp(mpiad.make_vjp(run)(X)[0], Y, Y)
     pulled = lambda x: mpiad.make_vjp(jitted)(x)[0](Y)  # noqa: E731
     assert_same(mpiad.jvp(pulled, X, Y), (2 * X * Y, 2 * Y * Y))
 
@@ -242,12 +246,15 @@ def test_pulled_back_more_than_once():
             assert_same(pull(g), plain(g), 1e-11)
 
 
-def test_several_cotangents_at_once():
-    """The adjoint of a call that communicates gets that of each, one after the other."""
-    jitted = mpiad.jit(lambda x: mpiad.mpi_allreduce(x**2), strict=True)
+@pytest.mark.parametrize("like", [None, X], ids=["by a run", "by shapes"])
+def test_several_cotangents_at_once(like, rank, size):
+    """The adjoint of a call that communicates gets that of each; what rank 1 interprets sends one message for all."""
+    fun = lambda x: mpiad.mpi_allreduce((mpiad.mpi_bcast(x) if like is None else x) ** 2)  # noqa: E731
+    here = fun if rank == 1 and like is not None else mpiad.jit(fun, strict=True)
     for x in (X, Y):
-        found = mpiad.make_vjp(jitted)(x)[0](np.stack([X, Y]), batch=True)
-        assert_same(found, 2 * mpiad.mpi_size() * np.stack([X * x, Y * x]))
+        found = mpiad.make_vjp(here)(x)[0](np.stack([X, Y]), batch=True)
+        ranks = size if like is not None else size**2 * (rank == 0)
+        assert_same(found, 2 * ranks * np.stack([X * x, Y * x]))
 
 
 def test_reductions_by_the_methods_of_ufuncs():
