@@ -20,7 +20,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import current, suspended
 from mpiad.programs.changed_results import Changed
 from mpiad.programs.closure import Watch
-from mpiad.programs.entry import UNKNOWN, all_of, count, in_program, outputs_of, own
+from mpiad.programs.entry import UNKNOWN, all_of, count, in_program, is_shown, outputs_of, own
 from mpiad.programs.reverse_over_reverse import called_with_reverse_differentiated, is_differentiated_once_more
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments
@@ -47,7 +47,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
         made = called_with_reverse_differentiated(jitted, given, boxed, args)
         if made is not None:
             return made[0]
-        if tape.passes != "kept":
+        if tape.passes != "kept" or is_shown():
             return jitted.fun(*args, **kwargs)
     if not simple and carries_tangents(tape, boxes):
         return called_with_tangents_of_gradients(jitted, given, boxed, args, kwargs)
