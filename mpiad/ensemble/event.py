@@ -102,10 +102,7 @@ class Event:
     def for_states(self, shape: Shape) -> Event:
         """Return the event with functions of columns, where the user's see states of a shape as f does.
 
-        Raises
-        ------
-        NotImplementedError
-            Where the states are matrices.
+        A NotImplementedError where the states are matrices.
         """
         if len(shape) == 1:
             return self
@@ -124,14 +121,7 @@ class Event:
     def value(self, u: Array, p: Tree, t: Array) -> Array:
         """Return the condition's value for each column, shape (n,).
 
-        Raises
-        ------
-        NotImplementedError
-            Where it is traced by something around it.
-        TypeError
-            Where it is complex.
-        ValueError
-            Where it has another shape.
+        It raises where that isn't one real number each, or is traced by something around it: see `_require_numbers`.
         """
         value = self.condition(locked(u), p, locked(t.copy()))
         _require_numbers(value, t.shape)
@@ -149,14 +139,8 @@ class Event:
 def _require_numbers(value: Array, shape: Shape) -> None:
     """Raise where a condition didn't return one real number for each column.
 
-    Raises
-    ------
-    NotImplementedError
-        Where it is traced by something around it.
-    TypeError
-        Where it is complex.
-    ValueError
-        Where it has another shape.
+    A NotImplementedError where it is traced by something around it, a TypeError where it is complex, a ValueError where it
+    has another shape.
     """
     if isbox(value):
         raise NotImplementedError(

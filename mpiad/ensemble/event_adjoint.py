@@ -30,20 +30,11 @@ def pull_event(
 ) -> Inside:  # fmt: skip
     """Return the cotangent of the states at an event: of a terminal one at its part of the step, else at a fixed time.
 
-    Parameters
-    ----------
-    step : TransposedStep
-        With its last stage.
-    totals : StepCotangents
-        Is told the cotangents of parameters and, of terminal events, of times.
-    leaves : sequence
-        Of the parameters of the step's columns.
-    places : tuple of int
-        Of the leaves to differentiate by.
-    end : array, shape (d, m), or None
-        Cotangents of the states at a terminal event; None for one on the way.
-    time : array, shape (m,)
-        Cotangents of the event's times.
+    - `step`: with its last stage.
+    - `totals`: is told the cotangents of parameters and, of terminal events, of times.
+    - `leaves`: of the parameters of the step's columns; `places`: of those to differentiate by.
+    - `end`, of shape (d, m): cotangents of the states at a terminal event; None for one on the way.
+    - `time`, of shape (m,): cotangents of the event's times.
     """
     columns, x, h = located.columns, located.x, step.h[located.columns]
     stages = [k[:, columns] for k in step.k]

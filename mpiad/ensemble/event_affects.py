@@ -19,12 +19,8 @@ __all__ = ["affect_field", "affected"]
 def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
     """Return the states after an event, shape (d, n), n ≥ 2, at times t (n,); of `batch` only the shape of a state is used.
 
-    Raises
-    ------
-    NotImplementedError
-        Where the affect uses a traced value from around it.
-    TypeError, ValueError
-        Where it writes into its arguments, or returns what can't be a state.
+    A NotImplementedError where the affect uses a traced value from around it; a TypeError or ValueError where it writes
+    into its arguments, or returns what can't be a state.
     """
     try:
         value: Any = event.affect(locked(u) if batch.shape else locked(u)[0], p, locked(t))  # type: ignore[misc]

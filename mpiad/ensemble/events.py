@@ -26,35 +26,22 @@ TRUNCATION = 0.2
 
 
 class StepEvents(NamedTuple):
-    """The events of one step of several columns.
-
-    Parameters
-    ----------
-    ended : array of bool, shape (n,), or None
-        Which columns a terminal event ended; None where none did.
-    part : array, shape (n,)
-        At which part of the step; infinite elsewhere.
-    states : array, shape (d, n)
-        There, and after the step elsewhere.
-    """
+    """The events of one step of several columns."""
 
     located: list[LocatedEvent]
-    ended: Array | None
-    part: Array
-    states: Array
+    ended: Array | None  # bool, shape (n,); which columns a terminal event ended; None where none did
+    part: Array  # shape (n,); at which part of the step; infinite elsewhere
+    states: Array  # shape (d, n); there, and after the step elsewhere
 
 
 class EventWatch:
     """The values of the conditions at the working set's columns, and what becomes of them in a step.
 
-    Whether any changed its sign is asked with `crossed`. Where one did, the part of the step is found, for all
-    columns that it concerns at once, and noted in a table: the trajectory, which event, in which of its steps (from 0), at
-    which part of it (infinite where the trajectory had ended before), and when.
+    Whether any changed its sign is asked with `crossed`. Where one did, the part of the step is found, for all columns that
+    it concerns at once, and noted in a table: the trajectory, which event, in which of its steps (from 0), at which part of
+    it (infinite where the trajectory had ended before), and when.
 
-    Parameters
-    ----------
-    select : callable
-        ``select(ids)`` returns the parameters of some trajectories.
+    `select`: ``select(ids)`` returns the parameters of some trajectories.
     """
 
     def __init__(self, events: tuple[Event, ...], coefficients: Coefficients, select: Callable[[Array], Tree]):
@@ -171,19 +158,10 @@ def events_of(
 ) -> tuple[dict[int, list[tuple[int, float]]], list[tuple[int, int, int]]]:
     """Return the events of each trajectory in the order of time, and where those are whose times have derivatives.
 
-    Parameters
-    ----------
-    rows : array, shape (5, m)
-        The trajectory, which event, in which of its steps, at which part of it (infinite where none was), and when; in any
-        order.
-    failed : array of bool, shape (N,)
-
-    Returns
-    -------
-    dict
-        From trajectories to lists of (event, time).
-    list of (int, int, int)
-        Those on the way of trajectories that didn't fail: the trajectory, which of its events it is, and the table's row.
+    The rows, in any order, of shape (5, m), are the trajectory, which event, in which of its steps, at which part of it
+    (infinite where none was), and when. Events are a dict from trajectories to lists of (event, time); those with
+    derivatives, on the way of trajectories that didn't fail, are the trajectory, which of its events it is, and the table's
+    row.
     """
     ids, event, _, _, times = rows
     found: dict[int, list[tuple[int, float]]] = {}
@@ -223,14 +201,8 @@ def traced_events(
 ) -> dict[int, list[tuple[int, Any]]]:  # fmt: skip
     """Return the events with traced times, but for those of trajectories that failed.
 
-    Parameters
-    ----------
-    found, passed
-        Of `events_of`.
-    ended : array of bool, shape (N,)
-        Which trajectories a terminal event ended.
-    reached, times : array, shapes (N,), (m,)
-        Traced: when each ended, and when all events of the table were.
+    `found` and `passed` are of `events_of`; `ended`, bool of shape (N,), says which trajectories a terminal event ended.
+    Traced are `reached`, of shape (N,), when each ended, and `times`, of shape (m,), when all events of the table were.
     """
     events: dict[int, list[tuple[int, Any]]] = {i: list(mine) for i, mine in found.items()}
     for i, order, row in passed:

@@ -19,25 +19,13 @@ __all__ = ["GivenTimes"]
 class GivenTimes:
     """The given times of a batch.
 
-    Parameters
-    ----------
-    events : sequence of Event
-        All events of the solve.
-    batch : Batch
-        Of plain arrays.
-    signs : array, shape (N,)
-        -1 for trajectories that go backwards.
-
-    Attributes
-    ----------
-    times : array, shape (m + 1, N)
-        In the order of the solve, the last infinitely far; NaN nowhere.
-    event : array of int, shape (m + 1, N)
-        Which event each is.
-    alike : bool
-        Whether they are the same for all.
-    first : array of int, shape (N,)
-        The first that doesn't lie before the start.
+    - `events`: all events of the solve.
+    - `batch`: of plain arrays.
+    - `signs`, of shape (N,): -1 for trajectories that go backwards.
+    - `times`, of shape (m + 1, N): in the order of the solve, the last infinitely far; NaN nowhere.
+    - `event`, int, shape (m + 1, N): which event each is.
+    - `alike`: whether they are the same for all.
+    - `first`, int, shape (N,): the first that doesn't lie before the start.
     """
 
     def __init__(self, events: Sequence[Event], batch: Batch, signs: Array):

@@ -33,16 +33,8 @@ __all__ = ["HappenedEvents", "HybridRecord", "Repeated"]
 class HappenedEvents:
     """The events of a solve, piece by piece.
 
-    Parameters
-    ----------
-    found : sequence of int
-        Which events have conditions.
-    given : GivenTimes
-
-    Attributes
-    ----------
-    passed : tuple of array, or None
-        Of a kernel in which events acted the trajectories, and which given times come first, and no more; see `GivenTimes`.
+    `found`: which events have conditions. `passed`: of a kernel in which events acted the trajectories, and which given
+    times come first, and no more; see `GivenTimes`.
     """
 
     def __init__(self, found: Sequence[int], given: GivenTimes):
@@ -93,11 +85,7 @@ class HappenedEvents:
 class HybridRecord:
     """What is kept of a solve.
 
-    Attributes
-    ----------
-    jumps : list of Jump
-    whole : Outcome or None
-        Of a kernel in which events acted, with its own record.
+    `whole`: the outcome of a kernel in which events acted, with its own record.
     """
 
     def __init__(self, settings: Settings):
@@ -174,10 +162,7 @@ class HybridRecord:
 class Repeated:
     """A solve by kernels that is done again where its steps are wanted.
 
-    Parameters
-    ----------
-    make : callable
-        ``make(batch, settings)`` returns a solve that is to run.
+    `make`: ``make(batch, settings)`` returns a solve that is to run.
     """
 
     every = False

@@ -48,24 +48,14 @@ _AT_END, _HERE, _FAILED = -1, -2, -3
 class HybridSolve:
     """The state of such a solve, and at its end its results.
 
-    Parameters
-    ----------
-    advance : callable
-        ``advance(batch, settings)`` solves a piece.
-    batch : Batch
-        Of plain arrays on the host.
-    way : {"rounds", "compiled", "whole", "rolling"}
-        Whether pieces of all are solved together, by columns or by kernels; whether `advance` lets events act itself; or
-        whether it goes on with trajectories that have ended (`Settings.again`).
-
-    Attributes
-    ----------
-    u : array, shape (d, N)
-    t, codes, naccept, nreject, nf : array, shape (N,)
-    saves : PieceSaves
-    happened : HappenedEvents
-    record : HybridRecord or None
-        Where the settings ask for one.
+    - `advance`: ``advance(batch, settings)`` solves a piece.
+    - `batch`: of plain arrays on the host.
+    - `way`: "rounds", "compiled", "whole" or "rolling": whether pieces of all are solved together, by columns or by
+      kernels; whether `advance` lets events act itself; or whether it goes on with trajectories that have ended
+      (`Settings.again`).
+    - `u`, of shape (d, N).
+    - `t`, `codes`, `naccept`, `nreject`, `nf`, of shape (N,).
+    - `record`: None where the settings ask for none.
     """
 
     def __init__(

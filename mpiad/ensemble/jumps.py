@@ -21,24 +21,15 @@ FOUND = -1
 
 
 class Jump(NamedTuple):
-    """What one event did to some trajectories at once.
+    """What one event did to some trajectories at once."""
 
-    Parameters
-    ----------
-    ids, number : array of int, shape (n,)
-        The trajectories, and how many steps each had made.
-    event : int or array of int, shape (n,)
-    slot : array of int, shape (n,)
-        At which given times; FOUND where a condition had vanished.
-    time : array, shape (n,)
-    before, after : array, shape (d, n)
-    """
-
+    # `ids`, `number`: int, shape (n,); the trajectories, and how many steps each had made.
     ids: Array
     number: Array
     event: int | Array
-    slot: Array
-    time: Array
+    slot: Array  # int, shape (n,); at which given times; FOUND where a condition had vanished
+    time: Array  # shape (n,)
+    # `before`, `after`: shape (d, n).
     before: Array
     after: Array
 
@@ -46,12 +37,7 @@ class Jump(NamedTuple):
 class Jumps:
     """All jumps of a solve, trajectory by trajectory, those of each in their order.
 
-    Attributes
-    ----------
-    ids, number, event, slot : array of int, shape (m,)
-    time : array, shape (m,)
-    before, after : array, shape (d, m)
-        All as in `Jump`.
+    Its arrays are those of `Jump`: `before` and `after` of shape (d, m), the others of shape (m,).
     """
 
     def __init__(self, jumps: Sequence[Jump], live: Array):

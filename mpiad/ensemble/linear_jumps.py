@@ -31,21 +31,11 @@ __all__ = ["LinearJumps", "add_leaves", "rates"]
 class LinearJumps:
     """All jumps of a run on the way back.
 
-    Parameters
-    ----------
-    places : sequence of int
-        Of the leaves to differentiate by.
-    jumps : Jumps
-        Those of the run.
-    timed : bool
-        Whether times move.
-
-    Attributes
-    ----------
-    due : array, shape (slots, N)
-        Cotangents of the given times, as many as were met.
-    at_start : list
-        Which jumps come before the first steps, in their order, and of which trajectories.
+    - `places`: of the leaves to differentiate by.
+    - `jumps`: those of the run.
+    - `timed`: whether times move.
+    - `due`, of shape (slots, N): cotangents of the given times, as many as were met.
+    - `at_start`: which jumps come before the first steps, in their order, and of which trajectories.
     """
 
     def __init__(self, run: Run, jumps: Jumps, places: Sequence[int], timed: bool):
@@ -154,19 +144,9 @@ class LinearJumps:
     def pull(self, rows: Array, cotangent: Array, since: Array) -> tuple[Array, Array]:
         """Go back over some jumps, of as many trajectories.
 
-        Parameters
-        ----------
-        cotangent : array, shape (d, n)
-            Of the states after.
-        since : array, shape (n,)
-            Of the time at which what follows begins.
-
-        Returns
-        -------
-        array, shape (d, n)
-            Of the states before.
-        array, shape (n,)
-            Of the time at which what was before them ended, or where it began: given times have got their share.
+        The cotangents are of the states after, of shape (d, n), and of the time at which what follows begins, (n,).
+        Returned are those of the states before, (d, n), and of the time at which what was before them ended, or where it
+        began, (n,): given times have got their share.
         """
         self._after[:, rows] = cotangent
         before, parts = np.zeros_like(cotangent), (cotangent.real, cotangent.imag)

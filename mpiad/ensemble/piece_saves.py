@@ -15,20 +15,12 @@ __all__ = ["PieceSaves"]
 class PieceSaves:
     """The saved states of all trajectories.
 
-    Parameters
-    ----------
-    batch : Batch
-        Of the whole solve.
-    saveat : array, shape (n_saved,) or (N, n_saved)
-    signs : array, shape (N,)
-        -1 for trajectories that go backwards.
-
-    Attributes
-    ----------
-    states : array, shape (N, n_saved, d)
-    steps : array of int, shape (N, n_saved)
-        In which of all steps each lies, where that is recorded; INITIAL before the first one, NOWHERE where it wasn't
-        reached.
+    - `batch`: of the whole solve.
+    - `saveat`, of shape (n_saved,) or (N, n_saved).
+    - `signs`, of shape (N,): -1 for trajectories that go backwards.
+    - `states`, of shape (N, n_saved, d).
+    - `steps`, int, shape (N, n_saved): in which of all steps each lies, where that is recorded; INITIAL before the first
+      one, NOWHERE where it wasn't reached.
     """
 
     def __init__(self, batch: Batch, saveat: Array, signs: Array):

@@ -34,11 +34,7 @@ _LEAST_COLUMNS = 1024
 class Run:
     """A solve and its record. Everything here is a plain array.
 
-    Attributes
-    ----------
-    live : array of bool, shape (N,)
-        Which trajectories didn't fail; on the host.
-    coefficients : Coefficients
+    `live`, bool, shape (N,): which trajectories didn't fail; on the host.
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
@@ -164,12 +160,8 @@ class Run:
     def sweeps(self, backwards: bool = False, whole: bool = False) -> Iterator[StepSweep]:
         """Return the sweeps over all steps, block by block, in an order in which they can be gone.
 
-        Parameters
-        ----------
-        backwards : bool
-            Whether they are gone from the last step to the first.
-        whole : bool
-            Whether blocks may be as wide as there are trajectories; where states weren't kept, visits have none.
+        `backwards`: from the last step to the first. `whole`: blocks may be as wide as there are trajectories; where states
+        weren't kept, visits have none.
         """
         width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(self.batch.u0)))
         for first, steps in self.shares:

@@ -15,21 +15,11 @@ _MOST_PROGRAMS = 32
 
 
 class JacobianProgram(NamedTuple):
-    """The entries of the Jacobian that aren't zero whatever the state is.
+    """The entries of the Jacobian that aren't zero whatever the state is."""
 
-    Parameters
-    ----------
-    program : Program
-        Its outputs are the entries, and then derivatives by time.
-    places : tuple of (int, int)
-        Of the entries: which component, and by which.
-    slopes : tuple of int
-        Which components have derivatives by time.
-    """
-
-    program: Program
-    places: tuple[tuple[int, int], ...]
-    slopes: tuple[int, ...]
+    program: Program  # its outputs are the entries, and then derivatives by time
+    places: tuple[tuple[int, int], ...]  # of the entries: which component, and by which
+    slopes: tuple[int, ...]  # which components have derivatives by time
 
 
 @lru_cache(_MOST_PROGRAMS)

@@ -41,12 +41,7 @@ def _has_llvm() -> bool:
 
 
 def check_implicit(batch: Batch, settings: Settings, on_device: bool = False) -> None:
-    """Refuse what methods with linear systems don't have on the host, or by arrays on a device.
-
-    Raises
-    ------
-    NotImplementedError
-    """
+    """Raise NotImplementedError for what methods with linear systems don't have on the host, or by arrays on a device."""
     name = type(settings.alg).__name__
     if not settings.alg.tableau.implicit:
         return
@@ -66,17 +61,9 @@ def check_implicit(batch: Batch, settings: Settings, on_device: bool = False) ->
 class Compiler:
     """What one call of `solve` compiles.
 
-    Parameters
-    ----------
-    count : int
-        How many trajectories the whole ensemble has; 0 for a single problem.
-    together : bool
-        Whether ranks solve together: what there is to say of f is then kept until they know who says it.
-
-    Attributes
-    ----------
-    kernels : dict of str to Kernel or Loaded
-        By their names, forward and reverse, those that were used.
+    - `count`: how many trajectories the whole ensemble has; 0 for a single problem.
+    - `together`: whether ranks solve together: what there is to say of f is then kept until they know who says it.
+    - `kernels`: by their names, forward and reverse, those that were used.
     """
 
     def __init__(self, options: SolveOptions, count: int, together: bool = False):
@@ -88,10 +75,7 @@ class Compiler:
     def _is_wanted(self) -> bool:
         """Tell whether an ensemble is to be compiled, where it can be: by what all ranks and batches of it have in common.
 
-        Raises
-        ------
-        ImportError
-            With ``compile=True``, without llvmlite.
+        With ``compile=True`` an ImportError without llvmlite.
         """
         if self.compile is True and not _has_llvm():
             raise ImportError("solve: compile=True needs llvmlite, which isn't installed: pip install mpiad[fast].")

@@ -22,77 +22,38 @@ __all__ = ["Fields", "Form", "form_of"]
 
 
 class Form(NamedTuple):
-    """The sizes and options of one kernel.
+    """The sizes and options of one kernel."""
 
-    Parameters
-    ----------
-    d : int
-        Components of a state; of complex ones the parts, as many again.
-    varying, shared : int
-        Numbers among the parameters: those of each trajectory, and those of all.
-    single : bool
-        Whether states are float32.
-    lanes : int
-        How many trajectories advance together.
-    inside : bool
-        Whether times are saved that lie inside of steps.
-    record : bool
-        Whether all accepted steps are kept.
-    tolerances : bool
-        Whether each component has its own absolute tolerance.
-    directions : tuple of (str, int)
-        Along which initial values ("u") and parameters ("p" of each, "s" of all) tangents are carried.
-    wanted_varying, wanted_shared : int
-        How many parameters of each trajectory, and of all, an adjoint is asked for.
-    timed : bool
-        Whether it is asked for the ends of tspan.
-    events : tuple of (bool, int)
-        Of each whether it ends its trajectory, and its direction.
-    jacobian : tuple of (int, int)
-        Of Rosenbrock methods: which entries of the Jacobian may not be zero.
-    slopes : tuple of int
-        Of Rosenbrock methods: which components of f depend on time by themselves.
-    mass : tuple of (int, int, float), or None
-        The entries of the mass matrix that aren't zero; None for the identity.
-    restarts : bool
-        Whether first steps may be given, and those that would be next are told.
-    affects : tuple of int, or None
-        Which of all events act at given times; None where none acts in the kernel.
-    acting : tuple of int
-        For each of `events` which of all it is, where it acts in the kernel; else -1.
-    jumps : tuple of (int, int), or None
-        Of an adjoint that goes back over events that acted: which components of the states before and after have to do with
-        each other.
-    stops : bool
-        Whether over conditions that vanished, too.
-    in_pairs : bool
-        Whether each two components are the parts of a complex number, whose modulus counts in norms.
-    """
-
-    d: int
+    d: int  # components of a state; of complex ones the parts, as many again
+    # `varying`, `shared`: numbers among the parameters: those of each trajectory, and those of all.
     varying: int
     shared: int
     tableau: Tableau
     controller: Controller
-    single: bool = False
-    lanes: int = 16
-    inside: bool = False
-    record: bool = False
-    tolerances: bool = False
+    single: bool = False  # whether states are float32
+    lanes: int = 16  # how many trajectories advance together
+    inside: bool = False  # whether times are saved that lie inside of steps
+    record: bool = False  # whether all accepted steps are kept
+    tolerances: bool = False  # whether each component has its own absolute tolerance
+    # Along which initial values ("u") and parameters ("p" of each, "s" of all) tangents are carried.
     directions: tuple[tuple[str, int], ...] = ()
+    # `wanted_varying`, `wanted_shared`: how many parameters of each trajectory, and of all, an adjoint is asked for.
     wanted_varying: int = 0
     wanted_shared: int = 0
-    timed: bool = False
-    events: tuple[tuple[bool, int], ...] = ()
-    in_pairs: bool = False
-    jacobian: tuple[tuple[int, int], ...] = ()
-    slopes: tuple[int, ...] = ()
+    timed: bool = False  # whether it is asked for the ends of tspan
+    events: tuple[tuple[bool, int], ...] = ()  # of each whether it ends its trajectory, and its direction
+    in_pairs: bool = False  # whether each two components are the parts of a complex number, whose modulus counts in norms
+    jacobian: tuple[tuple[int, int], ...] = ()  # of Rosenbrock methods: which entries of the Jacobian may not be zero
+    slopes: tuple[int, ...] = ()  # of Rosenbrock methods: which components of f depend on time by themselves
+    # The entries of the mass matrix that aren't zero; None for the identity.
     mass: tuple[tuple[int, int, float], ...] | None = None
-    restarts: bool = False
-    affects: tuple[int, ...] | None = None
-    acting: tuple[int, ...] = ()
+    restarts: bool = False  # whether first steps may be given, and those that would be next are told
+    affects: tuple[int, ...] | None = None  # which of all events act at given times; None where none acts in the kernel
+    acting: tuple[int, ...] = ()  # for each of `events` which of all it is, where it acts in the kernel; else -1
+    # Of an adjoint that goes back over events that acted: which components of the states before and after have to do with
+    # each other.
     jumps: tuple[tuple[int, int], ...] | None = None
-    stops: bool = False
+    stops: bool = False  # whether over conditions that vanished, too
 
     @property
     def dtype(self) -> np.dtype:

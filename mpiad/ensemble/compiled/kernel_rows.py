@@ -28,22 +28,14 @@ _EVENT_ROWS = 1024
 
 
 class Tape(NamedTuple):
-    """The steps of some trajectories; each links to the one before it.
+    """The steps of some trajectories; each links to the one before it."""
 
-    Parameters
-    ----------
-    first, stop : int
-        Which trajectories.
-    rows : array, shape (m, 2 + d)
-        Time before the step, its signed size, and the state before it; of a complex one its parts.
-    before : array of int, shape (m,)
-        The row of the same trajectory's step before; -1 where there is none.
-    """
-
+    # `first`, `stop`: which trajectories.
     first: int
     stop: int
+    # Shape (m, 2 + d); time before the step, its signed size, and the state before it; of a complex one its parts.
     rows: Array
-    before: Array
+    before: Array  # int, shape (m,); the row of the same trajectory's step before; -1 where there is none
 
     def steps(self, last: Array, counts: Array, dtype: np.dtype) -> Steps:
         """Return the steps in the order of sweeps; `last` has the row of the last step of every trajectory of the whole."""

@@ -29,30 +29,15 @@ __all__ = ["KernelSeeds", "KernelStops", "kernel_seeds"]
 
 
 class KernelSeeds(NamedTuple):
-    """The cotangents that a reverse kernel takes up on its way.
+    """The cotangents that a reverse kernel takes up on its way."""
 
-    Parameters
-    ----------
-    end : array, shape (d, N)
-        At the end of the last step.
-    saved : array, shape (N, n_saved, d), or None
-    save_step : array of int, shape (N, n_saved)
-        In which step each of them lies; those that lie nowhere come last.
-    times : array, shape (1, n_saved) or (N, n_saved)
-    stop : array, shape (N,)
-        When the last step ends.
-    leaves : dict
-        From places of leaves of the parameters to what they gain beside.
-    start : array, shape (N,), or float
-        What the start of tspan gains beside, where terminal events move with it.
-    """
-
-    end: Array
-    saved: Array | None
-    save_step: Array
-    times: Array
-    stop: Array
-    leaves: dict[int, Array]
+    end: Array  # shape (d, N); at the end of the last step
+    saved: Array | None  # shape (N, n_saved, d)
+    save_step: Array  # int, shape (N, n_saved); in which step each of them lies; those that lie nowhere come last
+    times: Array  # shape (1, n_saved) or (N, n_saved)
+    stop: Array  # shape (N,); when the last step ends
+    leaves: dict[int, Array]  # from places of leaves of the parameters to what they gain beside
+    # Shape (N,), or a number; what the start of tspan gains beside, where terminal events move with it.
     start: Array | float = 0.0
 
 
@@ -135,17 +120,9 @@ class KernelStops:
     With λ of the state there and σ of the time, the part x of the step moves by -(h σ + λ·U') / (g_u U' + g_t h), as
     `event_adjoint` says, and that times g_u, g_t and g_p is what the state, the time and the parameters gain.
 
-    Parameters
-    ----------
-    places : tuple of int
-        Of the leaves to differentiate by.
-    bar : array, shape (m,)
-        Cotangents of these times beside what comes after them.
-
-    Attributes
-    ----------
-    rows : array, shape (m, 3 + 2 d)
-        The part; h by the denominator, and g_t; h U' by the denominator, and g_u.
+    - `places`: of the leaves to differentiate by.
+    - `bar`, of shape (m,): cotangents of these times beside what comes after them.
+    - `rows`, of shape (m, 3 + 2 d): the part; h by the denominator, and g_t; h U' by the denominator, and g_u.
     """
 
     def __init__(self, run: Run, places: tuple[int, ...], bar: Array):

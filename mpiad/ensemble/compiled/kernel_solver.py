@@ -38,12 +38,8 @@ _BLOCK = 64
 class Solver:
     """A batch, and the kernels for it.
 
-    Parameters
-    ----------
-    kernels : dict of str to Kernel
-        By their names, forward and reverse, those that this solve has used: here they are noted.
-    batch : Batch
-        Of plain arrays.
+    `kernels`: by their names, forward and reverse, those that this solve has used: here they are noted. `batch`: of plain
+    arrays.
     """
 
     def __init__(self, kernels: dict[str, Any], traced: TracedProblem, batch: Batch, settings: Settings, threads: int):

@@ -18,15 +18,9 @@ __all__ = ["LU", "LoopedLU", "WrittenLU"]
 
 
 class LU(Protocol):
-    """Lines on the factors of a matrix, and on solutions.
+    """Lines on the factors of a matrix, and on solutions."""
 
-    Attributes
-    ----------
-    factors : list of str
-        Lines that make the factors.
-    """
-
-    factors: list[str]
+    factors: list[str]  # lines that make the factors
 
     def solved(self, x: str) -> list[str]:
         """Return lines that replace the right-hand side x_0, x_1, ... by the solution."""
@@ -44,10 +38,7 @@ class WrittenLU:
     of them so: next is always that which takes the fewest operations. Rows are exchanged by choices: each row below that
     may have the larger entry is compared with that on the diagonal, one after the other. An exchange fills both rows.
 
-    Parameters
-    ----------
-    places : iterable of (int, int)
-        Of the entries that may not be zero, the diagonal included.
+    `places`: of the entries that may not be zero, the diagonal included.
     """
 
     def __init__(self, d: int, places: Iterable[tuple[int, int]]):
@@ -135,13 +126,7 @@ class WrittenLU:
 class LoopedLU:
     """The factors in a buffer, column by column, with the right-hand side and the exchanges of rows behind them.
 
-    Parameters
-    ----------
-    places : iterable of (int, int)
-        Of the entries that are given as scalars.
-    buffer : str
-    start : int
-        Where in the buffer there is room for `room(d)` numbers.
+    `places`: of the entries that are given as scalars. `start`: where in the buffer there is room for `room(d)` numbers.
     """
 
     def __init__(self, d: int, places: Iterable[tuple[int, int]], buffer: str, start: int):

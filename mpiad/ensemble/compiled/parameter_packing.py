@@ -24,27 +24,13 @@ __all__ = ["ParameterPacking", "PackedLeaf", "names_of", "packing_of"]
 
 
 class PackedLeaf(NamedTuple):
-    """One leaf that a program takes its parameters from.
+    """One leaf that a program takes its parameters from."""
 
-    Parameters
-    ----------
-    place : int
-        Of the leaf.
-    shape : tuple of int
-        Of one trajectory's.
-    varies : bool
-        Whether each trajectory has its own.
-    first : int
-        The number of its first scalar among the parameters; the others follow in C order.
-    complex : bool
-        Whether its numbers are complex: each is then two scalars, its real and its imaginary part.
-    """
-
-    place: int
-    shape: Shape
-    varies: bool
-    first: int
-    complex: bool = False
+    place: int  # of the leaf
+    shape: Shape  # of one trajectory's
+    varies: bool  # whether each trajectory has its own
+    first: int  # the number of its first scalar among the parameters; the others follow in C order
+    complex: bool = False  # whether its numbers are complex: each is then two scalars, its real and its imaginary part
 
     @property
     def scalars(self) -> range:
@@ -53,15 +39,9 @@ class PackedLeaf(NamedTuple):
 
 
 class ParameterPacking(NamedTuple):
-    """Where the scalars of a program's parameters are.
+    """Where the scalars of a program's parameters are."""
 
-    Parameters
-    ----------
-    parts : tuple of PackedLeaf
-        By their places, so by the numbers of their scalars.
-    """
-
-    parts: tuple[PackedLeaf, ...]
+    parts: tuple[PackedLeaf, ...]  # by their places, so by the numbers of their scalars
 
     @property
     def size(self) -> int:

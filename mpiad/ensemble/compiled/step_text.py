@@ -22,15 +22,8 @@ __all__ = ["Steps"]
 class Steps:
     """Lines on one step.
 
-    Parameters
-    ----------
-    fused : bool
-        Whether sums of products in derivatives are made of `fma`.
-
-    Attributes
-    ----------
-    room : int
-        How many numbers the array `lu` has, in kernels without lanes.
+    `fused`: whether sums of products in derivatives are made of `fma`. `room`: how many numbers the array `lu` has, in
+    kernels without lanes.
     """
 
     room = 0

@@ -37,32 +37,13 @@ _COLUMNS = 5
 
 
 def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Shape | None = None) -> Program:
-    """Return what f computes from one trajectory's state, parameters and time.
+    """Return what f, as in `ODEProblem`, computes from one trajectory's state, parameters and time; or raise Untraceable.
 
-    Parameters
-    ----------
-    f : callable
-        As in `ODEProblem`.
-    shape : tuple of int
-        Of one state.
-    p : Parameters
-        Of which the shapes are used, and the values of what isn't a variable. The program's parameters are numbered as
-        `packing_of` says: leaf after leaf, C order within a leaf, those that vary and those that are shared alike.
-        `ParameterPacking.split` makes both kinds of row for a kernel.
-    dtype : dtype
-        Of the states.
-    result : tuple of int, optional
-        The shape of what f returns for one trajectory, real numbers; by default it is a state's derivative.
-
-    Returns
-    -------
-    Program
-        With an output for each scalar of the result, in C order.
-
-    Raises
-    ------
-    Untraceable
-        With the reason and the line of the user's.
+    The program has an output for each scalar of what f returns for one trajectory, in C order: of real numbers in the shape
+    `result`, by default of a state's derivative. Of `p` the shapes are used, and the values of what isn't a variable. The
+    program's parameters are numbered as `packing_of` says: leaf after leaf, C order within a leaf, those that vary and
+    those that are shared alike. `ParameterPacking.split` makes both kinds of row for a kernel. Untraceable says the reason,
+    and the user's line.
     """
     width = 2 if is_complex(dtype) else 1
     groups = {"state": math.prod(shape) * width, "parameter": packing_of(p).size, "time": 1}
@@ -117,11 +98,7 @@ def verify(program: Program, batch: Batch, fun: Function | None = None, called: 
     """Compare a program with f at the initial states of a few trajectories, which are plain arrays.
 
     Or with another function of the user's, `fun`, of which ``called(u, p, t)`` returns an array, shape (rows, n).
-
-    Raises
-    ------
-    Untraceable
-        Where they differ by more than rounding.
+    Untraceable where they differ by more than rounding.
     """
     if not batch.size:
         return

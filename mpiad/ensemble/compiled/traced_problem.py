@@ -52,21 +52,14 @@ _known: dict[Fingerprint, Any] = {}
 
 
 class TracedProblem(NamedTuple):
-    """What f, and the conditions and affects of events, compute, and of which numbers.
-
-    Parameters
-    ----------
-    names : tuple of str
-        What the program's parameters are called in kernels: p0, p1, … those of each trajectory, s0, s1, … those of all.
-    affects : tuple of Program or None
-        Of all events, where these can act in a kernel; None for those that don't act.
-    """
+    """What f, and the conditions and affects of events, compute, and of which numbers."""
 
     program: Program
     conditions: tuple[Program, ...]
     packing: ParameterPacking
+    # What the program's parameters are called in kernels: p0, p1, … those of each trajectory, s0, s1, … those of all.
     names: tuple[str, ...]
-    affects: tuple[Program | None, ...]
+    affects: tuple[Program | None, ...]  # of all events, where these can act in a kernel; None for those that don't act
 
     def direction(self, j: int) -> tuple[str, int]:
         """Return the direction of one of the program's parameters, along which a tangent can be carried."""
@@ -113,10 +106,7 @@ def remembered(make: Callable[[], _Found | None], batch: Batch, events: Sequence
 def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) -> TracedProblem | None:
     """Return what f and the events' conditions compute; None, and a word about it to `warn`, where they can't be compiled.
 
-    Raises
-    ------
-    TypeError
-        Where they must be, by ``compile=True``, and can't be traced.
+    A TypeError where they must be, by ``compile=True``, and can't be traced.
     """
     program = _program_of(batch, must, warn)
     if program is None:

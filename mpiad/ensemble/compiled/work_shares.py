@@ -56,10 +56,7 @@ def shares_of(count: int, threads: int) -> list[tuple[int, int]]:
 def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any], threads: int) -> list[Result]:
     """Return what a function makes of all items, by so many threads, of which this one is one.
 
-    Parameters
-    ----------
-    fun : callable
-        ``fun(item, pause)`` calls ``pause()`` now and then: what is raised in one thread ends it there in the others.
+    ``fun(item, pause)`` calls ``pause()`` now and then: what is raised in one thread ends it there in the others.
     """
     items = list(items)
     if threads == 1 or len(items) < 2:
@@ -136,12 +133,7 @@ if hasattr(os, "register_at_fork"):
 class Paced:
     """A kernel that leaves off after a while.
 
-    Parameters
-    ----------
-    function : callable
-        The kernel.
-    state : array of int
-        Where it leaves off, and last how many turns it is to take, from which it counts down.
+    `state`: where it leaves off, and last how many turns it is to take, from which it counts down.
     """
 
     def __init__(self, function: Callable[..., None], state: Array):

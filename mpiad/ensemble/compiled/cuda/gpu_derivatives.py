@@ -29,14 +29,9 @@ __all__ = ["Solved", "results_of"]
 class Solved:
     """A solve and where its results live.
 
-    Parameters
-    ----------
-    carried : tuple of tuple of (str, int)
-        Along which the results carried tangents.
-    by_tangent : bool
-        Whether a gradient is computed by tangents.
-    on_host : bool
-        Whether results live on the host.
+    - `carried`: along which the results carried tangents.
+    - `by_tangent`: whether a gradient is computed by tangents.
+    - `on_host`: whether results live on the host.
     """
 
     def __init__(self, solver: Solver, results: DeviceResults, carried: Directions, by_tangent: bool, on_host: bool):

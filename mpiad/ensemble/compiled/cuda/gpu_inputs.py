@@ -19,23 +19,16 @@ _COLUMNS = 5
 
 
 class Inputs(NamedTuple):
-    """What all kernels of a solve are given, in the order of their arguments.
+    """What all kernels of a solve are given, in the order of their arguments."""
 
-    Parameters
-    ----------
-    u0, p, s : array, shapes (d, n), (varying, n), (shared,)
-    start, stop : array, shape (n,)
-    times : array, shape (n_saved,) or (n, n_saved)
-    n_saved, by_row : int
-        Whether each trajectory has times of its own.
-    """
-
+    # `u0`, `p`, `s`: shapes (d, n), (varying, n), (shared,).
     u0: Array
     p: Array
     s: Array
+    # `start`, `stop`: shape (n,).
     start: Array
     stop: Array
-    times: Array
+    times: Array  # shape (n_saved,) or (n, n_saved)
     n_saved: int
     by_row: int
 

@@ -37,12 +37,8 @@ def longest_of_blocks(arrays: ArrayModule, naccept: Array) -> tuple[int, Array]:
 def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, budget: int) -> list[Share]:
     """Return shares of `count` trajectories, in order, whose steps fit into a budget.
 
-    Blocks have so many trajectories, of which the longest has so many steps.
-
-    Raises
-    ------
-    MemoryError
-        Where those of one trajectory alone don't.
+    Blocks have so many trajectories, of which the longest has so many steps. A MemoryError where those of one trajectory
+    alone don't fit.
     """
     most = int(longest.max(initial=0)) * bytes_per_step
     if most > budget:

@@ -43,14 +43,8 @@ def solved_on_gpu(
     """Solve all trajectories of a batch: by a kernel where that can be, else by arrays where they live.
 
     In `given` some values may be traced; `batch` is the same as plain arrays, on a device or on the host. By arrays it is
-    ``by_arrays(given, batch, settings)`` that solves.
-
-    Raises
-    ------
-    ImportError, RuntimeError
-        Without CuPy, or without a GPU.
-    NotImplementedError
-        For what Rosenbrock methods don't have there.
+    ``by_arrays(given, batch, settings)`` that solves. An ImportError or RuntimeError without CuPy, or without a GPU; a
+    NotImplementedError for what Rosenbrock methods don't have there.
     """
     on_host = not is_on_device(batch)
     check_implicit(batch, settings, on_device=not on_host)
@@ -133,11 +127,7 @@ def problem_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Set
     """Return what is compiled; None, and one line in the log, where arrays solve the ensemble.
 
     In `given` some values may be traced; `host` is the same, or a few trajectories like it, as plain arrays on the host.
-
-    Raises
-    ------
-    TypeError, ValueError
-        With ``compile=True``, where it can't be.
+    With ``compile=True`` a TypeError or ValueError where it can't be compiled.
     """
     if compiler.compile is False:
         return None

@@ -41,33 +41,20 @@ _known: dict[tuple[Any, str], Loaded] = {}
 
 
 class DeviceResults(NamedTuple):
-    """What a solve leaves on the device.
+    """What a solve leaves on the device."""
 
-    Parameters
-    ----------
-    vector : array, shape ((n_saved + 1) * d * n,)
-        Saved states, of shape (n_saved, d, n), and last ones, (d, n).
-    t_reached, codes, naccept, nreject : array, shape (n,)
-    du_end, dsaved : array, shapes (m, d, n), (m, n_saved, d, n)
-        Tangents along the m directions that were carried.
-    rows : array, shape (6, room), or None
-        What happened, row by row: see `cuda.events`; None without events.
-    heads : array, shape (n,)
-        Of each trajectory the row of its last event, -1 without one.
-    found_events : int
-        How many rows there are.
-    """
-
-    vector: Array
+    vector: Array  # shape ((n_saved + 1) * d * n,); saved states, of shape (n_saved, d, n), and last ones, (d, n)
+    # `t_reached`, `codes`, `naccept`, `nreject`: shape (n,).
     t_reached: Array
     codes: Array
     naccept: Array
     nreject: Array
+    # `du_end`, `dsaved`: shapes (m, d, n), (m, n_saved, d, n); tangents along the m directions that were carried.
     du_end: Array
     dsaved: Array
-    rows: Any = None
-    heads: Any = None
-    found_events: int = 0
+    rows: Any = None  # shape (6, room); what happened, row by row: see `cuda_events`; None without events
+    heads: Any = None  # shape (n,); of each trajectory the row of its last event, -1 without one
+    found_events: int = 0  # how many rows there are
 
 
 class InputCotangents(NamedTuple):
@@ -81,14 +68,9 @@ class InputCotangents(NamedTuple):
 class Solver:
     """A batch on a device, and the kernels for it.
 
-    Parameters
-    ----------
-    arrays : ArrayModule
-        Of the device.
-    batch : Batch
-        Of plain arrays, on the host or on the device.
-    told : callable
-        ``told(name, loaded)`` is told which kernels are used.
+    - `arrays`: of the device.
+    - `batch`: of plain arrays, on the host or on the device.
+    - `told`: ``told(name, loaded)`` is told which kernels are used.
     """
 
     def __init__(
@@ -228,16 +210,10 @@ class Solver:
 
 
 class Loaded(NamedTuple):
-    """A kernel on a device.
-
-    Parameters
-    ----------
-    text : str
-        Its source.
-    """
+    """A kernel on a device."""
 
     kernel: DeviceKernel
-    text: str
+    text: str  # its source
 
 
 def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -> Loaded:
