@@ -16,12 +16,7 @@ __all__ = ["TracedArrays"]
 
 
 class TracedArrays:
-    """Makes arrays of one trace. There is no other place that they could be copied to.
-
-    Parameters
-    ----------
-    recorder : Recorder
-    """
+    """Makes arrays of one trace. There is no other place that they could be copied to."""
 
     name, kind, device, takes_host_arrays = "traced", TracedArray, 0, True
 

@@ -47,69 +47,37 @@ class Slot(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of Python's that a program makes.
+    """A call of Python's that a program makes."""
 
-    Parameters
-    ----------
-    kind : {"call", "communicate", "operate"}
-    fun : callable or Operation
-    args, kwargs
-        With a `Slot` for each array.
-    rule : tuple or None
-        Of a communication that an adjoint or tangent makes: which of both, and the name and site of its forward call.
-    """
-
-    kind: str
-    fun: Any
+    kind: str  # "call", "communicate" or "operate"
+    fun: Any  # callable or Operation
+    # `args`, `kwargs`: with a `Slot` for each array.
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    # Of a communication that an adjoint or tangent makes: which of both, and the name and site of its forward call.
     rule: tuple[str, str, Site] | None = None
 
 
 class Node(NamedTuple):
-    """One array.
-
-    Parameters
-    ----------
-    kind : str
-    inputs : tuple of int
-        Numbers of the nodes that it is made of.
-    shape : tuple of int
-    dtype : dtype
-    data : object
-    site : Site or None
-        The user's line.
-    part : int
-        Of the program: reverse passes are run later than the rest.
-    """
+    """One array."""
 
     kind: str
-    inputs: tuple[int, ...]
+    inputs: tuple[int, ...]  # numbers of the nodes that it is made of
     shape: Shape
     dtype: np.dtype
     data: Any
-    site: Site | None = None
-    part: int = 0
+    site: Site | None = None  # the user's line
+    part: int = 0  # of the program: reverse passes are run later than the rest
 
 
 class ArrayProgram:
     """A program, and while it is made its builder.
 
-    Attributes
-    ----------
-    nodes : list of Node
-    inputs : list of int
-        Nodes of the arguments.
-    constants : list of array
-    outputs : list of int
-    weak : set of int
-        Those nodes that are numbers of Python's.
-    logged : int
-        How many parts log what they communicate, to be played back.
-    contracts : bool
-        Whether a contraction is a part of it.
-    componentwise : set of int
-        Those joins whose parts were computed by themselves, and stay so in sums.
+    - `inputs`: nodes of the arguments.
+    - `weak`: those nodes that are numbers of Python's.
+    - `logged`: how many parts log what they communicate, to be played back.
+    - `contracts`: whether a contraction is a part of it.
+    - `componentwise`: those joins whose parts were computed by themselves, and stay so in sums.
     """
 
     def __init__(self) -> None:

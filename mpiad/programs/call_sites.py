@@ -17,18 +17,9 @@ __all__ = ["called_at"]
 
 
 def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
-    """Return a function that calls an operation or operator, in a frame of the user's line.
+    """Return a function that calls an operation or operator, in a frame of the user's line, where one is known.
 
-    Parameters
-    ----------
-    site : Site or None
-    kind : {"communicate", "operate", "in place", "prepared", "begin", "end", "opaque", "settle"}
-
-    Returns
-    -------
-    callable
-        ``(operation, x, params)``, ``(operator, args, kwargs)``, ``(operator, buffer, *rest)``, ``(prepared,)``,
-        ``(parts,)`` twice, of which the first or all that are left are done, or ``(fun, args)``.
+    What it is given stands in `_CALLS`; of parts the first is done in "begin", and all that are left in "end".
     """
     made: Any = _CALLS[kind]
     if rule is not None:

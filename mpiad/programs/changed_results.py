@@ -16,14 +16,9 @@ __all__ = ["Changed", "condition_of", "is_looked_at", "raise_changed"]
 
 
 class Changed(TypeError):
-    """Report a call whose result isn't what the program was made for.
+    """Report a call whose result isn't what the program was made for."""
 
-    Attributes
-    ----------
-    log : list or None
-        What was communicated in this run until then, that call's result the last; None where that isn't known.
-    """
-
+    # What was communicated in this run until then, that call's result the last; None where that isn't known.
     log: list[Any] | None = None
 
 
@@ -60,13 +55,7 @@ def is_looked_at(schedule: Schedule, at: int) -> bool:
 def condition_of(node: Node, made: str, bound: Callable[[Any], str]) -> str:
     """Return the text of the condition under which a result is no longer that of the trace.
 
-    Parameters
-    ----------
-    node : Node
-    made : str
-        What the result is called.
-    bound : callable
-        Gives a value a name.
+    The result is called `made`; `bound` gives a value a name.
     """
     if node.data.kind == "settle":
         return f"{made} != {bound(node.data.kwargs['expected'])}"

@@ -102,19 +102,9 @@ class Watch:
 
 
 def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Watch:
-    """Return the watch of a function.
+    """Return the watch of a function; it may raise HoldsTraced or Unfollowed.
 
-    Parameters
-    ----------
-    fun : callable
-    args : sequence
-        Its positional arguments.
-    objects : sequence
-        Those arguments, and parts of them, that are constants of the trace.
-
-    Raises
-    ------
-    HoldsTraced, Unfollowed
+    `args`: its positional arguments. `objects`: those arguments, and parts of them, that are constants of the trace.
     """
     reader = _Reader()
     try:

@@ -120,15 +120,7 @@ def _value(x: Any) -> Value:
 class _Contraction:
     """A sum of products.
 
-    Parameters
-    ----------
-    t : Translation
-    dtype : dtype
-    operands : sequence of Value
-    labels : sequence of list
-        A label for each axis of each operand, as in Einstein's notation.
-    out : list
-        Labels of the result's axes.
+    `labels`: a label for each axis of each operand, as in Einstein's notation. `out`: labels of the result's axes.
     """
 
     def __init__(self, t: Translation, dtype: np.dtype, operands: Sequence[Value], labels: Any, out: list[Hashable]):

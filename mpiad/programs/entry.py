@@ -51,30 +51,15 @@ class Output(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A compiled program for one signature.
-
-    Parameters
-    ----------
-    replays : Replays
-    outputs : list of Output
-    build : callable
-        From leaves to the result.
-    watch : Watch
-    communications : int
-        How many steps of a call are one; as many in the reverse pass.
-    communicates : bool
-        Whether it makes any, also in functions that aren't taken apart.
-    channels : set of Channel
-        On which.
-    """
+    """A compiled program for one signature."""
 
     replays: Replays
     outputs: list[Output]
-    build: Callable[[list[Any]], Any]
+    build: Callable[[list[Any]], Any]  # from leaves to the result
     watch: Watch
-    communications: int
-    communicates: bool
-    channels: set[Channel]
+    communications: int  # how many steps of a call are one; as many in the reverse pass
+    communicates: bool  # whether it makes any, also in functions that aren't taken apart
+    channels: set[Channel]  # on which
 
     def is_current(self) -> bool:
         """Tell whether it can be run: what it was made of is the same, and no message is left of an exception."""
@@ -107,16 +92,7 @@ def entry_of(
 ) -> Entry:
     """Compile a trace.
 
-    Parameters
-    ----------
-    recorder : Recorder
-    numbers : sequence
-        The outputs of the program.
-    ends : sequence of int
-        How many of them come before each part that is run later.
-    outputs : list of Output
-    build : callable
-    watch : Watch
+    The outputs of the program are `numbers`, of which so many as `ends` says come before each part that is run later.
     """
     program = program_of(recorder, numbers)
     schedule = Fusion(program, ends).schedule()
@@ -129,14 +105,8 @@ def entry_by_shapes(
 ) -> Entry | None:
     """Compile a function of large arrays before it is run; None where there are none, or where it takes more than shapes.
 
-    Parameters
-    ----------
-    given : Arguments
-    noted : callable
-        Makes the trace, and returns what `entry_of` takes between its recorder and the watch.
-    watch : Watch
-    small : bool
-        Whether it is to be done for small arrays, too.
+    `noted` makes the trace, and returns what `entry_of` takes between its recorder and the watch. `small`: it is done for
+    small arrays, too.
     """
     if is_shown() or not small and not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None

@@ -29,11 +29,7 @@ __all__ = ["Fusion"]
 class Fusion:
     """Makes the schedule of a program.
 
-    Parameters
-    ----------
-    program : ArrayProgram
-    ends : sequence of int
-        So many of the outputs are wanted before each part that is run later.
+    `ends`: so many of the outputs are wanted before each part that is run later.
     """
 
     def __init__(self, program: ArrayProgram, ends: Sequence[int] = ()):

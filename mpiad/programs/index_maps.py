@@ -14,16 +14,9 @@ __all__ = [
 
 
 class Axis(NamedTuple):
-    """The index along one axis of the array that is read: stride times an index of the one that is made, and offset.
+    """The index along one axis of the array that is read: stride times an index of the one that is made, and offset."""
 
-    Parameters
-    ----------
-    source : int or None
-        Axis of the array that is made; None where the index is the offset alone.
-    stride, offset : int
-    """
-
-    source: int | None
+    source: int | None  # axis of the array that is made; None where the index is the offset alone
     stride: int
     offset: int
 

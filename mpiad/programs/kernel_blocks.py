@@ -25,19 +25,7 @@ _WORD = 8
 class KernelBlocks:
     """A block for each loop among actions, and for each thread that computes a part of it.
 
-    Parameters
-    ----------
-    schedule : Schedule
-    texts : sequence of LoopText or None
-    kernels : sequence of Kernel or None
-        Of each step.
-    actions : sequence of Action
-    homes : dict of int to Home
-
-    Attributes
-    ----------
-    words : array of int64, of ctypes
-        All blocks, one after the other.
+    `texts`, `kernels`: of each step, None for calls. `words`: all blocks, one after the other.
     """
 
     def __init__(

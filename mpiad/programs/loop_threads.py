@@ -82,14 +82,10 @@ def run_together(kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
 
 
 def shares_of(boxes: tuple[Array, ...], entries: int) -> tuple[tuple[Array, ...], ...]:
-    """Return the boxes of each thread, all of them for one where there is too little.
+    """Return the boxes of each thread, all of them for one where a loop of so many entries is too little.
 
-    Parameters
-    ----------
-    boxes : tuple of array of shape (n, 2 d)
-        Of a divisible loop: those without decisions, and those at the edges, which the last thread computes.
-    entries : int
-        Of the loop.
+    The boxes, each of shape (n, 2 d), are of a divisible loop: those without decisions, and those at the edges, which the
+    last thread computes.
     """
     threads = loop_threads()
     if entries < LARGE or threads < 2:

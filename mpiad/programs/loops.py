@@ -30,38 +30,19 @@ _FIRST = {"add": 0.0, "multiply": 1.0, "maximum": -math.inf, "minimum": math.inf
 
 
 class LoopText(NamedTuple):
-    """A loop as a kernel.
-
-    Parameters
-    ----------
-    body : str
-    arguments : tuple of (str, str)
-        Their names and kinds.
-    buffers : tuple of int
-        Those that are arrays, in their order.
-    written : frozenset of int
-        Those among them that the loop writes.
-    boxes : tuple of array of shape (n, 2 d)
-        Arguments after the buffers: first and last place along each axis, of the boxes without decisions where the loop is
-        `divisible`, and of those at the edges where there are any.
-    lanes : int
-        Length of the array of lanes, the last argument; 0 where there is none.
-    loads : frozenset of (int, IndexMap)
-        What is read: buffers, and their indices by those of the loop.
-    divisible : bool
-        Whether any boxes can be given: a part of them is computed, then the others.
-    over : tuple of int
-        A buffer that is written where another one was, and that other one; nothing where there is none.
-    """
+    """A loop as a kernel."""
 
     body: str
-    arguments: tuple[tuple[str, str], ...]
-    buffers: tuple[int, ...]
-    written: frozenset[int]
+    arguments: tuple[tuple[str, str], ...]  # their names and kinds
+    buffers: tuple[int, ...]  # those that are arrays, in their order
+    written: frozenset[int]  # those among them that the loop writes
+    # Each of shape (n, 2 d); arguments after the buffers: first and last place along each axis, of the boxes without
+    # decisions where the loop is `divisible`, and of those at the edges where there are any.
     boxes: tuple[Array, ...]
-    lanes: int
-    loads: frozenset[tuple[int, IndexMap]]
-    divisible: bool
+    lanes: int  # length of the array of lanes, the last argument; 0 where there is none
+    loads: frozenset[tuple[int, IndexMap]]  # what is read: buffers, and their indices by those of the loop
+    divisible: bool  # whether any boxes can be given: a part of them is computed, then the others
+    # A buffer that is written where another one was, and that other one; nothing where there is none.
     over: tuple[int, ...] = ()
 
     @property
@@ -83,12 +64,7 @@ def text_of(schedule: Schedule, at: int, divisible: bool = False) -> LoopText:
 class LoopWriter:
     """Writes the text of one loop.
 
-    Parameters
-    ----------
-    schedule : Schedule
-    at : int
-        Of which step.
-    divisible : bool
+    `at`: of which step.
     """
 
     def __init__(self, schedule: Schedule, at: int, divisible: bool = False):

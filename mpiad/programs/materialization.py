@@ -46,20 +46,10 @@ class _Use(NamedTuple):
 class Materialization:
     """Decides what is kept.
 
-    Parameters
-    ----------
-    program : ArrayProgram
-    ends : sequence of int
-        So many of the outputs are wanted before each part that is run later.
-
-    Attributes
-    ----------
-    needed, cuts : list of int
-        The nodes that outputs and communications need; those at which Python runs.
-    users : dict of int to list of int
-        The nodes that read one.
-    anchored : set of int
-        What is put where a cut or an output needs it, and not before.
+    - `ends`: so many of the outputs are wanted before each part that is run later.
+    - `needed`, `cuts`: the nodes that outputs and communications need; those at which Python runs.
+    - `users`: the nodes that read one.
+    - `anchored`: what is put where a cut or an output needs it, and not before.
     """
 
     def __init__(self, program: ArrayProgram, ends: Sequence[int] = ()):

@@ -31,18 +31,10 @@ _LINE, _SHORT = 64, 1024
 
 
 class Layout(NamedTuple):
-    """How an array lies in memory that begins at a line.
+    """How an array lies in memory that begins at a line."""
 
-    Parameters
-    ----------
-    pitch : int
-        Entries from a row to the next.
-    shift : int
-        Bytes before it.
-    """
-
-    pitch: int
-    shift: int
+    pitch: int  # entries from a row to the next
+    shift: int  # bytes before it
 
     def of(self, memory: Array, shape: Shape, dtype: np.dtype) -> Array:
         """Return the array."""
@@ -52,19 +44,11 @@ class Layout(NamedTuple):
 
 
 class Home(NamedTuple):
-    """Which memory a temporary buffer is in.
-
-    Parameters
-    ----------
-    memory, nbytes : int
-    is_scratch : bool
-        Whether it is one that replays have in common.
-    layout : Layout
-    """
+    """Which memory a temporary buffer is in."""
 
     memory: int
     nbytes: int
-    is_scratch: bool
+    is_scratch: bool  # whether it is one that replays have in common
     layout: Layout
 
 

@@ -24,21 +24,10 @@ _OBJECT = np.dtype(object)
 class NotedValues:
     """What a recorder knows of its values.
 
-    Parameters
-    ----------
-    kind : type
-        `TracedArray`.
-
-    Attributes
-    ----------
-    specs : list of (shape, dtype)
-        Of each value.
-    constants : list of array
-        As they were when they were used: copies of those that can change.
-    inputs : list of int
-        Numbers of the arguments.
-    weak : set of int
-        Numbers that are Python's.
+    - `specs`: of each value.
+    - `constants`: as they were when they were used: copies of those that can change.
+    - `inputs`: numbers of the arguments.
+    - `weak`: numbers that are Python's.
     """
 
     def __init__(self, kind: type):

@@ -52,13 +52,8 @@ class _Call:
     ) -> tuple[Any, ...]:
         """Return the results, with tangents these too, and the outcome.
 
-        Parameters
-        ----------
-        leaves : list
-        places : list of int, optional
-            Of the variables, which may be none on this rank; not given outside of derivatives.
-        tangents : list of array, optional
-            Of the variables; without them the tape is to be run backwards.
+        `places`, of the variables, may be none on this rank; they aren't given outside of derivatives. Without `tangents`
+        of the variables the tape is to be run backwards.
         """
         # What it keeps, or returns, mustn't be the program's memory, which is used again.
         leaves = [x.copy() if type(x) is np.ndarray else x for x in leaves]
@@ -112,12 +107,7 @@ def _as_array(x: Any) -> Any:
 def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a function that isn't taken apart as one step, or two on the tape of a derivative.
 
-    Parameters
-    ----------
-    recorder : Recorder or Playback
-    fun : callable
-        Its results are arrays, in any nest.
-    args, kwargs
+    The recorder may be a `Playback`. The function's results are arrays, in any nest.
     """
     leaves, build = flatten((args, kwargs))
     call, tape = _Call(fun, build), current.tape

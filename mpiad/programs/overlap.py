@@ -27,19 +27,11 @@ _SMALL = 1 << 13
 
 
 class Action(NamedTuple):
-    """What is done at once.
+    """What is done at once."""
 
-    Parameters
-    ----------
-    kind : {"loop", "call", "begin", "end"}
-    at : int
-        Of which step.
-    shares : tuple of tuple of array
-        Of a loop: the boxes that its kernel takes, of each thread; all of them, or a part.
-    """
-
-    kind: str
-    at: int
+    kind: str  # "loop", "call", "begin" or "end"
+    at: int  # of which step
+    # Of a loop: the boxes that its kernel takes, of each thread; all of them, or a part.
     shares: tuple[tuple[Array, ...], ...] = ()
 
 
@@ -56,16 +48,7 @@ def is_divided(schedule: Schedule, at: int) -> bool:
 
 
 def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: bool) -> list[Action]:
-    """Return what a program does, one after the other.
-
-    Parameters
-    ----------
-    schedule : Schedule
-    texts : sequence of LoopText or None
-        Of each step.
-    overlaps : bool
-        Whether loops run while messages are under way.
-    """
+    """Return what a program does, one after the other; `overlaps`: loops run while messages are under way."""
     actions: list[Action] = []
     late: list[Action] = []
     for at, text in enumerate(texts):

@@ -19,10 +19,7 @@ class Playback:
 
     What it has communicated until then isn't communicated again: the results are those of the first time.
 
-    Parameters
-    ----------
-    log : list
-        Of a recorder, or of a replay that couldn't go on.
+    `log`: of a recorder, or of a replay that couldn't go on.
     """
 
     def __init__(self, log: Sequence[Any]):

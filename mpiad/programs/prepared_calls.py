@@ -19,15 +19,8 @@ def prepared_steps(
 ) -> tuple[set[int], set[int]]:
     """Return the steps that can be prepared, and those whose messages have numbers.
 
-    Parameters
-    ----------
-    schedule : Schedule
-    made : callable
-        The buffers that a step returns.
-    is_large : callable
-        Of a buffer: whether it may lie somewhere else in each run.
-    in_kernels : collection of int
-        Buffers that kernels read or write.
+    `made` tells which buffers a step returns, and `is_large` of a buffer whether it may lie somewhere else in each run;
+    kernels read or write those of `in_kernels`.
     """
     found: set[int] = set()
     numbered: set[int] = set()

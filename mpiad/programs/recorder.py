@@ -44,32 +44,15 @@ _SHAPED_BY_VALUES = frozenset({
 class Recorder(NotedValues):
     """A trace under way.
 
-    Parameters
-    ----------
-    kind : type
-        `TracedArray`.
-
-    Attributes
-    ----------
-    steps : list of Step
-    open : bool
-        Whether operations are still noted.
-    reread : bool
-        Whether its arrays may be met as constants, now that it has ended.
-    refused : Abandoned or None
-        Why the trace was given up.
-    failed : exception or None
-        What a communication has raised.
-    log : list
-        Results of all communications, and of what was settled.
-    channels : set of Channel
-        Those of the communications.
-    asked : int or None
-        Of an integer that the function decides by, where that is what the trace was given up for.
-    part : int
-        Of the program, to which what is noted now belongs.
-    logged : int
-        How many parts log what they communicate, to be played back.
+    - `open`: whether operations are still noted.
+    - `reread`: whether its arrays may be met as constants, now that it has ended.
+    - `refused`: why the trace was given up.
+    - `failed`: what a communication has raised.
+    - `log`: results of all communications, and of what was settled.
+    - `channels`: those of the communications.
+    - `asked`: number of an integer that the function decides by, where that is what the trace was given up for.
+    - `part`: that part of the program to which what is noted now belongs.
+    - `logged`: how many parts log what they communicate, to be played back.
     """
 
     ended = False
@@ -89,22 +72,12 @@ class Recorder(NotedValues):
         self._marks: list[tuple[Any, str]] = []
 
     def refuse(self, reason: str) -> NoReturn:
-        """Give the trace up.
-
-        Raises
-        ------
-        Abandoned
-        """
+        """Give the trace up: leave the function by Abandoned."""
         self.refused = self.refused or Abandoned(reason, calls.site_of(sys._getframe(1)).text)
         raise self.refused
 
     def ask(self, x: Any, reason: str) -> NoReturn:
-        """Give the trace up because the function asks for a value; where that is an integer, another trace can know it.
-
-        Raises
-        ------
-        Abandoned
-        """
+        """Give the trace up because the function asks for a value; where that is an integer, another trace can know it."""
         if x.value.dtype.kind in "iu" and not x.value.ndim:
             self.asked = x.number
         self.refuse(reason)
@@ -294,12 +267,7 @@ class Recorder(NotedValues):
         return self.open and not self._inside
 
     def require_open(self) -> None:
-        """Refuse arrays that have outlasted their trace.
-
-        Raises
-        ------
-        RuntimeError
-        """
+        """Refuse arrays that have outlasted their trace, by a RuntimeError."""
         # Later calls wouldn't change it, and derivatives outside don't know of it: its use would be a wrong number.
         if not self.open and not self.reread:
             raise RuntimeError(

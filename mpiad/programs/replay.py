@@ -25,27 +25,13 @@ _FAST = "contract arcp"
 class Replays:
     """A program ready to be run, by several at a time: each has buffers of its own.
 
-    Parameters
-    ----------
-    schedule : Schedule
-
-    Attributes
-    ----------
-    texts : list of LoopText or None
-        Of each step, None for calls.
-    kernels : list of Kernel or None
-    homes : dict of int to Home
-    scratch : Scratch
-    results : dict of int to list of int
-        The buffers that each call returns.
-    logged : int
-        How many parts log what they communicate.
-    read_later : set of int
-        The inputs that come into what is run after the first part.
-    last_look : int
-        The last step that may give something else than in the trace, so that the program can't go on; -1 for none.
-    free : dict of bool to list of Replay
-        Those that nobody uses, by whether their communications are prepared.
+    - `texts`: of each step, None for calls.
+    - `results`: the buffers that each call returns.
+    - `logged`: how many parts log what they communicate.
+    - `read_later`: the inputs that come into what is run after the first part.
+    - `last_look`: the last step that may give something else than in the trace, so that the program can't go on; -1 for
+      none.
+    - `free`: those that nobody uses, by whether their communications are prepared.
     """
 
     def __init__(self, schedule: Schedule):

@@ -35,11 +35,7 @@ __all__ = ["ReplayWriter"]
 class ReplayWriter:
     """Writes the functions of a replay, and makes what they name.
 
-    Parameters
-    ----------
-    replays : Replays
-    prepared : bool
-        Whether communications are prepared, where they can be, and loops run while messages are under way.
+    `prepared`: whether communications are prepared, where they can be, and loops run while messages are under way.
     """
 
     def __init__(self, replays: Replays, prepared: bool):

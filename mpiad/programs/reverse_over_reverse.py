@@ -83,10 +83,7 @@ class _Played(NamedTuple):
 class _Pass:
     """A reverse pass of a call.
 
-    Parameters
-    ----------
-    gs : list of array
-        The cotangents of the results, plain.
+    `gs`: the cotangents of the results, plain.
     """
 
     def __init__(self, gs: list[Any]):

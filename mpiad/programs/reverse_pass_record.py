@@ -31,44 +31,26 @@ _boxes = Box.types
 
 
 class By(NamedTuple):
-    """By which leaves of the arguments a function is differentiated.
+    """By which leaves of the arguments a function is differentiated."""
 
-    Parameters
-    ----------
-    inner : list of int
-        By its own reverse pass.
-    outer : list of int
-        By the one of both.
-    parts : {2, 3, 4}
-        Of the program: without a reverse pass of both; with one by the cotangents alone; with one by outer variables, too.
-    """
-
-    inner: list[int]
-    outer: list[int]
+    inner: list[int]  # by its own reverse pass
+    outer: list[int]  # by the one of both
+    # Of the program: 2 without a reverse pass of both, 3 with one by the cotangents alone, 4 with one by outer leaves, too.
     parts: int
 
 
 class Record(NamedTuple):
-    """A function and its reverse pass on a tape around both.
+    """A function and its reverse pass on a tape around both."""
 
-    Parameters
-    ----------
-    nodes : list of OrderedNode
-        Of variables and function up to `end`, of cotangents of the results in the program up to `start`, and of the reverse
-        pass.
-    values, found : list of (value, int)
-        Results and cotangents of variables, with their places; -1 for constants.
-    end, start : int
-    build : callable
-        From leaves to the function's result.
-    """
-
+    # Of type OrderedNode: of variables and function up to `end`, of cotangents of the results in the program up to `start`,
+    # and of the reverse pass.
     nodes: list[Any]
+    # `values`, `found`: results and cotangents of variables, with their places; -1 for constants.
     values: list[tuple[Any, int]]
     found: list[tuple[Any, int]]
     end: int
     start: int
-    build: Callable[[list[Any]], Any]
+    build: Callable[[list[Any]], Any]  # from leaves to the function's result
 
     def lane(self, seeds: Iterable[tuple[int, Any]]) -> Lane:
         """Return a reverse pass that begins."""
@@ -98,17 +80,8 @@ def recorded(
 ) -> Record:  # fmt: skip
     """Run a function and its reverse pass on a tape around both.
 
-    Parameters
-    ----------
-    fun : callable
-    trace : TraceRun
-    by : By
-    leaves : sequence
-        Of the arguments.
-    seeds : callable
-        From the results to their cotangents, None for constants.
-    contexts : pair of context managers
-        For the function and for its reverse pass.
+    `seeds` makes of the results their cotangents, None for constants. `contexts`: two, for the function and for its reverse
+    pass.
     """
     with OrderedTape(of_cotangents=by.parts == 3) as tape:
         given = list(leaves)

@@ -16,23 +16,14 @@ __all__ = ["Buffer", "Fold", "Loop", "Place", "Run", "Schedule", "Store", "root_
 
 
 class Buffer(NamedTuple):
-    """Memory of an array.
+    """Memory of an array."""
 
-    Parameters
-    ----------
-    kind : {"input", "constant", "temporary", "result", "output", "alias"}
-        A result comes from a call of Python's; outputs are made anew at each call of the program; an alias is another
-        buffer in another shape.
-    shape : tuple of int
-    dtype : dtype
-    data : int
-        Which input, constant, output or buffer.
-    """
-
+    # "input", "constant", "temporary", "result", "output" or "alias"; a result comes from a call of Python's; outputs are
+    # made anew at each call of the program; an alias is another buffer in another shape.
     kind: str
     shape: Shape
     dtype: np.dtype
-    data: int = -1
+    data: int = -1  # which input, constant, output or buffer
 
 
 class Place(NamedTuple):
@@ -43,47 +34,22 @@ class Place(NamedTuple):
 
 
 class Store(NamedTuple):
-    """What a loop puts into memory at each place of its index space.
-
-    Parameters
-    ----------
-    node : int
-    reads : IndexMap
-        The node's indices by those of the loop.
-    place : Place
-        The buffer's indices by those of the loop.
-    copies : bool
-        Whether the node is read from where it is kept; else it is computed.
-    """
+    """What a loop puts into memory at each place of its index space."""
 
     node: int
-    reads: IndexMap
-    place: Place
-    copies: bool
+    reads: IndexMap  # the node's indices by those of the loop
+    place: Place  # the buffer's indices by those of the loop
+    copies: bool  # whether the node is read from where it is kept; else it is computed
 
 
 class Fold(NamedTuple):
-    """What a loop adds up over its index space, or folds otherwise.
+    """What a loop adds up over its index space, or folds otherwise."""
 
-    Parameters
-    ----------
-    node : int
-        The result.
-    of : int
-        What is folded.
-    reads : IndexMap
-        Its indices by those of the loop.
-    name : str
-        Of the operation.
-    place : Place
-        The buffer's indices by those of the loop; an axis that is folded occurs in none.
-    """
-
-    node: int
-    of: int
-    reads: IndexMap
-    name: str
-    place: Place
+    node: int  # the result
+    of: int  # what is folded
+    reads: IndexMap  # its indices by those of the loop
+    name: str  # of the operation
+    place: Place  # the buffer's indices by those of the loop; an axis that is folded occurs in none
 
     @property
     def is_full(self) -> bool:
@@ -92,69 +58,34 @@ class Fold(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """Stores and folds over one index space.
-
-    Parameters
-    ----------
-    shape : tuple of int
-    items : tuple of Store or Fold
-    inside : frozenset of int
-        Nodes that are computed here, and read from here and not from memory.
-    """
+    """Stores and folds over one index space."""
 
     shape: Shape
     items: tuple[Store | Fold, ...]
-    inside: frozenset[int]
+    inside: frozenset[int]  # nodes that are computed here, and read from here and not from memory
 
 
 class Run(NamedTuple):
-    """A call of Python's.
-
-    Parameters
-    ----------
-    node : int
-    inputs : tuple of int
-        Buffers of its arrays.
-    in_place : bool
-        Whether it works in a buffer that holds its argument already.
-    """
+    """A call of Python's."""
 
     node: int
-    inputs: tuple[int, ...]
-    in_place: bool
+    inputs: tuple[int, ...]  # buffers of its arrays
+    in_place: bool  # whether it works in a buffer that holds its argument already
 
 
 class Schedule(NamedTuple):
-    """What a program does, one after the other.
-
-    Parameters
-    ----------
-    program : ArrayProgram
-    buffers : list of Buffer
-    places : dict of int to Place
-        Where nodes are in memory.
-    copies : dict of int to (int, Place)
-        From which step on arguments of the program are in a buffer of its own, too, and where.
-    since : dict of int to int
-        After which step those are that loops compute; loops before it compute them again.
-    steps : list of Loop or Run
-    outputs : list of int
-        Buffers.
-    ends : list of int
-        How many outputs come before each part that is run later.
-    cuts : list of int
-        How many steps come before each of these parts.
-    """
+    """What a program does, one after the other."""
 
     program: ArrayProgram
     buffers: list[Buffer]
-    places: dict[int, Place]
+    places: dict[int, Place]  # where nodes are in memory
+    # From which step on arguments of the program are in a buffer of its own, too, and where.
     copies: dict[int, tuple[int, Place]]
-    since: dict[int, int]
-    steps: list[Any]
-    outputs: list[int]
-    ends: list[int]
-    cuts: list[int]
+    since: dict[int, int]  # after which step those are that loops compute; loops before it compute them again
+    steps: list[Any]  # of Loop or Run
+    outputs: list[int]  # buffers
+    ends: list[int]  # how many outputs come before each part that is run later
+    cuts: list[int]  # how many steps come before each of these parts
 
     def part(self, at: int) -> int:
         """Return the part of the program that a step belongs to."""

@@ -18,26 +18,13 @@ _NUMBERS = (float, np.floating, np.complexfloating, complex)
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call, taken apart.
-
-    Parameters
-    ----------
-    leaves : list
-    build : callable
-        From leaves to the arguments, as (args, kwargs).
-    traced : list of int
-        Places of those leaves that are values of the program; the others are constants of the trace.
-    key : tuple
-        Equal for calls that one trace serves.
-    form : hashable
-        Of the nest, without its leaves.
-    """
+    """The arguments of a call, taken apart."""
 
     leaves: list[Any]
-    build: Any
-    traced: list[int]
-    key: tuple[Any, ...]
-    form: Any
+    build: Any  # from leaves to the arguments, as (args, kwargs)
+    traced: list[int]  # places of those leaves that are values of the program; the others are constants of the trace
+    key: tuple[Any, ...]  # equal for calls that one trace serves
+    form: Any  # hashable; of the nest, without its leaves
 
     def constants(self) -> list[Any]:
         """Return those leaves that are constants of a trace."""
@@ -67,18 +54,9 @@ _COMPARED = (type(None), bool, int, str, bytes, np.generic, np.dtype, type, type
 
 
 def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[Any] = ()) -> Arguments:
-    """Take arguments apart.
+    """Take arguments apart; a TypeError for a leaf that can't be compared with that of another call.
 
-    Parameters
-    ----------
-    args, kwargs
-    asked : collection of (form, int)
-        Those integers, by the form of all arguments and their places, that the function decides by.
-
-    Raises
-    ------
-    TypeError
-        For a leaf that can't be compared with that of another call.
+    `asked`: those integers, by the form of all arguments and their places, that the function decides by.
     """
     if not kwargs and all(type(x) is np.ndarray for x in args):  # the commonest case
         return Arguments(

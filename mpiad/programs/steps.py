@@ -30,42 +30,24 @@ class Constant(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A call that the program makes.
+    """A call that the program makes."""
 
-    Parameters
-    ----------
-    kind : {"call", "communicate", "operate", "opaque", "settle", "set", "full"}
-    fun : callable or Operation
-    args, kwargs
-        With `Ref` and `Constant` for arrays.
-    outs : tuple of int
-        Numbers of the results, in the order of a tuple or list of them.
-    site : Site
-        The user's line.
-    part : int
-        Of the program: the reverse pass of a derivative that is taken outside of it is the second.
-    rule : tuple or None
-        Of a communication that an adjoint or tangent makes: which of both, and the name and site of its forward call.
-    """
-
-    kind: str
-    fun: Any
+    kind: str  # "call", "communicate", "operate", "opaque", "settle", "set" or "full"
+    fun: Any  # callable or Operation
+    # `args`, `kwargs`: with `Ref` and `Constant` for arrays.
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outs: tuple[int, ...]
-    site: Site
-    part: int = 0
+    outs: tuple[int, ...]  # numbers of the results, in the order of a tuple or list of them
+    site: Site  # the user's line
+    part: int = 0  # of the program: the reverse pass of a derivative that is taken outside of it is the second
+    # Of a communication that an adjoint or tangent makes: which of both, and the name and site of its forward call.
     rule: tuple[str, str, Site] | None = None
 
 
 class Abandoned(BaseException):
     """Leave a trace that can't become a program; no exception, so that the function's own handlers let it pass.
 
-    Attributes
-    ----------
-    reason : str
-    line : str
-        The user's line that stands in the way.
+    `line`: the user's line that stands in the way.
     """
 
     def __init__(self, reason: str, line: str):

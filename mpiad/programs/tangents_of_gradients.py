@@ -97,14 +97,8 @@ def entry_by_shapes_alone(
 def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """Run a program up to its cut, and return its results with the node that runs the rest.
 
-    Parameters
-    ----------
-    name : str
-    entry : Entry
-    places, variables : sequence
-        Places and values of the gradient's variables.
-    inputs : sequence of array
-        Those of the program before the cotangents.
+    `places` and `variables` are places and values of the gradient's variables; `inputs` those of the program before the
+    cotangents.
     """
     tape: Any = current.tape
     outer, lease = tape.outer, Lease(entry.replays)

@@ -115,9 +115,7 @@ class _Slot:
 def require_of(tape: Any, gs: Sequence[Any], name: str) -> None:
     """Refuse cotangents that are traced, but by the tape of tangents around the call: the reverse pass is a program.
 
-    Raises
-    ------
-    TypeError
+    They are refused by a TypeError.
     """
     if any(type(g) in _boxes and (tape is None or getattr(g._node, "tape", None) is not tape) for g in gs):
         raise TypeError(

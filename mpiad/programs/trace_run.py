@@ -29,11 +29,7 @@ __all__ = ["PlayingBack", "TraceRun", "as_value", "message_counts"]
 class TraceRun:
     """A trace of one call.
 
-    Parameters
-    ----------
-    given : Arguments
-    recorder : type
-        `Recorder` or `ShapeRecorder`.
+    `recorder`: `Recorder` or `ShapeRecorder`.
     """
 
     def __init__(self, given: Arguments, recorder: type[Recorder] = Recorder):
@@ -134,12 +130,8 @@ def _watched(more: int) -> None:
 class PlayingBack:
     """A context in which communications give what they gave in a trace, as far as that went.
 
-    Parameters
-    ----------
-    log : sequence
-        Of its recorder.
-    counts : sequence, optional
-        Of each channel's messages before it, which are counted again: partners have counted them once.
+    `log`: of its recorder. `counts`: of each channel's messages before it, which are counted again: partners have counted
+    them once.
     """
 
     def __init__(self, log: Sequence[Any], counts: Sequence[_Counts] | None = None):

@@ -24,15 +24,7 @@ _NAMED: dict[str, Callable] = {}
 
 
 def program_of(recorder: Recorder, outputs: Sequence[Any]) -> ArrayProgram:
-    """Return the program of a trace.
-
-    Parameters
-    ----------
-    recorder : Recorder
-        Its trace has ended.
-    outputs : sequence of int or array
-        Numbers of the recorder's values, or constants.
-    """
+    """Return the program of a trace that has ended; its outputs are numbers of the recorder's values, or constants."""
     made = Translation(recorder)
     for step in recorder.steps:
         made.step(step)
@@ -41,12 +33,7 @@ def program_of(recorder: Recorder, outputs: Sequence[Any]) -> ArrayProgram:
 
 
 class Translation:
-    """A program that is made of a trace, step by step; what the rules of NumPy's functions use to add to it.
-
-    Parameters
-    ----------
-    recorder : Recorder
-    """
+    """A program that is made of a trace, step by step; what the rules of NumPy's functions use to add to it."""
 
     def __init__(self, recorder: Recorder):
         self.recorder, self.program = recorder, ArrayProgram()

@@ -68,13 +68,7 @@ def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
 class TracedArray(Traced):
     """An array of a function that is being traced.
 
-    Parameters
-    ----------
-    recorder : Recorder
-    number : int
-        Of its value in the program.
-    value : array or number of NumPy's
-        What it is in this call.
+    `number`: of its value in the program. `value`: an array or number of NumPy's: what it is in this call.
     """
 
     __slots__ = ("__weakref__",)
