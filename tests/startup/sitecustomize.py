@@ -26,7 +26,7 @@ report_file = _report_file()
 if report_file is not None:
     faulthandler.register(signal.SIGUSR1, file=report_file)
 
-if "MPIAD_LAUNCH_SLEEPS" in os.environ:
+if "LAUNCH_SLEEPS" in os.environ:
     import sleeping_yields
 
     sleeping_yields.take()
