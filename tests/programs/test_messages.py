@@ -58,7 +58,7 @@ def agreeing(x):
         mpiad.mpi_gather(x * x, root=size - 1),
         mpiad.mpi_gather(y[: rank + 1], root=0, axis=0),
         mpiad.mpi_allgather(anp.sin(y)),
-        mpiad.mpi_scatter(anp.exp(y), root=size - 1),
+        mpiad.mpi_scatter(anp.exp(-y), root=size - 1),
         mpiad.mpi_allreduce(y, MPI.PROD),
         mpiad.mpi_allreduce(x - x[0], MPI.PROD),
     ]
