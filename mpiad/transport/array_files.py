@@ -56,6 +56,8 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
         file.Sync()
 
     try:
+        # By rank 0 first, whose error all raise: of MPICH's some ranks have no text where other errors came before.
+        _together(used, part, lambda: part.open("wb").close() if used.rank == 0 else None, call)
         _with_file(used, part, MPI.MODE_CREATE | MPI.MODE_WRONLY, write, call)
         _together(used, part, lambda: part.replace(path) if used.rank == 0 else None, call)
     except OSError:
