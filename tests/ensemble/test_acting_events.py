@@ -390,6 +390,10 @@ def test_what_ends_a_trajectory():
     assert (sol.retcode, sol.t_reached, [e for e, _ in sol.events]) == ("Terminated", 1.0, [0, 1])
     np.testing.assert_allclose(sol.u[:2, 0], [1.0, 2 * (1 + np.exp(-1.0))], rtol=1e-11)
     assert np.isnan(sol.u[2, 0]) and sol.u_end[0] == sol.u[1, 0]
+    # What a solve is remembered by tells one that ends trajectories from one that doesn't.
+    for ends in (False, True):
+        sol = solve(decay, events=Event(times=[1.0], affect=last.affect, terminal=ends), **TIGHT)
+        assert (sol.retcode, sol.t_reached) == (("Terminated", 1.0) if ends else ("Success", 3.0))
     # One that does nothing but end it, after a dose.
     sol = solve(
         decay, events=[Event(lambda u, p, t: u[0] - 0.5), Event(times=[0.5], affect=lambda u, p, t: [u[0] + 1])], **TIGHT
