@@ -151,9 +151,7 @@ def make_jvp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
 
         def along(v: Tree) -> tuple[Any, Any]:
             tangents = _tangents(v, variables)
-            return trace_forwards(
-                lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, tangents, "make_jvp"
-            )
+            return trace_forwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, tangents)
 
         return along
 

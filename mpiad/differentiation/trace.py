@@ -140,9 +140,7 @@ def trace_list(
     return [value for value, _ in found], places, tape.close()
 
 
-def trace_forwards(
-    fun: Callable[[Tree], Any], variables: Variables, tangents: Sequence[Any], call: str
-) -> tuple[Tree, Tree]:
+def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: Sequence[Any]) -> tuple[Tree, Tree]:
     """Run a function with tangents carried along; return its result and the result's tangent."""
     discover()
     tape = TangentTape()

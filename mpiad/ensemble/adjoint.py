@@ -62,7 +62,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     if seeds.saved is not None:
         run.take_up(found.u0, seeds.saved, at_start=True)
     if jumps is not None:
-        to_start(run, found, jumps)
+        to_start(found, jumps)
     return found
 
 
@@ -82,7 +82,7 @@ def begun(run: Run, seeds: Seeds, found: Cotangents, places: Sequence[int], time
     return LinearJumps(run, jumps, places, timed)
 
 
-def to_start(run: Run, found: Cotangents, jumps: LinearJumps) -> None:
+def to_start(found: Cotangents, jumps: LinearJumps) -> None:
     """Go back over the events at the start, and take what all events give to parameters and given times."""
     for rows, ids in reversed(jumps.at_start):
         found.u0[:, ids], found.start[ids] = jumps.pull(rows, found.u0[:, ids], found.start[ids])

@@ -117,7 +117,7 @@ class _Adjoint:
         if self._saved is not None:
             run.take_up(found.u0, self._saved, at_start=True)
         if self._linear is not None:
-            to_start(run, found, self._linear)
+            to_start(found, self._linear)
         return found
 
     def _meet(self, place: int, due: Array, now: Array, timed: bool) -> None:
@@ -231,10 +231,9 @@ class _Adjoint:
         time = t[columns].astype(run.coefficients.real, copy=False)
         _, *parts = self._by_leaves.transposed(np.empty_like(u), u, leaves, time)(seed)
         for place, part in zip(list(found.leaves), parts):
-            if part is not None and run.batch.p.varies[place]:
-                found.add_to_leaf(place, part[..., :width], ids)
-            elif part is not None:
-                found.add_to_leaf(place, part, None)
+            if part is not None:
+                own = run.batch.p.varies[place]
+                found.add_to_leaf(place, part[..., :width] if own else part, ids if own else None)
 
     def _add_flow(self, total: Array, mask: Array, value: Array, times: Array) -> None:
         """Add the products of cotangents, (d, N), and derivatives of the states of some trajectories at times, (N,)."""

@@ -34,7 +34,6 @@ class GivenTimes:
         shape = len(given) + 1, batch.size
         # One column serves all, where all have the same times and go the same way.
         alike = all(np.ndim(time) == 0 for _, time in given) and bool((signs == signs[:1]).all())
-        self._signs = signs
         self.alike, own = alike, signs[:1] if alike else signs
         ahead = np.stack([np.full(len(own), np.inf), *(own * time for _, time in given)])
         event = np.array([[-1], *([e] for e, _ in given)])
@@ -72,11 +71,6 @@ class GivenTimes:
         row, slot = np.nonzero((first[:, None] <= slot) & (slot < stop[:, None]))
         row = ids[row]
         return np.stack([row.astype(float), self.event[slot, row], self.times[slot, row], -1.0 - slot])
-
-    def in_order(self, found: Array) -> Array:
-        """Return the order of events as `HappenedEvents.all` has them, by trajectories and in the direction of each."""
-        ids = found[0].astype(int)
-        return np.lexsort((self._signs[ids] * found[2], ids))
 
     def traced(self, batch: Batch) -> Array:
         """Return `times` as a function of traced parameters."""

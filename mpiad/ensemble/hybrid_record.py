@@ -37,8 +37,8 @@ class HappenedEvents:
     times come first, and no more; see `GivenTimes`.
     """
 
-    def __init__(self, found: Sequence[int], given: GivenTimes):
-        self._found, self._given = np.array(found, int), given
+    def __init__(self, found: Sequence[int], given: GivenTimes, signs: Array):
+        self._found, self._given, self._signs = np.array(found, int), given, signs
         self._tables: list[Array] = []
         self._noted: list[Array] = []
         self.passed: tuple[Array, Array, Array] | None = None
@@ -79,7 +79,7 @@ class HappenedEvents:
             return found
         every = np.concatenate([found, self._given.passed(*self.passed)], axis=1)
         # The given times are in order by themselves; at one of them conditions come first.
-        return every[:, self._given.in_order(every)] if found.size else every
+        return every[:, np.lexsort((self._signs[every[0].astype(int)] * every[2], every[0]))] if found.size else every
 
 
 class HybridRecord:

@@ -77,7 +77,7 @@ class HybridSolve:
         self._restart, self._side = np.full(count, np.inf), np.zeros((len(events), count))
         self._last, self._short = batch.start.copy(), np.zeros(count, int)
         self.record = HybridRecord(settings) if settings.record else None
-        self.happened = HappenedEvents(self._found, self.given)
+        self.happened = HappenedEvents(self._found, self.given, self._signs)
 
     def run(self) -> None:
         """Go on until all trajectories have ended."""

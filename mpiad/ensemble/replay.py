@@ -237,7 +237,7 @@ class _Replay:
 def replayed_jvp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
     """Return the tangent of what `replay` makes of a list of all arguments, by those of the arguments `argnums`."""
     tangents = [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)]
-    return trace_forwards(*_of_some(replay, argnums, args), tangents, "solve")[1]
+    return trace_forwards(*_of_some(replay, argnums, args), tangents)[1]
 
 
 def replayed_vjp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:

@@ -132,7 +132,7 @@ def _along(fun: Function, build: Callable, places: Sequence[int]) -> Function:
             return fun(*args, **kwargs)
 
         variables = Variables([leaves[k] for k in places], list(range(len(places))), list)
-        return trace_forwards(called, variables, tangents, both.__name__)
+        return trace_forwards(called, variables, tangents)
 
     both.__name__ = getattr(fun, "__name__", "function")
     return both

@@ -71,7 +71,7 @@ class _Call:
 
         with suspended(body=False):
             if tangents is not None:
-                (values, build), (along, _) = map(flatten, trace_forwards(called, variables, tangents, self.__name__))
+                (values, build), (along, _) = map(flatten, trace_forwards(called, variables, tangents))
                 return *map(_as_array, values), *map(_as_array, along), _Outcome(build, None)
             made = trace_backwards(called, variables)
         if made.problem is not None:

@@ -21,9 +21,10 @@ from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.entry import all_of, outputs_of
+from mpiad.programs.shape_recorder import like
 from mpiad.programs.steps import Traced
 from mpiad.programs.tape_node import conformed
-from mpiad.programs.trace_run import TraceRun, as_value
+from mpiad.programs.trace_run import TraceRun
 
 __all__ = ["By", "Record", "noted", "recorded", "seed"]
 
@@ -123,7 +124,7 @@ def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
 
     def inputs_like(values: list[Any]) -> list[Any]:
         """Return inputs like those values that belong to the program."""
-        return [recorder.input(as_value(spec_like(x.value).zeros())) if isinstance(x, Traced) else None for x in values]
+        return [recorder.input(like(spec_like(x.value))) if isinstance(x, Traced) else None for x in values]
 
     def seeds(values: list[Any]) -> list[Any]:
         recorder.part = 1

@@ -172,7 +172,5 @@ class TangentStepping(NamedTuple):
         def called(leaves: list[Any]) -> tuple[list[Any], list[list[Any]]]:
             return self.plain.run(span, Arguments(leaves[:a], leaves[a : a + b], leaves[a + b :]))
 
-        (state, seen), (moved, noted) = trace_forwards(
-            called, Variables(leaves, places, list), tangents, "timestepping.scan"
-        )
+        (state, seen), (moved, noted) = trace_forwards(called, Variables(leaves, places, list), tangents)
         return [*state, *moved], [[*each, *along] for each, along in zip(seen, noted)]

@@ -31,9 +31,6 @@ def departure(output: LaneOutput, e: int) -> list[str]:
     at, form, steps = output.at, output.form, output.steps
     components, direction = range(form.d), form.events[e][1]
 
-    def rate(out: str, state: str, time: str) -> str:
-        return f"{', '.join(steps.state(out))}, = f({', '.join([*steps.state(state), *steps.parameters, time])})"
-
     returns = f"side * bend < 0.0{f' and side * {direction}.0 < 0.0' if direction else ''}"
     at_root = [
         "side = 1.0 if rise > 0.0 else (-1.0 if rise < 0.0 else (-1.0 if bend > 0.0 else (1.0 if bend < 0.0 else 0.0)))",
@@ -46,13 +43,13 @@ def departure(output: LaneOutput, e: int) -> list[str]:
         f"        code = {ReturnCode.Zeno.code}",
     ]
     return [
-        rate("k0", "u", "t"),
+        steps.called(steps.state("k0"), "f", "u", "t"),
         "later = t + sign * ahead",
         *[f"k0_{c} = sign * k0_{c}" for c in components],
         *[f"y_{c} = u_{c} + ahead * k0_{c}" for c in components],
         steps.condition(e, "now_", "u", "t"),
         steps.condition(e, "then", "y", "later"),
-        rate("k1", "y", "later"),
+        steps.called(steps.state("k1"), "f", "y", "later"),
         *[f"y_{c} = u_{c} + 0.5 * ahead * (k0_{c} + sign * k1_{c})" for c in components],
         steps.condition(e, "there", "y", "later"),
         "rise = then - now_",

@@ -110,11 +110,10 @@ def _counted(output: LaneOutput) -> list[str]:
     ]
 
 
-def _affect(output: LaneOutput, e: int) -> list[str]:
-    """Return lines that let event e of all act on the state u; what it makes of it, w, counts where it is finite."""
+def _affect(output: LaneOutput, e: int) -> str:
+    """Return a line that lets event e of all act on the state u; what it makes of it, w, counts where it is finite."""
     steps = output.steps
-    given = ", ".join([*steps.state("u"), *steps.parameters, steps.rounded("t")])
-    return [f"{', '.join(steps.state('w'))}, = affect{e}({given})"]
+    return steps.called(steps.state("w"), f"affect{e}", "u", steps.rounded("t"))
 
 
 def _taken(output: LaneOutput, more: list[str]) -> list[str]:
@@ -137,7 +136,7 @@ def _at_given_times(output: LaneOutput) -> list[str]:
     if form.record:
         acting += ["jump_number[i, turn] = naccept[i]", *[f"jump_before[i, turn, {c}] = u_{c}" for c in range(form.d)]]
     for k, e in enumerate(form.affects or ()):
-        acting += [f"{'el' if k else ''}if kind == {e}:", *indented(_affect(output, e))]
+        acting += [f"{'el' if k else ''}if kind == {e}:", f"    {_affect(output, e)}"]
     return [
         "turn = slot[0, i]",
         "while code < 0 and given[turn, own] == t:",
@@ -168,7 +167,7 @@ def _at_conditions(output: LaneOutput) -> list[str]:
             met = ["stopped = True"] if form.events[e][0] else []
         else:
             kept = [f"crossings[noted, {U + form.d + c}] = u_{c}" for c in range(form.d)] if form.record else []
-            came = [output.steps.condition(e, "was", "u", "t"), *kept, *_affect(output, acts)]
+            came = [output.steps.condition(e, "was", "u", "t"), *kept, _affect(output, acts)]
             met = ["if code < 0:", *indented([*came, *_taken(output, departure(output, e))])]
         lines += [f"if {at('part', e)} <= first:", *indented([*met, "noted += 1"])]
     return [

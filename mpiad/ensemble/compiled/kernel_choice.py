@@ -13,7 +13,7 @@ from typing import Any
 
 from mpiad._typing import Function
 from mpiad.compiling.arguments import is_complex
-from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads, cores
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads
 from mpiad.ensemble.batch import Batch, check_place, is_on_device
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.traced_problem import TracedProblem, problem_of, remembered, warn_once
@@ -21,6 +21,7 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solve_options import SolveOptions
 from mpiad.ensemble.trial import try_once
+from mpiad.transport.threads import cores
 
 __all__ = ["Compiler", "check_implicit"]
 

@@ -94,7 +94,7 @@ class ReverseOutput:
             f"        if vacant == {lanes} or turns == 0:",
             "            break",
             "        turns -= 1",
-            "        quiet = True",
+            *(["        quiet = True"] if self._has_quiet_turns else []),
             f"        for l in range({lanes}):",
             "            if ids[l] >= 0:",
             *indented(self._fetch(), 4),
@@ -109,13 +109,18 @@ class ReverseOutput:
         ]
         return "\n".join(lines) + "\n"
 
+    @property
+    def _has_quiet_turns(self) -> bool:
+        """Whether steps of turns in which no lane has anything inside are taken back by fewer operations."""
+        return self.form.stops and not self.form.tableau.implicit
+
     def _all_back(self) -> list[str]:
         """Return lines that take the step of all lanes back.
 
         Few steps have an event inside, where others of lanes have saved times in most turns: those without need less.
         """
         loop, form = f"for l in range({self.form.lanes}):", self.form
-        if not form.stops or form.tableau.implicit:
+        if not self._has_quiet_turns:
             return indented([loop, *indented(self._back())], 2)
         plain = copy(self)
         plain.form = form._replace(inside=False)
@@ -192,7 +197,7 @@ class ReverseOutput:
             "while place[l] >= 0 and save_step[i, place[l]] == step[l]:",
             *indented(self._met()),
             "    place[l] -= 1",
-            *([f"quiet = quiet and {at('touched')} == 0.0"] if form.stops else []),
+            *([f"quiet = quiet and {at('touched')} == 0.0"] if self._has_quiet_turns else []),
             "row[l] = before_rows[now]",
             # While this step is taken back memory brings the one before, which isn't always its neighbour.
             "fetched(rows, row[l])",

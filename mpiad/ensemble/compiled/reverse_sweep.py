@@ -92,7 +92,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     if jumps is not None and stops is not None:
         jumps.take(*jumping[3:5])
         stops.add_leaves(found.leaves)
-        to_start(run, found, jumps)
+        to_start(found, jumps)
     return found
 
 

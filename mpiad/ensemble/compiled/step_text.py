@@ -85,8 +85,11 @@ class Steps:
 
     def call(self, out: str, y: str, i: int, function: str = "f", more: Sequence[str] = ()) -> str:
         """Return a line that calls f, or its tangent, at the argument y of stage i."""
-        given = [*self.state(y), *self.parameters, self.time(i), *more]
-        return f"{', '.join(self.state(out))}, = {function}({', '.join(given)})"
+        return self.called(self.state(out), function, y, self.time(i), more)
+
+    def called(self, out: Sequence[str], function: str, state: str, time: str, more: Sequence[str] = ()) -> str:
+        """Return a line that calls a function of a state, the parameters and a time, and names its results."""
+        return f"{', '.join(out)}, = {function}({', '.join([*self.state(state), *self.parameters, time, *more])})"
 
     def argument_of(self, i: int, kept: bool = True) -> str:
         """Return what the argument of stage i is called; those that aren't kept share a name."""
@@ -236,7 +239,7 @@ class Steps:
 
     def condition(self, e: int, out: str, state: str, time: str) -> str:
         """Return a line that computes the condition of event e."""
-        return f"{out}, = condition{e}({', '.join([*self.state(state), *self.parameters, self.rounded(time)])})"
+        return self.called([out], f"condition{e}", state, self.rounded(time))
 
     def changed(self, e: int, before: str, after: str, direction: int = 0) -> str:
         """Return whether the condition of event e has changed its sign as asked, or by `direction`: see `Event.crossed`."""

@@ -112,7 +112,6 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
     if program is None:
         return None
     conditions: list[Program] = []
-    exact = True
     for event in events:
         if event.condition is None:
             continue
@@ -120,15 +119,9 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
         if condition is None:
             return None
         conditions.append(condition)
-        exact = exact and not (event.acts and _has_other_digits(condition, batch))
     packing = packing_of(batch.p)
-    affects = _affects_of(batch, events) if exact else ()
+    affects = _affects_of(batch, events, conditions)
     return TracedProblem(program, tuple(conditions), packing, names_of(packing), affects)
-
-
-def _has_other_digits(condition: Program, batch: Batch) -> bool:
-    """Tell whether how a condition leaves its root may be found with other digits in a kernel than by NumPy."""
-    return not _is_exact(condition) or real_dtype(batch.u0.dtype) != np.float64
 
 
 def _is_exact(program: Program) -> bool:
@@ -136,13 +129,18 @@ def _is_exact(program: Program) -> bool:
     return all(OPERATIONS[operation].simple for operation, arguments, _ in program.instructions if arguments)
 
 
-def _affects_of(batch: Batch, events: Sequence[Event]) -> tuple[Program | None, ...]:
+def _affects_of(batch: Batch, events: Sequence[Event], conditions: Sequence[Program]) -> tuple[Program | None, ...]:
     """Return what the affects of all events compute, where they can act in a kernel with NumPy's digits; none otherwise.
 
     They can where none that acts ends its trajectory as well, and where affects have only operations that are rounded alike
     everywhere.
     """
     if is_complex(batch.u0) or any(event.acts and event.terminal for event in events):
+        return ()
+    found = [event for event in events if event.condition is not None]
+    acting = [condition for event, condition in zip(found, conditions) if event.acts]
+    # How a condition leaves its root is found by NumPy between pieces, in double precision.
+    if acting and not (real_dtype(batch.u0.dtype) == np.float64 and all(map(_is_exact, acting))):
         return ()
     programs: list[Program | None] = []
     for event in events:
