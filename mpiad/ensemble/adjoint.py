@@ -22,7 +22,7 @@ from mpiad.ensemble.step_sweep import LocatedEvent, StepSweep, Visit
 from mpiad.ensemble.transposed_rosenbrock import transposed_steps
 from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, TransposedStep, over_slots
 
-__all__ = ["Cotangents", "begun", "of_ends", "pull_run", "to_start"]
+__all__ = ["Cotangents", "begun", "note_ends", "of_ends", "pull_run", "to_start"]
 
 
 @dataclasses.dataclass
@@ -68,9 +68,14 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
 
 def begun(run: Run, seeds: Seeds, found: Cotangents, places: Sequence[int], timed: bool) -> LinearJumps | None:
     """Return the jumps of a run, where there are any, and note what moves with the ends of trajectories after them."""
-    jumps = run.jumps
-    if jumps is None:
+    if run.jumps is None:
         return None
+    note_ends(run, seeds, found, timed)
+    return LinearJumps(run, run.jumps, places, timed)
+
+
+def note_ends(run: Run, seeds: Seeds, found: Cotangents, timed: bool) -> None:
+    """Note what moves with the ends of trajectories after events that acted."""
     if seeds.reached is not None:
         found.start += np.where(run.terminated & run.live, seeds.reached, 0)
     # What events change where tspan ends would move on to its end.
@@ -79,7 +84,6 @@ def begun(run: Run, seeds: Seeds, found: Cotangents, places: Sequence[int], time
         drift = (found.u0[:, ids] * rates(run, ids, run.outcome.u_end[:, ids], run.batch.end[ids])).real.sum(axis=0)
         found.end[ids] += drift
         found.start[ids] -= drift
-    return LinearJumps(run, jumps, places, timed)
 
 
 def to_start(found: Cotangents, jumps: LinearJumps) -> None:

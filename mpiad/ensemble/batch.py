@@ -209,4 +209,4 @@ def _place(x: Array) -> str:
 
 def two_at_least(count: int) -> Array:
     """Return the numbers of so many columns, a single one twice: so functions of the user's are called (`controller`)."""
-    return np.arange(max(2, count)) % max(1, count)
+    return np.arange(count) if count > 1 else np.zeros(2, int)

@@ -91,7 +91,7 @@ class _Adjoint:
         self._found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
         self._linear = begun(run, seeds, self._found, places, timed)
         # The last jump of each trajectory that hasn't been gone back over.
-        self._place: Any = None if self._linear is None else self._linear.first[1:] - 1
+        self._place: Any = None if run.jumps is None else run.jumps.bounds(batch.size)[1:] - 1
         self._moving = np.zeros_like(self._found.u0)
 
     @cached_property
@@ -186,7 +186,6 @@ class _Adjoint:
         batch = Batch(rate, (len(found.u0),), found.u0[:, ids], p, now[mask], end[mask])
         settings = self._run.settings._replace(
             saveat=np.empty(0), record=bool(found.leaves), checkpoints=None, events=(), progress=None, ends=False,
-            restarts=None,
         )  # fmt: skip
         outcome = EnsembleVectorized().run(batch, settings)
         _require_solved(outcome, np.flatnonzero(mask))

@@ -99,6 +99,11 @@ class Event:
         """Whether it changes the state."""
         return self.affect is not None
 
+    @property
+    def stops(self) -> bool:
+        """Whether a step ends there: it changes the state, or ends the trajectory."""
+        return self.acts or self.terminal
+
     def for_states(self, shape: Shape) -> Event:
         """Return the event with functions of columns, where the user's see states of a shape as f does.
 
@@ -127,11 +132,18 @@ class Event:
         _require_numbers(value, t.shape)
         return (value if is_device_array(value) else np.asarray(value)).astype(float)
 
-    def crossed(self, before: Array, after: Array) -> Array:
-        """Tell for each column whether the condition changed its sign as asked for."""
+    @property
+    def sided(self) -> bool:
+        """Whether it acts from both sides: then the condition must come back from the side to which it was left."""
+        return self.acts and not self.direction
+
+    def crossed(self, before: Array, after: Array, side: Array | None = None) -> Array:
+        """Tell for each column whether the condition changed its sign as asked for; `side` is where it was left."""
         up, down = (before <= 0) & (after >= 0), (before >= 0) & (after <= 0)
         # A step that starts on the root has counted it already, or starts there.
         moved = before != 0
+        if side is not None:
+            up, down = up & (side <= 0), down & (side >= 0)
         chosen = up if self.direction > 0 else down if self.direction < 0 else up | down
         return chosen & moved
 

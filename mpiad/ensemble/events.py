@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ class StepEvents(NamedTuple):
     ended: Array | None  # bool, shape (n,); which columns a terminal event ended; None where none did
     part: Array  # shape (n,); at which part of the step; infinite elsewhere
     states: Array  # shape (d, n); there, and after the step elsewhere
+    found: list[tuple[int, Array, Array]]  # the events, the columns of each, and the parts of their steps
 
 
 class EventWatch:
@@ -46,39 +47,50 @@ class EventWatch:
 
     def __init__(self, events: tuple[Event, ...], coefficients: Coefficients, select: Callable[[Array], Tree]):
         self._events, self._coefficients, self._select = events, coefficients, select
-        self._values: list[Array] = []
+        self.values: list[Array] = []  # of the conditions now, each of shape (n,)
+        self.pairs: list[tuple[Array, Array]] = []  # before and after the step that was looked at last
         self._rows: list[Array] = []
         self._count = 0
 
     def enter(self, u: Array, p: Tree, t: Array) -> None:
         """Take up the columns of a new working set, at their present states and actual times."""
-        self._values = [event.value(u, p, t) for event in self._events]
+        self.values = [event.value(u, p, t) for event in self._events]
 
-    def crossed(self, step: Step, p: Tree) -> list[Array]:
-        """Tell for each event in which columns its condition changed its sign as asked for; go on from the step's end."""
-        before, time = self._values, step.actual(step.t_new)
-        after = [event.value(step.new, p, time) for event in self._events]
-        self._before, self._after = before, after
-        self._values = [np.where(step.accepted, new, old) for new, old in zip(after, before)]
-        return [step.accepted & event.crossed(*pair) for event, *pair in zip(self._events, before, after)]
+    def crossed(self, step: Step, p: Tree, sides: Mapping[int, Array] = {}) -> list[Array]:
+        """Tell for each event in which columns its condition changed its sign as asked for; go on from the step's end.
 
-    def located(self, step: Step, crossed: Sequence[Array | None]) -> StepEvents:
-        """Find the events of a step, and note them; `crossed` has the columns of each event, None where there are none."""
+        `sides`: of some events on which side their conditions were left.
+        """
+        time = step.actual(step.t_new)
+        self.pairs = [(old, event.value(step.new, p, time)) for event, old in zip(self._events, self.values)]
+        self.values = [np.where(step.accepted, new, old) for old, new in self.pairs]
+        changed = (event.crossed(*pair, sides.get(e)) for e, (event, pair) in enumerate(zip(self._events, self.pairs)))
+        return [step.accepted & mask for mask in changed]
+
+    def located(
+        self, step: Step, crossed: Sequence[Array | None], pairs: Sequence[tuple[Array, Array]] | None = None
+    ) -> StepEvents:
+        """Find the events of a step, and note them; `crossed` has the columns of each event, None where there are none.
+
+        `pairs` are the conditions' values before and after it, those of the last step that was looked at by default.
+        """
+        pairs = self.pairs if pairs is None else pairs
         last, ender = np.full_like(step.t, np.inf), np.full_like(step.ids, -1)
         states, found = step.new, []
         for e, (event, columns) in enumerate(zip(self._events, crossed)):
             if columns is None:
                 continue
-            x, at = self._located(event, step.at(columns), self._before[e][columns], self._after[e][columns])
+            x, at = self._located(event, step.at(columns), *(values[columns] for values in pairs[e]))
             found.append((e, columns, x))
-            if event.terminal:
+            if event.stops:
                 states = states.copy() if states is step.new else states
                 earlier = x <= last[columns]  # of two at once the one that was given later counts
                 last[columns] = np.where(earlier, x, last[columns])
                 ender[columns] = np.where(earlier, np.full_like(columns, e), ender[columns])
                 states[:, columns] = np.where(earlier, at, states[:, columns])
         located = [self._entered(step, e, columns, x, last, ender, len(found) > 1) for e, columns, x in found]
-        return StepEvents([one for one in located if one], None if states is step.new else last < np.inf, last, states)
+        ended = None if states is step.new else last < np.inf
+        return StepEvents([one for one in located if one], ended, last, states, found)
 
     def _located(self, event: Event, step: Step, before: Array, after: Array) -> tuple[Array, Array]:
         """Return at which parts of the step a condition vanishes, down to time's resolution, and the states there.
@@ -118,7 +130,7 @@ class EventWatch:
         time = step.t[columns] + x * step.h[columns]
         time = time if step.sign is None else time * step.sign[columns]
         # What comes after a terminal event in the same step never happens.
-        known, terminal = x <= last[columns], self._events[e].terminal
+        known, terminal = x <= last[columns], self._events[e].stops
         part = np.where(known, x, np.inf)
         # All as doubles, which hold the numbers exactly: one table, and from a device one copy to the host.
         rows = step.ids[columns], np.full_like(columns, e), step.number[columns], part, time
@@ -133,10 +145,6 @@ class EventWatch:
     def rows(self) -> Array | None:
         """Return the table, shape (5, m); None where nothing happened."""
         return np.concatenate(self._rows, axis=1) if self._rows else None
-
-    def forget(self) -> None:
-        """Empty the table."""
-        self._rows = []
 
 
 def _projected(low: Array, high: Array, before: Array, after: Array, reach: float) -> Array:

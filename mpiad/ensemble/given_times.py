@@ -24,17 +24,17 @@ class GivenTimes:
     - `signs`, of shape (N,): -1 for trajectories that go backwards.
     - `times`, of shape (m + 1, N): in the order of the solve, the last infinitely far; NaN nowhere.
     - `event`, int, shape (m + 1, N): which event each is.
-    - `alike`: whether they are the same for all.
     - `first`, int, shape (N,): the first that doesn't lie before the start.
     """
 
-    def __init__(self, events: Sequence[Event], batch: Batch, signs: Array):
+    def __init__(self, events: Sequence[Event], batch: Batch):
+        self.signs = signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self._events = [(e, event) for e, event in enumerate(events) if event.times is not None]
         given = self._of(batch)
         shape = len(given) + 1, batch.size
         # One column serves all, where all have the same times and go the same way.
         alike = all(np.ndim(time) == 0 for _, time in given) and bool((signs == signs[:1]).all())
-        self.alike, own = alike, signs[:1] if alike else signs
+        own = signs[:1] if alike else signs
         ahead = np.stack([np.full(len(own), np.inf), *(own * time for _, time in given)])
         event = np.array([[-1], *([e] for e, _ in given)])
         # Of equal times those of events that were given first.
@@ -65,12 +65,14 @@ class GivenTimes:
                 f"column, but got {np.array2string(np.asarray(time), threshold=6)} of shape {np.shape(time)}."
             )
 
-    def passed(self, ids: Array, first: Array, stop: Array) -> Array:
-        """Return the events of some trajectories from one to another, as `HappenedEvents.all` does."""
+    def passed(self, stop: Array) -> Array:
+        """Return those that were before others, int of shape (N,), came next.
+
+        The rows are the trajectories, which event, when, and -1 less the place among the given times.
+        """
         slot = np.arange(len(self.times))
-        row, slot = np.nonzero((first[:, None] <= slot) & (slot < stop[:, None]))
-        row = ids[row]
-        return np.stack([row.astype(float), self.event[slot, row], self.times[slot, row], -1.0 - slot])
+        ids, slot = np.nonzero((self.first[:, None] <= slot) & (slot < stop[:, None]))
+        return np.stack([ids.astype(float), self.event[slot, ids], self.times[slot, ids], -1.0 - slot])
 
     def traced(self, batch: Batch) -> Array:
         """Return `times` as a function of traced parameters."""

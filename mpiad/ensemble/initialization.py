@@ -77,9 +77,9 @@ class Initialization:
         """Return the parameters of some trajectories as f takes them."""
         return self._batch.p.columns(ids, len(self._batch.shape) > 1)
 
-    def renew(self, ids: Array) -> None:
-        """Let trajectories wait again, by what the batch has become for them."""
-        self._queue = np.concatenate([self._queue, ids])
+    def goal(self, ids: Array) -> Array:
+        """Return where tspan ends for some trajectories."""
+        return self._batch.end[ids] * self.signs[ids]
 
     def admit(self, count: int) -> Entrants:
         """Let the next trajectories enter, `count` of them where so many wait."""
@@ -91,22 +91,18 @@ class Initialization:
     def _enter(self, ids: Array) -> Entrants:
         batch, settings, signs = self._batch, self._settings, self.signs[ids]
         # Times in the direction of the solve, which then increase for all: comparisons need no sign.
-        u, t, end = batch.u0[:, ids], batch.start[ids] * signs, batch.end[ids] * signs
+        u, t, end = batch.u0[:, ids], batch.start[ids] * signs, self.goal(ids)
+        if settings.acting is not None:
+            end = settings.acting.until(end, settings.acting.first, ids, signs)
         if not len(ids):
             return Entrants(ids, t, end, t, u, u)
         p, sign = self.parameters(ids), self.sign(ids)
         k = derivative_at(self.derivative, u, p, t, sign)
-        adaptive = settings.alg.tableau.error is not None
-        known = np.full(len(ids), np.inf) if settings.restarts is None or not adaptive else settings.restarts[ids]
-        given = np.isfinite(known)
         if settings.dt is not None:
             h = np.full(len(ids), settings.dt)
-        elif given.all():
-            h = known
         else:
             rate = lambda u, t: derivative_at(self.derivative, u, p, t, sign)  # noqa: E731
             h = first_step(rate, u, t, end, k, self.rtol, self.atol, settings.alg.tableau.error_order)
-        h = np.where(given, known, h)
         h = np.maximum(np.minimum(h, settings.dtmax), least_step(t))
         return Entrants(ids, t, end, h, u, k)
 

@@ -33,6 +33,12 @@ class Jump(NamedTuple):
     before: Array
     after: Array
 
+    def chosen(self, mask: Array) -> Jump:
+        """Return what it did to some of them."""
+        ids, number, event, slot, time, before, after = self
+        event = event[mask] if isinstance(event, np.ndarray) else event
+        return Jump(ids[mask], number[mask], event, slot[mask], time[mask], before[:, mask], after[:, mask])
+
 
 class Jumps:
     """All jumps of a solve, trajectory by trajectory, those of each in their order.
@@ -74,6 +80,16 @@ class Jumps:
     def lengthens(self) -> Array:
         """Whether the step before ends at the given time of the jump, whenever that is."""
         return ~self.still & (self.slot != FOUND)
+
+    def bounds(self, count: int) -> Array:
+        """Return which is the first of each of `count` trajectories, and behind them how many there are, (count + 1,)."""
+        return np.searchsorted(self.ids, np.arange(count + 1))
+
+    def before_steps(self) -> Jumps:
+        """Return those that come before the first step."""
+        mask = self.number == 0
+        own = Jump(self.ids, self.number, self.event, self.slot, self.time, self.before, self.after).chosen(mask)
+        return Jumps([own], np.ones(int(own.ids.max(initial=-1)) + 1, bool))
 
     def at_start(self) -> list[Array]:
         """Return which come before the first step, one of each trajectory after the other."""

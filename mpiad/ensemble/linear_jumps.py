@@ -42,7 +42,7 @@ class LinearJumps:
         self._run, self._jumps, self._places, self._timed = run, jumps, places, timed
         self.at_start = [(rows, jumps.ids[rows]) for rows in jumps.at_start()]
         # One row more than given times, for what isn't at one.
-        self.due = np.zeros((int(jumps.slot.max()) + 2, run.batch.size))
+        self.due = np.zeros((int(run.jumps.slot.max()) + 2, run.batch.size))  # type: ignore[union-attr]
         self._after = np.zeros_like(jumps.before)
         # Which component of what is after gives what to which before: only what isn't zero.
         self._terms: list[tuple[int, int, int, Array]] = []
@@ -95,51 +95,6 @@ class LinearJumps:
         if rows.size:
             found[:, rows] = rates(run, jumps.ids[rows], jumps.before[:, rows], jumps.time[rows])
         return found
-
-    # ---- in kernels, for real states
-
-    @property
-    def first(self) -> Array:
-        """Which jump is the first of each trajectory, and behind them how many there are, shape (N + 1,)."""
-        return np.searchsorted(self._jumps.ids, np.arange(self._run.batch.size + 1))
-
-    @property
-    def entries(self) -> tuple[tuple[int, int], ...]:
-        """Which components of states before, and after, have to do with each other."""
-        return tuple((i, c) for _, c, i, _ in self._terms)
-
-    def given_to_kernel(self, since: Array, dtype: np.dtype) -> tuple[Array, Array, Array, Array]:
-        """Return after how many steps jumps came, what they are, as rows, and what kernels write: see `take`.
-
-        `since`, shape (N,), is as `pull` has it behind the last jumps of trajectories, where no step follows them. What has
-        been given to the kernel is zero afterwards.
-        """
-        jumps, (d, count), terms = self._jumps, self._after.shape, self._terms
-        rows = np.zeros((count, len(terms) + (2 * d + 1 if self._timed else 0)), dtype)
-        for k, (*_, factor) in enumerate(terms):
-            rows[:, k] = factor
-        due = np.zeros(count)
-        if self._rates is not None:
-            for _, c, factor in self._by_time:
-                rows[:, len(terms) + c] = factor
-            given = jumps.slot != FOUND
-            rows[:, len(terms) + d : -1], rows[:, -1] = self._rates.T, given
-            ids = np.flatnonzero(since)
-            last = self.first[ids + 1] - 1
-            mine = (last >= self.first[ids]) & given[last] & (jumps.number[last] == self._run.counts[ids])
-            due[last[mine]] = since[ids[mine]]
-            since[ids[mine]] = 0.0
-        after = np.zeros((count, d), dtype)
-        return jumps.number, rows, after, due
-
-    def take(self, after: Array, due: Array) -> None:
-        """Take what a kernel has found: the cotangents of the states after jumps, and of their times."""
-        jumps = self._jumps
-        self._after[...] = after.T
-        if self._timed:
-            self.due[jumps.slot, jumps.ids] += np.where((jumps.number > 0) & (jumps.slot != FOUND), due, 0.0)
-
-    # ---- by columns
 
     def pull(self, rows: Array, cotangent: Array, since: Array) -> tuple[Array, Array]:
         """Go back over some jumps, of as many trajectories.

@@ -11,14 +11,15 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.record import Steps
-from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.settings import Acting, Settings
 from mpiad.ensemble.tableaus import Algorithm
 
 __all__ = [
-    "FactorizationCounts", "NamedCode", "Outcome", "ReturnCode", "came_through", "codes_of", "evaluations", "names_of",
+    "FactorizationCounts", "NamedCode", "Outcome", "ReturnCode", "came_through", "codes_of", "counters", "evaluations",
+    "names_of",
 ]  # fmt: skip
 
-_BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "end_part", "following")
+_BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "end_part", "slots", "resumed")
 
 
 class NamedCode(str, Enum):
@@ -109,6 +110,9 @@ class Outcome:
     # Shape (N,). Which part of the last accepted step was gone: less than 1 where a terminal event ended the trajectory
     # inside it.
     end_part: Array
+    # Of a solve with events that act, shape (N,): which given time would be next, and how often the trajectory has gone on.
+    slots: Array = field(default_factory=lambda: np.empty(0, np.int64))
+    resumed: Array = field(default_factory=lambda: np.empty(0, np.int64))
     # Shape (5, m), or None. All events, trajectory by trajectory in the order of time: the trajectory, which event, in
     # which of its steps (from 0), at which part of it, and when; None where nothing happened.
     event_table: Array | None = None
@@ -124,14 +128,9 @@ class Outcome:
     last: Array | None = None
     carried: tuple[Array, Array] | None = None  # the tangents that it carried, of shapes (m, d, N) and (m, N, n_saved, d)
     crossings: Any = None  # the events that such a kernel found, one row each: see `kernel_rows`
-    # Shape (m, d) or (m, 0). The states there before events acted in the kernel, where it records.
-    at_events: Array | None = None
     record: Any = None  # of a solve on a device that is to be differentiated
     saved_times: Array | None = None  # shape (N, n_saved), or None; of a solve on a device whose every step was saved
     jumps: list[Any] = field(default_factory=list)  # of a recorded solve with events that act
-    # Shape (N,). Of a piece of a solve between events that act: the steps that would be next; infinite where there were
-    # none.
-    following: Array = field(default_factory=lambda: np.empty(0))
 
     @property
     def failed(self) -> Array:
@@ -144,6 +143,10 @@ class Outcome:
             found = self.solver.recorded(self)
             self.steps = [(tape.first, tape.steps(found.last, found.naccept, self.u_end.dtype)) for tape in found.tapes]
         return self.steps
+
+    def recorded_jumps(self) -> list[Any]:
+        """Return what events did that act."""
+        return self.jumps if self.solver is None else self.solver.recorded(self).jumps
 
     def every_step(self) -> tuple[Array, Array]:
         """Return the times before each accepted step and at the end, shape (N, n), and states there; filled up with NaN."""
@@ -170,33 +173,33 @@ class Outcome:
         save_step = np.full((n, n_saved), -2, np.int32) if settings.record and n_saved is not None else None
         return cls(
             batch.u0.copy(), batch.start.copy(), np.full(n, ReturnCode.Success.code, np.int8),
-            np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step, np.ones(n),
-            following=np.full(0 if settings.restarts is None else n, np.inf),
+            np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step, np.ones(n), *counters(settings.acting),
         )  # fmt: skip
-
-    def chosen(self, columns: Array, table: Array | None) -> Outcome:
-        """Return the results of some trajectories, without their steps, and with another table of events."""
-        parts: dict[str, Any] = {name: getattr(self, name) for name in _BY_TRAJECTORY}
-        parts = {name: None if part is None else part[columns] for name, part in parts.items()}
-        return Outcome(self.u_end[:, columns], event_table=table, **parts)
 
     @staticmethod
     def joined(parts: list[Outcome]) -> Outcome:
         """Return the outcome of several shares, one after the other; their steps stay apart."""
         if len(parts) == 1:
             return parts[0]
-        tables, steps, offset = [], [], 0
+        tables, steps, jumps, offset = [], [], [], 0
         for part in parts:
             if part.event_table is not None:
                 tables.append(part.event_table + np.array([[offset], [0], [0], [0], [0]]))
             steps += [(first + offset, found) for first, found in part.steps]
+            jumps += [jump._replace(ids=jump.ids + offset) for jump in part.jumps]
             offset += len(part.codes)
         return Outcome(
             np.concatenate([part.u_end for part in parts], axis=1),
             event_table=np.concatenate(tables, axis=1) if tables else None,
             steps=steps,
+            jumps=jumps,
             **{name: _join([getattr(part, name) for part in parts]) for name in _BY_TRAJECTORY},
         )
+
+
+def counters(acting: Acting | None) -> list[Array]:
+    """Return the `slots` and `resumed` of an outcome that has not begun."""
+    return [np.empty(0, np.int64)] * 2 if acting is None else [acting.first.copy(), np.zeros_like(acting.first)]
 
 
 def _join(arrays: list[Any]) -> Any:

@@ -20,9 +20,9 @@ __all__ = [
 
 # What a condition may be after the affect, by what it was before or by what it became on the way, to be at its root.
 AT_ROOT, OF_WAY = 1e3, 1e-12
-# How far ahead that is looked at, in parts of the last piece, and if that was short; and at least, in parts of tspan.
+# How far ahead that is looked at, in parts of what lies between events, and if that is short; and at least, of tspan.
 AHEAD, AHEAD_OF_SHORT, LEAST_AHEAD = 1e-2, 0.25, 1e-6
-# In which part of tspan it must not be back, where the last piece was short, too.
+# In which part of tspan it must not be back, where what lay before was short, too.
 AT_ONCE, SHORT_PIECE = 1e-7, 1e-5
 # So many events in a row, each within so small a part of tspan after the one before, are without end.
 SHORT, MOST_SHORT = 1e-6, 10
@@ -38,7 +38,7 @@ class Departure(NamedTuple):
 
 
 def distance_ahead(gone: Array, span: Array) -> Array:
-    """Return how far ahead to look, by how long the last pieces took and the lengths of tspan."""
+    """Return how far ahead to look, by how long it is since the last events and the lengths of tspan."""
     least = LEAST_AHEAD * span
     return np.where(gone > 0, np.minimum(AHEAD_OF_SHORT * gone, np.maximum(AHEAD * gone, least)), least)
 

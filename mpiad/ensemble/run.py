@@ -257,7 +257,7 @@ class Run:
         """The columns of the table of events, with which are terminal: see `Outcome.event_table`."""
         rows = np.empty((5, 0)) if self.outcome.event_table is None else self.outcome.event_table
         ids, event, number = rows[:3].astype(int)
-        ends = np.array([event.terminal or event.acts for event in self.settings.events], bool)[event]
+        ends = np.array([event.stops for event in self.settings.events], bool)[event]
         return [ids, event, number, *rows[3:], ends]
 
     @cached_property
@@ -303,13 +303,18 @@ class Run:
 
     def _with_acting(self, name: str) -> Array:
         own = getattr(self.crossings, name)
-        return np.concatenate([own, getattr(self.stops, name)[self.acting_row >= 0]]) if self.jumps else own
+        return np.concatenate([own, getattr(self.stops, name)[self.acting_row >= 0]]) if self._any_acts else own
 
     @cached_property
     def jumps(self) -> Jumps | None:
         """How events changed the states of trajectories that didn't fail; None where none did."""
-        found = Jumps(self.outcome.jumps, self.live) if self.outcome.jumps else None
+        made = self.outcome.recorded_jumps() if self._any_acts else []
+        found = Jumps(made, self.live) if made else None
         return found if found is not None and len(found.ids) else None
+
+    @property
+    def _any_acts(self) -> bool:
+        return any(event.acts for event in self.settings.events)
 
     @property
     def times_move(self) -> bool:

@@ -51,10 +51,6 @@ class SavePoints:
         """Save the initial states of trajectories that enter, where asked for, and take up the next working set."""
         place = np.zeros(len(ids), int)
         due = self._due(ids, place)
-        # One that enters again has those behind it before its start.
-        while (behind := due < self._starts[ids] * self._signs[ids]).any():
-            place += behind
-            due = self._due(ids, place)
         while (at_start := due == self._starts[ids] * self._signs[ids]).any():
             self._write(ids[at_start], place[at_start], u[:, at_start], -1)
             place += at_start
@@ -72,33 +68,45 @@ class SavePoints:
         if self._save_step is not None:
             self._save_step[ids, place] = step
 
-    def see(self, step: Step) -> None:
-        """Save what lies in a step."""
+    def see(self, step: Step, changing: Array) -> None:
+        """Save what lies in a step; but not at its end in columns whose states will change there."""
         due = self.next <= step.t_new
         due &= step.accepted
         if not np.count_nonzero(due):
             return
         columns = np.flatnonzero(due)
-        inside = columns[self.next[columns] < step.t_new[columns]]
-        if inside.size:
-            self._save_inside(inside, step)
-        # Most often the end of the step is the end of the solve, for which nothing is interpolated.
-        while (columns := columns[self.next[columns] == step.t_new[columns]]).size:
-            self._write(step.ids[columns], self._place[columns], step.new[:, columns], step.number[columns])
-            self._go_on(columns, step.ids)
+        self.see_inside(step, columns, columns)
+        if changing.size:
+            columns = np.setdiff1d(columns, changing, assume_unique=True)
+        self.see_end(step, columns, columns, step.number)
 
-    def _save_inside(self, columns: Array, step: Step) -> None:
+    def see_inside(self, step: Step, rows: Array, columns: Array) -> None:
+        """Save what lies inside of some of a step's rows, which are these columns."""
+        inside = self.next[columns] < step.t_new[rows]
+        if np.count_nonzero(inside):
+            self._save_inside(rows[inside], columns[inside], step)
+
+    def see_end(self, step: Step, rows: Array, columns: Array, number: Array) -> None:
+        """Save what lies at the ends of some of a step's rows, which are these columns, as if in steps of other numbers."""
+        # Most often the end of the step is the end of the solve, for which nothing is interpolated.
+        while np.count_nonzero(at_end := self.next[columns] == step.t_new[rows]):
+            rows, columns = rows[at_end], columns[at_end]
+            self._write(step.ids[rows], self._place[columns], step.new[:, rows], number[rows])
+            self._go_on(columns, step.ids[rows])
+
+    def _save_inside(self, rows: Array, columns: Array, step: Step) -> None:
         # Several times may lie in one step of a column: all are found first, and interpolated in one call.
         found = []
-        while columns.size:
-            found.append((columns, self._place[columns], self.next[columns]))
-            self._go_on(columns, step.ids)
-            columns = columns[self.next[columns] < step.t_new[columns]]
-        columns, place, due = (np.concatenate(parts) for parts in zip(*found))
-        step = step.at(columns)
+        while rows.size:
+            found.append((rows, self._place[columns], self.next[columns]))
+            self._go_on(columns, step.ids[rows])
+            more = self.next[columns] < step.t_new[rows]
+            rows, columns = rows[more], columns[more]
+        rows, place, due = (np.concatenate(parts) for parts in zip(*found))
+        step = step.at(rows)
         values = interpolate(self._coefficients, step.u, step.h, step.k, (due - step.t) / step.h)
         self._write(step.ids, place, values, step.number)
 
     def _go_on(self, columns: Array, ids: Array) -> None:
         self._place[columns] += 1
-        self.next[columns] = self._due(ids[columns], self._place[columns])
+        self.next[columns] = self._due(ids, self._place[columns])

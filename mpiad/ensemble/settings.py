@@ -3,27 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.event import Event
+from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.tableaus import Algorithm
 
-__all__ = ["DueTimes", "Settings"]
+__all__ = ["MOVING", "Acting", "Settings"]
+
+MOVING = -1  # no return code yet
 
 
-class DueTimes(NamedTuple):
-    """When events are to act in a kernel, of all trajectories in the order of their solves."""
+class Acting(NamedTuple):
+    """What a solve with events that act needs to know beside their conditions: see `hybrid_solve`."""
 
-    times: Array  # shape (m + 1, N) or (m + 1, 1); the last infinitely far
-    kinds: Array  # array of int, of that shape; which event each is
-    # Int, shape (2, N). Of each trajectory which comes next, and after how many it has gone on; the kernel counts on.
-    slots: Array
-    number: Array  # int, shape (N, m + 1); after how many steps each came, which a kernel that records writes down
-    before: Array  # shape (N, m + 1, d); the states then
-    found: tuple[int, ...]  # which of all events have conditions: those of the settings
+    events: tuple[Event, ...]  # all; the settings have those with conditions
+    # Given times, shape (m + 1, N), those of each trajectory in the order of its solve, the last infinitely far; and which
+    # event each is.
+    times: Array
+    kinds: Array
+    first: Array  # int, shape (N,); which given time comes next after the start
+    codes: Array  # int, shape (N,); how those have ended that events at the start have ended, else MOVING
+    started: tuple[Jump, ...]  # what events have done at the start
+
+    @property
+    def found(self) -> tuple[int, ...]:
+        """Which of all events have conditions."""
+        return tuple(e for e, event in enumerate(self.events) if event.times is None)
+
+    def due(self, slot: Array, ids: Array) -> Array:
+        """Return given times of some trajectories."""
+        return self.times[slot, ids]
+
+    def until(self, end: Array, slots: Array, ids: Array, signs: Array) -> Array:
+        """Return where the next steps of some trajectories end at the latest: at the next given time, or where tspan does.
+
+        That is in the direction of the solve, where tspan ends at `end`; `slots`, shape (N,), are of all.
+        """
+        return np.minimum(end, self.due(slots[ids], ids) * signs)
+
+    def share(self, rows: slice) -> Acting:
+        """Return that of some of the trajectories."""
+        first, stop, _ = rows.indices(len(self.first))
+        mine = [(jump, (jump.ids >= first) & (jump.ids < stop)) for jump in self.started]
+        started = tuple(jump.chosen(own)._replace(ids=jump.ids[own] - first) for jump, own in mine)
+        return Acting(self.events, self.times[:, rows], self.kinds[:, rows], self.first[rows], self.codes[rows], started)
 
 
 class Settings(NamedTuple):
@@ -42,20 +69,13 @@ class Settings(NamedTuple):
     progress: Callable[[int], None] | None = None  # ``progress(finished)`` is told how many more trajectories have ended
     ends: bool = False  # whether initial and final states are all that is saved: then there are no times in `saveat`
     mass: Array | None = None  # shape (d, d), or None; the mass matrix; None for the identity
-    # Shape (N,), or None. Of a piece of a solve between events that act: the first steps, infinite where they are to be
-    # estimated; None: it is a whole one.
-    restarts: Array | None = None
     # {"tangent", "adjoint"} or None. How plain gradients are computed: by tangents or by an adjoint; None: by the number of
     # directions.
     gradient: str | None = None
     adjoint: str = "discrete"  # {"discrete", "continuous"}
-    given_times: DueTimes | None = None  # of a solve by a kernel in which events act
-    # ``again(ids, outcome)`` is told which trajectories have ended, and returns those that go on, with what it has then
-    # written into the batch and `restarts`; the outcome has the events since the last time.
-    again: Callable[[Array, Any], Array] | None = None
+    acting: Acting | None = None  # of a solve with events that act
 
     def share(self, rows: slice) -> Settings:
         """Return the settings of some of the trajectories."""
-        restarts = None if self.restarts is None else self.restarts[rows]
         saveat = self.saveat if self.saveat is None or np.ndim(self.saveat) == 1 else self.saveat[rows]
-        return self._replace(saveat=saveat, restarts=restarts)
+        return self._replace(saveat=saveat, acting=self.acting and self.acting.share(rows))

@@ -24,8 +24,7 @@ from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.gpu import EnsembleGPU
-from mpiad.ensemble.hybrid_derivative import hybrid_solution
-from mpiad.ensemble.hybrid_solve import HybridSolve
+from mpiad.ensemble.hybrid_solve import solved_with_events
 from mpiad.ensemble.job_progress import JobProgress
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
@@ -283,14 +282,7 @@ def _by_arrays(
     """Solve a batch where its arrays live: on the host by a kernel, too, where that is chosen."""
     if options.acting:
         plan = compiler.plan(batch, settings, given)
-        way = "rounds" if plan is None else "compiled"
-        if plan is None and isinstance(options.backend, EnsembleVectorized):
-            way = "rolling"
-        elif plan is not None and plan.affects and not (settings.record and settings.checkpoints):
-            way = "whole"
-        solved = HybridSolve(partial(compiler.run_planned, plan, given=given), batch, settings, way)
-        solved.run()
-        return hybrid_solution(solved, given)
+        return solved_with_events(partial(compiler.run_planned, plan, given=given), batch, settings, given)
     outcome = compiler.run(batch, settings, given)
     sol = solution_of(outcome, batch, settings)
     if given.traced:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import numpy as np
 
 from mpiad._typing import Array, Tree
+from mpiad.ensemble.acting_events import ActingEvents, Resumed
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.events import EventWatch, in_order
@@ -14,9 +18,18 @@ from mpiad.ensemble.record import Log, Step
 from mpiad.ensemble.saving import SavePoints
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["NONE", "StepObservers"]
+__all__ = ["StepObservers", "Stopped"]
 
 NONE = np.empty(0, np.int64)
+
+
+class Stopped(NamedTuple):
+    """Which columns' steps end at an event, each array int of shape (m,)."""
+
+    terminated: Array = NONE  # those that it ends
+    # Those that are held, until events act on them by `StepObservers.release`: where conditions vanish, and at given times.
+    at_roots: Array = NONE
+    at_times: Array = NONE
 
 
 class StepObservers:
@@ -29,13 +42,13 @@ class StepObservers:
         self._outcome, self._batch, self._settings = outcome, batch, settings
         coefficients = Coefficients(settings.alg.tableau, batch.u0)
         self._log = Log(settings.checkpoints) if settings.record else None
-        # How many steps trajectories had made before they entered again.
-        self._begun = np.zeros(batch.size if settings.again else 0, np.int64)
-        self._events = self._saves = None
+        self._events = self._saves = self._acting = None
         if settings.events:
             self._events = EventWatch(settings.events, coefficients, initialization.parameters)
         if outcome.saved is not None and settings.saveat is not None and outcome.saved.shape[1]:
             self._saves = SavePoints(settings.saveat, initialization.signs, batch.start, outcome, coefficients)
+        if settings.acting is not None:
+            self._acting = ActingEvents(batch, settings, outcome, initialization, self._events)
 
     def enter(self, new: Entrants, joined: Joint, u: Array, p: Tree, t: Array) -> None:
         """Take up the next working set: its new trajectories, its states, parameters and actual times."""
@@ -43,19 +56,47 @@ class StepObservers:
             self._saves.enter(new.ids, new.u, joined)
         if self._events is not None:
             self._events.enter(u, p, t)
+        if self._acting is not None:
+            self._acting.enter(new, joined)
 
-    def see(self, step: Step, p: Tree) -> Array:
-        """Look at a step; return the columns that a terminal event ends, whose step is cut short there."""
+    def see(self, step: Step, p: Tree, done: Array, h: Array) -> Stopped:
+        """Look at a step, and say which columns an event has ended, whose steps are cut short there.
+
+        `done`, bool, shape (n,), says which have come to the end of tspan or a given time; h, shape (n,), are the sizes of
+        the next steps.
+        """
         if self._log is not None:
-            self._log.note(step._replace(number=step.number + self._begun[step.ids]) if len(self._begun) else step)
-        terminated = NONE
-        if self._events is not None:
-            found = [np.flatnonzero(mask) for mask in self._events.crossed(step, p)]
-            if any(columns.size for columns in found):
-                terminated = self._cut(step, [columns if columns.size else None for columns in found])
+            self._log.note(step)
+        acting = self._acting
+        crossed = [] if self._events is None else self._events.crossed(step, p, acting.sides if acting else {})
+        terminated = at_roots = at_times = NONE
+        if acting is not None:
+            at_roots = acting.at_roots(crossed)
+            if at_roots.size:
+                acting.hold(at_roots, step, h, crossed)
+                others = np.ones(len(step.ids), bool)
+                others[at_roots] = False
+                step, crossed = step._replace(accepted=step.accepted & others), [mask & others for mask in crossed]
+                done = done & others
+            at_times = acting.at_given_times(step, done)
+            if at_times.size:
+                acting.hold(at_times, step, h)
+        found = [np.flatnonzero(mask) for mask in crossed]
+        if any(columns.size for columns in found):
+            terminated = self._cut(step, [columns if columns.size else None for columns in found])
         if self._saves is not None:
-            self._saves.see(step)
-        return terminated
+            self._saves.see(step, at_times)
+        return Stopped(terminated, at_roots, at_times)
+
+    def release(self) -> Iterator[Resumed]:
+        """Let events act on the columns whose steps are held, and return how they go on."""
+        for resumed, step in self._acting.release() if self._acting is not None else ():
+            if self._saves is not None:
+                rows = np.arange(len(resumed.columns))
+                if step.k:
+                    self._saves.see_inside(step, rows, resumed.columns)
+                self._saves.see_end(step, rows, resumed.columns, step.number + 1)
+            yield resumed
 
     def _cut(self, step: Step, crossed: list[Array | None]) -> Array:
         """Note events, and cut the steps short that they end; return their columns."""
@@ -70,18 +111,11 @@ class StepObservers:
         self._outcome.end_part[step.ids[terminated]] = parts
         return terminated
 
-    def pause(self, ids: Array) -> None:
-        """Put the events since the last time into the outcome, in any order; trajectories have left that may go on."""
-        self._begun[ids] += self._outcome.naccept[ids]
-        self._outcome.event_table = None if self._events is None else self._events.rows()
-        if self._events is not None:
-            self._events.forget()
-
     def close(self) -> None:
         """Put the record and the events in order."""
         rows = None if self._events is None else self._events.rows()
         if rows is not None:
             self._outcome.event_table = rows[:, in_order(rows)]
         if self._log is not None:
-            u0, counts = self._batch.u0, self._begun if len(self._begun) else self._outcome.naccept
-            self._outcome.steps = [(0, self._log.steps(counts, len(u0), u0.dtype))]
+            u0 = self._batch.u0
+            self._outcome.steps = [(0, self._log.steps(self._outcome.naccept, len(u0), u0.dtype))]

@@ -24,12 +24,13 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.controller import LEAST_ERROR
+from mpiad.ensemble.hybrid_outcome import complete
 from mpiad.ensemble.initialization import Entrants, Initialization, Joint, least_step
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Step
-from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.settings import MOVING, Settings
 from mpiad.ensemble.stages import stages_for
-from mpiad.ensemble.step_observers import NONE, StepObservers
+from mpiad.ensemble.step_observers import StepObservers, Stopped
 
 __all__ = ["Turns", "integrate"]
 
@@ -39,11 +40,13 @@ _BLOCK = 32_768
 _LEAST_COLUMNS = 512
 # Ended columns are replaced when so many numbers have been computed for nothing: about what the replacement costs.
 _IDLE = 10_000
-# Those that wait to go on after an event, earlier: meanwhile they hold the others up.
-_WAITING = 1_250
+# What NumPy's calls take to start in a turn, in numbers that they compute meanwhile; and what it takes to let events act at
+# given times, and where conditions vanish, in such turns.
+_START, _AT_TIMES, _AT_ROOTS = 1_900, 3.0, 1.0
 # Of a step: what is left to the end, where steps are fixed.
 _ROUNDING = 1e-9
 _ONE_MORE = np.array(1)
+_NOWHERE, _TIRED = Stopped(), ReturnCode.MaxIters.code
 
 
 def integrate(batch: Batch, settings: Settings) -> Outcome:
@@ -55,6 +58,8 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
     # What overflows or turns NaN in one trajectory is told by its return code.
     with np.errstate(all="ignore"):
         WorkingSet(batch, settings, outcome).run()
+    if settings.acting is not None:
+        complete(outcome, batch, settings.acting, settings.saveat)  # type: ignore[arg-type]
     return outcome
 
 
@@ -170,22 +175,27 @@ class WorkingSet(Turns):
         self._rtol, self._atol = self._initialization.rtol, self._initialization.atol
         observed = settings.record or settings.events or (outcome.saved is not None and outcome.saved.shape[1])
         self._observers = StepObservers(batch, settings, outcome, self._initialization) if observed else None
-        self._left: list[Array] = []
         self._width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(batch.u0)))
         none, number = np.empty(0), np.empty(0, np.int64)
         self.ids = self.number = self.entered = number
         self.t = self.end = self.h = self.idle = self.q2 = none
         self.live = self.rejected = np.empty(0, bool)
         self.u = batch.u0[:, :0]
+        # How many columns wait for events to act; by the turns that this takes; and these times the turns they have waited.
+        self._held, self._waiting, self._waited = 0, 0.0, 0.0
 
     def run(self) -> None:
         """Advance until all trajectories have ended."""
-        most = _IDLE if self._settings.again is None else _WAITING
         while self._refill():
             idle, rows = 0, len(self.u)
-            while self._alive and idle < most:
+            while self._alive and idle < _IDLE:
                 self._take_turn()
-                idle += (len(self.ids) - self._alive) * rows
+                idle += (len(self.ids) - self._alive - self._held) * rows
+                if self._held:
+                    # Those that wait have cost as many turns as it takes to let them go on.
+                    self._waited += self._waiting * (1 / len(self.ids) + rows / _START)
+                    if self._waited >= 1 or not self._alive or idle >= _IDLE:
+                        self._resume()
         if self._observers is not None:
             self._observers.close()
 
@@ -193,7 +203,6 @@ class WorkingSet(Turns):
 
     def _refill(self) -> bool:
         """Replace ended trajectories by waiting ones, or drop them; return whether any are left."""
-        self._renew()
         keep, before = np.flatnonzero(self.live), len(self.ids)
         new = self._initialization.admit(self._width - len(keep))
         count = len(keep) + len(new.ids)
@@ -210,16 +219,6 @@ class WorkingSet(Turns):
         if count == 1:
             self._retire(np.array([1]))
         return True
-
-    def _renew(self) -> None:
-        """Let those go on that have ended a piece only."""
-        if self._settings.again is None or not self._left:
-            return
-        left = np.concatenate(self._left)
-        if self._observers is not None:
-            self._observers.pause(left)
-        self._initialization.renew(self._settings.again(left, self._outcome))
-        self._left = []
 
     def _join(self, new: Entrants, joined: Joint) -> None:
         zeros = np.zeros(len(new.ids), np.int64)
@@ -243,7 +242,9 @@ class WorkingSet(Turns):
 
     def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
         """Take the steps that are accepted, and let go of what ends by them."""
-        terminated = self._seen(accepted, h, t_new)
+        done = t_new == self.end
+        done &= accepted
+        stopped = self._seen(accepted, h, t_new, done)
         if np.count_nonzero(accepted) == self._alive:
             # Ended columns may move too: by nothing, or, after a failure, to where nobody looks.
             self.u, self.t = self._stages.advance(self.u, None), t_new
@@ -252,21 +253,50 @@ class WorkingSet(Turns):
             self.u = self._stages.advance(self.u, accepted)
             np.copyto(self.t, t_new, where=accepted)
             self.number += accepted
-        done = self.t == self.end
-        done &= accepted
-        if terminated.size:
-            done[terminated] = False
-            self._leave(terminated, ReturnCode.Terminated)
+        for columns, turns in ((stopped.at_roots, _AT_ROOTS), (stopped.at_times, _AT_TIMES)):
+            if columns.size:
+                done[columns] = False
+                self._hold(columns, turns)
+        if stopped.terminated.size:
+            done[stopped.terminated] = False
+            self._leave(stopped.terminated, ReturnCode.Terminated)
         if np.count_nonzero(done):
             self._leave(np.flatnonzero(done), ReturnCode.Success)
         self._fail(accepted)
 
-    def _seen(self, accepted: Array, h: Array, t_new: Array) -> Array:
-        """Show the step to those who look at it; return the columns that a terminal event ends."""
+    def _seen(self, accepted: Array, h: Array, t_new: Array, done: Array) -> Stopped:
+        """Show the step to those who look at it; return the columns in which an event ends it."""
         if self._observers is None:
-            return NONE
+            return _NOWHERE
         step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, self._stages.new, self._stages.k, self._sign)
-        return self._observers.see(step, self._p)
+        return self._observers.see(step, self._p, done, self.h)
+
+    # ---- events that act
+
+    def _hold(self, columns: Array, turns: float) -> None:
+        """Let columns wait until events act on them, which takes so many turns."""
+        self._retire(columns)
+        self.entered[columns] -= self._turn  # until they go on: meanwhile no tries are made
+        self._alive -= len(columns)
+        self._held += len(columns)
+        self._waiting += len(columns) / turns
+
+    def _resume(self) -> None:
+        """Let events act on the columns that wait, and these go on, or end."""
+        self._held, self._waiting, self._waited = 0, 0.0, 0.0
+        for resumed in self._observers.release():  # type: ignore[union-attr]
+            columns, codes = resumed.columns, resumed.codes
+            self.number[columns], self.t[columns] = resumed.number, resumed.t
+            self.end[columns], self.h[columns] = resumed.end, resumed.h
+            self.u[:, columns], self._stages.k[0][:, columns] = resumed.u, resumed.k
+            self.entered[columns] += self._turn
+            self.live[columns], self.rejected[columns] = True, False
+            self.idle[columns], self.q2[columns] = 0.0, LEAST_ERROR
+            self._alive += len(columns)
+            codes[(codes == MOVING) & (self._turn - self.entered[columns] >= self._settings.max_steps)] = _TIRED
+            for code in np.flatnonzero(np.bincount(codes - MOVING)[1:]).tolist():
+                self._leave(columns[codes == code], list(ReturnCode)[code])
+        self._last_turn = int(self.entered.min()) + self._settings.max_steps
 
     # ---- ends
 
@@ -288,9 +318,6 @@ class WorkingSet(Turns):
         outcome.codes[ids] = code.code
         outcome.naccept[ids] = self.number[columns]
         outcome.nreject[ids] = self._turn - self.entered[columns] - self.number[columns]  # each turn was a try
-        if self._settings.restarts is not None:
-            outcome.following[ids] = self.h[columns]
-            self._left.append(ids)
         self._retire(columns)
         self._alive -= len(columns)
         if self._settings.progress is not None:

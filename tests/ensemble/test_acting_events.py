@@ -69,17 +69,18 @@ def bouncing(height, speed, gravity, restitution, ground, end):
 
 
 def bounced(u0, p, **more):
-    ensemble = EnsembleProblem(ODEProblem(falling, np.ones(2), (0.0, 3.0)), u0=u0, p=p)
+    ensemble = EnsembleProblem(ODEProblem(falling, np.ones_like(mpiad.stop(u0)[0]), (0.0, 3.0)), u0=u0, p=p)
     return solve(ensemble, **{"events": BOUNCE, "rtol": 1e-9, "atol": 1e-11, **more})
 
 
-def test_balls():
-    sol = bounced(HEIGHTS, BALLS)
+@pytest.mark.parametrize(("dtype", "exact"), [(float, 1e-10), (np.float32, 1e-4)])
+def test_balls(dtype, exact):
+    sol = bounced(HEIGHTS.astype(dtype), BALLS.astype(dtype), rtol=1e-9 if dtype is float else 1e-6)
     assert set(sol.retcode) == {"Success"} and not (sol.nf < sol.naccept).any()
     for i, (u0, p) in enumerate(zip(HEIGHTS, BALLS)):
         height, speed, times = bouncing(*u0, *p, 3.0)
-        np.testing.assert_allclose(sol.u_end[i], [height, speed], rtol=1e-10)
-        np.testing.assert_allclose([time for _, time in sol.events[i]], times, rtol=1e-12)
+        np.testing.assert_allclose(sol.u_end[i], [height, speed], rtol=exact)
+        np.testing.assert_allclose([time for _, time in sol.events[i]], times, rtol=0.01 * exact)
 
 
 def test_derivatives_of_balls():
@@ -251,7 +252,7 @@ def spikes(v, p, end):
         v, start = p[3], time
 
 
-FIRE = Event(lambda u, p, t: u[0] - p[2], direction=1, affect=lambda u, p, t: [p[3] + 0 * u[0]])
+FIRE = Event(lambda u, p, t: anp.exp(u[0]) - anp.exp(p[2]), direction=1, affect=lambda u, p, t: [p[3] + 0 * u[0]])
 # The current, its amplitude, the threshold, and what the potential is reset to.
 NEURONS, RESTING = (
     np.array([[2.0, 0.5, 1.0, 0.0], [1.5, 0.2, 1.0, -0.5], [0.5, 0.1, 1.0, 0.0]]),
@@ -301,7 +302,7 @@ def test_company_changes_no_digit(solved_by):
 
 @pytest.mark.parametrize(("end", "dtype"), [(6.0, float), (-1.0, np.float32)])
 def test_doses_have_the_same_digits_where_a_gradient_is_wanted(end, dtype):
-    # A kernel lets events act itself; with checkpoints they are between pieces.
+    # With checkpoints steps are recorded on the way back, of some trajectories after the other.
     count = 25
     p = np.array([0.8, 0.3, 1.0]) * (1 + 0.1 * np.arange(count)[:, None] * [1, 1, 0.2])
     p = p.astype(dtype)
@@ -340,7 +341,7 @@ def same_digits(problem, p, options):
     kept = []
 
     def total(p):
-        # By other backends pieces are solved together, too.
+        # By other backends columns wait for others than they do alone.
         kept.append(solve(EnsembleProblem(problem, p=p), ensemblealg=EnsembleThreads(1), checkpoints=4, **options))
         return anp.sum(kept[0].u_end[0])
 
@@ -352,7 +353,7 @@ def same_digits(problem, p, options):
     return plain
 
 
-@pytest.mark.columns("kernels solve such pieces in rounds")
+@pytest.mark.columns("it is about columns that wait for each other")
 @pytest.mark.parametrize("end", [4.0, -0.5])
 def test_neurons_have_the_same_digits_where_those_that_fired_re_enter_the_columns(monkeypatch, end):
     monkeypatch.setattr(working_set, "_BLOCK", 64)  # so that some wait for others
@@ -381,7 +382,6 @@ def test_the_only_event_is_of_the_second_of_two():
     np.testing.assert_allclose(sol.u_end[:, 0], [np.exp(-1), 2 * np.exp(-1) + 3 * np.exp(-0.5)], rtol=1e-10)
 
 
-@pytest.mark.columns("what it is about doesn't depend on the way to run")
 def test_what_ends_a_trajectory():
     decay = ODEProblem(lambda u, p, t: [-u[0]], np.array([1.0]), (0.0, 3.0))
     more = Event(times=[1.0, 2.0], affect=lambda u, p, t: [u[0] + 1.0])

@@ -15,7 +15,7 @@ __all__ = ["departure", "distance_ahead"]
 
 
 def distance_ahead() -> list[str]:
-    """Return lines on how far `ahead` to look, by how long the piece took, `gone`, and the length of tspan, `span`."""
+    """Return lines on how far `ahead` to look, by how long the last event is ago, `gone`, and how long tspan is, `span`."""
     return [
         f"ahead = {LEAST_AHEAD!r} * span",
         "if gone > 0.0:",

@@ -48,8 +48,7 @@ class _Forward(LaneOutput):
             "def forward(b, exact, ids, place, state, taken, u0, p, s, start, end, times, rtol, atol, dt, dtmax,",
             "            max_steps, u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last,",
             "            rows, before"
-            + ("" if not form.restarts else ", restarts")
-            + ("" if form.affects is None else ", given, kinds, slot, jump_number, jump_before")
+            + ("" if form.affects is None else ", given, kinds, slots, resumed, jump_number, jump_before")
             + (",\n            end_part, crossings):" if form.events else "):"),
             "    # Fields of b: " + ", ".join(self.fields),
             "    aligned_stack()",
@@ -134,10 +133,7 @@ class _Forward(LaneOutput):
             steps.call("k0", "u", 0),
             "now = sign * t",
             "span = sign * goal - now",
-            *(
-                ["h = restarts[0, i]", "if not np.isfinite(h):", *indented(steps.first_step())]
-                if form.restarts else steps.first_step()
-            ),
+            *steps.first_step(),
             "h = h if h < dtmax else dtmax",
             # `least_step`: the next double has the next bits, away from zero. Adding 0.0 takes the sign from -0.0.
             "least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)",

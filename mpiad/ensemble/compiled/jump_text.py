@@ -1,13 +1,13 @@
 """Lines of kernels on events that act: a lane goes on with its next step from the state after, and back from that before.
 
-On the way back affects are matrices, which `linear_jumps` has made of them, in the order in which trajectories met them.
+What that takes of affects is theirs: `back0`, `back1`, ... are their adjoints, as `g` is that of f.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpiad.compiling.source import indented
+from mpiad.compiling.source import indented, numbered
 from mpiad.ensemble.compiled.departure_text import departure, distance_ahead
 from mpiad.ensemble.compiled.kernel_rows import U
 from mpiad.ensemble.controller import LEAST_ERROR
@@ -33,10 +33,8 @@ def least_of(t: str, goal: str) -> list[str]:
 def first_goal() -> list[str]:
     """Return lines that make the first given time the `goal` of a trajectory that enters, where it comes before the end."""
     return [
-        "naccept[i] = 0",
-        "nreject[i] = 0",
         "own = 0 if one_given else i",
-        "goal = given[slot[0, i], own] if sign * given[slot[0, i], own] <= sign * goal else goal",
+        "goal = given[slots[i], own] if sign * given[slots[i], own] <= sign * goal else goal",
     ]
 
 
@@ -56,12 +54,12 @@ def sides(output: LaneOutput, target: str, left: bool) -> list[str]:
 def jump(output: LaneOutput) -> list[str]:
     """Return lines on a lane whose step may have ended at an event: they let events act, and set its next goal.
 
-    `code` is what ends the trajectory there, or -1. All is as `HybridSolve` has it between pieces.
+    `code` is what ends the trajectory there, or -1. All is as `ActingEvents` has it.
     """
     at, form, steps = output.at, output.form, output.steps
     state = _state(output)
     went_on = [
-        "slot[1, i] += 1",
+        "resumed[i] += 1",
         *state,
         steps.call("k0", "u", 0),
         *[f"{at('last', c)} = k0_{c}" for c in range(form.d)],
@@ -70,21 +68,17 @@ def jump(output: LaneOutput) -> list[str]:
         *([f"{at('begun')} = tn"] if output.acts else []),
         *sides(output, "condition_new", left=True),
     ]
-    ended = [
-        "if code < 0 and naccept[i] + nreject[i] >= max_steps:",
-        f"    code = {ReturnCode.MaxIters.code}",
-    ]
-    lines = ["code = -1", "own = 0 if one_given else i", f"sign = {at('sign')}", "t = sign * tn", "acted = False"]
+    lines = ["code = -1", "own = 0 if one_given else i", f"sign = {at('sign')}", "t = sign * tn"]
     if output.acts:
-        met = [*_counted(output), *state, *_at_conditions(output), *ended]
+        met = ["acted = True", *state, *_at_conditions(output)]
         met += ["if code < 0 and stopped:", f"    code = {ReturnCode.Terminated.code}"]
         lines += [*[f"left{e} = 0.0" for e in form.sided], "if first < np.inf:", *indented(met)]
     else:
         lines += output.terminated()
     return [
         *lines,
-        f"if code < 0 and took and tn == {at('end')} and given[slot[0, i], own] == t:",
-        *indented([*_counted(output), *ended, *state, *_at_given_times(output)]),
+        f"if code < 0 and took and tn == {at('end')} and given[slots[i], own] == t:",
+        *indented(["acted = True", *state, *_at_given_times(output)]),
         f"if acted and code < 0 and tn != {at('end')}:",
         *indented(went_on),
     ]
@@ -94,20 +88,6 @@ def _state(output: LaneOutput) -> list[str]:
     """Return lines that load the state after the step, or after the last event, and the parameters."""
     at, form = output.at, output.form
     return [*[f"u_{c} = {at('new', c)}" for c in range(form.d)], *[f"p{j} = {at('p', j)}" for j in range(form.varying)]]
-
-
-def _counted(output: LaneOutput) -> list[str]:
-    """Return lines that count the steps since the last event; once more they do nothing."""
-    at = output.at
-    return [
-        "acted = True",
-        # Counted over all pieces, and looked at between them.
-        f"number = np.int64({at('number')} + {at('accepted')})",
-        "naccept[i] += number",
-        f"nreject[i] += np.int64({at('tries')}) - number",
-        f"{at('number')} = -{at('accepted')}",
-        f"{at('tries')} = 0.0",
-    ]
 
 
 def _affect(output: LaneOutput, e: int) -> str:
@@ -134,14 +114,19 @@ def _at_given_times(output: LaneOutput) -> list[str]:
     at, form = output.at, output.form
     acting = ["kind = kinds[turn, own]"]
     if form.record:
-        acting += ["jump_number[i, turn] = naccept[i]", *[f"jump_before[i, turn, {c}] = u_{c}" for c in range(form.d)]]
+        acting += [f"jump_number[i, turn] = np.int64({at('number')}) + 1"]
+        acting += [f"jump_before[i, turn, {c}] = u_{c}" for c in range(form.d)]
     for k, e in enumerate(form.affects or ()):
         acting += [f"{'el' if k else ''}if kind == {e}:", f"    {_affect(output, e)}"]
+    more = ["turn += 1"]
+    ending = [f"kind == {e}" for e in form.ending if e in (form.affects or ())]
+    if ending:
+        more += [f"if {' or '.join(ending)}:", f"    code = {ReturnCode.Terminated.code}"]
     return [
-        "turn = slot[0, i]",
+        "turn = slots[i]",
         "while code < 0 and given[turn, own] == t:",
-        *indented([*acting, *_taken(output, ["turn += 1"])]),
-        "slot[0, i] = turn",
+        *indented([*acting, *_taken(output, more)]),
+        "slots[i] = turn",
         "goal = end[0 if one_span else i]",
         "goal = given[turn, own] if sign * given[turn, own] <= sign * goal else goal",
         f"{at('end')} = sign * goal",
@@ -169,6 +154,7 @@ def _at_conditions(output: LaneOutput) -> list[str]:
             kept = [f"crossings[noted, {U + form.d + c}] = u_{c}" for c in range(form.d)] if form.record else []
             came = [output.steps.condition(e, "was", "u", "t"), *kept, _affect(output, acts)]
             met = ["if code < 0:", *indented([*came, *_taken(output, departure(output, e))])]
+            met += ["stopped = True"] if acts in form.ending else []
         lines += [f"if {at('part', e)} <= first:", *indented([*met, "noted += 1"])]
     return [
         *lines,
@@ -179,26 +165,33 @@ def _at_conditions(output: LaneOutput) -> list[str]:
     ]
 
 
-def jump_back(form: Form, fields: Fields) -> list[str]:
+def jump_back(output: ReverseOutput) -> list[str]:
     """Return lines of the reverse kernel on a lane whose next step back events have followed.
 
     The last one's number is `jump[l]`; that at which the steps ended which have been gone back over is kept behind.
     """
-    at, d, ended, entries = fields.at, form.d, f"jump[{form.lanes} + l]", form.jumps or ()
-    lines = [f"z_{c} = {at('cotangent', c)}" for c in range(d)]
-    lines += [f"jump_after[j, {c}] = z_{c}" for c in range(d)]
-    for c in range(d):
-        terms = [f"jump_map[j, {k}] * z_{after}" for k, (before, after) in enumerate(entries) if before == c]
-        lines.append(f"{at('cotangent', c)} = {' + '.join(terms) or '0.0'}")
+    form, at, steps, d = output.form, output.at, output.steps, output.form.d
+    components, ended, time = range(d), f"jump[{form.lanes} + l]", steps.rounded("jump_time[j]")
+    back = [*steps.state("y"), *numbered("e", form.wanted_varying + form.wanted_shared), *(["te"] if form.timed else [])]
+    lines = [f"z_{c} = {at('cotangent', c)}" for c in components]
+    lines += [f"u_{c} = jump_state[j, {c}]" for c in components]
+    for k, (e, given) in enumerate(form.jumps or ()):
+        call = steps.called(back, f"back{e}", "u", time, steps.state("z"))
+        lines += [f"{'el' if k else ''}if jump_kind[j] == {e}:", f"    {call}", f"    given = {float(given)}"]
+    lines += [f"{at('cotangent', c)} = y_{c}" for c in components]
+    lines += [f"{at('own', k)} += e{k}" for k in range(form.wanted_varying)]
+    lines += [f"{at('common', k)} += e{form.wanted_varying + k}" for k in range(form.wanted_shared)]
     if form.timed:
-        first = len(entries)
-        by_time = [f"jump_map[j, {first + c}] * z_{c}" for c in range(d)]
+        # Where no step lies between a given time and what was before it at the same time, the state would move by f.
+        moving = "given > 0.0 and j > jump_first[i] and jump_number[j - 1] == jump_number[j]"
+        drift = " + ".join(f"k0_{c} * {at('cotangent', c)}" for c in components)
         lines += [
-            f"since = {at('t_bar')} - {at('h_bar')} + {' + '.join(by_time)}",
-            "drift = " + " + ".join(f"jump_map[j, {first + d + c}] * {at('cotangent', c)}" for c in range(d)),
-            *left(form, fields),
+            f"since = {at('t_bar')} - {at('h_bar')} + te",
+            "drift = 0.0",
+            f"if {moving}:",
+            *indented([steps.called(steps.state("k0"), "f", "u", time), f"drift = {drift}"]),
+            *left(form, output.fields),
             # A step keeps its size that a condition has ended.
-            f"given = jump_map[j, {first + 2 * d}]",
             "jump_due[j] += given * (since + drift)",
             f"{at('t_bar')} = -drift if given > 0.0 else since",
             f"{at('h_bar')} = 0.0",
@@ -207,13 +200,13 @@ def jump_back(form: Form, fields: Fields) -> list[str]:
         ]
     return [
         f"if {_next(form, 3)} == step[l] + 1:",
+        *[f"    p{k} = {at('p', k)}" for k in range(form.varying)],
         "    while jump[l] >= jump_first[i] and jump_number[jump[l]] == step[l] + 1:",
         "        j = jump[l]",
         *indented(lines, 2),
         "        jump[l] -= 1",
         # While steps are taken back memory brings the one before.
-        "        fetched(jump_map, jump[l])",
-        "        fetched(jump_after, jump[l])",
+        "        fetched(jump_state, jump[l])",
         *indented(next_back(form)),
     ]
 

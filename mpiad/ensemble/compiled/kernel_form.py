@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,12 +47,11 @@ class Form(NamedTuple):
     slopes: tuple[int, ...] = ()  # of Rosenbrock methods: which components of f depend on time by themselves
     # The entries of the mass matrix that aren't zero; None for the identity.
     mass: tuple[tuple[int, int, float], ...] | None = None
-    restarts: bool = False  # whether first steps may be given, and those that would be next are told
     affects: tuple[int, ...] | None = None  # which of all events act at given times; None where none acts in the kernel
     acting: tuple[int, ...] = ()  # for each of `events` which of all it is, where it acts in the kernel; else -1
-    # Of an adjoint that goes back over events that acted: which components of the states before and after have to do with
-    # each other.
-    jumps: tuple[tuple[int, int], ...] | None = None
+    ending: tuple[int, ...] = ()  # which of all act and end trajectories as well
+    # Of an adjoint that goes back over events that acted: which these are of all, and whether they come at given times.
+    jumps: tuple[tuple[int, bool], ...] | None = None
     stops: bool = False  # whether over conditions that vanished, too
 
     @property
@@ -84,17 +83,21 @@ class Form(NamedTuple):
 
 def form_of(program: Program, packing: ParameterPacking, batch: Batch, settings: Settings) -> Form:
     """Return what the kernels of a batch, without derivatives, are generated for; `program` is what f computes."""
-    events = tuple((event.terminal or event.acts, event.direction) for event in settings.events)
+    events, acting = tuple((event.stops, event.direction) for event in settings.events), settings.acting
     # Which entries are zero is part of the form: elimination is written out for those that aren't.
     linear = jacobian_program(program)[1:] if settings.alg.tableau.implicit else ((), ())
-    piece = settings.restarts is not None  # of which all are to have one kernel
+    acts: dict[str, Any] = {}
+    if acting is not None:
+        acts["affects"] = tuple(e for e, event in enumerate(acting.events) if event.times is not None)
+        acts["acting"] = tuple(e if event.acts else -1 for e, event in zip(acting.found, settings.events))
+        acts["ending"] = tuple(e for e, event in enumerate(acting.events) if event.acts and event.terminal)
     return Form(
         program.groups["state"], len(packing.varying), len(packing.shared), settings.alg.tableau, settings.alg.controller,
         single=real_dtype(batch.u0.dtype) == np.float32, in_pairs=is_complex(batch.u0),
-        inside=bool(events) or piece or not _at_ends(batch, settings.saveat), tolerances=np.ndim(settings.atol) > 0,
+        inside=bool(events) or not _at_ends(batch, settings.saveat), tolerances=np.ndim(settings.atol) > 0,
         events=events, jacobian=linear[0], slopes=linear[1],
         mass=None if settings.mass is None else entries_of(settings.mass),
-        restarts=piece and settings.alg.tableau.error is not None,
+        **acts,
     )  # fmt: skip
 
 

@@ -14,10 +14,12 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.arguments import from_parts, is_complex
 from mpiad.ensemble.events import in_order
+from mpiad.ensemble.jumps import FOUND, Jump
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
+from mpiad.ensemble.settings import Acting
 
-__all__ = ["H", "T", "U", "Tape", "give_back", "note_crossings", "room", "room_for"]
+__all__ = ["H", "T", "U", "Tape", "give_back", "jumps_of", "note_crossings", "room", "room_for"]
 
 # An event's row is the trajectory, which event, in which of its steps (from 0), the part of the step that is gone there,
 # and when; then what the step started from: its time, its signed size, and the components of the state, of a complex one
@@ -62,12 +64,44 @@ def room_for(turn: int, width: int, before: Array | None = None) -> Array:
     return longer
 
 
-def note_crossings(outcome: Outcome, tables: list[Array], d: int) -> None:
-    """Put the events of all shares, of states of d components, into an outcome, each trajectory's in the order of time."""
+def note_crossings(outcome: Outcome, tables: list[Array], d: int) -> Array:
+    """Put the events of all shares, of states of d components, into an outcome, each trajectory's in the order of time.
+
+    Returned are the states before events acted, shape (m, d), where they are recorded, else (m, 0).
+    """
     rows = np.concatenate(tables)
     rows = rows[in_order(rows.T)]
-    outcome.crossings, outcome.at_events = rows[:, : U + d], rows[:, U + d :]
-    outcome.event_table = rows[:, :5].T
+    outcome.crossings, outcome.event_table = rows[:, : U + d], rows[:, :5].T
+    return rows[:, U + d :]
+
+
+def jumps_of(
+    outcome: Outcome, acting: Acting, numbers: Array, before: Array, at_conditions: Array, dtype: np.dtype
+) -> list[Jump]:
+    """Return what events did in a kernel that records.
+
+    `numbers` and `before`, of shapes (N, slots) and (N, slots, d), are after how many steps given times came, or -1, and
+    the states then; `at_conditions`, of shape (m, d), are those where conditions had vanished. States after events are in
+    the record, and none are computed again.
+    """
+    (count, slots), numbers = numbers.shape, numbers.ravel()
+    met = numbers >= 0
+    rows = slice(None) if np.count_nonzero(met) == len(met) else np.flatnonzero(met)
+    ids, slot = np.repeat(np.arange(count), slots)[rows], np.tile(np.arange(slots), count)[rows]
+    states = from_parts(before.reshape(-1, before.shape[2])[rows], dtype).T
+    kinds, times = (table[:slots].T.ravel()[rows] for table in (acting.kinds, acting.times))
+    jumps = [Jump(ids, numbers[rows], kinds, slot, times, states, states)]
+    if outcome.event_table is not None:
+        acts = np.array([acting.events[e].acts for e in acting.found])[outcome.event_table[1].astype(int)]
+        ids, event, number = outcome.event_table[:3, acts].astype(int)
+        states = from_parts(at_conditions[acts], dtype).T
+        found, time = np.full(len(ids), FOUND), outcome.event_table[4, acts]
+        own = Jump(ids, number + 1, np.array(acting.found)[event], found, time, states, states)
+        # After the same step conditions come first.
+        joined = [np.concatenate(parts, axis=-1) for parts in zip(own, jumps[0])]
+        order = np.lexsort((joined[1], joined[0]))
+        jumps = [Jump(*(part[..., order] for part in joined))]
+    return jumps
 
 
 # What is kept at most, in numbers: 128 MiB.

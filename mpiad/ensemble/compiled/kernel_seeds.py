@@ -13,19 +13,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.arguments import from_parts
+from mpiad.compiling.arguments import argument, from_parts
 from mpiad.ensemble.adjoint import of_ends
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.coefficients import interpolate, stage_rates
 from mpiad.ensemble.compiled.kernel_rows import H, T, U
 from mpiad.ensemble.event_adjoint import Condition, pull_event
+from mpiad.ensemble.jumps import FOUND, Jumps
 from mpiad.ensemble.linear_jumps import add_leaves
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.ensemble.transposed_step import StepCotangents
 
-__all__ = ["KernelSeeds", "KernelStops", "kernel_seeds"]
+__all__ = ["KernelJumps", "KernelSeeds", "KernelStops", "kernel_seeds"]
 
 
 class KernelSeeds(NamedTuple):
@@ -62,7 +63,7 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
     table = run.outcome.crossings[run.live[run.outcome.crossings[:, 0].astype(int)]]
     ids, event = table[:, 0].astype(int), table[:, 1].astype(int)
     leaves = {place: np.zeros_like(run.batch.p.leaves[place]) for place in places}
-    terminal = np.array([event.terminal or event.acts for event in run.settings.events])[event]
+    terminal = np.array([event.stops for event in run.settings.events])[event]
     end, value = plain.end.copy(), np.zeros((len(table), len(plain.end)), plain.end.dtype)
     reached = np.zeros(run.batch.size) if seeds.reached is None else seeds.reached
     stop, start = plain.stop.copy(), np.zeros(run.batch.size)
@@ -112,6 +113,38 @@ def _pulled(
     held = (inside.value * rate).real.sum(axis=0)
     at_end = rows[:, T] + rows[:, H] == rows[:, 4]  # for the kernel no time inside the step
     return inside.value.T, totals.t_bar[:count] + np.where(at_end, 0.0, held)
+
+
+class KernelJumps:
+    """Events that acted on the way of a run, for the reverse kernel.
+
+    `since`, shape (N,), is as `LinearJumps.pull` has it behind the last jumps of trajectories, where no step follows them.
+    What has been given to the kernel is zero afterwards.
+    """
+
+    def __init__(self, run: Run, jumps: Jumps, since: Array, dtype: np.dtype):
+        self._jumps, count = jumps, len(jumps.ids)
+        self._first = jumps.bounds(run.batch.size)
+        self.due = np.zeros(count)
+        ids = np.flatnonzero(since)
+        last = self._first[ids + 1] - 1
+        mine = last >= self._first[ids]
+        mine[mine] = (jumps.slot[last[mine]] != FOUND) & (jumps.number[last[mine]] == run.counts[ids[mine]])
+        self.due[last[mine]] = since[ids[mine]]
+        since[ids[mine]] = 0.0
+        self._state = argument(np.ascontiguousarray(jumps.before.T), dtype)
+
+    @property
+    def arguments(self) -> tuple[Array, ...]:
+        """What the kernel is given, and the last one to add to: the cotangents of the events' times."""
+        jumps, whole = self._jumps, np.dtype(np.int64)
+        return self._first, argument(jumps.number, whole), argument(jumps.event, whole), jumps.time, self._state, self.due
+
+    def add_due(self, due: Array) -> None:
+        """Add to the cotangents of all given times, shape (slots, N)."""
+        jumps = self._jumps
+        met = (jumps.number > 0) & (jumps.slot != FOUND)
+        due[jumps.slot[met], jumps.ids[met]] += self.due[met]
 
 
 class KernelStops:

@@ -17,14 +17,15 @@ from mpiad.compiling.cache import kernel_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import fields_of
 from mpiad.ensemble.compiled.kernel_form import Form, form_of
-from mpiad.ensemble.compiled.kernel_rows import Tape, give_back, note_crossings, room, room_for
+from mpiad.ensemble.compiled.kernel_rows import Tape, give_back, jumps_of, note_crossings, room, room_for
 from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text, signature_of
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
-from mpiad.ensemble.outcome import Outcome, ReturnCode
+from mpiad.ensemble.hybrid_outcome import complete
+from mpiad.ensemble.outcome import Outcome, ReturnCode, counters
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["Solver", "joined_pieces"]
+__all__ = ["Solver"]
 
 _log = logging.getLogger("mpiad")
 
@@ -48,12 +49,6 @@ class Solver:
         self.every = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
         self.form = form_of(traced.program, traced.packing, batch, settings)
-        if settings.given_times is not None:
-            found = settings.given_times.found
-            self.form = self.form._replace(
-                affects=tuple(e for e, affect in enumerate(traced.affects) if affect is not None and e not in found),
-                acting=tuple(e if event.acts else -1 for e, event in zip(found, settings.events)),
-            )
         self.p, self.s = traced.packing.split(batch.p.leaves, batch.size, self.form.dtype)
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
@@ -76,7 +71,7 @@ class Solver:
 
     def _function(self, name: str, text: str, form: Form) -> Callable[..., None]:
         """Return a kernel's function, and tell how long it took to compile."""
-        more = (form.restarts, form.affects is not None, bool(form.events)) if name == "forward" else (False,) * 3
+        more = (form.affects is not None, bool(form.events)) if name == "forward" else (False, False)
         kernel = kernel_of(text, name, signature_of(name, form.dtype, *more, form.jumps is not None))
         if name not in self._kernels or self._kernels[name].text != text:
             how = "compiled" if kernel.origin == "compiled" else "loaded"
@@ -90,8 +85,7 @@ class Solver:
         """Return along which numbers of a trajectory tangents are carried: none, where an adjoint will be wanted."""
         asked = self.settings
         # With events the ends move, too.
-        moved = isbox(given.start) or isbox(given.end) or asked.events or asked.restarts is not None
-        moved = moved or asked.given_times is not None
+        moved = isbox(given.start) or isbox(given.end) or asked.events or asked.acting is not None
         if asked.adjoint != "discrete" or moved or self.form.tableau.implicit:
             return ()
         return self.traced.carried(given, asked.gradient)
@@ -121,46 +115,27 @@ class Solver:
             part.form = self.form
             yield rows, part
 
-    def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: Any, stops: bool) -> tuple[Any, Form]:
-        """Return the reverse kernel's function for some of the program's parameters, and its form."""
+    def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, stops: bool) -> tuple[Any, Form]:
+        """Return the reverse kernel's function for some of the program's parameters, and its form.
+
+        `jumps` and `stops` say whether it goes back over events that acted, and over conditions among them.
+        """
         names = self.traced.names
         own, common = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
+        acts = [e for e, affect in enumerate(self.traced.affects) if affect is not None]
         form = self.form._replace(
             wanted_varying=len(own),
             wanted_shared=len(common),
             timed=timed,
             inside=inside,
             tolerances=False,
-            restarts=False,
             affects=None,
             acting=(),
-            jumps=jumps,
+            jumps=tuple((e, e in (self.form.affects or ())) for e in acts) if jumps else None,
             stops=stops,
         )
-        text = reverse_text(self.traced.program, form, names, (*own, *common))
+        text = reverse_text(self.traced.program, form, names, (*own, *common), self.traced.affects if jumps else ())
         return self._function("reverse", text, form), form
-
-
-def joined_pieces(
-    pieces: list[tuple[Array, Outcome]], batch: Batch, settings: Settings
-) -> tuple[Solver, list[Tape], Array]:
-    """Return one record of the pieces of a batch, each of some trajectories: a solver, its tapes, and the last rows."""
-    last, rows, before, count = -1 - np.arange(batch.size), [], [], 0
-    for ids, outcome in pieces:
-        for tape in outcome.tapes:
-            # The first step of a piece goes on after the last one of the piece before.
-            links, first = tape.before + count, np.flatnonzero(tape.before < 0)
-            links[first] = last[ids[-1 - tape.before[first]]]
-            own, ended = ids[tape.first : tape.stop], outcome.last[tape.first : tape.stop]  # type: ignore[index]
-            last[own[ended >= 0]] = ended[ended >= 0] + count
-            rows.append(tape.rows)
-            before.append(links)
-            count += len(links)
-    solver = pieces[0][1].solver
-    joined = Solver(solver._kernels, solver.traced, batch, settings._replace(events=()), solver.threads)
-    joined.form = joined.form._replace(inside=True, events=solver.form.events)
-    steps = np.concatenate(rows), np.concatenate(before)
-    return joined, [Tape(first, stop, *steps) for first, stop in shares_of(batch.size, solver.threads)], last
 
 
 def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome:
@@ -177,18 +152,14 @@ def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome
         give_back(run.rooms)  # no thread is at work any more
         raise
     if form.record:
-        if settings.restarts is not None:
-            # One of many pieces that are all kept: no more than its own, and the next one takes the room.
-            done = [tape._replace(rows=tape.rows.copy(), before=tape.before.copy()) for tape in done]
-            give_back(run.rooms)
-            run.rooms = []
         outcome.tapes, outcome.last = done, run.last
         # With the outcome its tapes go, and nobody else holds them.
         weakref.finalize(outcome, give_back, run.rooms)
-    if form.restarts:
-        outcome.following = run.following
-    if form.events:
-        note_crossings(outcome, run.crossings, form.d)
+    before = note_crossings(outcome, run.crossings, form.d) if form.events else np.empty((0, 0))
+    if settings.acting is not None:
+        if form.record:
+            outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, before, batch.u0.dtype)
+        complete(outcome, batch, settings.acting, settings.saveat)  # type: ignore[arg-type]
     if form.directions:
         outcome.carried = run.carried(still)
     return outcome
@@ -202,8 +173,7 @@ def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
         # A trajectory's components lie side by side, as a solution has them.
         np.empty((n, d), dtype).T, np.empty(n), np.empty(n, np.int8), np.empty(n, np.int64), np.empty(n, np.int64),
         np.full((n, n_saved, d), np.nan, dtype), np.full((n, n_saved), -2, np.int32) if settings.record else None,
-        np.ones(n) if settings.events else np.broadcast_to(1.0, n),
-        following=np.full(0 if settings.restarts is None else n, np.inf),
+        np.ones(n) if settings.events else np.broadcast_to(1.0, n), *counters(settings.acting),
     )  # fmt: skip
     if still.any():
         outcome.u_end[:, still], outcome.t_reached[still] = batch.u0[:, still], batch.start[still]
@@ -221,18 +191,19 @@ class _Launch:
         self.crossings: list[Array] = []
         # How many trajectories threads have taken, of how many, and how many at a time.
         self.taken = np.array([0, 0, _BLOCK])
-        # Below zero there is no step before; which trajectory's first one it was is told to `joined_pieces`.
-        self.last = -1 - np.arange(count if form.record else 0)
+        self.last = np.full(count if form.record else 0, -1)  # below zero there is no step before
         real = form.dtype
         self._du = np.empty((m, d, count), real)
         self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d), real)
         save_step = outcome.save_step
-        # The first steps, and those that would be next.
-        self._more: list[Array] = [np.stack([settings.restarts, outcome.following])] if form.restarts else []  # type: ignore[list-item]
-        if settings.given_times is not None:
-            times, kinds, slots, number, before, _ = settings.given_times
-            times, kinds = (x[:, :1] if x.strides[1] == 0 else x for x in (times, kinds))
-            self._more += [argument(times), argument(kinds, np.dtype(np.int64)), slots, number, before]
+        self._more: list[Array] = []
+        if settings.acting is not None:
+            times, kinds = (x[:, :1] if x.strides[1] == 0 else x for x in settings.acting[1:3])
+            slots = len(times) - 1 if form.record else 0
+            # After how many steps given times came, and the states then.
+            self.at_given_times = np.full((count, slots), -1), np.empty((count, slots, d), real)
+            self._more += [argument(times), argument(kinds, np.dtype(np.int64)), outcome.slots, outcome.resumed]
+            self._more += self.at_given_times
         atol = argument(np.ravel(settings.atol), real)
         # What all have in common isn't copied for each.
         u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0
@@ -246,10 +217,6 @@ class _Launch:
             parts(outcome.saved),
             np.empty((0, n_saved), np.int32) if save_step is None else save_step, self._du, self._dsaved, self.last,
         )  # fmt: skip
-
-    @property
-    def following(self) -> Array:
-        return self._more[0][1]
 
     def all(self) -> list[Tape]:
         """Solve all trajectories, and return their steps, where they are recorded."""

@@ -41,9 +41,14 @@ def forward_text(
 
 
 @lru_cache(_MOST_TEXTS)
-def reverse_text(program: Program, form: Form, names: tuple[str, ...], wanted: tuple[int, ...]) -> str:
-    """Return the text of a reverse kernel, and of f and its adjoint before it."""
+def reverse_text(
+    program: Program, form: Form, names: tuple[str, ...], wanted: tuple[int, ...],
+    affects: tuple[Program | None, ...] = (),
+) -> str:  # fmt: skip
+    """Return the text of a reverse kernel, and of f, its adjoint and those of the events' affects before it."""
     programs = _reverse_programs(program, form, wanted)
+    by: Wanted = {"state": None, "parameter": wanted} | ({"time": None} if form.timed else {})
+    programs |= {f"back{e}": simplify(vjp(affects[e], by)) for e, _ in form.jumps or ()}  # type: ignore[arg-type]
     # The stages are computed again for their derivatives only, so here they may be rounded otherwise.
     parts = [_function(one, name, form, names, fused=True) for name, one in programs.items()]
     return "\n\n".join([*parts, reverse_source(form, are_simple(list(programs.values())))])
@@ -109,23 +114,23 @@ def _function(
 
 
 @cache
-def signature_of(
-    name: str, dtype: np.dtype, restarts: bool = False, affects: bool = False, events: bool = False, jumps: bool = False
-) -> str:
+def signature_of(name: str, dtype: np.dtype, affects: bool = False, events: bool = False, jumps: bool = False) -> str:
     """Return the types of the arguments of the kernel "forward" or "reverse", by the states' dtype.
 
-    `restarts` says whether first steps are given, `affects` whether events act in the kernel, `events` whether it looks for
+    `affects` says whether events act in the kernel, `events` whether it looks for
     them, `jumps` whether an adjoint goes back over events that acted.
     """
     row, table, cube, cubes = (f"{dtype.name}[{':, ' * axes}::1]" for axes in range(4))
     kinds = (_forward if name == "forward" else _reverse)(row, table, cube, cubes)
-    more = [_TABLE] if restarts else []  # restarts
+    more = []
     if affects:
         cube = f"{dtype.name}[:, :, ::1]"
-        more += [_TABLE, *["int64[:, ::1]"] * 3, cube]  # given, kinds, slot, jump_number, jump_before
+        # given, kinds, slots, resumed, jump_number, jump_before
+        more += [_TABLE, "int64[:, ::1]", _NUMBERS, _NUMBERS, "int64[:, ::1]", cube]
     more += [_ROW, _TABLE] if events else []  # end_part, crossings
     if jumps:
-        more += [*[_NUMBERS] * 3, table, table, _ROW]  # jump, jump_first, jump_number, jump_map, jump_after, jump_due
+        # jump, jump_first, jump_number, jump_kind, jump_time, jump_state, jump_due
+        more += [*[_NUMBERS] * 4, _ROW, table, _ROW]
         more += [_NUMBERS, _NUMBERS, _TABLE, _ROW, _ROW]  # stop_first, stop_number, stop_row, stop_bar_, stop_moved
     return f"void({', '.join(kinds + more)})"
 

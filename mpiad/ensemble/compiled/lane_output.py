@@ -83,9 +83,8 @@ class LaneOutput:
         if form.events:
             lines += ["first = np.inf", "if took:", *indented(self._events())]
         if form.affects is not None:  # what is saved at an event is what is after it
-            lines += [f"while took and {at('due')} < tn:", *indented(self._saving()), *jump(self)]
+            lines += ["acted = False", f"while took and {at('due')} < tn:", *indented(self._saving()), *jump(self)]
         lines += [f"while took and {at('due')} <= tn:", *indented(self._saving())]
-        plus = "" if form.affects is None else "+"
         lines += [
             *(["code = -1", *self.terminated()] if form.affects is None else []),
             f"if code < 0 and took and tn == {at('end')}:",
@@ -97,15 +96,14 @@ class LaneOutput:
             *indented([
                 f"number = np.int64({at('number')} + {at('accepted')})",
                 "codes[i] = code",
-                f"naccept[i] {plus}= number",
-                f"nreject[i] {plus}= np.int64({at('tries')}) - number",
+                "naccept[i] = number",
+                f"nreject[i] = np.int64({at('tries')}) - number",
                 f"t_reached[i] = {at('sign')} * (tn if took else {at('now')})",
                 *[f"u_end[i, {c}] = {at('new', c)} if took else {at('u', c)}" for c in range(d)],
                 *[
                     f"du_end[{j // d}, {j % d}, i] = {at('dnew', j)} if took else {at('du', j)}"
                     for j in range(d * len(form.directions))
                 ],
-                *([f"restarts[1, i] = {at('next')}"] if form.restarts else []),
                 "ids[l] = -1",
                 "vacant += 1",
                 # Until another trajectory comes the lane takes steps of length zero.
@@ -161,9 +159,8 @@ class LaneOutput:
             lines += [f"if {at('due')} < tn:", *indented(self._inside()), "else:", *indented(at_end)]
         else:
             lines += at_end
-        number = f"np.int32({at('number')})"
-        if form.affects is not None:  # counted over all pieces; after an event it is that of the next step
-            number = f"np.int32(naccept[i] + np.int64(max({at('number')}, 0.0)))"
+        # After an event it is that of the next step.
+        number = f"np.int32({at('number')}{' + (1.0 if acted else 0.0)' if form.affects is not None else ''})"
         return [
             *lines,
             "if save_step.shape[0] > 0:",
@@ -247,8 +244,7 @@ class LaneOutput:
     def _noted(self, part: str) -> list[str]:
         """Return lines that write a row: see `kernel_rows`."""
         at = self.at
-        number = at("number") if self.form.affects is None else f"naccept[i] + {at('number')}"
-        row = ["i", "e", number, part, f"{at('sign')} * ({at('now')} + {part} * {at('size')})"]
+        row = ["i", "e", at("number"), part, f"{at('sign')} * ({at('now')} + {part} * {at('size')})"]
         row += [f"{at('sign')} * {at('now')}", f"{at('sign')} * {at('size')}", *[at("u", c) for c in range(self.form.d)]]
         return [*[f"crossings[found, {k}] = {text}" for k, text in enumerate(row)], "found += 1"]
 

@@ -22,7 +22,7 @@ __all__ = ["ReverseOutput", "fields_of", "reverse_source"]
 
 # Further arguments of a kernel that goes back over events that acted.
 _JUMPS = """jump,
-            jump_first, jump_number, jump_map, jump_after, jump_due,
+            jump_first, jump_number, jump_kind, jump_time, jump_state, jump_due,
             stop_first, stop_number, stop_row, stop_bar_, stop_moved"""
 
 
@@ -192,7 +192,7 @@ class ReverseOutput:
                 else []
             ),
             *([f"{at('touched')} = 0.0"] if cleared else []),
-            *(jump_back(form, self.fields) if form.jumps is not None else []),
+            *(jump_back(self) if form.jumps is not None else []),
             *(stop_back(self) if form.stops else []),
             "while place[l] >= 0 and save_step[i, place[l]] == step[l]:",
             *indented(self._met()),

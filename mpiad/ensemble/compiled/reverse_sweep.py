@@ -8,13 +8,14 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_parts, from_row_parts, parts, row_parts
-from mpiad.ensemble.adjoint import Cotangents, begun, pull_run, to_start
+from mpiad.ensemble.adjoint import Cotangents, note_ends, pull_run, to_start
 from mpiad.ensemble.compiled.kernel_rows import Tape
-from mpiad.ensemble.compiled.kernel_seeds import KernelStops, kernel_seeds
+from mpiad.ensemble.compiled.kernel_seeds import KernelJumps, KernelStops, kernel_seeds
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
 from mpiad.ensemble.compiled.reverse_kernel import fields_of
 from mpiad.ensemble.compiled.work_shares import Paced, each
+from mpiad.ensemble.linear_jumps import LinearJumps
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
 
@@ -37,14 +38,14 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     start = kernel_seeds(run, seeds, places, solver.times)
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     found = Cotangents(start.end, np.zeros(count), np.zeros(count), leaves)
-    jumps = begun(run, seeds, found, places, timed)
+    acted, jumping = run.jumps, ()
+    if acted is not None:
+        note_ends(run, seeds, found, timed)
+        jumps, stops = KernelJumps(run, acted, found.start, real), _stops(run, seeds, places, found.start)
+        jumping = *jumps.arguments, stops.first, stops.number, stops.rows, stops.bar, stops.moved
     inside = solver.form.inside and (seeds.saved is not None or bool(solver.form.events) or stopped)
-    entries = None if jumps is None else jumps.entries
-    function, form = solver.reverse([j for part in own + common for j in part.scalars], timed, inside, entries, stopped)
-    jumping = () if jumps is None else (jumps.first, *jumps.given_to_kernel(found.start, real))
-    stops = None if jumps is None else _stops(run, seeds, places, found.start)
-    if stops is not None:
-        jumping += stops.first, stops.number, stops.rows, stops.bar, stops.moved
+    wanted = [j for part in own + common for j in part.scalars]
+    function, form = solver.reverse(wanted, timed, inside, acted is not None, stopped)
     saved = np.empty((0, 0, 0)) if start.saved is None else parts(np.ascontiguousarray(start.saved.conj()))
     end_bar = argument(row_parts(start.end.conj()), real)
     # Of a trajectory that takes no step the kernel writes nothing, and its end is its start.
@@ -89,10 +90,11 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     still = outcome.naccept == 0
     start_bar[still] += found.start[still]
     found = Cotangents(initial, start_bar, stop_bar + found.end, leaves)
-    if jumps is not None and stops is not None:
-        jumps.take(*jumping[3:5])
+    if acted is not None:
         stops.add_leaves(found.leaves)
-        to_start(found, jumps)
+        to_start(found, LinearJumps(run, acted.before_steps(), places, timed))
+        if timed:
+            jumps.add_due(found.due)
     return found
 
 
@@ -117,14 +119,12 @@ def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], t
     nothing = np.empty((0, batch.size))
     found = Cotangents(np.empty_like(batch.u0), np.empty(batch.size), np.empty(batch.size), leaves, nothing)
     for rows, part in solver.parts():
-        run = Run(part.batch, part.settings, part.record())
+        run = Run(whole.batch.share(rows), whole.settings.share(rows), part.record())
         share = seeds.share(rows)
         if seeds.crossed is not None:
             ids = whole.crossed_ids
             share = share._replace(crossed=seeds.crossed[(ids >= rows.start) & (ids < rows.stop)])
-        # With events that act a part has another solver, or none where nothing has moved.
-        used = part if isinstance(part, Solver) else run.outcome.solver
-        own = pull_run(run, share, places, timed) if used is None else pull_compiled(used, run, share, places, timed)
+        own = pull_compiled(part, run, share, places, timed)
         if len(own.due) > len(found.due):
             found.due = np.concatenate([found.due, np.zeros((len(own.due) - len(found.due), batch.size))])
         if own.due.size:

@@ -15,10 +15,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Function
+from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.compiling.arguments import is_complex, real_dtype
 from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of
-from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Program
 from mpiad.compiling.trace_errors import Untraceable, place_of
 from mpiad.compiling.tracing import identity_of
@@ -59,7 +58,7 @@ class TracedProblem(NamedTuple):
     packing: ParameterPacking
     # What the program's parameters are called in kernels: p0, p1, … those of each trajectory, s0, s1, … those of all.
     names: tuple[str, ...]
-    affects: tuple[Program | None, ...]  # of all events, where these can act in a kernel; None for those that don't act
+    affects: tuple[Program | None, ...]  # of all events; None for those that don't act
 
     def direction(self, j: int) -> tuple[str, int]:
         """Return the direction of one of the program's parameters, along which a tangent can be carried."""
@@ -112,52 +111,22 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
     if program is None:
         return None
     conditions: list[Program] = []
+    affects: list[Program | None] = []
     for event in events:
-        if event.condition is None:
-            continue
-        condition = _condition_of(batch, event, must, warn)
-        if condition is None:
-            return None
-        conditions.append(condition)
+        affects.append(None)
+        if event.condition is not None:
+            kept = real_dtype(batch.u0.dtype)
+            value = partial(_row, event, kept)
+            condition = _function_of(event.written, "a condition of the events", value, batch, must, warn, ())
+            if condition is None:
+                return None
+            conditions.append(condition)
+        if event.affect is not None:
+            affects[-1] = _function_of(event.affect, "an affect", partial(affected, event, batch), batch, must, warn)
+            if affects[-1] is None:
+                return None
     packing = packing_of(batch.p)
-    affects = _affects_of(batch, events, conditions)
-    return TracedProblem(program, tuple(conditions), packing, names_of(packing), affects)
-
-
-def _is_exact(program: Program) -> bool:
-    """Tell whether a program has only operations that are rounded alike everywhere."""
-    return all(OPERATIONS[operation].simple for operation, arguments, _ in program.instructions if arguments)
-
-
-def _affects_of(batch: Batch, events: Sequence[Event], conditions: Sequence[Program]) -> tuple[Program | None, ...]:
-    """Return what the affects of all events compute, where they can act in a kernel with NumPy's digits; none otherwise.
-
-    They can where none that acts ends its trajectory as well, and where affects have only operations that are rounded alike
-    everywhere.
-    """
-    if is_complex(batch.u0) or any(event.acts and event.terminal for event in events):
-        return ()
-    found = [event for event in events if event.condition is not None]
-    acting = [condition for event, condition in zip(found, conditions) if event.acts]
-    # How a condition leaves its root is found by NumPy between pieces, in double precision.
-    if acting and not (real_dtype(batch.u0.dtype) == np.float64 and all(map(_is_exact, acting))):
-        return ()
-    programs: list[Program | None] = []
-    for event in events:
-        affect: Any = event.affect
-        if affect is None:
-            programs.append(None)
-            continue
-        try:
-            program = trace(affect, batch.shape, batch.p, batch.u0.dtype)
-            _check_precision(program, batch, affect)
-            verify(program, batch, affect, partial(affected, event, batch))
-        except Untraceable:
-            return ()
-        if not _is_exact(program) or program.cost > MOST_OPERATIONS or changes(affect, program, lambda *_: None):
-            return ()
-        programs.append(program)
-    return tuple(programs)
+    return TracedProblem(program, tuple(conditions), packing, names_of(packing), tuple(affects))
 
 
 def _program_of(batch: Batch, must: bool, warn: Warn) -> Program | None:
@@ -203,26 +172,29 @@ def warn_once(f: Function, text: str, logs: bool = True) -> None:
             _log.warning("solve: %s.", text)
 
 
-def _condition_of(batch: Batch, event: Event, must: bool, warn: Warn) -> Program | None:
+def _row(event: Event, dtype: np.dtype, u: Array, p: Tree, t: Array) -> Array:
+    return event.value(u, p, t).astype(dtype)[None]
+
+
+def _function_of(
+    f: Function, name: str, called: Callable[..., Array], batch: Batch, must: bool, warn: Warn, result: Shape | None = None
+) -> Program | None:
+    """Return what a condition or an affect computes; ``called(u, p, t)`` computes it by arrays."""
     try:
-        program = trace(event.written, batch.shape, batch.p, batch.u0.dtype, result=())
-        _check_precision(program, batch, event.written)
-        verify(program, batch, event.written, lambda *at: event.value(*at).astype(real_dtype(batch.u0.dtype))[None])
+        program = trace(f, batch.shape, batch.p, batch.u0.dtype, result=result)
+        # They see time in double precision whatever the states are; a program has one precision throughout.
+        if program.reads("time") and real_dtype(batch.u0.dtype) != np.float64:
+            raise Untraceable(f"it looks at time, which is double, and u0 is {batch.u0.dtype}", place_of(f))
+        verify(program, batch, f, called)
     except Untraceable as error:
         if must:
-            raise TypeError(f"solve: compile=True, but a condition of the events can't be compiled: {error}.") from error
-        warn(event.written, f"a condition of the events can't be compiled ({error}), so f is called with arrays instead")
+            raise TypeError(f"solve: compile=True, but {name} can't be compiled: {error}.") from error
+        warn(f, f"{name} can't be compiled ({error}), so f is called with arrays instead")
         return None
     if program.cost > MOST_OPERATIONS and not must:
         warn(
-            event.written, f"a condition of the events has {program.cost} operations; up to {MOST_OPERATIONS} fit into a "
-            "kernel that is fast and soon compiled, so f is called with arrays instead"
+            f, f"{name} has {program.cost} operations; up to {MOST_OPERATIONS} fit into a kernel that is fast and soon "
+            "compiled, so f is called with arrays instead"
         )  # fmt: skip
         return None
-    return None if not must and changes(event.written, program, warn, "a condition of the events") else program
-
-
-def _check_precision(program: Program, batch: Batch, f: Any) -> None:
-    # Conditions and affects see time in double precision whatever the states are; a program has one precision throughout.
-    if program.reads("time") and real_dtype(batch.u0.dtype) != np.float64:
-        raise Untraceable(f"it looks at time, which is double, and u0 is {batch.u0.dtype}", place_of(f))
+    return None if not must and changes(f, program, warn, name) else program

@@ -176,18 +176,20 @@ def test_time_in_single_precision_goes_the_vectorised_way(caplog):
         solve(problem, events=Event(lambda u, p, t: t - 0.25), compile=True)
 
 
-def test_conditions_that_branch_are_told_once(caplog):
+@pytest.mark.parametrize("kind", ["a condition of the events", "an affect"])
+def test_what_branches_is_told_once(kind, caplog):
     def branches(u, p, t):
         return u - 1.0 if onp.all(u > 0) else u
 
+    event = Event(branches) if kind != "an affect" else Event(times=[0.5], affect=branches, terminal=True)
     problem = EnsembleProblem(ODEProblem(lambda u, p, t: -p * u, 2.0, (0.0, 1.0)), p=onp.linspace(0.5, 2, 1000))
     for _ in range(2):
-        sol = solve(problem, events=Event(branches))
+        sol = solve(problem, events=event)
         assert (sol.retcode == "Terminated").any()
     (record,) = caplog.records
-    assert "a condition of the events" in record.getMessage() and "test_kernel_events.py" in record.getMessage()
-    with pytest.raises(TypeError, match=r"condition of the events can't be compiled: .*test_kernel_events.py:\d+"):
-        solve(problem, compile=True, events=Event(branches))
+    assert kind in record.getMessage() and "test_kernel_events.py" in record.getMessage()
+    with pytest.raises(TypeError, match=rf"{kind} can't be compiled: .*test_kernel_events.py:\d+"):
+        solve(problem, compile=True, events=event)
 
 
 def test_conditions_that_do_something_else_with_numbers(caplog):

@@ -1,0 +1,226 @@
+"""Events that act, by columns: steps that end at an event are held, and then the events act on all of them and they go on.
+
+To find where conditions vanish, and what affects make of the states there, costs a hundred calls of NumPy however few the
+columns are. So a column whose step ends at an event waits, with its step, until it pays (`WorkingSet` says when).
+
+Where the affect leaves a condition at its root, the trajectory looks for the way back only, and its next step is so short
+that it isn't back by then (`root_departure`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.ensemble.batch import Batch
+from mpiad.ensemble.event_columns import EventColumns
+from mpiad.ensemble.events import EventWatch
+from mpiad.ensemble.initialization import Entrants, Initialization, Joint, least_step
+from mpiad.ensemble.outcome import Outcome, ReturnCode
+from mpiad.ensemble.record import Step
+from mpiad.ensemble.root_departure import MOST_SHORT, SHORT, departure, distance_ahead
+from mpiad.ensemble.settings import MOVING, Acting, Settings
+
+__all__ = ["ActingEvents", "Resumed"]
+
+_NONE = np.empty(0, np.int64)
+
+
+class Resumed(NamedTuple):
+    """Columns in which events have acted; times are in the direction of the solve."""
+
+    columns: Array  # int, shape (n,)
+    # Int, shape (n,). How those have ended that don't go on, else MOVING; and how many steps each has made.
+    codes: Array
+    number: Array
+    # `t`, `end`, `h`: shape (n,). Times, where the next steps end at the latest, and their sizes.
+    t: Array
+    end: Array
+    h: Array
+    # `u`, `k`: shape (d, n). The states after the events, and f there.
+    u: Array
+    k: Array
+
+
+class _Held(NamedTuple):
+    """Steps that end at events."""
+
+    columns: Array  # int, shape (n,)
+    h: Array  # shape (n,); the sizes of the next steps
+    # Shape (events, n). Which conditions have changed their signs, and their values before and after the step.
+    crossed: Array
+    before: Array
+    after: Array
+    step: Step
+
+
+class ActingEvents:
+    """What the columns of a working set know of events that act.
+
+    `watch`: of the conditions; None where there are none.
+    """
+
+    def __init__(
+        self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization, watch: EventWatch | None
+    ):
+        self._batch, self._settings, self._watch, self._initialization = batch, settings, watch, initialization
+        self._acting: Acting = settings.acting  # type: ignore[assignment]
+        self._jumps = outcome.jumps if settings.record else None
+        self._slots, self._resumed = outcome.slots, outcome.resumed
+        self._events, self._adaptive = settings.events, settings.alg.tableau.error is not None
+        self._held: dict[bool, list[_Held]] = {False: [], True: []}  # at given times, and where conditions vanish
+        # When columns went on after an event, when they met a condition last, and how many of these were short before.
+        self._begun, self._met, self._short = np.empty(0), np.empty(0), np.empty(0, int)
+        # On which sides conditions are that act from both.
+        self.sides = {e: np.empty(0) for e, event in enumerate(self._events) if event.sided}
+
+    def enter(self, new: Entrants, joined: Joint) -> None:
+        """Take up the next working set, whose conditions the watch has taken up."""
+        self._begun, self._met = joined(self._begun, new.t), joined(self._met, new.t)
+        self._short = joined(self._short, np.zeros(len(new.t), int))
+        for e, side in self.sides.items():
+            side = joined(side, np.full(len(new.t), np.nan))
+            self.sides[e] = np.where(np.isnan(side), np.sign(self._watch.values[e]), side)  # type: ignore[union-attr]
+
+    def at_roots(self, crossed: Sequence[Array]) -> Array:
+        """Return the columns whose steps end where conditions vanish, by those that have changed their signs."""
+        masks = [changed for event, changed in zip(self._events, crossed) if event.stops]
+        return np.flatnonzero(np.any(masks, axis=0)) if masks else _NONE
+
+    def at_given_times(self, step: Step, done: Array) -> Array:
+        """Return which of the columns in a mask have come to a given time, and not to the end of tspan alone."""
+        if not np.count_nonzero(done):
+            return _NONE
+        columns = np.flatnonzero(done)
+        ids = step.ids[columns]
+        due = self._acting.due(self._slots[ids], ids)
+        return columns[due == step.t_new[columns] if step.sign is None else due == step.t_new[columns] * step.sign[columns]]
+
+    def hold(self, columns: Array, step: Step, h: Array, crossed: Sequence[Array] | None = None) -> None:
+        """Hold the steps of some columns; h, shape (n,), are the sizes of the next ones of all.
+
+        They end where conditions vanish, by which of all have changed their signs, or at given times.
+        """
+        if crossed is None:
+            nothing = np.empty((0, len(columns)))
+            self._held[False].append(_Held(columns, h[columns], nothing, nothing, nothing, step.at_end(columns)))
+            return
+        before, after = zip(*self._watch.pairs)  # type: ignore[union-attr]
+        changed, old, new = (np.array([row[columns] for row in rows]) for rows in (crossed, before, after))
+        self._held[True].append(_Held(columns, h[columns], changed, old, new, step.at(columns)))
+
+    def release(self) -> Iterator[tuple[Resumed, Step]]:
+        """Let events act at the ends of the steps that are held, and return how the columns go on, and the steps.
+
+        These end in the states after the events.
+        """
+        for at_roots in (False, True):
+            held, self._held[at_roots] = self._held[at_roots], []
+            if held:
+                yield self._released(_joined(held))
+
+    def _released(self, held: _Held) -> tuple[Resumed, Step]:
+        step, columns, h = held.step, held.columns, held.h
+        met, stopped = self._cut(held)
+        there = self._there(step)
+        if stopped.size:
+            h = self._meet_conditions(there, columns, met, stopped, h)
+        there.meet_given_times()
+        codes, moving = there.codes, there.codes == MOVING
+        going = moving & (step.t_new < self._initialization.goal(step.ids))
+        codes[moving & ~going] = ReturnCode.Success.code
+        rows, k = np.flatnonzero(going), np.zeros_like(step.new)
+        k[:, rows] = there.rate(rows)
+        self._go_on(there, columns, rows, step.t_new)
+        h = np.maximum(h, least_step(step.t_new))
+        end, signs = self._initialization.goal(step.ids), self._initialization.signs[step.ids]
+        end = self._acting.until(end, self._slots, step.ids, signs)
+        return Resumed(columns, codes, step.number + 1, step.t_new, end, h, step.new, k), step
+
+    def _there(self, step: Step) -> EventColumns:
+        """Return columns at the ends of their steps."""
+        at = step.ids, step.new, step.actual(step.t_new), step.number + 1
+        return EventColumns(self._batch, self._acting, self._slots, self._initialization.signs, self._jumps, *at)
+
+    def _cut(self, held: _Held) -> tuple[list[tuple[int, Array]], Array]:
+        """Cut the steps short in which conditions vanish that end them; return which do where, and the rows of these."""
+        crossed = [np.flatnonzero(row) for row in held.crossed]
+        if not any(rows.size for rows in crossed):
+            return [], np.empty(0, int)
+        pairs, step = list(zip(held.before, held.after)), held.step
+        found = self._watch.located(step, [rows if rows.size else None for rows in crossed], pairs)  # type: ignore[union-attr]
+        if found.ended is None:
+            return [], np.empty(0, int)
+        rows = np.flatnonzero(found.ended)
+        step.t_new[rows] = step.t[rows] + found.part[rows] * step.h[rows]
+        step.new[:, rows] = found.states[:, rows]
+        return [(e, own[x <= found.part[own]]) for e, own, x in found.found if self._events[e].stops], rows
+
+    def _meet_conditions(
+        self, there: EventColumns, columns: Array, met: Sequence[tuple[int, Array]], stopped: Array, h: Array
+    ) -> Array:
+        """Let the events act whose conditions have vanished; return the sizes of the next steps."""
+        batch, ids = self._batch, there.ids
+        span, now = np.abs(batch.end[ids] - batch.start[ids]), there.t * self._initialization.signs[ids]
+        gone, h, ending = np.abs(now - self._begun[columns]), h.copy(), np.zeros(len(ids), bool)
+        for e, rows in met:
+            event = self._events[e]
+            if event.acts:
+                rows = rows[there.codes[rows] == MOVING]
+                before = there.condition(event, rows)
+                finite = there.act(self._acting.found[e], rows)
+                self._look_ahead(there, e, rows[finite], before[finite], gone, span, h)
+            ending[rows] |= event.terminal
+        # Those that follow each other at once, too many of them.
+        moving = stopped[there.codes[stopped] == MOVING]
+        own = columns[moving]
+        short = np.abs(now[moving] - self._met[own]) <= SHORT * span[moving]
+        self._short[own], self._met[own] = np.where(short, self._short[own] + 1, 0), now[moving]
+        there.codes[moving[self._short[own] >= MOST_SHORT]] = ReturnCode.Zeno.code
+        there.codes[ending & (there.codes == MOVING)] = ReturnCode.Terminated.code
+        return h
+
+    def _look_ahead(
+        self, there: EventColumns, e: int, rows: Array, before: Array, gone: Array, span: Array, h: Array
+    ) -> None:
+        """Find on which side of its root a condition goes on, where the affect has left it there, and when it is back."""
+        if not rows.size:
+            return
+        event, (u, t), gone, span = self._events[e], there.at(rows), gone[rows], span[rows]
+        ahead, rate = distance_ahead(gone, span), there.rate(rows)
+        straight, later = u + ahead * rate, t + there.signs[rows] * ahead
+        bent = u + 0.5 * ahead * (rate + there.rate(rows, (straight, later)))
+        values = [there.condition(event, rows, at) for at in ((u, t), (straight, later), (bent, later))]
+        found = departure((before, *values), event.direction, gone, span)
+        if self._adaptive:  # of fixed steps each is as long as all are
+            # The next step must not go beyond, where nobody would see that it had left.
+            h[rows] = np.minimum(h[rows], 0.25 * found.back)
+        if e in self.sides:
+            there.left[e][rows] = found.side
+        there.codes[rows[found.endless]] = ReturnCode.Zeno.code
+
+    def _go_on(self, there: EventColumns, columns: Array, rows: Array, t: Array) -> None:
+        """Note from where some rows go on, which are these columns, and the values of conditions there."""
+        own = columns[rows]
+        self._begun[own] = t[rows]
+        self._resumed[there.ids[rows]] += 1
+        for e, event in enumerate(self._events):
+            value = there.condition(event, rows)
+            self._watch.values[e][own] = value  # type: ignore[union-attr]
+            if e in self.sides:
+                left = there.left.get(e)
+                self.sides[e][own] = np.sign(value) if left is None else np.where(left[rows], left[rows], np.sign(value))
+
+
+def _joined(held: Sequence[_Held]) -> _Held:
+    if len(held) == 1:
+        return held[0]
+    *tables, steps = zip(*held)
+    *parts, stages, sign = zip(*steps)
+    rows: list[Any] = [np.concatenate(part, axis=-1) for part in parts]
+    rows += [[np.concatenate(k, axis=-1) for k in zip(*stages)], None if sign[0] is None else np.concatenate(sign)]
+    found: list[Any] = [np.concatenate(table, axis=-1) for table in tables]
+    return _Held._make([*found, Step._make(rows)])

@@ -1,0 +1,110 @@
+"""Trajectories that are at an event, as columns: what conditions, affects and f say of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property
+
+import numpy as np
+
+from mpiad._typing import Array, Tree
+from mpiad.ensemble.batch import Batch, two_at_least
+from mpiad.ensemble.derivative import derivative_of
+from mpiad.ensemble.event import Event
+from mpiad.ensemble.event_affects import affected
+from mpiad.ensemble.initialization import derivative_at
+from mpiad.ensemble.jumps import FOUND, Jump
+from mpiad.ensemble.outcome import ReturnCode
+from mpiad.ensemble.settings import MOVING, Acting
+
+__all__ = ["EventColumns"]
+
+
+class EventColumns:
+    """Some trajectories, each once, in which events act one after the other.
+
+    - `slots`, int, shape (N,): of all trajectories which given time comes next; it is counted on.
+    - `signs`, of shape (N,): -1 for trajectories that go backwards.
+    - `jumps`: to which what they do is added; None where that isn't recorded.
+    - `ids`, int, shape (n,).
+    - `u`, of shape (d, n): it is written into. `t`, of shape (n,): actual times.
+    - `number`, int, shape (n,): how many steps each has made.
+    - `codes`, int, shape (n,): how those have ended that have.
+    - `left`: on which side affects have left conditions that act from both, where these were at their roots; else 0.
+    """
+
+    def __init__(
+        self, batch: Batch, acting: Acting, slots: Array, signs: Array, jumps: list[Jump] | None, ids: Array, u: Array,
+        t: Array, number: Array,
+    ):  # fmt: skip
+        self._batch, self._acting, self._slots, self._jumps = batch, acting, slots, jumps
+        self.ids, self.u, self.t, self._number = ids, u, t, number
+        self.signs = signs[ids]
+        self._backward = bool((self.signs < 0).any())
+        self.codes = np.full(len(ids), MOVING)
+        self.left: defaultdict[int, Array] = defaultdict(lambda: np.zeros(len(ids)))
+        self._derivative = derivative_of(batch.f, batch.shape)
+
+    @cached_property
+    def _every(self) -> Tree:
+        return self._batch.p.columns(self.ids)
+
+    def at(self, rows: Array) -> tuple[Array, Array]:
+        """Return the states and times of some rows, in order, which nobody writes into."""
+        return (self.u, self.t) if len(rows) == len(self.ids) else (self.u[:, rows], self.t[rows])
+
+    def _arguments(self, rows: Array, at: tuple[Array, Array] | None) -> tuple[Array, Tree, Array]:
+        """Return states, parameters and times of some rows, in order, as functions of the user's take them: of two."""
+        u, t = at or self.at(rows)
+        if len(rows) > 1:
+            return u, self._every if len(rows) == len(self.ids) else self._batch.p.columns(self.ids[rows]), t
+        twice = two_at_least(len(rows))
+        return u[:, twice], self._batch.p.columns(self.ids[rows[twice]]), t[twice]
+
+    def condition(self, event: Event, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
+        """Return the values of a condition for some rows, where they are or at other states and times."""
+        return event.value(*self._arguments(rows, at))[: len(rows)] if rows.size else np.empty(0)
+
+    def rate(self, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
+        """Return f in the direction of the solve for some rows, where they are or at other states and times."""
+        if not rows.size:
+            return np.empty_like(self.u[:, :0])
+        u, p, t = self._arguments(rows, at)
+        sign = self.signs[rows[two_at_least(len(rows))]] if self._backward else None
+        return derivative_at(self._derivative, u, p, t if sign is None else t * sign, sign)[:, : len(rows)]
+
+    def act(self, e: int, rows: Array, slot: Array | None = None) -> Array:
+        """Let event e of all act on some rows, at given times or where its condition has vanished; return which were sane.
+
+        What it makes of a state must be finite; the trajectory ends otherwise, in the state before.
+        """
+        if not rows.size:
+            return np.empty(0, bool)
+        u, t = self.at(rows)
+        after = affected(self._acting.events[e], self._batch, *self._arguments(rows, (u, t)))[:, : len(rows)]
+        finite = np.isfinite(after).all(axis=0)
+        if not finite.all():
+            self.codes[rows[~finite]] = ReturnCode.Unstable.code
+            slot = None if slot is None else slot[finite]
+            rows, u, t, after = rows[finite], u[:, finite], t[finite], after[:, finite]
+        if self._jumps is not None:
+            at = np.full(len(rows), FOUND) if slot is None else slot
+            self._jumps.append(Jump(self.ids[rows], self._number[rows], e, at, t.copy(), u.copy(), after))
+        self.u[:, rows] = after
+        return finite
+
+    def meet_given_times(self) -> None:
+        """Let the events act whose times have come, those of one time one after the other."""
+        acting, rows = self._acting, np.arange(len(self.ids))
+        while rows.size:
+            ids = self.ids[rows]
+            rows = rows[(acting.due(self._slots[ids], ids) == self.t[rows]) & (self.codes[rows] == MOVING)]
+            slot = self._slots[self.ids[rows]]
+            which = acting.kinds[slot, self.ids[rows]]
+            for e in np.flatnonzero(np.bincount(which)).tolist():
+                mine = which == e
+                own, at = (rows, slot) if np.count_nonzero(mine) == len(rows) else (rows[mine], slot[mine])
+                done = own[self.act(e, own, at)]
+                self._slots[self.ids[done]] += 1
+                if acting.events[e].terminal:
+                    self.codes[done] = ReturnCode.Terminated.code
