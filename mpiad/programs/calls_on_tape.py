@@ -26,7 +26,7 @@ from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced
 from mpiad.programs.tangents_of_gradients import called_with_tangents_of_gradients, carries_tangents
-from mpiad.programs.tape_node import Lease, backwards, conformed, is_above, is_simple, placed, require_of, with_tangents
+from mpiad.programs.tape_node import Lease, backwards, is_above, is_simple, placed, require_of, with_tangents
 from mpiad.programs.trace_run import TraceRun, as_value, message_counts
 
 if TYPE_CHECKING:
@@ -99,8 +99,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
                 raise
             with suspended(body=False), jitted._changed(key, change, counts):
                 again = TraceRun(whole).run_backwards(jitted.fun, boxed, whole.values())
-                found = backwards(again, entry.outputs, gs, len(boxed))
-                return [conformed(g, spec) for g, spec in zip(found, specs)]
+                return backwards(again, entry.outputs, gs, specs)
         return [conform(g, *spec) for g, spec in zip(found, specs, strict=True)]
 
     out = [own(x.constant) if x.place is None else made[x.place] for x in entry.outputs]
@@ -124,15 +123,8 @@ def _along(fun: Function, build: Callable, places: Sequence[int]) -> Function:
     """Return the function from leaves and tangents of some of them to the value of a function and its tangent."""
 
     def both(leaves: list[Any], tangents: list[Any]) -> tuple[Any, Any]:
-        def called(variables: list[Any]) -> Any:
-            filled = list(leaves)
-            for place, x in zip(places, variables):
-                filled[place] = x
-            args, kwargs = build(filled)
-            return fun(*args, **kwargs)
-
-        variables = Variables([leaves[k] for k in places], list(range(len(places))), list)
-        return trace_forwards(called, variables, tangents)
+        variables = Variables(leaves, list(places), build)
+        return trace_forwards(lambda given: fun(*given[0], **given[1]), variables, tangents)
 
     both.__name__ = getattr(fun, "__name__", "function")
     return both
@@ -147,9 +139,8 @@ def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tu
         specs = [spec_like(getval(trace.given.leaves[k])) for k in boxed]
         with trace.noting(1):
             seeds = [trace.recorder.input(like(spec_like(x.value))) for x in run.values if isinstance(x, Traced)]
-            found = [conformed(g, spec) for g, spec in zip(backwards(run, outputs, seeds, len(boxed)), specs)]
-    results, gradients = outputs_of(found)
-    return [*numbers, *all_of(results, gradients)], [len(numbers)], outputs, run.build
+            found = backwards(run, outputs, seeds, specs)
+    return [*numbers, *all_of(*outputs_of(found))], [len(numbers)], outputs, run.build
 
 
 def _traced_on_tape(
@@ -174,22 +165,20 @@ def _traced_on_tape(
         with suspended(body=False):
             if done or key in jitted._entries:  # once more, on arrays that are constants by now
                 with trace.reread():
-                    found = backwards(run, outputs, gs, len(boxed))
-                return [conformed(g, spec) for g, spec in zip(found, specs)]
+                    return backwards(run, outputs, gs, specs)
             done = True
             jitted._under_way.pop(key, None)
             try:
                 with trace.noting(1):
                     seeds = [trace.recorder.input(as_value(g)) for g in gs]
-                    found = [conformed(g, spec) for g, spec in zip(backwards(run, outputs, seeds, len(boxed)), specs)]
+                    found = backwards(run, outputs, seeds, specs)
             except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
                 trace.raise_own(error)
                 jitted._give_up(key, error)
                 with trace.playing_back():
                     again = trace.run_backwards(jitted.fun, boxed, given.values())
-                    return [conformed(g, spec) for g, spec in zip(backwards(again, outputs, gs, len(boxed)), specs)]
-        results, gradients = outputs_of(found)
-        wanted = [*numbers, *all_of(results, gradients)]
+                    return backwards(again, outputs, gs, specs)
+        wanted = [*numbers, *all_of(*outputs_of(found))]
         jitted._compile(key, trace.recorder, wanted, [len(numbers)], outputs, run.build, watch)
         return [own(g) for g in found]
 

@@ -58,29 +58,20 @@ class _Call:
         # What it keeps, or returns, mustn't be the program's memory, which is used again.
         leaves = [x.copy() if type(x) is np.ndarray else x for x in leaves]
         if places is None:
-            values, build = flatten(self._called(leaves))
+            values, build = flatten(self._called(self._build(leaves)))
             return *map(_as_array, values), _Outcome(build, None)
-
-        variables = Variables([leaves[k] for k in places], list(range(len(places))), list)
-
-        def called(given: list[Any]) -> Any:
-            filled = list(leaves)
-            for place, x in zip(places, given):
-                filled[place] = x
-            return self._called(filled)
-
+        variables = Variables(leaves, places, self._build)
         with suspended(body=False):
             if tangents is not None:
-                (values, build), (along, _) = map(flatten, trace_forwards(called, variables, tangents))
+                (values, build), (along, _) = map(flatten, trace_forwards(self._called, variables, tangents))
                 return *map(_as_array, values), *map(_as_array, along), _Outcome(build, None)
-            made = trace_backwards(called, variables)
+            made = trace_backwards(self._called, variables)
         if made.problem is not None:
             raise made.problem.kind(made.problem.text)
         return *map(_as_array, made.values), _Outcome(made.build, made)
 
-    def _called(self, leaves: list[Any]) -> Any:
-        args, kwargs = self._build(leaves)
-        return self._fun(*args, **kwargs)
+    def _called(self, given: tuple[tuple, dict]) -> Any:
+        return self._fun(*given[0], **given[1])
 
 
 class _Adjoint:

@@ -155,7 +155,7 @@ class _Call:
         elif boxed or tape is not None:
             of_products = self._by.parts == 3 and type(tape) is OrderedTape and tape.of_cotangents
             if not of_products or not is_simple(tape, [gs[k] for k in boxed]):
-                return self._conformed(backwards(self._interpreted(), self._entry.outputs, gs, len(self._specs)))
+                return backwards(self._interpreted(), self._entry.outputs, gs, self._specs)
         of = _Pass([g._value if type(g) in _boxes else g for g in gs])
         found = self._run_pass(of)
         if tape is None:

@@ -36,7 +36,7 @@ from mpiad.programs.entry import (
 )
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Traced
-from mpiad.programs.tape_node import Lease, backwards, conformed, is_above, is_simple, placed, require_of
+from mpiad.programs.tape_node import Lease, backwards, is_above, is_simple, placed, require_of
 from mpiad.programs.trace_run import TraceRun, as_value
 
 if TYPE_CHECKING:
@@ -141,9 +141,8 @@ def _noted(fun: Function, variables: Sequence[int], along: Sequence[int], leaves
         likes = [spec_like(x.value).zeros() for x, _ in values if isinstance(x, Traced)]
         seeds, tangents = ([recorder.input(as_value(g)) for g in likes] for _ in range(2))
         seeds = [_joined(tape, *pair) for pair in zip(seeds, tangents)]
-        found = backwards(run, outputs[: len(values)], seeds, len(variables))
         specs = [spec_like(getval(given[k])) for k in variables]
-        both = [_parted(conformed(g, spec), tape) for g, spec in zip(found, specs)]
+        both = [_parted(g, tape) for g in backwards(run, outputs[: len(values)], seeds, specs)]
         results, gradients = outputs_of([*[g for g, _ in both], *[tangent for _, tangent in both]])
     tape.close()
     return [*numbers, *all_of(results, gradients)], [len(numbers)], outputs, run.build

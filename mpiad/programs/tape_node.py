@@ -130,8 +130,9 @@ def conformed(g: Any, spec: Spec) -> Any:
     return spec.zeros() if g is None else conform(g, *spec)
 
 
-def backwards(run: Any, outputs: Sequence[Output], gs: Sequence[Any], variables: int) -> list[Any]:
-    """Return the cotangents of the variables of a traced run, given those of its results that are in the program."""
+def backwards(run: Any, outputs: Sequence[Output], gs: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
+    """Return the cotangents of the variables, of these specs, of a run, given those of its results in the program."""
     places = [place for place, x in zip(run.places, outputs) if x.place is not None]
     seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]
-    return run_backward(run.recording, seeds, variables, True)
+    found = run_backward(run.recording, seeds, len(specs), True)
+    return [conformed(g, spec) for g, spec in zip(found, specs)]

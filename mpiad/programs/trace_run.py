@@ -18,7 +18,7 @@ from mpiad.programs.playback import Playback
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned
-from mpiad.programs.tracing_numpy import arrays_are_traced
+from mpiad.programs.tracing_numpy import let_arrays_be_traced
 from mpiad.transport import calls
 from mpiad.transport.channels import Channel, live_channels, tell_recorders
 from mpiad.transport.tracing import tracing
@@ -43,17 +43,8 @@ class TraceRun:
 
     def run_backwards(self, fun: Function, boxed: Sequence[int], leaves: list[Any] | None = None) -> Any:
         """Call the function on a tape, with these leaves of its arguments, or traced ones."""
-        leaves = self.leaves() if leaves is None else leaves
-
-        def called(variables: list[Any]) -> Any:
-            filled = list(leaves)
-            for place, x in zip(boxed, variables):
-                filled[place] = x
-            args, kwargs = self.given.build(filled)
-            return fun(*args, **kwargs)
-
-        variables = Variables([leaves[k] for k in boxed], list(range(len(boxed))), list)
-        return trace_backwards(called, variables)
+        variables = Variables(self.leaves() if leaves is None else leaves, list(boxed), self.given.build)
+        return trace_backwards(lambda given: fun(*given[0], **given[1]), variables)
 
     def leaves(self) -> list[Any]:
         """Return the leaves of the arguments, traced."""
@@ -63,9 +54,31 @@ class TraceRun:
             leaves[place] = self.recorder.input(as_value(plain), type(plain) in (int, float))
         return leaves
 
-    def noting(self, part: int = 0) -> _Noting:
-        """Return a context in which what is done with traced arrays is noted."""
-        return _Noting(self.recorder, part)
+    @contextmanager
+    def noting(self, part: int = 0) -> Iterator[None]:
+        """Note what is done with traced arrays."""
+        recorder, interrupted = self.recorder, True
+        recorder.open, recorder.part = True, part
+        tracing.recorder = recorder
+        calls.note(recorder)  # so that it is known whose adjoint it is that communicates
+        _count(1)
+        try:
+            yield
+            interrupted = False
+        except (Abandoned, Exception):
+            interrupted = False
+            raise
+        finally:
+            tracing.recorder = None
+            recorder.check_requests()
+            calls.forget(recorder)
+            _count(-1)
+            recorder.close()
+            if interrupted:  # which isn't caught, and the function doesn't run once more
+                recorder.mark()
+        # Where the function has caught it by itself.
+        if recorder.refused is not None:
+            raise recorder.refused
 
     def raise_own(self, error: BaseException) -> None:
         """Raise the exception under way where a communication has raised it: all others end the trace alone."""
@@ -88,43 +101,18 @@ class TraceRun:
         return PlayingBack(self.recorder.log, self.counts)
 
 
-class _Noting:
-    def __init__(self, recorder: Recorder, part: int):
-        self.recorder, self.part, self._arrays = recorder, part, arrays_are_traced()
-
-    def __enter__(self) -> None:
-        self.recorder.open, self.recorder.part = True, self.part
-        tracing.recorder = self.recorder
-        self._arrays.__enter__()
-        calls.note(self)  # so that it is known whose adjoint it is that communicates
-        _watched(1)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        tracing.recorder = None
-        self.recorder.check_requests()
-        self._arrays.__exit__(None, None, None)
-        calls.forget(self)
-        _watched(-1)
-        self.recorder.close()
-        # An interrupt isn't caught, and the function doesn't run once more.
-        if kind is not None and not issubclass(kind, (Abandoned, Exception)):
-            self.recorder.mark()
-        # Where the function has caught it by itself.
-        if kind is None and self.recorder.refused is not None:
-            raise self.recorder.refused
-
-
 _lock = threading.Lock()
 _traces = 0
 
 
-def _watched(more: int) -> None:
-    """Let channels tell of uses while there are traces in any thread."""
+def _count(more: int) -> None:
+    """Let channels and autograd.numpy know of traces while there are any in any thread."""
     global _traces
     with _lock:
         _traces += more
         if _traces in (0, 1):
             tell_recorders(_traces > 0)
+            let_arrays_be_traced(_traces > 0)
 
 
 class PlayingBack:

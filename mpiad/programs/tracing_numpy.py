@@ -6,9 +6,6 @@ traces, the name `numpy` in that module of autograd's stands for an object that 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import autograd.numpy.numpy_wrapper
@@ -17,11 +14,9 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.programs.steps import Traced
 
-__all__ = ["arrays_are_traced"]
+__all__ = ["array_of", "let_arrays_be_traced"]
 
 numpy_wrapper: Any = autograd.numpy.numpy_wrapper
-_lock = threading.Lock()
-_traces = 0
 
 
 class _NumPy:
@@ -49,17 +44,6 @@ def _traced(x: Any) -> Any:
     return None
 
 
-@contextmanager
-def arrays_are_traced() -> Iterator[None]:
-    """Let autograd.numpy's `array` know traced arrays."""
-    global _traces
-    with _lock:
-        _traces += 1
-        numpy_wrapper._np = _NumPy()
-    try:
-        yield
-    finally:
-        with _lock:
-            _traces -= 1
-            if not _traces:
-                numpy_wrapper._np = np
+def let_arrays_be_traced(on: bool) -> None:
+    """Let autograd.numpy's `array` know traced arrays, or not."""
+    numpy_wrapper._np = _NumPy() if on else np
