@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,6 @@ __all__ = ["Kernel", "functions_of", "kernel_of"]
 
 _log = logging.getLogger("mpiad")
 
-_SYMBOLS, _OBJECT = "symbols", "kernel.o"
 # What decides the machine code of a text: with another one of these, another key.
 _COMPILER = (
     "translation.py", "expressions.py", "local_variables.py", "block_builder.py", "elementary_functions.py", "values.py",
@@ -82,42 +81,32 @@ def forget() -> None:
 def _made(key: str, text: str, code: Callable[[], Code], signature: str) -> tuple[Callable[..., None], str]:
     """Return the function from the disk or compiled, by one process at a time."""
     kept = store()
-    with nullcontext() if kept is None else kept.locked(key):
+    if kept is None:
+        return function_of(code(), signature), "compiled"
+    with kept.locked(key):
         # Another process may have compiled it while this one waited for the lock.
         found = _from_disk(key, text, signature)
-        if found is not None:
-            return found
-        if kept is not None:
-            kept.clear(key)
-        return _compiled(key, text, code(), signature)
+        if found is None:
+            made = code()
+            kept.keep(key, json.dumps([text, made.symbol, made.outside]).encode() + b"\n" + made.file)
+            found = function_of(made, signature), "compiled"
+        return found
 
 
 def _from_disk(key: str, text: str, signature: str) -> tuple[Callable[..., None], str] | None:
     kept = store()
-    entry = kept and kept.find(key, text)
-    if not kept or not entry:
+    content = None if kept is None else kept.find(key)
+    if content is None:
+        return None
+    head, _, file = content.partition(b"\n")
+    source, symbol, outside = json.loads(head)
+    if source != text:
         return None
     try:
-        symbol, *outside = (entry / _SYMBOLS).read_text().split()
-        return function_of(Code(symbol, (entry / _OBJECT).read_bytes(), tuple(outside)), signature), "disk"
+        return function_of(Code(symbol, file, tuple(outside)), signature), "disk"
     except OSError as error:
-        _log.info("the compiled kernel in %s can't be used: %s", entry, error)
+        _log.info("the compiled kernel of %s can't be used: %s", key, error)
         return None
-
-
-def _compiled(key: str, text: str, code: Code, signature: str) -> tuple[Callable[..., None], str]:
-    kept, folder = store(), None
-    if kept is not None:
-        try:
-            folder = kept.begin(text)
-            (folder / _SYMBOLS).write_text("\n".join([code.symbol, *code.outside]))
-            (folder / _OBJECT).write_bytes(code.file)
-            kept.finish(folder, key)
-        except OSError as error:  # a full disk
-            _log.info("the compiled kernel isn't kept in %s: %s", kept.root, error)
-            if folder is not None:
-                kept.discard(folder)
-    return function_of(code, signature), "compiled"
 
 
 def _key(text: str) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import launch
 import numpy as np
@@ -110,7 +111,7 @@ def test_of_processes_that_begin_together_one_compiles(folder):
 @pytest.mark.launches
 def test_of_processes_that_find_damage_together_one_makes_it_again(folder):
     made()
-    (path,) = the_entry(folder).rglob("kernel.o")
+    path = the_entry(folder)
     path.write_bytes(path.read_bytes()[:-9])
     found = together([start(folder) for _ in range(2)], 2.0)
     assert sorted(origin for origin, *_ in found) == ["compiled", "disk"]
@@ -124,9 +125,9 @@ def test_a_lock_that_is_not_given_back_is_not_waited_for_forever(folder, monkeyp
 
     made()
     cache.forget()
-    kept, (entry,) = store(), folder.iterdir()
-    entry.joinpath("sums").unlink()
-    with open(folder / f"lock-{entry.name}", "a") as lock:
+    kept, entry = store(), the_entry(folder)
+    entry.write_bytes(b"")
+    with open(folder / f"lock-{entry.stem}", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         monkeypatch.setattr("mpiad.compiling.store._PATIENCE", 0.05)
         assert made().origin == "compiled"
@@ -135,25 +136,46 @@ def test_a_lock_that_is_not_given_back_is_not_waited_for_forever(folder, monkeyp
     assert not (folder / "lock-some entry").exists()
 
 
-@pytest.mark.parametrize("pattern", ["kernel.py", "sums", "symbols", "kernel.o"])
-@pytest.mark.parametrize("damage", ["cut", "changed", "removed"])
-def test_what_was_damaged_is_made_again(folder, pattern, damage, caplog):
+@pytest.mark.parametrize("part", ["checksum", "text", "symbol", "machine code"])
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_what_was_damaged_is_made_again(folder, part, damage, caplog):
     made()
-    (path,) = the_entry(folder).rglob(pattern)
+    path = the_entry(folder)
     content = path.read_bytes()
-    if damage == "removed":
-        path.unlink()
-    else:
-        path.write_bytes(content[: len(content) // 2] if damage == "cut" else content[:-9] + b"x" + content[-8:])
+    place = {"checksum": 9, "text": content.index(b"math.sqrt"), "symbol": content.index(b'"run"') + 2}.get(part, -9)
+    path.write_bytes(content[:place] if damage == "cut" else content[:place] + b"?" + content[place:][1:])
     assert again() == "compiled"
     assert "made again" in caplog.text
     assert again() == "disk" and len(list(folder.iterdir())) == 1
 
 
-def test_a_file_too_many_is_not_trusted(folder):
+def test_what_is_missing_is_made_again(folder, caplog):
     made()
-    (the_entry(folder) / "other.o").write_bytes(b"x")
-    assert again() == "compiled"
+    the_entry(folder).unlink()
+    assert again() == "compiled" and not caplog.text
+
+
+def test_an_entry_of_another_text_is_not_taken(folder):
+    made()
+    other = the_entry(folder).read_bytes()
+    made(5.0)
+    (path,) = [path for path in folder.iterdir() if path.read_bytes() != other]
+    path.write_bytes(other)
+    assert again(5.0) == "compiled"
+
+
+def test_those_that_were_used_longest_ago_go(folder, monkeypatch):
+    monkeypatch.setattr("mpiad.compiling.store._MOST_ENTRIES", 2)
+    made()
+    first = the_entry(folder)
+    made(5.0)
+    (second,) = set(folder.iterdir()) - {first}
+    left = [folder / "unfinished-by-a-killed-process", folder / "unfinished-yet"]
+    for path, age in ((first, 10.0), (second, 20.0), (left[0], 1e5), (left[1], 10.0)):
+        path.touch()
+        os.utime(path, (time.time() - age,) * 2)
+    made(7.0)
+    assert first.exists() and not second.exists() and not left[0].exists() and left[1].exists()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
