@@ -27,7 +27,7 @@ _log = logging.getLogger("mpiad")
 
 # What decides the machine code of a text: with another one of these, another key.
 _COMPILER = (
-    "translation.py", "expressions.py", "local_variables.py", "block_builder.py", "elementary_functions.py", "values.py",
+    "translation.py", "expressions.py", "block_builder.py", "elementary_functions.py", "values.py",
     "arguments.py", "machine_code.py", "llvm.py",
 )  # fmt: skip
 

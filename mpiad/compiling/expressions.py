@@ -7,9 +7,8 @@ import math
 from collections.abc import Callable
 from typing import NoReturn
 
-from mpiad.compiling.block_builder import Block, BlockBuilder
+from mpiad.compiling.block_builder import Block, BlockBuilder, Variables
 from mpiad.compiling.elementary_functions import called_function, compared
-from mpiad.compiling.local_variables import Variables
 from mpiad.compiling.values import (
     BOOLEAN,
     DOUBLE,

@@ -17,10 +17,9 @@ from collections.abc import Mapping, Sequence
 
 from mpiad.compiling import llvm
 from mpiad.compiling.arguments import Argument
-from mpiad.compiling.block_builder import Block, BlockBuilder
+from mpiad.compiling.block_builder import Block, BlockBuilder, Variables
 from mpiad.compiling.elementary_functions import compared
 from mpiad.compiling.expressions import Expressions, refuse
-from mpiad.compiling.local_variables import Variables
 from mpiad.compiling.values import DOUBLE, ELEMENTS, INTEGER, SINGLE, ArrayValue, Value, kind_of
 
 __all__ = ["translated"]

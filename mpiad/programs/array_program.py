@@ -30,7 +30,7 @@ from mpiad._typing import Array, Shape
 from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, identity, is_identity, shifted, within
 from mpiad.transport.calls import Site
 
-__all__ = ["BOOLEAN", "COMPUTED", "FLOATS", "SHORT", "ArrayProgram", "Call", "Node", "Slot"]
+__all__ = ["BOOLEAN", "COMPUTED", "FLOATS", "SHORT", "ArrayProgram", "Call", "Node", "Opaque", "Slot", "Value"]
 
 # Along axes as short as this, arrays that are put together are taken apart again.
 SHORT = 8
@@ -269,6 +269,20 @@ class ArrayProgram:
     def is_float(self, x: int) -> bool:
         """Tell whether a node holds real numbers that loops compute with, or booleans."""
         return self.nodes[x].dtype in COMPUTED
+
+
+class Opaque(Exception):
+    """Report that a call isn't taken apart."""
+
+
+class Value:
+    """A node among the arguments of a call that is taken apart."""
+
+    __slots__ = ("dtype", "number", "shape")
+
+    def __init__(self, program: ArrayProgram, number: int):
+        node = program.nodes[number]
+        self.number, self.shape, self.dtype = number, node.shape, node.dtype
 
 
 def _same_axis(shape: Shape, made: Shape, axis: int) -> int | None:

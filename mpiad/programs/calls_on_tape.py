@@ -20,7 +20,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import current, suspended
 from mpiad.programs.changed_results import Changed
 from mpiad.programs.closure import Watch
-from mpiad.programs.entry import UNKNOWN, all_of, count, in_program, is_shown, outputs_of, own
+from mpiad.programs.entry import UNKNOWN, count, in_program, is_shown, numbers_of, outputs_of, own
 from mpiad.programs.reverse_over_reverse import called_with_reverse_differentiated, is_differentiated_once_more
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments
@@ -102,9 +102,8 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
                 return backwards(again, entry.outputs, gs, specs)
         return [conform(g, *spec) for g, spec in zip(found, specs, strict=True)]
 
-    out = [own(x.constant) if x.place is None else made[x.place] for x in entry.outputs]
     places = [given.leaves[k]._node.index for k in boxed]
-    return entry.build(placed(tape, out, in_program(entry.outputs), places, pull, entry.communicates))
+    return entry.build(placed(tape, entry.leaves(made), in_program(entry.outputs), places, pull, entry.communicates))
 
 
 def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, boxed: list[int]) -> Any:
@@ -140,7 +139,7 @@ def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tu
         with trace.noting(1):
             seeds = [trace.recorder.input(like(spec_like(x.value))) for x in run.values if isinstance(x, Traced)]
             found = backwards(run, outputs, seeds, specs)
-    return [*numbers, *all_of(*outputs_of(found))], [len(numbers)], outputs, run.build
+    return [*numbers, *numbers_of(found)], [len(numbers)], outputs, run.build
 
 
 def _traced_on_tape(
@@ -178,8 +177,7 @@ def _traced_on_tape(
                 with trace.playing_back():
                     again = trace.run_backwards(jitted.fun, boxed, given.values())
                     return backwards(again, outputs, gs, specs)
-        wanted = [*numbers, *all_of(*outputs_of(found))]
-        jitted._compile(key, trace.recorder, wanted, [len(numbers)], outputs, run.build, watch)
+        jitted._compile(key, trace.recorder, [*numbers, *numbers_of(found)], [len(numbers)], outputs, run.build, watch)
         return [own(g) for g in found]
 
     out = [own(value) for value in run.values]

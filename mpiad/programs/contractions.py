@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial, reduce
 from itertools import product
-from string import ascii_letters
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,9 +19,9 @@ import numpy as np
 from mpiad._typing import Shape
 from mpiad.compiling.symbols import choose
 from mpiad.compiling.ufuncs import scalar_function
-from mpiad.programs.array_program import SHORT
+from mpiad.differentiation.rules.einsum import letters_of
+from mpiad.programs.array_program import SHORT, Opaque, Value
 from mpiad.programs.index_maps import Axis
-from mpiad.programs.values import Opaque, Value
 
 if TYPE_CHECKING:
     from mpiad.programs.trace_translation import Translation
@@ -38,27 +37,8 @@ def einsum(t: Translation, shape: Shape, dtype: np.dtype, subscripts: Any, *oper
     """Append what np.einsum makes of subscripts in a text."""
     if not isinstance(subscripts, str):
         raise Opaque
-    inputs, arrow, output = subscripts.replace(" ", "").partition("->")
-    texts = inputs.split(",")
-    labels = [_labelled(text, len(_value(x).shape)) for text, x in zip(texts, operands, strict=True)]
-    if arrow:
-        wide = max(len(found) - len(text.replace("...", "")) for text, found in zip(texts, labels))
-        out = _labelled(output, len(output.replace("...", "")) + wide * ("..." in output))
-    else:
-        every = [label for found in labels for label in found]
-        out = [*sorted({x for x in every if isinstance(x, int)}), *sorted({
-            x for x in every if isinstance(x, str) and every.count(x) == 1
-        })]  # fmt: skip
-    return _Contraction(t, dtype, operands, labels, out).made()
-
-
-def _labelled(text: str, ndim: int) -> list[Hashable]:
-    """Return the label of each axis: its letter, or a negative number for what stands behind the dots."""
-    before, dots, after = text.partition("...")
-    missing = ndim - len(before) - len(after)
-    if not set(before + after) <= set(ascii_letters) or missing and not dots:
-        raise Opaque
-    return [*before, *range(-missing, 0), *after]
+    inputs, out = letters_of(subscripts, [len(_value(x).shape) for x in operands])
+    return _Contraction(t, dtype, operands, inputs, list(out)).made()
 
 
 def matmul(t: Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any) -> int:

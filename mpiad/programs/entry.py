@@ -26,12 +26,12 @@ __all__ = [
     "UNKNOWN",
     "Entry",
     "Output",
-    "all_of",
     "count",
     "entry_by_shapes",
     "entry_of",
     "in_program",
     "is_shown",
+    "numbers_of",
     "outputs_of",
     "own",
 ]
@@ -140,9 +140,9 @@ def outputs_of(leaves: Sequence[Any]) -> tuple[list[int], list[Output]]:
     return numbers, outputs
 
 
-def all_of(numbers: list[int], outputs: list[Output]) -> list[Any]:
-    """Return numbers or constants of all leaves."""
-    return [numbers[x.place] if x.place is not None else np.asarray(x.constant) for x in outputs]
+def numbers_of(leaves: Sequence[Any]) -> list[Any]:
+    """Return the numbers of leaves that are values of the program, and arrays of the others."""
+    return [x.number if isinstance(x, Traced) else np.asarray(x) for x in leaves]
 
 
 def in_program(outputs: Sequence[Output]) -> list[bool]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from mpiad._typing import Shape
 
 __all__ = [
-    "Axis", "IndexMap", "beginning_at", "broadcast", "composed", "identity", "inverse", "is_identity", "long_axes", "moved",
-    "of_key", "shifted", "to_long", "within",
+    "Axis", "IndexMap", "axes_of", "beginning_at", "broadcast", "composed", "identity", "inverse", "is_identity",
+    "long_axes", "moved", "of_key", "shifted", "to_long", "within",
 ]  # fmt: skip
 
 
@@ -82,6 +82,11 @@ def of_key(shape: Shape, key: Sequence[int | slice | None]) -> tuple[IndexMap, S
         else:
             axes.append(Axis(None, 0, part % shape[len(axes)] if part < 0 else part))
     return tuple(axes), tuple(made)
+
+
+def axes_of(axis: Any, ndim: int) -> set[int]:
+    """Return the axes that NumPy means by one or several."""
+    return {int(k) % ndim for k in (axis if isinstance(axis, (tuple, list)) else (axis,))}
 
 
 def long_axes(shape: Shape) -> Shape:

@@ -1,5 +1,7 @@
 """Which memory the temporary buffers of a program are in: what one needs no more is another one's.
 
+A loop may write over an array that nobody needs any more, where it reads each entry in its own place.
+
 A replay that waits for its reverse pass keeps what that reads. The rest is scratch memory, which the next replay uses in
 the meantime, of this program or another: a loop of a hundred steps has a hundred replays, and scratch memory once.
 """
@@ -7,6 +9,7 @@ the meantime, of this program or another: a loop of a hundred steps has a hundre
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, NamedTuple
 from weakref import ReferenceType, ref
@@ -15,9 +18,9 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.programs.loops import LoopText
-from mpiad.programs.schedule import Run, Schedule, root_of
+from mpiad.programs.schedule import Loop, Run, Schedule, Store, root_of
 
-__all__ = ["SMALL", "Home", "Layout", "Scratch", "aligned", "homes_of", "spans_of"]
+__all__ = ["SMALL", "Home", "Layout", "Scratch", "aligned", "homes_of", "spans_of", "written_over"]
 
 SMALL = 4096
 """Bytes of an array that is copied sooner than its address is found."""
@@ -171,3 +174,46 @@ def spans_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
         for buffer in step.inputs if isinstance(step, Run) else text.buffers:  # type: ignore[union-attr]
             spans.setdefault(root_of(schedule.buffers, buffer), []).append(at)
     return spans
+
+
+def written_over(schedule: Schedule, texts: Sequence[LoopText | None]) -> list[LoopText | None]:
+    """Return the texts of loops, in which one array stands for what is read and what is written over it.
+
+    A field of a time step goes where the one before the last was, so that the loop passes over one array less.
+    """
+    spans = spans_of(schedule, texts)
+    has_other_shapes = {found.data for found in schedule.buffers if found.kind == "alias"}
+    own = {b for b in spans if schedule.buffers[b].kind == "temporary" and b not in has_other_shapes}
+    made = list(texts)
+    for at, (step, text) in enumerate(zip(schedule.steps, texts)):
+        if text is None or not isinstance(step, Loop):
+            continue
+        for item in step.items:
+            b, map = item.place
+            whole = {axis.source for axis in map} >= {k for k, n in enumerate(step.shape) if n > 1}
+            several = sum(other.place.buffer == b for other in step.items) > 1
+            if not isinstance(item, Store) or not whole or several or b not in own or spans[b][0] != at:
+                continue
+            for c in own & set(text.buffers) - text.written:
+                # The later part may be run again, with what it reads of the first.
+                same_part = schedule.part(spans[c][0]) == schedule.part(at)
+                alike = schedule.buffers[b] == schedule.buffers[c]
+                if alike and same_part and spans[c][-1] == at and {m for x, m in text.loads if x == c} == {map}:
+                    made[at] = text = _over(text, b, c)
+                    break
+            if text.over:
+                break
+    return made
+
+
+def _over(text: LoopText, b: int, c: int) -> LoopText:
+    """Return a loop whose buffer c is b."""
+    place = text.buffers.index(c)
+    old, new = text.arguments[place][0], text.arguments[text.buffers.index(b)][0]
+    return text._replace(
+        body=re.sub(rf"\b{old}\[", f"{new}[", text.body),
+        arguments=text.arguments[:place] + text.arguments[place + 1 :],
+        buffers=text.buffers[:place] + text.buffers[place + 1 :],
+        loads=frozenset((b if x == c else x, map) for x, map in text.loads),
+        over=(b, c),
+    )

@@ -14,12 +14,11 @@ import numpy as np
 from mpiad._typing import Shape
 from mpiad.compiling.symbols import choose
 from mpiad.compiling.ufuncs import scalar_function
-from mpiad.programs.array_program import FLOATS
+from mpiad.programs.array_program import FLOATS, Opaque, Value
 from mpiad.programs.contractions import dot, einsum, inner, matmul, tensordot
-from mpiad.programs.index_maps import Axis, identity
+from mpiad.programs.index_maps import Axis, axes_of, identity
 from mpiad.programs.traced_array import cast, take
 from mpiad.programs.tracing_numpy import array_of
-from mpiad.programs.values import Opaque, Value, axes_of
 
 if TYPE_CHECKING:
     from mpiad.programs.trace_translation import Translation

@@ -7,11 +7,10 @@ from typing import Any
 from mpiad.compiling.cache import kernel_of
 from mpiad.programs.changed_results import is_looked_at
 from mpiad.programs.loops import NAME, LoopText, text_of
-from mpiad.programs.memory_plan import Scratch, homes_of, spans_of
+from mpiad.programs.memory_plan import Scratch, homes_of, spans_of, written_over
 from mpiad.programs.overlap import is_divided
 from mpiad.programs.replay_writer import ReplayWriter
 from mpiad.programs.schedule import Loop, Schedule
-from mpiad.programs.writing_over import written_over
 from mpiad.transport import calls
 from mpiad.transport.channels import is_watched
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT

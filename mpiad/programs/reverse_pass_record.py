@@ -20,7 +20,7 @@ from mpiad.differentiation.tape import OrderedTape
 from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.programs.entry import all_of, outputs_of
+from mpiad.programs.entry import numbers_of, outputs_of
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.steps import Traced
 from mpiad.programs.tape_node import conformed
@@ -131,14 +131,14 @@ def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
         return inputs_like(values)
 
     def cotangents(lane: Lane, places: Iterable[int], of: list[Any]) -> list[Any]:
-        return all_of(*outputs_of([conformed(lane.totals[place], spec_like(x)) for place, x in zip(places, of)]))
+        return numbers_of([conformed(lane.totals[place], spec_like(x)) for place, x in zip(places, of)])
 
     with suspended(body=False), trace.noting():
         leaves = trace.leaves()
         record = recorded(fun, trace, by, leaves, seeds, (nullcontext(), nullcontext()))
         numbers, outputs = outputs_of([x for x, _ in record.values])
         inside = [(x, place) for x, place in record.values if isinstance(x, Traced)]
-        values, made = [x for x, _ in inside], [numbers, all_of(*outputs_of([g for g, _ in record.found]))]
+        values, made = [x for x, _ in inside], [numbers, numbers_of([g for g, _ in record.found])]
         recorder.logged = min(by.parts - 1, 2)
         if by.parts > 2:
             recorder.part = 2

@@ -27,11 +27,11 @@ from mpiad.programs.entry import (
     MOST_TRACES,
     UNKNOWN,
     Entry,
-    all_of,
     count,
     entry_by_shapes,
     in_program,
     is_shown,
+    numbers_of,
     outputs_of,
 )
 from mpiad.programs.signature import Arguments
@@ -143,9 +143,9 @@ def _noted(fun: Function, variables: Sequence[int], along: Sequence[int], leaves
         seeds = [_joined(tape, *pair) for pair in zip(seeds, tangents)]
         specs = [spec_like(getval(given[k])) for k in variables]
         both = [_parted(g, tape) for g in backwards(run, outputs[: len(values)], seeds, specs)]
-        results, gradients = outputs_of([*[g for g, _ in both], *[tangent for _, tangent in both]])
+        found = numbers_of([*[g for g, _ in both], *[tangent for _, tangent in both]])
     tape.close()
-    return [*numbers, *all_of(results, gradients)], [len(numbers)], outputs, run.build
+    return [*numbers, *found], [len(numbers)], outputs, run.build
 
 
 def _parted(x: Any, tape: TangentTape) -> tuple[Any, Any]:

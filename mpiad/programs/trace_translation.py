@@ -10,12 +10,11 @@ import numpy as np
 
 from mpiad._typing import Index, Shape
 from mpiad.compiling.ufuncs import scalar_function
-from mpiad.programs.array_program import BOOLEAN, COMPUTED, FLOATS, ArrayProgram, Call, Slot
-from mpiad.programs.index_maps import Axis, broadcast, of_key
+from mpiad.programs.array_program import BOOLEAN, COMPUTED, FLOATS, ArrayProgram, Call, Opaque, Slot, Value
+from mpiad.programs.index_maps import Axis, axes_of, broadcast, of_key
 from mpiad.programs.numpy_functions import FOLDING, REDUCED, RULES, SPLITTING
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.steps import Constant, Ref, Step, mapped
-from mpiad.programs.values import Opaque, Value, axes_of
 
 __all__ = ["Translation", "program_of"]
 

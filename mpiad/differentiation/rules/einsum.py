@@ -6,6 +6,7 @@ axis, it gives the others cotangents that have one element there, too: a tangent
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from string import ascii_letters
 
 import autograd.numpy as anp
@@ -14,7 +15,7 @@ from mpiad._typing import Array, Shape
 from mpiad.differentiation.rules.expansion import expand
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, inherited_vjp
 
-__all__ = ["JVPS", "VJPS"]
+__all__ = ["JVPS", "VJPS", "letters_of"]
 
 
 def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -22,7 +23,7 @@ def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     if not isinstance(args[0], str):
         return inherited_vjp(anp.einsum, argnums, ans, args, kwargs)
     operands = args[1:]
-    inputs, out = _letters(args[0], [len(anp.shape(operand)) for operand in operands])
+    inputs, out = letters_of(args[0], [len(anp.shape(operand)) for operand in operands])
     return lambda g: tuple([_part(g, i - 1, inputs, out, operands) for i in argnums])
 
 
@@ -55,7 +56,7 @@ def _fitted(part: Array, full: Shape, shape: Shape, real: bool) -> Array:
     return anp.real(part) if real and anp.iscomplexobj(part) else part
 
 
-def _letters(subscripts: str, ranks: list[int]) -> tuple[list[str], str]:
+def letters_of(subscripts: str, ranks: Sequence[int]) -> tuple[list[str], str]:
     """Return a letter for each axis of each operand, and those of the result."""
     left, arrow, right = subscripts.replace(" ", "").partition("->")
     unused = [letter for letter in ascii_letters if letter not in subscripts]
