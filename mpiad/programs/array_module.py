@@ -31,11 +31,11 @@ class TracedArrays:
 
     def empty(self, shape: Shape, dtype: DTypeLike) -> Array:
         """Make an array that is to be filled; its values are zeros here."""
-        return self.recorder.full(shape, 0, dtype)
+        return self.full(shape, 0, dtype)
 
-    def full(self, shape: Shape, value: Array, dtype: DTypeLike) -> Array:
+    def full(self, shape: Shape, value: Array | float, dtype: DTypeLike) -> Array:
         """Make an array of one number."""
-        return self.recorder.full(shape, value, dtype)
+        return self.recorder.call(np.full, (tuple(shape), value, np.dtype(dtype)), {})
 
     def arange(self, stop: int) -> Array:
         """Make an array of the integers from 0 on."""

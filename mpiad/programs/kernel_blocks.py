@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from mpiad.programs.memory_plan import Home
 from mpiad.programs.overlap import Action
 from mpiad.programs.schedule import Schedule, root_of
 
-__all__ = ["KernelBlocks"]
+__all__ = ["KernelBlocks", "address_of", "as_kernels_take"]
 
 _WORD = 8
 
@@ -69,7 +70,19 @@ class KernelBlocks:
         for place in self._places.get(b, ()):
             self.words[place] = address
 
-    def assignment(self, b: int, name: str, address: str) -> str:
-        """Return the text that lets kernels find a buffer at an address, where `name` is what `words` is called."""
-        targets = "".join(f"{name}[{place}] = " for place in self._places.get(b, ()))
+    def assignment(self, b: int, address: str) -> str:
+        """Return the text that lets kernels find a buffer at an address, where `words` is called t."""
+        targets = "".join(f"t[{place}] = " for place in self._places.get(b, ()))
         return f"{targets}{address}" if targets else ""
+
+
+def address_of(array: Array) -> int:
+    """Return the address of an array's first entry."""
+    return array.__array_interface__["data"][0]
+
+
+def as_kernels_take(x: Any, dtype: np.dtype) -> Array:
+    """Return what kernels take of an array."""
+    if type(x) is np.ndarray and x.flags.c_contiguous and x.flags.aligned and x.dtype == dtype:
+        return x
+    return np.require(x, dtype, ["C", "A"])

@@ -17,7 +17,7 @@ from mpiad.compiling.ufuncs import scalar_function
 from mpiad.programs.array_program import FLOATS, Opaque, Value
 from mpiad.programs.contractions import dot, einsum, inner, matmul, tensordot
 from mpiad.programs.index_maps import Axis, axes_of, identity
-from mpiad.programs.traced_array import cast, take
+from mpiad.programs.traced_array import cast, take, with_entries
 from mpiad.programs.tracing_numpy import array_of
 
 if TYPE_CHECKING:
@@ -139,13 +139,13 @@ def _broadcast_to(t: Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any
 
 def _filled(value: float) -> _Rule:
     def rule(t: Translation, shape: Shape, dtype: np.dtype, *_: Any, **__: Any) -> int:
-        return t._full(shape, value, dtype)
+        return t.full(shape, value, dtype)
 
     return rule
 
 
 def _full_like(t: Translation, shape: Shape, dtype: np.dtype, x: Any, value: Any, *_: Any, **__: Any) -> int:
-    return t._full(shape, value, dtype)
+    return t.full(shape, value, dtype)
 
 
 def _diff(t: Translation, shape: Shape, dtype: np.dtype, x: Any, n: int = 1, axis: int = -1) -> int:
@@ -176,7 +176,7 @@ def _array_of(t: Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any, **
 def _imag(t: Translation, shape: Shape, dtype: np.dtype, x: Any) -> int:
     if not isinstance(x, Value) or x.dtype not in FLOATS:
         raise Opaque
-    return t._full(shape, 0.0, dtype)
+    return t.full(shape, 0.0, dtype)
 
 
 REDUCED = {
@@ -193,6 +193,7 @@ SPLITTING = frozenset({np.split, np.array_split})
 RULES: dict[Any, _Rule] = {
     take: lambda t, shape, dtype, x, key: t.take(shape, dtype, x, key),
     cast: lambda t, shape, dtype, x, to: t.cast(shape, dtype, x),
+    with_entries: lambda t, shape, dtype, x, key, value: t.with_entries(x, key, value),
     array_of: _array_of,
     np.where: _where,
     np.clip: _clip,
@@ -206,6 +207,7 @@ RULES: dict[Any, _Rule] = {
     np.flip: _flip(lambda ndim: None), np.flipud: _flip(lambda ndim: 0), np.fliplr: _flip(lambda ndim: 1),
     np.copy: _same, np.real: _same, np.imag: _imag, np.broadcast_to: _broadcast_to,
     np.zeros_like: _filled(0.0), np.empty_like: _filled(0.0), np.ones_like: _filled(1.0), np.full_like: _full_like,
+    np.full: lambda t, shape, dtype, given, value, to: t.full(shape, value, dtype),
     np.concatenate: lambda t, shape, dtype, arrays, axis=0: t.join(shape, dtype, arrays, axis),
     np.stack: lambda t, shape, dtype, arrays, axis=0: t.stack(shape, dtype, arrays, axis),
     np.pad: lambda t, *args, **kwargs: t.pad(*args, **kwargs),

@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from mpiad import primitives
-from mpiad._typing import Array, Index, Shape
+from mpiad._typing import Array, Index
 from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import channels_of, envelopes_of, logged
 from mpiad.programs.noted_values import NotedValues
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.steps import Abandoned, Ref, Step, Traced, hides_traced, on_host, plain
+from mpiad.programs.traced_array import with_entries
 from mpiad.transport import Channel, calls
 from mpiad.transport.calls import Site
 from mpiad.transport.channels import communications
@@ -109,14 +109,6 @@ class Recorder(NotedValues):
         noted = self._noted(tuple(args)), self._noted(kwargs)
         return self._recorded("call", fun, *noted, self._computed(fun, plain(tuple(args)), plain(kwargs)))
 
-    def full(self, shape: Shape, value: Array, dtype: DTypeLike) -> Any:
-        """Make an array of one number, and note it."""
-        given = tuple(shape), plain(value), np.dtype(dtype)
-        if not self.is_noting():
-            return np.full(*given)
-        made = self._computed(np.full, given, {})
-        return self._recorded("full", np.full, (given[0], self._noted(value), given[2]), {}, made)
-
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
         """Run a communication on plain arrays, and note it."""
         params, rule = on_host(params), _rule()
@@ -153,8 +145,7 @@ class Recorder(NotedValues):
         """Run what decides how a call goes on, and note it with its result, which replays look at."""
         noted = self._noted(args)
         made = self._run(fun, *plain(args))
-        site = calls.site_of(sys._getframe(1))
-        self.steps.append(Step("settle", fun, noted, {"expected": made}, (), site, self.part, _rule()))
+        self._step("settle", fun, noted, (), {"expected": made})
         return made
 
     def opaque(self, fun: Callable, args: tuple) -> tuple[Any, ...]:
@@ -308,7 +299,7 @@ class Recorder(NotedValues):
             return target
         noted = self._noted(tuple(args))
         self._check_writing(target)
-        if fun(*[np.zeros((), _dtype(x)) for x in args]).dtype != target.dtype:
+        if fun(*[np.zeros((), np.result_type(plain(x))) for x in args]).dtype != target.dtype:
             self.refuse("it writes values into an array of another dtype")
         self._written_into(fun, plain(tuple(args)), target.value)
         number = self._number(target.value)
@@ -331,7 +322,7 @@ class Recorder(NotedValues):
         if not mended:
             self._put(target.value, place, new)
         number = self._number(target.value)
-        self._step("set", None, noted, (number,))
+        self._step("call", with_entries, noted, (number,))
         self._written(target, number, value if mended else None)
 
 
@@ -353,15 +344,7 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, (np.ndarray, np.generic)) and x.dtype.kind in "fciub"
 
 
-def _dtype(x: Array) -> Any:
-    value = plain(x)
-    return value.dtype if hasattr(value, "dtype") else np.result_type(value)
-
-
 def _is_part(whole: Array, key: Any, part: Any) -> bool:
     """Tell whether an array is the memory of whole[key]."""
-    found = whole[key]
-    return (
-        isinstance(found, np.ndarray) and isinstance(part, np.ndarray) and found.shape == part.shape
-        and found.strides == part.strides and found.ctypes.data == part.ctypes.data
-    )  # fmt: skip
+    both = whole[key], part
+    return all(isinstance(x, np.ndarray) for x in both) and both[0].__array_interface__ == part.__array_interface__

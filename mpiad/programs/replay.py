@@ -26,6 +26,7 @@ class Replays:
 
     - `texts`: of each step, None for calls.
     - `results`: the buffers that each call returns.
+    - `uses`: the steps that use each buffer.
     - `logged`: how many parts log what they communicate.
     - `read_later`: the inputs that come into what is run after the first part.
     - `last_look`: the last step that may give something else than in the trace, so that the program can't go on; -1 for
@@ -48,8 +49,8 @@ class Replays:
             if found.kind == "result":
                 node = schedule.program.nodes[found.data]
                 self.results.setdefault(node.inputs[0] if node.kind == "item" else found.data, []).append(b)
-        uses = spans_of(schedule, self.texts).items()
-        last = {schedule.buffers[b].data: steps[-1] for b, steps in uses if schedule.buffers[b].kind == "input"}
+        self.uses = spans_of(schedule, self.texts)
+        last = {schedule.buffers[b].data: at[-1] for b, at in self.uses.items() if schedule.buffers[b].kind == "input"}
         self.read_later = {place for place, at in last.items() if schedule.part(at) > 0}
         self.logged = schedule.program.logged
         self.last_look = max((at for at in range(len(schedule.steps)) if is_looked_at(schedule, at)), default=-1)

@@ -18,7 +18,7 @@ from mpiad._typing import Array
 from mpiad.programs.array_program import Call, Node, Slot
 from mpiad.programs.call_sites import called_at
 from mpiad.programs.changed_results import condition_of, is_looked_at, raise_changed
-from mpiad.programs.kernel_blocks import KernelBlocks
+from mpiad.programs.kernel_blocks import KernelBlocks, address_of, as_kernels_take
 from mpiad.programs.loop_threads import run_together
 from mpiad.programs.memory_plan import SMALL, aligned
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged
@@ -47,7 +47,7 @@ class ReplayWriter:
         self._blocks = KernelBlocks(self.schedule, replays.texts, replays.kernels, self._actions, replays.homes)
         self._numbers = MessageNumbers()
         self.names: dict[str, Any] = {
-            "empty": np.empty, "address": _address, "as_array": _as_array, "own": _own, "together": run_together,
+            "empty": np.empty, "address": address_of, "as_array": as_kernels_take, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
             # What has been communicated, for as long as the run may turn out not to be that of the trace.
             "log": [], "logged": logged, "changed": raise_changed,
@@ -66,26 +66,25 @@ class ReplayWriter:
     def functions(self) -> list[Callable]:
         """Return the functions of the program's parts."""
         schedule, steps = self.schedule, self.schedule.steps
-        used = [self._used(at) for at in range(len(steps))]
-        spans = [range(*pair) for pair in pairwise([0, *schedule.cuts, len(steps)])]
+        uses = self.replays.uses
         # Arrays that calls have returned in a part, and that are used in a later one.
-        made = [{b for at in span for b in self._made(at)} for span in spans]
-        kept = sorted({b for span, own in zip(spans, made) for at in span for b in used[at] - own} & set().union(*made))
+        made = {b: schedule.part(at) for at in range(len(steps)) for b in self._made(at)}
+        kept = [b for b, part in made.items() if b in uses and schedule.part(uses[b][-1]) > part]
         names = ", ".join(f"r{b}, m{b}" for b in kept)
         has_scratch = any(home.is_scratch for home in self.replays.homes.values())
         self.names |= {"take": self._scratch(), "give_back": self.replays.scratch.give_back}
         parts = []
         ends = pairwise([0, *schedule.ends, len(schedule.outputs)])
-        for part, (span, (start, end)) in enumerate(zip(spans, ends)):
+        for part, (start, end) in enumerate(ends):
             self._lines = [f"global {names}"] if kept else []
             if self._counts_anew and not part:
                 self._lines.append("begin()")
             if (self.replays.last_look >= 0 or self.replays.logged) and not part:
                 self._lines.append("log.clear()")
             outputs = schedule.outputs[start:end]
-            self._begin({b for at in span for b in used[at]} | set(outputs))
+            self._begin({b for b, found in uses.items() if part in map(schedule.part, found)} | set(outputs))
             for k, action in enumerate(self._actions):
-                if action.at in span:
+                if schedule.part(action.at) == part:
                     self._act(k, action)
             self._lines.append(f"made = [{', '.join(self._result(b) for b in outputs)}]")
             if has_scratch:
@@ -99,11 +98,6 @@ class ReplayWriter:
         )
         exec(compile(text, str(Path(__file__).with_name("<replay>")), "exec"), self.names)
         return [self.names[f"part{k}"] for k in range(len(parts))]
-
-    def _used(self, at: int) -> set[int]:
-        """Return the buffers that a step reads or writes."""
-        step, text = self.schedule.steps[at], self.replays.texts[at]
-        return {root_of(self.schedule.buffers, b) for b in (step.inputs if text is None else text.buffers)}  # type: ignore[union-attr]
 
     def _made(self, at: int) -> list[int]:
         """Return the buffers that come from a call."""
@@ -122,7 +116,7 @@ class ReplayWriter:
             elif found.kind == "output" and self._is_large(b):
                 self._arrays[b] = f"o{b}"
                 self.names[f"d{b}"] = found.dtype
-                self._lines += [f"o{b} = empty({found.shape}, d{b})", self._blocks.assignment(b, "t", f"address(o{b})")]
+                self._lines += [f"o{b} = empty({found.shape}, d{b})", self._blocks.assignment(b, f"address(o{b})")]
             elif found.kind != "result":
                 self._bind(b)
 
@@ -147,7 +141,7 @@ class ReplayWriter:
         else:
             array = np.empty(found.shape, found.dtype)
         self._arrays[b], self.names[f"b{b}"] = f"b{b}", array
-        self._blocks.bind(b, _address(array))
+        self._blocks.bind(b, address_of(array))
 
     def _in_memory(self, b: int, memory: Array) -> Array:
         found = self.schedule.buffers[b]
@@ -169,7 +163,7 @@ class ReplayWriter:
                 for b in buffers:
                     part = scratch.part(memory, self.replays.homes[b])
                     self.names[f"b{b}"] = array = self._in_memory(b, part)
-                    self._blocks.bind(b, _address(array))
+                    self._blocks.bind(b, address_of(array))
                 for at in exchanged:
                     self._prepare(at)
                 bound["memory"] = memory
@@ -181,7 +175,7 @@ class ReplayWriter:
         """Append lines by which an array that comes from outside can be read by kernels."""
         if self._is_large(b):
             self.names[f"d{b}"] = self.schedule.buffers[b].dtype
-            self._lines += [f"m{b} = as_array({name}, d{b})", self._blocks.assignment(b, "t", f"address(m{b})")]
+            self._lines += [f"m{b} = as_array({name}, d{b})", self._blocks.assignment(b, f"address(m{b})")]
             self._arrays[b] = f"m{b}"
         else:
             self._bind(b)
@@ -217,11 +211,14 @@ class ReplayWriter:
         elif action.kind == "end":
             self.names[f"h{at}"] = called_at(self.nodes[step.node].site, "end")
             self._lines.append(f"h{at}(x{at})")
-            self._log_in_place(at, step)
         elif step.in_place:
             self._in_place(at, step, action.kind == "begin")
+        elif at in self._preparable:
+            self._prepared(at, step)
         else:
             self._call(at, step)
+        if action.kind in ("call", "end") and step.in_place and self._is_logged(at):
+            self._lines.append(f"log.append({self._made_in_place(step, self.nodes[step.node].data)}.copy())")
 
     def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
         """Append the lines of an operator in its buffer, or those by which it is begun."""
@@ -232,17 +229,10 @@ class ReplayWriter:
                 self._prepare(at)
             self.names[f"f{at}"] = called_at(node.site, "begin" if is_begun else "end")
             self._lines += [f"x{at} = q{at}()", f"f{at}(x{at})"]
-            if not is_begun:
-                self._log_in_place(at, step)
             return
         self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, "in place", call.rule), call.fun
-        rest = [self._constant(at, k, x) for k, x in enumerate(call.args) if k]
+        rest = map(self._constant, call.args[1:])
         self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *rest])})")
-        self._log_in_place(at, step)
-
-    def _log_in_place(self, at: int, step: Run) -> None:
-        if self._is_logged(at):
-            self._lines.append(f"log.append({self._made_in_place(step, self.nodes[step.node].data)}.copy())")
 
     def _is_logged(self, at: int) -> bool:
         return at <= self.replays.last_look or self.schedule.part(at) < self.replays.logged
@@ -253,24 +243,18 @@ class ReplayWriter:
         call: Call = self.nodes[step.node].data
         self.names[f"q{at}"] = call.fun.in_place.prepared(self.names[f"b{step.inputs[0]}"], *call.args[1:])
 
-    def _constant(self, at: int, k: Any, x: Any) -> str:
-        if x is None or type(x) in (bool, int):
-            return repr(x)
-        self.names[f"c{at}_{k}"] = x
-        return f"c{at}_{k}"
+    def _constant(self, x: Any) -> str:
+        return repr(x) if x is None or type(x) in (bool, int) else self._bound(x)
 
     def _call(self, at: int, step: Run) -> None:
         node = self.nodes[step.node]
         call: Call = node.data
-        if at in self._preparable:
-            self._prepared(at, step)
-            return
         if node.kind == "communicate":
             self._communicate(at, step, node)
         else:
             self.names[f"f{at}"] = call.fun
-            args = [self._argument(at, step, x) for x in call.args]
-            args += [f"{key}={self._argument(at, step, x)}" for key, x in call.kwargs.items()]
+            args = [self._argument(step, x) for x in call.args]
+            args += [f"{key}={self._argument(step, x)}" for key, x in call.kwargs.items()]
             self._lines.append(f"v{at} = f{at}({', '.join(args)})")
         for b in self._made(at):
             made = self.nodes[self.schedule.buffers[b].data]
@@ -281,21 +265,16 @@ class ReplayWriter:
         call: Call = node.data
         last_look = self.replays.last_look
         self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, call.kind, call.rule), call.fun
-        params = "None"
-        if call.kind == "communicate":
-            x, params = self._argument(at, step, call.args[0]), self._argument(at, step, call.args[1])
-            if is_numbered(call.args[1]):
-                self._lines.append(f"a{at} = addressed({params})")
-                params = f"a{at}"
-            made = f"own(f{at}(q{at}, {x}, {params}))"
-        elif call.kind == "operate":
-            args = self._argument(at, step, call.args)
-            made = f"f{at}(q{at}, {args}, {self._argument(at, step, call.kwargs)})"
-        else:
-            made = f"f{at}(q{at}, {self._argument(at, step, call.args)})"
-        self._lines.append(f"v{at} = {made}")
+        parts = {"communicate": call.args, "operate": (call.args, call.kwargs)}.get(call.kind, (call.args,))
+        given = [self._argument(step, part) for part in parts]
+        numbered = call.kind == "communicate" and is_numbered(call.args[1])
+        if numbered:
+            self._lines.append(f"a{at} = addressed({given[1]})")
+            given[1] = f"a{at}"
+        made = f"f{at}({', '.join([f'q{at}', *given])})"
+        self._lines.append(f"v{at} = {f'own({made})' if call.kind == 'communicate' else made}")
         if self._is_logged(at):
-            self._lines.append(f"log.append({f'logged(v{at}, {params})' if params == f'a{at}' else f'v{at}'})")
+            self._lines.append(f"log.append({f'logged(v{at}, a{at})' if numbered else f'v{at}'})")
         if is_looked_at(self.schedule, at):
             condition = condition_of(node, f"v{at}", self._bound)
             self._lines.append(f"if {condition}: changed(v{at}, {self._bound(node)}, log)")
@@ -345,7 +324,7 @@ class ReplayWriter:
         else:
             self._arrays[b] = f"r{b}"
 
-    def _argument(self, at: int, step: Run, x: Any) -> str:
+    def _argument(self, step: Run, x: Any) -> str:
         """Return the text of an argument of a call."""
         if isinstance(x, Slot):
             text = self._array(step.inputs[x.place])
@@ -356,26 +335,15 @@ class ReplayWriter:
                 return f"{text}.item()"
             return text if found.shape else f"{text}[()]"
         if type(x) in (tuple, list):
-            parts = ", ".join(self._argument(at, step, part) for part in x)
+            parts = ", ".join(self._argument(step, part) for part in x)
             return f"[{parts}]" if type(x) is list else f"({parts}{',' if len(x) == 1 else ''})"
         if type(x) is dict:
-            return "{" + ", ".join(f"{key!r}: {self._argument(at, step, part)}" for key, part in x.items()) + "}"
+            return "{" + ", ".join(f"{key!r}: {self._argument(step, part)}" for key, part in x.items()) + "}"
         if type(x) is slice:
-            return f"slice({', '.join(self._argument(at, step, part) for part in (x.start, x.stop, x.step))})"
-        return self._constant(at, len(self.names), x)
+            return f"slice({', '.join(self._argument(step, part) for part in (x.start, x.stop, x.step))})"
+        return self._constant(x)
 
 
 def _own(x: Any) -> Any:
     """Return a result in memory of its own: a view may be one of what was sent."""
     return x.copy() if type(x) is np.ndarray and x.base is not None else x
-
-
-def _address(array: Array) -> int:
-    return array.__array_interface__["data"][0]
-
-
-def _as_array(x: Any, dtype: np.dtype) -> Array:
-    """Return what kernels take of an array."""
-    if type(x) is np.ndarray and x.flags.c_contiguous and x.flags.aligned and x.dtype == dtype:
-        return x
-    return np.require(x, dtype, ["C", "A"])

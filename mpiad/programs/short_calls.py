@@ -29,7 +29,7 @@ def short_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] |
     if FAULT_TOLERANT or entry.may_change or not args or not all(type(x) in _PLAIN for x in args):
         return None
     names: dict[str, Any] = {
-        "missed": MISSED, "count": count, "counted": communications, "same": entry.watch.comparison(),
+        "missed": MISSED, "count": count, "counted": communications, "same": entry.watch.is_the_same,
         "free": entry.replays.free[True], "is_noting": calls.is_noting, "is_watched": is_watched,
         "build": entry.build, "leaves": entry.leaves,
     }  # fmt: skip

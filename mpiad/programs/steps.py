@@ -32,7 +32,7 @@ class Constant(NamedTuple):
 class Step(NamedTuple):
     """A call that the program makes."""
 
-    kind: str  # "call", "communicate", "operate", "opaque", "settle", "set" or "full"
+    kind: str  # "call", "communicate", "operate", "opaque" or "settle"
     fun: Any  # callable or Operation
     # `args`, `kwargs`: with `Ref` and `Constant` for arrays.
     args: tuple[Any, ...]

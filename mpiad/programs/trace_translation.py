@@ -77,10 +77,6 @@ class Translation:
         # What isn't real is left to NumPy.
         if any(dtype not in COMPUTED for _, dtype in specs):
             raise Opaque
-        if step.kind == "full":
-            return [self._full(*args)]
-        if step.kind == "set":
-            return [self._set(*args)]
         if step.kind != "call" or len(specs) != 1 and step.fun not in SPLITTING:
             raise Opaque
         shape, dtype = specs[0]
@@ -100,8 +96,7 @@ class Translation:
 
     def _called(self, step: Step, args: tuple, kwargs: dict, specs: list) -> list[int]:
         program, found = self.program, []
-        kind = "call" if step.kind in ("call", "full", "set") else "communicate"
-        fun = {"full": np.full, "set": _with_entries}.get(step.kind, step.fun)
+        kind = "call" if step.kind == "call" else "communicate"
 
         def slot(x: Any) -> Any:
             if not isinstance(x, Value):
@@ -110,7 +105,7 @@ class Translation:
             return Slot(len(found) - 1)
 
         given = mapped(args, slot), mapped(kwargs, slot)
-        data = Call(step.kind if kind == "communicate" else "call", fun, *given, step.rule)
+        data = Call(step.kind, step.fun, *given, step.rule)
         single = len(specs) == 1 and step.fun not in SPLITTING and step.kind != "opaque"
         shape, dtype = specs[0] if single else ((), np.dtype(bool if specs else object))
         number = program.add(kind, found, shape, dtype, data)
@@ -244,14 +239,15 @@ class Translation:
         unit = _one(shape, axis)
         return self.program.join([self.program.reshape(x.number, unit) for x in parts], axis)
 
-    def _full(self, shape: Shape, value: Any, dtype: np.dtype) -> int:
+    def full(self, shape: Shape, value: Any, dtype: np.dtype) -> int:
+        """Append an array of one number."""
         if isinstance(value, Value):
             return self.broadcast_to(self._array(value, np.dtype(dtype)), shape)
         if np.dtype(dtype) not in COMPUTED:
             raise Opaque
         return self.program.number(value, shape, dtype)
 
-    def _set(self, x: Any, key: Index, value: Any) -> int:
+    def with_entries(self, x: Any, key: Index, value: Any) -> int:
         """Append an array with entries set by a basic index."""
         program = self.program
         if not self.program.is_float(x.number):
@@ -274,7 +270,7 @@ class Translation:
         if mode != "constant" or isinstance(constant_values, (list, tuple, Value)) or not isinstance(x, Value):
             raise Opaque
         before = np.broadcast_to(np.asarray(widths), (len(x.shape), 2))[:, 0].tolist()
-        return self.program.update(self._full(shape, constant_values, dtype), x.number, before)
+        return self.program.update(self.full(shape, constant_values, dtype), x.number, before)
 
     def roll(self, shape: Shape, dtype: np.dtype, x: Value, shift: Any, axis: Any = None) -> int:
         """Append an array whose entries are moved along axes, around its ends."""
@@ -299,13 +295,6 @@ def _one(shape: Shape, axis: int) -> Shape:
 
 def _elementwise(fun: Any) -> Callable | None:
     return scalar_function(fun) if isinstance(fun, np.ufunc) else None
-
-
-def _with_entries(x: Any, key: Index, value: Any) -> Any:
-    """Return a copy of x with entries set."""
-    made = np.array(x)
-    made[key] = value
-    return made
 
 
 def _first_axis(args: tuple, kwargs: dict) -> tuple:

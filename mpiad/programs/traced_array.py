@@ -263,6 +263,13 @@ def cast(x: Array, dtype: np.dtype) -> Array:
     return x.astype(dtype)
 
 
+def with_entries(x: Array, key: Index, value: Array) -> Array:
+    """Return a copy of x with entries set."""
+    made = np.array(x)
+    made[key] = value
+    return made
+
+
 # Methods that are functions of NumPy's.
 _METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(np, name)
