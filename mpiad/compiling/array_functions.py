@@ -170,11 +170,17 @@ _COMPUTING = (
     np.trace, np.convolve, np.ediff1d,
 )  # fmt: skip
 
+_REDUCING: dict[Callable, np.ufunc] = {
+    np.sum: np.add, np.prod: np.multiply, np.max: np.maximum, np.amax: np.maximum, np.min: np.minimum,
+    np.amin: np.minimum, np.all: np.logical_and, np.any: np.logical_or,
+}  # fmt: skip
+
 # Each takes the array that NumPy asked, for what belongs to the trace, and then NumPy's arguments.
 FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     **{function: partial(_moved, function) for function in _MOVING},
     **{function: partial(_joined, function) for function in _JOINING},
     **{function: partial(_computed, function) for function in _COMPUTING},
+    **{function: partial(_reduced, ufunc) for function, ufunc in _REDUCING.items()},
     np.append: lambda like, array, values, axis=None: like.like(
         np.append(numbers_of(like.builder, array), numbers_of(like.builder, values), axis)
     ),
@@ -184,14 +190,6 @@ FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     np.where: _where,
     np.select: _select,
     np.clip: _clip,
-    np.sum: partial(_reduced, np.add),
-    np.prod: partial(_reduced, np.multiply),
-    np.max: partial(_reduced, np.maximum),
-    np.amax: partial(_reduced, np.maximum),
-    np.min: partial(_reduced, np.minimum),
-    np.amin: partial(_reduced, np.minimum),
-    np.all: partial(_reduced, np.logical_and),
-    np.any: partial(_reduced, np.logical_or),
     np.mean: _mean,
     np.linalg.norm: _norm,
     np.sinc: _sinc,
@@ -216,13 +214,6 @@ FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     ),
 }
 
-_FIRST = {
-    "sum": np.sum, "prod": np.prod, "mean": np.mean, "max": np.max, "min": np.min, "any": np.any, "all": np.all,
-    "ravel": np.ravel, "flatten": np.ravel, "squeeze": np.squeeze, "swapaxes": np.swapaxes, "repeat": np.repeat,
-    "take": np.take, "dot": np.dot, "clip": np.clip, "cumsum": np.cumsum, "cumprod": np.cumprod, "trace": np.trace,
-    "copy": np.copy, "diagonal": np.diagonal, "conj": np.conjugate, "conjugate": np.conjugate,
-}  # fmt: skip
-
 
 def _reshape(array: SymbolicArray, *shape: Any) -> SymbolicArray:
     return array.like(array.numbers.reshape(*shape))
@@ -233,4 +224,10 @@ def _transpose(array: SymbolicArray, *axes: Any) -> SymbolicArray:
 
 
 # Methods of arrays that are functions of NumPy's as well.
-METHODS: dict[str, Callable[..., Any]] = {**_FIRST, "reshape": _reshape, "transpose": _transpose}
+METHODS: dict[str, Callable[..., Any]] = {
+    name: getattr(np, name)
+    for name in (
+        "sum", "prod", "mean", "max", "min", "any", "all", "ravel", "squeeze", "swapaxes", "repeat", "take", "dot", "clip",
+        "cumsum", "cumprod", "trace", "copy", "diagonal", "conj", "conjugate",
+    )
+} | {"flatten": np.ravel, "reshape": _reshape, "transpose": _transpose}  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad.compiling.identities import identity
 from mpiad.compiling.operations import OPERATIONS
-from mpiad.compiling.program import Input, Instruction, Program, exact
+from mpiad.compiling.program import Input, Instruction, Program, exact, is_boolean
 from mpiad.compiling.trace_errors import Refusal
 
 __all__ = ["Builder", "copied", "simplify"]
@@ -72,11 +72,7 @@ class Builder:
 
     def is_boolean(self, number: int) -> bool:
         """Tell whether a value is boolean."""
-        instruction = self.instructions[number]
-        if instruction.operation == "where":
-            return self.is_boolean(instruction.arguments[1])
-        operation = OPERATIONS.get(instruction.operation)
-        return isinstance(instruction.value, bool) if operation is None else operation.boolean
+        return is_boolean(self.instructions, number)
 
     def program(self, groups: Mapping[str, int], outputs: Sequence[int]) -> Program:
         """Return the program of some outputs, without what they don't need."""

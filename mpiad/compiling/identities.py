@@ -95,18 +95,14 @@ def _not(b: Builder, x: int) -> int | None:
     return _inner(b, x, "logical_not")
 
 
-def _and(b: Builder, x: int, y: int) -> int | None:
-    for one, other in ((x, y), (y, x)):
-        if b.value(one) is not None:
-            return other if b.value(one) else one
-    return x if x == y else None
+def _logical(decisive: bool) -> Callable[..., int | None]:
+    def rule(b: Builder, x: int, y: int) -> int | None:
+        for one, other in ((x, y), (y, x)):
+            if b.value(one) is not None:
+                return one if bool(b.value(one)) is decisive else other
+        return x if x == y else None
 
-
-def _or(b: Builder, x: int, y: int) -> int | None:
-    for one, other in ((x, y), (y, x)):
-        if b.value(one) is not None:
-            return one if b.value(one) else other
-    return x if x == y else None
+    return rule
 
 
 def _where(b: Builder, condition: int, x: int, y: int) -> int | None:
@@ -144,8 +140,8 @@ _RULES: dict[str, Callable[..., int | None]] = {
     "negative": _negative,
     "absolute": _absolute,
     "logical_not": _not,
-    "logical_and": _and,
-    "logical_or": _or,
+    "logical_and": _logical(False),
+    "logical_or": _logical(True),
     "where": _where,
     "maximum": _same,
     "minimum": _same,

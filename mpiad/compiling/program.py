@@ -69,10 +69,7 @@ class Program:
 
     def is_boolean(self, number: int) -> bool:
         """Tell whether a value is boolean."""
-        operation, arguments, value = self.instructions[number]
-        if operation == "where":
-            return self.is_boolean(arguments[1])
-        return OPERATIONS[operation].boolean if operation in OPERATIONS else isinstance(value, bool)
+        return is_boolean(self.instructions, number)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Program) and self.content == other.content)
@@ -86,6 +83,14 @@ class Program:
 
     def __repr__(self) -> str:
         return f"<Program of {self.cost} operations, {self.digest[:12]}>"
+
+
+def is_boolean(instructions: Sequence[Instruction], number: int) -> bool:
+    """Tell whether the value of an instruction is boolean."""
+    operation, arguments, value = instructions[number]
+    if operation == "where":
+        return is_boolean(instructions, arguments[1])
+    return OPERATIONS[operation].boolean if operation in OPERATIONS else isinstance(value, bool)
 
 
 def exact(value: float | bool | Input | None) -> str:

@@ -153,12 +153,7 @@ _UFUNCS: dict[np.ufunc, Callable[..., Symbol]] = {
 }  # fmt: skip
 
 # SciPy's, which is not imported for them.
-_SPECIAL: dict[str, Callable[..., Symbol]] = {
-    "erf": _direct("erf"),
-    "erfc": _direct("erfc"),
-    "expit": _direct("expit"),
-    "logit": _direct("logit"),
-}
+_SPECIAL = {name: _direct(name) for name in ("erf", "erfc", "expit", "logit")}
 
 _maximum, _minimum = _direct("maximum"), _direct("minimum")
 _OF_MANY = {_maximum: "largest", _minimum: "smallest"}

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
-from autograd.core import JVPNode, primitive_jvps, primitive_vjps
-from autograd.tracer import Box, getval, new_box, notrace_primitives
+from autograd.core import JVPNode
+from autograd.tracer import Box, new_box, notrace_primitives
 
 from mpiad._typing import Array, Function
 from mpiad.differentiation.nodes import TangentNode
 from mpiad.differentiation.rules import JVP_RULES
-from mpiad.differentiation.rules.protocol import DEVICE_JVPS, inherited_jvp, inherited_vjp
-from mpiad.differentiation.rules.transposition import tangent_by_transposition
+from mpiad.differentiation.rules.transposition import tangent_rule
 from mpiad.differentiation.tape import TangentTape
-from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["Bundle", "BundleNode"]
 
@@ -37,7 +34,7 @@ class BundleNode(TangentNode):
         if tape.record is None:
             return  # made by LastingNode
         self.tape = tape
-        rule = JVP_RULES.get(fun) or _inherited(fun, value)
+        rule = JVP_RULES.get(fun) or tangent_rule(fun, value, parent_argnums)
         if len(parents) == 1:
             self.g = [None if g is None else rule(parent_argnums, (g,), value, args, kwargs) for g in parents[0].g]
             return
@@ -63,17 +60,6 @@ def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Array, args: 
         return None
     argnums, gs = zip(*known)
     return rule(argnums, gs, value, args, kwargs)
-
-
-def _inherited(fun: Function, value: Array) -> Callable:
-    if is_device_array(getval(value)) and (fun in primitive_jvps or fun in DEVICE_JVPS):
-        return partial(inherited_jvp, fun)
-    if fun in primitive_jvps:
-        return primitive_jvps[fun]
-    if fun in primitive_vjps and hasattr(value, "dtype"):
-        vjp = partial(inherited_vjp, fun)
-        return lambda argnums, gs, ans, args, kwargs: tangent_by_transposition(vjp, argnums, gs, ans, args, kwargs)
-    raise NotImplementedError(f"the tangent of {getattr(fun, '__name__', fun)!r} isn't defined")
 
 
 notrace_primitives[BundleNode] = notrace_primitives[JVPNode]

@@ -12,19 +12,17 @@ type of an input that is still traced.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from autograd.core import JVPNode, VJPNode, primitive_jvps, primitive_vjps
-from autograd.tracer import getval, notrace_primitives
+from autograd.core import JVPNode, VJPNode, primitive_vjps
+from autograd.tracer import notrace_primitives
 
 from mpiad._typing import Array, Function
 from mpiad.differentiation.refusals import itself, refuse_pickling
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
-from mpiad.differentiation.rules.protocol import DEVICE_JVPS, inherited_jvp, inherited_vjp
-from mpiad.differentiation.rules.transposition import tangent_by_transposition
+from mpiad.differentiation.rules.protocol import inherited_vjp
+from mpiad.differentiation.rules.transposition import tangent_rule
 from mpiad.transport import Spec
-from mpiad.transport.device_arrays import is_device_array
 
 __all__ = ["LastingNode", "OrderedNode", "TangentNode"]
 
@@ -62,7 +60,8 @@ class OrderedNode(VJPNode):
         elif fun in primitive_vjps:
             self.pull = inherited_vjp(fun, parent_argnums, value, args, kwargs)
         else:
-            raise NotImplementedError(f"the adjoint of {_name(fun)} for argument {parent_argnums} isn't defined")
+            name = getattr(fun, "__name__", repr(fun))
+            raise NotImplementedError(f"the adjoint of {name} for argument {parent_argnums} isn't defined")
         record = tape.record
         self.tape, self.like, self.index = tape, None, len(record)
         record.append(self)
@@ -97,10 +96,6 @@ def _all_on(tape: object, parents: Sequence[Any]) -> bool:
 def _still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     kept = [k for k, parent in enumerate(parents) if getattr(parent, "tape", _OPEN).record is not None]
     return tuple([argnums[k] for k in kept]), tuple([parents[k] for k in kept])
-
-
-def _name(fun: Function) -> str:
-    return getattr(fun, "__name__", repr(fun))
 
 
 class _Tape:
@@ -156,16 +151,8 @@ class TangentNode(JVPNode):
         if not _all_on(tape, parents):
             parent_argnums, parents = _still_traced(parent_argnums, parents)
         tangents = [parent.g for parent in parents]
-        rule = JVP_RULES.get(fun)
-        if rule is not None:
-            self.g = rule(parent_argnums, tangents, value, args, kwargs)
-        elif fun in primitive_jvps or fun in DEVICE_JVPS and is_device_array(getval(value)):
-            self.g = inherited_jvp(fun, parent_argnums, tangents, value, args, kwargs)
-        elif fun in primitive_vjps and hasattr(value, "dtype"):
-            rule = partial(inherited_vjp, fun)
-            self.g = tangent_by_transposition(rule, parent_argnums, tangents, value, args, kwargs)
-        else:
-            raise NotImplementedError(f"the tangent of {_name(fun)} for argument {parent_argnums} isn't defined")
+        rule = JVP_RULES.get(fun) or tangent_rule(fun, value, parent_argnums)
+        self.g = rule(parent_argnums, tangents, value, args, kwargs)
         self.tape = tape
 
     @classmethod

@@ -5,19 +5,41 @@ The adjoint w -> Jᵀw is linear, so the derivative of ⟨Jᵀw, v⟩ by w is Jv
 
 from __future__ import annotations
 
+from functools import partial
+
 import autograd.numpy as anp
 import numpy as np
-from autograd.core import make_vjp
+from autograd.core import make_vjp, primitive_jvps, primitive_vjps
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Scalar
-from mpiad.differentiation.rules.protocol import Argnums, Vjp, VjpMaker
+from mpiad.differentiation.rules.protocol import (
+    DEVICE_JVPS,
+    Argnums,
+    JvpMaker,
+    Primitive,
+    Vjp,
+    VjpMaker,
+    inherited_jvp,
+    inherited_vjp,
+)
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["tangent_by_transposition"]
+__all__ = ["tangent_rule"]
 
 
-def tangent_by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
+    """Return what makes the tangent of a function that has no rule of ours; a NotImplementedError where nothing does."""
+    if fun in primitive_jvps and type(value) is np.ndarray:
+        return primitive_jvps[fun]
+    if fun in primitive_jvps or fun in DEVICE_JVPS and is_device_array(getval(value)):
+        return partial(inherited_jvp, fun)
+    if fun in primitive_vjps and hasattr(value, "dtype"):
+        return partial(_by_transposition, partial(inherited_vjp, fun))
+    raise NotImplementedError(f"the tangent of {getattr(fun, '__name__', repr(fun))} for argument {argnums} isn't defined")
+
+
+def _by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Return the tangent of a result by the maker of its adjoint alone; `gs` are those of the arguments `argnums`."""
     adjoint = rule(argnums, ans, args, kwargs)
     if is_device_array(getval(ans)):
