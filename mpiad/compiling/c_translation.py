@@ -2,7 +2,8 @@
 
 The language is that of `mpiad.compiling.translation`, but for arrays, of which each kernel has its own. A variable is
 declared where it is assigned to first, with the type of what it gets (`auto`), and belongs to that block; an array is the
-kernel's. ``fma(a, b, c)`` becomes ``a * b + c``, which a compiler for GPUs contracts where it may.
+kernel's. Functions of `math` and NumPy have C's names, and their arguments' precision, as in C++. ``fma(a, b, c)`` becomes
+``a * b + c``, which a compiler for GPUs contracts where it may.
 """
 
 from __future__ import annotations
@@ -10,36 +11,34 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 
-from mpiad.compiling.source import indented
-
 __all__ = ["c_lines"]
 
-# `larger` and `smaller` are the kernel's: they are NaN where either is.
+# What is called otherwise than by its own name; `larger` and `smaller` are the kernel's: they are NaN where either is.
 _CALLS = {
     "abs": "fabs({0})", "fma": "({0} * {1} + {2})", "max": "larger({0}, {1})", "min": "smaller({0}, {1})",
-    "math.hypot": "hypot({0}, {1})", "math.sqrt": "sqrt({0})", "np.float64": "(double)({0})",
-    "np.int64": "(long long)({0})", "np.isfinite": "finite_number({0})", "np.sqrt": "sqrt({0})",
-    "where": "({0} ? {1} : {2})",
+    "np.float64": "(double)({0})", "np.int64": "(long long)({0})",
+    "np.isfinite": "finite_number({0})", "where": "({0} ? {1} : {2})",
 }  # fmt: skip
+_ATTRIBUTES = {"inf": "INFINITY", "nan": "NAN"}
 
 
 def c_lines(lines: Sequence[str], declared: Iterable[str] = ()) -> list[str]:
     """Return statements of the kernel language as C; a set of variables `declared` so far is told what they declare."""
     known = declared if isinstance(declared, set) else set(declared)
-    return _block(ast.parse("\n".join(lines)).body, known)
+    return [line for node in ast.parse("\n".join(lines)).body for line in _statement(node, known)]
 
 
 def _block(body: Sequence[ast.stmt], known: set[str]) -> list[str]:
-    return [line for node in body for line in _statement(node, known)]
+    return [f"    {line}" for node in body for line in _statement(node, known)]
 
 
 def _statement(node: ast.stmt, known: set[str]) -> list[str]:
     if isinstance(node, ast.If):
-        made = [f"if ({_text(node.test)}) {{", *indented(_block(node.body, set(known)))]
-        return [*made, *(["} else {", *indented(_block(node.orelse, set(known)))] if node.orelse else []), "}"]
+        made = [f"if ({_text(node.test)}) {{", *_block(node.body, set(known))]
+        return [*made, *(["} else {", *_block(node.orelse, set(known))] if node.orelse else []), "}"]
     if isinstance(node, ast.For):
         i = ast.unparse(node.target)
-        return [f"for ({_counted(i, node.iter)}) {{", *indented(_block(node.body, known | {i})), "}"]
+        return [f"for ({_counted(i, node.iter)}) {{", *_block(node.body, known | {i}), "}"]
     if isinstance(node, ast.AugAssign):
         return [f"{ast.unparse(node.target)} {'-' if isinstance(node.op, ast.Sub) else '+'}= {_text(node.value)};"]
     if isinstance(node, ast.Break):
@@ -78,7 +77,9 @@ class _Expression(ast.NodeTransformer):
         if name == "np.float32":
             number = isinstance(node.args[0], ast.Constant)
             return ast.Name(f"{given[0]}f" if number else f"(real)({given[0]})")
-        return ast.Name(_CALLS[name].format(*given))
+        if name in _CALLS:
+            return ast.Name(_CALLS[name].format(*given))
+        return ast.Name(f"{name.removeprefix('math.').removeprefix('np.')}({', '.join(given)})")
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:  # noqa: N802
         """Return one of two values."""
@@ -103,4 +104,8 @@ class _Expression(ast.NodeTransformer):
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # noqa: N802
         """Return a constant of NumPy's."""
-        return ast.Name({"inf": "INFINITY"}[node.attr])
+        return ast.Name(_ATTRIBUTES[node.attr])
+
+    def visit_Constant(self, node: ast.Constant) -> ast.expr:  # noqa: N802
+        """Return a number, or a condition, as C writes it."""
+        return ast.Name(str(node.value).lower()) if isinstance(node.value, bool) else node

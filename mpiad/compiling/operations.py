@@ -1,9 +1,8 @@
-"""The catalogue: what each operation is in NumPy, in the kernel language, and in C.
+"""The catalogue: what each operation is in NumPy and in the kernel language.
 
 Texts have a place for each argument. The kernel language is a part of Python (see `mpiad.compiling.translation`), in which
 `where` computes both values: conditional expressions are branches, which may keep a loop from becoming vector instructions.
-Their constants are ``{zero}`` and ``{one}``. Those that are `simple` are single instructions of a vector unit. In C the
-names of functions get an ``f`` in single precision: they are written with ``{f}``.
+Their constants are ``{zero}`` and ``{one}``. Those that are `simple` are single instructions of a vector unit.
 
 Derivatives are in `partials.py`, under the same names.
 """
@@ -24,100 +23,94 @@ class Operation(NamedTuple):
     """One entry of the catalogue.
 
     - `function`: the NumPy function of the same value.
-    - `python`, `c`: texts with places {0}, {1}, {2} for the arguments.
+    - `text`: in the kernel language, with places {0}, {1}, {2} for the arguments.
     - `boolean`: whether the value is boolean.
     - `commutes`: whether the arguments may be exchanged.
     - `simple`: whether it is a cheap instruction that vector units have; else a call of a library.
 
-    Those without texts are written by others: see `lowering`.
+    Those without a text are written by others: see `lowering`.
     """
 
     arity: int
     function: Callable[..., Any]
-    python: str
-    c: str
+    text: str
     boolean: bool = False
     commutes: bool = False
     simple: bool = True
 
 
-def _called(name: str, function: Callable[..., Any], python: str, arity: int = 1) -> Operation:
-    places = ", ".join(f"{{{i}}}" for i in range(arity))
-    return Operation(arity, function, f"{python}({places})", f"{name}{{f}}({places})", simple=False)
+def _called(function: Callable[..., Any], name: str, arity: int = 1) -> Operation:
+    return Operation(arity, function, f"{name}({', '.join(f'{{{i}}}' for i in range(arity))})", simple=False)
 
 
 def _compared(sign: str, function: Callable[..., Any], commutes: bool = False) -> Operation:
-    text = f"{{0}} {sign} {{1}}"
-    return Operation(2, function, text, text, boolean=True, commutes=commutes)
+    return Operation(2, function, f"{{0}} {sign} {{1}}", boolean=True, commutes=commutes)
 
 
-def _chosen(condition: str, c: str, function: Callable[..., Any]) -> Operation:
-    return Operation(2, function, f"where({condition}, {{0}}, {{1}})", f"({c} ? {{0}} : {{1}})")
+def _chosen(condition: str, function: Callable[..., Any]) -> Operation:
+    return Operation(2, function, f"where({condition}, {{0}}, {{1}})")
 
 
 def _composed(function: Callable[..., Any], arity: int = 1) -> Operation:
-    return Operation(arity, function, "", "", simple=False)
+    return Operation(arity, function, "", simple=False)
 
 
 OPERATIONS: dict[str, Operation] = {
-    "add": Operation(2, np.add, "{0} + {1}", "{0} + {1}", commutes=True),
-    "subtract": Operation(2, np.subtract, "{0} - {1}", "{0} - {1}"),
-    "multiply": Operation(2, np.multiply, "{0} * {1}", "{0} * {1}", commutes=True),
-    "divide": Operation(2, np.divide, "{0} / {1}", "{0} / {1}"),
-    "negative": Operation(1, np.negative, "-{0}", "-{0}"),
-    "absolute": Operation(1, np.absolute, "abs({0})", "fabs{f}({0})"),
-    "sqrt": Operation(1, np.sqrt, "math.sqrt({0})", "sqrt{f}({0})"),
+    "add": Operation(2, np.add, "{0} + {1}", commutes=True),
+    "subtract": Operation(2, np.subtract, "{0} - {1}"),
+    "multiply": Operation(2, np.multiply, "{0} * {1}", commutes=True),
+    "divide": Operation(2, np.divide, "{0} / {1}"),
+    "negative": Operation(1, np.negative, "-{0}"),
+    "absolute": Operation(1, np.absolute, "abs({0})"),
+    "sqrt": Operation(1, np.sqrt, "math.sqrt({0})"),
     # Both are NaN where either argument is, as NumPy's are: Python's and C's are not.
-    "maximum": _chosen("({0} > {1}) | ({0} != {0})", "{0} > {1} || {0} != {0}", np.maximum),
-    "minimum": _chosen("({0} < {1}) | ({0} != {0})", "{0} < {1} || {0} != {0}", np.minimum),
-    "fmax": _chosen("({0} > {1}) | ({1} != {1})", "{0} > {1} || {1} != {1}", np.fmax),
-    "fmin": _chosen("({0} < {1}) | ({1} != {1})", "{0} < {1} || {1} != {1}", np.fmin),
-    "sign": Operation(
-        1, np.sign, "where({0} > {zero}, {one}, where({0} < {zero}, -{one}, {0}))",
-        "({0} > 0 ? 1 : ({0} < 0 ? -1 : {0}))",
-    ),
-    "floor": Operation(1, np.floor, "np.floor({0})", "floor{f}({0})"),
-    "ceil": Operation(1, np.ceil, "np.ceil({0})", "ceil{f}({0})"),
-    "trunc": Operation(1, np.trunc, "np.trunc({0})", "trunc{f}({0})"),
-    "rint": Operation(1, np.rint, "np.rint({0})", "rint{f}({0})"),
-    "copysign": Operation(2, np.copysign, "math.copysign({0}, {1})", "copysign{f}({0}, {1})"),
+    "maximum": _chosen("({0} > {1}) | ({0} != {0})", np.maximum),
+    "minimum": _chosen("({0} < {1}) | ({0} != {0})", np.minimum),
+    "fmax": _chosen("({0} > {1}) | ({1} != {1})", np.fmax),
+    "fmin": _chosen("({0} < {1}) | ({1} != {1})", np.fmin),
+    "sign": Operation(1, np.sign, "where({0} > {zero}, {one}, where({0} < {zero}, -{one}, {0}))"),
+    "floor": Operation(1, np.floor, "np.floor({0})"),
+    "ceil": Operation(1, np.ceil, "np.ceil({0})"),
+    "trunc": Operation(1, np.trunc, "np.trunc({0})"),
+    "rint": Operation(1, np.rint, "np.rint({0})"),
+    "copysign": Operation(2, np.copysign, "math.copysign({0}, {1})"),
     "less": _compared("<", np.less),
     "less_equal": _compared("<=", np.less_equal),
     "greater": _compared(">", np.greater),
     "greater_equal": _compared(">=", np.greater_equal),
     "equal": _compared("==", np.equal, commutes=True),
     "not_equal": _compared("!=", np.not_equal, commutes=True),
-    "logical_and": Operation(2, np.logical_and, "{0} & {1}", "{0} & {1}", boolean=True, commutes=True),
-    "logical_or": Operation(2, np.logical_or, "{0} | {1}", "{0} | {1}", boolean=True, commutes=True),
-    "logical_not": Operation(1, np.logical_not, "not {0}", "!{0}", boolean=True),
-    "where": Operation(3, np.where, "where({0}, {1}, {2})", "({0} ? {1} : {2})"),
+    "logical_and": Operation(2, np.logical_and, "{0} & {1}", boolean=True, commutes=True),
+    "logical_or": Operation(2, np.logical_or, "{0} | {1}", boolean=True, commutes=True),
+    "logical_not": Operation(1, np.logical_not, "not {0}", boolean=True),
+    "where": Operation(3, np.where, "where({0}, {1}, {2})"),
     # Powers whose exponent is a small constant become multiplications and roots; the rest are calls that no vector unit has
     # and that keep a loop over lanes from being vectorised.
-    "power": _called("pow", np.power, "math.pow", 2),
-    "exp": _called("exp", np.exp, "math.exp"),
-    "expm1": _called("expm1", np.expm1, "math.expm1"),
-    "log": _called("log", np.log, "math.log"),
-    "log1p": _called("log1p", np.log1p, "math.log1p"),
-    "log2": _called("log2", np.log2, "np.log2"),
-    "log10": _called("log10", np.log10, "math.log10"),
-    "cbrt": _called("cbrt", np.cbrt, "np.cbrt"),
-    "sin": _called("sin", np.sin, "math.sin"),
-    "cos": _called("cos", np.cos, "math.cos"),
-    "tan": _called("tan", np.tan, "math.tan"),
-    "arcsin": _called("asin", np.arcsin, "math.asin"),
-    "arccos": _called("acos", np.arccos, "math.acos"),
-    "arctan": _called("atan", np.arctan, "math.atan"),
-    "arctan2": _called("atan2", np.arctan2, "math.atan2", 2),
-    "sinh": _called("sinh", np.sinh, "math.sinh"),
-    "cosh": _called("cosh", np.cosh, "math.cosh"),
-    "tanh": _called("tanh", np.tanh, "math.tanh"),
-    "arcsinh": _called("asinh", np.arcsinh, "math.asinh"),
-    "arccosh": _called("acosh", np.arccosh, "math.acosh"),
-    "arctanh": _called("atanh", np.arctanh, "math.atanh"),
-    "erf": _called("erf", np.vectorize(math.erf, otypes=[float]), "math.erf"),
-    "erfc": _called("erfc", np.vectorize(math.erfc, otypes=[float]), "math.erfc"),
-    "hypot": _called("hypot", np.hypot, "math.hypot", 2),
-    "fmod": _called("fmod", np.fmod, "np.fmod", 2),
+    "power": _called(np.power, "math.pow", 2),
+    "exp": _called(np.exp, "math.exp"),
+    "expm1": _called(np.expm1, "math.expm1"),
+    "log": _called(np.log, "math.log"),
+    "log1p": _called(np.log1p, "math.log1p"),
+    "log2": _called(np.log2, "np.log2"),
+    "log10": _called(np.log10, "math.log10"),
+    "cbrt": _called(np.cbrt, "np.cbrt"),
+    "sin": _called(np.sin, "math.sin"),
+    "cos": _called(np.cos, "math.cos"),
+    "tan": _called(np.tan, "math.tan"),
+    "arcsin": _called(np.arcsin, "math.asin"),
+    "arccos": _called(np.arccos, "math.acos"),
+    "arctan": _called(np.arctan, "math.atan"),
+    "arctan2": _called(np.arctan2, "math.atan2", 2),
+    "sinh": _called(np.sinh, "math.sinh"),
+    "cosh": _called(np.cosh, "math.cosh"),
+    "tanh": _called(np.tanh, "math.tanh"),
+    "arcsinh": _called(np.arcsinh, "math.asinh"),
+    "arccosh": _called(np.arccosh, "math.acosh"),
+    "arctanh": _called(np.arctanh, "math.atanh"),
+    "erf": _called(np.vectorize(math.erf, otypes=[float]), "math.erf"),
+    "erfc": _called(np.vectorize(math.erfc, otypes=[float]), "math.erfc"),
+    "hypot": _called(np.hypot, "math.hypot", 2),
+    "fmod": _called(np.fmod, "np.fmod", 2),
     "remainder": _composed(np.remainder, 2),
     # Of a complex number: like hypot, but for its derivative at 0.
     "modulus": _composed(lambda x, y: np.hypot(x, y), 2),

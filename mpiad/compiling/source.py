@@ -1,4 +1,4 @@
-"""The text of a program: one assignment to a local scalar for each operation, in the kernel language or in C.
+"""The text of a program: one assignment to a local scalar for each operation, in the kernel language.
 
 f itself is computed as it is written, so that its values are those of the vectorised path. In tangents and adjoints
 products that are added may become `fma`.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.lowering import lowered
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Program
@@ -41,21 +42,16 @@ def indented(lines: list[str], depth: int = 1) -> list[str]:
     return ["    " * depth + line for line in lines]
 
 
-def lines(
-    program: Program, names: Names, outputs: Sequence[str], language: str = "python", dtype: DTypeLike = float,
-    prefix: str = "v",
-) -> list[str]:  # fmt: skip
+def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLike = float, prefix: str = "v") -> list[str]:
     """Return statements, without indentation, that compute a program's outputs.
 
     `names` has the texts of each group's inputs; each is read as often as it is used, so give local scalars. The outputs
-    are assigned, one after the other, after everything has been computed. The language is "python", that of kernels (see
-    `mpiad.compiling.translation`), or "c", which is also C++ and CUDA; the dtype float64 or float32. With `prefix` the
-    names of local scalars begin; two programs in one function need different ones.
+    are assigned, one after the other, after everything has been computed. The dtype is float64 or float32. The names of
+    local scalars begin with `prefix`; two programs in one function need different ones.
     """
     program = lowered(program)
-    style = _Style(language == "c", np.dtype(dtype) == np.float32)
-    texts, made = _texts(program, names, style, prefix, {})
-    return made + [style.assigned(target, texts[i]) for target, i in zip(outputs, program.outputs, strict=True)]
+    texts, made = _texts(program, names, np.dtype(dtype) == np.float32, prefix, {})
+    return made + [f"{target} = {texts[i]}" for target, i in zip(outputs, program.outputs, strict=True)]
 
 
 def function_source(
@@ -70,23 +66,22 @@ def function_source(
     if language == "c":
         outputs = numbered("out", len(program.outputs))
         given = [f"const real {x}" for x in arguments] + [f"real& {x}" for x in outputs]
-        body = indented(lines(program, names, outputs, "c", dtype))
+        body = indented(c_lines(lines(program, names, outputs, dtype), outputs))
         return "\n".join([f"INLINE void {name}({', '.join(given)}) {{", *body, "}"])
     program = lowered(program)
-    style = _Style(False, np.dtype(dtype) == np.float32)
-    texts, made = _texts(program, names, style, "v", _sums(program) if fused else {})
+    texts, made = _texts(program, names, np.dtype(dtype) == np.float32, "v", _sums(program) if fused else {})
     body = [*made, f"return ({', '.join(texts[o] for o in program.outputs)},)"]
     return "\n".join([f"def {name}({', '.join(arguments)}):", *indented(body)]) + "\n"
 
 
-def _texts(program: Program, names: Names, style: _Style, prefix: str, sums: _Sums) -> tuple[dict[int, str], list[str]]:
+def _texts(program: Program, names: Names, single: bool, prefix: str, sums: _Sums) -> tuple[dict[int, str], list[str]]:
     """Return what stands for each value, and the lines that compute them."""
     texts: dict[int, str] = {}
     made: list[str] = []
     for i in sorted(_needed(program, sums)):
         operation, arguments, value = program.instructions[i]
         if operation == "constant":
-            texts[i] = style.literal(value)  # type: ignore[arg-type]
+            texts[i] = _literal(value, single)  # type: ignore[arg-type]
         elif operation == "input":
             group, place = value  # type: ignore[misc]
             texts[i] = names[group][place]
@@ -95,9 +90,10 @@ def _texts(program: Program, names: Names, style: _Style, prefix: str, sums: _Su
                 *places, form = sums[i]
                 text = form.format(*(texts[j] for j in places))
             else:
-                text = style.operation(operation, [texts[j] for j in arguments])
+                zero, one = _literal(0.0, single), _literal(1.0, single)
+                text = OPERATIONS[operation].text.format(*(texts[j] for j in arguments), zero=zero, one=one)
             texts[i] = f"{prefix}{i}"
-            made.append(style.declared(texts[i], text, program.is_boolean(i)))
+            made.append(f"{texts[i]} = {text}")
     return texts, made
 
 
@@ -124,35 +120,11 @@ def _needed(program: Program, sums: _Sums) -> set[int]:
     return needed
 
 
-class _Style(NamedTuple):
-    """A language and a precision."""
-
-    c: bool
-    single: bool
-
-    def operation(self, name: str, arguments: list[str]) -> str:
-        entry = OPERATIONS[name]
-        if self.c:
-            return entry.c.format(*arguments, f="f" if self.single else "")
-        return entry.python.format(*arguments, zero=self.literal(0.0), one=self.literal(1.0))
-
-    def declared(self, name: str, text: str, boolean: bool) -> str:
-        if not self.c:
-            return f"{name} = {text}"
-        return f"const {'bool' if boolean else 'float' if self.single else 'double'} {name} = {text};"
-
-    def assigned(self, target: str, text: str) -> str:
-        return f"{target} = {text};" if self.c else f"{target} = {text}"
-
-    def literal(self, value: float | bool) -> str:
-        if isinstance(value, bool):
-            return str(value).lower() if self.c else str(value)
-        if math.isfinite(value):
-            text = f"{abs(float(value))!r}{'f' if self.c and self.single else ''}"
-        else:
-            name = "nan" if math.isnan(value) else "inf"
-            text = {"nan": "NAN", "inf": "INFINITY"}[name] if self.c else f"math.{name}"
-        # In parentheses: the places are beside operators.
-        text = f"(-{text})" if math.copysign(1, value) < 0 else text
-        # Python's numbers are double, and would make the rest double.
-        return f"np.float32({text})" if self.single and not self.c else text
+def _literal(value: float | bool, single: bool) -> str:
+    if isinstance(value, bool):
+        return str(value)
+    text = repr(abs(float(value))) if math.isfinite(value) else f"math.{'nan' if math.isnan(value) else 'inf'}"
+    # In parentheses: the places are beside operators.
+    text = f"(-{text})" if math.copysign(1, value) < 0 else text
+    # Python's numbers are double, and would make the rest double.
+    return f"np.float32({text})" if single else text

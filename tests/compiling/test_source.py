@@ -1,13 +1,16 @@
-"""The text of a program computes what the program does: as Python, compiled, in both precisions."""
+"""The text of a program computes what the program does: as Python, compiled, in C, in both precisions."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
+import subprocess
 from itertools import count
 
 import numpy as np
 import pytest
+from kernels_on_cpu import COMPILER
 from traced_right_hand_sides import SYSTEMS
 
 from mpiad.compiling.arguments import arguments_of
@@ -16,7 +19,7 @@ from mpiad.compiling.derivatives import vjp
 from mpiad.compiling.machine_code import code_of, function_of
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import evaluated
-from mpiad.compiling.source import lines
+from mpiad.compiling.source import function_source, lines, numbered
 from mpiad.compiling.translation import translated
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
@@ -95,14 +98,45 @@ def test_python_computes_systems_and_their_derivatives(name):
         np.testing.assert_allclose(out, np.array(evaluated(derived, *given), float), rtol=1e-14, atol=1e-15)
 
 
-def test_c_declares_each_value_once_with_its_kind():
+def test_c_declares_each_value_once_and_keeps_its_precision():
     builder = Builder()
     x, y = builder.input("state", 0), builder.input("state", 1)
     larger = builder.call("greater", x, y)
     chosen = builder.call("where", larger, builder.call("exp", x), builder.constant(-0.1))
-    program = builder.program({"state": 2}, [chosen])
-    names = {"state": ["x", "y"]}
-    assert lines(program, names, ["k"], "c", np.float32, "w") == [
-        "const bool w2 = x > y;", "const float w3 = expf(x);", "const float w5 = (w2 ? w3 : (-0.1f));", "k = w5;"
+    known = builder.call("where", builder.call("logical_not", larger), builder.constant(0.5), builder.constant(math.inf))
+    program = builder.program({"state": 2}, [chosen, known])
+
+    def body(dtype):
+        head, *inner, end = function_source(program, "f", {"state": ["x", "y"]}, ["x", "y"], False, dtype, "c").split("\n")
+        assert (head, end) == ("INLINE void f(const real x, const real y, real& out0, real& out1) {", "}")
+        return [line.strip() for line in inner]
+
+    assert body(np.float32) == [
+        "auto v2 = x > y;", "auto v3 = exp(x);", "auto v5 = (v2 ? v3 : (real)((-0.1)));",
+        "auto v8 = (v2 ? (real)(INFINITY) : 0.5f);", "out0 = v5;", "out1 = v8;",
     ]  # fmt: skip
-    assert lines(program, names, ["k"], "c")[1] == "const double v3 = exp(x);"
+    assert body(float)[2:4] == ["auto v5 = (v2 ? v3 : (-0.1));", "auto v8 = (v2 ? INFINITY : 0.5);"]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++")
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_each_operation_in_c_is_numpys(dtype, tmp_path):
+    program = all_operations()
+    source, library = tmp_path / "text.cpp", tmp_path / "text.so"
+    names, count = numbered("u", 3), len(program.outputs)
+    head = f"""
+#include <math.h>
+#define INLINE static inline
+typedef {"double" if dtype is np.float64 else "float"} real;
+"""
+    given = [f"u[{i}]" for i in range(3)] + [f"o[{i}]" for i in range(count)]
+    text = function_source(program, "f", {"state": names}, names, False, dtype, "c")
+    source.write_text(f'{head}{text}\nextern "C" void g(const real* u, real* o) {{ f({", ".join(given)}); }}\n')
+    subprocess.run([COMPILER, "-std=c++14", "-O1", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    g = ctypes.CDLL(str(library)).g
+    for u in np.array(STATES, dtype):
+        out = np.empty(count, dtype)
+        g(ctypes.c_void_p(u.ctypes.data), ctypes.c_void_p(out.ctypes.data))
+        expected = np.array([float(value) for value in evaluated(program, u)])
+        rtol = 4e-16 if dtype is np.float64 else 3e-7
+        np.testing.assert_allclose(out, expected.astype(dtype), rtol=2 * rtol, atol=rtol, err_msg=f"{u}")
