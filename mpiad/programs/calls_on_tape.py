@@ -7,26 +7,34 @@ pass. The first call traces both, and the program is complete when the reverse p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Function
-from mpiad.differentiation.tape import TangentTape
+from mpiad.differentiation.tape import OrderedTape, TangentTape
 from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.differentiation.trees import flatten
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import current, suspended
 from mpiad.programs.changed_results import Changed
 from mpiad.programs.closure import Watch
-from mpiad.programs.entry import UNKNOWN, count, in_program, is_shown, numbers_of, outputs_of, own
-from mpiad.programs.reverse_over_reverse import called_with_reverse_differentiated, is_differentiated_once_more
+from mpiad.programs.entry import count, in_program, is_shown, numbers_of, outputs_of, own
+from mpiad.programs.reverse_over_reverse import called_with_reverse_differentiated
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced
-from mpiad.programs.tangents_of_gradients import called_with_tangents_of_gradients, carries_tangents
-from mpiad.programs.tape_node import Lease, backwards, is_above, is_simple, placed, require_of, with_tangents
+from mpiad.programs.tangents_of_gradients import called_with_tangents_of_gradients
+from mpiad.programs.tape_node import (
+    Lease,
+    backwards,
+    is_above,
+    is_gradient_within,
+    is_simple,
+    placed,
+    require_of,
+    with_tangents,
+)
 from mpiad.programs.trace_run import TraceRun, as_value, message_counts
 
 if TYPE_CHECKING:
@@ -43,37 +51,30 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     boxed = [k for k in given.traced if type(given.leaves[k]) in _boxes]
     boxes = [given.leaves[k] for k in boxed]
     simple = is_simple(tape, boxes)
-    if simple and tape.passes in ("kept", "recorded") or is_differentiated_once_more(tape, boxes):
+    twice = not simple and is_gradient_within(OrderedTape, tape, boxes) and tape.passes == "one"
+    if simple and tape.passes in ("kept", "recorded") or twice:
         made = called_with_reverse_differentiated(jitted, given, boxed, args)
         if made is not None:
             return made[0]
         if tape.passes != "kept" or is_shown():
             return jitted.fun(*args, **kwargs)
-    if not simple and carries_tangents(tape, boxes):
+    if not simple and is_gradient_within(TangentTape, tape, boxes):
         return called_with_tangents_of_gradients(jitted, given, boxed, args, kwargs)
     if type(tape) is TangentTape and (simple or is_above(tape, boxes)):
         key = "tangent", given.key
         if key in jitted._entries:
-            return jitted._as_it_is(key, args, kwargs)
+            return jitted.as_it_is(key, args, kwargs)
         if not jitted.is_followed(key, args):  # what it holds may have tangents, too
             return jitted.fun(*args, **kwargs)
         return _called_with_tangents(jitted, tape, given, [k for k in boxed if given.leaves[k]._trace == tape.number])
     if not simple:
         return jitted.fun(*args, **kwargs)
     key = ("reverse", tuple(boxed), given.key)
-    entry = jitted._entries.get(key, UNKNOWN)
+    entry, watch = jitted.entry_or_watch(key, given, args, lambda trace: _noted_by_shapes(jitted.fun, boxed, trace))
     if entry is None:
-        return jitted._as_it_is(key, args, kwargs)
-    if entry is UNKNOWN or not entry.is_current():
-        # A loop calls it again before the reverse pass has made the first call's trace a program.
-        if key in jitted._under_way:
-            return jitted.fun(*args, **kwargs)
-        watch = jitted._watch(key, given, args)
         if watch is None:
-            return jitted.fun(*args, **kwargs)
-        entry = jitted.compiled_by_shapes(key, given, partial(_noted_by_shapes, jitted.fun, boxed), watch)
-        if entry is None:
-            return _traced_on_tape(jitted, key, given, boxed, args, kwargs, watch)
+            return jitted.as_it_is(key, args, kwargs)
+        return _traced_on_tape(jitted, key, given, boxed, args, kwargs, watch)
     values = [getval(given.leaves[k]) for k in given.traced]
     lease = Lease(entry.replays)
     count(entry.communications)

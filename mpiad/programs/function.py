@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakValueDictionary
@@ -190,24 +190,16 @@ class Jitted:
     def is_followed(self, key: Any, args: tuple) -> bool:
         """Tell whether what it reads beside its arguments is known, without traced values of a derivative around it."""
         if self._plain_closure is None or not self._plain_closure.is_the_same():
-            try:
-                self._plain_closure = watch_of(self.fun, args)
-            except HoldsTraced:
-                return False
-            except Unfollowed as error:
-                self._give_up(key, _unfollowed(error))
-                return False
-        return True
+            self._plain_closure = self._read(key, args)
+        return self._plain_closure is not None
 
     # ---- without a derivative around it
 
     def _called(self, given: Arguments, args: tuple, kwargs: dict) -> Any:
-        entry = self._entries.get(given.key, UNKNOWN)
-        if entry is None:
-            return self._as_it_is(given.key, args, kwargs)
-        if entry is UNKNOWN or not entry.is_current():
-            return self._traced(given, args, kwargs)
-        return self._replayed(entry, given, args, kwargs)
+        entry, watch = self.entry_or_watch(given.key, given, args, self._noted_by_shapes)
+        if entry is not None:
+            return self._replayed(entry, given, args, kwargs)
+        return self.as_it_is(given.key, args, kwargs) if watch is None else self._traced(given, args, kwargs, watch)
 
     def _replayed(self, entry: Entry, given: Arguments, args: tuple, kwargs: dict) -> Any:
         counts = message_counts() if entry.replays.last_look >= 0 else None
@@ -222,14 +214,8 @@ class Jitted:
                 self._short = [(entry, call), *self._short[: _SHORT - 1]]
         return made
 
-    def _traced(self, given: Arguments, args: tuple, kwargs: dict) -> Any:
+    def _traced(self, given: Arguments, args: tuple, kwargs: dict, watch: Watch) -> Any:
         """Run the function on traced arrays, and compile what it did."""
-        watch = self._watch(given.key, given, args)
-        if watch is None:
-            return self.fun(*args, **kwargs)
-        entry = self.compiled_by_shapes(given.key, given, self._noted_by_shapes, watch)
-        if entry is not None:
-            return self._replayed(entry, given, args, kwargs)
         trace = TraceRun(given)
         try:
             with trace.noting():
@@ -247,12 +233,22 @@ class Jitted:
         numbers, outputs = outputs_of(out)
         return numbers, [], outputs, build
 
-    def compiled_by_shapes(self, key: Any, given: Arguments, noted: Callable[[TraceRun], tuple], watch: Watch) -> Any:
-        """Return the entry of a program that is compiled before it is run, or None; see `entry_by_shapes`."""
-        entry = entry_by_shapes(given, noted, watch)
+    def entry_or_watch(
+        self, key: Any, given: Arguments, args: tuple, noted: Callable[[TraceRun], tuple]
+    ) -> tuple[Entry | None, Watch | None]:
+        """Return the entry of a signature, made by `entry_by_shapes` where it can be; else with what it is to be traced.
+
+        Both are None where the function runs as it is.
+        """
+        entry = self._entries.get(key, UNKNOWN)
+        if entry is None or entry is not UNKNOWN and entry.is_current():
+            return entry, None
+        # A loop calls it again before the reverse pass has made the first call's trace a program.
+        watch = None if key in self._under_way else self._watch(key, given, args)
+        entry = None if watch is None else entry_by_shapes(given, noted, watch)
         if entry is not None:
             self._entries[key] = entry
-        return entry
+        return entry, watch
 
     def _compile(self, key: Any, recorder: Recorder, *made: Any) -> None:
         """Make a trace the program of a signature; see `entry_of`."""
@@ -266,12 +262,8 @@ class Jitted:
             self._warn("%s computes with complex numbers: %s: such operations are NumPy's; the rest is compiled.", line)
 
     def _watch(self, key: Any, given: Arguments, args: tuple) -> Watch | None:
-        try:
-            watch = watch_of(self.fun, args, given.constants())
-        except HoldsTraced:  # in this call; others may be compiled
-            return None
-        except Unfollowed as error:
-            self._give_up(key, _unfollowed(error))
+        watch = self._read(key, args, given.constants())
+        if watch is None:
             return None
         self._traces += 1
         if self._traces > MOST_TRACES:
@@ -279,6 +271,15 @@ class Jitted:
             self._give_up(key, said)
             return None
         return watch
+
+    def _read(self, key: Any, args: tuple, objects: Sequence[Any] = ()) -> Watch | None:
+        try:
+            return watch_of(self.fun, args, objects)
+        except HoldsTraced:  # in this call; others may be compiled
+            return None
+        except Unfollowed as error:
+            self._give_up(key, f"what it reads beside its arguments can't be followed: {error}")
+            return None
 
     def _run_again(self, trace: TraceRun, key: Any, error: BaseException, args: tuple, kwargs: dict) -> Any:
         """Run the function on plain arrays after its trace was given up."""
@@ -331,16 +332,12 @@ class Jitted:
             self._warned = True
             _log.log(level_of_repeats(), f"jit: {text}", self.__name__, reason)
 
-    def _as_it_is(self, key: Any, args: tuple, kwargs: dict) -> Any:
-        """Run the function for a signature that was given up; all of it, since other ranks wait for its messages."""
+    def as_it_is(self, key: Any, args: tuple, kwargs: dict) -> Any:
+        """Run the function, also for a signature that was given up: all of it, since other ranks wait for its messages."""
         made = self.fun(*args, **kwargs)
-        if self.strict:
+        if self.strict and key in self._reasons:
             raise TypeError(f"jit: {self.__name__} can't be compiled: {self._reasons[key]}.")
         return made
-
-
-def _unfollowed(error: Unfollowed) -> str:
-    return f"what it reads beside its arguments can't be followed: {error}"
 
 
 @functools.cache

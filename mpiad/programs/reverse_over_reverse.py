@@ -31,26 +31,16 @@ from mpiad.programs.entry import Entry, count, in_program
 from mpiad.programs.reverse_pass_record import By, Record, noted, recorded, seed
 from mpiad.programs.signature import Arguments
 from mpiad.programs.tangents_of_gradients import entry_by_shapes_alone
-from mpiad.programs.tape_node import Lease, backwards, conformed, is_above, is_simple, placed, require_of
+from mpiad.programs.tape_node import Lease, apart, backwards, conformed, is_simple, placed, require_of
 from mpiad.programs.trace_run import PlayingBack, TraceRun, message_counts
 from mpiad.transport.channels import live_channels
 
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted
 
-__all__ = ["called_with_reverse_differentiated", "is_differentiated_once_more"]
+__all__ = ["called_with_reverse_differentiated"]
 
 _boxes = Box.types
-
-
-def is_differentiated_once_more(tape: Any, boxes: Sequence[Any]) -> bool:
-    """Tell whether a call is on the tape of a gradient, and this within one that is run backwards, and nothing else."""
-    if type(tape) is not OrderedTape or type(tape.outer) is not OrderedTape or tape.passes != "one":
-        return False
-    if not is_above(tape, boxes):
-        return False
-    below = [box._value if box._trace == tape.number else box for box in boxes]
-    return is_simple(tape.outer, [x for x in below if type(x) in _boxes])
 
 
 def called_with_reverse_differentiated(
@@ -58,9 +48,7 @@ def called_with_reverse_differentiated(
 ) -> tuple[Any] | None:
     """Call a compiled function on a tape whose reverse pass may be differentiated; None where it isn't compiled for it."""
     tape: Any = current.tape
-    variables = [k for k in boxed if given.leaves[k]._trace == tape.number]
-    leaves = [x._value if k in variables else x for k, x in enumerate(given.leaves)]
-    along = [k for k in boxed if type(leaves[k]) in _boxes]
+    variables, leaves, along = apart(given, boxed)
     by = By(variables, along, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
     key = "reverse over reverse", by.parts, tuple(variables), tuple(along), given.key
     entry = entry_by_shapes_alone(jitted, key, given, args, partial(noted, jitted.fun, by))

@@ -18,7 +18,7 @@ from autograd.tracer import Box, getval, new_box
 
 from mpiad._typing import Function
 from mpiad.differentiation.nodes import TangentNode
-from mpiad.differentiation.tape import OrderedTape, TangentTape
+from mpiad.differentiation.tape import TangentTape
 from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import current, suspended
@@ -36,23 +36,15 @@ from mpiad.programs.entry import (
 )
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Traced
-from mpiad.programs.tape_node import Lease, backwards, is_above, is_simple, placed, require_of
+from mpiad.programs.tape_node import Lease, apart, backwards, placed, require_of
 from mpiad.programs.trace_run import TraceRun, as_value
 
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted
 
-__all__ = ["called_with_tangents_of_gradients", "carries_tangents", "entry_by_shapes_alone"]
+__all__ = ["called_with_tangents_of_gradients", "entry_by_shapes_alone"]
 
 _boxes = Box.types
-
-
-def carries_tangents(tape: Any, boxes: Sequence[Any]) -> bool:
-    """Tell whether a call is on the tape of a gradient, and this within one that carries tangents, and nothing else."""
-    if type(tape) is not OrderedTape or type(tape.outer) is not TangentTape or not is_above(tape, boxes):
-        return False
-    below = [box._value if box._trace == tape.number else box for box in boxes]
-    return is_simple(tape.outer, [x for x in below if type(x) in _boxes])
 
 
 def called_with_tangents_of_gradients(
@@ -60,9 +52,7 @@ def called_with_tangents_of_gradients(
 ) -> Any:
     """Call a compiled function on the tape of a gradient within one that carries tangents."""
     tape: Any = current.tape
-    variables = [k for k in boxed if given.leaves[k]._trace == tape.number]
-    leaves = [x._value if k in variables else x for k, x in enumerate(given.leaves)]
-    along = [k for k in boxed if type(leaves[k]) in _boxes]
+    variables, leaves, along = apart(given, boxed)
     key = "tangents of gradients", tuple(variables), tuple(along), given.key
     entry = entry_by_shapes_alone(jitted, key, given, args, partial(_noted, jitted.fun, variables, along, leaves))
     if entry is None:

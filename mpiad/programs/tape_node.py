@@ -15,13 +15,17 @@ from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import Abreast, current
 from mpiad.programs.replay import Replays
+from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Traced
 from mpiad.transport import Spec
 
 if TYPE_CHECKING:
     from mpiad.programs.entry import Output
 
-__all__ = ["Lease", "backwards", "conformed", "is_above", "is_simple", "placed", "require_of", "with_tangents"]
+__all__ = [
+    "Lease", "apart", "backwards", "conformed", "is_above", "is_gradient_within", "is_simple", "placed", "require_of",
+    "with_tangents",
+]  # fmt: skip
 
 _boxes = Box.types
 _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
@@ -53,6 +57,21 @@ def is_above(tape: Any, boxes: Sequence[Any]) -> bool:
     )
 
 
+def is_gradient_within(outer: type, tape: Any, boxes: Sequence[Any]) -> bool:
+    """Tell whether a call is on the tape of a gradient, and this within one tape of another type, and nothing else."""
+    if type(tape) is not OrderedTape or type(tape.outer) is not outer or not is_above(tape, boxes):
+        return False
+    below = [box._value if box._trace == tape.number else box for box in boxes]
+    return is_simple(tape.outer, [x for x in below if type(x) in _boxes])
+
+
+def apart(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], list[Any], list[int]]:
+    """Return where the current tape's variables are, all leaves without that tape, and which of these are traced still."""
+    variables = [k for k in boxed if given.leaves[k]._trace == current.tape.number]  # type: ignore[union-attr]
+    leaves = [x._value if k in variables else x for k, x in enumerate(given.leaves)]
+    return variables, leaves, [k for k in boxed if type(leaves[k]) in _boxes]
+
+
 def with_tangents(tape: Any, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
     """Put the results of a call onto a tape that carries tangents along."""
     return [
@@ -81,6 +100,13 @@ def placed(
     def all_pulled(lanes: int) -> Sequence[Any]:
         return pull_all([given(lane) for lane in range(lanes)])  # type: ignore[misc]
 
+    def kept(place: int) -> Callable[[Any], tuple[int]]:
+        def keep(g: Any) -> tuple[int]:
+            slots.setdefault(current.lane, [None] * len(specs))[place] = g
+            return (1,)  # which tells the call's node that there is one
+
+        return keep
+
     # Visited always where it communicates: other ranks wait for its messages.
     like = _NO_VALUE if communicates else None
     run = pulled if pull_all is None else Abreast(pulled, all_pulled)
@@ -88,28 +114,11 @@ def placed(
     made, k = [], 0
     for value, is_in in zip(values, in_program):
         if is_in and is_variable(value):
-            made.append(
-                new_box(value, tape.number, OrderedNode.placed(tape, (main.index,), _Slot(slots, k, len(specs)), None))
-            )
+            made.append(new_box(value, tape.number, OrderedNode.placed(tape, (main.index,), kept(k), None)))
         else:
             made.append(value)
         k += is_in
     return made
-
-
-class _Slot:
-    """Keeps a result's cotangent for the node of the call; what it returns tells that node that there is one."""
-
-    __slots__ = ("count", "place", "slots")
-
-    def __init__(self, slots: dict[int, list[Any]], place: int, count: int):
-        self.slots, self.place, self.count = slots, place, count
-
-    def __call__(self, g: Any) -> tuple[int]:
-        if current.lane not in self.slots:
-            self.slots[current.lane] = [None] * self.count
-        self.slots[current.lane][self.place] = g
-        return (1,)
 
 
 def require_of(tape: Any, gs: Sequence[Any], name: str) -> None:
