@@ -7,7 +7,6 @@ are instructions, too, so that a program is one list.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -35,7 +34,7 @@ class Instruction(NamedTuple):
 class Program:
     """What is computed from groups of scalars.
 
-    It can't be changed. Two programs of equal digest compute the same.
+    It can't be changed. Two programs of equal content are equal, and compute the same.
 
     `groups`: how many scalars each group of inputs has; they may occur or not. Where groups are given without their
     names, they come in this order. `instructions`: in an order in which they can be computed. `outputs`: numbers of the
@@ -50,13 +49,6 @@ class Program:
         """All that it consists of, by which programs are compared: 0 and -0 differ, and NaN is itself."""
         instructions = tuple((op, arguments, exact(value)) for op, arguments, value in self.instructions)
         return tuple(self.groups.items()), self.outputs, instructions
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the content, the same in all processes."""
-        text = [f"{self.groups} {self.outputs}"]
-        text += [f"{op} {arguments} {exact(value)}" for op, arguments, value in self.instructions]
-        return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
     @property
     def cost(self) -> int:
@@ -82,7 +74,7 @@ class Program:
         return hash(self.content)
 
     def __repr__(self) -> str:
-        return f"<Program of {self.cost} operations, {self.digest[:12]}>"
+        return f"<Program of {self.cost} operations>"
 
 
 def is_boolean(instructions: Sequence[Instruction], number: int) -> bool:

@@ -1,18 +1,23 @@
 """The numbers of a replay's messages: new ones in each run, and one for a message and for what answers it.
 
 The number of a point-to-point message is part of its adjoint's address, and both sides count alike. So the addresses of a
-trace, which hold the numbers of that call, are made anew when the program runs again; or they stay, and take new numbers.
+trace, which hold the numbers of that call, are made anew when the program runs again; or they stay, and take new numbers,
+where communications are prepared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mpiad.programs.schedule import Loop, Schedule
 from mpiad.transport import Channel, Envelope
 
-__all__ = ["Answer", "MessageNumbers", "channels_of", "envelopes_of", "is_numbered", "logged"]
+__all__ = ["Answer", "MessageNumbers", "channels_of", "envelopes_of", "is_numbered", "logged", "prepared_steps"]
+
+_NOTHING = np.empty(0)
 
 
 class MessageNumbers:
@@ -106,3 +111,37 @@ def logged(made: Any, params: Any) -> Any:
         if min(envelope.asked) < 0:
             return Answer(made.copy(), envelope.peer, envelope.tag)
     return made.copy() if isinstance(made, np.ndarray) else made
+
+
+def prepared_steps(
+    schedule: Schedule, made: Callable[[int], Sequence[int]], is_large: Callable[[int], bool], in_kernels: Collection[int]
+) -> tuple[set[int], set[int]]:
+    """Return the steps that can be prepared, and those whose messages have numbers.
+
+    Prepared are communications from one buffer into another, both small ones that stay. `made` tells which buffers a step
+    returns, and `is_large` of a buffer whether it may lie somewhere else in each run; kernels read or write those of
+    `in_kernels`.
+    """
+    found: set[int] = set()
+    numbered: set[int] = set()
+    staying: set[int] = set()  # results
+    for at, step in enumerate(schedule.steps):
+        if isinstance(step, Loop) or step.in_place:
+            continue
+        node = schedule.program.nodes[step.node]
+        if node.kind != "communicate" or node.data.kind != "communicate":
+            continue
+        call, results = node.data, made(at)
+        if is_numbered(call.args[1]):
+            numbered.add(at)
+        if call.fun.prepared is None or len(results) != 1 or is_large(results[0]) or len(step.inputs) != 1:
+            continue
+        x = step.inputs[0]
+        kind = schedule.buffers[x].kind
+        if is_large(x) or kind == "alias" or kind == "result" and x not in staying and x not in in_kernels:
+            continue
+        if call.fun.prepared(call.args[1], _NOTHING, _NOTHING) is not None:
+            found.add(at)
+            staying.add(results[0])
+    # Messages are counted in one way by all of them.
+    return (found if numbered <= found else found - numbered), numbered

@@ -21,9 +21,8 @@ from mpiad.programs.changed_results import condition_of, is_looked_at, raise_cha
 from mpiad.programs.kernel_blocks import KernelBlocks, address_of, as_kernels_take
 from mpiad.programs.loop_threads import run_together
 from mpiad.programs.memory_plan import SMALL, aligned
-from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged
+from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
 from mpiad.programs.overlap import Action, actions_of
-from mpiad.programs.prepared_calls import prepared_steps
 from mpiad.programs.schedule import Loop, Run, root_of
 
 if TYPE_CHECKING:

@@ -75,12 +75,12 @@ def test_a_state_that_is_a_matrix():
     np.testing.assert_allclose(made, f(u, np.array([0.7]), 0.3), rtol=1e-14)
 
 
-def test_one_text_makes_one_digest_and_another_constant_another():
+def test_one_text_makes_one_program_and_another_constant_another():
     def scaled(factor):
         return lambda u, p, t: [factor * u[0]]
 
-    digests = [trace(scaled(c), (1,), shared(None), float).digest for c in (2.0, 2.0, 3.0)]
-    assert digests[0] == digests[1] != digests[2]
+    made = [trace(scaled(c), (1,), shared(None), float) for c in (2.0, 2.0, 3.0)]
+    assert made[0] == made[1] != made[2] and hash(made[0]) == hash(made[1])
 
 
 def test_what_is_computed_twice_is_computed_once():
