@@ -27,9 +27,15 @@ Names: TypeAlias = "Mapping[str, Sequence[str]]"
 _Sums = dict[int, tuple[int, int, int, str]]
 
 
-def number(x: float) -> str:
-    """Return a number as source."""
-    return repr(float(x)) if x >= 0 else f"({float(x)!r})"
+def number(value: float | bool, single: bool = False) -> str:
+    """Return a number as source, in double or single precision."""
+    if isinstance(value, bool):
+        return str(value)
+    text = repr(abs(float(value))) if math.isfinite(value) else f"math.{'nan' if math.isnan(value) else 'inf'}"
+    # In parentheses: the places are beside operators.
+    text = f"(-{text})" if math.copysign(1, value) < 0 else text
+    # Python's numbers are double, and would make the rest double.
+    return f"np.float32({text})" if single else text
 
 
 def numbered(name: str, count: int) -> list[str]:
@@ -81,7 +87,7 @@ def _texts(program: Program, names: Names, single: bool, prefix: str, sums: _Sum
     for i in sorted(_needed(program, sums)):
         operation, arguments, value = program.instructions[i]
         if operation == "constant":
-            texts[i] = _literal(value, single)  # type: ignore[arg-type]
+            texts[i] = number(value, single)  # type: ignore[arg-type]
         elif operation == "input":
             group, place = value  # type: ignore[misc]
             texts[i] = names[group][place]
@@ -90,7 +96,7 @@ def _texts(program: Program, names: Names, single: bool, prefix: str, sums: _Sum
                 *places, form = sums[i]
                 text = form.format(*(texts[j] for j in places))
             else:
-                zero, one = _literal(0.0, single), _literal(1.0, single)
+                zero, one = number(0.0, single), number(1.0, single)
                 text = OPERATIONS[operation].text.format(*(texts[j] for j in arguments), zero=zero, one=one)
             texts[i] = f"{prefix}{i}"
             made.append(f"{texts[i]} = {text}")
@@ -118,13 +124,3 @@ def _needed(program: Program, sums: _Sums) -> set[int]:
         if i in needed:
             needed.update(sums[i][:3] if i in sums else program.instructions[i].arguments)
     return needed
-
-
-def _literal(value: float | bool, single: bool) -> str:
-    if isinstance(value, bool):
-        return str(value)
-    text = repr(abs(float(value))) if math.isfinite(value) else f"math.{'nan' if math.isnan(value) else 'inf'}"
-    # In parentheses: the places are beside operators.
-    text = f"(-{text})" if math.copysign(1, value) < 0 else text
-    # Python's numbers are double, and would make the rest double.
-    return f"np.float32({text})" if single else text

@@ -1,18 +1,27 @@
-"""What the library asks of traced arrays beyond NumPy's protocols: `ArrayModule` for a trace."""
+"""What the library and autograd ask of traced arrays beyond NumPy's protocols.
+
+For the library that is `ArrayModule`. autograd.numpy's `array`, and with it `stack`, call numpy.array, the one function
+that asks nobody. So while there are traces, the name `numpy` in that module of autograd's stands for an object that does,
+and is NumPy otherwise.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import autograd.numpy.numpy_wrapper
 import numpy as np
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
 from mpiad.programs.recorder import Recorder
+from mpiad.programs.steps import Traced
 from mpiad.programs.traced_array import TracedArray
 from mpiad.transport.device_arrays import register_arrays
 
-__all__ = ["TracedArrays"]
+__all__ = ["TracedArrays", "array_of", "let_arrays_be_traced"]
+
+numpy_wrapper: Any = autograd.numpy.numpy_wrapper
 
 
 class TracedArrays:
@@ -77,3 +86,33 @@ def _arrays_of(x: Any) -> Any:
 
 # Of the protocol's methods those for copies between host and device are missing: a trace is given up before them.
 register_arrays(TracedArray, _arrays_of)
+
+
+class _NumPy:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def array(x: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _traced(x)
+        if found is None or not found.recorder.is_noting():
+            return np.array(x, *args, **kwargs)
+        return found.recorder.call(array_of, (x, *args), kwargs)
+
+
+def array_of(x: Any, *args: Any, **kwargs: Any) -> Array:
+    """Return numpy.array of what may hold traced arrays."""
+    return np.array(x, *args, **kwargs)
+
+
+def _traced(x: Any) -> Any:
+    if isinstance(x, Traced):
+        return x
+    if isinstance(x, (list, tuple)):
+        return next((found for part in x if (found := _traced(part)) is not None), None)
+    return None
+
+
+def let_arrays_be_traced(on: bool) -> None:
+    """Let autograd.numpy's `array` know traced arrays, or not."""
+    numpy_wrapper._np = _NumPy() if on else np

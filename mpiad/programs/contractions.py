@@ -9,7 +9,7 @@ which each entry of what is contracted is computed once. Long contractions stay 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial, reduce
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpiad._typing import Shape
-from mpiad.compiling.symbols import choose
-from mpiad.compiling.ufuncs import scalar_function
 from mpiad.differentiation.rules.einsum import letters_of
 from mpiad.programs.array_program import SHORT, Opaque, Value
 from mpiad.programs.index_maps import Axis
@@ -30,7 +28,6 @@ __all__ = ["dot", "einsum", "inner", "matmul", "tensordot"]
 
 # So many products are written out at most. What has no more entries may be read once more at each place of a loop.
 _MOST_TERMS = _SMALL = 64
-_ADD, _MULTIPLY = (scalar_function(ufunc) or choose for ufunc in (np.add, np.multiply))
 
 
 def einsum(t: Translation, shape: Shape, dtype: np.dtype, subscripts: Any, *operands: Any, optimize: Any = None) -> int:
@@ -148,14 +145,14 @@ class _Contraction:
         labels = [label for label in self.lengths if label in self.written and label not in self.out]
         places = product(*[range(self.lengths[label]) for label in labels])
         terms = [self._product(at | dict(zip(labels, place))) for place in places]
-        total = reduce(partial(self._combined, "add", _ADD), terms)
+        total = reduce(partial(self._combined, np.add), terms)
         left, axes = total.shape[: len(self.out)], tuple(range(len(self.out), len(total.shape)))
         return self.t.reduce("add", total, axes, shape=left) if self.folded else total.number
 
     def _product(self, at: dict[Hashable, int]) -> Value:
         """Return the product of one entry, or one array, of each operand."""
         factors = [self._part(x, labels, at) for x, labels in zip(self.operands, self.labels)]
-        return reduce(partial(self._combined, "multiply", _MULTIPLY), factors)
+        return reduce(partial(self._combined, np.multiply), factors)
 
     def _part(self, x: Value, labels: Sequence[Hashable], at: dict[Hashable, int]) -> Value:
         """Return an operand at the places that are given, with the axes of loops in their order."""
@@ -170,6 +167,6 @@ class _Contraction:
                 map.append(Axis(place, 1, 0))
         return Value(self.t.program, self.t.program.view(x.number, tuple(map), tuple(shape)))
 
-    def _combined(self, name: str, function: Callable, x: Value, y: Value) -> Value:
+    def _combined(self, ufunc: np.ufunc, x: Value, y: Value) -> Value:
         shape = np.broadcast_shapes(x.shape, y.shape)
-        return Value(self.t.program, self.t.elementwise(name, function, [x, y], shape, self.dtype))
+        return Value(self.t.program, self.t.computed(ufunc, [x, y], shape, self.dtype))

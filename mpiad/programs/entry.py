@@ -22,19 +22,9 @@ from mpiad.transport import Channel, calls
 from mpiad.transport.channels import communications, is_watched
 
 __all__ = [
-    "MOST_TRACES",
-    "UNKNOWN",
-    "Entry",
-    "Output",
-    "count",
-    "entry_by_shapes",
-    "entry_of",
-    "in_program",
-    "is_shown",
-    "numbers_of",
-    "outputs_of",
-    "own",
-]
+    "MOST_TRACES", "UNKNOWN", "Entry", "Output", "count", "entry_by_shapes", "entry_of", "in_program", "is_shown",
+    "numbers_of", "outputs_of", "own",
+]  # fmt: skip
 
 MOST_TRACES = 32
 """So many are made of a function at most."""

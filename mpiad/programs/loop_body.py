@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from mpiad._typing import Array
 from mpiad.compiling.builder import Builder
 from mpiad.compiling.source import lines
 from mpiad.compiling.symbols import Symbol, choose
@@ -15,10 +18,30 @@ from mpiad.programs.schedule import Fold
 if TYPE_CHECKING:
     from mpiad.programs.loops import LoopWriter
 
-__all__ = ["Box", "LoopBody"]
+__all__ = ["Box", "LoopBody", "as_rows", "cut"]
 
 Box = Sequence[tuple[int, int]]
 """First and last place along each axis."""
+
+
+def cut(box: Box, inner: Box, inside: list[Box], outside: list[Box]) -> None:
+    """Append the part of a box within another one, and the boxes around that."""
+    left = list(box)
+    for k, ((low, high), (first, last)) in enumerate(zip(box, inner)):
+        first, last = min(max(first, low), high), max(min(last, high), low)
+        if last <= first:
+            outside.append(left)
+            return
+        for start, stop in ((low, first), (last, high)):
+            if stop > start:
+                outside.append([*left[:k], (start, stop), *left[k + 1 :]])
+        left[k] = (first, last)
+    inside.append(left)
+
+
+def as_rows(boxes: Sequence[Box], width: int) -> Array:
+    """Return boxes as kernels take them, of shape (n, 2 d)."""
+    return np.array([[place for pair in box for place in pair] for box in boxes], np.int64).reshape(len(boxes), width)
 
 
 class LoopBody:

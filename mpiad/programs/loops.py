@@ -15,10 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.compiling.source import indented
+from mpiad.compiling.operations import OPERATIONS
+from mpiad.compiling.source import indented, number
 from mpiad.programs.array_program import FLOATS
 from mpiad.programs.index_maps import Axis, IndexMap, composed
-from mpiad.programs.loop_body import Box, LoopBody
+from mpiad.programs.loop_body import Box, LoopBody, as_rows, cut
 from mpiad.programs.materialization import reads_of
 from mpiad.programs.schedule import Fold, Loop, Place, Schedule, Store
 
@@ -93,7 +94,7 @@ class LoopWriter:
         body += self._before()
         boxes: dict[str, Array] = {}
         if self.divisible:
-            boxes["b"] = np.array([[place for pair in inside for place in pair]], np.int64)
+            boxes["b"] = as_rows([inside], 2 * len(shape))
             body += ["for q in range(b.shape[0]):", *indented(self._nest(inside, self._ranges("b"), False, False))]
         elif all(hi > lo for lo, hi in inside):
             body += self._nest(inside, [f"range({lo}, {hi})" for lo, hi in inside], False, self.lanes)
@@ -133,13 +134,9 @@ class LoopWriter:
         for found in points:
             ordered = sorted(found)
             inside.append(max(zip(ordered, ordered[1:]), key=lambda pair: pair[1] - pair[0]))
-        boxes, left = [], [(0, n) for n in shape]
-        for k, (lo, hi) in enumerate(inside):
-            for start, stop in ((0, lo), (hi, shape[k])):
-                if stop > start:
-                    boxes.append([*left[:k], (start, stop), *left[k + 1 :]])
-            left[k] = (lo, hi)
-        return inside, np.array(boxes, np.int64).reshape(len(boxes), -1) if boxes else None
+        boxes: list[Box] = []
+        cut([(0, n) for n in shape], inside, [], boxes)
+        return inside, as_rows(boxes, 2 * len(shape)) if boxes else None
 
     def _note_breaks(self, n: int, map: IndexMap, points: list[set[int]], seen: set[tuple[int, IndexMap]]) -> None:
         stack = [(n, map)]
@@ -209,12 +206,12 @@ class LoopWriter:
 
     def _folded(self, k: int, lane: str, value: str) -> str:
         target = self._target(k, lane)
-        return f"{target} = {_combined(self.folds[k].name, target, value)}"
+        return f"{target} = {OPERATIONS[self.folds[k].name].text.format(target, value)}"
 
     def _before(self) -> list[str]:
         made = []
         for k, fold in enumerate(self.folds):
-            first = _number(_FIRST[fold.name])
+            first = number(_FIRST[fold.name])
             if self.lanes:
                 made += [f"for l in range({LANES}):", *indented([f"w[{LANES * k} + l] = {first}"])]
             else:
@@ -230,8 +227,8 @@ class LoopWriter:
             width = LANES
             while width > 1:
                 width //= 2
-                low, high = f"w[{LANES * k} + l]", f"w[{LANES * k + width} + l]"
-                made += [f"for l in range({width}):", *indented([f"{low} = {_combined(fold.name, low, high)}"])]
+                both = OPERATIONS[fold.name].text.format(f"w[{LANES * k} + l]", f"w[{LANES * k + width} + l]")
+                made += [f"for l in range({width}):", *indented([f"w[{LANES * k} + l] = {both}"])]
             made.append(f"{self.entry(fold.place.buffer, fold.place.map)} = w[{LANES * k}]")
         return made
 
@@ -276,14 +273,3 @@ def _note(points: list[set[int]], axis: Axis, at: int) -> None:
     found = points[axis.source]
     if 0 < first < max(found):
         found.add(first)
-
-
-def _combined(name: str, total: str, value: str) -> str:
-    if name in ("add", "multiply"):
-        return f"{total} {'+' if name == 'add' else '*'} {value}"
-    sign = ">" if name == "maximum" else "<"
-    return f"where(({total} {sign} {value}) | ({total} != {total}), {total}, {value})"
-
-
-def _number(x: float) -> str:
-    return repr(x) if math.isfinite(x) else f"{'-' * (x < 0)}math.inf"

@@ -13,22 +13,16 @@ import numpy as np
 
 from mpiad._typing import Shape
 from mpiad.compiling.symbols import choose
-from mpiad.compiling.ufuncs import scalar_function
+from mpiad.programs.array_module import array_of
 from mpiad.programs.array_program import FLOATS, Opaque, Value
 from mpiad.programs.contractions import dot, einsum, inner, matmul, tensordot
 from mpiad.programs.index_maps import Axis, axes_of, identity
 from mpiad.programs.traced_array import cast, take, with_entries
-from mpiad.programs.tracing_numpy import array_of
 
 if TYPE_CHECKING:
     from mpiad.programs.trace_translation import Translation
 
-__all__ = ["FOLDING", "REDUCED", "RULES", "SPLITTING"]
-
-_DIVIDE, _MULTIPLY, _SQRT, _SUBTRACT = (
-    scalar_function(ufunc) or choose for ufunc in (np.divide, np.multiply, np.sqrt, np.subtract)
-)
-
+__all__ = ["REDUCED", "RULES", "SPLITTING"]
 
 _Rule = Callable[..., Any]
 
@@ -70,7 +64,7 @@ def _mean(t: Translation, shape: Shape, dtype: np.dtype, x: Any, axis: Any = Non
     count = math.prod(x.shape) // max(math.prod(shape), 1)
     if not count:
         raise Opaque
-    return t.elementwise("divide", _DIVIDE, [total, float(count)], shape, dtype)
+    return t.computed(np.divide, [total, float(count)], shape, dtype)
 
 
 def _product(of_more_axes: _Rule | None = None) -> _Rule:
@@ -81,7 +75,7 @@ def _product(of_more_axes: _Rule | None = None) -> _Rule:
             if of_more_axes is None:
                 raise Opaque
             return of_more_axes(t, shape, dtype, x, y)
-        made = t.elementwise("multiply", _MULTIPLY, [x, y], x.shape, dtype)
+        made = t.computed(np.multiply, [x, y], x.shape, dtype)
         return t.reduce("add", Value(t.program, made), shape=shape)
 
     return rule
@@ -90,9 +84,9 @@ def _product(of_more_axes: _Rule | None = None) -> _Rule:
 def _norm(t: Translation, shape: Shape, dtype: np.dtype, x: Any, ord: object = None, axis: Any = None) -> int:  # noqa: A002
     if ord is not None:
         raise Opaque
-    square = Value(t.program, t.elementwise("multiply", _MULTIPLY, [x, x], x.shape, dtype))
+    square = Value(t.program, t.computed(np.multiply, [x, x], x.shape, dtype))
     total = Value(t.program, t.reduce("add", square, axis, shape=shape))
-    return t.elementwise("sqrt", _SQRT, [total], shape, dtype)
+    return t.computed(np.sqrt, [total], shape, dtype)
 
 
 def _reshape(t: Translation, shape: Shape, dtype: np.dtype, x: Value, *_: Any, order: str = "C", **__: Any) -> int:
@@ -152,7 +146,7 @@ def _diff(t: Translation, shape: Shape, dtype: np.dtype, x: Any, n: int = 1, axi
     for _ in range(n):
         lead = (slice(None),) * (axis % len(x.shape))
         ends = [Value(t.program, t.take(shape, dtype, x, (*lead, part))) for part in (slice(1, None), slice(None, -1))]
-        x = Value(t.program, t.elementwise("subtract", _SUBTRACT, ends, ends[0].shape, dtype))
+        x = Value(t.program, t.computed(np.subtract, ends, ends[0].shape, dtype))
     return x.number
 
 
@@ -182,9 +176,6 @@ def _imag(t: Translation, shape: Shape, dtype: np.dtype, x: Any) -> int:
 REDUCED = {
     np.add: "add", np.multiply: "multiply", np.maximum: "maximum", np.minimum: "minimum",
 }  # fmt: skip
-
-
-FOLDING = {name: scalar_function(ufunc) or choose for ufunc, name in REDUCED.items()}
 
 
 SPLITTING = frozenset({np.split, np.array_split})

@@ -11,11 +11,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from mpiad._typing import Array
 from mpiad.programs.array_program import Call
-from mpiad.programs.loop_body import Box
+from mpiad.programs.loop_body import Box, as_rows, cut
 from mpiad.programs.loop_threads import LARGE, shares_of
 from mpiad.programs.loops import LoopText
 from mpiad.programs.schedule import Loop, Schedule, root_of
@@ -92,9 +90,9 @@ def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Ar
         inside: list[Box] = []
         outside: list[Box] = []
         for row in boxes.tolist():
-            _cut(list(zip(row[::2], row[1::2])), inner, inside, outside)
-        now.append(_as_array(inside, boxes.shape[1]))
-        afterwards.append(_as_array(outside, boxes.shape[1]))
+            cut(list(zip(row[::2], row[1::2])), inner, inside, outside)
+        now.append(as_rows(inside, boxes.shape[1]))
+        afterwards.append(as_rows(outside, boxes.shape[1]))
     return tuple(now), tuple(afterwards)
 
 
@@ -123,24 +121,5 @@ def _inner(
     return inner
 
 
-def _cut(box: Box, inner: Box, inside: list[Box], outside: list[Box]) -> None:
-    """Append the part of a box within another one, and the boxes around that."""
-    left = list(box)
-    for k, ((low, high), (first, last)) in enumerate(zip(box, inner)):
-        first, last = min(max(first, low), high), max(min(last, high), low)
-        if last <= first:
-            outside.append(left)
-            return
-        for start, stop in ((low, first), (last, high)):
-            if stop > start:
-                outside.append([*left[:k], (start, stop), *left[k + 1 :]])
-        left[k] = (first, last)
-    inside.append(left)
-
-
 def _size(box: Box) -> int:
     return math.prod([max(last - first, 0) for first, last in box])
-
-
-def _as_array(boxes: list[Box], width: int) -> Array:
-    return np.array([[place for pair in box for place in pair] for box in boxes], np.int64).reshape(len(boxes), width)

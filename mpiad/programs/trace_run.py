@@ -13,12 +13,11 @@ from autograd.tracer import getval
 
 from mpiad._typing import Function
 from mpiad.differentiation.trace import Variables, trace_backwards
-from mpiad.programs.array_module import TracedArrays
+from mpiad.programs.array_module import TracedArrays, let_arrays_be_traced
 from mpiad.programs.playback import Playback
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned
-from mpiad.programs.tracing_numpy import let_arrays_be_traced
 from mpiad.transport import calls
 from mpiad.transport.channels import Channel, live_channels, tell_recorders
 from mpiad.transport.tracing import tracing

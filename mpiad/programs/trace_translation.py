@@ -12,7 +12,7 @@ from mpiad._typing import Index, Shape
 from mpiad.compiling.ufuncs import scalar_function
 from mpiad.programs.array_program import BOOLEAN, COMPUTED, FLOATS, ArrayProgram, Call, Opaque, Slot, Value
 from mpiad.programs.index_maps import Axis, axes_of, broadcast, of_key
-from mpiad.programs.numpy_functions import FOLDING, REDUCED, RULES, SPLITTING
+from mpiad.programs.numpy_functions import REDUCED, RULES, SPLITTING
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.steps import Constant, Ref, Step, mapped
 
@@ -80,9 +80,8 @@ class Translation:
         if step.kind != "call" or len(specs) != 1 and step.fun not in SPLITTING:
             raise Opaque
         shape, dtype = specs[0]
-        elementwise = _elementwise(step.fun)
-        if elementwise is not None and not kwargs:
-            return [self.elementwise(step.fun.__name__, elementwise, args, shape, dtype)]
+        if isinstance(step.fun, np.ufunc) and scalar_function(step.fun) is not None and not kwargs:
+            return [self.computed(step.fun, args, shape, dtype)]
         if getattr(step.fun, "__name__", "") == "reduce" and isinstance(getattr(step.fun, "__self__", None), np.ufunc):
             return [self.reduce(REDUCED.get(step.fun.__self__), *_first_axis(args, kwargs), shape=shape)]
         rule = RULES.get(step.fun)
@@ -154,6 +153,11 @@ class Translation:
         given = [self.of(x, wide) for x in args]
         return self.program.elementwise([x.number for x in given], shape, dtype, (name, function))
 
+    def computed(self, ufunc: np.ufunc, args: Sequence[Any], shape: Shape, dtype: np.dtype) -> int:
+        """Append a function of NumPy's at every place."""
+        function: Any = scalar_function(ufunc)
+        return self.elementwise(ufunc.__name__, function, args, shape, dtype)
+
     def reduce(
         self, name: str | None, x: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: Any = False,
         *, shape: Shape, **others: Any,
@@ -185,7 +189,8 @@ class Translation:
             return program.components(parts, place)
         total, *others = node.inputs
         for part in others:
-            total = program.elementwise([total, part], program.nodes[part].shape, node.dtype, (name, FOLDING[name]))
+            both = [Value(program, total), Value(program, part)]
+            total = self.computed(getattr(np, name), both, program.nodes[part].shape, node.dtype)
         return program.reshape(total, left) if axes == (node.data,) else self._folded(name, total, axes)
 
     def take(self, shape: Shape, dtype: np.dtype, x: Any, key: Index) -> int:
@@ -291,10 +296,6 @@ class Translation:
 
 def _one(shape: Shape, axis: int) -> Shape:
     return (*shape[:axis], 1, *shape[axis + 1 :])
-
-
-def _elementwise(fun: Any) -> Callable | None:
-    return scalar_function(fun) if isinstance(fun, np.ufunc) else None
 
 
 def _first_axis(args: tuple, kwargs: dict) -> tuple:
