@@ -137,24 +137,14 @@ def _sqrt(z: Symbol) -> Symbol:
     return right.chosen(larger, smaller * sign).plus_i(right.chosen(smaller, larger * sign))
 
 
-def _sin(z: Symbol) -> Symbol:
-    a, b = z.real, z.imag
-    return (a.sin() * b.cosh()).plus_i(a.cos() * b.sinh())
+def _by_parts(first: str, second: str, third: str, fourth: str, sign: float = 1.0) -> Callable[[Symbol], Symbol]:
+    """Return the rule of a function of a + ib whose parts are first(a) second(b) and ±third(a) fourth(b)."""
 
+    def rule(z: Symbol) -> Symbol:
+        a, b = z.real, z.imag
+        return (a.call(first) * b.call(second)).plus_i(sign * (a.call(third) * b.call(fourth)))
 
-def _cos(z: Symbol) -> Symbol:
-    a, b = z.real, z.imag
-    return (a.cos() * b.cosh()).plus_i(-(a.sin() * b.sinh()))
-
-
-def _sinh(z: Symbol) -> Symbol:
-    a, b = z.real, z.imag
-    return (a.sinh() * b.cos()).plus_i(a.cosh() * b.sin())
-
-
-def _cosh(z: Symbol) -> Symbol:
-    a, b = z.real, z.imag
-    return (a.cosh() * b.cos()).plus_i(a.sinh() * b.sin())
+    return rule
 
 
 def _tanh(z: Symbol) -> Symbol:
@@ -186,10 +176,10 @@ _RULES: dict[str, Callable[..., Symbol]] = {
     "log2": _logarithm(2.0),
     "log10": _logarithm(10.0),
     "sqrt": _sqrt,
-    "sin": _sin,
-    "cos": _cos,
+    "sin": _by_parts("sin", "cosh", "cos", "sinh"),
+    "cos": _by_parts("cos", "cosh", "sin", "sinh", -1.0),
     "tan": _tan,
-    "sinh": _sinh,
-    "cosh": _cosh,
+    "sinh": _by_parts("sinh", "cos", "cosh", "sin"),
+    "cosh": _by_parts("cosh", "cos", "sinh", "sin"),
     "tanh": _tanh,
 }

@@ -214,8 +214,8 @@ class ArrayProgram:
         if [node.shape[k] for k in long] == [n for n in shape if n != 1]:
             made = [k for k, n in enumerate(shape) if n != 1]
             axes = dict(zip(long, made))
-            own = identity(len(shape))
-            return self.view(x, tuple([own[axes[k]] if k in axes else _FIRST for k in range(len(node.shape))]), shape)
+            map = tuple([Axis(axes[k], 1, 0) if k in axes else Axis(None, 0, 0) for k in range(len(node.shape))])
+            return self.view(x, map, shape)
         return self.add("reshape", (x,), shape, node.dtype)
 
     def join(self, parts: Sequence[int], axis: int) -> int:
@@ -299,6 +299,3 @@ def _lies(axis: Axis, shape: Shape, start: int, stop: int) -> bool | None:
     if start <= low and high < stop:
         return True
     return False if high < start or low >= stop else None
-
-
-_FIRST = identity(1)[0]._replace(source=None, stride=0)
