@@ -82,8 +82,9 @@ class Translation:
         shape, dtype = specs[0]
         if isinstance(step.fun, np.ufunc) and scalar_function(step.fun) is not None and not kwargs:
             return [self.computed(step.fun, args, shape, dtype)]
-        if getattr(step.fun, "__name__", "") == "reduce" and isinstance(getattr(step.fun, "__self__", None), np.ufunc):
-            return [self.reduce(REDUCED.get(step.fun.__self__), *_first_axis(args, kwargs), shape=shape)]
+        owner = getattr(step.fun, "__self__", None)
+        if isinstance(owner, np.ufunc) and step.fun.__name__ == "reduce":
+            return [self.reduce(REDUCED.get(owner), *_first_axis(args, kwargs), shape=shape)]
         rule = RULES.get(step.fun)
         if rule is None:
             raise Opaque
