@@ -13,27 +13,32 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm, LocalArray, Rank
-from mpiad.domain.boundary import ZERO, Sides, homogeneous
+from mpiad.domain.boundary import ZERO, Side, Sides, homogeneous
 from mpiad.domain.halo_messages import PreparedStage, add, post, put
 from mpiad.domain.partition import Partition
 from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, communicating, defjvp, defvjp
 from mpiad.transport.buffers import copied, empty_beside
 
-__all__ = ["Beyond", "Halo", "fill_beyond", "fill_halo", "fill_in_place", "fold_beyond", "fold_halo", "fold_in_place"]
+__all__ = ["Halo", "Local", "fill_halo", "fill_in_place", "fill_local", "fold_halo", "fold_in_place", "fold_local"]
 
 # Far from what users choose, and below the 32767 that MPI guarantees.
 _TAG = 32750
 
 
-class Beyond(NamedTuple):
-    """A halo beyond a physical side."""
+class Local(NamedTuple):
+    """Cells of the halo that no message brings."""
 
-    ghost: Index  # the halo
-    copied: Index | None  # the layers it is made of, None where it holds a value
-    # `axis`, `place`: its dimension, and 0 or 1 for before or after.
-    axis: int
-    place: int
+    ghost: Index
+    copied: Index | None  # the cells of this rank that they are made of, None where they hold a value
+    # The dimension of the physical side that they lie beyond, and 0 or 1 for before or after; None where they lie beyond
+    # none: copies of this rank's other end, and zeros.
+    axis: int = 0
+    place: int | None = None
+
+    def side(self, sides: Sides) -> Side:
+        """Return how they are filled."""
+        return ZERO if self.place is None else sides[self.axis][self.place]
 
 
 class Halo:
@@ -56,7 +61,7 @@ class Halo:
         self.renewals = -1
         self.under_way: dict[int, Any] = {}
         self._plans: dict[str, tuple[Stage, ...]] = {}
-        self._beyond: dict[tuple, list[list[Beyond]]] = {}
+        self._local: dict[tuple, list[list[Local]]] = {}
 
     def stages(self, scheme: str) -> tuple[Stage, ...]:
         """Return the stages of a scheme."""
@@ -65,26 +70,27 @@ class Halo:
             self._plans[scheme] = plan(self.geometry, scheme)
         return self._plans[scheme]
 
-    def beyond(self, sides: Sides, scheme: str) -> list[list[Beyond]]:
-        """Return, for each stage, how the halo beyond its physical sides is filled."""
+    def local(self, sides: Sides, scheme: str) -> list[list[Local]]:
+        """Return, for each stage, the cells of the halo that no message brings, in the order in which they are filled."""
         # Values don't matter to where cells come from, and a program may give another one in each step.
         key = (scheme, *[side.layers for pair in sides for side in pair])
-        if key not in self._beyond:
-            self._beyond[key] = [
-                [self._one_beyond(axis, place, across, sides[axis][place].layers) for axis, place, across in stage.beyond]
-                for stage in self.stages(scheme)
-            ]
-        return self._beyond[key]
+        if key not in self._local:
+            self._local[key] = [self._local_of(stage, sides) for stage in self.stages(scheme)]
+        return self._local[key]
 
-    def _one_beyond(
-        self, axis: int, place: int, across: tuple[slice, ...], layers: Callable[[int, int, int], slice] | None
-    ) -> Beyond:
+    def _local_of(self, stage: Stage, sides: Sides) -> list[Local]:
+        beyond = [self._beyond(axis, place, across, sides[axis][place]) for axis, place, across in stage.beyond]
+        # Folding goes through them backwards: what is copied around a ring is then added up from its first side on.
+        around = [Local(ghost, owned) for owned, ghost in reversed(stage.here)]
+        return [*around, *beyond, *[Local(ghost, None) for ghost in stage.empty]]
+
+    def _beyond(self, axis: int, place: int, across: tuple[slice, ...], side: Side) -> Local:
         # With the extent that the stage has along other dimensions, so that corners come with the last of them.
         def index(along: slice) -> Index:
             return (..., *across[:axis], along, *across[axis + 1 :])
 
-        copied = None if layers is None else index(layers(self.shape[axis], self.widths[axis], place))
-        return Beyond(index(self.geometry.layers(axis, 2 * place - 1)), copied, axis, place)
+        copied = None if side.layers is None else index(side.layers(self.shape[axis], self.widths[axis], place))
+        return Local(index(self.geometry.layers(axis, 2 * place - 1)), copied, axis, place)
 
 
 @communicating
@@ -101,34 +107,30 @@ def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
 
 def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fill the halo of an array of shape (..., *padded) whose interior is there."""
-    stages = list(zip(halo.stages(scheme), halo.beyond(sides, scheme)))
-    for stage, beyond in stages:
-        _fill_constants(out, stage, beyond, sides)  # which nothing that travels has a part in
-    for stage, beyond in stages:
+    stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
+    for _, local in stages:
+        _fill_constants(out, local, sides)  # which nothing that travels has a part in
+    for stage, local in stages:
         put(out, post(out, stage.routes, False, _TAG, halo.comm))
-        _fill_copies(out, stage, beyond, sides)
+        _fill_copies(out, local, sides)
 
 
-def fill_beyond(out: LocalArray, stage: Stage, beyond: list[Beyond], sides: Sides) -> None:
+def fill_local(out: LocalArray, local: list[Local], sides: Sides) -> None:
     """Fill what doesn't come from other ranks, once what does is there."""
-    _fill_constants(out, stage, beyond, sides)
-    _fill_copies(out, stage, beyond, sides)
+    _fill_constants(out, local, sides)
+    _fill_copies(out, local, sides)
 
 
-def _fill_constants(out: LocalArray, stage: Stage, beyond: list[Beyond], sides: Sides) -> None:
-    for side in beyond:
-        if side.copied is None:
-            out[side.ghost] = sides[side.axis][side.place].filled(None)
-    for ghost in stage.empty:
-        out[ghost] = 0
+def _fill_constants(out: LocalArray, local: list[Local], sides: Sides) -> None:
+    for cells in local:
+        if cells.copied is None:
+            out[cells.ghost] = cells.side(sides).filled(None)
 
 
-def _fill_copies(out: LocalArray, stage: Stage, beyond: list[Beyond], sides: Sides) -> None:
-    for owned, ghost in stage.here:
-        out[ghost] = out[owned]
-    for side in beyond:
-        if side.copied is not None:
-            out[side.ghost] = sides[side.axis][side.place].filled(out[side.copied])
+def _fill_copies(out: LocalArray, local: list[Local], sides: Sides) -> None:
+    for cells in local:
+        if cells.copied is not None:
+            out[cells.ghost] = cells.side(sides).filled(out[cells.copied])
 
 
 @communicating
@@ -145,22 +147,19 @@ def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
 
 def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fold the halo of an array of shape (..., *padded) into its interior; the halo is not cleared."""
-    for stage, beyond in zip(reversed(halo.stages(scheme)), reversed(halo.beyond(sides, scheme))):
+    for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
         # First what was filled last: the halo beyond a side may be a copy of the neighbours' cells.
-        fold_beyond(total, beyond, sides, len(halo.shape))
-        coming = post(total, stage.routes, True, _TAG, halo.comm)
-        for owned, ghost in stage.here:
-            total[owned] += total[ghost]
-        add(total, coming)
+        fold_local(total, local, sides, len(halo.shape))
+        add(total, post(total, stage.routes, True, _TAG, halo.comm))
 
 
-def fold_beyond(total: LocalArray, beyond: list[Beyond], sides: Sides, ndim: int) -> None:
-    """Add the halo beyond physical sides to the layers that it is made of."""
+def fold_local(total: LocalArray, local: list[Local], sides: Sides, ndim: int) -> None:
+    """Add what belongs to cells that no message brings to the cells that they are made of."""
     # Backwards, since a later side was filled with the halo of earlier ones in its corners.
-    for side in reversed(beyond):
-        if side.copied is not None:
-            kind, layers = sides[side.axis][side.place], total[side.copied]
-            total[side.copied] += kind.folded(total[side.ghost], layers, side.axis - ndim)
+    for cells in reversed(local):
+        if cells.copied is not None:
+            side, layers = cells.side(sides), total[cells.copied]
+            total[cells.copied] += side.folded(total[cells.ghost], layers, cells.axis - ndim)
 
 
 # Filling copies cells (a row of zeros and one entry for each, but for the given values); folding is its transpose.
@@ -173,16 +172,17 @@ fill_halo.several = fold_halo.several = True
 
 def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
     """Return `fill_in_place` of an array that stays: a function, whose iterator comes back while messages travel."""
-    stages = list(zip(halo.stages(scheme), halo.beyond(sides, scheme)))
+    stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
     # Constants don't depend on the field: they are written before all stages, and not between messages.
-    every = [side for _, beyond in stages for side in beyond]
-    constants = [(out[side.ghost], sides[side.axis][side.place].filled(None)) for side in every if side.copied is None]
-    constants += [(out[ghost], 0) for stage, _ in stages for ghost in stage.empty]
-    prepared = []
-    for stage, beyond in stages:
-        copies = [(out[ghost], out[owned], ZERO) for owned, ghost in stage.here]
-        copies += [(out[x.ghost], out[x.copied], sides[x.axis][x.place]) for x in beyond if x.copied is not None]
-        prepared.append((_prepared(out, stage, False, halo), copies))
+    every = [cells for _, local in stages for cells in local]
+    constants = [(out[cells.ghost], cells.side(sides).filled(None)) for cells in every if cells.copied is None]
+    prepared = [
+        (
+            _prepared(out, stage, False, halo),
+            [(out[cells.ghost], out[cells.copied], cells.side(sides)) for cells in local if cells.copied is not None],
+        )
+        for stage, local in stages
+    ]
 
     def filling() -> Iterator[None]:
         for ghost, value in constants:
@@ -198,11 +198,10 @@ def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = I
 
 def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
     """Return `fold_in_place` of an array that stays, as `_prepared_filling` is that of `fill_in_place`."""
-    prepared = []
-    for stage, beyond in zip(reversed(halo.stages(scheme)), reversed(halo.beyond(sides, scheme))):
-        copied = [side for side in reversed(beyond) if side.copied is not None]
-        copies = [(total[x.copied], total[x.ghost], sides[x.axis][x.place], x.axis - len(halo.shape)) for x in copied]
-        copies += [(total[owned], total[ghost], ZERO, 0) for owned, ghost in stage.here]
+    prepared, ndim = [], len(halo.shape)
+    for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
+        copied = [cells for cells in reversed(local) if cells.copied is not None]
+        copies = [(total[x.copied], total[x.ghost], x.side(sides), x.axis - ndim) for x in copied]
         prepared.append((copies, _prepared(total, stage, True, halo)))
 
     def folding() -> Iterator[None]:
@@ -230,7 +229,7 @@ def _still(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) 
     """
     if not any(stage.routes for stage in halo.stages(scheme)):
         return None
-    given = {(side.axis, side.place) for beyond in halo.beyond(sides, scheme) for side in beyond if side.copied is None}
+    given = {(cells.axis, cells.place) for local in halo.local(sides, scheme) for cells in local if cells.copied is None}
     return [
         (layers(width) * ((axis, 0) not in given), n - layers(width) * ((axis, 1) not in given))
         for axis, (n, width) in enumerate(zip(halo.padded, halo.widths))

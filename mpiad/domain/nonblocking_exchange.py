@@ -17,7 +17,7 @@ from weakref import ref
 
 from mpiad._typing import Array, LocalArray
 from mpiad.domain.boundary import Sides, homogeneous
-from mpiad.domain.halo import Halo, fill_beyond, fold_beyond
+from mpiad.domain.halo import Halo, fill_local, fold_local
 from mpiad.domain.halo_messages import Coming, add, post, put
 from mpiad.errors import RequestError
 from mpiad.primitives.addresses import point_to_point
@@ -130,12 +130,11 @@ def _nothing() -> None:
 
 def _start(x: LocalArray, exchange: Exchange) -> Begun:
     halo = exchange.halo
-    (stage,) = halo.stages(exchange.scheme)
+    (stage,), (local,) = halo.stages(exchange.scheme), halo.local(exchange.sides, exchange.scheme)
     if exchange.backwards:
         # A copy, because what is folded is added to in place, and the cotangent is the caller's.
         values = copied(x)
-        (beyond,) = halo.beyond(exchange.sides, exchange.scheme)
-        fold_beyond(values, beyond, exchange.sides, len(halo.shape))
+        fold_local(values, local, exchange.sides, len(halo.shape))
     else:
         values = empty_beside(x, x.shape[: x.ndim - len(halo.shape)] + halo.padded)
         values[halo.interior] = x
@@ -149,19 +148,15 @@ def _finish(x: None, begun: Begun) -> LocalArray:
     # Of an exchange that the user keeps, the buffers are free.
     begun.done, begun.values, begun.coming = True, None, []
     halo = exchange.halo
-    (stage,) = halo.stages(exchange.scheme)
     # From here on as the end of `fold_in_place` or, forwards, of `fill_in_place`.
     if exchange.backwards:
-        # Around a ring of one rank nothing travels, but what was copied is still to be added.
-        for owned, ghost in stage.here:
-            values[owned] += values[ghost]
         with suspended():
             add(values, coming)
         return values[halo.interior]
     with suspended():
         put(values, coming)
-    (beyond,) = halo.beyond(exchange.sides, exchange.scheme)
-    fill_beyond(values, stage, beyond, exchange.sides)
+    (local,) = halo.local(exchange.sides, exchange.scheme)
+    fill_local(values, local, exchange.sides)
     return values
 
 

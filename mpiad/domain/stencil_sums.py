@@ -16,7 +16,7 @@ import numpy as np
 from mpiad._typing import Array, LocalArray, Shape
 from mpiad.domain.boundary import Sides, homogeneous
 from mpiad.domain.compiled_weighted_sum import compiled_weighted_sum, is_compiled
-from mpiad.domain.halo import Halo, fill_beyond, fold_in_place
+from mpiad.domain.halo import Halo, fill_local, fold_in_place
 from mpiad.domain.halo_messages import post, put
 from mpiad.domain.routes import FACES, TOGETHER
 from mpiad.domain.weighted_sum import Box, Finish, Terms, terms_of, weighted_sum
@@ -97,7 +97,7 @@ class StencilSums:
         if self._inside is not None:
             add_up(padded, self.terms, out, self._inside, finish)
         put(padded, coming)
-        fill_beyond(padded, stage, halo.beyond(self.sides, self.scheme)[0], self.sides)
+        fill_local(padded, halo.local(self.sides, self.scheme)[0], self.sides)
         for box in self._along_sides:
             add_up(padded, self.terms, out, box, finish)
         self.give_back(padded)

@@ -5,7 +5,7 @@ import pytest
 from whole_grid import Exchange
 
 from mpiad.domain.boundary import sides_of
-from mpiad.domain.halo import Halo, fill_beyond, fold_beyond
+from mpiad.domain.halo import Halo, fill_local, fold_local
 from mpiad.domain.partition import Partition
 from mpiad.domain.routes import FACES, IN_TURN, TOGETHER
 
@@ -44,7 +44,7 @@ def filled(halos, blocks, sides, scheme):
             for a, b in zip(ours, ghosts):
                 padded[dest][b] = padded[source][a]
         for halo, out in zip(halos, padded):
-            fill_beyond(out, halo.stages(scheme)[stage], halo.beyond(sides, scheme)[stage], sides)
+            fill_local(out, halo.local(sides, scheme)[stage], sides)
     return padded
 
 
@@ -52,15 +52,12 @@ def folded(halos, cotangents, sides, scheme):
     totals = [g.copy() for g in cotangents]
     for stage in reversed(range(len(halos[0].stages(scheme)))):
         for halo, total in zip(halos, totals):
-            fold_beyond(total, halo.beyond(sides, scheme)[stage], sides, len(halo.shape))
+            fold_local(total, halo.local(sides, scheme)[stage], sides, len(halo.shape))
         parts = [
             (source, a, totals[dest][b].copy())
             for source, dest, ours, ghosts in messages(halos, scheme, stage)
             for a, b in zip(ours, ghosts)
         ]
-        for halo, total in zip(halos, totals):
-            for owned, ghost in halo.stages(scheme)[stage].here:
-                total[owned] += total[ghost]
         for owner, where, part in parts:
             totals[owner][where] += part
     return [total[halo.interior] for halo, total in zip(halos, totals)]
