@@ -23,8 +23,7 @@ from mpiad._typing import Array, LocalArray, Rank, Shape
 from mpiad.device.assembly import concatenate
 from mpiad.device.constants import Constants
 from mpiad.device.transfer import array_to_device
-from mpiad.domain.coordinates import Lattice
-from mpiad.domain.interpolation import Location, corner_weight, located
+from mpiad.domain.coordinates import Lattice, Location, located
 from mpiad.domain.partition import Partition
 from mpiad.primitives import stop
 from mpiad.transport import Spec
@@ -84,10 +83,18 @@ class PointTables:
         fraction = anp.reshape(where.fraction, (-1, ndim))[mine].astype(dtype)  # the field keeps its precision
         steps = list(itertools.product((0, 1), repeat=ndim))
         places = [np.ravel_multi_index(tuple(corner + np.array(step)[:, None]), self._padded) for step in steps]
-        weights = anp.stack([corner_weight(fraction, step) for step in steps])
+        weights = anp.stack([_corner_weight(fraction, step) for step in steps])
         order = np.argsort(np.concatenate([mine, np.flatnonzero(owners != self._rank)]))
         kept = weights if isbox(weights) else Constants(weights)
         return PointTable(Constants(np.stack(places)), Constants(order), kept, where.owner.shape)
+
+
+def _corner_weight(fraction: Array, step: tuple[int, ...]) -> Array:
+    """Return the weight of one corner of a cell: the product of those along each dimension."""
+    weight = 1.0
+    for axis, s in enumerate(step):
+        weight = weight * (fraction[:, axis] if s else 1.0 - fraction[:, axis])
+    return weight
 
 
 def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray:

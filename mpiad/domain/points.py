@@ -16,10 +16,9 @@ import numpy as np
 from mpiad._typing import Array, LocalArray
 from mpiad.device.transfer import array_to_device, array_to_host
 from mpiad.domain.boundary import sides_of
-from mpiad.domain.coordinates import Lattice, lattice_of, points_along
+from mpiad.domain.coordinates import Lattice, Location, lattice_of, located, points_along
 from mpiad.domain.decomposition import Decomposition
 from mpiad.domain.halo import Halo, fill_halo
-from mpiad.domain.interpolation import Location, located
 from mpiad.domain.point_tables import PointTables, interpolated
 from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_reduce_scatter, stop
 from mpiad.transport.agreement import raising_together

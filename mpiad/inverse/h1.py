@@ -9,8 +9,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.domain import Domain
-from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields, own_block
-from mpiad.inverse.heat_kernel import inverse_diagonal
+from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields, inverse_diagonal, own_block
 from mpiad.linalg import Multigrid
 
 __all__ = ["H1"]

@@ -6,10 +6,15 @@ is never traced. Both rules are made of this operator and of the user's, so they
 
 The adjoint of the transposed system is the system itself, and λᵀ A u is the same number from both sides: so its cotangent
 of p is taken from the operator too, with u and λ in each other's place.
+
+An operator is linear in u, so one trace of it serves all products with its transpose in a solve. A preconditioner has its
+transpose as an attribute `T` or a method `transpose()`, or it is given apart, or derived like the operator's; where there
+is none of that it is taken for symmetric, which costs iterations where it isn't, and nothing else.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +28,6 @@ from mpiad.linalg.bicgstab import bicgstab
 from mpiad.linalg.conjugate_gradients import conjugate_gradients
 from mpiad.linalg.gmres import gmres
 from mpiad.linalg.iteration import Method, iterate
-from mpiad.linalg.matvec_transpose import taking, transposed_function, transposed_preconditioner
 from mpiad.linalg.solver_settings import Settings
 from mpiad.linalg.system import System
 from mpiad.linalg.vectors import inner
@@ -32,8 +36,9 @@ from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
 from mpiad.transport.user_failures import DeferredFailures
 
-__all__ = ["METHODS", "Problem", "direction_of", "pulled_back", "solution", "solution_of_adjoint"]
+__all__ = ["DERIVED", "METHODS", "Problem", "direction_of", "pulled_back", "solution", "solution_of_adjoint"]
 
+DERIVED = "derived"
 METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgstab": bicgstab}
 
 
@@ -214,3 +219,41 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Se
             f"Aᵀ λ - g has norm {found:.3e}, where g has {norm:.3e}: A isn't its own transpose, and the derivative would "
             "be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose."
         )
+
+
+def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]:
+    """Return the transpose of a linear function of arrays of one shape and dtype, which is traced here."""
+    # At zero: the function is linear, so its derivative is the same everywhere.
+    return make_vjp(fun)(spec_like(like).zeros())[0]
+
+
+def transposed_preconditioner(preconditioner: Function, given: Any, rest: tuple, like: LocalArray) -> Function:
+    """Return the transpose of a preconditioner, as a function of the residual alone, which has the form of `like`.
+
+    `given` is the user's `preconditioner_transpose`: a function, "derived" or None; `rest` are the params.
+    """
+    if given is None:
+        given = getattr(preconditioner, "T", None)
+    if given is None and callable(getattr(preconditioner, "transpose", None)):
+        given = preconditioner.transpose()
+    if isinstance(given, str):
+        return transposed_function(taking(preconditioner, rest), like)
+    return taking(preconditioner if given is None else given, rest)
+
+
+def taking(fun: Function, params: tuple) -> Function:
+    """Return a function of one array, of one that takes the params too, where it requires so many arguments."""
+    rest = params if _takes(fun, len(params)) else ()
+    return lambda r: fun(r, *rest)
+
+
+def _takes(fun: Function, extra: int) -> bool:
+    try:
+        kinds = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return False  # some built-in functions don't say
+    if any(p.kind is p.VAR_POSITIONAL for p in kinds):
+        return True
+    required = [p for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    # Required ones alone: an argument with a default isn't meant for the params.
+    return len(required) == 1 + extra

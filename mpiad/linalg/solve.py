@@ -9,8 +9,7 @@ import numpy as np
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten
-from mpiad.linalg.implicit import METHODS, Problem, solution
-from mpiad.linalg.matvec_transpose import DERIVED
+from mpiad.linalg.implicit import DERIVED, METHODS, Problem, solution
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop
 from mpiad.transport.buffers import conversion

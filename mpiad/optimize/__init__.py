@@ -4,9 +4,8 @@ from mpiad.domain.minimization import provide
 from mpiad.optimize.checkpoint import Checkpoint
 from mpiad.optimize.history import History
 from mpiad.optimize.least_squares import least_squares
-from mpiad.optimize.minimize import minimize
+from mpiad.optimize.minimize import minimize, mpi_optimize
 from mpiad.optimize.minimize_many import Minima, minimize_many
-from mpiad.optimize.mpi_optimize import mpi_optimize
 
 provide(minimize, Checkpoint)
 

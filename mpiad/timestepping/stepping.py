@@ -1,19 +1,27 @@
-"""Steps of a loop on lists of arrays: the user's, checked, and the same with tangents carried along."""
+"""Steps of a loop on lists of arrays: the user's, checked, and the same with tangents carried along.
+
+Where the step is compiled, several may be run as one program. A program writes its results into arrays of their own, which
+the next one copies into the halos that it exchanges. Within one program a field is computed where the next step reads it,
+cotangents of parameters are added up in loops, and the Python of a call is spent once for all steps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.differentiation.trees import flatten, is_variable, named_leaves
 from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like
-from mpiad.timestepping.several_steps import can_run_together, number_together, several
 from mpiad.transport import Spec
+from mpiad.transport.tracing import tracing
 
 __all__ = ["Arguments", "Span", "Stepping", "TangentStepping", "UserStepping", "spans"]
+
+# Steps in one program. More bring little, and take long to compile.
+_MOST, _MOST_OPERATIONS = 32, 600
 
 
 class Span(NamedTuple):
@@ -70,6 +78,22 @@ def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
         first = span.stop
 
 
+@runtime_checkable
+class CompiledFunction(Protocol):
+    """What `mpiad.jit` makes."""
+
+    fun: Function
+
+    @property
+    def operations(self) -> int:
+        """How many operations its largest program has; 0 where there is none yet, or some call can't be compiled."""
+        ...
+
+    def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Any:
+        """Return a compiled function that was made of this one, the same for equal keys; `optional`: without a warning."""
+        ...
+
+
 class UserStepping:
     """The user's step and what is observed after it.
 
@@ -82,9 +106,11 @@ class UserStepping:
     - `build_seen` (or None): the same for what is observed; known after a step.
     """
 
-    def __init__(self, advance: Function, observe: Function | None, state: Tree, inputs: Tree, params: tuple, length: int):
+    def __init__(self, advance: Any, observe: Any, state: Tree, inputs: Tree, params: tuple, length: int):
         self._advance, self._observe, self._fed, self._length = advance, observe, inputs is not None, length
-        self._compiled = can_run_together(advance, observe)
+        # Whether steps may become one program, now or once one of them is compiled.
+        looked_at = observe is None or isinstance(observe, CompiledFunction)
+        self._compiled = isinstance(advance, CompiledFunction) and looked_at
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._fed else ([], list)
         rest, self._build_params = flatten(params)
@@ -96,10 +122,23 @@ class UserStepping:
 
     @property
     def together(self) -> int:
-        """How many steps can be run as one."""
-        if not self._compiled:
+        """How many steps can be run as one; 1 where there is no program of several, or not yet."""
+        if not self._compiled or tracing.recorder is not None or not self._advance.operations:
             return 1
-        return number_together(self._advance, self._observe, self._fed, self._length)
+        length, most = self._length, min(_MOST, self._length, max(_MOST_OPERATIONS // self._advance.operations, 1))
+        # As many as leave few over, which are run one by one.
+        count = min(range(most, most // 2, -1), key=lambda count: length % count)
+        return count if count > 1 and not self._several(count).refused else 1
+
+    def _several(self, count: int) -> Any:
+        """Return a compiled function that runs so many steps of the loop.
+
+        It takes the state, the first step's number, a nest of inputs with `count` entries (or None) and all params to the
+        last state and a list of what is observed after each step.
+        """
+        advance, observe, fed = self._advance, self._observe, self._fed
+        key = observe, fed, count
+        return advance.derived(key, lambda: _steps(advance.fun, observe and observe.fun, fed, count), True)
 
     def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
         """Return the state after some steps, and what is observed after each; raise where its form isn't that before."""
@@ -107,8 +146,8 @@ class UserStepping:
         entry = (self._build_input(now.inputs),) if self._fed else ()
         first, stop = span
         if stop > first + 1:
-            steps = several(self._advance, self._observe, self._fed, stop - first)
-            state, seen = steps(self.build_state(now.state), first, *(entry or (None,)), params)
+            several = self._several(stop - first)
+            state, seen = several(self.build_state(now.state), first, *(entry or (None,)), params)
         else:
             state = self._advance(self.build_state(now.state), first, *entry, *params)
             seen = [] if self._observe is None else [self._observe(state, first, *params)]
@@ -174,3 +213,18 @@ class TangentStepping(NamedTuple):
 
         (state, seen), (moved, noted) = trace_forwards(called, Variables(leaves, places, list), tangents)
         return [*state, *moved], [[*each, *along] for each, along in zip(seen, noted)]
+
+
+def _steps(advance: Function, look: Function | None, fed: bool, count: int) -> Function:
+    def steps(state: Tree, first: int, inputs: Tree, params: tuple) -> tuple[Tree, list[Tree]]:
+        leaves, build = flatten(inputs) if fed else ([], list)
+        seen = []
+        for k in range(count):
+            entry = (build([leaf[k] for leaf in leaves]),) if fed else ()
+            state = advance(state, first + k, *entry, *params)
+            if look is not None:
+                seen.append(look(state, first + k, *params))
+        return state, seen
+
+    steps.__name__ = getattr(advance, "__name__", "step")
+    return steps

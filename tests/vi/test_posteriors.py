@@ -17,7 +17,7 @@ from mpiad.vi import (
     SplineCoupling,
 )
 from mpiad.vi.flows.coupling import evaluated
-from mpiad.vi.flows.rational_quadratic import numbers_per_spline, spline, spline_inverse
+from mpiad.vi.flows.spline import numbers_per_spline, spline, spline_inverse
 
 pytestmark = pytest.mark.serial
 

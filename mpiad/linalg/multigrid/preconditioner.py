@@ -14,7 +14,6 @@ from mpiad.device.constants import Constants
 from mpiad.domain import Domain
 from mpiad.domain.partition import Partition
 from mpiad.linalg.host_and_device import require_together
-from mpiad.linalg.multigrid.cg_vectors import over_systems
 from mpiad.linalg.multigrid.colour_layout import layout_of
 from mpiad.linalg.multigrid.compiled_sums import are_compiled
 from mpiad.linalg.multigrid.elliptic import Elliptic
@@ -22,7 +21,7 @@ from mpiad.linalg.multigrid.hierarchy import Plan, hierarchy
 from mpiad.linalg.multigrid.level import Level
 from mpiad.linalg.multigrid.level_stencil import stencil_of
 from mpiad.linalg.multigrid.medium import coefficients, contrast, has_constants, jumps
-from mpiad.linalg.multigrid.multigrid_cg import Tolerance, conjugate
+from mpiad.linalg.multigrid.multigrid_cg import Tolerance, conjugate, over_systems
 from mpiad.linalg.multigrid.spread import spread_of
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in
 from mpiad.linalg.vectors import on_host

@@ -1,16 +1,28 @@
-"""Neural spline layers (Durkan et al., 2019): each coordinate goes through a monotone spline that the others choose."""
+"""Neural spline layers (Durkan et al., 2019): each coordinate goes through a monotone spline that the others choose.
+
+The splines are rational-quadratic (Gregory and Delbourgo, 1982). Widths and heights of the bins are softmaxes of
+unconstrained numbers, slopes at inner knots softplus; outside of the bins the spline is the identity, and slopes are 1 at
+both ends. With all numbers zero it is the identity everywhere.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array, Tree
 from mpiad.device.numpy import concatenate
+from mpiad.primitives import stop
 from mpiad.vi.flows.coupling import evaluated, initial_network, joined, length_of, masked_network, parted
-from mpiad.vi.flows.rational_quadratic import numbers_per_spline, spline, spline_inverse
 
-__all__ = ["SplineAutoregressive", "SplineCoupling"]
+__all__ = ["SplineAutoregressive", "SplineCoupling", "numbers_per_spline", "spline", "spline_inverse"]
+
+# The least part of the interval that a bin covers, and the least slope: what keeps the inverse well conditioned.
+_LEAST_BIN, _LEAST_SLOPE = 1e-3, 1e-3
+# Its softplus is 1 - _LEAST_SLOPE, so that numbers of zero give slopes of one.
+_SLOPE_ONE = float(numpy.log(numpy.expm1(1 - _LEAST_SLOPE)))
 
 
 class SplineCoupling:
@@ -107,3 +119,90 @@ class SplineAutoregressive:
         dim = z.shape[1]
         masks = masked_network(dim, self.hidden, numbers_per_spline(self.bins))
         return np.reshape(evaluated(params, z, masks), (len(z), dim, -1))
+
+
+class _Bin(NamedTuple):
+    """The bin of each point: its corners, its slopes at both, whether the point lies in any."""
+
+    x: Array
+    width: Array
+    y: Array
+    height: Array
+    left: Array
+    right: Array
+    inside: Array
+
+
+def numbers_per_spline(bins: int) -> int:
+    """Return how many unconstrained numbers say a spline."""
+    return 3 * bins - 1
+
+
+def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Array]:
+    """Return the spline's values and the logarithms of its slopes at x, by (..., numbers_per_spline(bins)) numbers."""
+    b = _bin_of(x, numbers, bins, bound, of_values=False)
+    slope = b.height / b.width
+    # Also where the result isn't taken the formula must be finite: in the adjoint of `where` zero times NaN would be NaN.
+    part = np.where(b.inside, (x - b.x) / b.width, 0.5)
+    both = part * (1 - part)
+    below = slope + (b.left + b.right - 2 * slope) * both
+    y = b.y + b.height * (slope * part**2 + b.left * both) / below
+    return np.where(b.inside, y, x), np.where(b.inside, _log_slope(slope, part, b, below), 0.0)
+
+
+def spline_inverse(y: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Array]:
+    """Return the points where the spline has these values, and the logarithms of the inverse's slopes."""
+    b = _bin_of(y, numbers, bins, bound, of_values=True)
+    slope = b.height / b.width
+    # Finite for points outside too, as in `spline`.
+    above = np.where(b.inside, y - b.y, b.height / 2)
+    curve = above * (b.left + b.right - 2 * slope)
+    a2 = b.height * (slope - b.left) + curve
+    a1 = b.height * b.left - curve
+    a0 = -slope * above
+    # The root between 0 and 1, in the form that subtracts nothing of nearly equal size.
+    part = 2 * a0 / (-a1 - np.sqrt(a1**2 - 4 * a2 * a0))
+    below = slope + (b.left + b.right - 2 * slope) * part * (1 - part)
+    x = b.x + part * b.width
+    return np.where(b.inside, x, y), np.where(b.inside, -_log_slope(slope, part, b, below), 0.0)
+
+
+def _log_slope(slope: Array, part: Array, b: _Bin, below: Array) -> Array:
+    rest = 1 - part
+    above = b.right * part**2 + 2 * slope * part * rest + b.left * rest**2
+    return 2 * np.log(slope) + np.log(above) - 2 * np.log(below)
+
+
+def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) -> _Bin:
+    widths = _parts(numbers[..., :bins], bound)
+    heights = _parts(numbers[..., bins : 2 * bins], bound)
+    inner = _LEAST_SLOPE + np.logaddexp(0.0, numbers[..., 2 * bins :] + _SLOPE_ONE)
+    ends = np.ones_like(inner[..., :1])
+    slopes = concatenate([ends, inner, ends], axis=-1)
+    lefts, bottoms = _starts(widths, bound), _starts(heights, bound)
+    # Which bin a point is in is constant almost everywhere, so nothing flows through the search.
+    starts = stop(bottoms if of_values else lefts)
+    plain = stop(x)
+    # A point is in the last bin whose start it has reached, and in the first where it has reached none.
+    reached = plain[..., None] >= starts[..., 1:]
+    first, none = numpy.ones_like(plain[..., None], dtype=bool), numpy.zeros_like(plain[..., None], dtype=bool)
+    chosen = numpy.concatenate([first, reached], axis=-1) & ~numpy.concatenate([reached, none], axis=-1)
+
+    def at(values: Array) -> Array:
+        return np.sum(values * chosen, axis=-1)
+
+    return _Bin(
+        at(lefts), at(widths), at(bottoms), at(heights), at(slopes[..., :-1]), at(slopes[..., 1:]),
+        (plain > -bound) & (plain < bound),
+    )  # fmt: skip
+
+
+def _parts(numbers: Array, bound: float) -> Array:
+    """Return positive lengths that add up to 2·bound."""
+    exponentials = np.exp(numbers - np.max(numbers, axis=-1, keepdims=True))
+    shares = exponentials / np.sum(exponentials, axis=-1, keepdims=True)
+    return 2 * bound * (_LEAST_BIN + (1 - _LEAST_BIN * numbers.shape[-1]) * shares)
+
+
+def _starts(lengths: Array, bound: float) -> Array:
+    return np.cumsum(lengths, axis=-1) - lengths - bound
