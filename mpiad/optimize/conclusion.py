@@ -8,35 +8,23 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import scipy
 
-from mpiad.optimize.evaluated_points import Counts, Point, Points
+from mpiad.optimize.evaluated_points import Counts, Ending, Point, Points
 from mpiad.optimize.history import History
 from mpiad.optimize.packing import Packing
 
-__all__ = ["INTERRUPTED", "STOPPED", "Ending", "concluded", "cut_short", "finished", "outcome_of"]
+__all__ = ["STOPPED", "concluded", "cut_short", "finished", "outcome_of"]
 
 # Values that differ by less are equal but for rounding.
 _ROUNDING = 4.0 * sys.float_info.epsilon
 
 
-class Ending(NamedTuple):
-    """Status and what it means; zero is success."""
-
-    status: int
-    message: str
-
-
 # SciPy's own status for it.
 STOPPED = Ending(99, "`callback` raised `StopIteration`.")
-# What a shell reports of a program that SIGTERM has ended: 128 and the signal's number.
-INTERRUPTED = Ending(
-    143,
-    "INTERRUPTED: a rank was told to end by SIGTERM, and the state is written. Make the same call again to go on.",
-)
 
 
 def cut_short(ending: Ending, points: Points, iterations: int, at_best: bool = False) -> scipy.optimize.OptimizeResult:

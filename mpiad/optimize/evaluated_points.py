@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.root_instructions import BOTH, GRADIENT, PRODUCT, VALUE, Instructions
 
-__all__ = ["RETREAT", "Counts", "Interrupted", "LimitReached", "Point", "Points"]
+__all__ = ["INTERRUPTED", "RETREAT", "Counts", "Ending", "Left", "Point", "Points"]
 
 # A line search may accept a point that isn't the last one it tried.
 _REMEMBERED = 4
@@ -22,12 +22,29 @@ RETREAT = 0.3
 _NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both"}
 
 
-class LimitReached(Exception):
-    """Leave a method that wants one more evaluation than `maxfun`, from wherever it is."""
+class Ending(NamedTuple):
+    """Status and what it means; zero is success."""
+
+    status: int
+    message: str
 
 
-class Interrupted(Exception):
-    """Leave a method after a rank was told to end, from wherever it is."""
+# What a shell reports of a program that SIGTERM has ended: 128 and the signal's number.
+INTERRUPTED = Ending(
+    143,
+    "INTERRUPTED: a rank was told to end by SIGTERM, and the state is written. Make the same call again to go on.",
+)
+
+
+class Left(Exception):  # noqa: N818 - no error, as StopIteration is none
+    """Leave a method, from wherever it is.
+
+    `ending`: what is reported of it. `at_best`: whether at the best point that was met, not at the last iterate.
+    """
+
+    def __init__(self, ending: Ending, at_best: bool = False):
+        super().__init__(ending.message)
+        self.ending, self.at_best = ending, at_best
 
 
 class Counts(dict):
@@ -113,6 +130,11 @@ class Points:
         # One at least, as without the objective at x0 there is no result.
         return self.maxfun is not None and self.counts.of_objective >= max(self.maxfun, 1)
 
+    def limit_reached(self) -> Left:
+        """Return what leaves a method that wants one more evaluation than `maxfun`."""
+        said = f"STOP: maxfun={self.maxfun:.0f} evaluations of the objective are done. Raise options['maxfun'], or accept "
+        return Left(Ending(1, said + "x, the best point so far."), at_best=True)
+
     @property
     def broken(self) -> bool:
         """Return whether anything wasn't finite at the last points."""
@@ -186,9 +208,9 @@ class Points:
 
     def _ask(self, kind: int, point: Point, x: np.ndarray) -> None:
         if kind != GRADIENT and self.exhausted and self._begun:
-            raise LimitReached(f"{self.counts.of_objective} evaluations are done")
+            raise self.limit_reached()
         if self.interruptible and self.iterate is not None and self._evaluation.agreement.end_requested:
-            raise Interrupted("a rank was told to end")
+            raise Left(INTERRUPTED)
         self._begun = True
         value, gradient = self._carry_out(kind, _NAMES[kind], x)
         self._last_valued = point if kind == VALUE else None  # a gradient, or both at once, uses the forward pass up

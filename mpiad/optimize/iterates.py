@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import Leader
 from mpiad.transport.user_failures import StageFailures
 
-__all__ = ["Callback", "Iterates", "IteratesOfPoints", "PieceIterates"]
+__all__ = ["Iterates", "IteratesOfPoints", "PieceIterates"]
 
 
 class Moved(Iterate, Protocol):
@@ -35,7 +36,7 @@ class Iterates:
     """
 
     def __init__(self, callback: Function | None, leader: Leader):
-        self._callback = None if callback is None else Callback(callback)
+        self._callback = _of_iterates(callback)
         self._packing, self._progress, self._used = leader.packing, leader.progress, leader.used
         self._last: np.ndarray | None = None
         self._way = np.zeros(0)
@@ -152,7 +153,7 @@ class PieceIterates:
         progress: Progress | None,
     ):  # fmt: skip
         self._packing, self._agreement, self.anyone, self._progress = packing, agreement, anyone, progress
-        self._callback = None if callback is None else Callback(callback)
+        self._callback = _of_iterates(callback)
         self.record = Record()
 
     def note(self, point: Moved, evaluations: int) -> Row:
@@ -177,19 +178,15 @@ class PieceIterates:
         return False
 
 
-class Callback:
-    """A callback that wants the variables, or an OptimizeResult."""
-
-    def __init__(self, fun: Function):
-        self._fun, self._takes_result = fun, _takes_result(fun)
-
-    def __call__(self, x: Tree, row: Row) -> Any:
-        """Call it at an iterate; its exceptions pass through, StopIteration too."""
-        if not self._takes_result:
-            return self._fun(x)
-        return self._fun(intermediate_result=scipy.optimize.OptimizeResult(
-            x=x, fun=row.loss, nit=row.iteration, nfev=row.evaluations, gradient_norm=row.gradient_norm
-        ))  # fmt: skip
+def _of_iterates(callback: Function | None) -> Callable[[Tree, Row], Any] | None:
+    """Return a function of an iterate, of a callback that wants the variables, or an OptimizeResult."""
+    if callback is None:
+        return None
+    if not _takes_result(callback):
+        return lambda x, row: callback(x)
+    return lambda x, row: callback(intermediate_result=scipy.optimize.OptimizeResult(
+        x=x, fun=row.loss, nit=row.iteration, nfev=row.evaluations, gradient_norm=row.gradient_norm
+    ))  # fmt: skip
 
 
 def _takes_result(fun: Function) -> bool:

@@ -22,7 +22,7 @@ from mpiad.optimize.packing import tellable_variables
 from mpiad.optimize.residuals.loss import Loss, loss_of
 from mpiad.optimize.residuals.residual_evaluation import ResidualEvaluation
 from mpiad.optimize.residuals.trust_region import Aims, descend
-from mpiad.optimize.root_driven import RootDriven, solving
+from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_start import shared_start
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
@@ -150,7 +150,7 @@ def least_squares(
         kind = partial(ResidualEvaluation, loss=weigh, solver=tr_solver, few=_FEW)
         solve = RootDriven(used, program, start, kind, _CALL)
         aims = Aims(keywords, {"loss": loss, "f_scale": f_scale}, callback, kept, program, tr_solver)
-        with solving(solve.agreement, kept, comm, _CALL):
+        with solve.ending(kept):
             return solve.run(partial(descend, aims), Progress(keywords) if progress else None)
 
 

@@ -22,7 +22,7 @@ from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
 from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Program, check_program
 from mpiad.optimize.packing import as_variables, tellable_variables
-from mpiad.optimize.root_driven import RootDriven, solving
+from mpiad.optimize.root_driven import RootDriven
 from mpiad.optimize.root_start import shared_start
 from mpiad.optimize.scipy_methods import Wishes, drive, is_sharded, method_named
 from mpiad.optimize.sharded import Piece, Sharded, piece_of
@@ -164,7 +164,7 @@ def minimize(
         start, wishes = _agree_on_arguments(used, program, method, x0, wishes)
         solve = Sharded(used, program, start) if isinstance(start, Piece) else RootDriven(used, program, start)
         shown = Progress(options) if progress else None
-        with solving(solve.agreement, wishes.checkpoint, comm, "minimize"):
+        with solve.ending(wishes.checkpoint):
             if isinstance(solve, Sharded):
                 return solve.run(callback, shown)
             return solve.run(partial(drive, method_named(method), wishes, program), shown)

@@ -13,7 +13,7 @@ from mpiad._typing import Function, Rank, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import make_hvp
 from mpiad.differentiation.gradient import gradients_of_term
-from mpiad.differentiation.objective import Problem, check_objective, problem_with, share, weight_of
+from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_exchange import ByMessages, OwnParts
@@ -22,7 +22,7 @@ from mpiad.primitives.checks import root_of
 from mpiad.transport import Channel
 from mpiad.transport.user_failures import StageFailures, Unreached, WrongValueError
 
-__all__ = ["Evaluation", "ForwardPass", "Program", "check_program", "forward_pass"]
+__all__ = ["Evaluation", "Program", "check_program"]
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Evaluation:
         self._weight = weight_of(program.objective, used, program.root)
         self._gradient_weight = 1.0 if pieces else self._weight  # of what `jac` returns
         self._nothing = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
-        self._forward: ForwardPass | None = None
+        self._forward: tuple[Traced, Variables] | None = None  # ready to be run backwards once
         self._hessian: tuple[bytes, Callable] | None = None
         self._begun = self._unreached = False
         self.only_both, self.separate = program.jac is True, callable(program.jac)
@@ -89,8 +89,10 @@ class Evaluation:
             return self.agreement.summed(lambda: self.value_at(x), self._term)[1]
         self._forward = None  # its memory returns before the next takes as much
         # The agreement comes before the backward pass, in which the ranks wait for each other.
-        self._forward = forward_pass(lambda x: self.agreement.run(lambda: self.value_at(x)), x)
-        return float(share(self._forward.value, self._weight, self._forward.problem, self._used))
+        variables = variables_of((x,), 0, "minimize")
+        traced = trace_backwards(lambda x: self.agreement.run(lambda: self.value_at(x)), variables)
+        self._forward = traced, variables
+        return float(share(traced.build(traced.values), self._weight, traced.problem, self._used))
 
     def gradient(self, vector: np.ndarray) -> np.ndarray | None:
         """Return the gradient on the root; without `jac`, at the point of the last `value`."""
@@ -106,9 +108,11 @@ class Evaluation:
         return self._sums.total(self.agreement.run(self._backward))
 
     def _backward(self) -> np.ndarray:
-        forward: ForwardPass = self._forward  # type: ignore[assignment]
+        traced, variables = self._forward  # type: ignore[misc]
         self._forward = None
-        return self._sums.hand_in(self._flat(forward.backward(self._weight)))
+        # All ranks run it, also those whose weight is zero: the cotangents of the others pass through them.
+        found = gradients_of_term(traced, self._weight, variables)
+        return self._sums.hand_in(self._flat(variables.filled(found, lambda leaf: None)))
 
     def _flat(self, gradient: Tree) -> np.ndarray:
         """Return this rank's part of a gradient as a vector; where it is sent at once, in memory that isn't ours."""
@@ -220,34 +224,3 @@ def check_program(program: Program, used: Channel, call: str) -> None:
     ):
         if not allowed:
             raise TypeError(f"{call}: {name} must be callable, but got {type(value).__name__} {value!r:.60}.")
-
-
-class ForwardPass(NamedTuple):
-    """One rank's part of an evaluation, ready to be run backwards once."""
-
-    traced: Traced
-    variables: Variables
-
-    @property
-    def value(self) -> Scalar:
-        """Return this rank's L_r."""
-        return self.traced.build(self.traced.values)
-
-    @property
-    def problem(self) -> Problem | None:
-        """Return what is wrong with this rank's pass: requests that were never waited for."""
-        return self.traced.problem
-
-    def backward(self, weight: float) -> Tree:
-        """Return `weight` times the gradient by this rank's copy of the variables.
-
-        All ranks call it, also those whose weight is zero: the cotangents of the others pass through them.
-        """
-        found = gradients_of_term(self.traced, weight, self.variables)
-        return self.variables.filled(found, lambda leaf: None)
-
-
-def forward_pass(fun: Function, x: Tree) -> ForwardPass:
-    """Run a function of x, recorded."""
-    variables = variables_of((x,), 0, "minimize")
-    return ForwardPass(trace_backwards(fun, variables), variables)

@@ -1,4 +1,4 @@
-"""One solve with its variables on the root: its duplicate of the communicator, and the parts that talk on it."""
+"""What every solve has, and how it ends; one with its variables on the root, and the parts that talk on its duplicate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import scipy
 
-from mpiad._typing import Comm, Tree
+from mpiad._typing import Tree
 from mpiad.differentiation.refusals import explain
 from mpiad.domain.root_copies import of_root_copies
 from mpiad.errors import DeadlockError
@@ -24,20 +24,44 @@ from mpiad.transport.fault_tolerance import is_interruption
 from mpiad.transport.signals import postponed
 from mpiad.transport.user_failures import StageFailures
 
-__all__ = ["Leader", "RootDriven", "solving"]
+__all__ = ["Leader", "RootDriven", "Solve"]
 
 
-@contextmanager
-def solving(agreement: StageFailures, checkpoint: Checkpoint | None, comm: Comm, call: str) -> Iterator[None]:
-    """Let SIGTERM wait where a state is written; renew the communicator where an evaluation has ended the solve."""
-    try:
-        # Where no state would be written, SIGTERM does at once what it always does.
-        with nullcontext() if checkpoint is None else postponed(checkpoint.patience):
-            yield
-    except Exception:
-        if agreement.error is not None:
-            renew(comm, call)  # an evaluation may have left messages under way, which would be taken for new ones
-        raise
+class Solve:
+    """What every solve has: a duplicate of the communicator, and the agreement of its ranks on each stage.
+
+    `used`: the user's communicator. `call`: name of the public function. `agreement`: its `error` is what ended the solve
+    on all ranks.
+    """
+
+    def __init__(self, used: Channel, call: str):
+        # A duplicate of its own: the user's function may communicate on the channel's while instructions are under way, and
+        # an interrupted solve leaves no message that the user's next call could take.
+        self._used, self._comm, self._call = used, used.derive(), call
+        self.agreement = StageFailures(self._comm, call, "mpiad.optimize", explain)
+
+    @contextmanager
+    def ending(self, checkpoint: Checkpoint | None) -> Iterator[None]:
+        """Let SIGTERM wait where a state is written; free what the solve has, and renew what an evaluation has left."""
+        try:
+            # Where no state would be written, SIGTERM does at once what it always does.
+            with nullcontext() if checkpoint is None else postponed(checkpoint.patience):
+                yield
+        except Exception as error:
+            if isinstance(error, DeadlockError):
+                self.agreement.close()  # which every rank does alone
+            # Freeing is collective: where ranks don't come together any more it would wait for ever, and where they are
+            # still to be interrupted, they are so on this communicator too.
+            elif not self.agreement.broken and not is_interruption(error):
+                self._close()
+            if self.agreement.error is not None:
+                renew(self._used.user, self._call)  # messages may be under way, which would be taken for new ones
+            raise
+        self._close()
+
+    def _close(self) -> None:
+        self.agreement.close()
+        self._used.drop(self._comm)
 
 
 class Leader(NamedTuple):
@@ -51,25 +75,18 @@ class Leader(NamedTuple):
     progress: Progress | None
 
 
-class RootDriven:
-    """A solve, made and run by all ranks.
+class RootDriven(Solve):
+    """A solve that the root drives, made and run by all ranks.
 
-    - `used`: the user's communicator.
-    - `program`: what to evaluate; checked and agreed on.
-    - `start`: the starting point, on all ranks.
-    - `kind`: what carries out the root's instructions.
-    - `call`: name of the public function.
-    - `agreement`: its `error` is what ended the solve on all ranks.
+    `program`: what to evaluate; checked and agreed on. `start`: the starting point, on all ranks. `kind`: what carries out
+    the root's instructions.
     """
 
     def __init__(
         self, used: Channel, program: Program, start: Tree, kind: Callable[..., Any] = Evaluation, call: str = "minimize"
     ):
-        self._start, self._packing, self._call = start, Packing(start), call
-        # A duplicate of its own: the user's function may communicate on the channel's while instructions are under way.
-        self._used, self._comm = used, used.derive()
-        self._leads = used.rank == program.root
-        self.agreement = StageFailures(self._comm, call, "mpiad.optimize", explain)
+        super().__init__(used, call)
+        self._start, self._packing, self._leads = start, Packing(start), used.rank == program.root
         exchange = exchange_of(self._comm, program.root, self._packing.size)
         # On one rank the root's copy is the only one, and may be anything.
         program = program if used.size == 1 else program._replace(fun=of_root_copies(program.fun))
@@ -78,16 +95,7 @@ class RootDriven:
 
     def run(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> scipy.optimize.OptimizeResult:
         """Drive on the root, serve elsewhere; return the outcome, or raise, on all ranks alike."""
-        try:
-            outcome = self._lead(drive, progress) if self._leads else serve(self._instructions, self._evaluation)
-        except Exception as error:
-            # Where ranks are still to be interrupted, they are so on this communicator too; `minimize` gives it up.
-            if isinstance(error, DeadlockError):
-                self.agreement.close()  # which every rank does alone
-            elif not self.agreement.broken and not is_interruption(error):
-                self._close()
-            raise
-        self._close()
+        outcome = self._lead(drive, progress) if self._leads else serve(self._instructions, self._evaluation)
         return finished(outcome, self._packing)
 
     def _lead(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> Any:
@@ -108,7 +116,3 @@ class RootDriven:
         # Also after a refusal: the others wait for an instruction, and learn the reason with the outcome.
         self._instructions.give(FINISH)
         return self._instructions.share_outcome(outcome, cause)
-
-    def _close(self) -> None:
-        self.agreement.close()
-        self._used.drop(self._comm)

@@ -12,9 +12,9 @@ import scipy  # loads its parts at their first use: to load them here would doub
 from mpiad._typing import Function
 from mpiad.optimize.box_constraints import Box, box_of
 from mpiad.optimize.checkpoint import RootCheckpoint, problem_of
-from mpiad.optimize.conclusion import INTERRUPTED, STOPPED, Ending, concluded, cut_short, outcome_of
+from mpiad.optimize.conclusion import STOPPED, concluded, cut_short, outcome_of
 from mpiad.optimize.constraints import ConstraintSet, constraints_of
-from mpiad.optimize.evaluated_points import Interrupted, LimitReached, Points
+from mpiad.optimize.evaluated_points import Ending, Left, Points
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.root_driven import Leader
@@ -53,7 +53,7 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
     run = _run_out if iterates.done and options.get("maxiter") == 0 else scipy.optimize.minimize
     try:
         if iterates.spent:
-            raise LimitReached("earlier runs have made all evaluations")
+            raise points.limit_reached()
         result = run(
             iterates.value,
             start,
@@ -70,18 +70,8 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
         result = iterates.counted(concluded(result, points, constrained=constraints is not None))
     except StopIteration:  # which some of SciPy's methods let pass
         result = cut_short(STOPPED, points, iterates.count)
-    except IterationsDone:
-        said = (
-            f"STOP: all {iterates.count} iterations are done. Raise options['maxiter'], or accept x, the best point so far."
-        )
-        result = cut_short(Ending(1, said), points, iterates.count)
-    except LimitReached:
-        said = (
-            f"STOP: maxfun={points.maxfun:.0f} evaluations of the objective are done. Raise options['maxfun'], or accept "
-        )
-        result = cut_short(Ending(1, said + "x, the best point so far."), points, iterates.count, at_best=True)
-    except Interrupted:
-        result = cut_short(INTERRUPTED, points, iterates.count)
+    except Left as left:
+        result = cut_short(left.ending, points, iterates.count, left.at_best)
     except ValueError as error:  # as some of SciPy's methods refuse NaN and infinities in their matrices
         if iterates.told or not points.broken:
             raise
@@ -91,15 +81,12 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
     return outcome_of(result, iterates.record.history(), points.counts)
 
 
-class IterationsDone(Exception):
-    """Leave a solve of which earlier runs have made all iterations."""
-
-
-def _run_out(value: Callable, start: np.ndarray, jac: Callable, **others: Any) -> Any:
-    """Evaluate where an earlier run has ended, in place of SciPy's `minimize`."""
+def _run_out(value: Callable, start: np.ndarray, jac: Callable, callback: IteratesOfPoints, **others: Any) -> Any:
+    """Evaluate where an earlier run has made the last iteration, in place of SciPy's `minimize`."""
     value(start.copy())
     jac(start.copy())
-    raise IterationsDone
+    said = f"STOP: all {callback.count} iterations are done. Raise options['maxiter'], or accept x, the best point so far."
+    raise Left(Ending(1, said))
 
 
 def _constraints(method: Method, given: object, leader: Leader) -> ConstraintSet | None:

@@ -15,8 +15,8 @@ import scipy
 
 from mpiad._typing import Function
 from mpiad.optimize.checkpoint import Checkpoint, RootCheckpoint, fingerprint, problem_of
-from mpiad.optimize.conclusion import INTERRUPTED, STOPPED
-from mpiad.optimize.evaluated_points import Interrupted, LimitReached, Point
+from mpiad.optimize.conclusion import STOPPED
+from mpiad.optimize.evaluated_points import INTERRUPTED, Ending, Left, Point
 from mpiad.optimize.iterates import Iterates
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.residuals.residual_evaluation import ResidualEvaluation
@@ -25,7 +25,9 @@ from mpiad.optimize.root_instructions import COTANGENT, FACTOR, RESIDUALS, TANGE
 
 __all__ = ["Aims", "descend"]
 
-_STOPPED, _LIMIT = -2, 0  # SciPy's
+# With SciPy's statuses.
+_STOPPED = Ending(-2, STOPPED.message)
+_LIMIT = Ending(0, "The maximum number of function evaluations is exceeded. Raise max_nfev.")
 
 
 class Aims(NamedTuple):
@@ -93,7 +95,7 @@ class _Problem:
         """Return what SciPy takes for residuals at x."""
         # Only here, between two iterations: the last iterate is noted, and its gradient known.
         if self._keeper.active and self.place is not None and self._evaluation.agreement.end_requested:
-            raise Interrupted("a rank was told to end")
+            raise Left(INTERRUPTED)
         self._ask(RESIDUALS, "residuals", x)
         if self._evaluation.gathers:
             found: np.ndarray = self._evaluation.gathered(x)  # type: ignore[assignment]
@@ -168,11 +170,9 @@ def descend(aims: Aims, leader: Leader) -> dict[str, Any]:
         keywords = {**aims.keywords, "max_nfev": _remaining(aims.keywords["max_nfev"], problem, start.size)}
         result = scipy.optimize.least_squares(problem.residuals, start, jac=problem.jacobian, **keywords, **solver)
     except StopIteration:
-        result = problem.ended(_STOPPED, STOPPED.message)
-    except LimitReached:
-        result = problem.ended(_LIMIT, "The maximum number of function evaluations is exceeded. Raise max_nfev.")
-    except Interrupted:
-        result = problem.ended(*INTERRUPTED)
+        result = problem.ended(*_STOPPED)
+    except Left as left:
+        result = problem.ended(*left.ending)
     problem.keep(ended=True)
     return _outcome(result, problem)
 
@@ -184,7 +184,7 @@ def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
     # SciPy's default, which counts the evaluations of one run alone.
     left = (100 * size if limit is None else limit) - problem.counts["residuals"]
     if left <= 0:
-        raise LimitReached("earlier runs have made all evaluations")
+        raise Left(_LIMIT)
     return left
 
 

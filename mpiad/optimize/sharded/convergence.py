@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpiad._typing import Function
-from mpiad.optimize.conclusion import INTERRUPTED, STOPPED, Ending
+from mpiad.optimize.conclusion import STOPPED
+from mpiad.optimize.evaluated_points import INTERRUPTED, Ending
 from mpiad.optimize.sharded.solver_state import State
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""One solve with its variables in pieces on their ranks: its duplicate of the communicator, and its parts."""
+"""One solve with its variables in pieces on their ranks, and its parts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import scipy
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_host
-from mpiad.differentiation.refusals import explain
 from mpiad.optimize.box_constraints import Box, box_of
 from mpiad.optimize.checkpoint import Checkpoint, problem_of
 from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import PieceIterates
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import DevicePacking, PiecePacking, packing_of_piece
+from mpiad.optimize.root_driven import Solve
 from mpiad.optimize.root_exchange import OwnParts, Totals
 from mpiad.optimize.sharded.compiled_vectors import host_vectors
 from mpiad.optimize.sharded.convergence import Ending, NewtonSettings, Settings, newton_settings_of, settings_of
@@ -28,8 +28,6 @@ from mpiad.optimize.sharded.redistribution import Layout, layout_of, place_indep
 from mpiad.optimize.sharded.second_order import SecondOrderEvaluation, on_vectors
 from mpiad.optimize.sharded.solver_state import OF_RANKS, Point, StateFiles
 from mpiad.transport import Channel
-from mpiad.transport.fault_tolerance import is_interruption
-from mpiad.transport.user_failures import StageFailures
 
 __all__ = ["Piece", "Sharded", "piece_of"]
 
@@ -61,37 +59,25 @@ def piece_of(
     return Piece(start, packing, box_of(bounds, packing.size), settings, checkpoint)
 
 
-class Sharded:
-    """A solve, made and run by all ranks.
+class Sharded(Solve):
+    """A solve in pieces, made and run by all ranks.
 
-    - `used`: the user's communicator.
-    - `program`: what to evaluate; checked and agreed on.
-    - `piece`: this rank's own.
-    - `agreement`: its `error` is what ended the solve on all ranks.
+    `program`: what to evaluate; checked and agreed on. `piece`: this rank's own.
     """
 
     def __init__(self, used: Channel, program: Program, piece: Piece):
-        # A duplicate of its own: an interrupted solve leaves no message that the user's next call could take.
-        self._program, self._piece, self._used, self._comm = program, piece, used, used.derive()
-        self._totals = Totals(self._comm, program.root)
-        self.agreement = StageFailures(self._comm, "minimize", "mpiad.optimize", explain)
+        super().__init__(used, "minimize")
+        self._program, self._piece, self._totals = program, piece, Totals(self._comm, program.root)
         self._evaluation = Evaluation(program, piece.packing, self.agreement, used, OwnParts(), pieces=True)
 
     def run(self, callback: Function | None, progress: Progress | None) -> scipy.optimize.OptimizeResult:
         """Descend; return the result, or raise, on all ranks alike."""
         line = progress if self._totals.leads else None
         try:
-            result = self._run(callback, line)
-        except Exception as error:
-            # Freeing is collective: where the ranks don't come together any more it would wait for ever.
-            if not self.agreement.broken and not is_interruption(error):
-                self._close()
-            raise
+            return self._run(callback, line)
         finally:
             if line is not None:
                 line.close()
-        self._close()
-        return result
 
     def _run(self, callback: Function | None, line: Progress | None) -> scipy.optimize.OptimizeResult:
         packing, settings = self._piece.packing, self._piece.settings
@@ -176,7 +162,3 @@ class Sharded:
         if isinstance(point, NewtonPoint):
             result.nhev = products
         return result
-
-    def _close(self) -> None:
-        self.agreement.close()
-        self._used.drop(self._comm)
