@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import import_module
 from os import PathLike
+from typing import Any
 
 import scipy
 
@@ -14,16 +15,9 @@ from mpiad.domain.decomposition import Decomposition
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import is_array
 
-__all__ = ["Minimization", "provide"]
+__all__ = ["Minimization"]
 
 _CALL = "Domain.minimize"
-# Not imported: the optimizers know nothing of domains, and domains lie below them.
-_provided: list[Function] = []
-
-
-def provide(minimize: Function, checkpoint: Function) -> None:
-    """Take `mpiad.minimize` and its `Checkpoint`, which lie above the domain and are handed down at their import."""
-    _provided[:] = [minimize, checkpoint]
 
 
 class Minimization(Decomposition):
@@ -116,15 +110,13 @@ class Minimization(Decomposition):
             # What isn't a variable may be anything.
             for leaf in [x0] if is_array(x0) else filter(is_variable, flatten(x0)[0]):
                 self._checked(leaf, self.local_shape, _CALL)
-        if not _provided:
-            import_module("mpiad.optimize")  # which provides them; it is loaded where somebody asks for it
-        minimize, of_file = _provided
-        if isinstance(checkpoint, (str, PathLike)):
-            checkpoint = of_file(checkpoint)
+        # The optimizers know nothing of domains, and lie above them: they are loaded where somebody asks for them.
+        optimize = import_module("mpiad.optimize")
+        kept: Any = optimize.Checkpoint(checkpoint) if isinstance(checkpoint, (str, PathLike)) else checkpoint
         # So that the file holds the whole grid, and can be read on another number of ranks.
-        if isinstance(checkpoint, tuple) and getattr(checkpoint, "blocks", ()) is None:
-            checkpoint = checkpoint._replace(blocks=self.owned)  # type: ignore[attr-defined]
-        return minimize(
+        if isinstance(kept, optimize.Checkpoint) and kept.blocks is None:
+            kept = kept._replace(blocks=self.owned)
+        return optimize.minimize(
             fun, x0, method=method, jac=jac, hessp=hessp, bounds=bounds, comm=self.comm, tol=tol, options=options,
-            callback=callback, objective=objective, args=args, checkpoint=checkpoint, progress=progress,
+            callback=callback, objective=objective, args=args, checkpoint=kept, progress=progress,
         )  # fmt: skip

@@ -7,16 +7,17 @@ import zlib
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad.checkpoint_files import files_of_ranks, read, remedy, require_problem, write
-from mpiad.optimize.history import Iterate, Record
+from mpiad.optimize.evaluated_points import Point
+from mpiad.optimize.history import Record
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import Packing
 
-__all__ = ["Checkpoint", "Kept", "RootCheckpoint", "WriteFailures", "as_checkpoint", "fingerprint", "problem_of"]
+__all__ = ["Checkpoint", "RootCheckpoint", "WriteFailures", "as_checkpoint", "fingerprint", "problem_of"]
 
 
 class Checkpoint(NamedTuple):
@@ -128,12 +129,6 @@ def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int)
     }
 
 
-class Kept(Iterate, Protocol):
-    """What is written of an iterate."""
-
-    gradient: np.ndarray | None
-
-
 class RootCheckpoint:
     """Write iterates and read them again; without a checkpoint it does nothing. Only the root has one.
 
@@ -170,7 +165,7 @@ class RootCheckpoint:
         self._written, self._x, self._counts = len(arrays["history"]) - 1, arrays["x"], arrays["counts"]
         return arrays
 
-    def keep(self, iteration: int, ended: bool, point: Kept, counts: Iterable[int], record: Record) -> None:
+    def keep(self, iteration: int, ended: bool, point: Point, counts: Iterable[int], record: Record) -> None:
         """Write an iterate where it is time to; `counts` say how often each thing was evaluated."""
         if self._checkpoint is None:
             return

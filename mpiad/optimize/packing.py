@@ -111,7 +111,8 @@ class Packing:
     """How a nest lies in one vector of doubles; complex numbers as pairs.
 
     `template`: says structure, shapes and dtypes. Its leaves that aren't variables (integers, strings) are constant.
-    `size`: length of the vector. `homes`: on which device each array of variables is; None on the host.
+    `size`: length of the vector. `specs`, `homes`: of each array of variables shape and dtype, and on which device it is;
+    None on the host.
     """
 
     def __init__(self, template: Tree):
@@ -119,25 +120,20 @@ class Packing:
         self._places = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is Elsewhere]
         found = [self._leaves[p] for p in self._places]
         # A dtype that came in a message is equal to NumPy's own and yet another object: results would be pickled otherwise.
-        self._specs = [(shape, np.dtype(dtype.str)) for shape, dtype, *_ in map(spec_like, found)]
+        self.specs = [(shape, np.dtype(dtype.str)) for shape, dtype, *_ in map(spec_like, found)]
         self.homes = [leaf.arrays if type(leaf) is Elsewhere else arrays_of(leaf) for leaf in found]
         self._away = any(home is not None for home in self.homes)
-        self._lengths = [int(np.prod(shape)) * (1 + (dtype.kind == "c")) for shape, dtype in self._specs]
+        self._lengths = [int(np.prod(shape)) * (1 + (dtype.kind == "c")) for shape, dtype in self.specs]
         # A complex number is two variables, its real and its imaginary part, since methods know real ones.
         self.size = sum(self._lengths)
         # One array of doubles lies in memory as its vector does.
-        self._plain = len(self._specs) == 1 and self._specs[0][1] == np.float64 and len(self._specs[0][0]) > 0
+        self._plain = len(self.specs) == 1 and self.specs[0][1] == np.float64 and len(self.specs[0][0]) > 0
         self._plain = self._plain and not self._away
-
-    @property
-    def specs(self) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """Return shape and dtype of each array of variables."""
-        return list(self._specs)
 
     @property
     def described(self) -> list[str]:
         """Return shape and dtype of each array of variables, in words."""
-        return [f"{dtype}{list(shape)}" for shape, dtype in self._specs]
+        return [f"{dtype}{list(shape)}" for shape, dtype in self.specs]
 
     def pack(self, tree: Tree) -> np.ndarray:
         """Return a nest's variables as a new vector, shape (size,)."""
@@ -145,7 +141,7 @@ class Packing:
 
     def gradient_to_send(self, tree: Tree) -> np.ndarray:
         """Return what `pack_gradient` does, but in the gradient's own memory where it is one array of doubles."""
-        if self._plain and type(tree) is np.ndarray and self._specs == [(tree.shape, tree.dtype)]:
+        if self._plain and type(tree) is np.ndarray and self.specs == [(tree.shape, tree.dtype)]:
             return np.ascontiguousarray(tree).reshape(-1)
         return self.pack_gradient(tree)
 
@@ -160,7 +156,7 @@ class Packing:
         # All at once: arrays of one device travel as one copy.
         leaves = fetched(leaves) if self._away else leaves
         out, start = np.empty(self.size) if into is None else into, 0
-        for place, (shape, dtype), length in zip(self._places, self._specs, self._lengths):
+        for place, (shape, dtype), length in zip(self._places, self.specs, self._lengths):
             leaf = np.asarray(leaves[place])
             if leaf.shape != shape:
                 raise TypeError(f"minimize: expected shape {shape}, that of x0, but got {leaf.shape}.")
@@ -183,7 +179,7 @@ class Packing:
         if not self._plain:
             return self.unpack(vector)
         leaves = list(self._leaves)
-        leaves[self._places[0]] = vector.reshape(self._specs[0][0])
+        leaves[self._places[0]] = vector.reshape(self.specs[0][0])
         return self._build(leaves)
 
     def unpack_gradient(self, vector: np.ndarray) -> Tree:
@@ -192,7 +188,7 @@ class Packing:
 
     def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
         found, start = [], 0
-        for (shape, dtype), length in zip(self._specs, self._lengths):
+        for (shape, dtype), length in zip(self.specs, self._lengths):
             piece = vector[start : start + length]
             piece = view(piece.view(complex)) if dtype.kind == "c" else piece
             found.append(piece.astype(dtype).reshape(shape))
@@ -213,7 +209,7 @@ class PiecePacking(Packing):
 
     def __init__(self, template: Tree):
         super().__init__(template)
-        self._shape = self._specs[0][0]
+        self._shape = self.specs[0][0]
         self._gradient = np.empty(self.size)  # takes no memory until it is used
         self._pool = BufferPool(self.size)
         self._lent: np.ndarray | None = None
@@ -269,7 +265,7 @@ class DevicePacking(Packing):
         if len(leaves) != len(self._leaves):
             raise TypeError(f"minimize: expected a nest of {len(self._leaves)} arrays like x0, but got {len(leaves)}.")
         pieces = []
-        for place, (shape, dtype) in zip(self._places, self._specs):
+        for place, (shape, dtype) in zip(self._places, self.specs):
             leaf = leaves[place]
             if arrays_of(leaf) != self.home or leaf.shape != shape:
                 found = f"{type(leaf).__name__} of shape {np.shape(leaf)}"
@@ -283,7 +279,7 @@ class DevicePacking(Packing):
 
     def _unpacked(self, vector: Array, view: Callable[[Array], Array]) -> Tree:
         leaves, start = list(self._leaves), 0
-        for place, (shape, dtype), length in zip(self._places, self._specs, self._lengths):
+        for place, (shape, dtype), length in zip(self._places, self.specs, self._lengths):
             piece = vector[start : start + length]
             piece = view(piece.copy().view(complex)) if dtype.kind == "c" else piece
             leaves[place] = piece.astype(dtype).reshape(shape)

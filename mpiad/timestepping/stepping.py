@@ -8,7 +8,7 @@ cotangents of parameters are added up in loops, and the Python of a call is spen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.trace import Variables, trace_forwards
@@ -55,17 +55,8 @@ class Arguments(NamedTuple):
         return Arguments(state, [leaf[entries] for leaf in self.inputs], self.params)
 
 
-class Stepping(Protocol):
-    """How a state becomes another one."""
-
-    @property
-    def together(self) -> int:
-        """How many steps can be run as one; that may become more once a step was run."""
-        ...
-
-    def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
-        """Return the state after some steps, and what is observed after each."""
-        ...
+Stepping: TypeAlias = "UserStepping | TangentStepping"
+"""How a state becomes another one."""
 
 
 def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
@@ -122,7 +113,7 @@ class UserStepping:
 
     @property
     def together(self) -> int:
-        """How many steps can be run as one; 1 where there is no program of several, or not yet."""
+        """How many steps can be run as one: 1 where there is no program of several, or not yet before a step was run."""
         if not self._compiled or tracing.recorder is not None or not self._advance.operations:
             return 1
         length, most = self._length, min(_MOST, self._length, max(_MOST_OPERATIONS // self._advance.operations, 1))

@@ -32,7 +32,7 @@ from mpiad.linalg.multigrid.level_stencil import Stencil, corners, offsets, sten
 from mpiad.linalg.multigrid.spread import Spread
 from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["Plan", "coarse_operator", "hierarchy"]
+__all__ = ["Coarser", "Plan", "coarse_operator", "hierarchy"]
 
 # A factorisation of so many points costs less than the levels that it saves.
 _FACTORISED = {1: 4096, 2: 400, 3: 216}
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     compiled: bool  # whether cycles on the host are
 
 
-class _Coarser:
+class Coarser:
     """What lies below a level: a level of the same ranks or of fewer, or the factorised operator on one."""
 
     def __init__(self, stack: np.ndarray, spread: Spread, plan: Plan):
@@ -71,7 +71,7 @@ class _Coarser:
             stencil = stencil_of(layout, offsets(len(spread.cuts)), whole)
             self._level = hierarchy(stencil, after, plan._replace(doubled=max(0, plan.doubled - 1)))
 
-    def on(self, home: ArrayModule) -> _Coarser:
+    def on(self, home: ArrayModule) -> Coarser:
         """Return the same on a device, of copies."""
         other = copy.copy(self)
         other._level = None if self._level is None else self._level.on(home)
@@ -79,7 +79,7 @@ class _Coarser:
         return other
 
     def correct(self, residual: LocalArray) -> LocalArray:
-        """Return the correction on this rank's points and the layer around them."""
+        """Return the correction on this rank's coarse points and the layer around them, of the residual on the former."""
         f = self._gathering.gather(residual)
         if self._level is not None:
             layout = self._level.layout
@@ -107,7 +107,7 @@ def hierarchy(stencil: Stencil, spread: Spread, plan: Plan) -> Level:
     halo = LevelHalo(stencil.layout, spread, plan.rank, plan.comm)
     find_interpolation(stencil, halo)
     stack = coarse_operator(stencil, halo)
-    return Level(stencil, halo, _Coarser(stack, spread.coarse(), plan), plan.compiled)
+    return Level(stencil, halo, Coarser(stack, spread.coarse(), plan), plan.compiled)
 
 
 def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:

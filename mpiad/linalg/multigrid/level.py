@@ -8,7 +8,7 @@ to it. The fine level has two groups of colours: there this halves the work.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from mpiad._typing import LocalArray
 from mpiad.linalg.multigrid.colour_layout import Colour
@@ -18,25 +18,16 @@ from mpiad.linalg.multigrid.level_stencil import Stencil, corners
 from mpiad.linalg.multigrid.level_sums import Step, Sums, Term, WeightedSum
 from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["Below", "Level"]
+if TYPE_CHECKING:  # it makes levels, and so imports this file
+    from mpiad.linalg.multigrid.hierarchy import Coarser
 
-
-class Below(Protocol):
-    """What a level needs of the coarser one."""
-
-    def correct(self, residual: LocalArray) -> LocalArray:
-        """Return the correction on this rank's coarse points and the layer around them, of the residual on the former."""
-        ...
-
-    def on(self, home: ArrayModule) -> Below:
-        """Return the same on a device."""
-        ...
+__all__ = ["Level"]
 
 
 class Level:
     """A level on a rank that takes part in it."""
 
-    def __init__(self, stencil: Stencil, halo: LevelHalo, below: Below, compiled: bool = False):
+    def __init__(self, stencil: Stencil, halo: LevelHalo, below: Coarser, compiled: bool = False):
         self.layout, self._stencil, self._halo, self._below = stencil.layout, stencil, halo, below
         self._count = count = len(self.layout.colours)
         # Of the state: for each colour u, its residual and its product with the operator; the restricted residual.

@@ -15,10 +15,8 @@ from mpiad.transport import MAX, Channel
 from mpiad.transport.agreement import agreed, raising_together
 from mpiad.transport.collectives import allreduce
 
-__all__ = ["coefficients", "contrast", "has_constants", "jumps"]
+__all__ = ["coefficients", "contrast", "has_constants"]
 
-# Below this ratio of the largest κ to the smallest no level need be visited twice.
-_SMOOTH = 100.0
 _CALL = "linalg.Multigrid"
 
 
@@ -66,11 +64,6 @@ def contrast(kappa: LocalArray, used: Channel) -> float:
     highest, lowest = allreduce(used, np.array([kappa.max(), -kappa.min()]), MAX, _CALL)
     with np.errstate(over="ignore"):
         return float(highest / -lowest)
-
-
-def jumps(kappa: LocalArray, used: Channel) -> bool:
-    """Tell whether κ varies so much that a cycle must do more; all ranks of the domain call it."""
-    return contrast(kappa, used) > _SMOOTH
 
 
 def _check_rings(domain: Domain) -> None:

@@ -20,9 +20,9 @@ from mpiad.linalg.multigrid.elliptic import Elliptic
 from mpiad.linalg.multigrid.hierarchy import Plan, hierarchy
 from mpiad.linalg.multigrid.level import Level
 from mpiad.linalg.multigrid.level_stencil import stencil_of
-from mpiad.linalg.multigrid.medium import coefficients, contrast, has_constants, jumps
+from mpiad.linalg.multigrid.medium import coefficients, contrast, has_constants
 from mpiad.linalg.multigrid.multigrid_cg import Tolerance, conjugate, over_systems
-from mpiad.linalg.multigrid.spread import spread_of
+from mpiad.linalg.multigrid.spread import Spread, spread_of
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in
 from mpiad.linalg.vectors import on_host
 from mpiad.primitives import stop
@@ -34,8 +34,8 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array
 
 __all__ = ["Multigrid"]
 
-# Levels that are visited twice where κ jumps.
-_DOUBLED = 2
+# Levels that are visited twice where κ varies by more than that factor.
+_DOUBLED, _SMOOTH = 2, 100.0
 # Right-hand sides of one cycle: each takes the memory of three more. A solve for many has that, and more, of each.
 _TOGETHER = 8
 _EXTREME = 1e8  # a contrast of κ that an error is to name
@@ -110,8 +110,9 @@ class Multigrid:
             self._used = channel(domain.comm, "linalg.Multigrid")
             self.kappa, self.c = coefficients(self.domain, kappa, c, self._used)
             self.mean_zero = has_constants(self.operator.sides, self.c, mean_zero, self._used)
-            self._layout = layout_of(spread_of(self._partition()).box(self.domain.position))
-            self._level = self._levels()
+            spread = spread_of(Partition(self.domain.shape, self.domain.dims, self.domain.periodic))
+            self._layout = layout_of(spread.box(self.domain.position))
+            self._level = self._levels(spread)
         self._medium, self._copies = Constants(self.kappa, self.c), dict[ArrayModule, Level]()
         self.history: list[float] = []
 
@@ -277,10 +278,7 @@ class Multigrid:
             self._copies[home] = self._level.on(home)
         return self._copies[home]
 
-    def _partition(self) -> Partition:
-        return Partition(self.domain.shape, self.domain.dims, self.domain.periodic)
-
-    def _levels(self) -> Level:
+    def _levels(self, spread: Spread) -> Level:
         ndim = len(self.domain.shape)
         # The row sums of the operator are what sides and c add.
         diagonal, couplings = self.operator.walls * self.kappa + self.c, {}
@@ -290,6 +288,6 @@ class Multigrid:
                 offset = tuple(step if other == axis else 0 for other in range(ndim))
                 couplings[offset] = coupling
         stencil = stencil_of(self._layout, list(couplings), [diagonal, *couplings.values()])
-        doubled = _DOUBLED if jumps(self.kappa, self._used) else 0
+        doubled = _DOUBLED if contrast(self.kappa, self._used) > _SMOOTH else 0
         plan = Plan(self._used.rank, self.domain.comm, self.mean_zero, doubled, are_compiled(diagonal.size))
-        return hierarchy(stencil, spread_of(self._partition()), plan)
+        return hierarchy(stencil, spread, plan)
