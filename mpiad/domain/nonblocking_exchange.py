@@ -99,7 +99,8 @@ def _next_number(halo: Halo) -> int:
         halo.renewals, halo.begun = used.renewals, 0
         halo.under_way.clear()
     # Tags come round: with two exchanges under one tag a message could be taken for the other's.
-    earlier = halo.under_way.get(_tag_of(halo.begun), _nothing)()
+    held = halo.under_way.get(_tag_of(halo.begun))
+    earlier = None if held is None else held()
     if earlier is not None and not earlier.done:
         raise RequestError(
             f"{_BEGIN}: {_TAGS} exchanges were begun after {earlier!r}, which hasn't ended. End each with {_END}."
@@ -122,10 +123,6 @@ def end_fill(begun: Begun) -> LocalArray:
     if not isinstance(begun, Begun):
         raise TypeError(f"{_END}: expected what {_BEGIN} returned, but got {type(begun).__name__}.")
     return communicate(_END_OPERATION, None, claim(begun, _END))
-
-
-def _nothing() -> None:
-    return None
 
 
 def _start(x: LocalArray, exchange: Exchange) -> Begun:

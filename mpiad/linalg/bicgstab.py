@@ -57,14 +57,11 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         left = np.sqrt(np.maximum(rr.real - np.abs(tr) ** 2 / np.abs(np.where(tt != 0.0, tt, 1.0)), 0.0))
         norms = np.where(active, left, norms)
         system.note(norms / scale)
-        if _broken(norms, rho, alpha * omega, at_start)[active & (norms > targets)].any():
+        broken = (np.abs(rho) <= _LOST * norms * at_start) | (alpha * omega == 0.0) | (norms > _FAR * at_start)
+        if broken[active & (norms > targets)].any():
             return False
         active = norms > targets
     return True
-
-
-def _broken(norms: np.ndarray, rho: np.ndarray, steps: np.ndarray, at_start: np.ndarray) -> np.ndarray:
-    return (np.abs(rho) <= _LOST * norms * at_start) | (steps == 0.0) | (norms > _FAR * at_start)
 
 
 def _finite(system: System, product: LocalArray, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:

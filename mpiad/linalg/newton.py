@@ -124,7 +124,8 @@ def newton(
     linear = linear._replace(preconditioned=settings.preconditioned)
     leaves, build = flatten(params)
     jacobian = Problem(
-        _product_with_jacobian(residual), preconditioner, lambda all_leaves: (all_leaves[0], *build(all_leaves[1:])),
+        lambda v, u, *params: make_jvp(lambda w: residual(w, *params))(u)(v)[1], preconditioner,
+        lambda all_leaves: (all_leaves[0], *build(all_leaves[1:])),
         linear, preconditioner_transpose=preconditioner_transpose, talkers=set(),
     )  # fmt: skip
     return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop(u0), jacobian))
@@ -183,13 +184,6 @@ def _tangent(gs: list, ans: LocalArray, *leaves: Any, problem: NonlinearProblem)
 
 defvjp_together(root, _adjoint)
 defjvp_together(root, _tangent)
-
-
-def _product_with_jacobian(residual: Function) -> Function:
-    def product(v: LocalArray, u: LocalArray, *params: Any) -> LocalArray:
-        return make_jvp(lambda w: residual(w, *params))(u)(v)[1]
-
-    return product
 
 
 def _mistake(

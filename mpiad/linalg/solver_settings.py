@@ -71,7 +71,10 @@ def mistake_in(s: Settings, methods: Collection[str], ndim: int) -> Exception | 
     if s.side is not None and (s.side not in SIDES or s.method == "cg"):
         allowed = "None for 'cg', which is preconditioned symmetrically" if s.method == "cg" else "'left' or 'right'"
         return ValueError(f"{s.call}: side must be {allowed}, but got {s.side!r}.")
-    return _wrong_tolerance(s) or _wrong_number(s, ndim)
+    if not (0 <= s.rtol < math.inf and 0 <= s.atol < math.inf and s.rtol + s.atol > 0):
+        shown = f"{s.rtol!r} and {s.atol!r}"
+        return ValueError(f"{s.call}: rtol and atol must be zero or more, and one above zero, but got {shown}.")
+    return _wrong_number(s, ndim)
 
 
 def unfit_preconditioner(functions: Iterable[Any], b: object) -> Exception | None:
@@ -81,14 +84,6 @@ def unfit_preconditioner(functions: Iterable[Any], b: object) -> Exception | Non
     """
     refusals = [fun.refusal(b) for fun in functions if hasattr(fun, "refusal")]
     return next((error for error in refusals if error is not None), None)
-
-
-def _wrong_tolerance(s: Settings) -> Exception | None:
-    if 0 <= s.rtol < math.inf and 0 <= s.atol < math.inf and s.rtol + s.atol > 0:
-        return None
-    return ValueError(
-        f"{s.call}: rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."
-    )
 
 
 def _wrong_number(s: Settings, ndim: int) -> Exception | None:

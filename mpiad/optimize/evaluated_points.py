@@ -165,7 +165,11 @@ class Points:
             ready = point is self._last_valued or (self._evaluation.separate and point.value is not None)
             self._ask(GRADIENT if ready else BOTH, point, x)
         gradient: np.ndarray = self._continuation(point)[1]
-        return _read_only(gradient) if self._together else gradient.copy()
+        if not self._together:
+            return gradient.copy()
+        view = gradient.view()
+        view.flags.writeable = False
+        return view
 
     def shown(self, point: Point) -> float:
         """Return the objective at a point, as the method is to see it."""
@@ -247,9 +251,3 @@ class Points:
         # The others carry it out as soon as they have it, so from here on the root must do its part as well.
         self._instructions.give(kind, x, direction)
         return self._evaluation.carry_out(kind, x, direction)
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    view = array.view()
-    view.flags.writeable = False
-    return view

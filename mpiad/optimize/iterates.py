@@ -32,11 +32,12 @@ class Moved(Iterate, Protocol):
 class Iterates:
     """What becomes of each iterate of a method that the root drives.
 
-    `callback`: the user's own. `told`: whether the user's callback is running, or has raised.
+    `callback`: the user's own. `keeper`: writes the iterates that are to be kept. `told`: whether the user's callback is
+    running, or has raised.
     """
 
-    def __init__(self, callback: Function | None, leader: Leader):
-        self._callback = _of_iterates(callback)
+    def __init__(self, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
+        self._callback, self._keeper = _of_iterates(callback), keeper
         self._packing, self._progress, self._used = leader.packing, leader.progress, leader.used
         self._last: np.ndarray | None = None
         self._way = np.zeros(0)
@@ -64,9 +65,19 @@ class Iterates:
             np.subtract(x, last, out=self._way)
             return float(np.sqrt(self._way @ self._way))
 
-    def resume_at(self, x: np.ndarray) -> None:
-        """Begin where an earlier run had come: the next step is measured from there."""
-        self._step_to(x)
+    def found(self, counts: dict[str, int]) -> dict[str, np.ndarray] | None:
+        """Return the iterate at which an earlier run has ended, and go on counting there; None where there was none."""
+        found = self._keeper.found()
+        if found is not None:
+            self.record.restore(found["history"])
+            counts.update(zip(counts, found["counts"].tolist()))
+            self._step_to(found["x"])  # the next step is measured from there
+        return found
+
+    def write(self, point: Point | None, counts: dict[str, int], ended: bool) -> None:
+        """Write an iterate, where there is one and it is time to."""
+        if point is not None:
+            self._keeper.keep(self.count, ended, point, counts.values(), self.record)
 
     def tell(self, x: np.ndarray, row: Row) -> Any:
         """Call the user's callback, whose StopIteration passes through."""
@@ -84,25 +95,22 @@ class Iterates:
 class IteratesOfPoints(Iterates):
     """The callback that SciPy's minimisers get, and the objective, whose first point is the first iterate.
 
-    `keeper`: writes the iterates that are to be kept. `done`: iterations of an earlier run. `spent`: whether earlier
-    runs have left no evaluation: the point where they came is known then, from the file.
+    `done`: iterations of an earlier run. `spent`: whether earlier runs have left no evaluation: the point where they came
+    is known then, from the file.
     """
 
     def __init__(self, points: Points, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
-        super().__init__(callback, leader)
-        self._points, self._keeper, self.done, self.spent = points, keeper, 0, False
+        super().__init__(callback, leader, keeper)
+        self._points, self.done, self.spent = points, 0, False
         self._resumed = False  # also at the starting point, when it is done with no iteration
 
     def resume(self, start: np.ndarray) -> np.ndarray:
         """Return where an earlier run had come, and go on counting there; `start` where there was none."""
-        points, found = self._points, self._keeper.found()
+        points, found = self._points, self.found(self._points.counts)
         points.interruptible = self._keeper.active
         if found is None:
             return start
-        self.record.restore(found["history"])
-        points.counts.update(zip(points.counts, found["counts"].tolist()))
         points.iterate, self.done, self._resumed = points.at(found["x"]), self.count, True
-        self.resume_at(found["x"])
         self.spent = points.exhausted
         if self.spent:
             # SciPy isn't asked then, so what a result needs is taken from the file.
@@ -120,8 +128,7 @@ class IteratesOfPoints(Iterates):
     def keep(self, ended: bool = False) -> None:
         """Write the last iterate, where it is time to."""
         if self._points.iterate is not None:
-            point: Point = self._points.foremost  # type: ignore[assignment]
-            self._keeper.keep(self.count, ended, point, self._points.counts.values(), self.record)
+            self.write(self._points.foremost, self._points.counts, ended)
 
     def value(self, x: np.ndarray) -> float:
         """Evaluate the objective; note the starting point."""

@@ -190,7 +190,9 @@ def _agree_on_arguments(
                 )
             start = piece_of(str(method), as_variables(x0), wishes.bounds, wishes.tol, wishes.options, wishes.checkpoint)
             settings = f", {start.settings}"
-            _check_callback(wishes.callback)
+            if wishes.callback is not None and not callable(wishes.callback):
+                kind = type(wishes.callback).__name__
+                raise TypeError(f"minimize: callback must be callable, but got {kind} {wishes.callback!r:.60}.")
     jac = "a function" if callable(program.jac) else program.jac
     described = f"method={method!r}, objective={program.objective!r}, root={program.root}, jac={jac}, "
     described += f"hessp={'none' if program.hessp is None else 'a function'}{settings}"
@@ -199,11 +201,6 @@ def _agree_on_arguments(
     if isinstance(start, Piece):
         return start, wishes
     return shared_start(used, program, start, x0), wishes
-
-
-def _check_callback(callback: object) -> None:
-    if callback is not None and not callable(callback):
-        raise TypeError(f"minimize: callback must be callable, but got {type(callback).__name__} {callback!r:.60}.")
 
 
 def mpi_optimize(

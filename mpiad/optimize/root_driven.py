@@ -95,7 +95,7 @@ class RootDriven(Solve):
 
     def run(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> scipy.optimize.OptimizeResult:
         """Drive on the root, serve elsewhere; return the outcome, or raise, on all ranks alike."""
-        outcome = self._lead(drive, progress) if self._leads else serve(self._instructions, self._evaluation)
+        outcome = self._lead(drive, progress) if self._leads else serve(self._instructions, self._evaluation.carry_out)
         return finished(outcome, self._packing)
 
     def _lead(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> Any:

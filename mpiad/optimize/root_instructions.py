@@ -7,7 +7,8 @@ the solve's own duplicate.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from mpiad.optimize.root_exchange import ByMessages
 from mpiad.transport.agreement import Failure
 from mpiad.transport.polling import wait_gently
 
-__all__ = ["Evaluates", "Instructions", "Refusal", "serve"]
+__all__ = ["Instructions", "Refusal", "serve"]
 
 VALUE, GRADIENT, BOTH, PRODUCT, FINISH, RESIDUALS, FACTOR, TANGENT, COTANGENT = range(9)
 # A second vector of the variables' length follows these.
@@ -82,24 +83,16 @@ class Refusal:
         return WorkerError(text, root, failure.trace, exit_code=failure.exit_code)
 
 
-class Evaluates(Protocol):
-    """What carries out instructions."""
-
-    def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
-        """Carry out an instruction; all ranks call this together."""
-        ...
-
-
-def serve(instructions: Instructions, evaluation: Evaluates) -> Any:
-    """Evaluate what the root asks for, until the end; return its outcome."""
-    while _serve_once(instructions, evaluation):
+def serve(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.ndarray | None], Any]) -> Any:
+    """Carry out what the root asks for, until the end; return its outcome. ``carry_out(kind, variables, direction)``."""
+    while _serve_once(instructions, carry_out):
         pass
     return instructions.share_outcome()
 
 
-def _serve_once(instructions: Instructions, evaluation: Evaluates) -> bool:
+def _serve_once(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.ndarray | None], Any]) -> bool:
     """Evaluate what the root asks for next; return whether it wasn't the end. Nothing of it is held afterwards."""
     kind, vector, direction = instructions.await_next()
     if kind != FINISH:
-        evaluation.carry_out(kind, vector, direction)
+        carry_out(kind, vector, direction)
     return kind != FINISH

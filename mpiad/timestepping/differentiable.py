@@ -121,10 +121,6 @@ def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
     return vjp
 
 
-def _run_tangent(gs: list, ans: Array, *leaves: Any, loop: LoopOperator) -> Array:
-    return loop.tangent(leaves, gs)
-
-
 def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) -> Callable:
     def vjp(w: Array) -> list:
         if linear:  # in g alone: the tangent of the loop, without a way back
@@ -141,6 +137,6 @@ def _reversed_tangent(gs: list, ans: Array, g: Array, *leaves: Any, loop: LoopOp
 
 
 defvjp_together(_run, _run_adjoint)
-defjvp_together(_run, _run_tangent)
+defjvp_together(_run, lambda gs, ans, *leaves, loop: loop.tangent(leaves, gs))
 defvjp_together(_reversed, _reversed_adjoint)
 defjvp_together(_reversed, _reversed_tangent)

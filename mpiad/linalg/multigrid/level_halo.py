@@ -84,17 +84,13 @@ class LevelHalo:
             ):
                 ghost[...] = own
         for ghosts, request in coming:
-            _unpack(ghosts, mpi_wait(request))
+            received, start = mpi_wait(request), 0
+            for ghost in ghosts:
+                ghost[...] = received[start : start + ghost.size].reshape(ghost.shape)
+                start += ghost.size
 
 
 def _layers(whole: dict[Colour, LocalArray], axis: int, index: int, parity: int) -> list[LocalArray]:
     along = len(next(iter(whole))) - axis - 1
     place = (..., index, *[slice(None)] * along)
     return [array[place] for colour, array in whole.items() if colour[axis] == parity]
-
-
-def _unpack(layers: list[LocalArray], received: LocalArray) -> None:
-    start = 0
-    for layer in layers:
-        layer[...] = received[start : start + layer.size].reshape(layer.shape)
-        start += layer.size

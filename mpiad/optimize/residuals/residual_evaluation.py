@@ -67,7 +67,10 @@ class ResidualEvaluation:
     def cost(self, vector: np.ndarray) -> np.ndarray | None:
         """Return on the root the sums over all residuals of twice the cost and of the squares in its model, shape (2,)."""
         f = self._residuals(vector)
-        return self._total(np.array(self.agreement.run(lambda: self._weighed(f)[:2])))
+        local = np.array(self.agreement.run(lambda: self._weighed(f)[:2]))
+        total = np.empty_like(local) if self._leads else None
+        self._comm.Reduce(local, total, SUM, self._program.root)
+        return total
 
     def _weighed(self, f: np.ndarray) -> tuple[float, float, np.ndarray, np.ndarray | None]:
         twice, model, factors = (0.0, f, None) if self.loss is None else self.loss.weighed(f)
@@ -187,11 +190,6 @@ class ResidualEvaluation:
         if dtype.kind not in "fiu":
             raise WrongValueError(f"least_squares: fun must return real residuals or None, but got {dtype} {out!r:.60}.")
         return anp.reshape(array, (-1,))
-
-    def _total(self, local: np.ndarray) -> np.ndarray | None:
-        total = np.empty_like(local) if self._leads else None
-        self._comm.Reduce(local, total, SUM, self._program.root)
-        return total
 
 
 def _triangle(rows: np.ndarray) -> np.ndarray:

@@ -60,31 +60,23 @@ class _Problem:
 
     def __init__(self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None, keeper: RootCheckpoint):
         self._instructions, self._evaluation, self._size = leader.instructions, evaluation, leader.packing.size
-        self._iterates = Iterates(callback, leader)
+        self.iterates = Iterates(callback, leader, keeper)
         self._robust = evaluation.loss is not None
         self.seen, self._cost = np.zeros(0), np.nan
         self.place: Point | None = None  # the iterate: where SciPy wants the Jacobian
         self.counts = {"residuals": 0, "factor": 0, "product": 0}
-        self.record, self._keeper = self._iterates.record, keeper
+        self.record, self._active = self.iterates.record, keeper.active
         self.resumed = self._again = False
 
     def resume(self, start: np.ndarray) -> np.ndarray:
         """Return where an earlier run had come, and go on counting there; `start` where there was none."""
-        found = self._keeper.found()
+        found = self.iterates.found(self.counts)
         if found is None:
             return start
-        self.record.restore(found["history"])
-        self.counts.update(zip(self.counts, found["counts"].tolist()))
         self.place = Point(found["x"], float(found["value"]))
         self.place.gradient = found["gradient"] if found["gradient"].size else None
-        self._iterates.resume_at(self.place.x)
         self.resumed = self._again = True
         return self.place.x
-
-    def keep(self, ended: bool = False) -> None:
-        """Write the last iterate, where it is time to."""
-        if self.place is not None:
-            self._keeper.keep(self._iterates.count, ended, self.place, self.counts.values(), self.record)
 
     def _ask(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> None:
         self._evaluation.agreement.raise_if_failed()
@@ -94,7 +86,7 @@ class _Problem:
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return what SciPy takes for residuals at x."""
         # Only here, between two iterations: the last iterate is noted, and its gradient known.
-        if self._keeper.active and self.place is not None and self._evaluation.agreement.end_requested:
+        if self._active and self.place is not None and self._evaluation.agreement.end_requested:
             raise Left(INTERRUPTED)
         self._ask(RESIDUALS, "residuals", x)
         if self._evaluation.gathers:
@@ -116,10 +108,10 @@ class _Problem:
         self.place = Point(x, self._cost)
         found = self._operator(self.place) if self._evaluation.gathers else self._matrix(self.place)
         if not first:
-            row = self._iterates.note(self.place, self.counts["residuals"])
+            row = self.iterates.note(self.place, self.counts["residuals"])
             if row.iteration > 0:
-                self.keep()
-                self._iterates.tell(x, row)
+                self.iterates.write(self.place, self.counts, ended=False)
+                self.iterates.tell(x, row)
         return found
 
     def _matrix(self, place: Point) -> np.ndarray:
@@ -173,7 +165,7 @@ def descend(aims: Aims, leader: Leader) -> dict[str, Any]:
         result = problem.ended(*_STOPPED)
     except Left as left:
         result = problem.ended(*left.ending)
-    problem.keep(ended=True)
+    problem.iterates.write(problem.place, problem.counts, ended=True)
     return _outcome(result, problem)
 
 

@@ -101,7 +101,8 @@ class LineSearch:
         tilt = _DECREASE * self._start.slope if modified else 0.0
         # While the decrease that is asked for isn't reached, Moré and Thuente fit the function less that decrease, of which
         # an interval surely holds a minimiser.
-        best, other, new = (_tilted(end, tilt) for end in (self._best, self._other, trial))
+        ends = self._best, self._other, trial
+        best, other, new = (End(end.step, end.value - end.step * tilt, end.slope - tilt) for end in ends)
         step = next_step(best, other, new, self._bracketed, self._low, self._high)
         self._narrow_down(best, new, trial)
         if self._bracketed:
@@ -131,10 +132,6 @@ class LineSearch:
             step = self._best.step + 0.5 * (self._other.step - self._best.step)
         self._width_before, self._width = self._width, width
         return step
-
-
-def _tilted(end: End, tilt: float) -> End:
-    return End(end.step, end.value - end.step * tilt, end.slope - tilt)
 
 
 def next_step(best: End, other: End, trial: End, bracketed: bool, lowest: float, highest: float) -> float:

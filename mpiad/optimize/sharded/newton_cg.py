@@ -147,15 +147,12 @@ class NewtonCG:
         if settings.ftol > 0.0 and self._value_before < math.inf:
             if self._value_before - here.value <= settings.ftol * max(abs(self._value_before), abs(here.value), 1.0):
                 return REDUCTION
-        if self._stopped_anywhere():
+        if self._iterates.anyone and self._sums(float(self._stopped))[0] > 0.0:
             return STOPPED
         return ITERATIONS if self._iteration >= settings.maxiter else self._exhausted()
 
     def _exhausted(self) -> Ending | None:
         return EVALUATIONS if self.count >= self._settings.maxfun else None
-
-    def _stopped_anywhere(self) -> bool:
-        return self._iterates.anyone and self._sums(float(self._stopped))[0] > 0.0
 
     def _next_forcing(self, ratio: float) -> float:
         kept = _GAMMA * self._forcing**_ALPHA
