@@ -67,10 +67,6 @@ class Partition:
             number = number * p + part
         return number
 
-    def smallest(self) -> Shape:
-        """Return the length of the shortest block along each dimension."""
-        return tuple(n // p for n, p in zip(self.shape, self.dims))
-
 
 def _bounds(cells: int, parts: int, index: int) -> tuple[int, int]:
     share, longer = divmod(cells, parts)

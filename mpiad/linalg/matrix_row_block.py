@@ -20,8 +20,7 @@ from mpiad.linalg.host_and_device import require_floats, require_together
 from mpiad.linalg.probing import operator_rows
 from mpiad.linalg.rows import local_rows, rows_of
 from mpiad.linalg.solve import solve
-from mpiad.linalg.sparse_products import Pattern, ProductWith, product, transposed_product
-from mpiad.linalg.transposed_matrix import Transposed
+from mpiad.linalg.sparse_products import Pattern, ProductWith, Transposed, product, transposed_product
 from mpiad.linalg.vectors import on_host
 from mpiad.primitives import stop
 from mpiad.primitives.operation import suspended

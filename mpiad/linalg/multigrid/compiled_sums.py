@@ -36,36 +36,25 @@ class CompiledSums(Sums):
     """Computes sums by a kernel, on the host."""
 
     def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):
-        self._kernel, self._blocks = _kernel(), dict[int, np.ndarray]()
-        self._tables: list[tuple[np.ndarray, ...]] = []
-        self._room = np.empty(_STRETCH)
+        self._kernel, self._room = _kernel(), np.empty(_STRETCH)
         super().__init__(layout, coefficients, rows)
 
     def step(self, sums: Sequence[WeightedSum]) -> Step:
         """Return what computes sums, one after the other."""
-        self._tables.append(self._numbers_of(sums))
-        block = np.zeros(2 + 2 * len(_TABLES) + 2 * len(_FLOATS), np.int64)
-        self._set(block, len(self._tables) - 1)
-        self._blocks[len(self._tables) - 1] = block
+        # Where the kernel finds its arrays: an address and a size for each, behind two words of its own.
+        tables, block, state = self._numbers_of(sums), np.zeros(2 + 2 * len(_TABLES) + 2 * len(_FLOATS), np.int64), None
         address, right, kernel = block.ctypes.data, 2 + 2 * (len(_TABLES) + 1), self._kernel
 
         def run(f: LocalArray) -> None:
+            nonlocal state
+            if state is not self.state:
+                state, tables[0][0] = self.state, len(self.state)
+                for k, array in enumerate([*tables, self._coefficients, f, state, self._room]):
+                    block[2 + 2 * k : 4 + 2 * k] = array.ctypes.data, array.size
             block[right] = f.__array_interface__["data"][0]
             kernel(address)
 
         return run
-
-    def _rebind(self, length: int) -> None:
-        for number, block in self._blocks.items():
-            self._set(block, number)
-
-    def _set(self, block: np.ndarray, number: int) -> None:
-        """Write where the kernel finds its arrays; `right` is the step's to give."""
-        arrays = [*self._tables[number], self._coefficients, None, self.state, self._room]
-        arrays[0][0] = len(self.state)
-        for k, array in enumerate(arrays):
-            if array is not None:
-                block[2 + 2 * k : 4 + 2 * k] = array.ctypes.data, array.size
 
     def _numbers_of(self, sums: Sequence[WeightedSum]) -> tuple[np.ndarray, ...]:
         """Return the kernel's numbers, and tables of the sums and of their terms."""

@@ -51,18 +51,19 @@ class Sums:
 
     def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):
         self._layout, self._coefficients, self._rows = layout, coefficients, rows
-        self._groups: list[Sequence[WeightedSum]] = []
         self._memory = zeros_beside(coefficients, (1, rows, layout.size))
         self.allocate(1)
 
     def step(self, sums: Sequence[WeightedSum]) -> Step:
         """Return what computes sums, one after the other."""
-        number = len(self._groups)
-        self._groups.append(sums)
-        self._bound.append([self._bind(one) for one in sums])
+        bound, state = list[Step](), None
 
         def run(f: LocalArray) -> None:
-            for compute in self._bound[number]:
+            nonlocal bound, state
+            if state is not self.state:
+                # Slices are found once: on small levels finding them takes longer than using them.
+                bound, state = [self._bind(one) for one in sums], self.state
+            for compute in bound:
                 compute(f)
 
         return run
@@ -72,12 +73,7 @@ class Sums:
         if systems > len(self._memory):
             self._memory = zeros_beside(self._coefficients, (systems, self._rows, self._layout.size))
         self.state, inner = self._memory[:systems], self._layout.inner
-        self._rebind(inner.stop - inner.start)
-
-    def _rebind(self, length: int) -> None:
-        self._part = empty_beside(self._coefficients, (len(self.state), length))
-        # Slices are found once: on small levels finding them takes longer than using them.
-        self._bound = [[self._bind(one) for one in sums] for sums in self._groups]
+        self._part = empty_beside(self._coefficients, (systems, inner.stop - inner.start))
 
     def _at(self, shift: int) -> slice:
         inner = self._layout.inner

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 from mpiad._typing import Function
 from mpiad.optimize.conclusion import STOPPED
-from mpiad.optimize.evaluated_points import INTERRUPTED, Ending
-from mpiad.optimize.sharded.solver_state import State
+from mpiad.optimize.evaluated_points import Ending
 
 __all__ = [
-    "ABNORMAL", "INTERRUPTED", "NOT_FINITE", "Ending", "NewtonSettings", "Settings", "checked", "ending_at",
+    "ABNORMAL", "EVALUATIONS", "GRADIENT", "NOT_FINITE", "NewtonSettings", "Settings", "checked", "ending_at",
     "newton_settings_of", "settings_of",
 ]  # fmt: skip
 
@@ -85,21 +84,23 @@ def checked(name: str, value: Any) -> float:
     return number if tolerance else int(number)
 
 
-def ending_at(state: State, settings: Settings) -> Ending | None:
-    """Return why a solve ends at an iterate, or None where it goes on."""
-    here = state.here
-    if here.norm <= settings.gtol:
-        return GRADIENT
-    if settings.ftol > 0.0 and state.value_before < math.inf:
+def ending_at(
+    before: float, value: float, stopped: Callable[[], bool], made: tuple[int, int], settings: Settings | NewtonSettings
+) -> Ending | None:
+    """Return why a solve ends at an iterate whose gradient isn't small enough, or None where it goes on.
+
+    `before` is the objective at the iterate before, infinite where the last search found nothing, `made` how many
+    iterations and evaluations there were, and ``stopped()`` whether a callback wants the solve to end.
+    """
+    if settings.ftol > 0.0 and before < math.inf:
         # As L-BFGS-B: relative, but absolute below one, where objectives near zero would never end.
-        scale = max(abs(state.value_before), abs(here.value), 1.0)
-        if state.value_before - here.value <= settings.ftol * scale:
+        if before - value <= settings.ftol * max(abs(before), abs(value), 1.0):
             return REDUCTION
-    if state.stopped:
+    if stopped():
         return STOPPED
-    if state.iteration >= settings.maxiter:
+    if made[0] >= settings.maxiter:
         return ITERATIONS
-    return EVALUATIONS if state.count >= settings.maxfun else None
+    return EVALUATIONS if made[1] >= settings.maxfun else None
 
 
 _CHOICES = {"product": ("full", "gauss-newton"), "globalization": ("line search", "trust region")}

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.optimize.evaluated_points import INTERRUPTED, Ending
 from mpiad.optimize.iterates import PieceIterates
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.packing import DevicePacking, PiecePacking
 from mpiad.optimize.root_exchange import Totals
-from mpiad.optimize.sharded.convergence import ABNORMAL, INTERRUPTED, NOT_FINITE, Ending, Settings, ending_at
+from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, NOT_FINITE, Settings, ending_at
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.line_search import LineSearch
 from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
@@ -89,7 +90,7 @@ class LBFGS:
     def _descend(self, state: State) -> tuple[Point, Ending]:
         while True:
             here = state.here
-            ending = ending_at(state, self._settings) or (INTERRUPTED if self._files.interrupted else None)
+            ending = self._ending(state) or (INTERRUPTED if self._files.interrupted else None)
             self._keep(state, ending)
             if ending is not None:
                 return here, ending
@@ -109,6 +110,12 @@ class LBFGS:
                 # The direction may be bad by what the memory holds: once more along the steepest descent before giving up.
                 self._memory.ring.forget()
                 state = self._moved(here, None, False)
+
+    def _ending(self, state: State) -> Ending | None:
+        if state.here.norm <= self._settings.gtol:
+            return GRADIENT
+        made = state.iteration, state.count
+        return ending_at(state.value_before, state.here.value, lambda: state.stopped, made, self._settings)
 
     def _moved(self, here: Point, before: Point | None, stop: bool) -> State:
         """Take a point into the memory; return the state of the solve there."""

@@ -29,20 +29,10 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.optimize.box_constraints import Box
-from mpiad.optimize.evaluated_points import RETREAT
+from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import PieceIterates
 from mpiad.optimize.root_exchange import Totals
-from mpiad.optimize.sharded.convergence import (
-    ABNORMAL,
-    EVALUATIONS,
-    INTERRUPTED,
-    ITERATIONS,
-    NOT_FINITE,
-    REDUCTION,
-    STOPPED,
-    Ending,
-    NewtonSettings,
-)
+from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, NOT_FINITE, NewtonSettings, ending_at
 from mpiad.optimize.sharded.recycled_directions import RecycledDirections
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
 from mpiad.optimize.sharded.solver_state import StateFiles
@@ -144,12 +134,11 @@ class NewtonCG:
         settings = self._settings
         if here.norm <= max(settings.gtol, settings.grtol * self._first):
             return GRADIENT
-        if settings.ftol > 0.0 and self._value_before < math.inf:
-            if self._value_before - here.value <= settings.ftol * max(abs(self._value_before), abs(here.value), 1.0):
-                return REDUCTION
-        if self._iterates.anyone and self._sums(float(self._stopped))[0] > 0.0:
-            return STOPPED
-        return ITERATIONS if self._iteration >= settings.maxiter else self._exhausted()
+
+        def stopped() -> bool:
+            return self._iterates.anyone and self._sums(float(self._stopped))[0] > 0.0
+
+        return ending_at(self._value_before, here.value, stopped, (self._iteration, self.count), settings)
 
     def _exhausted(self) -> Ending | None:
         return EVALUATIONS if self.count >= self._settings.maxfun else None

@@ -11,6 +11,7 @@ from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_host
 from mpiad.optimize.box_constraints import Box, box_of
 from mpiad.optimize.checkpoint import Checkpoint, problem_of
+from mpiad.optimize.evaluated_points import Ending
 from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import PieceIterates
 from mpiad.optimize.objective_evaluation import Evaluation, Program
@@ -18,7 +19,7 @@ from mpiad.optimize.packing import DevicePacking, PiecePacking, packing_of_piece
 from mpiad.optimize.root_driven import Solve
 from mpiad.optimize.root_exchange import OwnParts, Totals
 from mpiad.optimize.sharded.compiled_vectors import host_vectors
-from mpiad.optimize.sharded.convergence import Ending, NewtonSettings, Settings, newton_settings_of, settings_of
+from mpiad.optimize.sharded.convergence import NewtonSettings, Settings, newton_settings_of, settings_of
 from mpiad.optimize.sharded.correction_pairs import Ring
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.lbfgs import LBFGS, Trials
