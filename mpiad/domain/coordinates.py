@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Array, LocalArray, Shape
+from mpiad._typing import Array, Shape
 from mpiad.domain.decomposition import per_dimension
 from mpiad.domain.partition import Partition
 from mpiad.primitives import stop
 
-__all__ = ["Lattice", "Location", "lattice_of", "located", "points_along"]
+__all__ = ["Lattice", "Location", "lattice_of", "located"]
 
 _ROUNDING = 1e-9  # in cells: points at the very end of the grid, computed by other ways, are inside
 
@@ -33,27 +33,16 @@ def lattice_of(
 ) -> Lattice:
     """Return where cells lie, from the arguments of `Domain.coordinates`.
 
-    A ValueError where one has another number of entries than the grid has dimensions, or an extent has no length.
-    """
-    if extent is not None:
-        return Lattice(*spacing_of(shape, periodic, extent, centred))
-    ndim = len(shape)
-    steps = [float(h) for h in per_dimension(spacing, ndim, "spacing")]
-    return Lattice([float(x) + centred * h / 2 for x, h in zip(per_dimension(origin, ndim, "origin"), steps)], steps)
-
-
-def spacing_of(
-    shape: Shape,
-    periodic: tuple[bool, ...],
-    extent: float | Sequence,
-    centred: bool,
-) -> tuple[list[float], list[float]]:
-    """Return the first coordinate and the spacing along each dimension of a grid that fills an extent.
-
     An extent is a length from 0, or lower and upper end, for all dimensions or each. Points are the centres of equal cells
     where `centred`; else the first and the last are on the ends (on a periodic dimension the upper end is the first point
-    again). A ValueError where it doesn't have one entry for each dimension, or an end is not above the other.
+    again). A ValueError where an argument has another number of entries than the grid has dimensions, or an end is not
+    above the other.
     """
+    if extent is None:
+        ndim = len(shape)
+        steps = [float(h) for h in per_dimension(spacing, ndim, "spacing")]
+        origins = per_dimension(origin, ndim, "origin")
+        return Lattice([float(x) + centred * h / 2 for x, h in zip(origins, steps)], steps)
     firsts, steps = [], []
     for n, wraps, (low, high) in zip(shape, periodic, _ends(extent, len(shape))):
         if not high > low:
@@ -62,7 +51,7 @@ def spacing_of(
         step = (high - low) / (n if centred or wraps else max(1, n - 1))
         firsts.append(low + step / 2 if centred else low)
         steps.append(step)
-    return firsts, steps
+    return Lattice(firsts, steps)
 
 
 def _ends(extent: float | Sequence, ndim: int) -> list[tuple[float, float]]:
@@ -75,13 +64,6 @@ def _ends(extent: float | Sequence, ndim: int) -> list[tuple[float, float]]:
             f"dimensions, but got {extent!r}."
         )
     return [(0.0, float(e)) if np.ndim(e) == 0 else (float(e[0]), float(e[1])) for e in extent]
-
-
-def points_along(axis: int, ndim: int, start: int, stop: int, first: float, step: float) -> LocalArray:
-    """Return coordinates of the cells from `start` to `stop` along one dimension, in a shape that broadcasts."""
-    shape = [1] * ndim
-    shape[axis] = stop - start
-    return (first + step * np.arange(start, stop)).reshape(shape)
 
 
 class Location(NamedTuple):

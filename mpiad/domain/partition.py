@@ -27,11 +27,7 @@ class Partition:
 
     def position(self, rank: Rank) -> tuple[int, ...]:
         """Return a rank's place in the grid of ranks."""
-        place = []
-        for n in reversed(self.dims):
-            rank, along = divmod(rank, n)
-            place.append(along)
-        return tuple(reversed(place))
+        return tuple(int(along) for along in np.unravel_index(rank, self.dims))
 
     def rank(self, position: tuple[int, ...]) -> Rank | None:
         """Return the rank at a place, None beyond a side that isn't periodic."""

@@ -16,7 +16,7 @@ import numpy as np
 from mpiad._typing import Array, LocalArray
 from mpiad.device.transfer import array_to_device, array_to_host
 from mpiad.domain.boundary import sides_of
-from mpiad.domain.coordinates import Lattice, Location, lattice_of, located, points_along
+from mpiad.domain.coordinates import Lattice, Location, lattice_of, located
 from mpiad.domain.decomposition import Decomposition
 from mpiad.domain.halo import Halo, fill_halo
 from mpiad.domain.point_tables import PointTables, interpolated
@@ -69,13 +69,13 @@ class Points(Decomposition):
         >>> print(domain.min(x), domain.max(x))
         0.0 5.5
         """
-        ndim = len(self.shape)
         firsts, steps = lattice_of(self.shape, self.periodic, spacing, origin, extent, centred)
-        widths = self.halo if halo else (0,) * ndim
-        return tuple(
-            points_along(axis, ndim, cells.start - width, cells.stop + width, first, step)
-            for axis, (cells, width, first, step) in enumerate(zip(self.owned, widths, firsts, steps))
-        )
+        widths = self.halo if halo else (0,) * len(self.shape)
+        along = [
+            first + step * np.arange(cells.start - width, cells.stop + width)
+            for cells, width, first, step in zip(self.owned, widths, firsts, steps)
+        ]
+        return tuple(np.meshgrid(*along, indexing="ij", sparse=True))
 
     def locate(
         self,
