@@ -40,9 +40,8 @@ _BLOCK = 32_768
 _LEAST_COLUMNS = 512
 # Ended columns are replaced when so many numbers have been computed for nothing: about what the replacement costs.
 _IDLE = 10_000
-# What NumPy's calls take to start in a turn, in numbers that they compute meanwhile; and what it takes to let events act at
-# given times, and where conditions vanish, in such turns.
-_START, _AT_TIMES, _AT_ROOTS = 1_900, 3.0, 1.0
+# So many turns columns wait for others before events act on them: NumPy's calls take as long for few as for some more.
+_WAITING = 3
 # Of a step: what is left to the end, where steps are fixed.
 _ROUNDING = 1e-9
 _ONE_MORE = np.array(1)
@@ -181,8 +180,9 @@ class WorkingSet(Turns):
         self.t = self.end = self.h = self.idle = self.q2 = none
         self.live = self.rejected = np.empty(0, bool)
         self.u = batch.u0[:, :0]
-        # How many columns wait for events to act; by the turns that this takes; and these times the turns they have waited.
-        self._held, self._waiting, self._waited = 0, 0.0, 0.0
+        self._held = self._waited = (
+            0  # how many columns wait for events to act, and for how many turns the first of them has
+        )
 
     def run(self) -> None:
         """Advance until all trajectories have ended."""
@@ -192,9 +192,8 @@ class WorkingSet(Turns):
                 self._take_turn()
                 idle += (len(self.ids) - self._alive - self._held) * rows
                 if self._held:
-                    # Those that wait have cost as many turns as it takes to let them go on.
-                    self._waited += self._waiting * (1 / len(self.ids) + rows / _START)
-                    if self._waited >= 1 or not self._alive or idle >= _IDLE:
+                    self._waited += 1
+                    if self._waited > _WAITING or not self._alive or idle >= _IDLE:
                         self._resume()
         if self._observers is not None:
             self._observers.close()
@@ -253,10 +252,10 @@ class WorkingSet(Turns):
             self.u = self._stages.advance(self.u, accepted)
             np.copyto(self.t, t_new, where=accepted)
             self.number += accepted
-        for columns, turns in ((stopped.at_roots, _AT_ROOTS), (stopped.at_times, _AT_TIMES)):
+        for columns in (stopped.at_roots, stopped.at_times):
             if columns.size:
                 done[columns] = False
-                self._hold(columns, turns)
+                self._hold(columns)
         if stopped.terminated.size:
             done[stopped.terminated] = False
             self._leave(stopped.terminated, ReturnCode.Terminated)
@@ -273,17 +272,16 @@ class WorkingSet(Turns):
 
     # ---- events that act
 
-    def _hold(self, columns: Array, turns: float) -> None:
-        """Let columns wait until events act on them, which takes so many turns."""
+    def _hold(self, columns: Array) -> None:
+        """Let columns wait until events act on them."""
         self._retire(columns)
         self.entered[columns] -= self._turn  # until they go on: meanwhile no tries are made
         self._alive -= len(columns)
         self._held += len(columns)
-        self._waiting += len(columns) / turns
 
     def _resume(self) -> None:
         """Let events act on the columns that wait, and these go on, or end."""
-        self._held, self._waiting, self._waited = 0, 0.0, 0.0
+        self._held = self._waited = 0
         for resumed in self._observers.release():  # type: ignore[union-attr]
             columns, codes = resumed.columns, resumed.codes
             self.number[columns], self.t[columns] = resumed.number, resumed.t
