@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import re
 import sys
 import zlib
 from collections import Counter
@@ -50,6 +51,9 @@ WHOLE_SUITE = {
     4: ("domain", "linalg/multigrid", "linalg/test_solve.py", "linalg/test_additive_schwarz.py"),
 }  # fmt: skip
 
+# A file all of whose tests run on one rank only.
+OF_ONE_RANK = re.compile(r"^pytestmark = .*\bmark\.(launches|serial|one_rank)\b", re.MULTILINE)
+
 ON_ONE_NUMBER = ("launches", "serial", "one_rank", "mpi", "also_on")  # marks of tests whose parameter sets aren't divided
 
 # All ranks must draw the same examples, and none may go on to search a smaller one while the others wait.
@@ -79,6 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
     expected = int(os.environ.get("MPIAD_LAUNCH_RANKS", WORLD.size))
     if WORLD.size != expected:
         raise pytest.UsageError(f"{expected} ranks were started, and MPI's world has {WORLD.size}")
+    gc.disable()  # until the tests are collected: the objects that stay would be looked through again and again
     if launch.KERNELS in os.environ:
         # Kernels are compiled once in a launch, for all its jobs, their processes and what these start.
         os.environ["MPIAD_CACHE"] = os.environ[launch.KERNELS]
@@ -141,6 +146,7 @@ def _mix(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # some 100,000 objects of the tests to come, which each of the collector's passes would look through
+    gc.enable()
 
 
 def _leave_out(config: pytest.Config, items: list[pytest.Item], left_out: set[pytest.Item]) -> None:
@@ -167,9 +173,12 @@ def _parameter_sets_of_other_ranks(items: list[pytest.Item]) -> set[pytest.Item]
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Don't import files of which nothing is chosen on this number of ranks; all of them take seconds on each rank."""
-    if collection_path.suffix != ".py" or WORLD.size not in WHOLE_SUITE or not _is_whole_suite(config):
+    if collection_path.suffix != ".py" or WORLD.size == 1 or not _is_whole_suite(config):
         return None
-    return None if _is_chosen_place(config, collection_path) or "also_on" in collection_path.read_text() else True
+    text = collection_path.read_text()
+    if OF_ONE_RANK.search(text):
+        return True
+    return None if WORLD.size not in WHOLE_SUITE or _is_chosen_place(config, collection_path) or "also_on" in text else True
 
 
 def _is_chosen_place(config: pytest.Config, path: Path) -> bool:
