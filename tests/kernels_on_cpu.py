@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -58,28 +61,26 @@ def plan_of(f, p, u0, alg, events=(), **options):
     return Plan(program, form, names, tuple(event[0] for event in events))
 
 
+@cache
+def library_of(text):
+    """Return a kernel's text as a library; one compiler's start for all tests that ask for this text."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
+        source.write_text(text)
+        # To optimise a long text takes seconds; warnings that only an optimiser has come of the short ones.
+        level = "-O1" if len(text) < LONG else "-O0"
+        command = [COMPILER, level, "-std=c++14", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror"]
+        command += ["-Wno-unused-but-set-variable", "-Wno-unused-variable", str(source), "-o", str(library)]
+        made = subprocess.run(command, capture_output=True, text=True)
+        assert made.returncode == 0, made.stderr
+        return ctypes.CDLL(str(library))
+
+
 class Kernels:
-    """The kernels of a plan.
+    """The kernels of a plan, each compiled when it is called first."""
 
-    Parameters
-    ----------
-    plan : Plan
-    folder : Path
-        For the files.
-    """
-
-    def __init__(self, plan, folder):
+    def __init__(self, plan):
         self.plan = plan
-        for kernel in ("forward", "reverse"):
-            source, library = folder / f"{kernel}.cpp", folder / f"{kernel}.so"
-            source.write_text(plan.text(kernel))
-            # To optimise a long text takes seconds; warnings that only an optimiser has come of the short ones.
-            level = "-O1" if source.stat().st_size < LONG else "-O0"
-            command = [COMPILER, level, "-std=c++14", "-ffp-contract=off", "-shared", "-fPIC", "-Wall", "-Werror"]
-            command += ["-Wno-unused-but-set-variable", "-Wno-unused-variable", str(source), "-o", str(library)]
-            made = subprocess.run(command, capture_output=True, text=True)
-            assert made.returncode == 0, made.stderr
-            setattr(self, f"_{kernel}", getattr(ctypes.CDLL(str(library)), kernel))
 
     def forward(
         self, u0, p, start, stop, times, rtol=1e-3, atol=1e-6, dt=None, dtmax=np.inf, max_steps=100_000, capacity=0
@@ -99,7 +100,7 @@ class Kernels:
         self.given = (n, own, common, start, stop, times, n_saved, times.ndim > 1)
         scalar = ctypes.c_float if real == np.float32 else ctypes.c_double
         self._call(
-            self._forward, n, 0, n, u0, own, common, start, stop, times, n_saved, int(times.ndim > 1), scalar(rtol),
+            "forward", n, 0, n, u0, own, common, start, stop, times, n_saved, int(times.ndim > 1), scalar(rtol),
             np.full(d, atol, real), ctypes.c_double(dt or 0.0), ctypes.c_double(dtmax), max_steps, *vars(out).values(),
             capacity,
         )  # fmt: skip
@@ -115,16 +116,15 @@ class Kernels:
         u0_bar, p_bar = np.zeros_like(end_bar), np.zeros((len(own), n), real)
         s_bar = np.zeros((len(common), n), real)
         self._call(
-            self._reverse, n, 0, n, own, common, start, stop, times, n_saved, int(by_row), out.steps_u, out.steps_t,
+            "reverse", n, 0, n, own, common, start, stop, times, n_saved, int(by_row), out.steps_u, out.steps_t,
             out.naccept, out.t_reached, np.where(alive, out.codes, 2).astype(np.int32), end_bar, saved_bar, u0_bar, p_bar,
             s_bar,
         )  # fmt: skip
         return u0_bar, p_bar, s_bar
 
-    @staticmethod
-    def _call(function, *arguments):
+    def _call(self, kernel, *arguments):
         kept = [np.ascontiguousarray(x) if isinstance(x, np.ndarray) else x for x in arguments]
-        function(*map(_as_c, kept))
+        getattr(library_of(self.plan.text(kernel)), kernel)(*map(_as_c, kept))
 
 
 def _as_c(x):

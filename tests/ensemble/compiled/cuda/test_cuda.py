@@ -21,7 +21,7 @@ def states(d, n, seed=0):
     return np.random.default_rng(seed).random((d, n)) + 0.5
 
 
-def both(f, u0, p, tmp_path, *, alg=None, tspan=(0.0, 1.0), times=None, shared=None, directions=(), **options):
+def both(f, u0, p, *, alg=None, tspan=(0.0, 1.0), times=None, shared=None, directions=(), **options):
     """Solve by the vectorised path, and by the kernel; p has shape (m, n), or `shared` is the same for all."""
     alg = RK45() if alg is None else alg
     problem = ODEProblem(f, np.zeros(len(u0), u0.dtype), tspan, shared)
@@ -29,7 +29,7 @@ def both(f, u0, p, tmp_path, *, alg=None, tspan=(0.0, 1.0), times=None, shared=N
     sol = solve(EnsembleProblem(problem, u0=u0.T, p=None if p is None else p.T), alg, saveat=times, **options)
     given = parameters_of(shared, False) if p is None else parameters_of(p, True)
     plan = plan_of(f, given, u0, alg, directions=directions)
-    kernels = Kernels(plan, tmp_path)
+    kernels = Kernels(plan)
     out = kernels.forward(u0, given, *tspan, times, capacity=int(sol.naccept.max()), **options)
     return sol, out, kernels
 
@@ -78,9 +78,9 @@ def parameters(ranges, n):
 
 @compiled
 @pytest.mark.parametrize("name", list(CASES))
-def test_the_steps_are_those_of_the_vectorised_path(name, tmp_path):
+def test_the_steps_are_those_of_the_vectorised_path(name):
     f, d, ranges, shared, options = CASES[name]
-    sol, out, _ = both(f, states(d, 7), parameters(ranges, 7), tmp_path, shared=shared, **{"times": TIMES, **options})
+    sol, out, _ = both(f, states(d, 7), parameters(ranges, 7), shared=shared, **{"times": TIMES, **options})
     assert_equal(sol, out)
     names = np.array(["Success", "Terminated", "MaxIters", "DtLessThanMin", "Unstable"])
     np.testing.assert_array_equal(names[out.codes], sol.retcode)
@@ -88,17 +88,17 @@ def test_the_steps_are_those_of_the_vectorised_path(name, tmp_path):
 
 
 @compiled
-def test_times_of_each_trajectory(tmp_path):
+def test_times_of_each_trajectory():
     times = np.sort(np.random.default_rng(1).random((5, 4)), axis=1)
-    sol, out, _ = both(ode_systems.decay, states(1, 5), parameters([[0.5, 4.0]], 5), tmp_path, times=times)
+    sol, out, _ = both(ode_systems.decay, states(1, 5), parameters([[0.5, 4.0]], 5), times=times)
     assert_equal(sol, out)
 
 
 @compiled
-def test_single_precision(tmp_path):
+def test_single_precision():
     u0 = states(2, 6).astype(np.float32)
     p = parameters([[1.0, 3.0]], 6).astype(np.float32)
-    sol, out, _ = both(ode_systems.van_der_pol, u0, p, tmp_path, times=TIMES)
+    sol, out, _ = both(ode_systems.van_der_pol, u0, p, times=TIMES)
     assert out.u_end.dtype == np.float32
     assert_equal(sol, out, rtol=3e-6)
 
@@ -130,12 +130,12 @@ def gradient(f, u0, p, shared, weights, alg, tspan, times, options):
     "lorenz", "shared parameters", "time", "backwards", "Tsitouras", "PI", "fixed", "nest", "stiff", "stiff and backwards",
     "stiff and larger",
 ])  # fmt: skip
-def test_the_adjoint_is_that_of_the_vectorised_path(name, tmp_path):
+def test_the_adjoint_is_that_of_the_vectorised_path(name):
     f, d, ranges, shared, options = CASES[name]
     options = {"times": TIMES, "tspan": (0.0, 1.0), "alg": RK45(), **options}
     u0, p = states(d, 7), parameters(ranges, 7)
     shared = np.array(shared) if isinstance(shared, list) else shared
-    sol, out, kernels = both(f, u0, p, tmp_path, shared=shared, **options)
+    sol, out, kernels = both(f, u0, p, shared=shared, **options)
     weights = alive, saved, end = cotangents(sol)
     alg, tspan, times = (options.pop(key) for key in ("alg", "tspan", "times"))
     expected_u0, expected_p = gradient(f, u0, p, shared, weights, alg, tspan, times, options)
@@ -150,11 +150,11 @@ def test_the_adjoint_is_that_of_the_vectorised_path(name, tmp_path):
 
 @compiled
 @pytest.mark.parametrize("name", ["lorenz", "time", "backwards", "Tsitouras", "fixed"])
-def test_tangents_and_adjoint_are_transposed(name, tmp_path):
+def test_tangents_and_adjoint_are_transposed(name):
     f, d, ranges, _, options = CASES[name]
     u0, p = states(d, 7), parameters(ranges, 7)
     directions = (("p", len(ranges) - 1), ("u", 0))
-    sol, out, kernels = both(f, u0, p, tmp_path, directions=directions, **{"times": TIMES, **options})
+    sol, out, kernels = both(f, u0, p, directions=directions, **{"times": TIMES, **options})
     assert_equal(sol, out)
     alive, saved, end = cotangents(sol)
     saved, end = np.moveaxis(saved, 0, -1).copy(), end.T.copy()
@@ -164,9 +164,9 @@ def test_tangents_and_adjoint_are_transposed(name, tmp_path):
 
 
 @compiled
-def test_one_that_failed_has_no_gradient(tmp_path):
+def test_one_that_failed_has_no_gradient():
     f, d, ranges, _, _ = CASES["blows up"]
-    sol, out, kernels = both(f, states(d, 7), parameters(ranges, 7), tmp_path, times=TIMES)
+    sol, out, kernels = both(f, states(d, 7), parameters(ranges, 7), times=TIMES)
     alive, saved, end = cotangents(sol)
     assert 0 < alive.sum() < 7
     end[~alive] = np.nan
@@ -176,10 +176,10 @@ def test_one_that_failed_has_no_gradient(tmp_path):
 
 
 @compiled
-def test_steps_beyond_the_capacity_are_counted(tmp_path):
+def test_steps_beyond_the_capacity_are_counted():
     u0, p = states(3, 4), parameters([[20.0, 40.0]], 4)
     given = parameters_of(p, True)
-    kernels = Kernels(plan_of(ode_systems.lorenz, given, u0, RK45()), tmp_path)
+    kernels = Kernels(plan_of(ode_systems.lorenz, given, u0, RK45()))
     whole, few = (kernels.forward(u0, given, 0.0, 1.0, [1.0], capacity=capacity) for capacity in (100, 3))
     np.testing.assert_array_equal(few.naccept, whole.naccept)
     np.testing.assert_array_equal(few.steps_u, whole.steps_u[:3])
