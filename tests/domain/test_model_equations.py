@@ -2,6 +2,7 @@
 
 import autograd.numpy as anp
 import numpy as np
+import pytest
 import scipy.sparse as sparse
 from scipy.sparse.linalg import splu
 
@@ -37,6 +38,7 @@ def heat_error(cells):
     return domain.norm(u - np.exp(-0.6) * field) * h
 
 
+@pytest.mark.one_rank  # on ranks the states are compared with a serial program's
 def test_heat_converges_with_order_two():
     errors = [heat_error(cells) for cells in (5, 11, 23)]
     orders = np.log2(np.array(errors[:-1]) / errors[1:])
@@ -117,6 +119,7 @@ def test_wave_gradient_is_that_of_a_serial_sparse_program(rank_rng):
     np.testing.assert_allclose(gradient, differences.reshape(shape)[domain.owned], 1e-6, 1e-7 * np.abs(differences).max())
 
 
+@pytest.mark.one_rank  # on ranks the gradients are compared with serial programs'
 def test_taylor_rates(rng):
     domain = Domain((7, 9), periodic=(False, True))
     laplacian = domain.laplacian(boundary="edge")

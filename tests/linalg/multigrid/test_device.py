@@ -79,7 +79,7 @@ def _loss(domain, **settings):
     return loss
 
 
-@pytest.mark.parametrize("shape", [(17, 14), (6, 7, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(17, 14), pytest.param((6, 7, 5), marks=pytest.mark.one_rank)], ids=str)
 def test_derivatives_of_solutions(shape):
     domain, kappa, c, b = _case(shape)
     loss, settings = _loss(domain), {"argnum": (0, 1, 2), "objective": "sum"}
