@@ -3,11 +3,12 @@
 A test runs on all ranks at once. The whole suite runs on one rank and on three, and on two and four what differs there
 (`WHOLE_SUITE`); a test of three parameter sets or more runs with every second one on three ranks, with the others on the
 other numbers. With `--thorough`, or where files are named, all of it runs on every number. `@pytest.mark.mpi(min_size=2)`
-says that a test needs more than one rank, `@pytest.mark.also_on(2)` that it is one of those that two ranks differ in;
-`@pytest.mark.one_rank` that others show on three ranks what it shows on one: the whole suite runs it on one only;
-`@pytest.mark.launches` that it starts its own mpiexec: it runs in the one-rank run only; `@pytest.mark.thorough` that the
-whole suite leaves it to `--thorough`; `@pytest.mark.limit(seconds)` that it may take longer than MPIAD_TEST_TIMEOUT (60 s).
-With `-n auto` the one-rank run's files are divided among processes of one rank each.
+says that a test needs more than one rank, `@pytest.mark.also_on(2)` that it is one of those that two ranks differ in,
+`@pytest.mark.not_on(4)` that four don't, in a file of such; `@pytest.mark.one_rank` that others show on three ranks what it
+shows on one: the whole suite runs it on one only; `@pytest.mark.launches` that it starts its own mpiexec: it runs in the
+one-rank run only; `@pytest.mark.thorough` that the whole suite leaves it to `--thorough`; `@pytest.mark.limit(seconds)`
+that it may take longer than MPIAD_TEST_TIMEOUT (60 s). With `-n auto` the one-rank run's files are divided among processes
+of one rank each.
 """
 
 from __future__ import annotations
@@ -189,8 +190,8 @@ def _differs_here(config: pytest.Config, item: pytest.Item) -> bool:
     """Return whether a test is to run on this number of ranks beside one and three."""
     if WORLD.size not in WHOLE_SUITE or not _is_whole_suite(config):
         return True
-    also = [n for mark in item.iter_markers("also_on") for n in mark.args]
-    return WORLD.size in also or _is_chosen_place(config, item.path)
+    also, other = ([n for mark in item.iter_markers(name) for n in mark.args] for name in ("also_on", "not_on"))
+    return WORLD.size in also or (_is_chosen_place(config, item.path) and WORLD.size not in other)
 
 
 @pytest.fixture

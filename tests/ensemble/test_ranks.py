@@ -279,6 +279,7 @@ def test_gradients_are_those_of_one_process(loss, objective):
     np.testing.assert_allclose(gradient, expected, rtol=1e-11)
 
 
+@pytest.mark.one_rank  # on ranks it is one process's: test_rank_gradient.test_second_derivatives
 def test_second_order_over_ranks():
     theta, v = np.array([1.0, 2.5]), np.array([0.3, -1.0])
     # The derivative is that of the steps taken, which differ a little between the two ends of a difference.
