@@ -43,7 +43,8 @@ def shaken(posterior, size=0.25):
 def test_densities_integrate_to_one(family, dim):
     posterior = FAMILIES[family](dim)
     params = shaken(posterior)
-    axis = np.linspace(-14, 14, 14001 if dim == 1 else 561)
+    # The densities of splines have kinks, for which sums need more points.
+    axis = np.linspace(-14, 14, 14001 if dim == 1 else 561 if "spline" in family else 281)
     points = np.stack(np.meshgrid(*[axis] * dim), axis=-1).reshape(-1, dim)
     total = np.exp(posterior.log_prob(params, points)).sum() * (axis[1] - axis[0]) ** dim
     assert total == pytest.approx(1.0, abs=2e-3)

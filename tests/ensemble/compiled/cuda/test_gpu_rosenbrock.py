@@ -31,7 +31,7 @@ every_method = pytest.mark.parametrize("alg", [Rosenbrock23(), Rodas5P()], ids=l
 FORCED, N = SYSTEMS["forced"], 9
 U0 = np.random.default_rng(0).uniform(0.3, 1.8, (N, 2))
 P = FORCED.p * np.random.default_rng(1).uniform(0.1, 1.0, (N, 2))
-TIMES, TOLERANCES = [0.0, 0.11, 0.7, 2.0], {"rtol": 1e-5, "atol": 1e-8}
+TIMES, TOLERANCES = [0.0, 0.11, 0.7, 2.0], {"rtol": 1e-4, "atol": 1e-7}
 # One on the way, and one that some of them meet.
 EVENTS = (Event(lambda u, p, t: u[0] + 0.4, terminal=False), Event(lambda u, p, t: u[1] - 1.27 - 0.1 * t))
 MASS = np.array([[2.0, 0.0], [0.0, 0.0]])
