@@ -13,7 +13,7 @@ from mpiad.errors import ConvergenceError
 from mpiad.linalg import solve
 from mpiad.testing import check_grads
 
-SHAPE = (6, 7)
+SHAPE = (4, 5)
 CLOSE = {"rtol": 1e-8, "atol": 1e-10}
 TIGHT = {"rtol": 1e-12}
 METHODS = ["gmres", "bicgstab"]

@@ -11,7 +11,7 @@ from mpiad.errors import ConvergenceError
 from mpiad.linalg import newton
 from mpiad.testing import check_grads
 
-SHAPE = (5, 6)
+SHAPE = (4, 5)
 CLOSE = {"rtol": 1e-7, "atol": 1e-9}
 
 
