@@ -10,14 +10,14 @@ that it isn't back by then (`root_departure`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.event_columns import EventColumns
-from mpiad.ensemble.events import EventWatch
+from mpiad.ensemble.events import CrossedSteps, EventWatch
 from mpiad.ensemble.initialization import Entrants, Initialization, Joint, least_step
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Step
@@ -50,11 +50,7 @@ class _Held(NamedTuple):
 
     columns: Array  # int, shape (n,)
     h: Array  # shape (n,); the sizes of the next steps
-    # Shape (events, n). Which conditions have changed their signs, and their values before and after the step.
-    crossed: Array
-    before: Array
-    after: Array
-    step: Step
+    kept: CrossedSteps
 
 
 class ActingEvents:
@@ -104,13 +100,12 @@ class ActingEvents:
 
         They end where conditions vanish, by which of all have changed their signs, or at given times.
         """
+        nothing = np.empty((0, len(columns)))
         if crossed is None:
-            nothing = np.empty((0, len(columns)))
-            self._held[False].append(_Held(columns, h[columns], nothing, nothing, nothing, step.at_end(columns)))
-            return
-        before, after = zip(*self._watch.pairs)  # type: ignore[union-attr]
-        changed, old, new = (np.array([row[columns] for row in rows]) for rows in (crossed, before, after))
-        self._held[True].append(_Held(columns, h[columns], changed, old, new, step.at(columns)))
+            kept = CrossedSteps(nothing, nothing, nothing, step.at_end(columns))
+        else:
+            kept = self._watch.kept(step, columns, crossed)  # type: ignore[union-attr]
+        self._held[crossed is not None].append(_Held(columns, h[columns], kept))
 
     def release(self) -> Iterator[tuple[Resumed, Step]]:
         """Let events act at the ends of the steps that are held, and return how the columns go on, and the steps.
@@ -120,11 +115,12 @@ class ActingEvents:
         for at_roots in (False, True):
             held, self._held[at_roots] = self._held[at_roots], []
             if held:
-                yield self._released(_joined(held))
+                columns, h, kept = zip(*held)
+                yield self._released(np.concatenate(columns), np.concatenate(h), CrossedSteps.joined(kept))
 
-    def _released(self, held: _Held) -> tuple[Resumed, Step]:
-        step, columns, h = held.step, held.columns, held.h
-        met, stopped = self._cut(held)
+    def _released(self, columns: Array, h: Array, kept: CrossedSteps) -> tuple[Resumed, Step]:
+        step = kept.step
+        met, stopped = self._cut(kept)
         there = self._there(step)
         if stopped.size:
             h = self._meet_conditions(there, columns, met, stopped, h)
@@ -145,14 +141,10 @@ class ActingEvents:
         at = step.ids, step.new, step.actual(step.t_new), step.number + 1
         return EventColumns(self._batch, self._acting, self._slots, self._initialization.signs, self._jumps, *at)
 
-    def _cut(self, held: _Held) -> tuple[list[tuple[int, Array]], Array]:
+    def _cut(self, kept: CrossedSteps) -> tuple[list[tuple[int, Array]], Array]:
         """Cut the steps short in which conditions vanish that end them; return which do where, and the rows of these."""
-        crossed = [np.flatnonzero(row) for row in held.crossed]
-        if not any(rows.size for rows in crossed):
-            return [], np.empty(0, int)
-        pairs, step = list(zip(held.before, held.after)), held.step
-        found = self._watch.located(step, [rows if rows.size else None for rows in crossed], pairs)  # type: ignore[union-attr]
-        if found.ended is None:
+        found, step = self._watch.located_in(kept) if len(kept.crossed) else None, kept.step  # type: ignore[union-attr]
+        if found is None or found.ended is None:
             return [], np.empty(0, int)
         rows = np.flatnonzero(found.ended)
         step.t_new[rows] = step.t[rows] + found.part[rows] * step.h[rows]
@@ -213,14 +205,3 @@ class ActingEvents:
             if e in self.sides:
                 left = there.left.get(e)
                 self.sides[e][own] = np.sign(value) if left is None else np.where(left[rows], left[rows], np.sign(value))
-
-
-def _joined(held: Sequence[_Held]) -> _Held:
-    if len(held) == 1:
-        return held[0]
-    *tables, steps = zip(*held)
-    *parts, stages, sign = zip(*steps)
-    rows: list[Any] = [np.concatenate(part, axis=-1) for part in parts]
-    rows += [[np.concatenate(k, axis=-1) for k in zip(*stages)], None if sign[0] is None else np.concatenate(sign)]
-    found: list[Any] = [np.concatenate(table, axis=-1) for table in tables]
-    return _Held._make([*found, Step._make(rows)])

@@ -23,6 +23,8 @@ __all__ = [
 RESOLUTION, EVALUATIONS = 2.0**-48, 50
 # How far from the secant's root, for the bracket's width, evaluations are taken on the side of the middle.
 TRUNCATION = 0.2
+# For so many columns events that end no step are looked for at once: what NumPy's calls take to start no longer counts.
+_MANY = 2048
 
 
 class StepEvents(NamedTuple):
@@ -33,6 +35,28 @@ class StepEvents(NamedTuple):
     part: Array  # shape (n,); at which part of the step; infinite elsewhere
     states: Array  # shape (d, n); there, and after the step elsewhere
     found: list[tuple[int, Array, Array]]  # the events, the columns of each, and the parts of their steps
+
+
+class CrossedSteps(NamedTuple):
+    """Steps of some columns in which conditions have changed their signs, kept until they are looked at."""
+
+    # Shape (events, n). Which conditions have, and their values before and after the step.
+    crossed: Array
+    before: Array
+    after: Array
+    step: Step
+
+    @staticmethod
+    def joined(parts: Sequence[CrossedSteps]) -> CrossedSteps:
+        """Return several as one."""
+        if len(parts) == 1:
+            return parts[0]
+        *tables, steps = zip(*parts)
+        *rows, stages, sign = zip(*steps)
+        made: list[Any] = [np.concatenate(row, axis=-1) for row in rows]
+        made += [[np.concatenate(k, axis=-1) for k in zip(*stages)], None if sign[0] is None else np.concatenate(sign)]
+        found: list[Any] = [np.concatenate(table, axis=-1) for table in tables]
+        return CrossedSteps._make([*found, Step._make(made)])
 
 
 class EventWatch:
@@ -51,6 +75,7 @@ class EventWatch:
         self.pairs: list[tuple[Array, Array]] = []  # before and after the step that was looked at last
         self._rows: list[Array] = []
         self._count = 0
+        self._later: list[CrossedSteps] = []
 
     def enter(self, u: Array, p: Tree, t: Array) -> None:
         """Take up the columns of a new working set, at their present states and actual times."""
@@ -66,6 +91,30 @@ class EventWatch:
         self.values = [np.where(step.accepted, new, old) for old, new in self.pairs]
         changed = (event.crossed(*pair, sides.get(e)) for e, (event, pair) in enumerate(zip(self._events, self.pairs)))
         return [step.accepted & mask for mask in changed]
+
+    def kept(self, step: Step, columns: Array, crossed: Sequence[Array]) -> CrossedSteps:
+        """Return the step of some columns, in which these conditions have changed their signs."""
+        before, after = zip(*self.pairs)
+        changed, old, new = (np.array([row[columns] for row in rows]) for rows in (crossed, before, after))
+        return CrossedSteps(changed, old, new, step.at(columns))
+
+    def put_off(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
+        """Look for the events of some columns later, for many at once: they end no step."""
+        self._later.append(self.kept(step, columns, crossed))
+        if sum(len(part.step.ids) for part in self._later) > _MANY:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        if self._later:
+            self.located_in(CrossedSteps.joined(self._later))
+            self._later = []
+
+    def located_in(self, kept: CrossedSteps) -> StepEvents:
+        """Find the events of steps that were kept, and note them."""
+        crossed = [np.flatnonzero(row) for row in kept.crossed]
+        return self.located(
+            kept.step, [rows if rows.size else None for rows in crossed], list(zip(kept.before, kept.after))
+        )
 
     def located(
         self, step: Step, crossed: Sequence[Array | None], pairs: Sequence[tuple[Array, Array]] | None = None
@@ -144,6 +193,7 @@ class EventWatch:
 
     def rows(self) -> Array | None:
         """Return the table, shape (5, m); None where nothing happened."""
+        self._catch_up()
         return np.concatenate(self._rows, axis=1) if self._rows else None
 
 

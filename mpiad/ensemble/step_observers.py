@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -81,9 +81,8 @@ class StepObservers:
             at_times = acting.at_given_times(step, done)
             if at_times.size:
                 acting.hold(at_times, step, h)
-        found = [np.flatnonzero(mask) for mask in crossed]
-        if any(columns.size for columns in found):
-            terminated = self._cut(step, [columns if columns.size else None for columns in found])
+        if crossed and (columns := np.flatnonzero(np.any(crossed, axis=0))).size:
+            terminated = self._located(step, columns, crossed)
         if self._saves is not None:
             self._saves.see(step, at_times)
         return Stopped(terminated, at_roots, at_times)
@@ -98,12 +97,19 @@ class StepObservers:
                 self._saves.see_end(step, rows, resumed.columns, step.number + 1)
             yield resumed
 
-    def _cut(self, step: Step, crossed: list[Array | None]) -> Array:
-        """Note events, and cut the steps short that they end; return their columns."""
-        found = self._events.located(step, crossed)  # type: ignore[union-attr]
-        if found.ended is None:
+    def _located(self, step: Step, columns: Array, crossed: Sequence[Array]) -> Array:
+        """Note events of some columns, and cut the steps short that they end; return the columns of these."""
+        watch: EventWatch = self._events  # type: ignore[assignment]
+        ends = [changed[columns] for event, changed in zip(self._settings.events, crossed) if event.terminal]
+        ended = np.any(ends, axis=0) if ends else np.zeros(len(columns), bool)
+        if not ended.all():
+            watch.put_off(step, columns[~ended], crossed)
+        terminated = columns[ended]
+        if not terminated.size:
             return NONE
-        terminated = np.flatnonzero(found.ended)
+        mine = np.zeros(len(step.ids), bool)
+        mine[terminated] = True
+        found = watch.located(step, [np.flatnonzero(own) if (own := mask & mine).any() else None for mask in crossed])
         parts = found.part[terminated]
         # The end and its state, where nothing that is saved may lie behind it.
         step.t_new[terminated] = step.t[terminated] + parts * step.h[terminated]
