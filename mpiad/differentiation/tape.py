@@ -12,6 +12,7 @@ case, and never lowered below a trace that another thread has open.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from mpiad._typing import Array
 from mpiad.differentiation.nodes import LastingNode, OrderedNode, TangentNode
 from mpiad.differentiation.refusals import explain
 from mpiad.primitives.cotangents import spec_like
-from mpiad.primitives.operation import Operation, Tape, Together, current, suspended
+from mpiad.primitives.operation import Recorded, Tape, Together, current, suspended
 from mpiad.transport import Channel, Spec
 
 __all__ = ["OrderedTape", "Recording", "TangentTape", "mark_unfinished"]
@@ -91,7 +92,7 @@ class OrderedTape(_Tape):
         super().__exit__(kind, error, trace)
 
     def communicated(
-        self, operation: Operation, ans: Array, x: Array, params: object, argnums: tuple[int, ...], parents: tuple[Any, ...]
+        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
     ) -> Any:
         """Record a communication; return its node, or None where its result isn't an array."""
         dtype = getattr(ans, "dtype", None)
@@ -99,8 +100,8 @@ class OrderedTape(_Tape):
         like = _NO_VALUE if dtype is None else spec_like(ans)
         # An input that has outlived its own trace is a constant.
         kept = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
-        vjp = operation.vjp(ans, x, params, tuple([k for k, _ in kept]), self.number)
-        if operation.several:
+        vjp = operator.vjp(ans, args, params, tuple([k for k, _ in kept]), self.number)
+        if operator.several:
             vjp = Together(vjp)
         node = OrderedNode.placed(self, tuple([place for _, place in kept]), vjp, like)
         return None if dtype is None else node
@@ -112,13 +113,13 @@ class TangentTape(_Tape):
     __slots__ = ()
 
     def communicated(
-        self, operation: Operation, ans: Array, x: Array, params: object, argnums: tuple[int, ...], parents: tuple[Any, ...]
+        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
     ) -> Any:
         """Communicate the tangent, as part of the trace around this one; return its node."""
         tangents = {k: node.g for k, node in zip(argnums, parents) if node.tape is self}
         # The tangent's communication belongs to the trace around; on this tape it would be traced again, without end.
         with suspended(self.outer, body=False):
-            tangent = operation.jvp(tangents, ans, x, params, self.number)
+            tangent = operator.jvp(tangents, ans, args, params, self.number)
         return TangentNode.placed(self, tangent) if hasattr(ans, "dtype") else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -17,38 +17,28 @@ from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.mpi_operations import name_of
 
 if TYPE_CHECKING:
-    from mpiad.primitives.operation import Operation
+    from mpiad.primitives.operation import Operation, Recorded
 
-__all__ = ["apply_to", "noted_methods"]
+__all__ = ["note_forward", "note_rules"]
 
 _operations: WeakSet[Operation] = WeakSet()
 
 
-def apply_to(operation: Operation) -> None:
-    """Take in an operation that was just defined."""
+def note_forward(operation: Operation) -> None:
+    """Have an operation's forward function note its calls, while somebody asks."""
     _operations.add(operation)
     if calls.is_noting():
-        _swap(operation)
+        operation.forward = _noted_forward(operation)
 
 
 def _switch(on: bool) -> None:
     for operation in _operations:
-        if on:
-            _swap(operation)
-        else:
-            # The bare functions are back in place, so that nothing is paid while nobody asks.
-            operation.forward, operation.adjoint, operation.tangent = operation.bare
+        # The bare functions are put back in place, so that nothing is paid while nobody asks.
+        operation.forward = _noted_forward(operation) if on else operation.bare
 
 
-def _swap(operation: Operation) -> None:
-    forward, adjoint, tangent = operation.bare
-    name = operation.__name__
-    operation.forward = _noted_forward(name, forward)
-    operation.adjoint, operation.tangent = _noted_adjoint(name, adjoint), _noted_tangent(name, tangent)
-
-
-def _noted_forward(name: str, forward: Callable) -> Callable:
-    """Return a forward function that notes its call."""
+def _noted_forward(operation: Operation) -> Callable:
+    name, forward = operation.__name__, operation.bare
 
     def noted(x: Array, params: object) -> Any:
         return _during(calls.begin(name, x, params), forward, x, params)
@@ -63,50 +53,25 @@ def _during(call: Call, fun: Callable, *args: Any) -> Any:
         calls.end(call)
 
 
-def _noted_adjoint(name: str, adjoint: Callable) -> Callable:
-    """Return a maker of adjoints that remember the line of their forward call."""
+def note_rules(kind: type[Recorded]) -> None:
+    """Have the adjoints and tangents of a class note their calls and the forward call's line, while somebody asks."""
+    vjp, jvp = bare = kind.vjp, kind.jvp
 
-    def make(ans: Array, x: Array, params: object, *level: int) -> Callable:
-        return _noted_rule(name, adjoint(ans, x, params, *level), params)
-
-    return make
-
-
-def _noted_rule(name: str, rule: Callable, params: object) -> Callable:
-    # Now, while the forward call is on the stack; the adjoint runs far from it.
-    called, site = _recorded(name)
-
-    def noted(g: Array) -> Any:
-        return _during(calls.begin_rule("adjoint", called, site, g, params), rule, g)
-
-    return noted
-
-
-def _noted_tangent(name: str, tangent: Callable) -> Callable:
-    """Return a tangent rule that notes its call."""
-
-    def noted(dx: Array, ans: Array, x: Array, params: object, *level: int) -> Any:
-        called, site = _recorded(name)
-        return _during(calls.begin_rule("tangent", called, site, dx, params), tangent, dx, ans, x, params, *level)
-
-    return noted
-
-
-def noted_methods(body: Callable, vjp: Callable, jvp: Callable) -> tuple[Callable, Callable, Callable]:
-    """Return the methods of a class of operators as ones that note their calls."""
-
-    def noted_body(self: Any, args: tuple, kwargs: dict) -> Any:
-        return _during(calls.begin(self.__name__, args[0] if args else None, None), body, self, args, kwargs)
-
-    def noted_vjp(self: Any, ans: Array, args: tuple, kwargs: dict, argnums: tuple[int, ...], level: int) -> Callable:
-        return _noted_rule(self.__name__, vjp(self, ans, args, kwargs, argnums, level), None)
-
-    def noted_jvp(self: Any, tangents: dict, ans: Array, args: tuple, kwargs: dict, level: int) -> Any:
+    def noted_vjp(self: Recorded, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:
+        rule = vjp(self, ans, args, params, argnums, level)
+        # Now, while the forward call is on the stack; the adjoint runs far from it.
         called, site = _recorded(self.__name__)
-        call = calls.begin_rule("tangent", called, site, args[0] if args else None, None)
-        return _during(call, jvp, self, tangents, ans, args, kwargs, level)
+        return lambda g: _during(calls.begin_rule("adjoint", called, site, g, params), rule, g)
 
-    return noted_body, noted_vjp, noted_jvp
+    def noted_jvp(self: Recorded, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Any:
+        called, site = _recorded(self.__name__)
+        call = calls.begin_rule("tangent", called, site, args[0] if args else None, params)
+        return _during(call, jvp, self, tangents, ans, args, params, level)
+
+    def switch(on: bool) -> None:
+        kind.vjp, kind.jvp = (noted_vjp, noted_jvp) if on else bare
+
+    calls.register(switch)
 
 
 def _recorded(name: str) -> tuple[str, Site]:

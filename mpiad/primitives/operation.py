@@ -7,7 +7,8 @@ Tapes are nested like traces: an operation records itself on the innermost tape,
 one, and so on down to plain arrays. Its adjoint and tangent are made of the same operations, and so are recorded by
 whatever tape is current when they run: higher orders need no further rule.
 
-`Operation` is one kind of communication; `communicate` applies it. The tapes themselves live in `differentiation`; here
+`Operation` is one kind of communication; `communicate` applies it. Operators of the user's own are recorded in the same
+way, by `apply`. The tapes themselves live in `differentiation`; here
 is only what an operation must know of them: `number`, `outer` and `communicated`.
 """
 
@@ -24,19 +25,17 @@ from autograd.tracer import Box, new_box
 from mpiad._typing import Array
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
-from mpiad.primitives.noting import apply_to
+from mpiad.primitives.noting import note_forward, note_rules
 from mpiad.transport import Channel
 from mpiad.transport.channels import communications, operator_body
 from mpiad.transport.recovery import interruptible
 from mpiad.transport.tracing import tracing
 
 __all__ = [
-    "Abreast", "Operation", "Tape", "Together", "communicate", "current", "differentiable", "refuse_suspended", "run",
-    "suspended",
+    "Abreast", "Operation", "Recorded", "Tape", "Together", "apply", "communicate", "current", "run", "suspended",
 ]  # fmt: skip
 
 _box_types = Box.types
-_NO_PARENTS: tuple = ((), ())
 
 
 class Tape(Protocol):
@@ -54,9 +53,8 @@ class Tape(Protocol):
     passes: str
 
     def communicated(
-        self, operation: Operation, ans: Array, x: Array, params: object, argnums: tuple[int, ...],
-        parents: tuple[Any, ...],
-    ) -> Any:  # fmt: skip
+        self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
+    ) -> Any:
         """Record a communication and return its node, None where its result isn't an array."""
 
 
@@ -126,20 +124,60 @@ class suspended:
         current.tape, operator_body.channels = self._kept, self._body
 
 
-class Operation:
-    """One kind of communication: made in `catalogue`, defined in the file of its public function.
+class Recorded:
+    """What communicates and is one node of a trace: an operation of the catalogue, or an operator of the user's own.
+
+    - `several`: whether the adjoint takes several cotangents along axes before those of the result, and returns as many.
+    - `point_to_point`: whether only two ranks take part: refused under plain autograd.
+
+    Of the arguments only arrays are traced; `params` is what it must know besides.
+    """
+
+    several = point_to_point = False
+
+    def __init__(self, name: str):
+        self.__name__ = name
+        # Plain autograd looks up in tables of its own what it differentiates.
+        primitive_vjps[self] = self._foreign_vjp
+        primitive_jvps[self] = self._foreign_jvp
+
+    def run(self, args: tuple, params: Any) -> Any:
+        """Return the result for plain arrays: no tape records it, but a compiled program's trace does."""
+        raise NotImplementedError
+
+    def vjp(self, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable[[Array], tuple]:
+        """Return the function that maps the cotangent of the result to those of its traced arguments."""
+        raise NotImplementedError
+
+    def jvp(self, tangents: dict[int, Any], ans: Array, args: tuple, params: Any, level: int) -> Any:
+        """Return the tangent of the result."""
+        raise NotImplementedError
+
+    def _foreign_vjp(self, argnums: Sequence[int], ans: Array, args: tuple, kwargs: dict) -> Callable:
+        if self.point_to_point:
+            raise_for_foreign(self.__name__)
+        # Autograd hands on cotangents of any dtype, but what is communicated must be alike on all ranks; and it knows no
+        # order of communication: an adjoint that it runs too early raises.
+        vjp, spec = self.vjp(ans, args, kwargs["params"], argnums, kwargs["level"]), spec_like(ans)
+        return checked_adjoint(lambda g: vjp(conform(g, *spec)), self.__name__, kwargs["level"])
+
+    def _foreign_jvp(self, argnums: Sequence[int], gs: list, ans: Array, args: tuple, kwargs: dict) -> Any:
+        return self.jvp(dict(zip(argnums, gs)), ans, args, kwargs["params"], kwargs["level"])
+
+
+class Operation(Recorded):
+    """One kind of communication of one array: made in `catalogue`, defined in the file of its public function.
 
     - `name`: the public function that applies it.
-    - `point_to_point`: whether only two ranks take part: refused under plain autograd.
     - `halves`: whether it is the start or the wait of a request, whose rules also take the number of the trace.
     - `prepared`: ``prepared(params, x, out)`` returns the same communication of an array that stays, into one that
       stays, as a function without arguments, for programs that run again and again; None where it can't be had. It
       isn't noted.
-    - `several`: whether the adjoint takes several cotangents along a first axis, and returns as many.
     """
 
     def __init__(self, name: str, point_to_point: bool = False, halves: bool = False, several: bool = False):
-        self.__name__, self.point_to_point, self.halves, self.several = name, point_to_point, halves, several
+        super().__init__(name)
+        self.point_to_point, self.halves, self.several = point_to_point, halves, several
         self.prepared: Callable[[Any, Array, Array], Callable[[], object] | None] | None = None
 
     def define(self, forward: Callable, adjoint: Callable, tangent: Callable | None = None) -> None:
@@ -150,37 +188,32 @@ class Operation:
         the result isn't an array. ``tangent(dx, ans, x, params)`` returns the tangent of the result; `dx` has the shape and
         dtype of x (zeros, where x isn't traced). By default the operation is linear: the same of dx.
         """
-        if tangent is None:
-            tangent = lambda dx, ans, x, params: communicate(self, dx, params)  # noqa: E731
-        forward = interruptible(self.__name__, forward)
-        self.forward, self.adjoint, self.tangent = self.bare = (forward, adjoint, tangent)
-        apply_to(self)
-        # Plain autograd looks its operations up in tables of its own.
-        primitive_vjps[self] = self._foreign_vjp
-        primitive_jvps[self] = self._foreign_jvp
+        self.adjoint = adjoint
+        self.tangent = tangent or (lambda dx, ans, x, params: communicate(self, dx, params))
+        self.forward = self.bare = interruptible(self.__name__, forward)
+        note_forward(self)
 
-    def vjp(self, ans: Array, x: Array, params: object, argnums: tuple[int, ...], level: int) -> Callable:
-        """Return the function that maps the cotangent of the result to those of its traced inputs: here, to x's."""
+    def run(self, args: tuple, params: Any) -> Any:
+        """Return the result for a plain array."""
+        return run(self, args[0], params)
+
+    def vjp(self, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable[[Array], tuple]:
+        """Return the function that maps the cotangent of the result to that of x."""
+        x = args[0]
         rule = self.adjoint(ans, x, params, level) if self.halves else self.adjoint(ans, x, params)
         return lambda g: (rule(g),)
 
-    def jvp(self, tangents: dict[int, Any], ans: Array, x: Array, params: object, level: int) -> Any:
+    def jvp(self, tangents: dict[int, Any], ans: Array, args: tuple, params: Any, level: int) -> Any:
         """Return the tangent of the result."""
+        x = args[0]
         dx = None if x is None else tangent_of(x, tangents.get(0))
-        return self.tangent(dx, ans, x, params, level) if self.halves else self.tangent(dx, ans, x, params)
-
-    def _foreign_vjp(self, argnums: tuple, ans: Array, args: tuple, kwargs: dict) -> Callable:
-        if self.point_to_point:
-            raise_for_foreign(self.__name__)
-        # Autograd hands on cotangents of any dtype, but what is communicated must be alike on all ranks.
-        rule, spec = self.adjoint(ans, args[0], kwargs["params"]), spec_like(ans)
-        return checked_adjoint(lambda g: (rule(conform(g, *spec)),), self.__name__, kwargs["level"])
-
-    def _foreign_jvp(self, argnums: tuple, gs: list, ans: Array, args: tuple, kwargs: dict) -> Any:
-        return self.jvp({0: gs[0]}, ans, args[0], kwargs["params"], kwargs["level"])
+        return self.tangent(dx, ans, x, params, *((level,) if self.halves else ()))
 
     def __repr__(self) -> str:
         return f"Operation({self.__name__})"
+
+
+note_rules(Operation)
 
 
 def run(operation: Operation, x: Array, params: object) -> Any:
@@ -196,38 +229,48 @@ def communicate(operation: Operation, x: Array, params: object) -> Any:
     # Outside of all traces nothing is recorded: a test or two are all that is paid.
     if tape is None and type(x) not in _box_types:
         return run(operation, x, params)
-    return _apply(operation, tape, x, params)
+    return apply(operation, tape, (x,), params)
 
 
-def _apply(operation: Operation, tape: Tape | None, x: Array, params: object) -> Any:
+def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> Any:
+    """Apply what communicates to arguments of which some may be traced, recorded on a tape and on those around it."""
     # Numbers of traces say who is inside whom: the higher one is the inner.
-    number = -1 if tape is None else tape.number
-    level = x._trace if type(x) in _box_types else -1
-    if level > number:
-        return _apply_above(operation, tape, x, params)
-    if tape is None:
-        return run(operation, x, params)
+    number = level = -1 if tape is None else tape.number
+    argnums: list[int] = []
+    for k, x in enumerate(args):
+        if type(x) in _box_types and x._trace >= level:
+            if x._trace > level:
+                level, argnums = x._trace, []
+            argnums.append(k)
+    if level < 0:
+        return operator.run(args, params)
     # One level down, with the next outer tape, until the arrays are plain; then recorded on the way back.
-    inner, parents = (x._value, ((0,), (x._node,))) if level == number else (x, _NO_PARENTS)
-    ans = _apply(operation, tape.outer, inner, params)
+    inner, parents = list(args), []
+    for k in argnums:
+        parents.append(args[k]._node)
+        inner[k] = args[k]._value
+    if tape is None or level > number:
+        return _apply_above(operator, tape, tuple(inner), params, argnums, parents, level)
+    ans = apply(operator, tape.outer, tuple(inner), params)
     if not differentiable(ans):
         return ans
-    node = tape.communicated(operation, ans, inner, params, *parents)
+    node = tape.communicated(operator, ans, tuple(inner), params, argnums, parents)
     return ans if node is None else new_box(ans, number, node)
 
 
-def _apply_above(operation: Operation, tape: Tape | None, x: Array, params: object) -> Any:
-    """Apply to a value of a trace inside the current tape: plain autograd's, or an ended one of ours (a constant)."""
-    refuse_suspended(x._node, operation.__name__)
-    ans = _apply(operation, tape, x._value, params)
-    node_type = type(x._node)
-    # Of an ended trace of ours: what was traced there is constant.
-    if node_type is not VJPNode and node_type is not JVPNode:
+def _apply_above(
+    operator: Recorded, tape: Tape | None, args: tuple, params: Any, argnums: list[int], parents: list[Any], level: int
+) -> Any:
+    """Apply to values of a trace inside the current tape: plain autograd's, or an ended one of ours (constants)."""
+    for parent in parents:
+        refuse_suspended(parent, operator.__name__)
+    ans = apply(operator, tape, args, params)
+    node_type, is_array = type(parents[0]), hasattr(ans, "dtype")
+    # Of an ended trace of ours: what was traced there is constant. What is no array has a node where that refuses it.
+    if node_type not in (VJPNode, JVPNode) or not (is_array or operator.point_to_point) or not differentiable(ans):
         return ans
-    if not differentiable(ans):
-        return ans
-    node = node_type(ans, operation, (x._value,), {"params": params, "level": x._trace}, (0,), (x._node,))
-    return new_box(ans, x._trace, node) if hasattr(ans, "dtype") else ans
+    node = node_type(ans, operator, args, {"params": params, "level": level}, argnums, parents)
+    return new_box(ans, level, node) if is_array else ans
 
 
 def refuse_suspended(node: object, call: str) -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import mpiad
-from mpiad.extend import communicating, defadjoint
+from mpiad.extend import Communicating, communicating, defadjoint
 from mpiad.primitives.catalogue import ALLREDUCE
+from mpiad.primitives.operation import Operation
 from mpiad.transport import calls
 from mpiad.transport.calls import Call
 
@@ -111,9 +112,13 @@ def test_a_call_ends_by_an_exception_too(witness: Witness) -> None:
 def test_nothing_is_swapped_while_nobody_asks() -> None:
     if calls.is_noting():
         pytest.skip("calls are noted in this run")
-    assert (ALLREDUCE.forward, ALLREDUCE.adjoint, ALLREDUCE.tangent) == ALLREDUCE.bare
-    witness = Witness()
+
+    def functions() -> list[Any]:
+        return [ALLREDUCE.forward, *(getattr(kind, name) for kind in (Operation, Communicating) for name in ("vjp", "jvp"))]
+
+    before, witness = functions(), Witness()
+    assert before[0] is ALLREDUCE.bare and before[1].__qualname__ == "Operation.vjp"
     calls.note(witness)
-    assert ALLREDUCE.forward is not ALLREDUCE.bare[0]
+    assert not any(now is one for now, one in zip(functions(), before))
     calls.forget(witness)
-    assert (ALLREDUCE.forward, ALLREDUCE.adjoint, ALLREDUCE.tangent) == ALLREDUCE.bare
+    assert functions() == before
