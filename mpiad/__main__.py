@@ -2,6 +2,6 @@
 
 import sys
 
-from mpiad.debug.examination import main
+from mpiad.debug.environment import main
 
 sys.exit(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from mpiad.debug.recorder import Event, Recorder
 
-__all__ = ["Place", "Stretch", "computed"]
+__all__ = ["Place", "Stretch", "computed", "gaps"]
 
 _START, _END = "start of the recording", "end of the recording"
 
@@ -36,41 +36,46 @@ class Stretch(NamedTuple):
 def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
     """Return a rank's seconds by place; they and the innermost communications add up to what was recorded.
 
-    Of the main thread: only there the time between two calls is known to be the program's.
+    Of the main thread: only there the time between two calls is known to be the program's. Others wait for most of theirs.
     """
-    # Of the main thread: others wait for most of their time, which would count as computing.
     mine = [event for event in events if event.thread == 0]
     found: dict[Place, float] = defaultdict(float)
+    for began, ended, place in gaps(recorder, mine):
+        found[place] += ended - began
+    for event, seconds in _inside(mine):
+        # A solve communicates inside: what it computes between its messages belongs to its own line.
+        named = f"inside {event.called}"
+        found[Place("backward" if event.direction == "adjoint" else "forward", named, named)] += seconds
+    return dict(found)
+
+
+def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float, Place]]:
+    """Yield begin, end and place of what lies between a thread's communications, in pieces of one phase each."""
     phases: list[str] = []
-    pending: list[tuple[str, float]] = []  # since the last communication: each phase and its seconds
+    pending: list[tuple[float, float, str]] = []  # since the last communication: begin, end and phase
     at, after = recorder.since, _START
 
     def passed(time: float) -> None:
-        pending.append((phases[-1] if phases else "outside", max(time - at, 0.0)))
+        if time > at:  # else inside a communication
+            pending.append((at, time, phases[-1] if phases else "outside"))
 
-    def reached(until: str) -> None:
-        for phase, seconds in pending:
-            found[Place(phase, after, until)] += seconds
+    def reached(until: str) -> Iterator[tuple[float, float, Place]]:
+        yield from [(began, ended, Place(phase, after, until)) for began, ended, phase in pending]
         pending.clear()
 
-    for time, _, what in sorted(_marks(mine), key=itemgetter(0, 1)):
+    for time, _, what in sorted(_marks(events), key=itemgetter(0, 1)):
         passed(time)
-        at = time
+        at = max(at, time)
         if isinstance(what, Event):
             line = what.forward_site or what.site
-            reached(line)
+            yield from reached(line)
             at, after = what.ended, line
         elif what:
             phases.append(what)
         elif phases:
             phases.pop()
     passed(recorder.since + recorder.elapsed)
-    reached(_END)
-    for event, seconds in _inside(mine):
-        # A solve communicates inside: what it computes between its messages belongs to its own line.
-        named = f"inside {event.called}"
-        found[Place("backward" if event.direction == "adjoint" else "forward", named, named)] += seconds
-    return dict(found)
+    yield from reached(_END)
 
 
 def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:

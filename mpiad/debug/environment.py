@@ -1,9 +1,14 @@
-"""`environment`: what this program runs on, whether it was started as it should be, and whether gradients are right."""
+"""`environment`: what this program runs on, whether it was started as it should be, and whether gradients are right.
+
+``python -m mpiad`` is one report of it for all ranks, within a time limit, with the same exit code everywhere.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -18,7 +23,7 @@ from mpiad.transport.guarded.rank_tables import rank_ranges
 from mpiad.transport.launcher import Launcher, launcher
 from mpiad.transport.library import Library, library
 
-__all__ = ["Environment", "VARIABLES", "environment", "misspelt"]
+__all__ = ["Environment", "VARIABLES", "environment", "main", "misspelt"]
 
 
 class Environment(NamedTuple):
@@ -75,10 +80,10 @@ def environment(comm: Comm = None) -> Environment:
     True True
     """
     with suspended():
-        return examine(channel(comm, "environment"), lambda stage: None)
+        return _examined(channel(comm, "environment"), lambda stage: None)
 
 
-def examine(used: Channel, entered: Callable[[str], None]) -> Environment:
+def _examined(used: Channel, entered: Callable[[str], None]) -> Environment:
     """Do the work of `environment`; `entered` is told of each stage before it begins."""
     entered("telling each other where they run")
     places = _places(used)
@@ -173,3 +178,44 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
             listed = " or ".join(repr(value) for value in values if value)
             said.append(f"{name}={value!r} is taken for unset: it may be {listed}.")
     return said
+
+
+_LIMIT = 30.0  # seconds; it takes about two
+
+
+class _Watch:
+    """Ends the process where a stage takes too long: a rank that doesn't answer would be waited for for ever."""
+
+    def __init__(self, limit: float):
+        self._limit, self._stage = limit, ""
+        self._timer = threading.Timer(limit, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def enter(self, stage: str) -> None:
+        self._stage = stage
+
+    def _give_up(self) -> None:
+        sys.stderr.write(
+            f"mpiad: no end after {self._limit:g} s: process {launcher().rank} of {launcher().size} waits for others while "
+            f"{self._stage}. They run another program, or their messages don't arrive (a firewall, another network "
+            "interface on each node).\n"
+        )
+        sys.stderr.flush()
+        # From a thread sys.exit would end that thread alone, and MPI's own end would wait for the others.
+        os._exit(1)
+
+    def end(self) -> None:
+        self._timer.cancel()
+
+
+def main(limit: float = _LIMIT) -> int:
+    """Examine the environment, report on one process, and return the exit code of all."""
+    watch = _Watch(limit)
+    found = _examined(channel(None, "python -m mpiad"), watch.enter)
+    watch.end()
+    # In separate worlds each process is rank 0 of its own; the launcher's number tells them apart.
+    if found.places[0].rank == 0 and launcher().rank == 0:
+        sys.stdout.write(f"{found}\n")
+        sys.stdout.flush()
+    return 0 if found.ok else 1

@@ -12,14 +12,14 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from mpiad._typing import Comm
 from mpiad.debug.clocks import Clock
+from mpiad.debug.computing import gaps
 from mpiad.debug.recorder import Event, Message, Recorder
 
 __all__ = ["gather_into", "write_part"]
@@ -28,7 +28,6 @@ _PIECE = 1 << 20  # characters, about
 _HEADER = '{"displayTimeUnit": "ms", "otherData": {"ranks": %d, "events that were too many": %d}, "traceEvents": [\n'
 _FOOTER = "\n]}\n"
 _SHORTEST = 1000  # nanoseconds of computation that are worth an event
-Span = tuple[int, int, Any]
 
 
 def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> None:
@@ -42,7 +41,7 @@ def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> Non
     if comm.rank == 0:
         # One rank's after another's: no rank holds them all.
         received = [iter(partial(comm.recv, source=rank), None) for rank in range(1, comm.size)]
-        error = _Output(path).write_all(_HEADER % (comm.size, sum(dropped)), chain(pieces, *received))
+        error = _written(path, _HEADER % (comm.size, sum(dropped)), chain(pieces, *received))
     else:
         for piece in pieces:
             comm.send(piece, 0)
@@ -52,35 +51,22 @@ def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> Non
         raise OSError(f"the trace of {comm.size} ranks can't be written to {path}: {error}")
 
 
-class _Output:
-    """A file that appears whole or not at all, and takes what comes also when it can't be written."""
-
-    def __init__(self, path: Path):
-        self._path, self._temporary = path, path.with_name(f"{path.name}.unfinished")
-        self._error: str | None = None
-
-    def write_all(self, header: str, pieces: Iterable[str]) -> str | None:
-        """Write header, pieces and footer; return what went wrong."""
-        with ExitStack() as stack:
-            file: IO[str] = self._try(lambda: stack.enter_context(open(self._temporary, "w", encoding="utf-8")))
-            self._try(lambda: file.write(header))
+def _written(path: Path, header: str, pieces: Iterator[str]) -> str | None:
+    """Write header, pieces and footer to a file that appears whole or not at all; return what went wrong."""
+    temporary = path.with_name(f"{path.name}.unfinished")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(header)
             for k, piece in enumerate(pieces):
-                self._try(lambda text=(",\n" if k else "") + piece: file.write(text))
-            self._try(lambda: file.write(_FOOTER))
-            self._try(lambda: file.flush())
-        self._try(lambda: os.replace(self._temporary, self._path))
-        if self._error is not None:
-            self._temporary.unlink(missing_ok=True)
-        return self._error
-
-    def _try(self, step: Callable[[], Any]) -> Any:
-        # After a failure the pieces are still taken: their senders wait to be rid of them.
-        if self._error is None:
-            try:
-                return step()
-            except OSError as failure:
-                self._error = str(failure)
-        return None
+                file.write((",\n" if k else "") + piece)
+            file.write(_FOOTER)
+        os.replace(temporary, path)
+    except OSError as failure:
+        for _ in pieces:
+            pass  # still taken: their senders wait to be rid of them
+        temporary.unlink(missing_ok=True)
+        return str(failure)
+    return None
 
 
 def _pieces(events: Iterable[str]) -> Iterator[str]:
@@ -100,7 +86,7 @@ def write_part(path: Path, rank: int, recorder: Recorder, clock: Clock) -> Path:
     """Write this rank's events beside the file that won't come; return where."""
     part = path.with_name(f"{path.name}.rank{rank}")
     events = _rank_events(recorder, rank, socket.gethostname(), clock, clock(recorder.since))
-    error = _Output(part).write_all(_HEADER % (1, recorder.dropped), _pieces(events))
+    error = _written(part, _HEADER % (1, recorder.dropped), _pieces(events))
     if error is not None:
         raise OSError(f"the trace of rank {rank} can't be written to {part}: {error}")
     return part
@@ -124,13 +110,15 @@ def _rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[fl
         # Of two that begin together the longer one is around the other; it was noted later where they end together too.
         spans.reverse()
         spans.sort(key=lambda span: (span[0], -span[1]))
-        # Only of the main thread is the time between two calls known to be the program's.
-        whole = (tick(recorder.since), tick(recorder.until)) if number == 0 else (0, 0)
-        for start, end, event in [*spans, *_computation(spans, whole)]:
+        for start, end, event in spans:
             yield _complete(rank, number, start, end, event)
-            if event is not None:
-                for message in event.messages:
-                    yield _flow(rank, number, start, end, message)
+            for message in event.messages:
+                yield _flow(rank, number, start, end, message)
+        # Only of the main thread is the time between two calls known to be the program's.
+        for began, ended, _ in gaps(recorder, [event for _, _, event in spans]) if number == 0 else ():
+            start, end = tick(began), tick(ended)
+            if end - start >= _SHORTEST:
+                yield _complete(rank, number, start, end, None)
 
 
 def _metadata(rank: int, thread: int, kind: str, **args: Any) -> str:
@@ -164,24 +152,3 @@ def _flow(rank: int, thread: int, start: int, end: int, message: Message) -> str
     found: dict[str, Any] = {"pid": rank, "tid": thread, "id": number, "name": "message", "cat": "message"}
     found |= {"ph": "s", "ts": start / 1000} if message.outgoing else {"ph": "f", "bp": "e", "ts": end / 1000}
     return json.dumps(found)
-
-
-def _computation(spans: list[Span], whole: tuple[int, int]) -> Iterator[Span]:
-    """Yield the gaps between communications, in phases and outside; `spans` are sorted, and nested as they should be."""
-    around: list[list[int]] = [[*whole]]  # where the next gap of each open phase starts, and where that phase ends
-    for start, end, event in spans:
-        while len(around) > 1 and around[-1][1] <= start:
-            yield from _gap(*around.pop())
-        if around[-1][0] > start:
-            continue  # inside a communication
-        yield from _gap(around[-1][0], start)
-        around[-1][0] = end
-        if event.direction == "phase":
-            around.append([start, end])
-    for at, end in reversed(around):
-        yield from _gap(at, end)
-
-
-def _gap(start: int, end: int) -> Iterator[Span]:
-    if end - start >= _SHORTEST:
-        yield start, end, None

@@ -13,6 +13,7 @@ from mpiad.debug import recorded, recording, report
 from mpiad.debug.advice import Totals, advice
 from mpiad.debug.computing import Place, Stretch
 from mpiad.debug.report import Row
+from mpiad.extend import communicating
 
 WORLD = MPI.COMM_WORLD
 LATE = 0.03  # seconds at least; a busy machine makes it more
@@ -94,6 +95,19 @@ def test_computing_by_line(rank, size):
     spent = sum(each.seconds for each in found.computing) + sum(row.seconds for row in found.rows)
     np.testing.assert_allclose(spent, found.elapsed, rtol=1e-6)
     assert {each.place.phase for each in found.computing} == {"forward", "backward", "outside"}
+
+
+def test_what_an_operator_differentiates_counts_once(rank):
+    @communicating
+    def slope(x):
+        time.sleep(LATE * (1 + rank) / 4)
+        return mpiad.grad(lambda x: mpiad.mpi_allreduce(x**2))(x)
+
+    with recorded():
+        slope(2.0)
+    found = silent()
+    spent = sum(each.seconds for each in found.computing) + sum(row.seconds for row in found.rows)
+    np.testing.assert_allclose(spent, found.elapsed, rtol=1e-6)
 
 
 ONES = np.ones(2)
