@@ -40,9 +40,8 @@ def _like(array: Array) -> Spec:
 
 def compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
     """Have the ranks compare the whole under watch: MPI sees pieces, and would wait for those that others don't have."""
-    compare = getattr(comm, "compare_whole", None)
-    if compare is not None:
-        compare(step, array, op, root)
+    if getattr(comm, "agreement", None) is not None:
+        comm.agree(step, array, op, root)
 
 
 def _passed(passage: ChunkedTransfer, count: int, call: Callable[[int], object]) -> Array:

@@ -22,14 +22,13 @@ from mpiad.transport.abort import at_place, at_trace, end_job, is_rank
 from mpiad.transport.exit_codes import exit_code, forget_exit, note_exit
 from mpiad.transport.lookup import world_is_given_up
 from mpiad.transport.notices import threads_may_communicate
+from mpiad.transport.polling import Backoff
 from mpiad.transport.uncaught import is_reporting
 
 __all__ = ["await_others", "code_at_end", "farewell", "note_finalize", "watch_departures"]
 
 # From the first error to the end of the job: others may leave too, with something to tell.
 _GRACE = 5.0
-_AT_ONCE = 0.01
-_NAP = 2e-3
 _LOOKS = 0.1
 
 _log = logging.getLogger("mpiad")
@@ -144,16 +143,15 @@ def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = N
     # By their maxima each learns whether any rank leaves at once, any in good order, and any without communication.
     mine, every = np.array([at_once, not at_once, patience is not None], dtype=np.int8), np.zeros(3, dtype=np.int8)
     hurried = at_once or (farewell is not None and farewell.code != 0)
-    start, grace = time.monotonic(), _GRACE if patience is None else patience
+    wait, grace = Backoff(), _GRACE if patience is None else patience
     try:
         request = _comm.Iallreduce(mine, every, MPI.MAX)
         while not request.Test():
-            waited = time.monotonic() - start
-            if hurried and waited > grace:
+            if hurried and wait.seconds > grace:
                 _end(farewell, f"{grace:g} s ago, and other ranks have not left since")
             if world_is_given_up():
                 return False
-            time.sleep(_NAP if waited > _AT_ONCE else 0)
+            wait.pause()
     except MPI.Exception:  # a rank has died, where the MPI survives that: there is nobody to wait for
         return False
     if at_once and every[:2].all():

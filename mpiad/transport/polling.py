@@ -19,25 +19,29 @@ _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Backoff:
-    """Pauses of one wait: none at first, longer and longer after 10 ms without news."""
+    """Pauses of one wait: none at first, longer and longer after `at_once` seconds without news.
 
-    __slots__ = ("_nap", "_start")
+    `nap`: the length of the next, zero at first.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_at_once", "_start", "nap")
+
+    def __init__(self, at_once: float = _AT_ONCE) -> None:
+        self._at_once = at_once
         self.renew()
 
     def renew(self) -> None:
         """Begin again, since something has come."""
-        self._start, self._nap = time.perf_counter(), 0.0
+        self._start, self.nap = time.perf_counter(), 0.0
 
     def pause(self) -> None:
         """Let others have the core."""
-        if self._nap:
-            time.sleep(self._nap)
+        if self.nap:
+            time.sleep(self.nap)
         else:
             _yield_core()
-        if self._nap or time.perf_counter() - self._start > _AT_ONCE:
-            self._nap = min(self._nap + 2e-5, _LONGEST_NAP)
+        if self.nap or time.perf_counter() - self._start > self._at_once:
+            self.nap = min(self.nap + 2e-5, _LONGEST_NAP)
 
     @property
     def seconds(self) -> float:

@@ -7,8 +7,8 @@ from typing import Any
 from mpi4py import MPI
 
 from mpiad._typing import Comm
-from mpiad.transport.guarded.departed_ranks import Departure
 from mpiad.transport.guarded.descriptions import Description, caller, shown_arguments, where
+from mpiad.transport.guarded.timed_waits import Departure
 
 __all__ = ["Gathering", "Letter"]
 

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpiad.errors import CommunicationMismatch
 from mpiad.transport import channels, lookup
 from mpiad.transport.departure import await_others
-from mpiad.transport.guarded import departed_ranks, message_counts, switch, watch_settings
+from mpiad.transport.guarded import message_counts, switch, watch_settings
 from mpiad.transport.guarded.timed_waits import deadline_lifted
 from mpiad.transport.uncaught import end_by
 
@@ -32,7 +32,6 @@ def close(close_world: Callable[[], None]) -> None:
         close_world()
         return
     # Others that wait for this rank learn at once that they do so in vain.
-    departed_ranks.note_leaving()
     switch.announce()
     # This rank may be done long before the others. After an error it waits no longer than ever.
     faulted = any(channel.fault is not None for channel in channels.live_channels())
@@ -40,7 +39,10 @@ def close(close_world: Callable[[], None]) -> None:
     left_over = []
     if given_up:
         # What the ranks have given up they no longer do in step; MPI's own end is all that is left to them.
-        _end_within(_GRACE)
+        # It may wait for communication that nobody continues, when no Python runs any more: so the system ends it, unless
+        # the program has use for the signal itself.
+        if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+            signal.setitimer(signal.ITIMER_REAL, _GRACE)
     else:
         with deadline_lifted():
             left_over = _left_over()
@@ -62,13 +64,6 @@ def close_at_exit(close_world: Callable[[], None]) -> None:
         close(close_world)
     except Exception as error:  # noqa: BLE001 - nobody is left to catch it
         _end_job(error)
-
-
-def _end_within(seconds: float) -> None:
-    # MPI may wait for communication that nobody continues, when no Python runs any more.
-    # Unless the program has use for the signal itself: it must not get one that it didn't ask for.
-    if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _left_over() -> list[str]:

@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Buffer, Comm, Op, Request, Status
+from mpiad._typing import Array, Buffer, Comm, Op, Status
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.awaited import Gathering, Letter
 from mpiad.transport.guarded.call_agreement import Agreement, lane_of
-from mpiad.transport.guarded.descriptions import describe, fingerprint
-from mpiad.transport.guarded.mismatch import raise_mismatch
-from mpiad.transport.guarded.requests import GuardedRequest, keep_for_ever
+from mpiad.transport.guarded.descriptions import describe, fingerprint, raise_mismatch
+from mpiad.transport.guarded.requests import GuardedRequest
 from mpiad.transport.guarded.timed_waits import poll, poll_for
 
 __all__ = ["Guarded", "counts"]
@@ -41,14 +40,21 @@ def counts() -> dict[str, int]:
 
 def _collective(name: str, compared: Callable[..., tuple[Any, Any, Any]]) -> Any:
     """Make the guarded form of a collective; `compared` takes its arguments and returns array, reduction and root."""
-    nonblocking = "I" + name.lower()
+    nonblocking = _nonblocking("I" + name.lower())
 
     def method(self: Guarded, *args: Any) -> None:
-        if self.agreement is None:
-            self.finish(getattr(self.bare, nonblocking)(*args), args)
-        else:
+        if self.agreement is not None:
             self.agree(name, *compared(*args))
             getattr(self.bare, name)(*args)
+            return
+        request = nonblocking(self, *args)
+        try:
+            request.Wait()
+        except BaseException:
+            channel = self.owner()
+            if channel is not None:
+                channel.unended = True
+            raise
 
     return method
 
@@ -59,9 +65,10 @@ def _given(send: Buffer, recv: Buffer) -> Buffer:
 
 def _nonblocking(name: str) -> Any:
     def method(self: Guarded, *args: Any) -> GuardedRequest:
+        request = getattr(self.bare, name)(*args)
         self.started += 1
         number = self.started
-        return GuardedRequest(getattr(self.bare, name)(*args), lambda: Gathering(self, self.label, number), args)
+        return GuardedRequest(request, lambda: Gathering(self, self.label, number), args)
 
     return method
 
@@ -72,7 +79,7 @@ class Guarded:
     - `label`: the same on all its ranks.
     - `members`: its ranks' numbers in the world.
     - `agreement`: with which its ranks compare collectives.
-    - `owner`: which is marked where a wait is given up.
+    - `owner`: of which the channel is marked where a wait is given up; it returns None where there is none, or no longer.
     - `number`: of the channel, among those of the same ranks.
     - `reverse`: whether it carries the messages of adjoints.
     """
@@ -84,7 +91,7 @@ class Guarded:
         self.bare, self.label, self.members, self.agreement = bare, label, members, agreement
         self.rank, self.size = bare.rank, bare.size
         self.number, self.reverse = number, reverse
-        self.owner = owner if owner is None or isinstance(owner, weakref.ref) else weakref.ref(owner)
+        self.owner: Callable[[], Any] = weakref.ref(owner) if owner is not None else lambda: None
         self.started = self._made = 0
         _all[id(self)] = self
 
@@ -105,27 +112,9 @@ class Guarded:
             mine = (describe(*said), agreement.starts[lane])
             raise_mismatch(agreement.descriptions(mine, lane, make), agreement)
 
-    def compare_whole(self, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
-        """Compare an array that goes in pieces, by which ranks would find a difference of length too late."""
-        if self.agreement is not None:
-            self.agree(step, array, op, root)
-
-    def finish(self, request: Request, held: object) -> None:
-        """Wait for a collective that was started."""
-        self.started += 1
-        number = self.started
-        try:
-            poll(request.Test, lambda: Gathering(self, self.label, number))
-        except BaseException:
-            keep_for_ever(request, held)  # MPI may still write into its buffers
-            channel = None if self.owner is None else self.owner()
-            if channel is not None:
-                channel.unended = True
-            raise
-
     def give_up(self, reason: str) -> None:
         """Refuse the further use of the channel."""
-        channel = None if self.owner is None else self.owner()
+        channel = self.owner()
         if channel is not None:
             channel.mark(f"{reason.splitlines()[0].rstrip(':')}.")
 
@@ -149,16 +138,12 @@ class Guarded:
     Scatterv = _collective("Scatterv", lambda send, recv, root=0: (None, None, root))
     Barrier = _collective("Barrier", lambda: (None, None, None))
     # Started ones are counted when they start, and compared at their wait (see `requests`).
-    Iallgather = _nonblocking("Iallgather")
     Iallreduce = _nonblocking("Iallreduce")
     Ibcast = _nonblocking("Ibcast")
 
-    # ---- collectives of pickled objects
+    # ---- collectives of pickled objects: small and rare, so those of arrays serve, each with its deadline
     def allgather(self, value: object) -> list[Any]:
         """Return every rank's value on all ranks."""
-        if self.agreement is not None:
-            self.agree("allgather")
-            return self.bare.allgather(value)
         mine = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
         lengths = np.empty(self.size, dtype=np.int64)
         self.Allgather(np.array([mine.size], dtype=np.int64), lengths)
@@ -168,30 +153,15 @@ class Guarded:
 
     def gather(self, value: object, root: int = 0) -> list[Any] | None:
         """Return every rank's value on the root."""
-        if self.agreement is not None:
-            self.agree("gather", root=root)
-            return self.bare.gather(value, root)
-        # There is no nonblocking form for pickled objects; they are small and rare, so one form with a deadline serves.
         every = self.allgather(value)
         return every if self.rank == root else None
 
     def alltoall(self, values: list[Any]) -> list[Any]:
         """Return what each rank has for this one."""
-        if self.agreement is not None:
-            self.agree("alltoall")
-            return self.bare.alltoall(values)
         return [every[self.rank] for every in self.allgather(list(values))]
-
-    def allreduce(self, value: object) -> Any:
-        """Return the sum of all ranks' values."""
-        every = self.allgather(value)
-        return sum(every[1:], every[0])
 
     def bcast(self, value: object, root: int = 0) -> Any:
         """Return the root's value on all ranks."""
-        if self.agreement is not None:
-            self.agree("bcast", root=root)
-            return self.bare.bcast(value, root)
         packed = np.frombuffer(pickle.dumps(value), dtype=np.uint8) if self.rank == root else None
         length = np.array([0 if packed is None else packed.size], dtype=np.int64)
         self.Bcast(length, root)
@@ -212,11 +182,7 @@ class Guarded:
 
     def Recv(self, buffer: Buffer, source: int, tag: int, status: Status = None) -> None:
         """Receive."""
-        Guarded.Irecv(self, buffer, source, tag).Wait(status)
-
-    def Iprobe(self, source: int, tag: int, status: Status = None) -> bool:
-        """Tell whether a message is there."""
-        return self.bare.Iprobe(source, tag, status)
+        self.Irecv(buffer, source, tag).Wait(status)
 
     def Probe(self, source: int, tag: int, status: Status = None) -> None:
         """Wait for a message."""
@@ -238,7 +204,7 @@ class Guarded:
         self._together("Split")
         made = self.bare.Split(color, key)
         order = made.allgather(self.members[self.rank])
-        return Guarded(made, f"{self.label}, reordered", tuple(order), self.agreement, self.owner, self.number)
+        return Guarded(made, f"{self.label}, reordered", tuple(order), self.agreement, self.owner(), self.number)
 
     def _together(self, step: str) -> None:
         # MPI makes communicators in blocking calls; they don't wait once all ranks are there.
@@ -247,10 +213,6 @@ class Guarded:
         else:
             self.Barrier()
 
-    def Free(self) -> None:
-        """Free the communicator."""
-        self.bare.Free()
-
     def __eq__(self, other: object) -> bool:
         return self is other or (not isinstance(other, Guarded) and self.bare == other)
 
@@ -258,7 +220,7 @@ class Guarded:
         return id(self)
 
     def __getattr__(self, name: str) -> Any:
-        # The rest (names, attributes, revoking) doesn't wait.
+        # The rest (probing, freeing, names, attributes, revoking) doesn't wait.
         # Before `bare` is there, looking for it here would look for it here again.
         if name == "bare":
             raise AttributeError(name)

@@ -1,23 +1,27 @@
 """What a rank is about to do, in a form that ranks can compare: a fingerprint of what must be the same on all of them.
 
 Shapes and dtypes are compared where MPI needs them to be equal. The line is compared where no rank leads: calls with a
-root are often written as ``if rank == root: ... else: ...``.
+root are often written as ``if rank == root: ... else: ...``. Where ranks are about to do different things, the error has a
+table of them, and a sentence on what differs and what to do.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
 from mpiad._typing import Op
+from mpiad.errors import CommunicationMismatch
 from mpiad.transport import calls
+from mpiad.transport.agreement import Group, agreed
 from mpiad.transport.calls import Call, Site
+from mpiad.transport.guarded.rank_tables import table_of_ranks
 from mpiad.transport.mpi_operations import name_of
 
-__all__ = ["Description", "caller", "describe", "fingerprint", "shown_arguments", "where"]
+__all__ = ["Description", "caller", "describe", "fingerprint", "raise_mismatch", "shown_arguments", "where"]
 
 # Calls that lead one rank, or that the end of the program makes: their lines may differ.
 _ROOTED = frozenset(
@@ -45,7 +49,7 @@ class Description(NamedTuple):
     @property
     def compared(self) -> tuple:
         """What must be the same on all ranks."""
-        return self[: len(COMPARED)]
+        return self[: len(_NAMES)]
 
     def arguments(self, sums: bool = False) -> str:
         """Return the arguments in words; sums are named where other ranks reduce otherwise."""
@@ -54,7 +58,7 @@ class Description(NamedTuple):
         return ", ".join(filter(None, (root, op, self.given)))
 
 
-COMPARED = ("operation", "communicator", "root", "reduction", "shape", "dtype", "line", "step")
+_NAMES = ("operation", "communicator", "root", "reduction", "shape", "dtype", "call site", "step")  # of what is compared
 
 
 def caller() -> tuple[str, Site, Call | None]:
@@ -67,21 +71,17 @@ def caller() -> tuple[str, Site, Call | None]:
     return site.entry or "the end of the program", site, None
 
 
-def _op_name(op: Op | None) -> str | None:
-    return None if op is None else name_of(op) or "user-defined"
-
-
 def describe(
     label: str, step: str, array: np.ndarray | None, op: Op | None, root: int | None, call_sites: bool
 ) -> Description:
     """Return the description of the call that is running; `step` is MPI's function."""
     name, site, call = caller()
     rooted = (call.forward_name or call.name if call is not None else name) in _ROOTED
-    shape = None if array is None else array.shape
-    dtype = None if array is None else str(array.dtype)
+    reduction = None if op is None else name_of(op) or "user-defined"
+    shape, dtype = (None, None) if array is None else (array.shape, str(array.dtype))
     line = None if rooted or not call_sites or site.line == 0 else site.text
     return Description(
-        name, label, root, _op_name(op), shape, dtype, line, step, shown_arguments(call, label), where(call, site),
+        name, label, root, reduction, shape, dtype, line, step, shown_arguments(call, label), where(call, site),
     )  # fmt: skip
 
 
@@ -127,3 +127,49 @@ def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, 
         digest = hashlib.blake2b(repr(compared).encode(), digest_size=8).digest()
         found = _known[key] = int.from_bytes(digest, "little") >> 2  # leaves room for a count to be added
     return found
+
+
+_STARTS = "number of mpi_iallreduce calls before"
+_ADVICE = {
+    "operation": "All ranks must make the same calls in the same order: look for a branch on the rank, an early return or "
+    "exit, or a loop of different length.",
+    "communicator": "Pass the same communicator on all ranks.",
+    "root": "Pass the same root on all ranks.",
+    "reduction": "Pass the same op on all ranks.",
+    "shape": "Pass arrays of the same shape on all ranks; pieces of different lengths belong in mpi_gather or "
+    "mpi_allgather with axis=.",
+    "dtype": "Convert x to the same dtype on all ranks (1 is an integer, 1.0 is not).",
+    "call site": "If different lines are meant to meet here, allow it with mpiad.debug.checked(call_sites=False) or "
+    "MPIAD_DEBUG_SITES=0.",
+    "step": "This is a mistake in the library unless one rank's call differs from the others' above.",
+    _STARTS: "Start nonblocking reductions at the same place among the other calls on all ranks.",
+}
+
+
+def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoReturn:
+    """Raise what all ranks of a group raise, from what each of them has said."""
+    rows = sorted(zip(group.members, said))
+    descriptions = [description for _, (description, _) in rows]
+    compared = zip(*(description.compared for description in descriptions))
+    different = [name for name, values in zip(_NAMES, compared) if len(set(values)) > 1]
+    if len({starts for _, (_, starts) in rows}) > 1:
+        different.append(_STARTS)
+    table = table_of_ranks(
+        ("operation", "arguments", "where"),
+        [(str(rank), d.operation, _arguments(d, starts, different), d.place) for rank, (d, starts) in rows],
+    )
+    # Where operations differ, all that follows differs too, and says nothing.
+    name = different[0] if different else "step"
+    others = f" ({', '.join(different[1:])} too)" if len(different) > 1 and name != "operation" else ""
+    error = CommunicationMismatch(
+        f"the ranks were about to communicate in different calls: the {name} differs{others}. {_ADVICE[name]}\n{table}",
+        table,
+        tuple(sorted(group.members)),
+    )
+    raise agreed(group, error)
+
+
+def _arguments(description: Description, starts: int, different: list[str]) -> str:
+    shown = description.arguments(sums="reduction" in different and "operation" not in different)
+    after = f"after {starts} mpi_iallreduce" if _STARTS in different else ""
+    return ", ".join(filter(None, (shown, after))) or "-"

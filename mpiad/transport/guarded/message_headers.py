@@ -59,7 +59,7 @@ class HeadedMessages(Guarded):
         self.skipped: dict[tuple[int, int], int] = {}
         self.unannounced: dict[tuple[int, int], int] = {}
         self.parts = tuple(
-            Guarded(comm, f"{self.label}, {name}", self.members, None, self.owner)
+            Guarded(comm, f"{self.label}, {name}", self.members, None, self.owner())
             for comm, name in ((bare, "drained"), (post, "headers"))
         )
 
@@ -95,10 +95,6 @@ class HeadedMessages(Guarded):
     def Iallreduce(self, array: Array, out: np.ndarray, op: Op = MPI.SUM) -> StartedReduction:
         """Start to reduce; what the ranks have started is compared when it is waited for."""
         return StartedReduction(self, array, out, op)
-
-    def Recv(self, buffer: Buffer, source: int, tag: int, status: Status = None) -> None:
-        """Receive a header and the array."""
-        self.Irecv(buffer, source, tag).Wait(status)
 
     def Mprobe(self, source: int, tag: int, status: Status = None) -> Any:
         """Wait for a message; it is compared when it is received."""
@@ -138,10 +134,10 @@ class HeadedMessages(Guarded):
 
     def Free(self) -> None:
         """Free both communicators; collective."""
-        channel = None if self.owner is None else self.owner()
+        channel = self.owner()
         drain(self.parts[1], 0 if channel is None else channel.tag_limit)
         self.post.Free()
-        super().Free()
+        self.bare.Free()
 
 
 def _ahead(there: dict[int, int], here: dict[int, int], peer: int) -> dict[tuple[int, int], int]:

@@ -14,18 +14,13 @@ from mpiad.transport import calls
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.awaited import Gathering
 from mpiad.transport.guarded.call_agreement import Agreement, lane_of
-from mpiad.transport.guarded.descriptions import Description, describe
-from mpiad.transport.guarded.mismatch import raise_mismatch
+from mpiad.transport.guarded.descriptions import Description, describe, raise_mismatch
 from mpiad.transport.guarded.timed_waits import Awaited, poll
 
-__all__ = ["GuardedRequest", "StartedReduction", "keep_for_ever"]
+__all__ = ["GuardedRequest", "StartedReduction"]
 
-_abandoned: list[Any] = []  # never emptied: nobody knows when MPI is done with it
-
-
-def keep_for_ever(*buffers: Any) -> None:
-    """Hold what MPI may still use: the request that it belongs to was given up."""
-    _abandoned.append(buffers)
+# What MPI may still use of requests that were given up; never emptied: nobody knows when MPI is done with it.
+_abandoned: list[tuple[Any, Any]] = []
 
 
 class GuardedRequest:
@@ -58,7 +53,7 @@ class GuardedRequest:
             self.Cancel()
             self.request.Wait()
         else:
-            keep_for_ever(self.request, self._held)
+            _abandoned.append((self.request, self._held))
 
     def Cancel(self) -> None:
         """Cancel it."""
@@ -91,9 +86,9 @@ class StartedReduction(GuardedRequest):
         """Wait for the descriptions, compare them, and wait for the sum."""
         poll(self._saying.Test, self._make)
         said = [pickle.loads(every.tobytes()) for every in self._every]
-        if any(_compared(one) != _compared(said[0]) for one in said):
+        if len({(description.compared, starts) for description, starts in said}) > 1:
             # The sum of what doesn't belong together may never end, and mustn't be written into memory that others use.
-            keep_for_ever(self.request, self._held)
+            _abandoned.append((self.request, self._held))
             raise_mismatch(said, self._group)
         super().Wait(status)
 
@@ -111,8 +106,3 @@ def _packed(said: Description, starts: int) -> np.ndarray:
         cut = [value[:width] if isinstance(value, str) else value for value in said]
         packed, width = pickle.dumps((Description._make(cut), starts)), width // 2
     return np.frombuffer(packed, np.uint8)
-
-
-def _compared(said: tuple[Description, object]) -> Any:
-    description, starts = said
-    return description.compared, starts

@@ -6,7 +6,6 @@ which raise the same. Where MPI allows no second thread, ranks answer from insid
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 import threading
@@ -21,9 +20,9 @@ from mpiad._typing import Comm
 from mpiad.errors import DeadlockError
 from mpiad.transport import calls
 from mpiad.transport.departure import farewell
-from mpiad.transport.guarded import communicator, departed_ranks, message_counts, timed_waits
-from mpiad.transport.guarded.deadlock import Finding, finding_of
-from mpiad.transport.guarded.timed_waits import Waiting
+from mpiad.transport.guarded import communicator, message_counts, timed_waits
+from mpiad.transport.guarded.deadlock import finding_of
+from mpiad.transport.guarded.timed_waits import Departure, Waiting, departed
 from mpiad.transport.notices import threads_may_communicate
 
 __all__ = ["Responder"]
@@ -44,6 +43,7 @@ class Responder:
         self._sends: list[Any] = []
         self._asked = 0
         self._asking = False
+        self._leaving_since: float | None = None
         self._ear, self._mouth = threading.Lock(), threading.Lock()
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
@@ -73,15 +73,17 @@ class Responder:
         with self._ear:
             while (come := self._taken(_ASK)) is not None:
                 source, (number,) = come
-                self._post([source], _TOLD, (number, _state(self._asking)))
+                self._post([source], _TOLD, (number, self._state()))
             while (come := self._taken(_LEFT)) is not None:
-                departed_ranks.note_departure(*come)
+                source, (counts, sends, how, place) = come
+                departed[source] = Departure(counts, sends, how, place, perf_counter())
             while (come := self._taken(_VERDICT)) is not None:
                 _, (told, found) = come
-                timed_waits.tell(told[self._comm.rank], _error(found))
+                timed_waits.tell(told[self._comm.rank], DeadlockError(*found))
 
     def announce(self, sends: bool) -> None:
         """Tell all other ranks that this one has left the program."""
+        self._leaving_since = self._leaving_since or perf_counter()
         with self._ear:
             self._post(self._others, _LEFT, (communicator.counts(), sends, *farewell()))
 
@@ -89,7 +91,7 @@ class Responder:
         """Take the notices of all others, which have been sent: some MPIs complain of what is left over."""
         until = perf_counter() + self._patience
         # Not for ever: a rank may have been ended from outside, without a notice.
-        while len(departed_ranks.departed()) < len(self._others) and perf_counter() < until:
+        while len(departed) < len(self._others) and perf_counter() < until:
             self.answer()
             time.sleep(_TICK / 20)
 
@@ -114,7 +116,7 @@ class Responder:
                     return waiting.verdict
             told = {rank: states[rank]["wait"] for rank in found.ranks if rank != self._comm.rank}  # type: ignore[index]
             self._post(list(told), _VERDICT, (told, found))
-            return _error(found)
+            return DeadlockError(*found)
         finally:
             self._asking = False
 
@@ -126,7 +128,7 @@ class Responder:
 
     def _ask_all(self) -> list[dict[str, Any] | None]:
         states: list[dict[str, Any] | None] = [None] * self._comm.size
-        states[self._comm.rank] = _state(True)
+        states[self._comm.rank] = self._state()
         self._asked += 1
         self._post(self._others, _ASK, (self._asked,))
         until, missing = perf_counter() + self._patience, set(self._others)
@@ -142,6 +144,22 @@ class Responder:
         for rank in missing:
             states[rank] = _departure(rank)
         return states
+
+    def _state(self) -> dict[str, Any]:
+        """Return what this rank is doing."""
+        main: int = threading.main_thread().ident  # type: ignore[assignment]
+        every = timed_waits.who_waits()
+        waiting = every.get(main) or next(iter(every.values()), None)
+        common = {"asking": self._asking, "counts": communicator.counts(), "ledger": message_counts.summary()}
+        if self._leaving_since is not None:
+            how, place = farewell()
+            seconds = perf_counter() - self._leaving_since
+            return common | {"state": "left", "how": how, "place": place, "seconds": seconds}
+        if waiting is not None:
+            seconds = perf_counter() - waiting.began
+            return common | {"state": "waits", "wait": waiting.number, "seconds": seconds} | waiting.what.report()
+        frame = sys._current_frames().get(main)
+        return common | {"state": "computes", "place": calls.site_of(frame).text}
 
     def _post(self, ranks: list[int], tag: int, value: object) -> None:
         buffer = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
@@ -159,33 +177,12 @@ class Responder:
         return status.source, pickle.loads(buffer.tobytes())
 
 
-def _error(found: Finding) -> DeadlockError:
-    return DeadlockError(found.text, found.table, found.ranks, found.cycle)
-
-
 def _departure(rank: int) -> dict[str, Any] | None:
     """Return what a rank has told of its leaving, that answers no more; None where it hasn't left."""
-    gone = departed_ranks.departed().get(rank)
+    gone = departed.get(rank)
     if gone is None:
         return None
     seconds = perf_counter() - gone.heard
     return {
         "state": "left", "how": gone.how, "place": gone.place, "seconds": seconds, "counts": gone.counts, "ledger": None,
     }  # fmt: skip
-
-
-def _state(asking: bool) -> dict[str, Any]:
-    """Return what this rank is doing."""
-    main: int = threading.main_thread().ident  # type: ignore[assignment]
-    every = timed_waits.who_waits()
-    waiting = every.get(main) or next(iter(every.values()), None)
-    common = {"asking": asking, "counts": communicator.counts(), "ledger": message_counts.summary(), "pid": os.getpid()}
-    left = departed_ranks.left()
-    if left is not None:
-        how, place, since = left
-        return common | {"state": "left", "how": how, "place": place, "seconds": perf_counter() - since}
-    if waiting is not None:
-        seconds = perf_counter() - waiting.began
-        return common | {"state": "waits", "wait": waiting.number, "seconds": seconds} | waiting.what.report()
-    frame = sys._current_frames().get(main)
-    return common | {"state": "computes", "place": calls.site_of(frame).text}

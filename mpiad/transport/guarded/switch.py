@@ -151,14 +151,11 @@ def _agreement(channel: Channel) -> Agreement:
     key = tuple(sorted(channel.members))
     found = _agreements.get(key)
     if found is None:
-        found = _agreements[key] = Agreement(channel.data.Dup(), channel.members, _name_of(key))
+        # Told to every rank: not thousands of numbers.
+        label = f"agreement of {len(key)} ranks, {hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}"
+        found = _agreements[key] = Agreement(channel.data.Dup(), channel.members, label)
     found.open()
     return found
-
-
-def _name_of(members: tuple[int, ...]) -> str:
-    # It is told to every rank: not thousands of numbers.
-    return f"agreement of {len(members)} ranks, {hashlib.blake2b(repr(members).encode(), digest_size=8).hexdigest()}"
 
 
 def _duplicate(channel: Channel) -> Comm:

@@ -6,22 +6,35 @@ the verdict here where another rank has found that this wait will never end.
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from mpiad.transport.guarded import departed_ranks, watch_settings
+from mpiad.transport.guarded import watch_settings
+from mpiad.transport.polling import Backoff
 
-__all__ = ["Awaited", "Waiting", "deadline_lifted", "poll", "poll_for", "set_reporter", "tell", "who_waits"]
+__all__ = [
+    "Awaited", "Departure", "Waiting", "deadline_lifted", "departed", "poll", "poll_for", "set_reporter", "tell",
+    "who_waits",
+]  # fmt: skip
 
 _SPINS = 150
 _YIELDS_FOR = 1e-3
-_LONGEST_NAP = 1e-3
 _ON_THE_WAY = 0.5  # seconds
-_yield: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class Departure(NamedTuple):
+    """Another rank's end of the program, told at once: who waits for it waits in vain."""
+
+    counts: dict[str, int]  # how many collectives it had begun by then
+    sends: bool  # whether messages of its own were still under way: long ones take their time
+    how: str
+    place: str
+    heard: float  # when it was heard here
+
+
+departed: dict[int, Departure] = {}  # by rank in the world
 
 
 class Awaited(Protocol):
@@ -30,7 +43,7 @@ class Awaited(Protocol):
     def give_up(self, reason: str) -> None:
         """Refuse the further use of what will never be complete."""
 
-    def in_vain(self, gone: dict[int, departed_ranks.Departure], before: float) -> bool:
+    def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
         """Tell whether ranks that left the program before that time would be needed."""
         ...
 
@@ -119,34 +132,28 @@ def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
 
 
 def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:
-    nap = 0.0
+    patience = Backoff(_YIELDS_FOR)
     while not test():
-        elapsed = perf_counter() - waiting.began
-        # Most messages come soon; to sleep first would add the length of a nap to each.
-        if elapsed < _YIELDS_FOR:
-            _yield()
-            continue
-        if waiting.verdict is not None:
-            waiting.what.give_up(str(waiting.verdict))
-            raise waiting.verdict
-        if _answer is not None:
-            _answer()
-        if not _lift.deep and _expire is not None and _is_over(waiting, elapsed):
-            waiting.verdict = _expire(waiting)
-            continue
-        # Ever longer naps: what has taken long may take longer, and the core is needed elsewhere.
-        nap = min(nap + 2e-5, _LONGEST_NAP)
-        time.sleep(nap)
+        # Most messages come soon: nothing else is looked at before the first nap.
+        if patience.nap:
+            if waiting.verdict is not None:
+                waiting.what.give_up(str(waiting.verdict))
+                raise waiting.verdict
+            if _answer is not None:
+                _answer()
+            if not _lift.deep and _expire is not None and _is_over(waiting):
+                waiting.verdict = _expire(waiting)
+                continue
+        patience.pause()
 
 
-def _is_over(waiting: Waiting, elapsed: float) -> bool:
+def _is_over(waiting: Waiting) -> bool:
     """Tell whether a wait has come to the deadline, or is for ranks that have left the program."""
-    limit = watch_settings.present().timeout
+    limit, elapsed = watch_settings.present().timeout, perf_counter() - waiting.began
     if limit is not None and elapsed > limit:
         return True
-    gone = departed_ranks.departed()
     # What such a rank sent before may still be on its way.
-    return bool(gone) and elapsed > _ON_THE_WAY and waiting.what.in_vain(gone, perf_counter() - _ON_THE_WAY)
+    return bool(departed) and elapsed > _ON_THE_WAY and waiting.what.in_vain(departed, perf_counter() - _ON_THE_WAY)
 
 
 def who_waits() -> dict[int, Waiting]:

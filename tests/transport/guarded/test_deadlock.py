@@ -16,10 +16,11 @@ from mpi4py import MPI
 import mpiad
 from mpiad.errors import DeadlockError
 from mpiad.transport import channel
-from mpiad.transport.guarded import awaited, communicator, departed_ranks, message_counts, requests, status
+from mpiad.transport.guarded import awaited, communicator, message_counts, requests, status
 from mpiad.transport.guarded.communicator import Guarded
 from mpiad.transport.guarded.deadlock import State, finding_of
 from mpiad.transport.guarded.requests import GuardedRequest
+from mpiad.transport.guarded.timed_waits import Departure
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -176,9 +177,9 @@ def test_more_ranks_than_calls_may_nest() -> None:
 
 
 def test_a_rank_that_left_is_named_where_it_answers_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(departed_ranks, "_departed", {})
+    monkeypatch.setattr(status, "departed", {})
     assert status._departure(0) is None
-    departed_ranks.note_departure(0, ({"world": 3}, False, "sys.exit(3)", "a.py:9"))
+    status.departed[0] = Departure({"world": 3}, False, "sys.exit(3)", "a.py:9", time.perf_counter())
     found = finding_of([status._departure(0), waits([0])], 1)
     assert "for rank 0, which left the program" in found.text and "sys.exit(3)" in found.table
 
@@ -187,7 +188,7 @@ def test_a_long_message_may_still_come_from_a_rank_that_has_left(rank: int, size
     right, left = (rank + 1) % size, (rank - 1) % size
     comm = channel(None, "test")
     receive = awaited.Letter(comm.data, False, left, 0)
-    gone = {rank: departed_ranks.Departure({}, True, "", "", 0.0) for rank in range(size)}
+    gone = {rank: Departure({}, True, "", "", 0.0) for rank in range(size)}
     assert not receive.in_vain(gone, 1.0)
     assert receive.in_vain({rank: departed._replace(sends=False) for rank, departed in gone.items()}, 1.0)
     assert not comm.sends()
