@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 __all__ = ["clipped"]
 
@@ -30,33 +29,24 @@ def clipped(arrays: list[Array], longest: float | None) -> list[Array]:
 
 def _norms(arrays: list[Array]) -> list[float]:
     homes = [arrays_of(array) for array in arrays]
-    norms = [_norm(array) for array, home in zip(arrays, homes) if home is None]
-    # One copy from each device, since each copy makes the host wait.
-    for home in set(homes) - {None}:
-        norms += _norms_on(home, [array for array, own in zip(arrays, homes) if own == home])
-    return norms
+    groups = [(home, [array for array, own in zip(arrays, homes) if own == home and array.size]) for home in set(homes)]
+    return [norm for home, group in groups if group for norm in _norms_in(home, group)]
 
 
-def _norms_on(home: Any, arrays: list[Array]) -> list[float]:
-    """Return the norms of arrays on one device, by one copy of as many numbers."""
+def _norms_in(home: ArrayModule | None, arrays: list[Array]) -> list[float]:
+    """Return the norms of arrays in one place; of those on a device by one copy, since each makes the host wait."""
+
+    def gathered(values: list[Array]) -> np.ndarray:
+        return np.array(values, float) if home is None else home.to_host(np.stack([x.astype(float) for x in values]))
+
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = home.to_host(np.stack([np.vdot(array, array).real.astype(float) for array in arrays]))
+        squares = gathered([np.vdot(array, array).real for array in arrays])
         if np.isfinite(squares).all():
             return np.sqrt(squares).tolist()
-        largest = home.to_host(np.stack([np.max(np.abs(array)).astype(float) for array in arrays]))
+        largest = gathered([np.max(np.abs(array)) for array in arrays])
         if not np.isfinite(largest).all():
             return largest.tolist()
         # The squares are too large, not yet the gradient itself.
         # The least divisor is for gradients of zeros, which must not become NaN.
         scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, np.maximum(largest, 1e-300).tolist())]
-        return (largest * np.sqrt(home.to_host(np.stack([np.sum(array * array) for array in scaled])))).tolist()
-
-
-def _norm(array: Array) -> float:
-    with np.errstate(over="ignore", invalid="ignore"):
-        square = float(np.vdot(array, array).real)
-    if square < math.inf:
-        return math.sqrt(square)
-    # The squares are too large, not yet the gradient itself.
-    largest = float(np.max(np.abs(array)))
-    return largest * math.sqrt(float(np.sum(np.abs(array / largest) ** 2))) if largest < math.inf else largest
+        return (largest * np.sqrt(gathered([np.sum(array * array) for array in scaled]))).tolist()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -25,27 +25,6 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.pinned import Loan, pool_of
 
 __all__ = ["ChunkedTransfer", "Ranges", "arriving", "bounds", "departing", "of_block", "of_blocks", "of_whole", "passing"]
-
-
-class ChunkedTransfer(Protocol):
-    """An array on its way."""
-
-    memory: np.ndarray  # what MPI reads and writes, flat
-
-    def piece(self, number: int) -> np.ndarray:
-        """Return MPI's memory for a piece, contiguous."""
-        ...
-
-    def blocks(self, number: int) -> list[Any]:
-        """Return the same for MPI's functions that take counts and places for each rank."""
-        ...
-
-    def take(self, number: int) -> None:
-        """Take a piece from MPI, which has written it."""
-
-    def home(self) -> Array:
-        """Return the array, when all pieces were taken."""
-        ...
 
 
 def departing(array: Array, pieces: list[Ranges]) -> ChunkedTransfer:
@@ -74,7 +53,7 @@ def passing(array: Array, pieces: list[Ranges], private: bool = False) -> Chunke
 
 
 class _OnHost:
-    """An array of the host; what MPI is to overwrite is copied from `source`."""
+    """An array of the host. `memory` is what MPI reads and writes, flat; what it overwrites is copied from `source`."""
 
     def __init__(self, array: np.ndarray, pieces: list[Ranges], source: np.ndarray | None = None):
         self._array, self._pieces = array, pieces
@@ -82,7 +61,7 @@ class _OnHost:
         self._source = None if source is None else source.reshape(-1)
 
     def piece(self, number: int) -> np.ndarray:
-        """Return the part of the array; a copy where it isn't in one place, for MPI to read."""
+        """Return MPI's memory for a piece, contiguous; a copy to be read, where the piece isn't in one place."""
         ranges = self._pieces[number]
         if len(ranges) > 1:
             return np.concatenate([self.memory[start:end] for start, end in ranges])
@@ -92,15 +71,15 @@ class _OnHost:
         return self.memory[start:end]
 
     def blocks(self, number: int) -> list[Any]:
-        """Return the array, and which parts of it are meant."""
+        """Return the same for MPI's functions that take counts and places for each rank: the array, and which parts."""
         ranges = self._pieces[number]
         return [self.memory, ([end - start for start, end in ranges], [start for start, _ in ranges])]
 
     def take(self, number: int) -> None:
-        """Do nothing: the piece is where it belongs."""
+        """Take a piece from MPI, which has written it: here it is where it belongs."""
 
     def home(self) -> Array:
-        """Return the array."""
+        """Return the array, when all pieces were taken."""
         return result(self._array)
 
 
@@ -163,6 +142,7 @@ class _Staged:
         return self._array
 
 
+ChunkedTransfer = _OnHost | _Staged
 Ranges = list[tuple[int, int]]
 
 _LARGEST_ENTRY = 16  # bytes, of a complex128

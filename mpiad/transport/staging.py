@@ -1,16 +1,17 @@
 """How MPI gets at the memory of an array: as it is, or through page-locked memory of the host.
 
-Three ways with the same methods: `lent` gives MPI what it reads, `room` makes what it writes to, `buffer` is how MPI
-sees that room, and `home` returns the array that it has become, where the input lay. An array of the host is its own
-buffer. So is one on a device, where MPI takes device memory; the current stream is then waited for before MPI sees any
-of it, since the device may still be writing there (also to memory that was just made: it may have been another array's).
-Else it is staged: copied to the host, waited for, and what comes is copied back by a copy that is queued on the current
-stream, so that whatever is computed from it comes after.
+Three ways with the same methods: `lent` gives MPI what it reads of a C-contiguous array, which mustn't change until then,
+and `copied` the same in memory that nobody else can change; `room` makes what MPI writes to, `buffer` is how it sees that
+room, and `home` returns the array that it has become, where the input lay. An array of the host is its own buffer. So is
+one on a device, where MPI takes device memory; the current stream is then waited for before MPI sees any of it, since the
+device may still be writing there (also to memory that was just made: it may have been another array's). Else it is
+staged: copied to the host, waited for, and what comes is copied back by a copy that is queued on the current stream, so
+that whatever is computed from it comes after.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -23,23 +24,8 @@ from mpiad.transport.pinned import Loan, pool_of
 __all__ = ["HOST", "Direct", "Staged", "Way", "way_of"]
 
 
-class Way(Protocol):
-    """How arrays get to MPI and back."""
-
-    def lent(self, array: Array) -> Buffer:
-        """Return what MPI reads for a C-contiguous array, which mustn't change until then."""
-
-    def copied(self, array: Array) -> Buffer:
-        """Return the same, but memory that nobody else can change."""
-
-    def room(self, shape: Shape, dtype: DTypeLike) -> Any:
-        """Make room for an array that comes."""
-
-    def buffer(self, room: Array) -> Buffer:
-        """Return what MPI writes to."""
-
-    def home(self, room: Array) -> Array:
-        """Return the array that has come."""
+Room: TypeAlias = Any
+"""Where an array comes to: what one of the ways has made, and takes itself."""
 
 
 class _Host:
@@ -53,7 +39,7 @@ class _Host:
         """Return a copy."""
         return array.copy()
 
-    def room(self, shape: Shape, dtype: DTypeLike) -> np.ndarray:
+    def room(self, shape: Shape, dtype: DTypeLike) -> Room:
         """Make an array."""
         return np.empty(shape, dtype)
 
@@ -84,7 +70,7 @@ class Direct:
         """Return a copy on the device for MPI."""
         return self.lent(self.arrays.copy(array))
 
-    def room(self, shape: Shape, dtype: DTypeLike) -> Array:
+    def room(self, shape: Shape, dtype: DTypeLike) -> Room:
         """Make an array on the device."""
         return self.arrays.empty(shape, dtype)
 
@@ -122,7 +108,7 @@ class Staged:
         self.arrays.wait(self.arrays.record())  # MPI reads it at once, and knows nothing of streams
         return host
 
-    def room(self, shape: Shape, dtype: DTypeLike) -> Landing:
+    def room(self, shape: Shape, dtype: DTypeLike) -> Room:
         """Borrow memory on the host."""
         loan = self._pool.lend(np.dtype(dtype).itemsize * int(np.prod(shape)))
         return Landing(loan, loan.array(shape, dtype))
@@ -137,6 +123,9 @@ class Staged:
         self.arrays.copy_to_device(room.array, out)
         room.loan.read = self.arrays.record()  # whoever borrows the memory next waits for this copy
         return out
+
+
+Way = _Host | Direct | Staged
 
 
 def way_of(arrays: ArrayModule | None) -> Way:
