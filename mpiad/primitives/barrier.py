@@ -7,7 +7,7 @@ from typing import Any
 from mpiad._typing import Comm
 from mpiad.primitives.catalogue import BARRIER
 from mpiad.primitives.operation import communicate
-from mpiad.transport import Channel, channel, collectives
+from mpiad.transport import Channel, channel
 
 __all__ = ["mpi_barrier"]
 
@@ -31,7 +31,7 @@ def mpi_barrier(comm: Comm = None) -> None:
 
 
 def _forward(x: None, p: Channel) -> None:
-    collectives.barrier(p)
+    p.data.Barrier()
 
 
 def _adjoint(ans: None, x: None, p: Channel) -> Any:

@@ -30,7 +30,7 @@ from mpiad.transport.unreceived import ABANDONED, cancel, drain, give_back, has_
 
 __all__ = [
     "Channel", "Watch", "communications", "is_watched", "live_channels", "on_any_rank", "operator_body", "set_watch",
-    "tell_recorders",
+    "tell_recorders", "world_ranks",
 ]  # fmt: skip
 
 _GOLDEN_SECTION = 0.6180339887498949
@@ -300,10 +300,7 @@ def is_watched() -> bool:
 
 def _named(user: Comm) -> tuple[tuple[int, ...], int, str]:
     """Return the ranks in the world of a communicator's members, its number among those of the same, and its name."""
-    group, world = user.Get_group(), MPI.COMM_WORLD.Get_group()
-    members = tuple(group.Translate_ranks(None, world))
-    group.Free()
-    world.Free()
+    members = tuple(world_ranks(user))
     # Collective calls come in the same order on all members, so they count alike.
     number = _made[members] = _made.get(members, 0) + 1
     if user == MPI.COMM_WORLD:
@@ -313,6 +310,16 @@ def _named(user: Comm) -> tuple[tuple[int, ...], int, str]:
 
 
 _made: dict[tuple[int, ...], int] = {}
+
+
+def world_ranks(comm: Comm) -> list[int]:
+    """Return the ranks in the world of a communicator's members."""
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    ranks = group.Translate_ranks(None, world)
+    # Handles of MPI's, of which there is a limited number.
+    group.Free()
+    world.Free()
+    return ranks
 
 
 class _Freed:

@@ -15,7 +15,7 @@ from mpiad.transport.device_settings import divides, present
 from mpiad.transport.staging import way_of
 
 __all__ = [
-    "allreduce", "alltoall", "barrier", "bcast", "gather", "lengths_of_all", "reduce", "reduce_scatter", "scan", "scatter",
+    "allreduce", "alltoall", "bcast", "gather", "lengths_of_all", "reduce", "reduce_scatter", "scan", "scatter",
 ]  # fmt: skip
 
 
@@ -114,11 +114,6 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
     room = way.room(array.shape, array.dtype)
     channel.data.Alltoall(way.lent(array), way.buffer(room))
     return way.home(room)
-
-
-def barrier(channel: Channel) -> None:
-    """Wait for all ranks."""
-    channel.data.Barrier()
 
 
 def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:

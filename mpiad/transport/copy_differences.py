@@ -38,7 +38,7 @@ def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, ot
     if not isinstance(mine, np.ndarray):
         text = f"{path} is {mine!r:.60} instead of rank {reference}'s {theirs!r:.60}{more}"
         return Difference(path, (), *_of_integers(mine, theirs), text)
-    places = _places(mine, theirs)
+    places = np.flatnonzero((bits_of(mine) != bits_of(theirs)).any(axis=1))
     first = tuple(int(i) for i in np.unravel_index(places[0], mine.shape))
     absolute, relative = _largest(mine.reshape(-1)[places], theirs.reshape(-1)[places])
     size = "in the sign of a zero or the bits of a NaN only" if absolute == 0 else f"by at most {absolute:.2g}"
@@ -74,10 +74,6 @@ def greatest(values: Sequence[float] | np.ndarray) -> float:
     """Return the greatest number, NaN where there is none."""
     known = np.asarray(values)[~np.isnan(values)]
     return float(known.max()) if known.size else float("nan")
-
-
-def _places(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    return np.flatnonzero((bits_of(mine) != bits_of(theirs)).any(axis=1))
 
 
 def _of_integers(mine: Array, theirs: Array) -> tuple[float, float]:

@@ -57,13 +57,7 @@ class Envelope:
 
     def renew(self) -> None:
         """Take the next number, or that of the message which this one answers: for a program that runs once more."""
-        answers = self.answers
-        if answers is not None:
-            self.number = answers.number
-            return
-        counts, key = self.channel.sent if self.outgoing else self.channel.received, (self.peer, self.tag)
-        self.number = number = counts.get(key, 0)
-        counts[key] = number + 1
+        self.number = self._next() if self.answers is None else self.answers.number
 
     @property
     def mpi_tag(self) -> int:

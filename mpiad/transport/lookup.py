@@ -5,6 +5,7 @@ A channel hangs on its communicator as an attribute and is freed with it; the wo
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NoReturn
 
 from mpi4py import MPI
@@ -26,14 +27,9 @@ def _freed(comm: Comm, key: int, owned: Channel) -> None:
     owned.close()
 
 
-_KEY = MPI.Comm.Create_keyval(delete_fn=_freed) if MPI.Is_initialized() else None
-
-
+@cache
 def _key() -> int:
-    global _KEY
-    if _KEY is None:
-        _KEY = MPI.Comm.Create_keyval(delete_fn=_freed)
-    return _KEY
+    return MPI.Comm.Create_keyval(delete_fn=_freed)
 
 
 def open_world() -> Channel:

@@ -25,7 +25,7 @@ from mpi4py import MPI
 from mpiad._typing import Comm, Request
 from mpiad.errors import RemoteError
 from mpiad.transport.agreement import Failure, Failures, agreed_among, error_of
-from mpiad.transport.channels import Channel, live_channels
+from mpiad.transport.channels import Channel, live_channels, world_ranks
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_interruption, is_revoked
 from mpiad.transport.lookup import channel
 from mpiad.transport.polling import Backoff
@@ -249,12 +249,7 @@ def _renewed(place: Channel, mine: Failure | None) -> Failures:
 
 def ranks_within(place: Channel, comm: Comm) -> list[int]:
     """Return the ranks in a channel of a communicator's members."""
-    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
-    members = [place.members.index(rank) for rank in group.Translate_ranks(None, world)]
-    # Handles of MPI's, of which there is a limited number.
-    group.Free()
-    world.Free()
-    return members
+    return [place.members.index(rank) for rank in world_ranks(comm)]
 
 
 def _end_job(mine: BaseException | None, call: str) -> None:

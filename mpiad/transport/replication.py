@@ -121,22 +121,17 @@ def _first_difference(copy: tuple[_Held, ...], other: tuple[_Held, ...]) -> int:
 def _compared(
     channel: Channel, values: list[Any], copies: list[tuple[_Held, ...]], reference: int, places: dict[int, int]
 ) -> Difference | None:
-    """Compare this rank's copy with the reference's, which tells what it holds where only the bits differ."""
-    result, shared = None, copies[reference]
-    for k in sorted(set(places.values())):
-        alike = [rank for rank, place in places.items() if place == k and _alike(copies[rank], shared, k)]
-        # All ranks know all places, so all come to the same broadcasts, also those that have nothing to compare.
-        theirs = channel.data.bcast(values[k] if channel.rank == reference else None, reference) if alike else None
-        if channel.rank in alike:
-            others = sum(mine != other for mine, other in zip(copies[channel.rank], shared)) - 1
-            result = compare(shared[k].path, shared[k].kind, values[k], theirs, reference, others)
-        elif places.get(channel.rank) == k:
-            result = _of_structure(copies[channel.rank], shared, k, reference)
-    return result
-
-
-def _alike(copy: tuple[_Held, ...], other: tuple[_Held, ...], k: int) -> bool:
-    return k < min(len(copy), len(other)) and copy[k][:2] == other[k][:2]
+    """Compare this rank's copy with the reference's, which tells all what it holds where another's first difference is."""
+    shared = copies[reference]
+    held = {k: values[k] for k in set(places.values()) if k < len(values)} if channel.rank == reference else None
+    theirs = channel.data.bcast(held, reference)
+    if channel.rank not in places:
+        return None
+    k, mine = places[channel.rank], copies[channel.rank]
+    if k >= min(len(mine), len(shared)) or mine[k][:2] != shared[k][:2]:
+        return _of_structure(mine, shared, k, reference)
+    others = sum(one != other for one, other in zip(mine, shared)) - 1
+    return compare(shared[k].path, shared[k].kind, values[k], theirs[k], reference, others)
 
 
 def _of_structure(copy: tuple[_Held, ...], other: tuple[_Held, ...], k: int, reference: int) -> Difference:

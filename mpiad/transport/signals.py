@@ -155,7 +155,8 @@ def _end_later(patience: float, depth: int) -> None:
 def _end_if_blocked(main: int) -> None:
     start, before = time.monotonic(), _instruction(main)
     while (now := _instruction(main)) is not None and now == before:
-        if time.monotonic() - start > _within(now[0]):
+        ours = now[0].f_globals.get("__name__", "").startswith("mpiad.")
+        if time.monotonic() - start > (_RAISED_WITHIN if ours else _RAISED_WITHIN_FOREIGN):
             _end("was interrupted by SIGINT while it waited inside MPI", now[0], signal.SIGINT)
         time.sleep(0.1)
 
@@ -163,11 +164,6 @@ def _end_if_blocked(main: int) -> None:
 def _instruction(thread: int) -> tuple[Any, int] | None:
     frame = sys._current_frames().get(thread)
     return None if frame is None else (frame, frame.f_lasti)
-
-
-def _within(frame: FrameType) -> float:
-    ours = frame.f_globals.get("__name__", "").startswith("mpiad.")
-    return _RAISED_WITHIN if ours else _RAISED_WITHIN_FOREIGN
 
 
 def _end(why: str, frame: FrameType | None, number: int) -> None:

@@ -80,15 +80,11 @@ def install_hooks() -> bool:
         (_of_program, _end_job), (_of_threads, _end_job_of_thread), (_of_the_unraisable, _end_job_at_exit),
     ):  # fmt: skip
         foreign.make_way(ours)
-    _show_crashes()
-    return True
-
-
-def _show_crashes() -> None:
     # Launchers name the signal of a rank that crashes, but not the line of the program.
     if not faulthandler.is_enabled():
         with contextlib.suppress(AttributeError, OSError, ValueError):  # standard error may be no file
             faulthandler.enable(all_threads=False)
+    return True
 
 
 def is_reporting() -> bool:
@@ -111,14 +107,11 @@ def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackTy
 
 def _end_job_of_thread(args: threading.ExceptHookArgs) -> None:
     # SystemExit ends the thread alone, as ever; pytest puts a thread's exception into its own report.
-    if args.exc_type is SystemExit or _in_a_test() or not is_rank():
+    in_a_test = "_pytest.runner" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ
+    if args.exc_type is SystemExit or in_a_test or not is_rank():
         _of_threads.hook(args)
     else:
         _report_and_end(_of_threads, (args,), args.exc_value or args.exc_type(), args.exc_traceback)
-
-
-def _in_a_test() -> bool:
-    return "_pytest.runner" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ
 
 
 def _end_job_at_exit(args: sys.UnraisableHookArgs) -> None:
