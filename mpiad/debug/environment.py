@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from mpiad._typing import Comm
 from mpiad.debug.mistakes import Mistake, of_mpiexec, of_places, of_start, of_versions
-from mpiad.debug.place import PACKAGES, Place, place, with_gpu
+from mpiad.debug.place import PACKAGES, Place, place
 from mpiad.debug.selftest import SelfTest, run_selftest
 from mpiad.debug.speed import Speed, speed_of
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, cuda_aware, world
+from mpiad.transport.gpus import device_of, visible
 from mpiad.transport.guarded.rank_tables import rank_ranges
 from mpiad.transport.launcher import Launcher, launcher
 from mpiad.transport.library import Library, library
@@ -105,7 +106,8 @@ def _examined(used: Channel, entered: Callable[[str], None]) -> Environment:
 def _places(used: Channel) -> list[Place]:
     mine = place(used.rank, world.local_rank())
     count = {found.node: len(found.gpus) for found in used.data.allgather(mine) if found.gpus}.get(mine.node, 0)
-    return used.data.allgather(with_gpu(mine, count))
+    gpu, gpus = device_of(mine.local_rank, count), mine.gpus if visible(count) else []
+    return used.data.allgather(mine._replace(gpu=gpu, gpus=gpus))
 
 
 def _lines(found: Environment) -> list[str]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import threadpoolctl
 
 from mpiad._typing import Rank
-from mpiad.transport.gpus import device_of, gpus_of_node, visible
+from mpiad.transport.gpus import gpus_of_node
 from mpiad.transport.malloc import huge_pages
 from mpiad.transport.threads import cores
 
@@ -47,11 +47,6 @@ def place(rank: Rank, local_rank: Rank) -> Place:
         rank, local_rank, socket.gethostname(), tuple(sorted(cores())), _quota(), _threads(), huge_pages(), gpus, "",
         sys.executable, versions(),
     )  # fmt: skip
-
-
-def with_gpu(found: Place, count: int) -> Place:
-    """Return a place with the GPU that this process uses, of a node with so many."""
-    return found._replace(gpu=device_of(found.local_rank, count), gpus=found.gpus if visible(count) else [])
 
 
 def _quota() -> float:

@@ -32,44 +32,24 @@ class Message(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A communication or a phase.
+    """A communication or a phase."""
 
-    Attributes
-    ----------
-    thread : int
-        0 is the main thread.
-    began, ended : float
-        Of this rank's `time.perf_counter()`.
-    name : str
-        As ``"mpi_bcast"``, ``"adjoint of mpi_bcast"``, ``"forward"``, ``"backward"``.
-    called : str
-        The same by the library's function that the user called, as ``"adjoint of exchange"``.
-    operation : str
-        What was done, which for an adjoint is another operation's forward; "" for a phase.
-    direction : str
-        "forward", "adjoint" or "tangent"; "phase".
-    innermost, outermost : bool
-        Whether no other communication is inside it, and it inside of no other.
-    site, forward_site : str
-        The user's line that ran, and for an adjoint that of its forward call.
-    arguments : Arguments
-    messages : tuple of Message
-        Those that it started or completed.
-    """
-
-    thread: int
+    thread: int  # 0 is the main thread
+    # `began`, `ended`: of this rank's `time.perf_counter()`.
     began: float
     ended: float
-    name: str
-    called: str
-    operation: str
-    direction: str
+    name: str  # as "mpi_bcast", "adjoint of mpi_bcast", "forward", "backward"
+    called: str  # the same by the library's function that the user called, as "adjoint of exchange"
+    operation: str  # what was done, which for an adjoint is another operation's forward; "" for a phase
+    direction: str  # {"forward", "adjoint", "tangent", "phase"}
+    # Whether no other communication is inside it, and it inside of no other.
     innermost: bool
     outermost: bool
+    # The user's line that ran, and for an adjoint that of its forward call.
     site: str
     forward_site: str
     arguments: Arguments
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...]  # those that it started or completed
 
 
 class _Stacks(threading.local):

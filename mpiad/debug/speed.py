@@ -39,7 +39,7 @@ def speed_of(channel: Channel) -> Speed | None:
     comm = channel.user.Dup()
     try:
         small, large = (_fastest(comm, _ping_pong, np.zeros(count)) / 2 for count in (1, _LARGE // 8))
-        reduction = _fastest(comm, _reduction, np.zeros(1))
+        reduction = _fastest(comm, lambda comm, array: comm.Allreduce(array, np.empty_like(array)), np.zeros(1))
         return comm.bcast(Speed(small, _LARGE / large, reduction), 0)
     finally:
         comm.Free()
@@ -66,7 +66,3 @@ def _ping_pong(comm: Comm, array: np.ndarray) -> None:
     elif comm.rank == 1:
         comm.Recv(array, 0)
         comm.Send(array, 0)
-
-
-def _reduction(comm: Comm, array: np.ndarray) -> None:
-    comm.Allreduce(array, np.empty_like(array))

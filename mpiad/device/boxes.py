@@ -25,14 +25,10 @@ def cast(x: Array, dtype: np.dtype) -> Array:
     return x.astype(dtype)
 
 
-def _back(g: Array, dtype: np.dtype) -> Any:
-    return cast(anp.real(g) if anp.iscomplexobj(g) and dtype.kind != "c" else g, dtype)
-
-
 def _cast_vjp(ans: Array, x: Array, dtype: np.dtype) -> Any:
     # An integer's value carries no derivative, so neither does what is made of it.
     own = x.dtype
-    return lambda g: _back(g, own)
+    return lambda g: cast(anp.real(g) if anp.iscomplexobj(g) and own.kind != "c" else g, own)
 
 
 defvjp(cast, _cast_vjp)

@@ -63,7 +63,9 @@ class Adam:
         dict
             `updates`, their number, and the means `first` and `second` in the form of the parameters.
         """
-        return {"updates": 0, "first": zeros_like(params), "second": each(_real_zeros, params)}
+        # |g|² is real where parameters are complex: half of the memory.
+        second = each(lambda x: np.zeros_like(np.real(x)), params)
+        return {"updates": 0, "first": zeros_like(params), "second": second}
 
     def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
         """Return the state and the parameters after one update; those given stay as they are.
@@ -132,11 +134,6 @@ class AdamW(Adam):
 
     def _decayed(self, x: Array, rate: float) -> Array:
         return x * (1 - rate * self.weight_decay)
-
-
-def _real_zeros(x: Array) -> Array:
-    # |g|² is real where parameters are complex: half of the memory.
-    return np.zeros_like(np.real(x))
 
 
 def _squares(g: Array) -> Array:

@@ -83,10 +83,7 @@ def rebuilt(said: list[Any], arrays: dict[str, np.ndarray], home: ArrayModule | 
     if kind in ("list", "tuple"):
         parts = [rebuilt(part, arrays, home) for part in rest[0]]
         return parts if kind == "list" else tuple(parts)
-    return _generator(rebuilt(rest[0], arrays))
-
-
-def _generator(state: dict[str, Any]) -> np.random.Generator:
+    state: dict[str, Any] = rebuilt(rest[0], arrays)
     bits = getattr(np.random, state["bit_generator"])()
     bits.state = state
     return np.random.Generator(bits)

@@ -1,4 +1,4 @@
-"""Nests of parameters: their leaves, and functions of several nests leaf by leaf."""
+"""Nests of parameters: their leaves, and functions of them."""
 
 from __future__ import annotations
 
@@ -41,11 +41,10 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     return Variables(leaves, places, build)
 
 
-def each(fun: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """Return the nest with the trained leaves replaced by a function of them and of the same leaves of other nests."""
+def each(fun: Callable[[Array], Array], tree: Tree) -> Tree:
+    """Return the nest with the trained leaves replaced by a function of them."""
     leaves, build = flatten(tree)
-    columns = [flatten(other)[0] for other in others]
-    return build([fun(leaf, *[c[k] for c in columns]) if is_variable(leaf) else leaf for k, leaf in enumerate(leaves)])
+    return build([fun(leaf) if is_variable(leaf) else leaf for leaf in leaves])
 
 
 def described(spec: Spec) -> str:

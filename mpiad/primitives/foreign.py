@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, NoReturn
 
 from autograd import tracer
@@ -53,18 +52,14 @@ def _trace_is_open(tape: object) -> bool:
     frame: Any = sys._getframe(1)
     foreign = tracer.trace.__code__
     while frame is not None:
-        if frame.f_code is foreign and _differentiates(frame):
+        # Forwards too: a receive, which has no traced input, would leave the tangent for the next message.
+        if frame.f_code is foreign and type(frame.f_locals.get("start_node")) in (VJPNode, JVPNode):
             return True
         # Our own traces run the user's function from here: what lies further out is around our tape.
         if tape is not None and frame.f_globals.get("__name__") == "mpiad.differentiation.trace":
             return False
         frame = frame.f_back
     return False
-
-
-def _differentiates(frame: FrameType) -> bool:
-    # Forwards too: a receive, which has no traced input, would leave the tangent for the next message.
-    return type(frame.f_locals.get("start_node")) in (VJPNode, JVPNode)
 
 
 def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:

@@ -19,32 +19,24 @@ from mpiad.transport import Channel, Envelope, Spec
 __all__ = ["Cell", "Request", "claim", "started"]
 
 
+def _by_lane(name: str, doc: str) -> Any:
+    """Return an attribute that is another in each lane, None at first."""
+    return property(
+        lambda cell: cell.left.get((name, current.lane)),
+        lambda cell, value: cell.left.__setitem__((name, current.lane), value),
+        doc=doc,
+    )
+
+
 class Cell:
     """What the adjoint (or tangent) of a wait and that of its start leave for each other, in each lane."""
 
-    __slots__ = ("_cotangents", "_requests")
+    __slots__ = ("left",)
+    cotangent = _by_lane("cotangent", "What has come to the wait.")
+    request = _by_lane("request", "What is under way.")
 
     def __init__(self) -> None:
-        self._cotangents: dict[int, Any] = {}
-        self._requests: dict[int, Request | None] = {}
-
-    @property
-    def cotangent(self) -> Any:
-        """What has come to the wait."""
-        return self._cotangents.get(current.lane)
-
-    @cotangent.setter
-    def cotangent(self, g: Array | None) -> None:
-        self._cotangents[current.lane] = g
-
-    @property
-    def request(self) -> Request | None:
-        """What is under way."""
-        return self._requests.get(current.lane)
-
-    @request.setter
-    def request(self, request: Request | None) -> None:
-        self._requests[current.lane] = request
+        self.left: dict[tuple[str, int], Any] = {}
 
 
 class Request:

@@ -1,7 +1,6 @@
 """`mpi_map`: independent items, handed to whichever rank is free.
 
-`scheduler` is the root's part and `worker` that of the others; `task` is what they send each other, `worker_group` who they
-are.
+`scheduler` is the root's part, `worker` that of the others and what they send each other, `worker_group` who they are.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from mpiad._typing import Comm, Rank
 from mpiad.primitives.checks import root_of
 from mpiad.progress_line import ProgressLine
 from mpiad.tasks.scheduler import Scheduler
-from mpiad.tasks.task import Outcome
-from mpiad.tasks.worker import work
+from mpiad.tasks.worker import Outcome, work
 from mpiad.tasks.worker_group import WorkerGroup
 from mpiad.transport import Channel, channel
 from mpiad.transport.fault_tolerance import is_interruption

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mpiad._typing import Rank
 from mpiad.progress_line import ProgressLine
-from mpiad.tasks.task import BYE, RESULT, STOP, TASK, Batch, Ended, Failed, Outcome, evaluated, require_plain
+from mpiad.tasks.worker import BYE, RESULT, STOP, TASK, Batch, Ended, Failed, Outcome, evaluated, require_plain
 from mpiad.tasks.worker_group import WorkerGroup
 from mpiad.transport.agreement import Failure
 from mpiad.transport.fault_tolerance import is_interruption, is_process_failure

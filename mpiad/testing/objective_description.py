@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpiad._typing import Array, Comm, Function, Rank
+from mpiad._typing import Comm, Function, Rank
 from mpiad.device import to_host
 from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.objective import raise_everywhere, weight_of
@@ -103,7 +103,7 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     values = _values(traced, used)
     kind, objective, factors, text = _how_they_lie(values, root)
     gradients = gradients_of_term(traced, weight_of(objective, used, root), variables)
-    largest = used.data.allgather(max((_largest(g) for g in gradients), default=None))
+    largest = used.data.allgather(max((float(np.max(np.abs(to_host(g)), initial=0.0)) for g in gradients), default=None))
     return ObjectiveReport(kind, objective, values, factors, largest, text + _which_matter(largest))
 
 
@@ -126,10 +126,6 @@ def _values(traced: Traced, used: Channel) -> list:
     if wrong:
         raise TypeError(f"{_CALL}: every rank must return one real number or None, but got {'; '.join(wrong)}.")
     return [value for value, _ in told]
-
-
-def _largest(gradient: Array) -> float:
-    return float(np.max(np.abs(to_host(gradient)), initial=0.0))
 
 
 def _which_matter(largest: list) -> str:

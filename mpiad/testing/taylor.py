@@ -6,7 +6,7 @@ With the right gradient J(x + hv) − J(x) − h g·v shrinks like h², with a w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import autograd.numpy as anp
@@ -81,19 +81,16 @@ class _Line:
 
     def at(self, h: float) -> Any:
         """Return the point at distance h."""
-        return _combined(self.x, self.v, lambda x, v: x + np.asarray(h, dtype=spec_like(v).dtype)[()] * v)
+        leaves, build = flatten(self.x)
+        pairs = zip(leaves, flatten(self.v)[0])
+        return build([x + np.asarray(h, spec_like(v).dtype)[()] * v if is_variable(x) else x for x, v in pairs])
 
     def along(self, g: Array) -> float:
         """Return the derivative along the line of a gradient, over all ranks."""
         pairs = zip(flatten(g)[0], flatten(self.v)[0], flatten(self.x)[0])
         # dJ = Re Σ g v: without conjugation, by autograd's convention.
         mine = sum(np.real(to_host(np.sum(a * b))) for a, b, x in pairs if is_variable(x))
-        return float(mine) if self.shared else float(self.used.data.allreduce(float(mine)))
-
-
-def _combined(x: Array, v: Array, act: Callable) -> Any:
-    leaves, build = flatten(x)
-    return build([act(a, b) if is_variable(a) else a for a, b in zip(leaves, flatten(v)[0])])
+        return float(mine) if self.shared else sum(self.used.data.allgather(float(mine)))
 
 
 def check_grads(
