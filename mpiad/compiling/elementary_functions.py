@@ -15,18 +15,11 @@ from mpiad.compiling.values import BOOLEAN, DOUBLE, INTEGER, SINGLE, ArrayValue,
 
 __all__ = ["called_function", "compared"]
 
-# By the name in a kernel: what LLVM has an intrinsic for, and what the C library has a function for.
-_INTRINSIC = {
-    "math.sqrt": "sqrt", "np.sqrt": "sqrt", "math.exp": "exp", "math.log": "log", "np.log2": "log2", "math.log10": "log10",
-    "math.sin": "sin", "math.cos": "cos", "math.pow": "pow", "math.copysign": "copysign", "np.floor": "floor",
-    "np.ceil": "ceil", "np.trunc": "trunc", "np.rint": "rint", "math.fabs": "fabs",
-}  # fmt: skip
-_LIBRARY = {
-    "math.expm1": "expm1", "math.log1p": "log1p", "np.cbrt": "cbrt", "math.tan": "tan", "math.asin": "asin",
-    "math.acos": "acos", "math.atan": "atan", "math.atan2": "atan2", "math.sinh": "sinh", "math.cosh": "cosh",
-    "math.tanh": "tanh", "math.asinh": "asinh", "math.acosh": "acosh", "math.atanh": "atanh", "math.erf": "erf",
-    "math.erfc": "erfc", "math.hypot": "hypot",
-}  # fmt: skip
+# Of `math` and NumPy, by their names, which are C's: what LLVM has an intrinsic for, and what the C library has.
+_INTRINSIC = frozenset("sqrt exp log log2 log10 sin cos pow copysign floor ceil trunc rint fabs".split())
+_LIBRARY = frozenset(
+    "expm1 log1p cbrt tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc hypot".split()
+)  # fmt: skip
 _CONVERSIONS = {
     "np.float64": DOUBLE, "float": DOUBLE, "np.float32": SINGLE, "np.int64": INTEGER, "np.int32": INTEGER, "int": INTEGER,
     "bool": BOOLEAN,
@@ -39,11 +32,14 @@ def called_function(build: BlockBuilder, name: str, given: list[Value]) -> Value
         return build.converted(given[0], _CONVERSIONS[name])
     if name in _FUNCTIONS:
         return _FUNCTIONS[name](build, *given)
+    module, _, function = name.partition(".")
+    if module not in ("math", "np") or function not in _INTRINSIC | _LIBRARY:
+        raise KeyError(name)
     kind = _float_kind(given)
     operands = [build.converted(x, kind) for x in given]
-    if name in _INTRINSIC:
-        return build.call(f"llvm.{_INTRINSIC[name]}.{'f32' if kind == SINGLE else 'f64'}", kind, *operands)
-    return build.call(_LIBRARY[name] + ("f" if kind == SINGLE else ""), kind, *operands)
+    if function in _INTRINSIC:
+        return build.call(f"llvm.{function}.{'f32' if kind == SINGLE else 'f64'}", kind, *operands)
+    return build.call(function + ("f" if kind == SINGLE else ""), kind, *operands)
 
 
 def _float_kind(given: list[Value]) -> str:

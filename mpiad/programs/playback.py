@@ -47,13 +47,7 @@ class Playback:
         """Return what came out in the trace, or run it."""
         return self._next(fun, *plain(args))
 
-    def opaque(self, fun: Callable, args: tuple) -> Any:
-        """Return what a function that isn't taken apart gave in the trace, or run it."""
-        return self._next(fun, *plain(args))
-
-    def call_as_it_is(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return what a solve, or a loop in time, gave in the trace, or run it."""
-        return opaque_call(self, fun, args, kwargs)
+    opaque, call_as_it_is = settle, opaque_call
 
     def once(self, fun: Callable, args: tuple) -> Any:
         """Run what is done once: in the trace it was done then."""

@@ -161,9 +161,7 @@ class Recorder(NotedValues):
         self._step("opaque", fun, noted, outs, {"expected": [(x.shape, x.dtype) for x in arrays]})
         return *results, rest
 
-    def call_as_it_is(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run a solve, or a loop in time, as one step."""
-        return opaque_call(self, fun, args, kwargs)
+    call_as_it_is = opaque_call
 
     def once(self, fun: Callable, args: tuple) -> Any:
         """Run what is done at the first use of a communicator, which replays don't."""
