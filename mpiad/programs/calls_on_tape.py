@@ -19,7 +19,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import current, suspended
 from mpiad.programs.changed_results import Changed
 from mpiad.programs.closure import Watch
-from mpiad.programs.entry import count, in_program, is_shown, numbers_of, outputs_of, own
+from mpiad.programs.entry import count, in_program, is_shown, own
 from mpiad.programs.reverse_over_reverse import called_with_reverse_differentiated
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments
@@ -80,7 +80,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     count(entry.communications)
     counts = message_counts() if entry.replays.last_look >= 0 else None
     try:
-        made = lease.replay.first(*values, *[None] * sum(in_program(entry.outputs)))
+        made = lease.replay.first(*values, *[None] * sum(entry.inside))
     except Changed as change:
         with jitted._changed(key, change, counts):
             return jitted.fun(*args, **kwargs)
@@ -100,11 +100,11 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
                 raise
             with suspended(body=False), jitted._changed(key, change, counts):
                 again = TraceRun(whole).run_backwards(jitted.fun, boxed, whole.values())
-                return backwards(again, entry.outputs, gs, specs)
+                return backwards(again, entry.inside, gs, specs)
         return [conform(g, *spec) for g, spec in zip(found, specs, strict=True)]
 
     places = [given.leaves[k]._node.index for k in boxed]
-    return entry.build(placed(tape, entry.leaves(made), in_program(entry.outputs), places, pull, entry.communicates))
+    return entry.build(placed(tape, entry.leaves(made), entry.inside, places, pull, entry.communicates))
 
 
 def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, boxed: list[int]) -> Any:
@@ -131,16 +131,15 @@ def _along(fun: Function, build: Callable, places: Sequence[int]) -> Function:
 
 
 def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tuple:
-    """Trace a function and its reverse pass, and return what `entry_of` takes."""
+    """Trace a function and its reverse pass, and return the leaves of both, and what builds the function's result."""
     with suspended(body=False):
         with trace.noting():
             run = trace.run_backwards(fun, boxed)
-        numbers, outputs = outputs_of(run.values)
         specs = [spec_like(getval(trace.given.leaves[k])) for k in boxed]
         with trace.noting(1):
             seeds = [trace.recorder.input(like(spec_like(x.value))) for x in run.values if isinstance(x, Traced)]
-            found = backwards(run, outputs, seeds, specs)
-    return [*numbers, *numbers_of(found)], [len(numbers)], outputs, run.build
+            found = backwards(run, in_program(run.values), seeds, specs)
+    return [run.values, found], run.build
 
 
 def _traced_on_tape(
@@ -155,7 +154,7 @@ def _traced_on_tape(
         return jitted._run_again(trace, key, error, args, kwargs)
     tape.channels |= run.recording.channels  # type: ignore[union-attr]
     jitted._under_way[key] = trace
-    numbers, outputs = outputs_of(run.values)
+    inside = in_program(run.values)
     specs = [spec_like(getval(given.leaves[k])) for k in boxed]
     done = False
 
@@ -165,22 +164,22 @@ def _traced_on_tape(
         with suspended(body=False):
             if done or key in jitted._entries:  # once more, on arrays that are constants by now
                 with trace.reread():
-                    return backwards(run, outputs, gs, specs)
+                    return backwards(run, inside, gs, specs)
             done = True
             jitted._under_way.pop(key, None)
             try:
                 with trace.noting(1):
                     seeds = [trace.recorder.input(as_value(g)) for g in gs]
-                    found = backwards(run, outputs, seeds, specs)
+                    found = backwards(run, inside, seeds, specs)
             except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
                 trace.raise_own(error)
                 jitted._give_up(key, error)
                 with trace.playing_back():
                     again = trace.run_backwards(jitted.fun, boxed, given.values())
-                    return backwards(again, outputs, gs, specs)
-        jitted._compile(key, trace.recorder, [*numbers, *numbers_of(found)], [len(numbers)], outputs, run.build, watch)
+                    return backwards(again, inside, gs, specs)
+        jitted._compile(key, trace.recorder, [run.values, found], run.build, watch)
         return [own(g) for g in found]
 
     out = [own(value) for value in run.values]
     places = [given.leaves[k]._node.index for k in boxed]
-    return run.build(placed(tape, out, in_program(outputs), places, pull, trace.recorder.communicates))
+    return run.build(placed(tape, out, inside, places, pull, trace.recorder.communicates))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +22,8 @@ from mpiad.transport import Channel, calls
 from mpiad.transport.channels import communications, is_watched
 
 __all__ = [
-    "MOST_TRACES", "UNKNOWN", "Entry", "Output", "count", "entry_by_shapes", "entry_of", "in_program", "is_shown",
-    "numbers_of", "outputs_of", "own",
+    "MOST_TRACES", "UNKNOWN", "Entry", "count", "entry_by_shapes", "entry_of", "in_program", "is_shown",
+    "own",
 ]  # fmt: skip
 
 MOST_TRACES = 32
@@ -33,18 +33,12 @@ UNKNOWN: Any = object()
 """Stands for the entry of a signature that wasn't met before."""
 
 
-class Output(NamedTuple):
-    """A leaf of the result: an output of the program, or a constant."""
-
-    place: int | None
-    constant: Any
-
-
 class Entry(NamedTuple):
     """A compiled program for one signature."""
 
     replays: Replays
-    outputs: list[Output]
+    inside: list[bool]  # which leaves of the result are outputs of the program, in their order
+    constants: list[Any]  # what the others are
     build: Callable[[list[Any]], Any]  # from leaves to the result
     watch: Watch
     communications: int  # how many steps of a call are one; as many in the reverse pass
@@ -70,24 +64,26 @@ class Entry(NamedTuple):
         count(self.communications)
         made = replay.first(*values)
         self.replays.give_back(replay)
-        return self.build(made if len(made) == len(self.outputs) else self.leaves(made))
+        return self.build(made if len(made) == len(self.inside) else self.leaves(made))
 
     def leaves(self, made: Sequence[Any]) -> list[Any]:
-        """Return the leaves of the result; each output of a program is one of them, in order."""
-        return [own(out.constant) if out.place is None else made[out.place] for out in self.outputs]
+        """Return the leaves of the result."""
+        found = iter(made)
+        return [next(found) if is_in else own(constant) for is_in, constant in zip(self.inside, self.constants)]
 
 
-def entry_of(
-    recorder: Recorder, numbers: Sequence[Any], ends: Sequence[int], outputs: list[Output], build: Any, watch: Watch
-) -> Entry:
+def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Any, watch: Watch) -> Entry:
     """Compile a trace.
 
-    The outputs of the program are `numbers`, of which so many as `ends` says come before each part that is run later.
+    `parts`: the leaves of what each part of the program returns, its values or constants; the first are the function's.
     """
-    program = program_of(recorder, numbers)
-    schedule = Fusion(program, ends).schedule()
+    inside = in_program(parts[0])
+    wanted = [[x for x, is_in in zip(parts[0], inside) if is_in], *parts[1:]]
+    program = program_of(recorder, [x for part in wanted for x in part])
+    schedule = Fusion(program, list(accumulate(map(len, wanted)))[:-1]).schedule()
+    constants = [None if is_in else x for x, is_in in zip(parts[0], inside)]
     told = recorder.communications, recorder.communicates, recorder.channels
-    return Entry(Replays(schedule), outputs, build, watch, *told)
+    return Entry(Replays(schedule), inside, constants, build, watch, *told)
 
 
 def entry_by_shapes(
@@ -95,7 +91,7 @@ def entry_by_shapes(
 ) -> Entry | None:
     """Compile a function of large arrays before it is run; None where there are none, or where it takes more than shapes.
 
-    `noted` makes the trace, and returns what `entry_of` takes between its recorder and the watch. `small`: it is done for
+    `noted` makes the trace, and returns the leaves of its parts, and what builds the result. `small`: it is done for
     small arrays, too.
     """
     if is_shown() or not small and not any(is_large(getval(given.leaves[k])) for k in given.traced):
@@ -103,11 +99,11 @@ def entry_by_shapes(
     trace = TraceRun(given, ShapeRecorder)
     try:
         with np.errstate(all="ignore"):  # of memory that stands for results
-            numbers, ends, outputs, build = noted(trace)
+            parts, build = noted(trace)
             # What is said of complex numbers is said by the trace that runs the function, as what stands in the way is.
             if trace.recorder.complex_line():
                 return None
-            return entry_of(trace.recorder, numbers, ends, outputs, build, watch)
+            return entry_of(trace.recorder, parts, build, watch)
     except (Abandoned, Exception):  # noqa: BLE001
         return None
 
@@ -117,27 +113,9 @@ def is_shown() -> bool:
     return calls.is_noting() or is_watched()
 
 
-def outputs_of(leaves: Sequence[Any]) -> tuple[list[int], list[Output]]:
-    """Return the numbers of those leaves that are values of the program, and what each leaf is."""
-    numbers: list[int] = []
-    outputs = []
-    for leaf in leaves:
-        if isinstance(leaf, Traced):
-            outputs.append(Output(len(numbers), None))
-            numbers.append(leaf.number)
-        else:
-            outputs.append(Output(None, leaf))
-    return numbers, outputs
-
-
-def numbers_of(leaves: Sequence[Any]) -> list[Any]:
-    """Return the numbers of leaves that are values of the program, and arrays of the others."""
-    return [x.number if isinstance(x, Traced) else np.asarray(x) for x in leaves]
-
-
-def in_program(outputs: Sequence[Output]) -> list[bool]:
-    """Tell which leaves are outputs of the program."""
-    return [x.place is not None for x in outputs]
+def in_program(leaves: Sequence[Any]) -> list[bool]:
+    """Tell which leaves of a trace's are values of the program."""
+    return [isinstance(x, Traced) for x in leaves]
 
 
 def own(leaf: Any) -> Any:

@@ -25,7 +25,7 @@ from mpiad.primitives.operation import current
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.changed_results import Changed
 from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
-from mpiad.programs.entry import MOST_TRACES, UNKNOWN, Entry, entry_by_shapes, entry_of, outputs_of, own
+from mpiad.programs.entry import MOST_TRACES, UNKNOWN, Entry, entry_by_shapes, entry_of, own
 from mpiad.programs.listing import Listing
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.short_calls import MISSED, short_call
@@ -196,7 +196,7 @@ class Jitted:
     # ---- without a derivative around it
 
     def _called(self, given: Arguments, args: tuple, kwargs: dict) -> Any:
-        entry, watch = self.entry_or_watch(given.key, given, args, self._noted_by_shapes)
+        entry, watch = self.entry_or_watch(given.key, given, args, self._noted)
         if entry is not None:
             return self._replayed(entry, given, args, kwargs)
         return self.as_it_is(given.key, args, kwargs) if watch is None else self._traced(given, args, kwargs, watch)
@@ -218,20 +218,17 @@ class Jitted:
         """Run the function on traced arrays, and compile what it did."""
         trace = TraceRun(given)
         try:
-            with trace.noting():
-                out, build = flatten(trace.run(self.fun))
+            parts, build = self._noted(trace)
         except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
             return self._run_again(trace, given.key, error, args, kwargs)
-        numbers, outputs = outputs_of(out)
-        self._compile(given.key, trace.recorder, numbers, [], outputs, build, watch)
+        self._compile(given.key, trace.recorder, parts, build, watch)
         # Of their own: what a trace has computed may be views of arguments and of one another.
-        return build([own(leaf) for leaf in out])
+        return build([own(leaf) for leaf in parts[0]])
 
-    def _noted_by_shapes(self, trace: TraceRun) -> tuple:
+    def _noted(self, trace: TraceRun) -> tuple:
         with trace.noting():
             out, build = flatten(trace.run(self.fun))
-        numbers, outputs = outputs_of(out)
-        return numbers, [], outputs, build
+        return [out], build
 
     def entry_or_watch(
         self, key: Any, given: Arguments, args: tuple, noted: Callable[[TraceRun], tuple]

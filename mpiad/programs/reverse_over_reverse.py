@@ -27,7 +27,7 @@ from mpiad.differentiation.backward import Lane, run_backward_together
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import current, suspended
-from mpiad.programs.entry import Entry, count, in_program
+from mpiad.programs.entry import Entry, count
 from mpiad.programs.reverse_pass_record import By, Record, noted, recorded, seed
 from mpiad.programs.signature import Arguments
 from mpiad.programs.tangents_of_gradients import entry_by_shapes_alone
@@ -58,7 +58,7 @@ def called_with_reverse_differentiated(
     values = call.first([leaves[k]._node.index for k in along])
     places = [given.leaves[k]._node.index for k in variables]
     together = call.pull_together if tape.outer is None else None
-    return (entry.build(call.placed(tape, values, in_program(entry.outputs), places, call.pull, together)),)
+    return (entry.build(call.placed(tape, values, entry.inside, places, call.pull, together)),)
 
 
 class _Played(NamedTuple):
@@ -92,7 +92,7 @@ class _Call:
         self._jitted, self._entry, self._given, self._by, self._outer = jitted, entry, given, by, outer
         self._values, self._lease = given.values(), Lease(entry.replays)
         self._inputs = [self._values[k] for k in given.traced]
-        self._inside = in_program(entry.outputs)
+        self._inside = entry.inside
         self._specs = [spec_like(self._values[k]) for k in by.inner]
         # Alone it may communicate in any order.
         self._meets_others = entry.communicates and any(channel.size > 1 for channel in live_channels())
@@ -143,7 +143,7 @@ class _Call:
         elif boxed or tape is not None:
             of_products = self._by.parts == 3 and type(tape) is OrderedTape and tape.of_cotangents
             if not of_products or not is_simple(tape, [gs[k] for k in boxed]):
-                return backwards(self._interpreted(), self._entry.outputs, gs, self._specs)
+                return backwards(self._interpreted(), self._inside, gs, self._specs)
         of = _Pass([g._value if type(g) in _boxes else g for g in gs])
         found = self._run_pass(of)
         if tape is None:

@@ -6,7 +6,6 @@ function run where that program can't serve.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from mpiad.differentiation.tape import OrderedTape
 from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.programs.entry import numbers_of, outputs_of
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.steps import Traced
 from mpiad.programs.tape_node import conformed
@@ -115,7 +113,7 @@ def _lowered(x: Any, tape: Any) -> tuple[Any, int]:
 
 
 def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
-    """Trace the parts of a program, and return what `entry_of` takes.
+    """Trace the parts of a program, and return their leaves, and what builds the result.
 
     Its inputs are the arguments, and those of each part: the cotangents of the results, what multiplies those of the
     variables, and again cotangents of the results.
@@ -131,25 +129,23 @@ def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
         return inputs_like(values)
 
     def cotangents(lane: Lane, places: Iterable[int], of: list[Any]) -> list[Any]:
-        return numbers_of([conformed(lane.totals[place], spec_like(x)) for place, x in zip(places, of)])
+        return [conformed(lane.totals[place], spec_like(x)) for place, x in zip(places, of)]
 
     with suspended(body=False), trace.noting():
         leaves = trace.leaves()
         record = recorded(fun, trace, by, leaves, seeds, (nullcontext(), nullcontext()))
-        numbers, outputs = outputs_of([x for x, _ in record.values])
         inside = [(x, place) for x, place in record.values if isinstance(x, Traced)]
-        values, made = [x for x, _ in inside], [numbers, numbers_of([g for g, _ in record.found])]
+        values, parts = [x for x, _ in inside], [[x for x, _ in pairs] for pairs in (record.values, record.found)]
         recorder.logged = min(by.parts - 1, 2)
         if by.parts > 2:
             recorder.part = 2
             vs = inputs_like([leaves[k] for k in by.inner])
             lane = record.lane(zip([place for _, place in record.found], vs))
             record.sweep([lane], range(record.start, len(record.nodes)), False)
-            made.append(cotangents(lane, range(record.end, record.start), values))
+            parts.append(cotangents(lane, range(record.end, record.start), values))
         if by.parts > 3:
             recorder.part = 3
             seed(lane, zip([place for _, place in inside], inputs_like(values)))
             record.sweep([lane], range(len(by.outer), record.end), False)
-            made.append(cotangents(lane, range(len(by.outer)), [leaves[k] for k in by.outer]))
-    ends = list(itertools.accumulate(map(len, made[:-1])))
-    return [x for part in made for x in part], ends, outputs, record.build
+            parts.append(cotangents(lane, range(len(by.outer)), [leaves[k] for k in by.outer]))
+    return parts, record.build

@@ -66,7 +66,7 @@ def call(args):
 
 def _result(entry: Entry, made: Any) -> str:
     """Return the text of what the function returns, made of the program's outputs."""
-    if any(out.place is None for out in entry.outputs):
+    if not all(entry.inside):
         return "build(leaves(made))"
     if isinstance(made, (np.ndarray, np.generic)):
         return "made[0]"

@@ -31,8 +31,6 @@ from mpiad.programs.entry import (
     entry_by_shapes,
     in_program,
     is_shown,
-    numbers_of,
-    outputs_of,
 )
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Traced
@@ -92,8 +90,8 @@ def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any
     """
     tape: Any = current.tape
     outer, lease = tape.outer, Lease(entry.replays)
-    half = len(entry.outputs) // 2
-    inside = in_program(entry.outputs[:half])
+    half = len(entry.inside) // 2
+    inside = entry.inside[:half]
     count(entry.communications)
     made = entry.leaves(lease.replay.first(*inputs, *[None] * (2 * sum(inside))))
     tape.channels |= entry.channels
@@ -117,7 +115,7 @@ def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any
 
 
 def _noted(fun: Function, variables: Sequence[int], along: Sequence[int], leaves: Sequence[Any], trace: TraceRun) -> tuple:
-    """Trace a function and its reverse pass with tangents carried along, and return what `entry_of` takes."""
+    """Trace a function and its reverse pass with tangents carried along, and return the leaves of both."""
     recorder = trace.recorder
     with suspended(body=False), trace.noting(), TangentTape() as tape:
         given = trace.leaves()
@@ -126,16 +124,14 @@ def _noted(fun: Function, variables: Sequence[int], along: Sequence[int], leaves
             given[k] = _joined(tape, given[k], recorder.input(as_value(tangent)))
         run = trace.run_backwards(fun, variables, given)
         values = [_parted(x, tape) for x in run.values]
-        numbers, outputs = outputs_of([*[x for x, _ in values], *[tangent for _, tangent in values]])
         recorder.part = 1
         likes = [spec_like(x.value).zeros() for x, _ in values if isinstance(x, Traced)]
         seeds, tangents = ([recorder.input(as_value(g)) for g in likes] for _ in range(2))
         seeds = [_joined(tape, *pair) for pair in zip(seeds, tangents)]
         specs = [spec_like(getval(given[k])) for k in variables]
-        both = [_parted(g, tape) for g in backwards(run, outputs[: len(values)], seeds, specs)]
-        found = numbers_of([*[g for g, _ in both], *[tangent for _, tangent in both]])
+        found = [_parted(g, tape) for g in backwards(run, in_program([x for x, _ in values]), seeds, specs)]
     tape.close()
-    return [*numbers, *found], [len(numbers)], outputs, run.build
+    return [[x for x, _ in part] + [tangent for _, tangent in part] for part in (values, found)], run.build
 
 
 def _parted(x: Any, tape: TangentTape) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from mpiad.programs.steps import Traced
 from mpiad.transport import Spec
 
 if TYPE_CHECKING:
-    from mpiad.programs.entry import Output
+    pass
 
 __all__ = [
     "Lease", "apart", "backwards", "conformed", "is_above", "is_gradient_within", "is_simple", "placed", "require_of",
@@ -139,9 +139,9 @@ def conformed(g: Any, spec: Spec) -> Any:
     return spec.zeros() if g is None else conform(g, *spec)
 
 
-def backwards(run: Any, outputs: Sequence[Output], gs: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
+def backwards(run: Any, inside: Sequence[bool], gs: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
     """Return the cotangents of the variables, of these specs, of a run, given those of its results in the program."""
-    places = [place for place, x in zip(run.places, outputs) if x.place is not None]
+    places = [place for place, is_in in zip(run.places, inside) if is_in]
     seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]
     found = run_backward(run.recording, seeds, len(specs), True)
     return [conformed(g, spec) for g, spec in zip(found, specs)]

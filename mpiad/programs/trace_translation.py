@@ -14,7 +14,7 @@ from mpiad.programs.array_program import BOOLEAN, COMPUTED, FLOATS, ArrayProgram
 from mpiad.programs.index_maps import Axis, axes_of, broadcast, of_key
 from mpiad.programs.numpy_functions import REDUCED, RULES, SPLITTING
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.steps import Constant, Ref, Step, mapped
+from mpiad.programs.steps import Constant, Ref, Step, Traced, mapped
 
 __all__ = ["Translation", "program_of"]
 
@@ -23,7 +23,7 @@ _NAMED: dict[str, Callable] = {}
 
 
 def program_of(recorder: Recorder, outputs: Sequence[Any]) -> ArrayProgram:
-    """Return the program of a trace that has ended; its outputs are numbers of the recorder's values, or constants."""
+    """Return the program of a trace that has ended; its outputs are values of it, or constants."""
     made = Translation(recorder)
     for step in recorder.steps:
         made.step(step)
@@ -47,7 +47,7 @@ class Translation:
         """Return the nodes of outputs."""
         program, found = self.program, []
         for x in outputs:
-            number = self.nodes[x] if isinstance(x, int) else program.constant(np.asarray(x))
+            number = self.nodes[x.number] if isinstance(x, Traced) else program.constant(np.asarray(x))
             node = program.nodes[number]
             if not program.is_float(number) and (node.kind in ("input", "constant") or number in found):
                 data = Call("call", np.array, (Slot(0),), {})
