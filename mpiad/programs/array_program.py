@@ -74,6 +74,7 @@ class ArrayProgram:
     """A program, and while it is made its builder.
 
     - `inputs`: nodes of the arguments.
+    - `ends`: how many outputs are wanted before each part that is run later.
     - `weak`: those nodes that are numbers of Python's.
     - `logged`: how many parts log what they communicate, to be played back.
     - `contracts`: whether a contraction is a part of it.
@@ -85,6 +86,7 @@ class ArrayProgram:
         self.inputs: list[int] = []
         self.constants: list[Array] = []
         self.outputs: list[int] = []
+        self.ends: list[int] = []
         self.weak: set[int] = set()
         self.logged = 0
         self.contracts = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,8 +79,7 @@ def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Any, wat
     """
     inside = in_program(parts[0])
     wanted = [[x for x, is_in in zip(parts[0], inside) if is_in], *parts[1:]]
-    program = program_of(recorder, [x for part in wanted for x in part])
-    schedule = Fusion(program, list(accumulate(map(len, wanted)))[:-1]).schedule()
+    schedule = Fusion(program_of(recorder, wanted)).schedule()
     constants = [None if is_in else x for x, is_in in zip(parts[0], inside)]
     told = recorder.communications, recorder.communicates, recorder.channels
     return Entry(Replays(schedule), inside, constants, build, watch, *told)

@@ -27,14 +27,11 @@ __all__ = ["Fusion"]
 
 
 class Fusion:
-    """Makes the schedule of a program.
+    """Makes the schedule of a program."""
 
-    `ends`: so many of the outputs are wanted before each part that is run later.
-    """
-
-    def __init__(self, program: ArrayProgram, ends: Sequence[int] = ()):
-        self.program, self.nodes, self._ends = program, program.nodes, list(ends)
-        self._decision = Materialization(program, ends)
+    def __init__(self, program: ArrayProgram):
+        self.program, self.nodes = program, program.nodes
+        self._decision = Materialization(program)
         self.needed, self.cuts, self._users = self._decision.needed, self._decision.cuts, self._decision.users
         self._kept = self._decision.kept()
         self._waiting = sorted(self._kept - self._decision.anchored)
@@ -52,18 +49,18 @@ class Fusion:
                 self._own(n, self._buffer(node.kind, node.shape, node.dtype, node.data))
         outputs: list[int] = []
         cuts: list[int] = []
-        for part, (start, end) in enumerate(pairwise([0, *self._ends, len(self.program.outputs)])):
+        for part, (start, end) in enumerate(pairwise([0, *self.program.ends, len(self.program.outputs)])):
             for n in self.cuts:
                 if self.nodes[n].part == part:
                     self._run(n)
             outputs += self._compute_outputs(range(start, end), part)
             cuts.append(len(self.steps))
         found = self.buffers, self.places, self.copies, self.since, self.steps
-        return Schedule(self.program, *found, outputs, self._ends, cuts[:-1])
+        return Schedule(self.program, *found, outputs, cuts[:-1])
 
     def _compute_outputs(self, places: Iterable[int], part: int) -> list[int]:
         """Let loops compute outputs; where nothing comes after them, they may be read from where they are returned."""
-        last = part == len(self._ends)
+        last = part == len(self.program.ends)
         wanted, outputs = [], []
         for place in places:
             n = self.program.outputs[place]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -46,14 +46,13 @@ class _Use(NamedTuple):
 class Materialization:
     """Decides what is kept.
 
-    - `ends`: so many of the outputs are wanted before each part that is run later.
     - `needed`, `cuts`: the nodes that outputs and communications need; those at which Python runs.
     - `users`: the nodes that read one.
     - `anchored`: what is put where a cut or an output needs it, and not before.
     """
 
-    def __init__(self, program: ArrayProgram, ends: Sequence[int] = ()):
-        self.program, self.nodes, self.ends = program, program.nodes, ends
+    def __init__(self, program: ArrayProgram):
+        self.program, self.nodes = program, program.nodes
         self.needed = program.needed()
         self.cuts = [n for n in self.needed if self.nodes[n].kind in ("communicate", "call")]
         self.users: dict[int, list[int]] = {}
@@ -75,10 +74,10 @@ class Materialization:
         position = {n: k for k, n in enumerate(self.cuts)}
         uses: dict[int, set[_Use]] = {n: set() for n in self.needed}
         kept: set[int] = set()
-        before = [sum(self.nodes[n].part <= part for n in self.cuts) for part in range(len(self.ends))]
+        before = [sum(self.nodes[n].part <= part for n in self.cuts) for part in range(len(self.program.ends))]
         for place, n in enumerate(self.program.outputs):
             # Half a cut further: after the last communication before it, and apart from what the next one needs.
-            part = bisect(self.ends, place)
+            part = bisect(self.program.ends, place)
             at = before[part] - 0.5 if part < len(before) else len(self.cuts)
             uses[n].add(_Use(at, long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape)))
         for n in reversed(self.needed):

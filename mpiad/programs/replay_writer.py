@@ -73,7 +73,7 @@ class ReplayWriter:
         has_scratch = any(home.is_scratch for home in self.replays.homes.values())
         self.names |= {"take": self._scratch(), "give_back": self.replays.scratch.give_back}
         parts = []
-        ends = pairwise([0, *schedule.ends, len(schedule.outputs)])
+        ends = pairwise([0, *schedule.program.ends, len(schedule.outputs)])
         for part, (start, end) in enumerate(ends):
             self._lines = [f"global {names}"] if kept else []
             if self._counts_anew and not part:

@@ -84,8 +84,7 @@ class Schedule(NamedTuple):
     since: dict[int, int]  # after which step those are that loops compute; loops before it compute them again
     steps: list[Any]  # of Loop or Run
     outputs: list[int]  # buffers
-    ends: list[int]  # how many outputs come before each part that is run later
-    cuts: list[int]  # how many steps come before each of these parts
+    cuts: list[int]  # how many steps come before each part that is run later
 
     def part(self, at: int) -> int:
         """Return the part of the program that a step belongs to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,13 @@ _MOST_NUMBERS = 2**53  # up to here integers are exact as floats
 _NAMED: dict[str, Callable] = {}
 
 
-def program_of(recorder: Recorder, outputs: Sequence[Any]) -> ArrayProgram:
-    """Return the program of a trace that has ended; its outputs are values of it, or constants."""
+def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]]) -> ArrayProgram:
+    """Return the program of a trace that has ended; its parts return values of it, or constants."""
     made = Translation(recorder)
     for step in recorder.steps:
         made.step(step)
-    made.program.outputs, made.program.logged = made.outputs(outputs), recorder.logged
+    made.program.outputs, made.program.logged = made.outputs([x for part in parts for x in part]), recorder.logged
+    made.program.ends = list(accumulate(map(len, parts)))[:-1]
     return made.program
 
 
