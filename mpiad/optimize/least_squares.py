@@ -150,8 +150,9 @@ def least_squares(
         kind = partial(ResidualEvaluation, loss=weigh, solver=tr_solver, few=_FEW)
         solve = RootDriven(used, program, start, kind, _CALL)
         aims = Aims(keywords, {"loss": loss, "f_scale": f_scale}, callback, kept, program, tr_solver)
-        with solve.ending(kept):
-            return solve.run(partial(descend, aims), Progress(keywords) if progress else None)
+        shown = Progress(keywords) if progress else None
+        with solve.ending(kept, shown):
+            return solve.run(partial(descend, aims), shown)
 
 
 def _agree_on_arguments(

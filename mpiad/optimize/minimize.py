@@ -164,7 +164,7 @@ def minimize(
         start, wishes = _agree_on_arguments(used, program, method, x0, wishes)
         solve = Sharded(used, program, start) if isinstance(start, Piece) else RootDriven(used, program, start)
         shown = Progress(options) if progress else None
-        with solve.ending(wishes.checkpoint):
+        with solve.ending(wishes.checkpoint, shown):
             if isinstance(solve, Sharded):
                 return solve.run(callback, shown)
             return solve.run(partial(drive, method_named(method), wishes, program), shown)

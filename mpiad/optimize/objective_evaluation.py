@@ -31,21 +31,20 @@ class Evaluation:
     """The stages of evaluations: every rank calls the same method with the root's variables.
 
     - `used`: the user's communicator.
-    - `pieces`: whether every rank passes variables of its own, so that gradients which the user computes are those of
-      J.
+    - `sums`: what adds up gradients; `OwnParts` where every rank passes variables of its own, so that those which the user
+      computes are those of J.
     - `agreement`: of the ranks on each stage.
     - `only_both`: whether value and gradient can't be had apart.
     - `separate`: whether the gradient doesn't need the value's forward pass.
     """
 
     def __init__(
-        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, sums: ByMessages | OwnParts,
-        pieces: bool = False,
-    ):  # fmt: skip
+        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, sums: ByMessages | OwnParts
+    ):
         self._program, self._packing, self.agreement = program, packing, agreement
         self._used, self._sums = used, sums
         self._weight = weight_of(program.objective, used, program.root)
-        self._gradient_weight = 1.0 if pieces else self._weight  # of what `jac` returns
+        self._gradient_weight = 1.0 if isinstance(sums, OwnParts) else self._weight  # of what `jac` returns
         self._nothing = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
         self._forward: tuple[Traced, Variables] | None = None  # ready to be run backwards once
         self._hessian: tuple[bytes, Callable] | None = None

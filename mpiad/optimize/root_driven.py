@@ -41,7 +41,7 @@ class Solve:
         self.agreement = StageFailures(self._comm, call, "mpiad.optimize", explain)
 
     @contextmanager
-    def ending(self, checkpoint: Checkpoint | None) -> Iterator[None]:
+    def ending(self, checkpoint: Checkpoint | None, progress: Progress | None) -> Iterator[None]:
         """Let SIGTERM wait where a state is written; free what the solve has, and renew what an evaluation has left."""
         try:
             # Where no state would be written, SIGTERM does at once what it always does.
@@ -57,6 +57,9 @@ class Solve:
             if self.agreement.error is not None:
                 renew(self._used.user, self._call)  # messages may be under way, which would be taken for new ones
             raise
+        finally:
+            if progress is not None:
+                progress.close()
         self._close()
 
     def _close(self) -> None:
@@ -110,9 +113,6 @@ class RootDriven(Solve):
             if self.agreement.error is not None:
                 raise self.agreement.error from error.__cause__
             cause, outcome = error, Refusal(error, self._call)
-        finally:
-            if progress is not None:
-                progress.close()
         # Also after a refusal: the others wait for an instruction, and learn the reason with the outcome.
         self._instructions.give(FINISH)
         return self._instructions.share_outcome(outcome, cause)

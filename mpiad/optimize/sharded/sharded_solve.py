@@ -69,18 +69,10 @@ class Sharded(Solve):
     def __init__(self, used: Channel, program: Program, piece: Piece):
         super().__init__(used, "minimize")
         self._program, self._piece, self._totals = program, piece, Totals(self._comm, program.root)
-        self._evaluation = Evaluation(program, piece.packing, self.agreement, used, OwnParts(), pieces=True)
+        self._evaluation = Evaluation(program, piece.packing, self.agreement, used, OwnParts())
 
     def run(self, callback: Function | None, progress: Progress | None) -> scipy.optimize.OptimizeResult:
         """Descend; return the result, or raise, on all ranks alike."""
-        line = progress if self._totals.leads else None
-        try:
-            return self._run(callback, line)
-        finally:
-            if line is not None:
-                line.close()
-
-    def _run(self, callback: Function | None, line: Progress | None) -> scipy.optimize.OptimizeResult:
         packing, settings = self._piece.packing, self._piece.settings
         start = packing.pack(self._piece.start)
         files = StateFiles(self._piece.checkpoint, *self._identity(start), self._used, self.agreement)
@@ -88,7 +80,8 @@ class Sharded(Solve):
         said = [float(mine) for mine in (self._piece.box is not None, callback is not None)]
         # What one rank has, all must know: bounds and callbacks make further messages.
         bounded, heard = self._totals.of(said, [0.0], [])[:2]
-        iterates = PieceIterates(packing, self.agreement, callback, bool(heard), line)
+        shown = progress if self._totals.leads else None
+        iterates = PieceIterates(packing, self.agreement, callback, bool(heard), shown)
         if isinstance(settings, NewtonSettings):
             return self._newton(start, iterates, settings, files, self._box(bool(bounded)))
         memory = self._memory(settings, self._box(bool(bounded)))
