@@ -25,14 +25,7 @@ from mpiad.primitives.cotangents import tangent_of
 from mpiad.primitives.operation import current
 from mpiad.transport.buffers import empty_beside, zeros_beside
 
-__all__ = ["leapfrog"]
-
-
-def leapfrog(stencil: StencilSums, u: LocalArray, before: LocalArray, factor: LocalArray) -> LocalArray:
-    """Return the next step; see `Stencil.leapfrog`."""
-    # Without a derivative nothing is kept: a wave of a thousand steps would hold a thousand fields.
-    recorded = current.tape is not None or any(map(isbox, (u, before, factor)))
-    return advance(u, before, factor, stencil=stencil, kept=[] if recorded else None)
+__all__ = ["advance"]
 
 
 @communicating

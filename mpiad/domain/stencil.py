@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from autograd.tracer import getval
+from autograd.tracer import getval, isbox
 
 from mpiad._typing import LocalArray
-from mpiad.domain.leapfrog import leapfrog
+from mpiad.domain.leapfrog import advance
 from mpiad.domain.root_copies import require_own_block
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil
+from mpiad.primitives.operation import current
 from mpiad.transport.device_arrays import is_array
 
 __all__ = ["Stencil"]
@@ -100,7 +101,9 @@ class Stencil:
                 f"Stencil.leapfrog: u, before and factor must have one dtype, but have "
                 f"{', '.join(str(np.result_type(each)) for each in found)}. Convert them."
             )
-        return leapfrog(self.sums, u, before, factor)
+        # Without a derivative nothing is kept: a wave of a thousand steps would hold a thousand fields.
+        recorded = current.tape is not None or any(map(isbox, (u, before, factor)))
+        return advance(u, before, factor, stencil=self.sums, kept=[] if recorded else None)
 
     def _checked(self, u: LocalArray, call: str) -> None:
         found = getval(u)

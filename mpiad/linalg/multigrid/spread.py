@@ -8,6 +8,7 @@ of each group goes on alone.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from mpiad._typing import Rank, Shape
@@ -89,17 +90,12 @@ class Spread:
         """Return the spread of the points of even index, where some blocks may be empty."""
         return Spread(tuple(tuple((cut + 1) // 2 for cut in along) for along in self.cuts), self.ranks, self.periodic)
 
-    def smallest(self, axis: int) -> int:
-        """Return the length of the shortest block along a dimension."""
-        cuts = self.cuts[axis]
-        return min(after - before for before, after in zip(cuts, cuts[1:]))
-
     def merged(self, least: int) -> Spread:
         """Return the spread with neighbouring blocks made one, until none that has neighbours is shorter than `least`."""
         cuts, ranks = list(self.cuts), list(self.ranks)
         for axis in range(len(cuts)):
             # Pairs, so that a leader gathers from few: a level later it may be pairs of pairs.
-            while len(ranks[axis]) > 1 and Spread(tuple(cuts), tuple(ranks), self.periodic).smallest(axis) < least:
+            while len(ranks[axis]) > 1 and min(b - a for a, b in zip(cuts[axis], cuts[axis][1:])) < least:
                 cuts[axis] = (*cuts[axis][:-1][::2], cuts[axis][-1])
                 ranks[axis] = ranks[axis][::2]
         return Spread(tuple(cuts), tuple(ranks), self.periodic)
@@ -111,12 +107,10 @@ class Spread:
 
 def spread_of(partition: Partition) -> Spread:
     """Return how a domain's grid is divided."""
-    # From the last dimension, along which neighbours have neighbouring ranks.
-    cuts, ranks, stride = [], [], 1
-    for axis in reversed(range(len(partition.shape))):
-        count = partition.dims[axis]
-        starts = [partition.block(place * stride)[axis].start for place in range(count)]
-        cuts.append((*starts, partition.shape[axis]))
+    cuts, ranks = [], []
+    for axis, (n, count) in enumerate(zip(partition.shape, partition.dims)):
+        # Neighbours along the last dimension have neighbouring ranks.
+        stride = math.prod(partition.dims[axis + 1 :])
         ranks.append(tuple(place * stride for place in range(count)))
-        stride *= count
-    return Spread(tuple(reversed(cuts)), tuple(reversed(ranks)), partition.periodic)
+        cuts.append((*[partition.block(rank)[axis].start for rank in ranks[-1]], n))
+    return Spread(tuple(cuts), tuple(ranks), partition.periodic)

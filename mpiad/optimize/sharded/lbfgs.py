@@ -104,7 +104,7 @@ class LBFGS:
                 stop = self._iterates.heard(found, self._trials.count)
                 state = self._moved(found, here, stop)
                 self._trials.release(here)
-            elif self._memory.empty and self._trials.count < self._settings.maxfun:
+            elif self._memory.ring.count == 0 and self._trials.count < self._settings.maxfun:
                 return here, ABNORMAL
             else:
                 # The direction may be bad by what the memory holds: once more along the steepest descent before giving up.
@@ -165,7 +165,7 @@ class LBFGS:
         return best
 
     def _first_step(self, here: Point, slope: float, length: float) -> float:
-        if self._memory.empty:  # nothing says yet how long a step should be
+        if self._memory.ring.count == 0:  # nothing says yet how long a step should be
             return 1.0 / length if self._count == 0 else min(1.0, 1.0 / length)
         if self._memory.attempts.followed:  # hyperbolas have found the end of the domain by themselves
             return 1.0

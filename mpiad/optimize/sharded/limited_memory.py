@@ -48,11 +48,6 @@ class LimitedMemory:
         self._aside: Array | None = None
         self.attempts = Attempts()
 
-    @property
-    def empty(self) -> bool:
-        """Return whether there is no pair."""
-        return self.ring.count == 0
-
     def put_aside(self, point: Point) -> None:
         """Keep a trial point's gradient while others are tried."""
         self._aside = self.vectors.read(self.ring.trial, self.vectors.new() if self._aside is None else self._aside)
