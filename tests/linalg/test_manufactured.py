@@ -7,6 +7,7 @@ import pytest
 from mpiad.domain import Domain
 from mpiad.linalg import newton, solve
 
+pytestmark = pytest.mark.one_rank  # on ranks solutions are compared with dense ones: test_methods, test_newton
 PI = np.pi
 
 
