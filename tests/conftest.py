@@ -84,7 +84,6 @@ def pytest_configure(config: pytest.Config) -> None:
     expected = int(os.environ.get("MPIAD_LAUNCH_RANKS", WORLD.size))
     if WORLD.size != expected:
         raise pytest.UsageError(f"{expected} ranks were started, and MPI's world has {WORLD.size}")
-    gc.disable()  # until the tests are collected: the objects that stay would be looked through again and again
     if launch.KERNELS in os.environ:
         # Kernels are compiled once in a launch, for all its jobs, their processes and what these start.
         os.environ["MPIAD_CACHE"] = os.environ[launch.KERNELS]
@@ -92,6 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[launch.SLEEPS] = "1"
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # it hands the tests out to other processes, which keep their times
+    gc.disable()  # until the tests are collected: the objects that stay would be looked through again and again
     report, launched = open_report(config)
     limit = TimeLimit(report, launched, getattr(config, "workerinput", {}).get("workerid", ""))
     limit.restart()
