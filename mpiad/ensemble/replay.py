@@ -43,12 +43,12 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
     with np.errstate(all="ignore"):
         # What failed is constant: its states aren't differentiated.
         u0 = u0 if run.live.all() else anp.where(run.placed(run.live), u0, 0.0)
-        states = replay.started(u0)
+        states = initial = replay.started(u0)
         for sweep in run.sweeps(whole=True):
             states = replay.through(sweep, states)
         states = replay.ended(states)
         times = replay.times() if run.settings.events else ()
-        return [replay.saved(u0, states), anp.transpose(states), *times]
+        return [replay.saved(initial, states), anp.transpose(states), *times]
 
 
 class _Replay:
@@ -202,11 +202,11 @@ class _Replay:
 
     # ---- results
 
-    def saved(self, u0: Array, end: Array) -> Array:
+    def saved(self, start: Array, end: Array) -> Array:
         """Return the saved states, shape (N, n_saved, d)."""
         run, index = self._run, self._index
         every = run.arange(run.batch.size)[:, None]
-        for at_start, states in ((True, u0), (False, end)):
+        for at_start, states in ((True, start), (False, end)):
             mask = run.saved_at(at_start)
             if mask is not None:
                 index = np.where(mask, self._count + every, index)

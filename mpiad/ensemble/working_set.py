@@ -180,9 +180,8 @@ class WorkingSet(Turns):
         self.t = self.end = self.h = self.idle = self.q2 = none
         self.live = self.rejected = np.empty(0, bool)
         self.u = batch.u0[:, :0]
-        self._held = self._waited = (
-            0  # how many columns wait for events to act, and for how many turns the first of them has
-        )
+        # How many columns wait for events to act, and for how many turns the first of them has.
+        self._held = self._waited = 0
 
     def run(self) -> None:
         """Advance until all trajectories have ended."""
@@ -235,7 +234,8 @@ class WorkingSet(Turns):
             self._observers.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
         # Before this turn none can have tried so often, and above this step none is too small: each is looked at only then.
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
-        self._least_step = np.array(least_step(np.maximum(np.abs(self.t), np.abs(self.end)).max()))
+        goal = self._initialization.goal(self.ids)
+        self._least_step = np.array(least_step(np.maximum(np.abs(self.t), np.abs(goal)).max()))
 
     # ---- one turn
 
