@@ -6,8 +6,6 @@ import logging
 import os
 from pathlib import Path
 
-__all__ = ["cache_folder", "first_time", "is_private"]
-
 _log = logging.getLogger("mpiad")
 
 

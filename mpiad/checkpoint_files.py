@@ -29,8 +29,6 @@ try:
 except ImportError:  # not on Windows: there the files that killed processes leave aren't told from others
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["files_of_ranks", "read", "read_description", "remedy", "require_problem", "write"]
-
 _DESCRIPTION = "description"
 _CHECKSUM = 8  # hexadecimal digits, the archive's comment: by zip's format a file's last bytes
 _PIECE = 1 << 20

@@ -12,8 +12,6 @@ import time
 from datetime import timedelta
 from typing import Any, TextIO
 
-__all__ = ["ProgressLine"]
-
 _SECONDS_BETWEEN_LINES = 1.0
 
 

@@ -15,11 +15,6 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array
 
-__all__ = [
-    "Argument", "aligned", "argument", "arguments_of", "from_parts", "from_row_parts", "is_complex", "is_linked", "parts",
-    "real_dtype", "row_parts",
-]  # fmt: skip
-
 # Bytes of a line of the processor's cache.
 _LINE = 64
 

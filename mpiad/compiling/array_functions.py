@@ -19,8 +19,6 @@ from mpiad.compiling.ufuncs import entrywise, reduced
 if TYPE_CHECKING:
     from mpiad.compiling.symbolic_arrays import SymbolicArray
 
-__all__ = ["FUNCTIONS", "METHODS"]
-
 # Each entry is a comparison, whatever the place.
 _LONGEST_TABLE = 64
 

@@ -19,8 +19,6 @@ from mpiad.compiling.values import (
     literal_value,
 )
 
-__all__ = ["Block", "BlockBuilder", "Variables"]
-
 # Its result is its argument, which is found out when all loops are done with.
 _HIDDEN = "llvm.strip.invariant.group.p0"
 

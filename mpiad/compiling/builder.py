@@ -12,8 +12,6 @@ from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Input, Instruction, Program, exact, is_boolean
 from mpiad.compiling.trace_errors import Refusal
 
-__all__ = ["Builder", "copied", "simplify"]
-
 # Far more than registers hold, and still quick to trace.
 _MOST = 50_000
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 
-__all__ = ["c_lines"]
-
 # What is called otherwise than by its own name; `larger` and `smaller` are the kernel's: they are NaN where either is.
 _CALLS = {
     "abs": "fabs({0})", "fma": "({0} * {1} + {2})", "max": "larger({0}, {1})", "min": "smaller({0}, {1})",

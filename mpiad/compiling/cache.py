@@ -21,8 +21,6 @@ from mpiad.compiling.llvm import description
 from mpiad.compiling.machine_code import Code, code_of, function_of
 from mpiad.compiling.store import store
 
-__all__ = ["Kernel", "functions_of", "kernel_of"]
-
 _log = logging.getLogger("mpiad")
 
 # What decides the machine code of a text: with another one of these, another key.

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpiad.compiling.symbols import Symbol
 
-__all__ = ["complex_value", "whole_power"]
-
 # Up to here NumPy multiplies.
 _LARGEST_EXPONENT = 100
 # Beyond, tanh is 1 to rounding, and squares might overflow.

@@ -14,8 +14,6 @@ from mpiad.compiling.partials import Partial, partials_of
 from mpiad.compiling.program import Input, Program
 from mpiad.compiling.symbols import Symbol, choose
 
-__all__ = ["Wanted", "derivatives_by_inputs", "jvp", "vjp"]
-
 # Groups, each with places in it; None is all of them.
 Wanted: TypeAlias = "Mapping[str, Sequence[int] | None]"
 

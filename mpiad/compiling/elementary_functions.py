@@ -13,8 +13,6 @@ from mpiad.compiling import llvm
 from mpiad.compiling.block_builder import BlockBuilder
 from mpiad.compiling.values import BOOLEAN, DOUBLE, INTEGER, SINGLE, ArrayValue, Value, common_kind
 
-__all__ = ["called_function", "compared"]
-
 # Of `math` and NumPy, by their names, which are C's: what LLVM has an intrinsic for, and what the C library has.
 _INTRINSIC = frozenset("sqrt exp log log2 log10 sin cos pow copysign floor ceil trunc rint fabs".split())
 _LIBRARY = frozenset(

@@ -21,8 +21,6 @@ from mpiad.compiling.values import (
     literal_value,
 )  # fmt: skip
 
-__all__ = ["Expressions", "refuse"]
-
 _FLOATING = {ast.Add: "fadd", ast.Sub: "fsub", ast.Mult: "fmul", ast.Div: "fdiv"}
 _INTEGRAL = {
     ast.Add: "add nsw", ast.Sub: "sub nsw", ast.Mult: "mul nsw", ast.BitAnd: "and", ast.BitOr: "or", ast.BitXor: "xor",

@@ -20,8 +20,6 @@ import numpy as np
 
 from mpiad._typing import Function
 
-__all__ = ["UNSEEN", "Fingerprint", "Unknown", "attribute_of", "content_of", "fingerprint_of", "uses_of", "uses_of_first"]
-
 # Compared by equality.
 Fingerprint: TypeAlias = "tuple[Any, ...]"
 

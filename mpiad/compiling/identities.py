@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpiad.compiling.builder import Builder
 
-__all__ = ["identity"]
-
 
 def identity(builder: Builder, operation: str, arguments: tuple[int, ...]) -> int | None:
     """Return the number of a simpler value that equals an operation's, None where there is none."""

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-__all__ = ["are_there", "description", "fuses", "object_file", "prefers_wide", "symbol_in"]
-
 # What object files begin with, on Linux, macOS and Windows. LLVM ends the process where there is something else.
 _OBJECT_FILES = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"d\x86")
 

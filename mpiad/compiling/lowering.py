@@ -16,8 +16,6 @@ from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Program
 from mpiad.compiling.symbols import Symbol, choose
 
-__all__ = ["are_simple", "lowered"]
-
 # Twelve multiplications at most.
 _LARGEST_EXPONENT = 64
 

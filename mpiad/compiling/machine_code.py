@@ -18,8 +18,6 @@ import numpy as np
 from mpiad.compiling import llvm
 from mpiad.compiling.arguments import Argument, arguments_of, is_linked
 
-__all__ = ["Code", "code_of", "function_of"]
-
 _SCALARS = {"int64": ctypes.c_int64, "float64": ctypes.c_double}
 
 

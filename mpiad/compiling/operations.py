@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["OPERATIONS", "Operation"]
-
 
 class Operation(NamedTuple):
     """One entry of the catalogue.

@@ -13,8 +13,6 @@ from typing import TypeAlias
 
 from mpiad.compiling.symbols import Symbol, choose
 
-__all__ = ["PARTIALS", "Partial", "partials_of"]
-
 # A factor, or a linear function where a product would make NaN of 0 times infinity; None is zero.
 Partial: TypeAlias = "Symbol | float | Callable[[Symbol], Symbol] | None"
 Rule: TypeAlias = "Callable[..., list[Partial]]"

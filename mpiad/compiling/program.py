@@ -16,8 +16,6 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.operations import OPERATIONS
 
-__all__ = ["Input", "Instruction", "Program", "evaluated"]
-
 # The name of a group, and a place in it.
 Input: TypeAlias = "tuple[str, int]"
 

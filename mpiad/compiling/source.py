@@ -18,8 +18,6 @@ from mpiad.compiling.lowering import lowered
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Program
 
-__all__ = ["Names", "function_source", "indented", "lines", "number", "numbered"]
-
 # The texts that stand for the inputs of each group.
 Names: TypeAlias = "Mapping[str, Sequence[str]]"
 

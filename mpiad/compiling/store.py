@@ -24,8 +24,6 @@ try:
 except ImportError:  # not on Windows: there each process makes its own
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Store", "store"]
-
 _log = logging.getLogger("mpiad")
 
 _SUFFIX, _UNFINISHED, _LOCK = ".kernel", "unfinished-", "lock-"

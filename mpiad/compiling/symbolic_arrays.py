@@ -19,8 +19,6 @@ from mpiad.compiling.builder import Builder
 from mpiad.compiling.symbols import BRANCHES, Symbol, numbers_of
 from mpiad.compiling.ufuncs import of_ufunc
 
-__all__ = ["SymbolicArray"]
-
 
 class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array of values that aren't known yet.

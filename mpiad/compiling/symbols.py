@@ -16,8 +16,6 @@ from mpiad.compiling.builder import Builder
 from mpiad.compiling.complex_numbers import complex_value
 from mpiad.compiling.operations import OPERATIONS
 
-__all__ = ["BRANCHES", "Symbol", "choose", "number_of", "numbers_of"]
-
 BRANCHES = "it decides by a traced value (if, while, and, or, not): write np.where(u[0] > 0, ...) instead"
 _OBJECTS = (
     "it compares, or takes the larger, sign or rounding of, an array that np.array or autograd's np.stack made of traced "

@@ -9,8 +9,6 @@ from types import TracebackType
 import autograd
 import numpy as np
 
-__all__ = ["Refusal", "Untraceable", "place_of", "where_raised"]
-
 # Frames below these folders are not the user's own.
 _LIBRARIES = tuple(
     str(Path(folder).resolve())

@@ -24,8 +24,6 @@ from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol
 from mpiad.compiling.trace_errors import Untraceable, place_of, where_raised
 
-__all__ = ["first_difference", "identity_of", "input_array", "scalars", "traced"]
-
 # Programs of each function that came out the same twice. Constants that change from call to call mustn't fill the memory.
 _MOST_KNOWN = 16
 _repeated: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()

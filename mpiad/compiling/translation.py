@@ -22,8 +22,6 @@ from mpiad.compiling.elementary_functions import compared
 from mpiad.compiling.expressions import Expressions, refuse
 from mpiad.compiling.values import DOUBLE, ELEMENTS, INTEGER, SINGLE, ArrayValue, Value, kind_of
 
-__all__ = ["translated"]
-
 _ALIGNED = "alignstack(64) noinline"
 _WIDE = '"prefer-vector-width"="512"'
 

@@ -16,8 +16,6 @@ from mpiad.compiling.symbols import Symbol, choose, numbers_of
 if TYPE_CHECKING:
     from mpiad.compiling.symbolic_arrays import SymbolicArray
 
-__all__ = ["entrywise", "of_ufunc", "scalar_function"]
-
 
 def of_ufunc(
     like: SymbolicArray, ufunc: np.ufunc, method: str, inputs: Sequence[Any], keywords: Mapping[str, Any]

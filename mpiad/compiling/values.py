@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["ELEMENTS", "KINDS", "ArrayValue", "Value", "common_kind", "float_literal", "kind_of", "literal_value"]
-
 BOOLEAN, INTEGER, SINGLE, DOUBLE = KINDS = ("i1", "i64", "float", "double")
 
 # What an array's entries are in memory.

@@ -9,8 +9,6 @@ import numpy as np
 
 from mpiad.debug.computing import Stretch
 
-__all__ = ["Totals", "advice", "over_mean"]
-
 # Shares of the time, and ratios, from which on something is worth a line.
 _WAITING, _TRANSFER, _COMPUTING, _UNEVEN, _BACKWARD = 0.1, 0.2, 0.5, 1.2, 5.0
 _SMALL = 10_000  # bytes: below, a message takes about as long as an empty one

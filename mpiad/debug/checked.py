@@ -12,8 +12,6 @@ from mpiad.transport.guarded import switch, watch_settings
 from mpiad.transport.guarded.watch_settings import DEBUG_TIMEOUT, Settings
 from mpiad.transport.replication import require_replicated
 
-__all__ = ["assert_replicated", "checked"]
-
 
 @contextmanager
 def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[None]:

@@ -16,8 +16,6 @@ import numpy as np
 
 from mpiad._typing import Comm
 
-__all__ = ["Clock", "Reading", "read_clock"]
-
 _TIMES, _MOST = 10, 200  # messages at a time, and in all
 
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from mpiad.debug.recorder import Event, Recorder
 
-__all__ = ["Place", "Stretch", "computed", "gaps"]
-
 _START, _END = "start of the recording", "end of the recording"
 
 

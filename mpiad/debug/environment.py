@@ -24,8 +24,6 @@ from mpiad.transport.guarded.rank_tables import rank_ranges
 from mpiad.transport.launcher import Launcher, launcher
 from mpiad.transport.library import Library, library
 
-__all__ = ["Environment", "VARIABLES", "environment", "main", "misspelt"]
-
 
 class Environment(NamedTuple):
     """What a program runs on; `str` of it is the report of ``python -m mpiad``.

@@ -14,8 +14,6 @@ from mpiad.debug.place import Place
 from mpiad.transport.launcher import Launcher, family_of, mpiexec_beside
 from mpiad.transport.library import Library
 
-__all__ = ["Mistake", "of_mpiexec", "of_places", "of_start", "of_versions"]
-
 _ANSWER_SECONDS = 3
 _OF_FAMILY = {"mpich": "MPICH", "openmpi": "Open MPI"}
 

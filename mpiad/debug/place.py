@@ -15,8 +15,6 @@ from mpiad.transport.gpus import gpus_of_node
 from mpiad.transport.malloc import huge_pages
 from mpiad.transport.threads import cores
 
-__all__ = ["PACKAGES", "Place", "place"]
-
 PACKAGES = ("mpiad", "numpy", "autograd", "scipy", "mpi4py")
 _OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "llvmlite", "petsc4py")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")

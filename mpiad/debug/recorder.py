@@ -10,8 +10,6 @@ from mpiad.differentiation import phases
 from mpiad.transport import calls
 from mpiad.transport.calls import Arguments, Call
 
-__all__ = ["MOST", "Event", "Message", "Recorder"]
-
 MOST = 500_000  # events, each of some hundred bytes
 _NOTHING = Arguments()
 _WAITS = ("mpi_wait", "mpi_waitall")

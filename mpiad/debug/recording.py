@@ -16,8 +16,6 @@ from mpiad.debug.trace_file import gather_into, write_part
 from mpiad.transport import channel, world
 from mpiad.transport.abort import last_words
 
-__all__ = ["Recording", "latest", "of_the_program", "recorded", "traced"]
-
 _WITHOUT_TRACE = 100_000  # events: in debug mode few programs ask for a report, and all pay for it
 _log = logging.getLogger("mpiad")
 

@@ -17,8 +17,6 @@ from mpiad.debug.waits import wait_times
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 
-__all__ = ["Report", "Row", "report"]
-
 _NOTHING = "nothing was recorded. Run it under MPIAD_TRACE=file.json, or put it into `with mpiad.debug.recorded():`."
 
 

@@ -11,8 +11,6 @@ from mpiad._typing import Array, Comm, Scalar
 from mpiad.differentiation import value_and_grad
 from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_irecv, mpi_isend, mpi_rank, mpi_size, mpi_sum, mpi_wait
 
-__all__ = ["SelfTest", "run_selftest"]
-
 _TOLERANCE = 1e-12
 _LENGTH = 5
 

@@ -11,8 +11,6 @@ import numpy as np
 from mpiad._typing import Comm
 from mpiad.transport import Channel
 
-__all__ = ["Speed", "speed_of"]
-
 _LARGE = 4 << 20  # bytes
 _ENOUGH = 0.15  # seconds for each kind
 

@@ -22,8 +22,6 @@ from mpiad.debug.clocks import Clock
 from mpiad.debug.computing import gaps
 from mpiad.debug.recorder import Event, Message, Recorder
 
-__all__ = ["gather_into", "write_part"]
-
 _PIECE = 1 << 20  # characters, about
 _HEADER = '{"displayTimeUnit": "ms", "otherData": {"ranks": %d, "events that were too many": %d}, "traceEvents": [\n'
 _FOOTER = "\n]}\n"

@@ -19,8 +19,6 @@ from mpiad._typing import Comm, Rank
 from mpiad.debug.clocks import Clock
 from mpiad.debug.recorder import Event, Message
 
-__all__ = ["wait_times"]
-
 _STARTS = ("mpi_isend", "mpi_irecv", "mpi_iallreduce", "mpi_send")
 _COMPLETIONS = ("mpi_wait", "mpi_waitall")
 _FROM_ROOT, _TO_ROOT = ("mpi_bcast", "mpi_scatter"), ("mpi_sum", "mpi_reduce", "mpi_gather")

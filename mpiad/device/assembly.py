@@ -18,8 +18,6 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Tree
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = ["array", "concatenate", "joined", "stack"]
-
 
 @primitive
 def joined(axis: int, *arrays: Array) -> Array:

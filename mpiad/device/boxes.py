@@ -14,8 +14,6 @@ from numpy.typing import DTypeLike
 from mpiad._typing import Array
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["ComplexDeviceSpace", "DeviceBox", "DeviceSpace", "cast", "register"]
-
 
 @primitive
 def cast(x: Array, dtype: np.dtype) -> Array:

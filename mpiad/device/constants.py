@@ -10,8 +10,6 @@ from autograd.tracer import getval
 from mpiad._typing import Array
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = ["Constants"]
-
 
 class Constants:
     """Arrays that are copied to a device when they are first used there, once.

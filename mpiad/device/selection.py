@@ -10,8 +10,6 @@ from typing import Any
 from mpiad.transport import world
 from mpiad.transport.device_arrays import discover
 
-__all__ = ["own_device", "select"]
-
 _chosen: list[int] = []
 """The GPU that `select` chose last."""
 

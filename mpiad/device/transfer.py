@@ -15,8 +15,6 @@ from mpiad._typing import Array, Tree
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.tracing import tracing
 
-__all__ = ["array_to_device", "array_to_host", "to_device", "to_host"]
-
 
 def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree:
     """Copy arrays to a device.

@@ -27,8 +27,6 @@ from mpiad.primitives.cotangents import conform
 from mpiad.primitives.operation import Abreast, Together, current
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["Lane", "accumulate", "run_backward", "run_backward_together", "sweep", "sweep_together"]
-
 _ndarray, _boxes = np.ndarray, Box.types
 
 

@@ -14,8 +14,6 @@ from mpiad.differentiation.rules import JVP_RULES
 from mpiad.differentiation.rules.transposition import tangent_rule
 from mpiad.differentiation.tape import TangentTape
 
-__all__ = ["Bundle", "BundleNode"]
-
 _box_types = Box.types
 
 

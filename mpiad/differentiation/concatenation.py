@@ -15,8 +15,6 @@ from mpiad.device.transfer import array_to_device
 from mpiad.primitives.cotangents import conform
 from mpiad.transport import Spec
 
-__all__ = ["Concatenation"]
-
 
 class Concatenation:
     """Arrays one behind the other, in the dtype that holds them all without loss.

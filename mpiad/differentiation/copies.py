@@ -18,8 +18,6 @@ from mpiad.transport.guarded import watch_settings
 from mpiad.transport.replication import require_replicated
 from mpiad.transport.tracing import settled
 
-__all__ = ["compares_copies", "require_equal_copies", "require_equal_objective"]
-
 _BROADCAST = "Broadcast the variable once before the first step, and update it alike on all ranks."
 
 

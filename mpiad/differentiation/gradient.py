@@ -21,11 +21,6 @@ from mpiad.transport import Spec, channel
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 
-__all__ = [
-    "cotangents_of_variables", "grad", "gradients_of_term", "several_cotangents_of_variables", "shared_sum",
-    "value_and_grad",
-]  # fmt: skip
-
 
 def value_and_grad(
     fun: Function,

@@ -23,8 +23,6 @@ from mpiad.transport.agreement import agreed
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 
-__all__ = ["jacobian"]
-
 
 def jacobian(
     fun: Function,

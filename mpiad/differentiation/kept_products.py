@@ -28,8 +28,6 @@ from mpiad.primitives.operation import current
 from mpiad.transport import channel
 from mpiad.transport.recovery import recoverable
 
-__all__ = ["Linearization", "SecondOrder", "linearize", "make_hvp"]
-
 
 class Linearization:
     """A function's value at a point, and products with its Jacobian there; made by `linearize`.

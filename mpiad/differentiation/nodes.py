@@ -24,8 +24,6 @@ from mpiad.differentiation.rules.protocol import inherited_vjp
 from mpiad.differentiation.rules.transposition import tangent_rule
 from mpiad.transport import Spec
 
-__all__ = ["LastingNode", "OrderedNode", "TangentNode"]
-
 
 class OrderedNode(VJPNode):
     """A step of a program that is to be run backwards.

@@ -26,8 +26,6 @@ from mpiad.transport.agreement import agreed
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.prepared_messages import as_message
 
-__all__ = ["SHARE", "Problem", "check_objective", "problem_with", "raise_everywhere", "share", "weight_of"]
-
 _FLOAT64 = np.dtype(np.float64)
 _HUGE = 2**1023  # integers from here on have no float
 _CHOICES = ("root", "sum", "mean")

@@ -13,8 +13,6 @@ from mpiad.differentiation import backward
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.transport import calls
 
-__all__ = ["PhaseObserver", "observers"]
-
 
 class PhaseObserver(Protocol):
     """What is told of every phase; `key` says which end belongs to which beginning."""

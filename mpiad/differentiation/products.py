@@ -12,8 +12,6 @@ from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.recovery import recoverable
 
-__all__ = ["hvp", "jvp", "make_jvp", "make_recorded_vjp", "make_vjp", "pulled", "shaped"]
-
 
 def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., tuple[Callable, Any]]:
     """Make the function that evaluates `fun` and returns its transposed Jacobian product.

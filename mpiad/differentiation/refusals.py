@@ -12,8 +12,6 @@ from typing import Any
 
 import autograd.numpy as anp
 
-__all__ = ["explain", "itself", "refuse_pickling"]
-
 _STOPPED = "pass mpiad.stop(x), the value without its derivative."
 _ASSIGNED = (
     "Traced arrays can't be changed, and other arrays can't hold traced values: make a new array by np.concatenate, "

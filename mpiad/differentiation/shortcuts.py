@@ -22,8 +22,6 @@ from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.rules import VJP_RULES
 from mpiad.differentiation.rules.arithmetic import ADD, DIVIDE, MULTIPLY, SUBTRACT, Tangent
 
-__all__ = ["BundleBox", "ShortcutBox", "shortened"]
-
 _ndarray = np.ndarray
 # By their exact types: subclasses of ndarray have operators of their own.
 _numbers = frozenset({float, int, np.float64, np.ndarray})

@@ -25,8 +25,6 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Recorded, Tape, Together, current, suspended
 from mpiad.transport import Channel, Spec
 
-__all__ = ["OrderedTape", "Recording", "TangentTape", "mark_unfinished"]
-
 _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
 

@@ -18,8 +18,6 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import Tape
 from mpiad.transport.device_arrays import discover, is_device_array
 
-__all__ = ["Traced", "Variables", "trace_backwards", "trace_forwards", "trace_list", "variables_of"]
-
 _box_types = Box.types
 
 

@@ -13,8 +13,6 @@ from autograd.tracer import Box, getval
 from mpiad._typing import Array, Tree
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["flatten", "is_variable", "named_leaves"]
-
 _NO_NESTS = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 
 

@@ -15,8 +15,6 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, LocalArray
 
-__all__ = ["ZERO", "Boundary", "Side", "Sides", "check_values", "homogeneous", "shifted", "sides_of"]
-
 Boundary: TypeAlias = Any
 """What users give: a side or "zero", for all sides; or a tuple of one, or of a pair, for each dimension."""
 

@@ -17,8 +17,6 @@ from mpiad._typing import LocalArray, Shape
 from mpiad.compiling.cache import kernel_of
 from mpiad.domain.weighted_sum import Box, Finish, Terms
 
-__all__ = ["compiled_varying_sum", "compiled_weighted_sum", "is_compiled"]
-
 # Cells of a block below which the kernel is loaded in more time than it saves.
 _LARGE = 1 << 13
 _MOST_TERMS = 32  # more addresses than that are too many for the processor's registers

@@ -16,8 +16,6 @@ from mpiad.domain.decomposition import per_dimension
 from mpiad.domain.partition import Partition
 from mpiad.primitives import stop
 
-__all__ = ["Lattice", "Location", "lattice_of", "located"]
-
 _ROUNDING = 1e-9  # in cells: points at the very end of the grid, computed by other ways, are inside
 
 

@@ -18,8 +18,6 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.device_arrays import is_array
 
-__all__ = ["Decomposition", "layout", "listed", "per_dimension"]
-
 
 class Decomposition:
     """A grid divided among the ranks; see `Domain` for arguments and attributes."""

@@ -11,8 +11,6 @@ from mpiad.domain.random_fields import RandomFields
 from mpiad.domain.scatter_gather import Placement
 from mpiad.domain.stencils import Stencils
 
-__all__ = ["Domain"]
-
 
 class Domain(Exchanging, FieldFiles, Minimization, Placement, Points, RandomFields, Reductions, Stencils):
     """Divide a 1-, 2- or 3-dimensional grid among the ranks, one block for each.

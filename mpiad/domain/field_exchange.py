@@ -16,8 +16,6 @@ from mpiad.domain.halo import fill_halo
 from mpiad.domain.nonblocking_exchange import Begun, begin_fill, end_fill
 from mpiad.domain.routes import FACES, IN_TURN, TOGETHER
 
-__all__ = ["Exchanging"]
-
 Finish = Callable[[LocalArray], Any]
 
 

@@ -14,8 +14,6 @@ from mpiad.transport.agreement import agreed, raise_together, raising_together, 
 from mpiad.transport.array_files import Layout, layout_in, read_block, write_block
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["FieldFiles"]
-
 
 class FieldFiles(Decomposition):
     """Fields that outlive a job, on any number of ranks."""

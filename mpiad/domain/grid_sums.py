@@ -14,8 +14,6 @@ from mpiad.primitives import mpi_allreduce
 from mpiad.transport import MAX, MIN
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["Reductions"]
-
 
 class Reductions(Decomposition):
     """What all ranks compute together of their blocks."""

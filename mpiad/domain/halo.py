@@ -20,8 +20,6 @@ from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, communicating, defjvp, defvjp
 from mpiad.transport.buffers import copied, empty_beside
 
-__all__ = ["Halo", "Local", "fill_halo", "fill_in_place", "fill_local", "fold_halo", "fold_in_place", "fold_local"]
-
 # Far from what users choose, and below the 32767 that MPI guarantees.
 _TAG = 32750
 

@@ -16,8 +16,6 @@ from mpiad.transport import channel
 from mpiad.transport.buffers import empty_beside
 from mpiad.transport.prepared_messages import PreparedMessages
 
-__all__ = ["Coming", "PreparedStage", "add", "post", "put"]
-
 
 class Coming(NamedTuple):
     """A message under way to this rank."""

@@ -25,8 +25,6 @@ from mpiad.primitives.cotangents import tangent_of
 from mpiad.primitives.operation import current
 from mpiad.transport.buffers import empty_beside, zeros_beside
 
-__all__ = ["advance"]
-
 
 @communicating
 def advance(u: LocalArray, before: LocalArray, factor: LocalArray, stencil: StencilSums, kept: list | None) -> LocalArray:

@@ -15,8 +15,6 @@ from mpiad.domain.decomposition import Decomposition
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import is_array
 
-__all__ = ["Minimization"]
-
 _CALL = "Domain.minimize"
 
 

@@ -26,8 +26,6 @@ from mpiad.primitives.request import Request, claim, started
 from mpiad.transport import Spec
 from mpiad.transport.buffers import copied, empty_beside
 
-__all__ = ["Begun", "begin_fill", "end_fill"]
-
 _FIRST_TAG, _TAGS = 32512, 224  # below those of other halos; so many exchanges may be under way
 _BEGIN, _END = "Domain.begin_exchange", "Domain.end_exchange"
 

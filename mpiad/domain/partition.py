@@ -14,8 +14,6 @@ import numpy as np
 
 from mpiad._typing import Rank, Shape
 
-__all__ = ["Partition", "choose_dims", "lengths"]
-
 
 @dataclass(frozen=True)
 class Partition:

@@ -29,8 +29,6 @@ from mpiad.primitives import stop
 from mpiad.transport import Spec
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["PointTable", "PointTables", "interpolated"]
-
 _KEPT = 8  # tables: a program has a few sets of receivers
 
 

@@ -24,8 +24,6 @@ from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_reduce_scatter, s
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import arrays_of, named
 
-__all__ = ["Points"]
-
 
 class Points(Decomposition):
     """What a domain knows of points in space."""

@@ -10,8 +10,6 @@ import numpy as np
 from mpiad._typing import LocalArray, Shape
 from mpiad.domain.decomposition import Decomposition
 
-__all__ = ["RandomFields"]
-
 _UNIT = 2.0**-53  # numbers of 53 bits, as NumPy's
 
 

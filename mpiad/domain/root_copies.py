@@ -19,8 +19,6 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array, Function, LocalArray, Rank, Shape
 from mpiad.differentiation.trees import flatten
 
-__all__ = ["of_root_copies", "require_own_block"]
-
 _log = logging.getLogger("mpiad")
 _INSTEAD = (
     "call domain.minimize(fun, x0), or minimize with method='L-BFGS-sharded', for which each rank's block is a variable of "

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple, TypeAlias
 from mpiad._typing import Rank, Shape
 from mpiad.domain.partition import Partition, lengths
 
-__all__ = ["FACES", "IN_TURN", "TOGETHER", "Geometry", "Index", "Route", "Stage", "plan"]
-
 IN_TURN, TOGETHER, FACES = "in turn", "together", "faces"
 
 Index: TypeAlias = tuple[Any, ...]

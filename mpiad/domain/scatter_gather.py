@@ -15,8 +15,6 @@ from mpiad.primitives import mpi_gather, mpi_scatter
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.buffers import empty_beside
 
-__all__ = ["Placement", "from_blocks", "into_blocks"]
-
 
 class Placement(Decomposition):
     """What a domain knows of the whole grid."""

@@ -14,8 +14,6 @@ from mpiad.domain.stencil_sums import StencilSums, apply_stencil
 from mpiad.primitives.operation import current
 from mpiad.transport.device_arrays import is_array
 
-__all__ = ["Stencil"]
-
 
 class Stencil:
     """A stencil on a domain; made by `Domain.stencil` and `Domain.laplacian`.

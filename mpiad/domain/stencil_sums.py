@@ -23,8 +23,6 @@ from mpiad.domain.weighted_sum import Box, Finish, Terms, terms_of, weighted_sum
 from mpiad.extend import communicating, defjvp, defvjp
 from mpiad.transport.buffers import empty_beside, zeros_beside
 
-__all__ = ["StencilSums", "apply_stencil", "transposed_stencil"]
-
 _TAG = 32749
 
 

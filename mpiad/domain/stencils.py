@@ -18,8 +18,6 @@ from mpiad.domain.stencil import Stencil
 from mpiad.domain.stencil_sums import StencilSums
 from mpiad.domain.varying_stencil import varying_sum
 
-__all__ = ["Stencils"]
-
 
 class Stencils(Decomposition):
     """What a domain computes of each cell and its neighbours."""

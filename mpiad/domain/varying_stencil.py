@@ -19,8 +19,6 @@ from mpiad._typing import LocalArray, Shape
 from mpiad.domain.compiled_weighted_sum import compiled_varying_sum, is_compiled
 from mpiad.transport.buffers import empty_beside, zeros_beside
 
-__all__ = ["products", "spread", "varying_sum"]
-
 
 @primitive
 def varying_sum(padded: LocalArray, weights: LocalArray) -> LocalArray:

@@ -18,8 +18,6 @@ from mpiad._typing import LocalArray
 from mpiad.domain.partition import lengths
 from mpiad.transport.buffers import empty_beside
 
-__all__ = ["Box", "Finish", "Terms", "terms_of", "weighted_sum"]
-
 Terms: TypeAlias = tuple[tuple[float, tuple[tuple[int, ...], ...]], ...]
 """For each weight the offsets with that weight, counted from the lowest corner."""
 Box: TypeAlias = tuple[slice, ...]

@@ -24,8 +24,6 @@ from mpiad.ensemble.record import Step
 from mpiad.ensemble.root_departure import MOST_SHORT, SHORT, departure, distance_ahead
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 
-__all__ = ["ActingEvents", "Resumed"]
-
 _NONE = np.empty(0, np.int64)
 
 

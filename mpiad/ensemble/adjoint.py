@@ -22,8 +22,6 @@ from mpiad.ensemble.step_sweep import LocatedEvent, StepSweep, Visit
 from mpiad.ensemble.transposed_rosenbrock import transposed_steps
 from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, TransposedStep, over_slots
 
-__all__ = ["Cotangents", "begun", "note_ends", "of_ends", "pull_run", "to_start"]
-
 
 @dataclasses.dataclass
 class Cotangents:

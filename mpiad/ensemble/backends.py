@@ -13,8 +13,6 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.working_set import integrate
 from mpiad.transport.threads import cores
 
-__all__ = ["EnsembleAlgorithm", "EnsembleSerial", "EnsembleThreads", "EnsembleVectorized"]
-
 _log = logging.getLogger("mpiad")
 
 

@@ -12,10 +12,6 @@ from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.derivative import Columns, locked
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-__all__ = [
-    "Batch", "Parameters", "check_place", "is_on_device", "placed", "same_for_all", "save_times", "spread", "two_at_least",
-]  # fmt: skip
-
 
 def same_for_all(x: Array) -> bool:
     """Tell whether all trajectories have the same number in an array of shape (N,)."""

@@ -15,11 +15,6 @@ from mpiad._typing import Array, Shape
 from mpiad.ensemble.tableaus import Tableau
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = [
-    "Coefficients", "DeviceCoefficients", "StageArrays", "Weights", "interpolate", "polynomials", "stage_rates",
-    "states_at", "weighted_sum",
-]  # fmt: skip
-
 Weights: TypeAlias = list[tuple[int, Array]]
 # Lists of arrays on the host, one block on a device.
 StageArrays: TypeAlias = Sequence[Array] | Array

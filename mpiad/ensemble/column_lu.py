@@ -12,8 +12,6 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["ColumnLU", "Mass", "entries_of"]
-
 
 class ColumnLU:
     """Factors with partial pivoting.

@@ -25,8 +25,6 @@ from mpiad.ensemble.solution import EnsembleSolution
 if TYPE_CHECKING:
     from mpiad.ensemble.solve_options import SolveOptions
 
-__all__ = ["complex_solution", "needs_parts", "of_parts"]
-
 
 def needs_parts(options: SolveOptions, given: Batch) -> bool:
     """Tell whether a batch, which may be traced, is to be solved for the parts of its states."""

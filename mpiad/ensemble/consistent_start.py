@@ -23,8 +23,6 @@ from mpiad.ensemble.derivative import derivative_of, locked
 from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field
 
-__all__ = ["ConsistentStart", "consistent_start"]
-
 _MOST_STEPS, _TRACED_STEPS = 30, 2
 # A last correction of so small a part of the tolerance is the last: the next one would be its square.
 _CLOSE = 1e-3

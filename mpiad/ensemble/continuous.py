@@ -30,8 +30,6 @@ from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.stage_systems import StageSystems
 from mpiad.errors import IntegrationError
 
-__all__ = ["pull_continuous"]
-
 # Gauss's rule of order 6 on (0, 1).
 _NODES, _WEIGHTS = (0.5 - np.sqrt(0.15), 0.5, 0.5 + np.sqrt(0.15)), (5 / 18, 8 / 18, 5 / 18)
 

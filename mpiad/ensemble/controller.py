@@ -18,8 +18,6 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["LEAST_ERROR", "Controller", "IController", "PIController", "mean_square", "tolerance"]
-
 # The least q² that is remembered: an error of zero says nothing about the next.
 LEAST_ERROR = 1e-8
 # Rows up to which a sum takes less time row by row.

@@ -9,8 +9,6 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.outcome import NamedCode
 
-__all__ = ["ConvergenceCode", "names_of", "report"]
-
 _log = logging.getLogger("mpiad")
 
 

@@ -22,8 +22,6 @@ from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.convergence_codes import ConvergenceCode
 from mpiad.ensemble.linearization import Field, Tracing
 
-__all__ = ["Equations", "Roots", "find_roots", "solved_each"]
-
 # A step is taken up to the first contraction, and the next one aims at the second.
 _MOST_CONTRACTION, _AIM = 0.5, 0.25
 _MOST_GROWTH = 10.0

@@ -29,8 +29,6 @@ from mpiad.primitives import mpi_allgather
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same
 
-__all__ = ["DenseOutput", "GatheredOutput", "JoinedOutput", "PickledCommunicator", "present"]
-
 # Numbers in one array while states are interpolated.
 _BLOCK = 32_768
 

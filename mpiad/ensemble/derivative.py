@@ -15,8 +15,6 @@ from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.device.assembly import array
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["COUPLED", "Columns", "Derivative", "derivative_of", "locked"]
-
 COUPLED = (
     "It is called with columns, u of shape (d, n) and t of shape (n,); it is usually a sum or a product over all of u "
     "(np.sum(u), np.dot(u, u)), or a constant array, that must be written for columns (np.sum(u, axis=0))."

@@ -14,8 +14,6 @@ from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["DeviceSolution", "Statistics", "count_failed"]
-
 _ASKED = ("retcode", "t_reached", "naccept", "nreject", "nf", "events")
 
 

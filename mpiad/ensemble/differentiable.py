@@ -33,8 +33,6 @@ from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["differentiable", "traced_results"]
-
 
 def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSolution:
     """Return a solution, given of plain arrays, whose states are functions of the traced batch that it was made of."""

@@ -18,8 +18,6 @@ from mpiad.ensemble.step_sweep import Saved
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-__all__ = ["Number", "contracted", "in_common", "numbers", "numbers_of", "pushed"]
-
 # Carried at once: each takes as much memory as the states and stages of all columns.
 _AT_ONCE = 8
 

@@ -13,8 +13,6 @@ from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.derivative import locked
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["Event"]
-
 
 @dataclass(frozen=True)
 class Event:

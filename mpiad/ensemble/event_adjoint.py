@@ -21,8 +21,6 @@ from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.ensemble.transposed_step import Inside, StepCotangents, TransposedStep
 from mpiad.primitives.cotangents import conform, spec_like
 
-__all__ = ["Condition", "pull_event"]
-
 
 def pull_event(
     run: Run, located: LocatedEvent, step: TransposedStep, totals: StepCotangents, leaves: Sequence[Any],

@@ -13,8 +13,6 @@ from mpiad.ensemble.derivative import locked
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.linearization import Field
 
-__all__ = ["affect_field", "affected"]
-
 
 def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
     """Return the states after an event, shape (d, n), n ≥ 2, at times t (n,); of `batch` only the shape of a state is used.

@@ -17,8 +17,6 @@ from mpiad.ensemble.jumps import FOUND, Jump
 from mpiad.ensemble.outcome import ReturnCode
 from mpiad.ensemble.settings import MOVING, Acting
 
-__all__ = ["EventColumns"]
-
 
 class EventColumns:
     """Some trajectories, each once, in which events act one after the other.

@@ -13,11 +13,6 @@ from mpiad.ensemble.event import Event
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.step_sweep import LocatedEvent
 
-__all__ = [
-    "EVALUATIONS", "RESOLUTION", "TRUNCATION", "EventWatch", "StepEvents", "by_trajectory", "events_of", "in_order",
-    "traced_events",
-]  # fmt: skip
-
 # How close the bracket of a root is drawn, in parts of the step, and in how many evaluations at the latest. Where it is
 # narrower the condition's rounding decides on its sign, and secants creep.
 RESOLUTION, EVALUATIONS = 2.0**-48, 50

@@ -27,8 +27,6 @@ from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, is_whole
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["Jacobian", "OwnJacobian", "derived", "jacobian_of"]
-
 _Derived = TypeVar("_Derived")
 # Trajectories of a device's by which a program is compared with f.
 _FEW = 3

@@ -24,8 +24,6 @@ from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together
 
-__all__ = ["fit"]
-
 _RK45, _VECTORIZED = RK45(), EnsembleVectorized()
 
 

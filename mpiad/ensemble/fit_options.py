@@ -20,8 +20,6 @@ from mpiad.transport import Channel
 from mpiad.transport.agreement import alike_on_all
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["FitArguments", "FitPlan", "planned", "planned_together"]
-
 # Those that an error shows whole where ranks differ.
 _SHORT = (
     "alg", "ensemblealg", "ftol", "xtol", "gtol", "x_scale", "max_nfev", "rtol", "dt", "dtmax", "max_steps", "batch_size",

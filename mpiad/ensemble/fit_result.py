@@ -11,8 +11,6 @@ from mpiad._typing import Array
 from mpiad.ensemble.convergence_codes import names_of
 from mpiad.ensemble.levenberg_marquardt import Minima, scaled_factor
 
-__all__ = ["FitResult", "fits_of", "joined_fits"]
-
 
 @dataclass(frozen=True, repr=False)
 class FitResult:

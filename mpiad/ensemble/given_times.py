@@ -13,8 +13,6 @@ from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.event import Event
 
-__all__ = ["GivenTimes"]
-
 
 class GivenTimes:
     """The given times of a batch.

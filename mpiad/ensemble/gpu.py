@@ -12,8 +12,6 @@ from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.device_kernels import selected_arrays
 
-__all__ = ["EnsembleGPU", "device_for"]
-
 _BLOCKS = (None, 32, 64, 96, 128, 192, 256)
 
 

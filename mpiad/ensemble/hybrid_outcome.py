@@ -10,8 +10,6 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.run import FINAL, INITIAL
 from mpiad.ensemble.settings import MOVING, Acting
 
-__all__ = ["complete"]
-
 
 def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> None:
     """Add to an outcome what events did at the start, and count events as the user gave them."""

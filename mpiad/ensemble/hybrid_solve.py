@@ -31,8 +31,6 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 from mpiad.ensemble.solution import EnsembleSolution
 
-__all__ = ["solved_with_events"]
-
 
 def solved_with_events(
     solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, given: Batch

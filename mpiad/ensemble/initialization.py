@@ -13,8 +13,6 @@ from mpiad.ensemble.controller import mean_square, tolerance
 from mpiad.ensemble.derivative import Derivative, derivative_of, locked
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["Initialization", "Entrants", "Joint", "derivative_at", "first_step", "least_step"]
-
 
 def least_step(t: Array) -> Array:
     """Return the smallest steps at times t: ten times what time can resolve there, as in SciPy."""

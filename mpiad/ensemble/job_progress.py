@@ -14,8 +14,6 @@ from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel
 from mpiad.transport.notices import Notices
 
-__all__ = ["JobProgress"]
-
 _SECONDS_BETWEEN_NOTICES = 0.2
 _MOST = 2**15 - 1  # a notice is its tag alone, and MPI promises tags up to this
 _END = 0  # nobody tells of no trajectories

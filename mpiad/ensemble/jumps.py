@@ -15,8 +15,6 @@ from mpiad.ensemble.step_sweep import Columns
 if TYPE_CHECKING:
     from mpiad.ensemble.sorted_sweep import SortedSweep
 
-__all__ = ["FOUND", "Jump", "Jumps"]
-
 FOUND = -1
 
 

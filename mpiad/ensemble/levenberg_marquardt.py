@@ -25,8 +25,6 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.convergence_codes import ConvergenceCode
 
-__all__ = ["Evaluation", "Minima", "Stopping", "minimize_each", "scaled_factor"]
-
 _START_DAMPING = 1e-2
 # How much smaller the damping gets at once where the model was right.
 _LEAST_SHRINKAGE = 0.1

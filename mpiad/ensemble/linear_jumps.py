@@ -25,8 +25,6 @@ from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import Columns
 
-__all__ = ["LinearJumps", "add_leaves", "rates"]
-
 
 class LinearJumps:
     """All jumps of a run on the way back.

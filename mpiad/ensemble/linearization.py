@@ -23,8 +23,6 @@ from mpiad.ensemble.batch import Batch
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport import Spec
 
-__all__ = ["Field", "Tracing", "check_traceable"]
-
 
 class Tracing:
     """Traces f by the columns' states and some of the rest.

@@ -18,8 +18,6 @@ from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-__all__ = ["columns_of", "generator", "initial_states", "master_seed", "members", "own_members"]
-
 
 def master_seed(seed: int | None) -> int:
     """Return the seed from which the generators of all trajectories are drawn: `seed`, or a fresh one."""

@@ -14,11 +14,6 @@ from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import Acting, Settings
 from mpiad.ensemble.tableaus import Algorithm
 
-__all__ = [
-    "FactorizationCounts", "NamedCode", "Outcome", "ReturnCode", "came_through", "codes_of", "counters", "evaluations",
-    "names_of",
-]  # fmt: skip
-
 _BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "end_part", "slots", "resumed")
 
 

@@ -15,8 +15,6 @@ from mpiad.primitives import mpi_allgather
 from mpiad.transport import Channel
 from mpiad.transport.agreement import raise_first
 
-__all__ = ["trees_of_all"]
-
 
 def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
     # Pickled before the message: a rank that can't must tell those that have nothing to pickle, and wait.

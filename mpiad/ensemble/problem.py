@@ -17,8 +17,6 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array, Function, Tree
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["EnsembleProblem", "ODEProblem", "remake"]
-
 _NO_NUMBER = np.empty(1)
 
 

@@ -23,8 +23,6 @@ from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport import Channel
 from mpiad.transport.agreement import fingerprint, raise_first
 
-__all__ = ["RankOutcomes", "outcomes_of_all"]
-
 # Places in the first message.
 _WRONG, _COUNT, _KIND, _TIMES, _ACCEPTED, _REJECTED, _CODES, _REACHED = range(8)
 _REACHED_DIFFER, _CONVERGED, _COMPILED, _TRACED, _ENDS, _EVENTS, _SAID, _SIZE = range(8, 16)

@@ -12,8 +12,6 @@ import numpy as np
 from mpiad._typing import Array, Comm
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 
-__all__ = ["EnsembleMPI"]
-
 # What a turn of the working set costs besides its columns, in numbers (columns times components), as measured for small f:
 # 1,200 for states, and 1,500 with tangents, for which f is traced at each stage. A kernel's turn is that of its lanes,
 # however few are busy.

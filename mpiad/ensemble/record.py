@@ -17,8 +17,6 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["Log", "Step", "Steps", "Sweep"]
-
 # Columns of narrow chunks that are put to their places together.
 _FILLED = 2048
 

@@ -16,8 +16,6 @@ from mpiad.ensemble.dense_output import JoinedOutput
 from mpiad.ensemble.problem import EnsembleProblem
 from mpiad.ensemble.solution import EnsembleSolution
 
-__all__ = ["check_alike", "combined", "joined", "joined_events", "joined_times", "reduced", "widened"]
-
 # A trajectory that is never good enough would be solved again without end.
 _MOST_REPEATS = 1000
 

@@ -26,8 +26,6 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import LocatedEvent, Saved, StepSweep, Visit
 from mpiad.primitives.cotangents import conform, spec_like
 
-__all__ = ["replayed", "replayed_jvp", "replayed_vjp"]
-
 Replay = Callable[[list], Array]
 
 

@@ -15,8 +15,6 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import Columns
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["RosenbrockReplay", "StepReplay"]
-
 # Newton's steps at an event: its derivatives are right up to the third.
 _ROOT_STEPS = 2
 

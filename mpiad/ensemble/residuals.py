@@ -13,8 +13,6 @@ from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.levenberg_marquardt import Evaluation
 from mpiad.ensemble.sensitivity import States, unit_tangents
 
-__all__ = ["Residuals"]
-
 _CALLED = (
     "They are called with columns, u of shape (n_saved, d, n), p of shape (m, n), and data with the trajectories along the "
     "last axis; a constant array needs an axis for them (c[:, None]), and a sum an axis to go over (np.sum(u, axis=0))."

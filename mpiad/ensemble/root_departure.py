@@ -13,11 +13,6 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = [
-    "AHEAD", "AHEAD_OF_SHORT", "AT_ONCE", "AT_ROOT", "LEAST_AHEAD", "MOST_SHORT", "OF_WAY", "SHORT", "SHORT_PIECE",
-    "Departure", "departure", "distance_ahead",
-]  # fmt: skip
-
 # What a condition may be after the affect, by what it was before or by what it became on the way, to be at its root.
 AT_ROOT, OF_WAY = 1e3, 1e-12
 # How far ahead that is looked at, in parts of what lies between events, and if that is short; and at least, of tspan.

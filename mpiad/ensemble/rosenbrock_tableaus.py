@@ -25,8 +25,6 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.tableaus import ROUNDING, Tableau
 
-__all__ = ["RosenbrockTableau", "rosenbrock"]
-
 
 @dataclass(frozen=True, eq=False)
 class RosenbrockTableau(Tableau):

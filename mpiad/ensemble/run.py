@@ -22,8 +22,6 @@ from mpiad.ensemble.sorted_sweep import Crossings, SortedSweep
 from mpiad.ensemble.stages import Stages, stages_for
 from mpiad.ensemble.step_sweep import Columns, StepSweep, Visit
 
-__all__ = ["FINAL", "INITIAL", "NOWHERE", "Run"]
-
 # Where saved values lie that lie in no step.
 INITIAL, NOWHERE, FINAL = -1, -2, -3
 # Numbers in one array of a block: so many that tracing f costs less than computing it.

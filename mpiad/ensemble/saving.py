@@ -11,8 +11,6 @@ from mpiad.ensemble.initialization import Joint
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Step
 
-__all__ = ["SavePoints", "times_of"]
-
 
 def times_of(t: Array, count: int | None) -> Array:
     """Return the times that `sol(t)` asks for, shape (n,) or (N, n); `count` is N, None for one solution, without rows.

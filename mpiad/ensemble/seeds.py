@@ -18,8 +18,6 @@ from mpiad.ensemble.step_sweep import Saved
 if TYPE_CHECKING:
     from mpiad.ensemble.sorted_sweep import SortedSweep
 
-__all__ = ["Entries", "Schedule", "Seeds", "starts_of_runs"]
-
 
 def starts_of_runs(*keys: Array) -> Array:
     """Return where runs of neighbours that are equal in all keys begin."""

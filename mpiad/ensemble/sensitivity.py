@@ -29,8 +29,6 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 
-__all__ = ["Generator", "SensitivitySolve", "States", "unit_tangents"]
-
 # A kernel that carries more numbers takes longer to compile than it saves: 64 take 5 s, 144 more than 20.
 _CARRIED = 64
 

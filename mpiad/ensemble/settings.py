@@ -12,8 +12,6 @@ from mpiad.ensemble.event import Event
 from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.tableaus import Algorithm
 
-__all__ = ["MOVING", "Acting", "Settings"]
-
 MOVING = -1  # no return code yet
 
 

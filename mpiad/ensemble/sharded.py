@@ -24,8 +24,6 @@ from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["ShardedSolution", "gathered", "sharded"]
-
 
 def gathered(
     used: Channel, share: EnsembleSolution, outcomes: RankOutcomes, start: Callable[[], Array] | None, timed: bool,

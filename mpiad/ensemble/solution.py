@@ -20,8 +20,6 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.statistics import mean, quantile, spread, summary
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["EnsembleSolution", "ODESolution", "unshared", "at_ends", "solution_of"]
-
 
 @dataclass
 class ODESolution(FactorizationCounts):

@@ -45,8 +45,6 @@ from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together
 
-__all__ = ["solve"]
-
 _log = logging.getLogger("mpiad")
 
 _RK45, _VECTORIZED = RK45(), EnsembleVectorized()

@@ -18,8 +18,6 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.primitives.cotangents import conform, spec_like
 
-__all__ = ["DUE", "END", "LEAVES", "NO_TIMES", "START", "U0", "DifferentiableSolve", "solve_operator"]
-
 # The first arguments of the function, with the given times at which events act; the leaves of the parameters follow.
 U0, START, END, DUE, LEAVES = range(5)
 NO_TIMES = np.empty((0, 0))

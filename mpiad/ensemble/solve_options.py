@@ -22,8 +22,6 @@ from mpiad.transport import Channel
 from mpiad.transport.agreement import alike_on_all
 from mpiad.transport.device_arrays import is_device_array, named
 
-__all__ = ["SolveOptions", "checked_options", "checked_together", "check_place_of", "settings_of"]
-
 _LEAST_RTOL = 100 * float(np.finfo(float).eps)
 
 

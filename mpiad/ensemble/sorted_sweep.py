@@ -21,8 +21,6 @@ from mpiad.ensemble.step_sweep import LocatedEvent, Saved, StepSweep, Visit
 if TYPE_CHECKING:  # a run makes its sweeps, and so imports this file
     from mpiad.ensemble.run import Run
 
-__all__ = ["Crossings", "SortedSweep", "columns_of", "grouped"]
-
 
 def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
     """Return which of the trajectories `ids` a sweep goes over, and their columns."""

@@ -22,8 +22,6 @@ from mpiad.ensemble.field_jacobian import derived, jacobian_of
 from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
 from mpiad.ensemble.run import Run
 
-__all__ = ["StageSystems", "System"]
-
 
 class System(NamedTuple):
     """The systems of one step of several columns."""

@@ -28,8 +28,6 @@ from mpiad.ensemble.field_jacobian import Jacobian, jacobian_of
 from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
 from mpiad.ensemble.tableaus import Tableau
 
-__all__ = ["RosenbrockStages", "Stages", "stages_for"]
-
 # With `out` by its place: where few columns are left, a turn is a hundred calls and what each takes to start.
 _multiply, _add = np.multiply, np.add
 # Numbers in one array, columns times components, up to which sums take two calls.

@@ -16,8 +16,6 @@ from mpiad.transport.device_arrays import arrays_of, is_device_array
 if TYPE_CHECKING:
     from mpiad.ensemble.solution import EnsembleSolution
 
-__all__ = ["draw", "mean", "quantile", "root", "spread", "squared_distance", "summary"]
-
 
 def mean(u: Array) -> Array:
     """Return the mean over the first axis, of what isn't NaN."""

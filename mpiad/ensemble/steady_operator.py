@@ -20,8 +20,6 @@ from mpiad.ensemble.damped_newton import Roots, solved_each
 from mpiad.ensemble.linearization import Field, Tracing
 from mpiad.primitives.cotangents import conform, spec_like
 
-__all__ = ["SteadyStates", "steady_operator"]
-
 
 class SteadyStates:
     """The steady states of a batch of plain arrays that were found.

@@ -32,8 +32,6 @@ from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import alike_on_all, raising_together
 
-__all__ = ["SteadyStateSolution", "steady_state"]
-
 _RK45, _VECTORIZED = RK45(), EnsembleVectorized()
 
 

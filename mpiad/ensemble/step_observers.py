@@ -18,8 +18,6 @@ from mpiad.ensemble.record import Log, Step
 from mpiad.ensemble.saving import SavePoints
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["StepObservers", "Stopped"]
-
 NONE = np.empty(0, np.int64)
 
 

@@ -25,8 +25,6 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["Columns", "LocatedEvent", "Saved", "Visit", "StepSweep"]
-
 # Numbers of columns, or a slice of them.
 Columns: TypeAlias = Array | slice
 

@@ -20,8 +20,6 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.controller import Controller, IController
 
-__all__ = ["ROUNDING", "Algorithm", "Tableau", "explicit"]
-
 # Of sums of published decimals.
 ROUNDING = 1e-13
 

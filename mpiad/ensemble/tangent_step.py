@@ -16,8 +16,6 @@ from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.stage_systems import StageSystems, System
 from mpiad.ensemble.step_sweep import Visit
 
-__all__ = ["TangentRosenbrockStep", "TangentStep"]
-
 # Columns up to which each number gets its own step size.
 _FEW = 1024
 

@@ -19,8 +19,6 @@ from mpiad.ensemble.stage_systems import StageSystems
 from mpiad.ensemble.step_sweep import Saved, StepSweep, Visit
 from mpiad.ensemble.tangent_step import TangentRosenbrockStep, TangentStep
 
-__all__ = ["Directions", "SavedTangents", "TangentReceiver", "push_run"]
-
 
 class Directions(NamedTuple):
     """Along what to differentiate, in m directions."""

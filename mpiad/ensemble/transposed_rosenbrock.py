@@ -24,8 +24,6 @@ from mpiad.ensemble.stage_systems import StageSystems
 from mpiad.ensemble.step_sweep import Visit
 from mpiad.ensemble.transposed_step import Arrival, TransposedStep, over_slots
 
-__all__ = ["transposed_steps"]
-
 
 def transposed_steps(run: Run, tracing: Tracing, places: Sequence[int]) -> Callable[[Visit, Sequence[Any]], TransposedStep]:
     """Return what makes the way back through a visit, by the parameters of its columns and the places of their leaves."""

@@ -21,8 +21,6 @@ from mpiad.ensemble.coefficients import Coefficients, stage_rates
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.step_sweep import Columns, Visit
 
-__all__ = ["Arrival", "Inside", "StepCotangents", "TransposedStep", "over_slots"]
-
 
 def over_slots(x: Array) -> Array:
     """Return the sum over several values in one step of each column, where there are such, as on devices; shape (d, n)."""

@@ -20,8 +20,6 @@ from mpiad.ensemble.event_affects import affected
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["MOVED", "try_once"]
-
 # By how much the other columns are moved, relative to u or to 1, and what of the largest value is rounding.
 MOVED, _ROUNDINGS = 0.01, 1e4
 

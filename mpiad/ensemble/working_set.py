@@ -32,8 +32,6 @@ from mpiad.ensemble.settings import MOVING, Settings
 from mpiad.ensemble.stages import stages_for
 from mpiad.ensemble.step_observers import StepObservers, Stopped
 
-__all__ = ["Turns", "integrate"]
-
 # Numbers in one array of the working set: large enough that NumPy's cost per call doesn't count, and small enough that
 # about fifteen such arrays stay in the cache.
 _BLOCK = 32_768

@@ -11,8 +11,6 @@ from mpiad.domain import Domain
 from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields, inverse_diagonal, own_block
 from mpiad.linalg import Multigrid
 
-__all__ = ["Bilaplacian"]
-
 
 class Bilaplacian(GaussianPrior):
     """The Gaussian field with covariance D A⁻² D, where A = 1 - ∇·(Θ∇)/κ², without flux through the sides.

@@ -25,8 +25,6 @@ from mpiad.primitives import stop
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same
 
-__all__ = ["GaussianPrior", "agreed_fields", "inverse_diagonal", "own_block", "positive"]
-
 _STEP = 0.2  # of s: the rule's error is then below 1e-12
 _SMALL = 1e-8  # of t by the operator's largest eigenvalue: beneath, the integrand is negligible
 _DECAYED = 40.0  # e to this power is beyond double precision

@@ -12,8 +12,6 @@ from mpiad.domain import Domain
 from mpiad.inverse.gaussian_prior import GaussianPrior, agreed_fields, inverse_diagonal, own_block
 from mpiad.linalg import Multigrid
 
-__all__ = ["H1"]
-
 
 class H1(GaussianPrior):
     """The Gaussian field whose cost is half the integral of a |∇m|² + c (m - mean)².

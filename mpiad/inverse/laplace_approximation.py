@@ -22,8 +22,6 @@ from mpiad._typing import LocalArray
 from mpiad.inverse.gaussian_prior import GaussianPrior, own_block
 from mpiad.linalg import eigsh
 
-__all__ = ["Posterior", "laplace"]
-
 
 class Posterior:
     """The Gaussian that `laplace` returns.

@@ -12,8 +12,6 @@ from mpiad._typing import LocalArray, ReplicatedArray
 from mpiad.domain import Domain
 from mpiad.inverse.gaussian_prior import agreed_fields
 
-__all__ = ["TotalVariation"]
-
 
 class TotalVariation:
     """The integral of a (√(|∇m|² + ε²) - ε).

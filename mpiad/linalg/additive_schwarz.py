@@ -24,8 +24,6 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together
 
-__all__ = ["AdditiveSchwarz"]
-
 _CALL = "linalg.AdditiveSchwarz"
 
 

@@ -18,8 +18,6 @@ from mpiad.linalg.diagnosis import require_iterations
 from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
 from mpiad.linalg.vectors import add_scaled, column
 
-__all__ = ["bicgstab"]
-
 # The shadow residual is as good as orthogonal to what is left: the recurrence would divide by rounding.
 _LOST = 1e-14
 _FAR = 1e6  # times the residual at the start: from there on the recurrence has lost its digits

@@ -19,8 +19,6 @@ from mpiad.linalg.diagnosis import diagnosis, require_iterations
 from mpiad.linalg.system import System
 from mpiad.linalg.vectors import add_scaled, column
 
-__all__ = ["conjugate_gradients"]
-
 _PRODUCT = "what matvec returned"
 _ILL_CONDITIONED = "its largest and smallest curvature differ by more than floating point resolves."
 

@@ -10,8 +10,6 @@ from mpiad._typing import LocalArray
 from mpiad.linalg.system import System
 from mpiad.linalg.vectors import beside, inner, on_host
 
-__all__ = ["diagnosis", "require_determined", "require_iterations", "rounding_floor"]
-
 _SEED = 20250101
 _MARGIN = 100.0  # roundings: what a product with the operator may lose
 _SINGULAR = (

@@ -17,8 +17,6 @@ from mpiad.transport.agreement import raising_together
 if TYPE_CHECKING:
     from mpiad.linalg.matrix_row_block import MatrixRowBlock
 
-__all__ = ["GatheredFactors", "factors_of"]
-
 
 class GatheredFactors:
     """Factorise a matrix on rank 0, and solve with the factors for all ranks, which make it together.

@@ -14,8 +14,6 @@ from mpiad.transport import channel
 from mpiad.transport.buffers import empty_beside
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["GhostPlan"]
-
 # Beside those of halos, below the 32767 that MPI guarantees.
 _TAG_INDICES, _TAG_FETCH, _TAG_GIVE = 32741, 32742, 32743
 

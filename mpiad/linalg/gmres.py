@@ -23,8 +23,6 @@ from mpiad.linalg.diagnosis import require_iterations
 from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
 from mpiad.linalg.vectors import beside, column, on_host
 
-__all__ = ["gmres"]
-
 
 class _Basis:
     """The Krylov spaces of k systems: bases V, Hessenberg matrices H and Gram matrices G of V."""

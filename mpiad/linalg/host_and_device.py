@@ -13,8 +13,6 @@ import numpy as np
 from mpiad._typing import Array, LocalArray
 from mpiad.transport.device_arrays import arrays_of, is_device_array, named
 
-__all__ = ["require_floats", "require_host", "require_together", "through_host"]
-
 
 def require_floats(call: str, value: Array, length: int) -> None:
     """Raise a TypeError where a plain value isn't an array of floats; `length` is that of its last axis."""

@@ -36,8 +36,6 @@ from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
 from mpiad.transport.user_failures import DeferredFailures
 
-__all__ = ["DERIVED", "METHODS", "Problem", "direction_of", "pulled_back", "solution", "solution_of_adjoint"]
-
 DERIVED = "derived"
 METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgstab": bicgstab}
 

@@ -17,8 +17,6 @@ from mpiad.linalg.diagnosis import diagnosis, require_determined, rounding_floor
 from mpiad.linalg.system import System
 from mpiad.linalg.vectors import beside, column
 
-__all__ = ["Method", "iterate"]
-
 Method: TypeAlias = Callable[[System, LocalArray, LocalArray, np.ndarray, np.ndarray], bool]
 """``method(system, x, r, norms, targets)`` improves x, shape (k, n), whose residual is r, in place, and returns whether its
 own residuals meet their targets; the others are to be started anew from the true residual. All ranks call it.

@@ -28,8 +28,6 @@ from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["MatrixRowBlock"]
-
 
 class MatrixRowBlock:
     """Hold this rank's rows of a sparse matrix, and multiply and solve with the whole.

@@ -26,8 +26,6 @@ from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.tracing import opaque
 
-__all__ = ["newton"]
-
 _CALL = "linalg.newton"
 _OF_DERIVATIVES = 1e-10  # the relative tolerance of their linear systems, where the user gave an absolute one alone
 

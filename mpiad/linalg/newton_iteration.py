@@ -20,8 +20,6 @@ from mpiad.linalg.system import System
 from mpiad.transport.agreement import agreed_among
 from mpiad.transport.user_failures import DeferredFailures
 
-__all__ = ["find_root"]
-
 _FIRST_FORCING, _LARGEST_FORCING = 0.5, 0.9  # η₀ and η_max of Eisenstat and Walker
 _SUFFICIENT = 1e-4  # of the decrease that the linear model promises
 _SHORTEST = 1e-8

@@ -26,8 +26,6 @@ from mpiad.primitives import stop
 from mpiad.transport import Channel, channel
 from mpiad.transport.recovery import recoverable
 
-__all__ = ["solve"]
-
 _CALL = "linalg.petsc.solve"
 _prefixes = itertools.count()  # a prefix for each solve: PETSc's options are one table for the whole process
 

@@ -21,8 +21,6 @@ from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together
 from mpiad.transport.user_failures import DeferredFailures
 
-__all__ = ["operator_rows"]
-
 _CALL = "MatrixRowBlock.from_operator"
 
 

@@ -25,8 +25,6 @@ from mpiad.transport import SUM, Channel, channel
 from mpiad.transport.agreement import agreed, raising_together, require_same
 from mpiad.transport.collectives import allreduce
 
-__all__ = ["EigenPairs", "eigsh"]
-
 _CALL = "linalg.eigsh"
 _ASYMMETRY = 1e-3  # of a projected matrix, by its norm: products end at tolerances of solves
 _DEPENDENT = 1e-15  # of an eigenvalue of a Gram matrix, by the largest

@@ -14,8 +14,6 @@ from mpiad.primitives.checks import even_lengths
 from mpiad.transport import Channel
 from mpiad.transport.agreement import raise_together, raising_together
 
-__all__ = ["local_rows", "rows_of"]
-
 
 def local_rows(used: Channel, rows: object, columns: int | None) -> tuple:
     """Return this rank's rows in CSR form, its slices of rows and columns, all ranks' offsets, and the row pointers.

@@ -17,8 +17,6 @@ from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.tracing import opaque
 
-__all__ = ["solve"]
-
 
 @recoverable("linalg.solve")
 @opaque

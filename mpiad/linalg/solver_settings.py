@@ -14,8 +14,6 @@ from mpiad._typing import Comm, Function
 from mpiad.transport import MAX, channel
 from mpiad.transport.agreement import raise_first, require_same
 
-__all__ = ["SIDES", "Settings", "agree_on", "mistake_in", "unfit_preconditioner"]
-
 SIDES = ("left", "right")
 
 

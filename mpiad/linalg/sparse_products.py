@@ -26,8 +26,6 @@ from mpiad.transport.device_arrays import arrays_of
 if TYPE_CHECKING:  # the matrix makes its transpose, and so imports this file
     from mpiad.linalg.matrix_row_block import MatrixRowBlock
 
-__all__ = ["Pattern", "ProductWith", "SegmentSums", "Transposed", "product", "transposed_product", "values_product"]
-
 
 class Pattern:
     """Where the entries of this rank's rows are, and the ghosts that they need.

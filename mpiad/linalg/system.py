@@ -24,8 +24,6 @@ from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.device_arrays import arrays_of, is_device_array, named
 from mpiad.transport.user_failures import DeferredFailures
 
-__all__ = ["System", "preconditioned_product", "preconditioned_start"]
-
 _MOST_ITERATIONS = 10_000
 
 

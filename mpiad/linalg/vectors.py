@@ -14,8 +14,6 @@ from scipy.linalg import get_blas_funcs
 from mpiad._typing import Array, LocalArray
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["add_scaled", "beside", "column", "inner", "lengths", "on_host"]
-
 _AXPY: dict[str, Any] = {kind: get_blas_funcs("axpy", dtype=np.dtype(kind)) for kind in "fdFD"}
 _NRM2: dict[str, Any] = {kind: get_blas_funcs("nrm2", dtype=np.dtype(kind)) for kind in "fdFD"}
 

@@ -17,8 +17,6 @@ import scipy
 from mpiad.optimize.checkpoint import fingerprint
 from mpiad.transport.device_arrays import is_device_array, named
 
-__all__ = ["Box", "box_of"]
-
 # Variables so close to a bound, with the gradient pushing outwards, move straight to it. (Bertsekas's epsilon.)
 _CLOSE = 1e-6
 

@@ -17,8 +17,6 @@ from mpiad.optimize.history import Record
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import Packing
 
-__all__ = ["Checkpoint", "RootCheckpoint", "WriteFailures", "as_checkpoint", "fingerprint", "problem_of"]
-
 
 class Checkpoint(NamedTuple):
     """What `minimize` takes as its `checkpoint`; a path alone stands for the defaults.

@@ -17,8 +17,6 @@ from mpiad.optimize.evaluated_points import Counts, Ending, Point, Points
 from mpiad.optimize.history import History
 from mpiad.optimize.packing import Packing
 
-__all__ = ["STOPPED", "concluded", "cut_short", "finished", "outcome_of"]
-
 # Values that differ by less are equal but for rounding.
 _ROUNDING = 4.0 * sys.float_info.epsilon
 

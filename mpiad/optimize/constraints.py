@@ -20,8 +20,6 @@ from mpiad.differentiation import make_vjp
 from mpiad.optimize.packing import Packing
 from mpiad.transport import Channel
 
-__all__ = ["ConstraintSet", "constraints_of"]
-
 _REMEMBERED = 4
 # Less than this is rounding, and not a violation.
 _NOTHING = 1e-8

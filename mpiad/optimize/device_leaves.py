@@ -18,8 +18,6 @@ from mpiad.device import to_device
 from mpiad.differentiation.trees import flatten
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = ["Elsewhere", "at_home", "described", "fetched", "fingerprint", "lies_on_device", "own_home", "put"]
-
 
 @dataclass(frozen=True)
 class Elsewhere:

@@ -12,8 +12,6 @@ import numpy as np
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.root_instructions import BOTH, GRADIENT, PRODUCT, VALUE, Instructions
 
-__all__ = ["INTERRUPTED", "RETREAT", "Counts", "Ending", "Left", "Point", "Points"]
-
 # A line search may accept a point that isn't the last one it tried.
 _REMEMBERED = 4
 # Where a trial isn't finite: how much of the way to it any other goes, in all methods. Closer to the end of the domain the

@@ -10,8 +10,6 @@ import numpy as np
 
 from mpiad.progress_line import ProgressLine
 
-__all__ = ["History", "Iterate", "Progress", "Record", "Row"]
-
 
 class Iterate(Protocol):
     """What a record asks a point."""

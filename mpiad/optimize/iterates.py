@@ -17,8 +17,6 @@ from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import Leader
 from mpiad.transport.user_failures import StageFailures
 
-__all__ = ["Iterates", "IteratesOfPoints", "PieceIterates"]
-
 
 class Moved(Iterate, Protocol):
     """An iterate that knows how it was come to."""

@@ -30,8 +30,6 @@ from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.user_failures import verdict
 
-__all__ = ["least_squares"]
-
 _CALL = "least_squares"
 # So many variables are a matrix for the root; each takes a pass of the function for every new iterate.
 _FEW = 100

@@ -32,8 +32,6 @@ from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.user_failures import verdict
 
-__all__ = ["minimize", "mpi_optimize"]
-
 
 @recoverable("minimize", verdict=verdict)
 def minimize(

@@ -28,8 +28,6 @@ from mpiad.transport.agreement import raise_together, raising_together, require_
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_device_array
 from mpiad.transport.fault_tolerance import is_interruption
 
-__all__ = ["Minima", "Start", "home_of", "minimize_many", "result_at", "result_on_host", "starts_of"]
-
 _CALL = "minimize_many"
 _ADVICE = "Give them on the root only, or draw them by the same seed on all ranks."
 _OF_GROUPS = {"fun", "x0", "root", "comm", "progress"}

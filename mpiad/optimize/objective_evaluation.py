@@ -22,8 +22,6 @@ from mpiad.primitives.checks import root_of
 from mpiad.transport import Channel
 from mpiad.transport.user_failures import StageFailures, Unreached, WrongValueError
 
-__all__ = ["Evaluation", "Program", "check_program"]
-
 T = TypeVar("T")
 
 

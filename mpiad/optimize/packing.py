@@ -15,11 +15,6 @@ from mpiad.optimize.device_leaves import Elsewhere, fetched, lies_on_device, put
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = [
-    "BufferPool", "DevicePacking", "Packing", "PiecePacking", "as_variables", "packing_of_piece", "require_tellable",
-    "tellable_variables",
-]  # fmt: skip
-
 
 class BufferPool:
     """Vectors of one length that the user's function gets, without new memory in each evaluation.

@@ -24,8 +24,6 @@ from mpiad.transport.fault_tolerance import is_interruption
 from mpiad.transport.signals import postponed
 from mpiad.transport.user_failures import StageFailures
 
-__all__ = ["Leader", "RootDriven", "Solve"]
-
 
 class Solve:
     """What every solve has: a duplicate of the communicator, and the agreement of its ranks on each stage.

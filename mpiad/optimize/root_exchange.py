@@ -16,8 +16,6 @@ from mpiad._typing import Array, Comm, Rank
 from mpiad.transport import MAX, SUM
 from mpiad.transport.shared_memory import shared_vectors
 
-__all__ = ["ByMessages", "OwnParts", "ThroughMemory", "Totals", "exchange_of"]
-
 # Shorter ones are sent faster than memory is set up.
 _LONG = 4096
 

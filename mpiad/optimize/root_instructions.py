@@ -19,8 +19,6 @@ from mpiad.optimize.root_exchange import ByMessages
 from mpiad.transport.agreement import Failure
 from mpiad.transport.polling import wait_gently
 
-__all__ = ["Instructions", "Refusal", "serve"]
-
 VALUE, GRADIENT, BOTH, PRODUCT, FINISH, RESIDUALS, FACTOR, TANGENT, COTANGENT = range(9)
 # A second vector of the variables' length follows these.
 _WITH_DIRECTION = (PRODUCT, TANGENT)

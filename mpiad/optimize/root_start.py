@@ -23,8 +23,6 @@ from mpiad.transport.agreement import agreed, raising_together
 from mpiad.transport.channels import on_any_rank
 from mpiad.transport.copy_differences import Difference, compare, listed
 
-__all__ = ["as_given", "require_roots", "shared_start"]
-
 Leaves = list[tuple[str, Any]]
 
 _KINDS = {

@@ -19,8 +19,6 @@ from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.root_driven import Leader
 
-__all__ = ["Method", "Wishes", "drive", "is_sharded", "method_named"]
-
 
 class Wishes(NamedTuple):
     """What else the root was given for the method."""

@@ -14,8 +14,6 @@ from mpiad.parallel.leaf_arithmetic import in_blocks
 from mpiad.parallel.parameters import each, matching, zeros_like
 from mpiad.parallel.sgd import checked_rate, rate_at
 
-__all__ = ["Adam", "AdamW"]
-
 
 @dataclass(frozen=True)
 class Adam:

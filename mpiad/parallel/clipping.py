@@ -9,8 +9,6 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = ["clipped"]
-
 
 def clipped(arrays: list[Array], longest: float | None) -> list[Array]:
     """Return arrays scaled, together, to a 2-norm of at most `longest` (Pascanu et al., 2013); in place.

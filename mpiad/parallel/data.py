@@ -13,8 +13,6 @@ from mpiad.parallel.samples import Items
 from mpiad.primitives import mpi_rank, mpi_size
 from mpiad.transport.device_arrays import arrays_of, is_array
 
-__all__ = ["DistributedDataContainer"]
-
 
 class DistributedDataContainer:
     """Give this rank its part of a data set that all ranks hold, or can read.

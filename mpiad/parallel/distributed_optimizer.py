@@ -21,8 +21,6 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.recovery import recoverable
 
-__all__ = ["DistributedOptimizer"]
-
 
 class DistributedOptimizer:
     """Add up the gradients of all ranks before each update of an optimizer.

@@ -17,8 +17,6 @@ from mpiad.transport import SUM, channel
 from mpiad.transport.agreement import raise_together
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["Pending", "allreduce_", "bcast_", "iallreduce_", "reduce_"]
-
 
 def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     """Combine every rank's arrays, and write the result into each of them.

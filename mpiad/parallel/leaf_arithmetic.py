@@ -16,8 +16,6 @@ from mpiad._typing import Array
 from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import spec_like
 
-__all__ = ["in_blocks"]
-
 _LONG = 1 << 13  # numbers; laying shorter arrays behind one another costs less than a formula's calls for each
 _PIECE = 1 << 14  # with what a formula holds in between this fills a second-level cache
 _ndarray = np.ndarray

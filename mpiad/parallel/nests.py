@@ -9,8 +9,6 @@ import numpy as np
 from mpiad._typing import Tree
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = ["described", "rebuilt"]
-
 _GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 
 

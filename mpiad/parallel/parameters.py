@@ -14,8 +14,6 @@ from mpiad.differentiation.trees import flatten, is_variable, named_leaves
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Spec
 
-__all__ = ["described", "each", "matching", "variables_of", "zeros_like"]
-
 
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     """Return the leaves of a nest; its variables are those that are trained: real or complex floats and arrays of them.

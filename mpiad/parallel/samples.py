@@ -16,8 +16,6 @@ from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed
 from mpiad.transport.collectives import allreduce
 
-__all__ = ["Items", "Totals", "counted", "totals"]
-
 
 class Items(list):
     """A batch of objects, one for each sample; of another list it can't be seen how many samples it holds."""

@@ -15,8 +15,6 @@ from mpiad.differentiation.trees import flatten
 from mpiad.parallel.leaf_arithmetic import in_blocks
 from mpiad.parallel.parameters import matching, zeros_like
 
-__all__ = ["SGD", "checked_rate", "rate_at"]
-
 
 @dataclass(frozen=True)
 class SGD:

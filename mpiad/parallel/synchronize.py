@@ -15,8 +15,6 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["synchronize"]
-
 
 def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     """Give every rank the root's parameters, or the root's state of an optimizer.

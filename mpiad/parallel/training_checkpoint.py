@@ -17,8 +17,6 @@ from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["TrainingCheckpoint", "load_checkpoint", "save_checkpoint"]
-
 _KIND = "training"
 
 

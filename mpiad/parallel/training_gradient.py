@@ -22,8 +22,6 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.recovery import recoverable
 
-__all__ = ["gradient_of_sum", "value_and_grad"]
-
 
 def value_and_grad(
     loss: Function,

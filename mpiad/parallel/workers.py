@@ -5,8 +5,6 @@ from __future__ import annotations
 from mpiad._typing import Comm, Rank
 from mpiad.primitives import mpi_local_rank, mpi_size
 
-__all__ = ["local_rank", "total_workers"]
-
 
 def local_rank() -> Rank:
     """Return this rank's number among those of its node: `mpiad.mpi_local_rank` by its name in training programs.

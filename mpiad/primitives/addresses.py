@@ -15,8 +15,6 @@ from mpiad.transport import Channel, Envelope, Spec, channel, spec_of
 from mpiad.transport.buffers import require_sendable
 from mpiad.transport.channels import operator_body
 
-__all__ = ["address_from", "address_to", "addresses", "point_to_point", "template"]
-
 
 def point_to_point(comm: Comm, call: str) -> Channel:
     """Return the channel of a point-to-point call, noted on the tape as one that an exception can leave unfinished."""

@@ -13,8 +13,6 @@ from mpiad.primitives.operation import communicate
 from mpiad.transport import Channel, channel, collectives
 from mpiad.transport.buffers import spec_of
 
-__all__ = ["gather_pieces", "mpi_allgather"]
-
 
 def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> ReplicatedArray:
     """Collect the arrays of all ranks on all ranks.

@@ -20,8 +20,6 @@ from mpiad.transport.device_settings import divides
 from mpiad.transport.prepared_messages import prepared_sum
 from mpiad.transport.tracing import settled
 
-__all__ = ["mpi_allreduce"]
-
 
 def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedArray:
     """Combine the arrays of all ranks, entry by entry, with the result on all ranks.

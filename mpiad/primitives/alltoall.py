@@ -13,8 +13,6 @@ from mpiad.primitives.operation import communicate
 from mpiad.transport import SUM, channel, collectives
 from mpiad.transport.buffers import outgoing
 
-__all__ = ["mpi_alltoall"]
-
 
 def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
     """Exchange blocks between all ranks: block s of rank r becomes block r of rank s.

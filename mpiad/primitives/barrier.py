@@ -9,8 +9,6 @@ from mpiad.primitives.catalogue import BARRIER
 from mpiad.primitives.operation import communicate
 from mpiad.transport import Channel, channel
 
-__all__ = ["mpi_barrier"]
-
 
 def mpi_barrier(comm: Comm = None) -> None:
     """Wait until all ranks have come here.

@@ -11,8 +11,6 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport import channel, collectives, headers
 
-__all__ = ["mpi_bcast"]
-
 
 def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArray:
     """Copy the root's array to all ranks.

@@ -11,12 +11,6 @@ from mpiad._typing import Op
 from mpiad.primitives.operation import Operation
 from mpiad.transport import Channel, Envelope, Spec
 
-__all__ = [
-    "ALLGATHER", "ALLREDUCE", "ALLTOALL", "BARRIER", "BCAST", "EXCHANGE", "GATHER", "IALLREDUCE", "IRECV", "ISEND", "RECV",
-    "REDUCE_SCATTER", "SCAN", "SCATTER", "SEND", "SUM_TO_ROOT", "WAIT", "Copying", "Dividing", "Exchange", "Prefix",
-    "Receiving", "Reduction", "Summing",
-]  # fmt: skip
-
 BCAST = Operation("mpi_bcast")
 SUM_TO_ROOT = Operation("mpi_sum")
 ALLREDUCE = Operation("mpi_allreduce", several=True)

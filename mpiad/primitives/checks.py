@@ -14,11 +14,6 @@ from mpiad.transport.buffers import outgoing
 from mpiad.transport.mpi_operations import defined_for, name_of
 from mpiad.transport.tracing import settled
 
-__all__ = [
-    "axis_of", "even_lengths", "lengths_along", "partner_of", "piece_of", "pieces_of_all", "reduction_of", "root_of",
-    "tag_of",
-]  # fmt: skip
-
 
 def _integer(value: Array, call: str, argument: str, allowed: str) -> int:
     try:

@@ -12,8 +12,6 @@ from mpiad._typing import Array
 from mpiad.transport import Spec
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = ["conform", "spec_like", "tangent_of"]
-
 
 def spec_like(x: Array) -> Spec:
     """Return shape, dtype and place of a value, traced or not."""

@@ -21,8 +21,6 @@ from mpiad.transport.channels import communications
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 from mpiad.transport.tracing import tracing
 
-__all__ = ["Communicating", "InPlace"]
-
 _box_types = Box.types
 
 

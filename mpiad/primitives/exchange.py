@@ -13,8 +13,6 @@ from mpiad.transport.buffers import outgoing, private_copy
 from mpiad.transport.messages import receive, send, swap
 from mpiad.transport.prepared_messages import prepared_swap
 
-__all__ = ["mpi_exchange"]
-
 
 def mpi_exchange(
     x: LocalArray, dest: Rank | None, source: Rank | None, like: Array = None, tag: int = 0, comm: Comm = None

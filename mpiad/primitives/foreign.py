@@ -19,8 +19,6 @@ from autograd.core import JVPNode, VJPNode
 from mpiad._typing import Array
 from mpiad.errors import ForeignTraceError
 
-__all__ = ["checked_adjoint", "raise_for_foreign", "refuse_foreign_trace"]
-
 _ADVICE = (
     "Plain autograd's reverse pass follows the expression, not the program, so its communication can hang or go "
     "missing. Use mpiad.grad or mpiad.value_and_grad instead of autograd's."

@@ -11,8 +11,6 @@ from mpiad.primitives.operation import communicate
 from mpiad.transport import channel, collectives
 from mpiad.transport.buffers import spec_of
 
-__all__ = ["mpi_gather"]
-
 
 def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Comm = None) -> RootArray:
     """Collect the arrays of all ranks on the root.

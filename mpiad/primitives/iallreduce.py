@@ -15,8 +15,6 @@ from mpiad.transport import SUM, channel
 from mpiad.transport.buffers import outgoing, private_copy
 from mpiad.transport.nonblocking_sums import start_allreduce
 
-__all__ = ["mpi_iallreduce"]
-
 
 def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     """Start to add up the arrays of all ranks, with the sum on all ranks.

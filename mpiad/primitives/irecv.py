@@ -11,8 +11,6 @@ from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started
 from mpiad.transport.messages import post_receive
 
-__all__ = ["mpi_irecv"]
-
 
 def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Request:
     """Start to receive an array from another rank.

@@ -16,8 +16,6 @@ from mpiad.transport import Envelope
 from mpiad.transport.buffers import copied, outgoing, private_copy, result
 from mpiad.transport.messages import post_send
 
-__all__ = ["mpi_isend"]
-
 
 def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
     """Start to send an array to another rank.

@@ -19,8 +19,6 @@ from mpiad.transport.mpi_operations import name_of
 if TYPE_CHECKING:
     from mpiad.primitives.operation import Operation, Recorded
 
-__all__ = ["note_forward", "note_rules"]
-
 _operations: WeakSet[Operation] = WeakSet()
 
 

@@ -31,10 +31,6 @@ from mpiad.transport.channels import communications, operator_body
 from mpiad.transport.recovery import interruptible
 from mpiad.transport.tracing import tracing
 
-__all__ = [
-    "Abreast", "Operation", "Recorded", "Tape", "Together", "apply", "communicate", "current", "run", "suspended",
-]  # fmt: skip
-
 _box_types = Box.types
 
 

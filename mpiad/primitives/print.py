@@ -10,8 +10,6 @@ from autograd.tracer import getval
 from mpiad._typing import Comm
 from mpiad.transport import channel
 
-__all__ = ["mpi_print"]
-
 
 def mpi_print(*values: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, comm: Comm = None) -> None:
     """Print one line for each rank, in the order of ranks, none mixed with another.

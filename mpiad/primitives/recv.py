@@ -10,8 +10,6 @@ from mpiad.primitives.catalogue import RECV, SEND, Receiving
 from mpiad.primitives.operation import communicate
 from mpiad.transport.messages import receive
 
-__all__ = ["mpi_recv"]
-
 
 def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Array:
     """Receive an array from another rank.

@@ -12,8 +12,6 @@ from mpiad.primitives.sum import mpi_sum
 from mpiad.transport import SUM, channel
 from mpiad.transport.buffers import require_sendable
 
-__all__ = ["mpi_reduce"]
-
 
 def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> RootArray:
     """Combine the arrays of all ranks, entry by entry, on the root.

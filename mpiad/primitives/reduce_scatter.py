@@ -14,8 +14,6 @@ from mpiad.primitives.operation import communicate
 from mpiad.transport import SUM, channel, collectives
 from mpiad.transport.buffers import outgoing
 
-__all__ = ["mpi_reduce_scatter"]
-
 
 def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | None = None, comm: Comm = None) -> LocalArray:
     """Add up the arrays of all ranks and give each rank its piece of the sum.

@@ -16,8 +16,6 @@ from mpiad.errors import RequestError
 from mpiad.primitives.operation import current
 from mpiad.transport import Channel, Envelope, Spec
 
-__all__ = ["Cell", "Request", "claim", "started"]
-
 
 def _by_lane(name: str, doc: str) -> Any:
     """Return an attribute that is another in each lane, None at first."""

@@ -10,8 +10,6 @@ from mpiad.primitives.checks import reduction_of
 from mpiad.primitives.operation import communicate
 from mpiad.transport import SUM, channel, collectives
 
-__all__ = ["mpi_exscan", "mpi_scan"]
-
 
 def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
     """Add up the arrays of this rank and of those before it.

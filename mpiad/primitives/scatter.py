@@ -16,8 +16,6 @@ from mpiad.transport import Channel, Spec, channel, collectives, headers
 from mpiad.transport.buffers import outgoing
 from mpiad.transport.tracing import settled
 
-__all__ = ["mpi_scatter"]
-
 
 def mpi_scatter(
     x: RootArray, root: Rank = 0, axis: int | None = None, counts: list[int] | None = None, comm: Comm = None

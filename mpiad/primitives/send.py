@@ -13,8 +13,6 @@ from mpiad.transport import Envelope
 from mpiad.transport.buffers import outgoing, private_copy
 from mpiad.transport.messages import send
 
-__all__ = ["mpi_send"]
-
 
 def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
     """Send an array to another rank.

@@ -10,8 +10,6 @@ from mpiad.primitives.send import mpi_send
 from mpiad.transport import Channel, channel
 from mpiad.transport.tracing import once
 
-__all__ = ["mpi_sendrecv"]
-
 
 def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Comm = None) -> LocalArray:
     """Send x of rank `source` to rank `dest`, named alike by all ranks.

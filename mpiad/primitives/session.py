@@ -9,11 +9,6 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Comm, Rank
 from mpiad.transport import member, prepare, renew, world
 
-__all__ = [
-    "mpi_finalize", "mpi_finalized", "mpi_init", "mpi_initialized", "mpi_local_rank", "mpi_rank", "mpi_size", "reset",
-    "stop",
-]  # fmt: skip
-
 
 def mpi_init(comm: Comm = None) -> None:
     """Initialise MPI where it isn't, and prepare a communicator for every kind of call.

@@ -11,8 +11,6 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
 from mpiad.transport import SUM, channel, collectives
 
-__all__ = ["mpi_sum"]
-
 
 def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
     """Add the arrays of all ranks up on the root.

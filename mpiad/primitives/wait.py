@@ -12,8 +12,6 @@ from mpiad.primitives.request import Request, claim
 from mpiad.transport.messages import Receipt, finish_receive, finish_send
 from mpiad.transport.nonblocking_sums import Summation
 
-__all__ = ["mpi_wait", "mpi_waitall"]
-
 
 def mpi_wait(request: Request) -> Array:
     """Complete what was started and return its value.

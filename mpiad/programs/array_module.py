@@ -19,8 +19,6 @@ from mpiad.programs.steps import Traced
 from mpiad.programs.traced_array import TracedArray
 from mpiad.transport.device_arrays import register_arrays
 
-__all__ = ["TracedArrays", "array_of", "let_arrays_be_traced"]
-
 numpy_wrapper: Any = autograd.numpy.numpy_wrapper
 
 

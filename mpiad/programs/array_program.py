@@ -30,8 +30,6 @@ from mpiad._typing import Array, Shape
 from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, identity, is_identity, shifted, within
 from mpiad.transport.calls import Site
 
-__all__ = ["BOOLEAN", "COMPUTED", "FLOATS", "SHORT", "ArrayProgram", "Call", "Node", "Opaque", "Slot", "Value"]
-
 # Along axes as short as this, arrays that are put together are taken apart again.
 SHORT = 8
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))

@@ -13,8 +13,6 @@ from typing import Any
 from mpiad.transport import calls
 from mpiad.transport.calls import Site
 
-__all__ = ["called_at"]
-
 
 def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
     """Return a function that calls an operation or operator, in a frame of the user's line, where one is known.

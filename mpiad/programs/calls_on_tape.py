@@ -40,8 +40,6 @@ from mpiad.programs.trace_run import TraceRun, as_value, message_counts
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted
 
-__all__ = ["called_on_tape"]
-
 _boxes = Box.types
 
 

@@ -12,8 +12,6 @@ from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Node
 from mpiad.programs.schedule import Loop, Schedule
 
-__all__ = ["Changed", "condition_of", "is_looked_at", "raise_changed"]
-
 
 class Changed(TypeError):
     """Report a call whose result isn't what the program was made for."""

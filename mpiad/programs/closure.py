@@ -29,8 +29,6 @@ from mpiad.compiling.function_fingerprint import (
 )
 from mpiad.programs.same_bits import is_writable, same_bits
 
-__all__ = ["HoldsTraced", "Unfollowed", "Watch", "watch_of"]
-
 _STAY = frozenset({"numpy", "autograd", "math", "cmath", "builtins", "mpiad", "scipy", "operator", "mpi4py"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, CodeType, range, type(...), np.dtype)
 _GONE = object()

@@ -24,8 +24,6 @@ from mpiad.programs.index_maps import Axis
 if TYPE_CHECKING:
     from mpiad.programs.trace_translation import Translation
 
-__all__ = ["dot", "einsum", "inner", "matmul", "tensordot"]
-
 # So many products are written out at most. What has no more entries may be read once more at each place of a loop.
 _MOST_TERMS = _SMALL = 64
 

@@ -21,11 +21,6 @@ from mpiad.programs.trace_translation import program_of
 from mpiad.transport import Channel, calls
 from mpiad.transport.channels import communications, is_watched
 
-__all__ = [
-    "MOST_TRACES", "UNKNOWN", "Entry", "count", "entry_by_shapes", "entry_of", "in_program", "is_shown",
-    "own",
-]  # fmt: skip
-
 MOST_TRACES = 32
 """So many are made of a function at most."""
 

@@ -36,8 +36,6 @@ from mpiad.transport import calls
 from mpiad.transport.tracing import tracing
 from mpiad.transport.world import level_of_repeats
 
-__all__ = ["Jitted", "jit"]
-
 _log = logging.getLogger("mpiad")
 _boxes = Box.types
 _SHORT = 4

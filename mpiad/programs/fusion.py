@@ -23,8 +23,6 @@ from mpiad.programs.index_maps import IndexMap, beginning_at, composed, identity
 from mpiad.programs.materialization import Materialization, reads_of
 from mpiad.programs.schedule import Buffer, Fold, Loop, Place, Run, Schedule, Store, root_of, working_in_place
 
-__all__ = ["Fusion"]
-
 
 class Fusion:
     """Makes the schedule of a program."""

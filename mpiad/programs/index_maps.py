@@ -7,11 +7,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from mpiad._typing import Shape
 
-__all__ = [
-    "Axis", "IndexMap", "axes_of", "beginning_at", "broadcast", "composed", "identity", "inverse", "is_identity",
-    "long_axes", "moved", "of_key", "shifted", "to_long", "within",
-]  # fmt: skip
-
 
 class Axis(NamedTuple):
     """The index along one axis of the array that is read: stride times an index of the one that is made, and offset."""

@@ -18,8 +18,6 @@ from mpiad.programs.memory_plan import Home
 from mpiad.programs.overlap import Action
 from mpiad.programs.schedule import Schedule, root_of
 
-__all__ = ["KernelBlocks", "address_of", "as_kernels_take"]
-
 _WORD = 8
 
 

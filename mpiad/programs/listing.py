@@ -9,8 +9,6 @@ from mpiad.programs.array_program import Call, Node
 from mpiad.programs.replay import Replays
 from mpiad.programs.schedule import Loop, Store
 
-__all__ = ["Listing"]
-
 
 class Listing:
     """What a compiled function does, step by step; ``print(jit(f).program(x))`` shows it.

@@ -18,8 +18,6 @@ from mpiad.programs.schedule import Fold
 if TYPE_CHECKING:
     from mpiad.programs.loops import LoopWriter
 
-__all__ = ["Box", "LoopBody", "as_rows", "cut"]
-
 Box = Sequence[tuple[int, int]]
 """First and last place along each axis."""
 

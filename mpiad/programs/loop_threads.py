@@ -17,8 +17,6 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.transport.threads import loop_threads
 
-__all__ = ["LARGE", "run_together", "shares_of"]
-
 LARGE = 1 << 20
 """Entries of a loop from which on it is divided: below, a thread may wait longer for a core than it computes."""
 

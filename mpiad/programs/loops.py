@@ -23,8 +23,6 @@ from mpiad.programs.loop_body import Box, LoopBody, as_rows, cut
 from mpiad.programs.materialization import reads_of
 from mpiad.programs.schedule import Fold, Loop, Place, Schedule, Store
 
-__all__ = ["LANES", "NAME", "LoopText", "LoopWriter", "text_of"]
-
 LANES = 16
 NAME = "loop"
 _FIRST = {"add": 0.0, "multiply": 1.0, "maximum": -math.inf, "minimum": math.inf}

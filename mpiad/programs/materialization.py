@@ -20,8 +20,6 @@ from mpiad.programs.array_program import FLOATS, SHORT, ArrayProgram, Node
 from mpiad.programs.index_maps import IndexMap, broadcast, composed, identity, inverse, long_axes, shifted, to_long, within
 from mpiad.programs.schedule import working_in_place
 
-__all__ = ["Materialization", "reads_of"]
-
 # What an operation costs, and what it costs to keep an entry and read it once more, in additions.
 _COSTS = {"divide": 4, "sqrt": 5, "power": 8, "where": 1}
 _CALL, _KEEPING = 20, 8

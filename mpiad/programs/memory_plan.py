@@ -20,8 +20,6 @@ from mpiad._typing import Array, Shape
 from mpiad.programs.loops import LoopText
 from mpiad.programs.schedule import Loop, Run, Schedule, Store, root_of
 
-__all__ = ["SMALL", "Home", "Layout", "Scratch", "aligned", "homes_of", "spans_of", "written_over"]
-
 SMALL = 4096
 """Bytes of an array that is copied sooner than its address is found."""
 

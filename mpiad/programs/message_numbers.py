@@ -15,8 +15,6 @@ import numpy as np
 from mpiad.programs.schedule import Loop, Schedule
 from mpiad.transport import Channel, Envelope
 
-__all__ = ["Answer", "MessageNumbers", "channels_of", "envelopes_of", "is_numbered", "logged", "prepared_steps"]
-
 _NOTHING = np.empty(0)
 
 

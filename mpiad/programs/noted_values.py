@@ -16,8 +16,6 @@ from mpiad.programs.same_bits import is_writable, same_bits
 from mpiad.programs.steps import Constant, Ref, Traced, mapped
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["NotedValues"]
-
 _OBJECT = np.dtype(object)
 
 

@@ -22,8 +22,6 @@ from mpiad.programs.traced_array import cast, take, with_entries
 if TYPE_CHECKING:
     from mpiad.programs.trace_translation import Translation
 
-__all__ = ["REDUCED", "RULES", "SPLITTING"]
-
 _Rule = Callable[..., Any]
 
 

@@ -28,8 +28,6 @@ from mpiad.transport import Spec
 from mpiad.transport.channels import communications
 from mpiad.transport.tracing import tracing
 
-__all__ = ["opaque_call"]
-
 _boxes = Box.types
 
 

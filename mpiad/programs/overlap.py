@@ -18,8 +18,6 @@ from mpiad.programs.loop_threads import LARGE, shares_of
 from mpiad.programs.loops import LoopText
 from mpiad.programs.schedule import Loop, Schedule, root_of
 
-__all__ = ["Action", "actions_of", "is_divided"]
-
 # Entries of a loop below which its two halves cost more than the messages take.
 _SMALL = 1 << 13
 

@@ -11,8 +11,6 @@ from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.steps import on_host, plain
 from mpiad.transport.tracing import tracing
 
-__all__ = ["Playback"]
-
 
 class Playback:
     """Stands for a recorder where a function that has left its trace is run once more, on plain arrays.

@@ -26,8 +26,6 @@ from mpiad.transport.calls import Site
 from mpiad.transport.channels import communications
 from mpiad.transport.tracing import tracing
 
-__all__ = ["Recorder"]
-
 _COMPILED_ROOMS = ("", "domain")
 _BY_THEMSELVES = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
 # Look for a channel, and communicate by operations alone, or by what is settled before them.

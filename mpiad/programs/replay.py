@@ -15,8 +15,6 @@ from mpiad.transport import calls
 from mpiad.transport.channels import is_watched
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 
-__all__ = ["Replay", "Replays"]
-
 # Products that are added may be rounded once, and a quotient be a product with the reciprocal.
 _FAST = "contract arcp"
 

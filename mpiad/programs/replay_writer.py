@@ -28,8 +28,6 @@ from mpiad.programs.schedule import Loop, Run, root_of
 if TYPE_CHECKING:
     from mpiad.programs.replay import Replays
 
-__all__ = ["ReplayWriter"]
-
 
 class ReplayWriter:
     """Writes the functions of a replay, and makes what they name.

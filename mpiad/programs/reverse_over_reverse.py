@@ -38,8 +38,6 @@ from mpiad.transport.channels import live_channels
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted
 
-__all__ = ["called_with_reverse_differentiated"]
-
 _boxes = Box.types
 
 

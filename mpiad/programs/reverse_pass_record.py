@@ -24,8 +24,6 @@ from mpiad.programs.steps import Traced
 from mpiad.programs.tape_node import conformed
 from mpiad.programs.trace_run import TraceRun
 
-__all__ = ["By", "Record", "noted", "recorded", "seed"]
-
 _boxes = Box.types
 
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["is_writable", "same_bits"]
-
 
 def _c_comparison() -> Any:
     """Return the C library's memcmp, None where it can't be had: it makes no copies and no temporary arrays."""

@@ -12,8 +12,6 @@ from mpiad._typing import Shape
 from mpiad.programs.array_program import FLOATS, ArrayProgram, Node, Slot
 from mpiad.programs.index_maps import IndexMap
 
-__all__ = ["Buffer", "Fold", "Loop", "Place", "Run", "Schedule", "Store", "root_of", "working_in_place"]
-
 
 class Buffer(NamedTuple):
     """Memory of an array."""

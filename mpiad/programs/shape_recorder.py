@@ -19,8 +19,6 @@ from mpiad.programs.message_numbers import envelopes_of
 from mpiad.programs.recorder import Recorder
 from mpiad.transport import Spec
 
-__all__ = ["ShapeRecorder", "is_large", "like"]
-
 # Entries of an array with which it takes longer to compute than to find out what comes out.
 _LARGE = 1 << 13
 

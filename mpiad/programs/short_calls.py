@@ -18,8 +18,6 @@ from mpiad.transport import calls
 from mpiad.transport.channels import communications, is_watched
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 
-__all__ = ["MISSED", "short_call"]
-
 MISSED: Any = object()
 _PLAIN = (np.ndarray, float, np.float64)
 

@@ -10,8 +10,6 @@ from autograd.tracer import Box, getval
 
 from mpiad.differentiation.trees import flatten
 
-__all__ = ["Arguments", "arguments_of"]
-
 _boxes = Box.types
 _MOST = 2**62
 _NUMBERS = (float, np.floating, np.complexfloating, complex)

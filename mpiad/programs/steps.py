@@ -14,8 +14,6 @@ from mpiad.transport.calls import Site
 if TYPE_CHECKING:
     from mpiad.programs.recorder import Recorder
 
-__all__ = ["Abandoned", "Constant", "Ref", "Step", "Traced", "hides_traced", "mapped", "on_host", "plain"]
-
 
 class Ref(NamedTuple):
     """The number of a value, among the arguments of a step."""

@@ -40,8 +40,6 @@ from mpiad.programs.trace_run import TraceRun, as_value
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted
 
-__all__ = ["called_with_tangents_of_gradients", "entry_by_shapes_alone"]
-
 _boxes = Box.types
 
 

@@ -22,11 +22,6 @@ from mpiad.transport import Spec
 if TYPE_CHECKING:
     pass
 
-__all__ = [
-    "Lease", "apart", "backwards", "conformed", "is_above", "is_gradient_within", "is_simple", "placed", "require_of",
-    "with_tangents",
-]  # fmt: skip
-
 _boxes = Box.types
 _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 

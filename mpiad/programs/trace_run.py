@@ -22,8 +22,6 @@ from mpiad.transport import calls
 from mpiad.transport.channels import Channel, live_channels, tell_recorders
 from mpiad.transport.tracing import tracing
 
-__all__ = ["PlayingBack", "TraceRun", "as_value", "message_counts"]
-
 
 class TraceRun:
     """A trace of one call.

@@ -17,8 +17,6 @@ from mpiad.programs.numpy_functions import REDUCED, RULES, SPLITTING
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.steps import Constant, Ref, Step, Traced, mapped
 
-__all__ = ["Translation", "program_of"]
-
 _MOST_NUMBERS = 2**53  # up to here integers are exact as floats
 _NAMED: dict[str, Callable] = {}
 

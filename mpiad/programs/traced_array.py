@@ -17,8 +17,6 @@ from autograd.tracer import Box
 from mpiad._typing import Array, Index, Shape
 from mpiad.programs.steps import Traced, plain
 
-__all__ = ["TracedArray"]
-
 _boxes = Box.types
 _DECIDES = (
     "it decides by a traced value (if, while, and, or, not, float, int, item): write np.where(x > 0, ...), or leave this "

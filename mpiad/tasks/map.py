@@ -19,8 +19,6 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.fault_tolerance import is_interruption
 from mpiad.transport.recovery import recover
 
-__all__ = ["mpi_map"]
-
 
 def mpi_map(
     fun: Callable[[Any], Any],

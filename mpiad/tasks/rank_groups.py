@@ -11,8 +11,6 @@ from mpiad._typing import Comm
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import require_alike
 
-__all__ = ["RankGroups", "groups_of"]
-
 _CALL = "tasks.RankGroups"
 _kept: WeakKeyDictionary[Channel, dict[int, RankGroups]] = WeakKeyDictionary()
 

@@ -19,8 +19,6 @@ from mpiad.transport.fault_tolerance import is_interruption, is_process_failure
 from mpiad.transport.object_messages import Message, PackedObject
 from mpiad.transport.polling import Backoff
 
-__all__ = ["Scheduler"]
-
 _SHORT = 0.02  # seconds, far above a message's way to the root and back
 _LOOK_EVERY = 0.05  # seconds
 

@@ -22,11 +22,10 @@ from mpiad.tasks.rank_groups import RankGroups, groups_of
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import Failure, agreed, alike_on_all
 from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.shared_counter import SharedCounter, threads_may_communicate
+from mpiad.transport.notices import threads_may_communicate
+from mpiad.transport.shared_counter import SharedCounter
 from mpiad.transport.tracing import tracing
 from mpiad.transport.user_failures import StageFailures
-
-__all__ = ["sum_over"]
 
 _CALL = "tasks.sum_over"
 

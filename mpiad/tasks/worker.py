@@ -17,8 +17,6 @@ from mpiad.transport.agreement import Failure
 from mpiad.transport.object_messages import Line, PackedObject
 from mpiad.transport.polling import Backoff
 
-__all__ = ["BYE", "RESULT", "STOP", "TASK", "Batch", "Ended", "Failed", "Outcome", "evaluated", "require_plain", "work"]
-
 TASK, RESULT, STOP, BYE = range(1, 5)  # the messages' kinds
 
 Batch = list[tuple[int, Any]]

@@ -15,8 +15,6 @@ from mpiad.transport.fault_tolerance import FAULT_TOLERANT, lost_ranks
 from mpiad.transport.object_messages import Line
 from mpiad.transport.recovery import ranks_within, recoverable
 
-__all__ = ["WorkerGroup"]
-
 _log = logging.getLogger("mpiad")
 
 

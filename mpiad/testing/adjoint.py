@@ -13,8 +13,6 @@ from mpiad.differentiation import make_vjp
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Channel, channel
 
-__all__ = ["AdjointError", "check_adjoint", "noise_like"]
-
 
 class AdjointError(AssertionError):
     """Report an adjoint that isn't the transpose.

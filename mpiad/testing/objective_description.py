@@ -15,8 +15,6 @@ from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace
 from mpiad.primitives.checks import root_of
 from mpiad.transport import Channel, channel
 
-__all__ = ["ObjectiveReport", "describe_objective"]
-
 _CALL = "describe_objective"
 
 

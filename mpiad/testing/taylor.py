@@ -20,8 +20,6 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.testing.adjoint import noise_like
 from mpiad.transport import channel
 
-__all__ = ["GradientError", "check_grads"]
-
 _HALVINGS = 12
 _MISSING_RATE = 0.2  # how far below the full rate a measured one may lie
 

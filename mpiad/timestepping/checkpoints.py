@@ -6,8 +6,6 @@ import os
 from numbers import Integral
 from typing import Any, NamedTuple
 
-__all__ = ["Checkpoints", "checkpoints_of"]
-
 
 class Checkpoints(NamedTuple):
     """How many states are kept for the gradient of a loop, in memory and in files.

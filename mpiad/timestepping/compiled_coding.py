@@ -19,8 +19,6 @@ import numpy as np
 
 from mpiad.compiling.cache import functions_of
 
-__all__ = ["are_there", "tops", "weights", "write_differences", "write_sums"]
-
 # Below, NumPy takes a few milliseconds, and to compile the loops takes half a second.
 _LARGE, _NARROWEST = 1 << 16, 32
 _RING = 8 * 512  # entries: eight rows of a stretch

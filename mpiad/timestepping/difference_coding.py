@@ -23,8 +23,6 @@ import numpy as np
 
 from mpiad.timestepping import compiled_coding
 
-__all__ = ["SMALLEST", "Coded", "coded"]
-
 SMALLEST = 256  # entries of an array that is worth it
 _LARGEST, _FULL = 32767, 10000  # of the differences, and from where on 16 bits are used well
 _HIGHEST = 4  # order

@@ -24,8 +24,6 @@ from mpiad.timestepping.checkpoints import Checkpoints
 from mpiad.timestepping.loop import Loop
 from mpiad.timestepping.stepping import Arguments, Stepping, TangentStepping
 
-__all__ = ["LoopOperator"]
-
 
 class LoopOperator:
     """A loop and the operators that it makes.

@@ -19,8 +19,6 @@ from mpiad.timestepping.snapshots import Snapshots, own
 from mpiad.timestepping.stepping import Arguments, Span, Stepping, spans
 from mpiad.transport import Spec
 
-__all__ = ["Loop"]
-
 
 class Loop:
     """Steps one after another, of plain arrays.

@@ -17,8 +17,6 @@ from mpiad.timestepping.snapshots import own
 from mpiad.timestepping.stepping import UserStepping, spans
 from mpiad.transport.tracing import opaque, tracing
 
-__all__ = ["scan"]
-
 _MOST_UNROLLED = 50  # steps, in a function that is being compiled
 
 

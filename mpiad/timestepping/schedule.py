@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 from mpiad.timestepping.checkpoints import Checkpoints
 
-__all__ = ["Advance", "Keep", "Restore", "Reverse", "actions"]
-
 
 class Keep(NamedTuple):
     """Keep the state, which is that before step `number`."""

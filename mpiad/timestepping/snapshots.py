@@ -15,8 +15,6 @@ from mpiad.timestepping.checkpoints import Checkpoints
 from mpiad.timestepping.difference_coding import SMALLEST, Coded, coded
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Snapshots", "own"]
-
 _SINGLE = {np.dtype(np.float64): np.float32, np.dtype(np.complex128): np.complex64}
 
 

@@ -18,8 +18,6 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Spec
 from mpiad.transport.tracing import tracing
 
-__all__ = ["Arguments", "Span", "Stepping", "TangentStepping", "UserStepping", "spans"]
-
 # Steps in one program. More bring little, and take long to compile.
 _MOST, _MOST_OPERATIONS = 32, 600
 

@@ -19,8 +19,6 @@ from mpi4py import MPI
 from mpiad.transport.calls import site_of, site_of_trace
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, lost_ranks
 
-__all__ = ["at_place", "at_trace", "end_job", "is_rank", "last_words", "may_end_job"]
-
 _UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
 
 last_words: list[Callable[[], object]] = []  # what a rank does before it ends the job: nothing that waits for others

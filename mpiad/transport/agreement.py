@@ -16,11 +16,6 @@ from mpiad.transport.channels import Channel, on_any_rank
 from mpiad.transport.exit_codes import code_of
 from mpiad.transport.tracing import settled
 
-__all__ = [
-    "Failure", "Failures", "agreed", "agreed_among", "alike_on_all", "error_of", "failures_among", "fingerprint",
-    "first_of", "forget_agreement", "raise_first", "raise_together", "raising_together", "require_alike", "require_same",
-]  # fmt: skip
-
 T = TypeVar("T")
 
 # What can be made anew on another rank of a name and one text.

@@ -17,8 +17,6 @@ from mpiad.checkpoint_files import remedy
 from mpiad.transport.agreement import raise_together
 from mpiad.transport.channels import Channel
 
-__all__ = ["Layout", "layout_in", "read_block", "write_block"]
-
 # ROMIO else sends all numbers through one rank of each node, in exchanges of 16 MiB: several times slower on its own disk.
 _HINTS = {"romio_cb_write": "disable", "romio_cb_read": "disable"}
 

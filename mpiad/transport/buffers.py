@@ -13,11 +13,6 @@ import numpy as np
 from mpiad._typing import Array, Shape
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = [
-    "Spec", "contiguous", "conversion", "copied", "empty_beside", "outgoing", "private_copy", "require_sendable", "result",
-    "spec_of", "zeros_beside",
-]  # fmt: skip
-
 _INEXACT = tuple(np.dtype(name) for name in ("f4", "f8", "c8", "c16"))
 _EXACT = tuple(np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"))
 _DTYPES = frozenset(_INEXACT + _EXACT)

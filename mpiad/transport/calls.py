@@ -22,11 +22,6 @@ from typing import Any, NamedTuple, Protocol
 from mpiad._typing import Array, Shape
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = [
-    "Arguments", "Call", "Observer", "Site", "begin", "begin_rule", "current", "end", "entry", "forget", "is_noting",
-    "note", "observers", "register", "site_of", "site_of_trace", "user_frame",
-]  # fmt: skip
-
 
 class Site:
     """A place in the user's program; there is one object for each, so that they are compared by identity.

@@ -28,11 +28,6 @@ from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.tracing import tracing
 from mpiad.transport.unreceived import ABANDONED, cancel, drain, give_back, has_ended
 
-__all__ = [
-    "Channel", "Watch", "communications", "is_watched", "live_channels", "on_any_rank", "operator_body", "set_watch",
-    "tell_recorders", "world_ranks",
-]  # fmt: skip
-
 _GOLDEN_SECTION = 0.6180339887498949
 _live: WeakSet[Channel] = WeakSet()
 _numbers = count()

@@ -24,11 +24,6 @@ from mpiad.transport.chunked_staging import (
 )
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = [
-    "allreduce", "alltoall", "bcast_from_here", "bcast_to_here", "compare", "gather", "reduce", "reduce_scatter", "scan",
-    "scatter",
-]  # fmt: skip
-
 
 def _cut(array: Array, chunk: int | None = None) -> list[Ranges]:
     return of_whole(array.nbytes // array.dtype.itemsize, array.dtype.itemsize, chunk)

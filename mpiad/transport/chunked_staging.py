@@ -24,8 +24,6 @@ from mpiad.transport.buffers import Spec, result
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.pinned import Loan, pool_of
 
-__all__ = ["ChunkedTransfer", "Ranges", "arriving", "bounds", "departing", "of_block", "of_blocks", "of_whole", "passing"]
-
 
 def departing(array: Array, pieces: list[Ranges]) -> ChunkedTransfer:
     """Begin the passage of an array that MPI reads."""

@@ -14,11 +14,6 @@ from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.device_settings import divides, present
 from mpiad.transport.staging import way_of
 
-__all__ = [
-    "allreduce", "alltoall", "bcast", "gather", "lengths_of_all", "reduce", "reduce_scatter", "scan", "scatter",
-]  # fmt: skip
-
-
 _WRONG = -1
 _NOTHING = Spec((0,), np.dtype(float))
 

@@ -9,8 +9,6 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["Difference", "bits_of", "compare", "greatest", "listed"]
-
 _SHOWN = 8
 _HUGE = 2**1023  # integers from here on have no float
 # Of the 16 bytes of a long double on x86 ten hold its 80 bits; whatever the memory held before is in the others.

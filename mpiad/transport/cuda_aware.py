@@ -19,8 +19,6 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_named
 from mpiad.transport.gpus import gpus_of_node
 from mpiad.transport.library import device_buffers, device_kinds
 
-__all__ = ["described", "forget", "takes_directly"]
-
 _LENGTHS = 8, 1 << 16  # MPI sends short and long messages in different ways
 _REMEDY = "Arrays are copied; MPIAD_CUDA_AWARE=0 asks for it from the start, and has large ones copied in pieces."
 _log = logging.getLogger("mpiad")

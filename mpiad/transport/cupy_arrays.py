@@ -13,8 +13,6 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Scalar, Shape
 
-__all__ = ["CupyArrays", "arrays_of_device", "on_current_device", "on_device"]
-
 
 class CupyArrays:
     """Makes and copies CuPy's arrays on one device; see `device_arrays.ArrayModule`, also for all methods."""

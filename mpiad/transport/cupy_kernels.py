@@ -11,8 +11,6 @@ import numpy as np
 
 from mpiad.transport.cupy_arrays import CupyArrays, on_device
 
-__all__ = ["CupyLauncher", "current_arrays", "launcher_of_device"]
-
 
 class CupyKernel:
     """A kernel of NVRTC's; see `device_kernels.DeviceKernel`."""

@@ -25,8 +25,6 @@ from mpiad.transport.notices import threads_may_communicate
 from mpiad.transport.polling import Backoff
 from mpiad.transport.uncaught import is_reporting
 
-__all__ = ["await_others", "code_at_end", "farewell", "note_finalize", "watch_departures"]
-
 # From the first error to the end of the job: others may leave too, with something to tell.
 _GRACE = 5.0
 _LOOKS = 0.1

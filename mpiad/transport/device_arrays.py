@@ -20,11 +20,6 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Scalar, Shape
 
-__all__ = [
-    "ArrayModule", "arrays_named", "arrays_of", "discover", "is_array", "is_device_array", "named", "register_arrays",
-    "when_registered",
-]  # fmt: skip
-
 
 class ArrayModule(Protocol):
     """What makes and copies arrays of one kind, on one device.

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["DeviceKernel", "Launcher", "launcher_of", "register_launcher", "selected_arrays"]
-
 
 class DeviceKernel(Protocol):
     """A compiled kernel."""

@@ -22,8 +22,6 @@ from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.envelopes import Envelope
 from mpiad.transport.staging import Staged, way_of
 
-__all__ = ["ANNOUNCEMENT_BYTES", "Announcement", "collect", "discard", "read_announcement", "ship"]
-
 _SAYING = b"mpiad: in pieces"
 ANNOUNCEMENT_BYTES = len(_SAYING) + 16
 

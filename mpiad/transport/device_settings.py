@@ -20,8 +20,6 @@ from mpi4py import MPI
 from mpiad.transport.gpus import may_be_used
 from mpiad.transport.library import device_kinds
 
-__all__ = ["DeviceSettings", "divides", "from_environment", "may_bring_arrays", "present", "put", "start"]
-
 LEAST_CHUNK = 64
 _UNSET = np.iinfo(np.int64).max
 

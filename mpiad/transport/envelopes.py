@@ -15,8 +15,6 @@ from __future__ import annotations
 from mpiad._typing import Comm
 from mpiad.transport.channels import Channel
 
-__all__ = ["Envelope"]
-
 
 class Envelope:
     """Address of one point-to-point message, seen from this rank.

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-__all__ = ["code_of", "exit_code", "forget_exit", "note_exit"]
-
 _member = SystemExit.__dict__["code"]
 _python_exit = sys.exit
 # Until 3.12 an exception that C code raises is made when somebody catches it; the interpreter ends the program without.

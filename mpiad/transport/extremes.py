@@ -17,8 +17,6 @@ from mpi4py import MPI
 from mpiad._typing import Array, Op
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["are_meant", "finished", "may_be_nan", "without_nan"]
-
 _HOST = (np.ndarray, np.generic)
 
 

@@ -32,8 +32,6 @@ from mpiad.transport.guarded.watch_settings import seconds_of
 from mpiad.transport.notices import Notices, threads_may_communicate
 from mpiad.transport.uncaught import end_by
 
-__all__ = ["LATE", "SOON", "LoneFailure", "FailureDetector"]
-
 SOON, LATE = 10.0, 300.0  # seconds: where others may well wait for this rank, and where that would be a surprise
 
 _FAILED, _MOVES, _WAITS, _ARRIVED = range(1, 5)

@@ -19,11 +19,6 @@ from mpi4py import MPI
 from mpiad._typing import Comm
 from mpiad.errors import RemoteError
 
-__all__ = [
-    "FAULT_TOLERANT", "all_have_come", "is_interruption", "is_process_failure", "is_revoked", "leave_process",
-    "lost_ranks",
-]  # fmt: skip
-
 
 def _can_revoke() -> bool:
     if os.environ.get("MPIAD_RECOVERY") == "0" or not hasattr(MPI.Comm, "Revoke"):

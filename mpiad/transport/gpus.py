@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["device_of", "gpus_of_node", "may_be_used", "visible"]
-
 _CUDA, _ROCM = Path("/proc/driver/nvidia/gpus"), Path("/sys/class/kfd/kfd/topology/nodes")
 _ANSWER_SECONDS = 3
 

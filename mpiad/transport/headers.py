@@ -18,8 +18,6 @@ from mpiad.transport.device_arrays import arrays_named, arrays_of
 from mpiad.transport.device_settings import divides, present
 from mpiad.transport.staging import Direct, Staged, way_of
 
-__all__ = ["agree_on_spec", "bcast_integers", "bcast_with_header"]
-
 _WORDS = 128
 # Dtype, number of dimensions, then NumPy's 64 dimensions at most; where it lies, and the bytes of its pieces.
 _KIND, _CHUNK, _SHAPE_WORDS = 66, 70, 71

@@ -13,10 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Launcher", "family_of", "in_pool", "launcher", "mpiexec_beside", "warn_of_other_library", "warn_of_separate_worlds",
-]  # fmt: skip
-
 _log = logging.getLogger("mpiad")
 
 

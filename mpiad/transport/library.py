@@ -9,8 +9,6 @@ from typing import NamedTuple
 import mpi4py
 from mpi4py import MPI
 
-__all__ = ["Library", "device_buffers", "device_kinds", "library"]
-
 _LEVELS = {
     MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled", MPI.THREAD_SERIALIZED: "serialized",
     MPI.THREAD_MULTIPLE: "multiple",

@@ -16,8 +16,6 @@ from mpiad.transport.channels import Channel
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_revoked
 from mpiad.transport.tracing import once, tracing
 
-__all__ = ["channel", "close_world", "member", "open_world", "prepare", "renew", "world_is_given_up"]
-
 _world: Channel | None = None
 _finalized = False
 

@@ -19,8 +19,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-__all__ = ["huge_pages", "prepare_memory"]
-
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _MMAP_BYTES = 32 << 20  # the largest that glibc accepts on 64 bits; larger arrays are mapped as before
 _TRIM_BYTES = 512 << 20  # what may stay at the top of the heap once it is free

@@ -14,11 +14,6 @@ from mpiad.transport.buffers import Spec
 from mpiad.transport.envelopes import Envelope
 from mpiad.transport.staging import HOST, Way, way_of
 
-__all__ = [
-    "Receipt", "finish_receive", "finish_send", "post_receive", "post_send", "receive", "require_whole", "send", "swap",
-    "too_long",
-]  # fmt: skip
-
 # Open MPI 5 writes a message that is too long past the end of the buffer before it reports it.
 _LOOKS_FIRST = MPI.get_vendor()[0] == "Open MPI"
 

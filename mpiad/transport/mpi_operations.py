@@ -6,8 +6,6 @@ from mpi4py import MPI
 
 from mpiad._typing import Op
 
-__all__ = ["defined_for", "name_of"]
-
 _NAMES = (
     "SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR", "MINLOC", "MAXLOC", "REPLACE", "NO_OP",
     "OP_NULL",

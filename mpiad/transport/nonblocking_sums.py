@@ -16,8 +16,6 @@ from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.device_settings import divides
 from mpiad.transport.staging import way_of
 
-__all__ = ["Summation", "start_allreduce", "start_sum_in_place", "sum_in_place"]
-
 
 class Summation:
     """A sum under way: MPI's requests, one for each piece, what takes a piece that is there, and what makes the result."""

@@ -11,8 +11,6 @@ from mpi4py import MPI
 from mpiad._typing import Comm, Rank
 from mpiad.transport.polling import Backoff
 
-__all__ = ["Notices", "threads_may_communicate"]
-
 
 def threads_may_communicate() -> bool:
     """Tell whether MPI was initialised for calls from several threads at once."""

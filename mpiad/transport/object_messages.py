@@ -15,8 +15,6 @@ from mpi4py import MPI
 from mpiad._typing import Comm, Rank, Request
 from mpiad.transport.fault_tolerance import is_process_failure
 
-__all__ = ["Line", "Message", "PackedObject"]
-
 _BUFFER_TAG = 1000
 _LARGE = 1 << 16
 _WORD = np.dtype(np.int64)

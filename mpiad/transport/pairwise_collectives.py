@@ -15,8 +15,6 @@ from mpiad.transport.channels import Channel
 from mpiad.transport.device_settings import present
 from mpiad.transport.mpi_operations import name_of
 
-__all__ = ["allgather", "allreduce", "are_two", "reduce_scatter"]
-
 # Bytes: shorter ones travel as fast in any way; of very long ones each rank combines a half, and sends the result.
 _LONG, _VERY_LONG = 1 << 16, 1 << 20
 # What a with b is, is b with a, to the same bits; `extremes` sees to zeros and NaN.

@@ -18,8 +18,6 @@ from mpiad._typing import Shape
 from mpiad.transport import device_settings
 from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["Loan", "Pool", "close_pools", "pool_of"]
-
 _LEAST = 4096
 
 

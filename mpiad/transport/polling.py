@@ -9,8 +9,6 @@ from mpi4py import MPI
 
 from mpiad._typing import Request
 
-__all__ = ["Backoff", "wait_gently"]
-
 # Ranks often outnumber cores; an MPI's own wait would take another rank's core away.
 _AT_ONCE = 0.01
 _LONGEST_NAP = 1e-3

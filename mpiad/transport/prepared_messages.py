@@ -13,8 +13,6 @@ from mpiad.transport.channels import Channel
 from mpiad.transport.envelopes import Envelope
 from mpiad.transport.messages import require_whole, too_long
 
-__all__ = ["PreparedMessages", "as_message", "prepared_sum", "prepared_swap"]
-
 _ABANDONED: list[Any] = []
 
 

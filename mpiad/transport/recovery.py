@@ -31,8 +31,6 @@ from mpiad.transport.lookup import channel
 from mpiad.transport.polling import Backoff
 from mpiad.transport.uncaught import end_by
 
-__all__ = ["interruptible", "ranks_within", "recover", "recoverable", "recovers"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 _BY_KEYWORD: Any = object()
 _UNTIL_REVOKED = 0.05  # seconds in which ranks that fail alike come by themselves

@@ -23,8 +23,6 @@ from mpiad.transport.channels import Channel
 from mpiad.transport.copy_differences import Difference, bits_of, compare, greatest, listed
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["require_replicated"]
-
 
 class _Held(NamedTuple):
     """What the ranks tell each other of a leaf: where it is, what kind of value, and a hash of its bits."""

@@ -14,10 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Comm
-from mpiad.transport.notices import threads_may_communicate
 from mpiad.transport.polling import wait_gently
-
-__all__ = ["SharedCounter", "threads_may_communicate"]
 
 _ASK, _ANSWER = 1, 2
 _NAP = 5e-4  # seconds

@@ -24,8 +24,6 @@ from mpi4py import MPI
 from mpiad._typing import Comm
 from mpiad.transport.channels import on_any_rank
 
-__all__ = ["shared_vectors"]
-
 T = TypeVar("T")
 
 _FOLDER = "/dev/shm"

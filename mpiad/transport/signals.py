@@ -25,8 +25,6 @@ from mpi4py import MPI
 
 from mpiad.transport.abort import at_place, end_job, is_rank
 
-__all__ = ["install_signal_handlers", "postponed", "requested"]
-
 _RAISED_WITHIN = 1.0
 # In code of the user's own a communication by bare mpi4py can't be told from a long computation.
 _RAISED_WITHIN_FOREIGN = 10.0

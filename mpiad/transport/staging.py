@@ -21,9 +21,6 @@ from mpiad.transport.cuda_aware import takes_directly
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.pinned import Loan, pool_of
 
-__all__ = ["HOST", "Direct", "Staged", "Way", "way_of"]
-
-
 Room: TypeAlias = Any
 """Where an array comes to: what one of the ways has made, and takes itself."""
 

@@ -11,8 +11,6 @@ from mpi4py import MPI
 
 from mpiad.cache_folder import first_time
 
-__all__ = ["cores", "limit_threads", "loop_threads"]
-
 _log = logging.getLogger("mpiad")
 _TOLD = "told-of-threads"
 _USERS_OWN = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")

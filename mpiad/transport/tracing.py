@@ -14,8 +14,6 @@ from mpiad._typing import Array
 
 T = TypeVar("T")
 
-__all__ = ["ProgramRecorder", "once", "opaque", "settled", "tracing"]
-
 
 class ProgramRecorder(Protocol):
     """What is asked of a trace under way."""

@@ -24,8 +24,6 @@ from mpi4py import MPI
 from mpiad.transport.abort import end_job, is_rank, may_end_job
 from mpiad.transport.exit_codes import code_of
 
-__all__ = ["end_by", "install_hooks", "is_reporting"]
-
 _installed = False
 _reporting = False
 _in_session = False

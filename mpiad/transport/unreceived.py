@@ -12,8 +12,6 @@ from mpi4py import MPI
 
 from mpiad._typing import Comm, Request
 
-__all__ = ["ABANDONED", "cancel", "drain", "give_back", "has_ended"]
-
 ABANDONED: list[tuple] = []
 """What MPI may still use: buffers, and communicators that can't be freed."""
 

@@ -39,8 +39,6 @@ from mpiad.transport.lookup import channel
 from mpiad.transport.recovery import recovers
 from mpiad.transport.signals import requested
 
-__all__ = ["DeferredFailures", "StageFailures", "Unreached", "WrongValueError", "verdict"]
-
 T = TypeVar("T")
 
 # What a rank says of its part of a stage: whether it failed, whether a solver in it didn't converge, whether the rank was

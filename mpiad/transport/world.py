@@ -25,11 +25,6 @@ from mpiad.transport.signals import install_signal_handlers
 from mpiad.transport.threads import limit_threads
 from mpiad.transport.uncaught import install_hooks
 
-__all__ = [
-    "any_rank", "at_end", "at_start", "finalize", "finalized", "initialized", "level_of_repeats", "local_rank", "speaks",
-    "start",
-]  # fmt: skip
-
 _local: tuple[int, int] | None = None
 _TIME_TO_LOAD = 20.0  # seconds; file systems make it differ from rank to rank
 _LONG = 60.0

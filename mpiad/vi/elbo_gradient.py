@@ -26,8 +26,6 @@ from mpiad.vi.placement import placed
 from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian, Posterior
 from mpiad.vi.prior import Prior
 
-__all__ = ["Objective", "Terms", "closed_form", "has_closed_form"]
-
 
 def has_closed_form(posterior: Posterior, prior: Prior) -> bool:
     """Tell whether KL(q‖prior) is known: both are normal."""

@@ -26,8 +26,6 @@ from mpiad.vi.prior import prior_of
 from mpiad.vi.result import VIResult
 from mpiad.vi.training import Optimizer, Training
 
-__all__ = ["VI"]
-
 _log = logging.getLogger("mpiad")
 
 

@@ -19,8 +19,6 @@ from mpiad.tasks import mpi_map
 from mpiad.transport import channel
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["Evaluations", "Model", "sorted_out"]
-
 _FINE, _RAISED, _NOT_FINITE = 0.0, 1.0, 2.0
 
 

@@ -15,8 +15,6 @@ from mpiad.transport import Channel
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import arrays_of, is_array, is_device_array
 
-__all__ = ["all_finite", "copied", "device_of", "on_device", "placed", "require_one_place"]
-
 
 def require_one_place(params: Tree, device: int | None, call: str) -> None:
     """Raise where variational parameters lie in several places, or not on the device that this rank was given."""

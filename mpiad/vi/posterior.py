@@ -9,8 +9,6 @@ import numpy
 
 from mpiad._typing import Array, Tree
 
-__all__ = ["FullRankGaussian", "MeanFieldGaussian", "Posterior", "checked_dimension"]
-
 
 class Posterior(Protocol):
     """A family of distributions over parameters θ, given by variational parameters: any pytree of arrays.

@@ -16,8 +16,6 @@ from mpiad.device import to_device, to_host
 from mpiad.device.constants import Constants
 from mpiad.primitives import stop
 
-__all__ = ["Prior", "prior_of"]
-
 _LOG_2PI = float(numpy.log(2 * numpy.pi))
 # Of a central difference of a smooth function in float64, in units of the distribution's scale.
 # The cube root of float64's precision, where truncation (step²) and rounding (precision / step) are alike.

@@ -12,8 +12,6 @@ from mpiad.device import to_device, to_host
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.vi.posterior import Posterior
 
-__all__ = ["VIResult"]
-
 
 @dataclass(frozen=True)
 class VIResult:

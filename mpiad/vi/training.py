@@ -17,8 +17,6 @@ from mpiad.vi.elbo_gradient import Objective
 from mpiad.vi.model_evaluation import Evaluations
 from mpiad.vi.placement import all_finite, copied, on_device, placed
 
-__all__ = ["Average", "Ended", "Optimizer", "Training", "Verdict"]
-
 
 class Optimizer(Protocol):
     """What a run needs of an optimizer, of the user's or of `mpiad.parallel`."""

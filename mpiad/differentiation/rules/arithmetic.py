@@ -22,8 +22,6 @@ from mpiad.differentiation.rules.protocol import (
     two_unchanged,
 )
 
-__all__ = ["ADD", "DIVIDE", "JVPS", "MULTIPLY", "SUBTRACT", "VJPS", "Tangent"]
-
 
 def add_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Pass the cotangent of a sum to its terms."""

@@ -21,8 +21,6 @@ from mpiad.device.transfer import array_to_host
 from mpiad.differentiation.rules.protocol import BOX_TYPES, anp
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["brought_home", "fitting", "widened"]
-
 _ndarray, _float64 = np.ndarray, np.float64
 
 

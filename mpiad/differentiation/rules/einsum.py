@@ -15,8 +15,6 @@ from mpiad._typing import Array, Shape
 from mpiad.differentiation.rules.expansion import expand
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, inherited_vjp
 
-__all__ = ["JVPS", "VJPS", "letters_of"]
-
 
 def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Sum the cotangent with the other operands, over what the operand doesn't have."""

@@ -19,8 +19,6 @@ from mpiad.differentiation.rules.protocol import (
     one_negated,
 )
 
-__all__ = ["JVPS", "VJPS"]
-
 
 def negative_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Negate the cotangent."""

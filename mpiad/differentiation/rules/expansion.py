@@ -9,8 +9,6 @@ from mpiad._typing import Array, Shape
 from mpiad.differentiation.rules.protocol import BOX_TYPES, anp
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["expand", "filled", "is_known", "kept_shape", "spread"]
-
 
 def is_known(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:
     """Tell whether a rule for a reduction knows all arguments of a call: array, maybe axis, and keywords of `names`.

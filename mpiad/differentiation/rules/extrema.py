@@ -24,8 +24,6 @@ from mpiad.differentiation.rules.protocol import (
 from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["JVPS", "VJPS"]
-
 _KNOWN = frozenset({"axis", "keepdims", "where", "initial"})
 _SMALL = 2048  # below this size a mask is cheaper than a list of places
 _FEW = 16  # one hit in so many elements: more are multiplied by a mask too

@@ -15,8 +15,6 @@ from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, inheri
 from mpiad.differentiation.rules.scatter_add import Scatter, is_basic, put
 from mpiad.transport.device_arrays import is_array, is_device_array
 
-__all__ = ["JVPS", "VJPS"]
-
 _getitem = ArrayBox.__getitem__
 
 

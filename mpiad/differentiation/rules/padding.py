@@ -11,8 +11,6 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Shape
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, inherited_jvp, inherited_vjp
 
-__all__ = ["JVPS", "VJPS", "fold"]
-
 Widths: TypeAlias = list[tuple[int, int]]
 _COPYING = frozenset({"edge", "reflect", "symmetric", "wrap"})
 

@@ -12,8 +12,6 @@ from mpiad.differentiation.rules.broadcasting import fitting
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, inherited_jvp, inherited_vjp, one_unchanged
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["JVPS", "VJPS", "doubled"]
-
 Slope = Callable[[Array], Array]
 
 

@@ -14,12 +14,6 @@ from mpiad._typing import Array
 from mpiad.device.transfer import array_to_host
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = [
-    "BOX_TYPES", "DEVICE_JVPS", "DEVICE_REFUSALS", "DEVICE_VJPS", "Argnums", "JvpMaker", "Primitive", "Vjp", "VjpMaker",
-    "anp", "inherited_jvp", "inherited_vjp", "one_negated", "one_unchanged", "primitive_mean", "primitive_where",
-    "refuse_on_device", "two_unchanged",
-]  # fmt: skip
-
 Argnums: TypeAlias = tuple[int, ...]
 Primitive: TypeAlias = Callable[..., Any]
 Vjp: TypeAlias = Callable[[Any], Any]

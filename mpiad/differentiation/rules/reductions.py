@@ -11,8 +11,6 @@ from mpiad._typing import Array
 from mpiad.differentiation.rules.expansion import filled, is_known, kept_shape, spread
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, inherited_vjp, primitive_mean
 
-__all__ = ["JVPS", "VJPS"]
-
 _KNOWN = frozenset({"axis", "keepdims", "dtype", "where"})
 _KNOWN_TO_SUM = _KNOWN | {"initial"}
 

@@ -11,8 +11,6 @@ from autograd.tracer import getval
 from mpiad._typing import Array
 from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Primitive, Vjp, VjpMaker, anp, inherited_vjp
 
-__all__ = ["JVPS", "VJPS"]
-
 
 def _shape_restored(fun: Primitive, most: int) -> VjpMaker:
     def shape_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:

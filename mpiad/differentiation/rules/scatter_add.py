@@ -14,8 +14,6 @@ from autograd.extend import SparseObject, defjvp_argnums, defvjp, primitive
 from mpiad._typing import Array, Index, Shape
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Scatter", "is_basic", "put"]
-
 _FEW = 16  # where fewer elements than one in so many are added, numbering all of them doesn't pay
 _BASIC = frozenset({int, slice, type(None), type(...), np.int64, np.int32})
 

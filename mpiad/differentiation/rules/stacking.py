@@ -18,8 +18,6 @@ from mpiad.differentiation.rules.protocol import (
 )
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["JVPS", "VJPS"]
-
 
 def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Cut the cotangent into the pieces that were joined."""

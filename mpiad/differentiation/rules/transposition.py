@@ -25,8 +25,6 @@ from mpiad.differentiation.rules.protocol import (
 )
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["tangent_rule"]
-
 
 def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
     """Return what makes the tangent of a function that has no rule of ours; a NotImplementedError where nothing does."""

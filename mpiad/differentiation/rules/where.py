@@ -10,8 +10,6 @@ from mpiad.differentiation.rules.broadcasting import fitting, widened
 from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, anp, inherited_jvp, inherited_vjp, primitive_where
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["JVPS", "VJPS"]
-
 _SMALL = 2048
 _WORDS = {np.dtype(np.float64): np.dtype(np.int64), np.dtype(np.float32): np.dtype(np.int32)}
 

@@ -11,8 +11,6 @@ from mpiad.ensemble.root_departure import AHEAD, AHEAD_OF_SHORT, AT_ONCE, AT_ROO
 if TYPE_CHECKING:
     from mpiad.ensemble.compiled.lane_output import LaneOutput
 
-__all__ = ["departure", "distance_ahead"]
-
 
 def distance_ahead() -> list[str]:
     """Return lines on how far `ahead` to look, by how long the last event is ago, `gone`, and how long tspan is, `span`."""

@@ -23,8 +23,6 @@ from mpiad.ensemble.compiled.kernel_form import Fields, Form
 from mpiad.ensemble.compiled.lane_output import LaneOutput
 from mpiad.ensemble.controller import LEAST_ERROR
 
-__all__ = ["fields_of", "forward_source", "power_lines"]
-
 # Of a step: what is left to the end, where steps are fixed.
 _ROUNDING = 1e-9
 

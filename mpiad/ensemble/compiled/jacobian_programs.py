@@ -9,8 +9,6 @@ from mpiad.compiling.builder import Builder, simplify
 from mpiad.compiling.derivatives import Wanted, derivatives_by_inputs, jvp, vjp
 from mpiad.compiling.program import Program
 
-__all__ = ["JacobianProgram", "bend_program", "curvature_program", "jacobian_program"]
-
 _MOST_PROGRAMS = 32
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from mpiad.ensemble.compiled.lane_output import LaneOutput
     from mpiad.ensemble.compiled.reverse_kernel import ReverseOutput
 
-__all__ = ["first_goal", "jump", "jump_back", "least_of", "left", "next_back", "sides", "stop_back"]
-
 
 def least_of(t: str, goal: str) -> list[str]:
     """Return lines for `most`: 10 times what time can resolve between t and a goal, below which a step is looked at."""

@@ -23,8 +23,6 @@ from mpiad.ensemble.solve_options import SolveOptions
 from mpiad.ensemble.trial import try_once
 from mpiad.transport.threads import cores
 
-__all__ = ["Compiler", "check_implicit"]
-
 # Fewer trajectories are solved in less time than a kernel is loaded or compiled in.
 LEAST_TRAJECTORIES = 1000
 

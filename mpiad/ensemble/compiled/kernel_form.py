@@ -18,8 +18,6 @@ from mpiad.ensemble.controller import Controller
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.tableaus import Tableau
 
-__all__ = ["Fields", "Form", "form_of"]
-
 
 class Form(NamedTuple):
     """The sizes and options of one kernel."""

@@ -19,8 +19,6 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import Acting
 
-__all__ = ["H", "T", "U", "Tape", "give_back", "jumps_of", "note_crossings", "room", "room_for"]
-
 # An event's row is the trajectory, which event, in which of its steps (from 0), the part of the step that is gone there,
 # and when; then what the step started from: its time, its signed size, and the components of the state, of a complex one
 # its parts. Where events act in a kernel that records, those of the state at the event follow.

@@ -26,8 +26,6 @@ from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.ensemble.transposed_step import StepCotangents
 
-__all__ = ["KernelJumps", "KernelSeeds", "KernelStops", "kernel_seeds"]
-
 
 class KernelSeeds(NamedTuple):
     """The cotangents that a reverse kernel takes up on its way."""

@@ -25,8 +25,6 @@ from mpiad.ensemble.hybrid_outcome import complete
 from mpiad.ensemble.outcome import Outcome, ReturnCode, counters
 from mpiad.ensemble.settings import Settings
 
-__all__ = ["Solver"]
-
 _log = logging.getLogger("mpiad")
 
 # Steps of a trajectory for which there is room at first.

@@ -19,8 +19,6 @@ from mpiad.ensemble.compiled.jacobian_programs import curvature_program, jacobia
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.reverse_kernel import reverse_source
 
-__all__ = ["cuda_text", "forward_text", "reverse_text", "signature_of"]
-
 _MOST_TEXTS = 32
 # Types of arguments: of times, counts and sums; arrays of states have the states' precision.
 _ROW, _TABLE = "float64[::1]", "float64[:, ::1]"

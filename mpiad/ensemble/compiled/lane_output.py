@@ -17,8 +17,6 @@ from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 from mpiad.ensemble.controller import PIController
 from mpiad.ensemble.outcome import ReturnCode
 
-__all__ = ["LaneOutput"]
-
 _STUCK = ReturnCode.DtLessThanMin.code
 
 

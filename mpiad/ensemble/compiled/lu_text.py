@@ -14,8 +14,6 @@ from typing import Protocol
 
 from mpiad.compiling.source import indented
 
-__all__ = ["LU", "LoopedLU", "WrittenLU"]
-
 
 class LU(Protocol):
     """Lines on the factors of a matrix, and on solutions."""

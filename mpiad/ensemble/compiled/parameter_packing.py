@@ -20,8 +20,6 @@ from mpiad.differentiation.trees import is_variable
 from mpiad.ensemble.batch import Parameters
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["ParameterPacking", "PackedLeaf", "names_of", "packing_of"]
-
 
 class PackedLeaf(NamedTuple):
     """One leaf that a program takes its parameters from."""

@@ -17,9 +17,6 @@ from mpiad.ensemble.compiled.jump_text import jump_back, left, next_back, stop_b
 from mpiad.ensemble.compiled.kernel_form import Fields, Form
 from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 
-__all__ = ["ReverseOutput", "fields_of", "reverse_source"]
-
-
 # Further arguments of a kernel that goes back over events that acted.
 _JUMPS = """jump,
             jump_first, jump_number, jump_kind, jump_time, jump_state, jump_due,

@@ -19,8 +19,6 @@ from mpiad.ensemble.linear_jumps import LinearJumps
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
 
-__all__ = ["carried_tangents", "pull_compiled"]
-
 
 def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
     """Return the cotangents of a run's inputs, by a reverse kernel; the arguments are those of `pull_run`."""

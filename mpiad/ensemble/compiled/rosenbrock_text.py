@@ -10,8 +10,6 @@ from mpiad.ensemble.compiled.lu_text import LU, LoopedLU, WrittenLU
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
 
-__all__ = ["steps_of"]
-
 # Of factors and solutions that are written out: what is compiled in ten seconds, and then several times as fast as loops.
 _MOST_LINES = 4000
 _MOST_ENTRIES = 100

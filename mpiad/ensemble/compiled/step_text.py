@@ -16,8 +16,6 @@ from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.controller import LEAST_ERROR, PIController
 from mpiad.ensemble.events import EVALUATIONS, RESOLUTION, TRUNCATION
 
-__all__ = ["Steps"]
-
 
 class Steps:
     """Lines on one step.

@@ -29,8 +29,6 @@ from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.trial import MOVED
 
-__all__ = ["trace", "verify"]
-
 Called: TypeAlias = Callable[[Array, Any, Array], Array]
 
 _COLUMNS = 5

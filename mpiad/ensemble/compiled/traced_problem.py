@@ -27,8 +27,6 @@ from mpiad.ensemble.compiled.trace import trace, verify
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.event_affects import affected
 
-__all__ = ["FEW", "TracedProblem", "Warn", "problem_of", "remembered", "warn_once"]
-
 _log = logging.getLogger("mpiad")
 
 # What hears why an f isn't compiled.

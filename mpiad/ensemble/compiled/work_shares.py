@@ -19,8 +19,6 @@ from weakref import WeakKeyDictionary
 
 from mpiad._typing import Array
 
-__all__ = ["Paced", "each", "shares_of"]
-
 # At the end of a share its last trajectories leave lanes empty: two hundredths of the work, for so few trajectories.
 _LEAST, _MOST = 512, 16_384
 # A share is at most one in so many, for each thread, of the trajectories that nobody has taken yet.

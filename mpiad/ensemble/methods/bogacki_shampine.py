@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from mpiad.ensemble.tableaus import Algorithm, Tableau, explicit
 
-__all__ = ["BS3"]
-
 
 @dataclass(frozen=True)
 class BS3(Algorithm):

@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from mpiad.ensemble.tableaus import Algorithm, Tableau, explicit
 
-__all__ = ["RK4"]
-
 
 @dataclass(frozen=True)
 class RK4(Algorithm):

@@ -9,8 +9,6 @@ import numpy as np
 
 from mpiad.ensemble.tableaus import Algorithm, Tableau, explicit
 
-__all__ = ["RK45"]
-
 
 @dataclass(frozen=True)
 class RK45(Algorithm):

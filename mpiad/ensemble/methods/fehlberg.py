@@ -7,8 +7,6 @@ from typing import ClassVar
 
 from mpiad.ensemble.tableaus import Algorithm, Tableau, explicit
 
-__all__ = ["Fehlberg45"]
-
 
 @dataclass(frozen=True)
 class Fehlberg45(Algorithm):

@@ -11,8 +11,6 @@ import numpy as np
 from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau, rosenbrock
 from mpiad.ensemble.tableaus import Algorithm
 
-__all__ = ["Rosenbrock23"]
-
 # Their names in the paper.
 _D, _E32 = 1 / (2 + sqrt(2)), 6 + sqrt(2)
 

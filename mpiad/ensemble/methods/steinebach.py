@@ -10,8 +10,6 @@ import numpy as np
 from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau, rosenbrock
 from mpiad.ensemble.tableaus import Algorithm
 
-__all__ = ["Rodas5P"]
-
 _A6 = (-7.502846399306121, 2.561846144803919, -11.627539656261098, -0.18268767659942256, 0.030198172008377946)
 _B = np.array([*_A6, 1.0, 1.0, 1.0])
 # The interpolant is u (1 - x) + x (u_new + (1 - x) (H2 + x (H3 + x H4))), with sums H over the stages, times h.

@@ -9,8 +9,6 @@ import numpy as np
 
 from mpiad.ensemble.tableaus import Algorithm, Tableau, explicit
 
-__all__ = ["Tsit5"]
-
 
 @dataclass(frozen=True)
 class Tsit5(Algorithm):

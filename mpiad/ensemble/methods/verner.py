@@ -9,8 +9,6 @@ import numpy as np
 
 from mpiad.ensemble.tableaus import Algorithm, Tableau, explicit
 
-__all__ = ["Vern7"]
-
 
 @dataclass(frozen=True)
 class Vern7(Algorithm):

@@ -24,8 +24,6 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, StepSweep, Visit
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["DeviceRun", "run_of"]
-
 
 def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
     """Return a solve with its record, where its states live."""

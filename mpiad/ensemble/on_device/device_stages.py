@@ -16,8 +16,6 @@ from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.derivative import Derivative
 from mpiad.ensemble.field_jacobian import jacobian_of
 
-__all__ = ["DeviceRosenbrockStages", "DeviceStages", "stages_on_device"]
-
 
 class DeviceStages:
     """The stages of steps, as `Stages` on the host; each step's are new arrays.

@@ -13,8 +13,6 @@ from mpiad.ensemble.on_device.saved_slots import Due, EveryStep, SaveTimes
 from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Block", "Events", "Record", "Round"]
-
 
 class Round(NamedTuple):
     """One step of all columns of a block; times are in the direction of the solve."""

@@ -27,8 +27,6 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.working_set import Turns
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["integrate"]
-
 
 def integrate(batch: Batch, settings: Settings) -> Outcome:
     """Solve all trajectories of a batch whose states are device arrays, start and end on the host.

@@ -14,8 +14,6 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.record import Step
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Due", "EveryStep", "SaveTimes"]
-
 # Numbers in one array of saved states.
 _BLOCK = 1 << 24
 

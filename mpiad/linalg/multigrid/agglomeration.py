@@ -10,8 +10,6 @@ from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
 from mpiad.transport.buffers import copied, empty_beside
 
-__all__ = ["Agglomeration"]
-
 # Far from what users choose, and below the 32767 that MPI guarantees.
 _TAG_GATHER, _TAG_SCATTER = 32754, 32755
 

@@ -19,8 +19,6 @@ from mpiad.linalg.host_and_device import through_host
 from mpiad.linalg.multigrid.level_stencil import offsets
 from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["Coarsest"]
-
 _DENSE = 512  # points: an inverse of 2 MiB, read in less time than a copy to the host and back takes
 
 

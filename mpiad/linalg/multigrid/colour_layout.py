@@ -21,8 +21,6 @@ from mpiad.linalg.multigrid.spread import Box
 from mpiad.transport.buffers import Spec, empty_beside
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Colour", "Layout", "layout_of", "reach"]
-
 Colour = tuple[int, ...]
 
 

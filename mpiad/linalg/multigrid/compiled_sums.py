@@ -18,8 +18,6 @@ from mpiad.compiling.cache import functions_of
 from mpiad.linalg.multigrid.colour_layout import Layout
 from mpiad.linalg.multigrid.level_sums import Step, Sums, Term, WeightedSum
 
-__all__ = ["CompiledSums", "are_compiled"]
-
 # Points of a block below which the kernel is loaded in more time than it saves.
 _LARGE = 1 << 13
 # Entries of a stretch: with its weights it stays in the second cache, and shorter ones are read more slowly from the third.

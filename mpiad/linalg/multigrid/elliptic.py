@@ -18,8 +18,6 @@ from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["Elliptic", "Sides", "sides_of"]
-
 _KINDS = ("dirichlet", "neumann")
 _ALLOWED = '"dirichlet" or "neumann"; or, in a tuple, one of these or a pair (before, after) for each dimension'
 

@@ -26,8 +26,6 @@ from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.tracing import opaque
 
-__all__ = ["solve_elliptic"]
-
 _CALL = "linalg.solve_elliptic"
 
 

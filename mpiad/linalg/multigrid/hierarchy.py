@@ -32,8 +32,6 @@ from mpiad.linalg.multigrid.level_stencil import Stencil, corners, offsets, sten
 from mpiad.linalg.multigrid.spread import Spread
 from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["Coarser", "Plan", "coarse_operator", "hierarchy"]
-
 # A factorisation of so many points costs less than the levels that it saves.
 _FACTORISED = {1: 4096, 2: 400, 3: 216}
 # To send the sides of shorter blocks takes longer than to compute several of them on one rank.

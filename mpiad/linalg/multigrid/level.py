@@ -21,8 +21,6 @@ from mpiad.transport.device_arrays import ArrayModule
 if TYPE_CHECKING:  # it makes levels, and so imports this file
     from mpiad.linalg.multigrid.hierarchy import Coarser
 
-__all__ = ["Level"]
-
 
 class Level:
     """A level on a rank that takes part in it."""

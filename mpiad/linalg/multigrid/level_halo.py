@@ -14,8 +14,6 @@ from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
 from mpiad.transport.buffers import empty_beside
 
-__all__ = ["LevelHalo"]
-
 # Far from what users choose, and below the 32767 that MPI guarantees.
 _TAG_UP, _TAG_DOWN = 32752, 32753
 

@@ -13,8 +13,6 @@ from mpiad.linalg.multigrid.colour_layout import Colour, Layout, reach
 from mpiad.linalg.multigrid.level_sums import Term
 from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["Offset", "Stencil", "corners", "offsets", "stencil_of"]
-
 Offset = tuple[int, ...]
 
 

@@ -15,8 +15,6 @@ from mpiad._typing import LocalArray
 from mpiad.linalg.multigrid.colour_layout import Layout
 from mpiad.transport.buffers import empty_beside, zeros_beside
 
-__all__ = ["Step", "Sums", "Term", "WeightedSum"]
-
 Step: TypeAlias = Callable[[LocalArray], None]
 """``step(f)`` computes sums for the right-hand sides f, of shape (systems, colours, size) and contiguous."""
 

@@ -15,8 +15,6 @@ from mpiad.transport import MAX, Channel
 from mpiad.transport.agreement import agreed, raising_together
 from mpiad.transport.collectives import allreduce
 
-__all__ = ["coefficients", "contrast", "has_constants"]
-
 _CALL = "linalg.Multigrid"
 
 

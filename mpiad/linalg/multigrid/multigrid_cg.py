@@ -26,8 +26,6 @@ from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.collectives import allreduce
 from mpiad.transport.user_failures import DeferredFailures
 
-__all__ = ["Tolerance", "conjugate", "over_systems"]
-
 _CALL = "linalg.Multigrid.solve"
 _RIGHT = "the right-hand side"
 _LEAST = 1e-260  # of the square of its norm: that of a residual 1e-20 times as large is still a normal number

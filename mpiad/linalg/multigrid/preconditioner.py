@@ -32,8 +32,6 @@ from mpiad.transport.buffers import empty_beside
 from mpiad.transport.collectives import allreduce
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array
 
-__all__ = ["Multigrid"]
-
 # Levels that are visited twice where κ varies by more than that factor.
 _DOUBLED, _SMOOTH = 2, 100.0
 # Right-hand sides of one cycle: each takes the memory of three more. A solve for many has that, and more, of each.

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from mpiad._typing import Rank, Shape
 from mpiad.domain.partition import Partition
 
-__all__ = ["Box", "Spread", "spread_of"]
-
 
 @dataclass(frozen=True)
 class Box:

@@ -16,8 +16,6 @@ import numpy as np
 
 from mpiad._typing import Scalar
 
-__all__ = ["LOSSES", "Loss", "loss_of"]
-
 
 @np.errstate(all="ignore")
 def _soft_l1(z: np.ndarray) -> list[np.ndarray]:

@@ -26,8 +26,6 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import SUM, Channel
 from mpiad.transport.user_failures import StageFailures, WrongValueError
 
-__all__ = ["ResidualEvaluation"]
-
 
 class ResidualEvaluation:
     """The stages of evaluations: every rank calls the same method with the root's variables.

@@ -23,8 +23,6 @@ from mpiad.optimize.residuals.residual_evaluation import ResidualEvaluation
 from mpiad.optimize.root_driven import Leader
 from mpiad.optimize.root_instructions import COTANGENT, FACTOR, RESIDUALS, TANGENT
 
-__all__ = ["Aims", "descend"]
-
 # With SciPy's statuses.
 _STOPPED = Ending(-2, STOPPED.message)
 _LIMIT = Ending(0, "The maximum number of function evaluations is exceeded. Raise max_nfev.")

@@ -23,8 +23,6 @@ from mpiad.compiling.cache import functions_of
 from mpiad.optimize.box_constraints import Box
 from mpiad.optimize.sharded.host_vectors import LENGTH, PADDING, HostVectors, Parts
 
-__all__ = ["CompiledVectors", "host_vectors"]
-
 # Below, an iteration takes less than a millisecond, and to compile the loops half a second.
 _LARGE = 1 << 18
 # Sums may be reordered; NaN and infinities stay what they are.

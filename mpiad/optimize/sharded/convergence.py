@@ -13,11 +13,6 @@ from mpiad._typing import Function
 from mpiad.optimize.conclusion import STOPPED
 from mpiad.optimize.evaluated_points import Ending
 
-__all__ = [
-    "ABNORMAL", "EVALUATIONS", "GRADIENT", "NOT_FINITE", "NewtonSettings", "Settings", "checked", "ending_at",
-    "newton_settings_of", "settings_of",
-]  # fmt: skip
-
 _REAL = "gtol", "grtol", "ftol", "radius"  # the others are integers
 
 

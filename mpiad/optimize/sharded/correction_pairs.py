@@ -22,8 +22,6 @@ import sys
 
 import numpy as np
 
-__all__ = ["Ring", "two_loop_recursion"]
-
 
 class Ring:
     """Roles of the slots.

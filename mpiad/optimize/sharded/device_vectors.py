@@ -19,8 +19,6 @@ from mpiad.optimize.sharded.correction_pairs import Ring
 from mpiad.optimize.sharded.host_vectors import Parts
 from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["DeviceVectors"]
-
 # Columns that are worked on at a time where that makes arrays of their length: a few tens of megabytes.
 _STRETCH = 1 << 18
 

@@ -16,8 +16,6 @@ import numpy as np
 from mpiad.optimize.box_constraints import Box
 from mpiad.optimize.sharded.correction_pairs import Ring
 
-__all__ = ["LENGTH", "PADDING", "HostVectors", "Parts", "untiled"]
-
 # Two stretches fit a core's own cache; a call for a whole tile takes little beside its arithmetic.
 LENGTH = 16384
 # Between the rows of a full tile: at distances of a power of two they would share a few places of the cache, and seven rows

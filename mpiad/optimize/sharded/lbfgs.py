@@ -19,8 +19,6 @@ from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.line_search import LineSearch
 from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
 
-__all__ = ["LBFGS", "Trials"]
-
 
 class Trials:
     """Points along a direction: every rank moves its piece, all evaluate, and two small messages tell what is to be known.

@@ -23,8 +23,6 @@ from mpiad.optimize.sharded.host_vectors import HostVectors
 from mpiad.optimize.sharded.rational_model import PAIRS, Attempts, Pair, are_followed, misfit, way
 from mpiad.optimize.sharded.solver_state import Point
 
-__all__ = ["LimitedMemory"]
-
 # How far the gradient may have fallen since its products were last taken themselves: their error is this many times that
 # of rounding.
 _FALL = 100.0

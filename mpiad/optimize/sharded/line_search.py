@@ -21,8 +21,6 @@ from typing import NamedTuple
 
 from mpiad.optimize.evaluated_points import RETREAT
 
-__all__ = ["End", "LineSearch", "next_step"]
-
 # The constants of SciPy's L-BFGS-B, so that evaluations can be compared.
 _DECREASE, _CURVATURE, _NARROW = 1e-3, 0.9, 0.1
 _FARTHEST, _GROWTH, _SHRINKAGE = 1e10, (1.1, 4.0), 0.66

@@ -39,8 +39,6 @@ from mpiad.optimize.sharded.solver_state import StateFiles
 from mpiad.optimize.sharded.truncated_cg import Step, System, truncated_cg
 from mpiad.transport.device_arrays import arrays_of
 
-__all__ = ["NewtonCG", "NewtonPoint"]
-
 GRADIENT = Ending(0, "CONVERGENCE: the gradient's norm is at most gtol, or grtol times the first one.")
 # Of the decrease that the first or second order predicts, how much is enough.
 _DECREASE = 1e-4

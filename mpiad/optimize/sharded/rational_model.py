@@ -29,8 +29,6 @@ import numpy as np
 
 from mpiad._typing import Array
 
-__all__ = ["PAIRS", "Attempts", "Pair", "are_followed", "misfit", "way"]
-
 # Two pairs make a hyperbola; the third tells whether the one before was right.
 PAIRS = 3
 # The largest misfit, as the share of a change, at which the hyperbolas are followed. Where the function couples its

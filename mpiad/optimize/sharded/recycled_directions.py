@@ -23,8 +23,6 @@ from collections.abc import Callable
 
 from mpiad._typing import Array
 
-__all__ = ["RecycledDirections"]
-
 Group = list[tuple[Array, Array, float]]  # s, y and s · y over all ranks
 
 

@@ -19,8 +19,6 @@ from mpiad.checkpoint_files import read, read_description, require_problem
 from mpiad.optimize.checkpoint import Checkpoint
 from mpiad.optimize.sharded.host_vectors import untiled
 
-__all__ = ["Layout", "OldState", "layout_of", "newest_state", "place_independent"]
-
 Box = list[list[int]]
 """First index, and the one after the last, along each axis of a whole array."""
 

@@ -20,8 +20,6 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Channel
 from mpiad.transport.user_failures import StageFailures, WrongValueError
 
-__all__ = ["Derivatives", "SecondOrderEvaluation", "on_vectors"]
-
 
 class Derivatives(NamedTuple):
     """What is known at a point."""

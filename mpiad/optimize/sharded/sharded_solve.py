@@ -30,8 +30,6 @@ from mpiad.optimize.sharded.second_order import SecondOrderEvaluation, on_vector
 from mpiad.optimize.sharded.solver_state import OF_RANKS, Point, StateFiles
 from mpiad.transport import Channel
 
-__all__ = ["Piece", "Sharded", "piece_of"]
-
 
 class Piece(NamedTuple):
     """What a rank brings: its variables, their bounds, the settings of all, where its state is written."""

@@ -22,8 +22,6 @@ from mpiad.transport import Channel
 from mpiad.transport.agreement import agreed, raising_together
 from mpiad.transport.user_failures import StageFailures
 
-__all__ = ["OF_RANKS", "Point", "State", "StateFiles"]
-
 _SLOTS = "a", "b"
 OF_RANKS = "ranks", "variables", "x0 (checksum)", "bounds (checksum)"
 """What a state belongs to only on the same number of ranks."""

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from mpiad._typing import Array
 
-__all__ = ["Step", "System", "truncated_cg"]
-
 
 class System(NamedTuple):
     """A Newton system H p = -g."""

@@ -10,8 +10,6 @@ from mpiad._typing import Comm
 from mpiad.transport.guarded.descriptions import Description, caller, shown_arguments, where
 from mpiad.transport.guarded.timed_waits import Departure
 
-__all__ = ["Gathering", "Letter"]
-
 
 class _Wait:
     def __init__(self, comm: Comm):

@@ -19,8 +19,6 @@ from mpi4py import MPI
 from mpiad._typing import Array, Comm
 from mpiad.transport.guarded.timed_waits import Awaited, poll, poll_for
 
-__all__ = ["Agreement", "lane_of"]
-
 _LANES = 256  # of threads: one for the main thread, the others share the rest
 _abandoned: list[Any] = []  # MPI may still use these buffers
 

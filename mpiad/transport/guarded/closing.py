@@ -17,8 +17,6 @@ from mpiad.transport.guarded import message_counts, switch, watch_settings
 from mpiad.transport.guarded.timed_waits import deadline_lifted
 from mpiad.transport.uncaught import end_by
 
-__all__ = ["close", "close_at_exit"]
-
 _KILLED_WITHIN, _GRACE = 3.0, 5.0  # seconds
 
 

@@ -23,8 +23,6 @@ from mpiad.transport.guarded.descriptions import describe, fingerprint, raise_mi
 from mpiad.transport.guarded.requests import GuardedRequest
 from mpiad.transport.guarded.timed_waits import poll, poll_for
 
-__all__ = ["Guarded", "counts"]
-
 # The thread that answers other ranks reads it while the program adds to it: a weak set can't be copied in one step.
 _all: weakref.WeakValueDictionary[int, Guarded] = weakref.WeakValueDictionary()
 

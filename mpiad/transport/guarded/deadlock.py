@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from mpiad.transport.guarded import message_counts
 from mpiad.transport.guarded.rank_tables import rank_ranges, table_of_ranks
 
-__all__ = ["Finding", "finding_of"]
-
 State = dict[str, Any]
 _LONGEST = 10  # ranks of a cycle in a sentence
 

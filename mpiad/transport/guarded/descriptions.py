@@ -21,8 +21,6 @@ from mpiad.transport.calls import Call, Site
 from mpiad.transport.guarded.rank_tables import table_of_ranks
 from mpiad.transport.mpi_operations import name_of
 
-__all__ = ["Description", "caller", "describe", "fingerprint", "raise_mismatch", "shown_arguments", "where"]
-
 # Calls that lead one rank, or that the end of the program makes: their lines may differ.
 _ROOTED = frozenset(
     (

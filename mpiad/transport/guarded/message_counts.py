@@ -6,8 +6,6 @@ from collections import deque
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-__all__ = ["MessageCounts", "summary", "unreceived", "without"]
-
 _SITES = 32  # the last lines of each kind are kept: unreceived messages are mostly the last ones
 
 

@@ -21,8 +21,6 @@ from mpiad.transport.guarded.requests import GuardedRequest, StartedReduction
 from mpiad.transport.guarded.timed_waits import poll
 from mpiad.transport.unreceived import drain
 
-__all__ = ["HeadedMessages"]
-
 _BYTES = 256  # a fixed length, so that the receive of a header can be posted before it is known
 _MOST = 10_000  # shapes and lines that are known
 _headers: dict[tuple, bytes] = {}

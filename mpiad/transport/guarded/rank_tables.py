@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["columns", "rank_ranges", "table_of_ranks"]
-
 _SHOWN = 8
 
 

@@ -17,8 +17,6 @@ from mpiad.transport.guarded.call_agreement import Agreement, lane_of
 from mpiad.transport.guarded.descriptions import Description, describe, raise_mismatch
 from mpiad.transport.guarded.timed_waits import Awaited, poll
 
-__all__ = ["GuardedRequest", "StartedReduction"]
-
 # What MPI may still use of requests that were given up; never emptied: nobody knows when MPI is done with it.
 _abandoned: list[tuple[Any, Any]] = []
 

@@ -25,8 +25,6 @@ from mpiad.transport.guarded.deadlock import finding_of
 from mpiad.transport.guarded.timed_waits import Departure, Waiting, departed
 from mpiad.transport.notices import threads_may_communicate
 
-__all__ = ["Responder"]
-
 _ASK, _TOLD, _VERDICT, _LEFT = 1, 2, 3, 4
 _TICK = 0.02  # seconds between two looks of the thread
 _PATIENCE = 1.0  # seconds for an answer, besides those for the number of ranks

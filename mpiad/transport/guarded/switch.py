@@ -18,8 +18,6 @@ from mpiad.transport.guarded.status import Responder
 from mpiad.transport.guarded.watch_settings import Settings
 from mpiad.transport.unreceived import drain
 
-__all__ = ["announce", "apply", "restore", "start", "stop_answering"]
-
 _OWNER = "guard"
 _agreements: dict[tuple[int, ...], Agreement] = {}
 _responder: Responder | None = None

@@ -14,11 +14,6 @@ from typing import Any, NamedTuple, Protocol
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.polling import Backoff
 
-__all__ = [
-    "Awaited", "Departure", "Waiting", "deadline_lifted", "departed", "poll", "poll_for", "set_reporter", "tell",
-    "who_waits",
-]  # fmt: skip
-
 _SPINS = 150
 _YIELDS_FOR = 1e-3
 _ON_THE_WAY = 0.5  # seconds

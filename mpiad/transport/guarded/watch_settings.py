@@ -6,8 +6,6 @@ import math
 import os
 from typing import NamedTuple
 
-__all__ = ["DEBUG_TIMEOUT", "Settings", "debug", "from_environment", "present", "put", "seconds_of"]
-
 DEBUG_TIMEOUT = 300.0
 
 

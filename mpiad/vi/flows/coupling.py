@@ -11,8 +11,6 @@ from mpiad._typing import Array, Tree
 from mpiad.device.constants import Constants
 from mpiad.device.numpy import concatenate
 
-__all__ = ["AffineCoupling", "evaluated", "initial_network", "joined", "length_of", "masked_network", "parted"]
-
 
 class AffineCoupling:
     """Real NVP's layer (Dinh et al., 2017): x_b = z_b exp(s(z_a)) + t(z_a), x_a = z_a.

@@ -12,8 +12,6 @@ from mpiad._typing import Array, Tree
 from mpiad.primitives import stop
 from mpiad.vi.posterior import checked_dimension
 
-__all__ = ["Flow", "LULinear", "Layer", "Planar"]
-
 _LOG_2PI = float(numpy.log(2 * numpy.pi))
 
 

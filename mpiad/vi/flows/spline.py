@@ -17,8 +17,6 @@ from mpiad.device.numpy import concatenate
 from mpiad.primitives import stop
 from mpiad.vi.flows.coupling import evaluated, initial_network, joined, length_of, masked_network, parted
 
-__all__ = ["SplineAutoregressive", "SplineCoupling", "numbers_per_spline", "spline", "spline_inverse"]
-
 # The least part of the interval that a bin covers, and the least slope: what keeps the inverse well conditioned.
 _LEAST_BIN, _LEAST_SLOPE = 1e-3, 1e-3
 # Its softplus is 1 - _LEAST_SLOPE, so that numbers of zero give slopes of one.

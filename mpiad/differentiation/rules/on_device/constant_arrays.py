@@ -9,8 +9,6 @@ from autograd.tracer import getval
 from mpiad._typing import Array
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
-__all__ = ["arrays_like", "identity", "lower_triangle"]
-
 
 def arrays_like(x: Array) -> ArrayModule:
     """Return what makes arrays on the device of `x`, traced or not."""

@@ -21,8 +21,6 @@ from mpiad._typing import Array
 from mpiad.differentiation.rules.on_device.constant_arrays import identity, lower_triangle
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, VjpMaker
 
-__all__ = ["JVPS", "VJPS"]
-
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 

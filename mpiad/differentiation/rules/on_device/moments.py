@@ -12,8 +12,6 @@ from mpiad._typing import Array
 from mpiad.differentiation.rules.expansion import kept_shape, spread
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, VjpMaker
 
-__all__ = ["JVPS", "VJPS"]
-
 _NAMES = ("a", "axis", "dtype", "out", "ddof", "keepdims")
 
 

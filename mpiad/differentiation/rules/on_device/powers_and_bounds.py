@@ -13,8 +13,6 @@ from mpiad.differentiation.rules.broadcasting import fitting
 from mpiad.differentiation.rules.on_device.constant_arrays import arrays_like
 from mpiad.differentiation.rules.protocol import Argnums, Vjp
 
-__all__ = ["JVPS", "VJPS"]
-
 
 def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Multiply by the slope in the base, `y x**(y-1)`, and in the exponent, `log(x) x**y`."""

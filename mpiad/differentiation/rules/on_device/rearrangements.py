@@ -12,8 +12,6 @@ from mpiad._typing import Array
 from mpiad.device.assembly import concatenate
 from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, VjpMaker
 
-__all__ = ["JVPS", "VJPS"]
-
 
 def _division_vjp(fixed: int | None) -> VjpMaker:
     def division_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:

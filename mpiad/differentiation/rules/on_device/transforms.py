@@ -11,8 +11,6 @@ from mpiad._typing import Array
 from mpiad.differentiation.rules.on_device.constant_arrays import arrays_like
 from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp
 
-__all__ = ["JVPS", "VJPS"]
-
 _NAMES = ("a", "n", "axis", "norm")
 _REVERSED = {None: "forward", "backward": "forward", "ortho": "ortho", "forward": "backward"}
 

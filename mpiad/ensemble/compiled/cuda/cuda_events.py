@@ -14,8 +14,6 @@ from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.outcome import ReturnCode
 
-__all__ = ["ROWS", "Crossings", "EventSearch", "came_through"]
-
 # Of the table: the trajectory, which event, in which of its steps (from 0), the part of the step that is gone there, and
 # when; then the row of the event before.
 ROWS = 6

@@ -14,8 +14,6 @@ from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 from mpiad.ensemble.controller import LEAST_ERROR, PIController
 from mpiad.ensemble.outcome import ReturnCode
 
-__all__ = ["cuda_forward_text"]
-
 _KERNEL = """
 // The trajectories first, ..., first + count - 1 of n. saved: (n_saved, d, n); the others: (rows, n). steps_u, steps_t:
 // capacity rows of (d, count) and (2, count). Without u_end nothing is left but the steps. rows: (6, room).

@@ -13,8 +13,6 @@ from mpiad.ensemble.compiled.cuda.cuda_skeleton import block, loaded_parameters,
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 
-__all__ = ["cuda_reverse_text"]
-
 _KERNEL = """
 // The trajectories and their steps as in forward. end_bar, u0_bar: (d, n); saved_bar: (n_saved, d, n); p_bar: (rows, n);
 // s_bar: (rows, count).

@@ -8,8 +8,6 @@ from mpiad.compiling.source import indented
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.step_text import Steps
 
-__all__ = ["block", "loaded_parameters", "own_memory", "prelude", "rounded_step"]
-
 # NVRTC has no headers; a compiler for CPUs runs through the trajectories in a loop.
 _PRELUDE = """\
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)

@@ -23,8 +23,6 @@ from mpiad.ensemble.outcome import came_through
 from mpiad.ensemble.solve_operator import LEAVES, NO_TIMES, U0, solve_operator
 from mpiad.transport.device_arrays import is_device_array
 
-__all__ = ["Solved", "results_of"]
-
 
 class Solved:
     """A solve and where its results live.

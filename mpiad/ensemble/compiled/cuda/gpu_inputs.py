@@ -13,8 +13,6 @@ from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_device_array
 
-__all__ = ["Inputs", "inputs_of", "placed", "sample_batch"]
-
 _COLUMNS = 5
 
 

@@ -9,8 +9,6 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["Share", "longest_of_blocks", "shares_within"]
-
 # So many numbers come to the host, whatever the ensemble's size.
 _BLOCKS = 4096
 

@@ -31,8 +31,6 @@ from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.trial import try_once
 from mpiad.transport.device_arrays import ArrayModule
 
-__all__ = ["fits", "is_small", "problem_for_gpu", "solved_on_gpu"]
-
 # Of each thread. A step then moves about as much memory for what didn't fit into registers as arrays would move.
 MOST_LOCAL_BYTES = 8192
 

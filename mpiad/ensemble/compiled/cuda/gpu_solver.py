@@ -29,8 +29,6 @@ from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.device_kernels import DeviceKernel, Launcher, launcher_of
 
-__all__ = ["DeviceResults", "Directions", "Loaded", "InputCotangents", "Solver", "loaded", "threads_per_block"]
-
 # Rows of events for which there is room at first, beside those that are to be expected.
 _ROWS = 1024
 Directions = tuple[tuple[str, int], ...]
