@@ -145,7 +145,7 @@ class ActingEvents:
         if found is None or found.ended is None:
             return [], np.empty(0, int)
         rows = np.flatnonzero(found.ended)
-        step.t_new[rows] = step.t[rows] + found.part[rows] * step.h[rows]
+        step.t_new[rows] = np.minimum(step.t[rows] + found.part[rows] * step.h[rows], step.t_new[rows])
         step.new[:, rows] = found.states[:, rows]
         return [(e, own[x <= found.part[own]]) for e, own, x in found.found if self._events[e].stops], rows
 

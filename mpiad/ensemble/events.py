@@ -171,7 +171,8 @@ class EventWatch:
         self, step: Step, e: int, columns: Array, x: Array, last: Array, ender: Array, several: bool
     ) -> LocatedEvent | None:
         """Write an event into the table, and return it without the columns that had ended before."""
-        time = step.t[columns] + x * step.h[columns]
+        # By rounding no event lies beyond the step's end, where another may be, or tspan may end.
+        time = np.minimum(step.t[columns] + x * step.h[columns], step.t_new[columns])
         time = time if step.sign is None else time * step.sign[columns]
         # What comes after a terminal event in the same step never happens.
         known, terminal = x <= last[columns], self._events[e].stops

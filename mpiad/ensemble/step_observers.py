@@ -110,7 +110,8 @@ class StepObservers:
         found = watch.located(step, [np.flatnonzero(own) if (own := mask & mine).any() else None for mask in crossed])
         parts = found.part[terminated]
         # The end and its state, where nothing that is saved may lie behind it.
-        step.t_new[terminated] = step.t[terminated] + parts * step.h[terminated]
+        at = step.t[terminated] + parts * step.h[terminated]
+        step.t_new[terminated] = np.minimum(at, step.t_new[terminated])
         step.new[:, terminated] = found.states[:, terminated]
         self._outcome.end_part[step.ids[terminated]] = parts
         return terminated

@@ -415,6 +415,16 @@ def test_what_ends_a_trajectory():
     assert (sol.retcode, sol.naccept < 100) == ("DtLessThanMin", True)
 
 
+def test_a_condition_that_vanishes_at_a_given_time_acts_once_and_first():
+    # At the step's end, whose time rounding must not overstep.
+    p = np.random.default_rng(1).uniform(0.2, 0.9, (1600, 1))
+    at_condition = Event(lambda u, p, t: t - p[0] + 0 * u[0], affect=lambda u, p, t: [u[0] + 1.0])
+    doubled = Event(times=lambda p: [p[0]], affect=lambda u, p, t: [2.0 * u[0]])
+    still = ODEProblem(lambda u, p, t: [0 * u[0] + 0.1 * anp.sin(3 * t)], np.array([1.0]), (-0.13, 1.7))
+    sol = solve(EnsembleProblem(still, p=p), events=[at_condition, doubled])
+    assert all([e for e, _ in mine] == [0, 1] for mine in sol.events.values()) and len(sol.events) == len(p)
+
+
 @pytest.mark.columns("what it is about doesn't depend on the way to run")
 def test_backwards_with_steps_that_are_fixed_or_of_other_methods():
     # Backwards a dose is taken away where the solve meets it.

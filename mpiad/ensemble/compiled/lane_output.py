@@ -242,7 +242,7 @@ class LaneOutput:
     def _noted(self, part: str) -> list[str]:
         """Return lines that write a row: see `kernel_rows`."""
         at = self.at
-        row = ["i", "e", at("number"), part, f"{at('sign')} * ({at('now')} + {part} * {at('size')})"]
+        row = ["i", "e", at("number"), part, f"{at('sign')} * min({at('now')} + {part} * {at('size')}, tn)"]
         row += [f"{at('sign')} * {at('now')}", f"{at('sign')} * {at('size')}", *[at("u", c) for c in range(self.form.d)]]
         return [*[f"crossings[found, {k}] = {text}" for k, text in enumerate(row)], "found += 1"]
 
@@ -251,4 +251,4 @@ class LaneOutput:
         at, lines = self.at, ["x = first", *self.steps.weights()]
         for c in range(self.form.d):
             lines += self.steps.interpolated(at("new", c), partial(self._stage, c=c), at("u", c))
-        return [*lines, f"tn = {at('now')} + x * {at('size')}", f"{at('tn')} = tn", "end_part[i] = x"]
+        return [*lines, f"tn = min({at('now')} + x * {at('size')}, tn)", f"{at('tn')} = tn", "end_part[i] = x"]
