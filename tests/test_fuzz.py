@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 WRONG = """
 from mpiad.primitives import catalogue
 operation = catalogue.REDUCE_SCATTER
-forward, right, tangent = operation.bare
+forward, right, tangent = operation.bare, operation.adjoint, operation.tangent
 def adjoint(*args):
     vjp = right(*args)
     return lambda g: 3 * vjp(g)
