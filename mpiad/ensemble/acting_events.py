@@ -17,14 +17,14 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.event_columns import EventColumns
-from mpiad.ensemble.events import CrossedSteps, EventWatch
+from mpiad.ensemble.events import CrossedSteps, EventWatch, StepEvents
 from mpiad.ensemble.initialization import Entrants, Initialization, Joint, least_step
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.root_departure import MOST_SHORT, SHORT, departure, distance_ahead
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 
-_NONE = np.empty(0, np.int64)
+NONE = np.empty(0, np.int64)
 
 
 class Resumed(NamedTuple):
@@ -82,12 +82,12 @@ class ActingEvents:
     def at_roots(self, crossed: Sequence[Array]) -> Array:
         """Return the columns whose steps end where conditions vanish, by those that have changed their signs."""
         masks = [changed for event, changed in zip(self._events, crossed) if event.stops]
-        return np.flatnonzero(np.any(masks, axis=0)) if masks else _NONE
+        return np.flatnonzero(np.any(masks, axis=0)) if masks else NONE
 
     def at_given_times(self, step: Step, done: Array) -> Array:
         """Return which of the columns in a mask have come to a given time, and not to the end of tspan alone."""
         if not np.count_nonzero(done):
-            return _NONE
+            return NONE
         columns = np.flatnonzero(done)
         ids = step.ids[columns]
         due = self._acting.due(self._slots[ids], ids)
@@ -118,20 +118,20 @@ class ActingEvents:
 
     def _released(self, columns: Array, h: Array, kept: CrossedSteps) -> tuple[Resumed, Step]:
         step = kept.step
-        met, stopped = self._cut(kept)
+        found = self._watch.cut(kept) if len(kept.crossed) else None  # type: ignore[union-attr]
         there = self._there(step)
-        if stopped.size:
-            h = self._meet_conditions(there, columns, met, stopped, h)
+        if found is not None:
+            h = self._meet_conditions(there, columns, found, h)
         there.meet_given_times()
+        goal, signs = self._initialization.goal(step.ids), self._initialization.signs[step.ids]
         codes, moving = there.codes, there.codes == MOVING
-        going = moving & (step.t_new < self._initialization.goal(step.ids))
+        going = moving & (step.t_new < goal)
         codes[moving & ~going] = ReturnCode.Success.code
         rows, k = np.flatnonzero(going), np.zeros_like(step.new)
         k[:, rows] = there.rate(rows)
         self._go_on(there, columns, rows, step.t_new)
         h = np.maximum(h, least_step(step.t_new))
-        end, signs = self._initialization.goal(step.ids), self._initialization.signs[step.ids]
-        end = self._acting.until(end, self._slots, step.ids, signs)
+        end = self._acting.until(goal, self._slots, step.ids, signs)
         return Resumed(columns, codes, step.number + 1, step.t_new, end, h, step.new, k), step
 
     def _there(self, step: Step) -> EventColumns:
@@ -139,25 +139,14 @@ class ActingEvents:
         at = step.ids, step.new, step.actual(step.t_new), step.number + 1
         return EventColumns(self._batch, self._acting, self._slots, self._initialization.signs, self._jumps, *at)
 
-    def _cut(self, kept: CrossedSteps) -> tuple[list[tuple[int, Array]], Array]:
-        """Cut the steps short in which conditions vanish that end them; return which do where, and the rows of these."""
-        found, step = self._watch.located_in(kept) if len(kept.crossed) else None, kept.step  # type: ignore[union-attr]
-        if found is None or found.ended is None:
-            return [], np.empty(0, int)
-        rows = np.flatnonzero(found.ended)
-        step.t_new[rows] = np.minimum(step.t[rows] + found.part[rows] * step.h[rows], step.t_new[rows])
-        step.new[:, rows] = found.states[:, rows]
-        return [(e, own[x <= found.part[own]]) for e, own, x in found.found if self._events[e].stops], rows
-
-    def _meet_conditions(
-        self, there: EventColumns, columns: Array, met: Sequence[tuple[int, Array]], stopped: Array, h: Array
-    ) -> Array:
-        """Let the events act whose conditions have vanished; return the sizes of the next steps."""
+    def _meet_conditions(self, there: EventColumns, columns: Array, found: StepEvents, h: Array) -> Array:
+        """Let the events act whose conditions have vanished, in all rows; return the sizes of the next steps."""
         batch, ids = self._batch, there.ids
         span, now = np.abs(batch.end[ids] - batch.start[ids]), there.t * self._initialization.signs[ids]
         gone, h, ending = np.abs(now - self._begun[columns]), h.copy(), np.zeros(len(ids), bool)
-        for e, rows in met:
+        for e, rows, x in found.found:
             event = self._events[e]
+            rows = rows[x <= found.part[rows]]  # no other has ended the step before
             if event.acts:
                 rows = rows[there.codes[rows] == MOVING]
                 before = there.condition(event, rows)
@@ -165,7 +154,7 @@ class ActingEvents:
                 self._look_ahead(there, e, rows[finite], before[finite], gone, span, h)
             ending[rows] |= event.terminal
         # Those that follow each other at once, too many of them.
-        moving = stopped[there.codes[stopped] == MOVING]
+        moving = np.flatnonzero(there.codes == MOVING)
         own = columns[moving]
         short = np.abs(now[moving] - self._met[own]) <= SHORT * span[moving]
         self._short[own], self._met[own] = np.where(short, self._short[own] + 1, 0), now[moving]

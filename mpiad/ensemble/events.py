@@ -71,6 +71,7 @@ class EventWatch:
         self._rows: list[Array] = []
         self._count = 0
         self._later: list[CrossedSteps] = []
+        self._put_off = 0  # how many columns these have
 
     def enter(self, u: Array, p: Tree, t: Array) -> None:
         """Take up the columns of a new working set, at their present states and actual times."""
@@ -96,29 +97,32 @@ class EventWatch:
     def put_off(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
         """Look for the events of some columns later, for many at once: they end no step."""
         self._later.append(self.kept(step, columns, crossed))
-        if sum(len(part.step.ids) for part in self._later) > _MANY:
+        self._put_off += len(columns)
+        if self._put_off > _MANY:
             self._catch_up()
 
     def _catch_up(self) -> None:
         if self._later:
-            self.located_in(CrossedSteps.joined(self._later))
-            self._later = []
+            self.cut(CrossedSteps.joined(self._later))
+            self._later, self._put_off = [], 0
 
-    def located_in(self, kept: CrossedSteps) -> StepEvents:
-        """Find the events of steps that were kept, and note them."""
-        crossed = [np.flatnonzero(row) for row in kept.crossed]
-        return self.located(
-            kept.step, [rows if rows.size else None for rows in crossed], list(zip(kept.before, kept.after))
-        )
+    def cut(self, kept: CrossedSteps) -> StepEvents:
+        """Find the events of steps that were kept, note them, and cut the steps short that they end."""
+        step, crossed = kept.step, [np.flatnonzero(row) for row in kept.crossed]
+        pairs = list(zip(kept.before, kept.after))
+        found = self.located(step, [rows if rows.size else None for rows in crossed], pairs)
+        if found.ended is not None:
+            ended = np.flatnonzero(found.ended)
+            at = step.t[ended] + found.part[ended] * step.h[ended]
+            step.t_new[ended] = np.minimum(at, step.t_new[ended])  # by rounding, see `_entered`
+            step.new[:, ended] = found.states[:, ended]
+        return found
 
-    def located(
-        self, step: Step, crossed: Sequence[Array | None], pairs: Sequence[tuple[Array, Array]] | None = None
-    ) -> StepEvents:
+    def located(self, step: Step, crossed: Sequence[Array | None], pairs: Sequence[tuple[Array, Array]]) -> StepEvents:
         """Find the events of a step, and note them; `crossed` has the columns of each event, None where there are none.
 
-        `pairs` are the conditions' values before and after it, those of the last step that was looked at by default.
+        `pairs` are the conditions' values before and after it.
         """
-        pairs = self.pairs if pairs is None else pairs
         last, ender = np.full_like(step.t, np.inf), np.full_like(step.ids, -1)
         states, found = step.new, []
         for e, (event, columns) in enumerate(zip(self._events, crossed)):

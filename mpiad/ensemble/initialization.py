@@ -64,9 +64,6 @@ class Initialization:
         real = batch.u0.real.dtype
         self.rtol, self.atol = np.array(settings.rtol, real), np.array(settings.atol, real)
 
-    def __len__(self) -> int:
-        return len(self._queue)
-
     def sign(self, ids: Array) -> Array | None:
         """Return -1 for trajectories that go backwards, None where none of the batch does."""
         return self.signs[ids] if self._backward else None

@@ -27,10 +27,10 @@ from mpiad.ensemble.step_sweep import Columns
 
 
 class LinearJumps:
-    """All jumps of a run on the way back.
+    """Jumps of a run on the way back: all, or those before the first steps where a kernel goes back over the others.
 
     - `places`: of the leaves to differentiate by.
-    - `jumps`: those of the run.
+    - `jumps`: these.
     - `timed`: whether times move.
     - `due`, of shape (slots, N): cotangents of the given times, as many as were met.
     - `at_start`: which jumps come before the first steps, in their order, and of which trajectories.

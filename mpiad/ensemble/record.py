@@ -182,15 +182,6 @@ class Log:
         else:
             self._chunks.append(tuple([array.compress(step.accepted, axis=-1) for array in (numbers, times, u)]))
 
-    def note_again(self, steps: Steps, ids: Array, begun: Array) -> None:
-        """Note the steps of another record, of which trajectory i is `ids[i]` here, and had made `begun[i]` before."""
-        for s in range(len(steps)):
-            sweep, width = steps.sweep(s), steps.widths[s]
-            own, t, h, u = (array[..., :width] for array in sweep)
-            number = begun[own] + steps.counts[own] - 1 - s
-            made = np.ones(width, bool)
-            self.note(Step(ids[own], number, made, t, h, t, u, u, [], None))
-
     def steps(self, counts: Array, d: int, dtype: np.dtype) -> Steps:
         """Return all that was noted, by sweeps; the log is empty afterwards."""
         steps = Steps(counts, d, dtype, self._every)

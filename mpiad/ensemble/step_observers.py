@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.ensemble.acting_events import ActingEvents, Resumed
+from mpiad.ensemble.acting_events import NONE, ActingEvents, Resumed
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.events import EventWatch, in_order
@@ -17,8 +17,6 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Log, Step
 from mpiad.ensemble.saving import SavePoints
 from mpiad.ensemble.settings import Settings
-
-NONE = np.empty(0, np.int64)
 
 
 class Stopped(NamedTuple):
@@ -105,15 +103,10 @@ class StepObservers:
         terminated = columns[ended]
         if not terminated.size:
             return NONE
-        mine = np.zeros(len(step.ids), bool)
-        mine[terminated] = True
-        found = watch.located(step, [np.flatnonzero(own) if (own := mask & mine).any() else None for mask in crossed])
-        parts = found.part[terminated]
+        kept = watch.kept(step, terminated, crossed)
+        self._outcome.end_part[kept.step.ids] = watch.cut(kept).part
         # The end and its state, where nothing that is saved may lie behind it.
-        at = step.t[terminated] + parts * step.h[terminated]
-        step.t_new[terminated] = np.minimum(at, step.t_new[terminated])
-        step.new[:, terminated] = found.states[:, terminated]
-        self._outcome.end_part[step.ids[terminated]] = parts
+        step.t_new[terminated], step.new[:, terminated] = kept.step.t_new, kept.step.new
         return terminated
 
     def close(self) -> None:

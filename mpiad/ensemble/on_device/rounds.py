@@ -148,7 +148,7 @@ class DeviceWorkingSet(Turns):
         reached, located = None, []
         if any(concerned):
             columns = [np.flatnonzero(mask) if n else None for mask, n in zip(crossed, concerned)]
-            found = self._watch.located(step, columns)  # type: ignore[union-attr]
+            found = self._watch.located(step, columns, self._watch.pairs)  # type: ignore[union-attr]
             located, ended = found.located, found.ended
             if ended is not None:
                 # Once more, with steps cut short, and a second look.
