@@ -111,7 +111,8 @@ class Store:
         used = {}
         for path in self.root.iterdir():
             try:
-                used[path] = path.stat().st_mtime
+                if path.is_file():  # earlier versions had folders
+                    used[path] = path.stat().st_mtime
             except FileNotFoundError:  # another process has just finished or removed it
                 continue
         entries = [path for path in sorted(used, key=used.__getitem__) if path.suffix == _SUFFIX]

@@ -174,6 +174,9 @@ def test_those_that_were_used_longest_ago_go(folder, monkeypatch):
     for path, age in ((first, 10.0), (second, 20.0), (left[0], 1e5), (left[1], 10.0)):
         path.touch()
         os.utime(path, (time.time() - age,) * 2)
+    earlier = folder / "unfinished-folder-of-an-earlier-version"
+    earlier.mkdir()
+    os.utime(earlier, (time.time() - 1e5,) * 2)
     made(7.0)
     assert first.exists() and not second.exists() and not left[0].exists() and left[1].exists()
 
