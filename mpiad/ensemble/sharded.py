@@ -38,7 +38,7 @@ def gathered(
     later = {name: partial(getattr, outcomes, name) for name in ("nf", "naccept", "nreject", "t_reached")}
     sol = EnsembleSolution.lazy(
         {"retcode": lambda: names_of(outcomes.codes), **later}, t=outcomes.t, u_end=_collected(used, share.u_end, outcomes),
-        events=_gathered_events(share, outcomes, used.user), converged=outcomes.converged, _codes=outcomes.codes,
+        events=_gathered_events(share, outcomes, used.user), converged=outcomes.any("converged"), _codes=outcomes.codes,
         dense=share.dense and GatheredOutput(share.dense, len(share), used.user),
     )  # fmt: skip
     if timed:
@@ -47,7 +47,7 @@ def gathered(
         sol.u = made
         return sol
     if not outcomes.ends or share._start is None:
-        sol.u = _collected(used, widened(share.u, outcomes.width), outcomes)
+        sol.u = _collected(used, widened(share.u, outcomes.t.shape[-1]), outcomes)
         return sol
     # Now, as the problem's arrays may change before they are read.
     u0 = _collected(used, share._start(), outcomes, axis=1) if start is None else start()
@@ -141,6 +141,6 @@ def sharded(
     if not made:
         # Statistics over the ranks need one width, also of ranks without trajectories or with fewer steps.
         if not outcomes.ends:
-            sol.u = widened(share.u, outcomes.width)
+            sol.u = widened(share.u, outcomes.t.shape[-1])
         sol.t = outcomes.t if outcomes.t.ndim == 1 else outcomes.t[indices]
     return sol

@@ -184,8 +184,8 @@ def solve(
 def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> EnsembleSolution:
     """Solve an ensemble over the ranks of a communicator; all of them call it, with equal arguments.
 
-    While the trajectories advance, nothing is communicated. After, the ranks exchange how each went (two messages, through
-    which no derivative flows), and gather states by `mpi_allgather`, whose adjoint returns each rank the cotangents of its
+    While the trajectories advance, nothing is communicated. After, the ranks exchange how each went (through which no
+    derivative flows), and gather states by `mpi_allgather`, whose adjoint returns each rank the cotangents of its
     own share. What was raised on one of them is raised on all.
     """
     problem, mpi, count = options.problem, options.ensemblealg, options.trajectories
@@ -202,7 +202,8 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings)
     compiler.log_warnings(outcomes.said, used.rank)
     # Of all trajectories, the same on all ranks: they divide by it the next time, without a message.
-    mpi.remember(outcomes.tries, int(np.prod(share.u_end.shape[1:])), outcomes.compiled, outcomes.traced)
+    components = int(np.prod(share.u_end.shape[1:]))
+    mpi.remember(outcomes.tries, components, outcomes.any("compiled"), outcomes.any("traced"))
     makes = problem.output_func is not None or problem.reduction is not None
     if not mpi.gather:
         return sharded(share, outcomes, mpi.comm, np.arange(first, last), makes)

@@ -6,7 +6,7 @@ import hashlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
@@ -125,7 +125,7 @@ def raising_together(
     raise_together(channel, error)
 
 
-def raise_first(channel: Channel, error: Exception | None) -> None:
+def raise_first(channel: Channel, error: Exception | None) -> NoReturn:
     """Raise on all ranks what the first that has an error says; its own where a rank has one. All ranks call it."""
     failures = failures_among(channel.data, error)
     if error is not None:

@@ -135,8 +135,8 @@ class Compiler:
         """What `log_warnings` will log."""
         return "\n".join(text for _, text in self._kept)
 
-    def log_warnings(self, said: Sequence[object], rank: int) -> None:
-        """Log what was kept, on the first rank that says so: `said` are the `warnings` of all, or numbers for them."""
+    def log_warnings(self, said: Sequence[str], rank: int) -> None:
+        """Log what was kept, on the first rank that says so: `said` are the `warnings` of all."""
         for f, text in self._kept:
             warn_once(f, text, logs=said.index(said[rank]) == rank)
 
