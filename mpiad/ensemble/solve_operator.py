@@ -3,7 +3,7 @@
 All results make one vector, so that its cotangent comes back whole: reverse mode is one sweep over the steps. The solve
 itself has run before, on plain arrays; what a trace records is this function of its inputs, whose value is known. How it is
 differentiated is asked of the way in which it ran: by columns or a CPU kernel (`differentiable`), or by a kernel on a GPU
-(`compiled.cuda.gpu_derivatives`).
+(`compiled.cuda.gpu_derivatives`). A search for steady states is such a function of the parameters (`steady_operator`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.primitives.cotangents import conform, spec_like
 
-# The first arguments of the function, with the given times at which events act; the leaves of the parameters follow.
+# The first arguments of a solve, with the given times at which events act; the leaves of the parameters follow.
 U0, START, END, DUE, LEAVES = range(5)
 NO_TIMES = np.empty((0, 0))
 
@@ -49,8 +49,8 @@ class DifferentiableSolve(Protocol):
 
 
 @primitive
-def solve_operator(u0: Array, start: Array, end: Array, due: Array, *leaves: Any, solved: DifferentiableSolve) -> Array:
-    """Return the results of a solve, which has run before."""
+def solve_operator(*args: Any, solved: DifferentiableSolve) -> Array:
+    """Return the results of a solve, or of a search for steady states, which has run before."""
     return solved.vector
 
 

@@ -25,8 +25,9 @@ from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
+from mpiad.ensemble.solve_operator import solve_operator
 from mpiad.ensemble.solve_options import SolveOptions, checked_options, settings_of
-from mpiad.ensemble.steady_operator import SteadyStates, steady_operator
+from mpiad.ensemble.steady_operator import SteadyStates
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel, channel
@@ -209,7 +210,7 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
     roots = find_roots(Equations(batch), start, max(options.rtol, least), settings.atol, given.max_iters)
     found = SteadyStates(batch, roots)
     leaves = traced.p.leaves
-    u = steady_operator(*leaves, found=found) if any(map(isbox, leaves)) else found.u
+    u = solve_operator(*leaves, solved=found) if any(map(isbox, leaves)) else found.vector
     indices = np.arange(numbers.start, numbers.stop)
     u = anp.reshape(u, (len(indices), *batch.shape))
     return SteadyStateSolution(u, names_of(roots.codes), roots.niter, roots.jacobian, indices)
