@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import autograd.numpy as anp
 import numpy as np
@@ -20,22 +20,10 @@ from mpiad.transport.device_arrays import is_device_array
 _NO_NUMBER = np.empty(1)
 
 
-class Text(NamedTuple):
-    """What a pickle has of a kernel, whose machine code is of one process."""
-
-    text: str
-
-
 class Readable:
-    """A problem that knows, on a solution, the kernels that solved it."""
+    """A problem that knows, on a solution, the texts of the kernels that solved it."""
 
-    _kernels: ClassVar[Mapping[str, Any]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
-        if self._kernels:
-            state["_kernels"] = {name: Text(kernel.text) for name, kernel in self._kernels.items()}
-        return state
+    _kernels: ClassVar[Mapping[str, str]] = {}
 
     def kernel_source(self, name: str = "forward") -> str:
         """Return the source of a kernel that a solve compiled, as ``sol.problem.kernel_source()``.
@@ -56,10 +44,10 @@ class Readable:
                 f"kernel_source: there is no {name!r} kernel of this problem, only {sorted(kernels)}. Ask the problem of a "
                 "solution: solve(problem, compile=True).problem.kernel_source()."
             )
-        return kernels[name].text
+        return kernels[name]
 
-    def read_from(self, kernels: Mapping[str, Any]) -> Any:
-        """Return the problem as that of a solution, with the kernels by their names."""
+    def read_from(self, kernels: Mapping[str, str]) -> Any:
+        """Return the problem as that of a solution, with the kernels' texts by their names."""
         made = copy.copy(self)
         made.__dict__["_kernels"] = kernels
         return made

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 from mpiad._typing import Function
 from mpiad.compiling.arguments import is_complex
@@ -62,13 +61,13 @@ class Compiler:
 
     - `count`: how many trajectories the whole ensemble has; 0 for a single problem.
     - `together`: whether ranks solve together: what there is to say of f is then kept until they know who says it.
-    - `kernels`: by their names, forward and reverse, those that were used.
+    - `kernels`: by their names, forward and reverse, the texts of those that were used.
     """
 
     def __init__(self, options: SolveOptions, count: int, together: bool = False):
         self.compile, self.backend = options.compile, options.backend
         self._count, self.together = count, together
-        self.kernels: dict[str, Any] = {}
+        self.kernels: dict[str, str] = {}
         self._kept: list[tuple[Function, str]] = []
 
     def _is_wanted(self) -> bool:
@@ -139,7 +138,3 @@ class Compiler:
         """Log what was kept, on the first rank that says so: `said` are the `warnings` of all."""
         for f, text in self._kept:
             warn_once(f, text, logs=said.index(said[rank]) == rank)
-
-    def used(self, name: str, kernel: object) -> None:
-        """Note which kernel was used."""
-        self.kernels[name] = kernel

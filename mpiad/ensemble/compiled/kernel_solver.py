@@ -37,11 +37,11 @@ _BLOCK = 64
 class Solver:
     """A batch, and the kernels for it.
 
-    `kernels`: by their names, forward and reverse, those that this solve has used: here they are noted. `batch`: of plain
-    arrays.
+    `kernels`: by their names, forward and reverse, the texts of those that this solve has used, noted here. `batch`: of
+    plain arrays.
     """
 
-    def __init__(self, kernels: dict[str, Any], traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
+    def __init__(self, kernels: dict[str, str], traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
         self._kernels, self.traced = kernels, traced
         self.batch, self.settings, self.threads = batch, settings, threads
         self.every = settings.saveat is None
@@ -71,10 +71,10 @@ class Solver:
         """Return a kernel's function, and tell how long it took to compile."""
         more = (form.affects is not None, bool(form.events)) if name == "forward" else (False, False)
         kernel = kernel_of(text, name, signature_of(name, form.dtype, *more, form.jumps is not None))
-        if name not in self._kernels or self._kernels[name].text != text:
+        if self._kernels.get(name) != text:
             how = "compiled" if kernel.origin == "compiled" else "loaded"
             _log.info("solve: the %s kernel was %s in %.2f s.", name, how, kernel.seconds)
-        self._kernels[name] = kernel
+        self._kernels[name] = text
         return kernel.function
 
     # ---- derivatives

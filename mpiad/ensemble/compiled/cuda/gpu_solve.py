@@ -17,7 +17,7 @@ from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_derivatives import Solved, results_of
 from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
-from mpiad.ensemble.compiled.cuda.gpu_solver import Loaded, Solver
+from mpiad.ensemble.compiled.cuda.gpu_solver import Solver
 from mpiad.ensemble.compiled.kernel_choice import Compiler, check_implicit
 from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.traced_problem import FEW, TracedProblem, problem_of
@@ -30,6 +30,7 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.trial import try_once
 from mpiad.transport.device_arrays import ArrayModule
+from mpiad.transport.device_kernels import DeviceKernel
 
 # Of each thread. A step then moves about as much memory for what didn't fit into registers as arrays would move.
 MOST_LOCAL_BYTES = 8192
@@ -74,7 +75,7 @@ def _by_kernel(
     if traced is None:
         return None
     try_once(host, settings.events, given.traced)
-    solver = Solver(compiler.backend, arrays, traced, batch, settings, compiler.used)
+    solver = Solver(compiler.backend, arrays, traced, batch, settings, compiler.kernels)
     by_tangents = given.traced and not settings.events and not settings.alg.tableau.implicit
     directions = traced.carried(given, settings.gradient) if by_tangents else ()
     carried = directions if len(directions) <= FEW else ()  # more are carried later, a few at a time
@@ -173,19 +174,19 @@ def _traces(given: Batch) -> set[int]:
     return found
 
 
-def is_small(loaded: Loaded) -> bool:
+def is_small(kernel: DeviceKernel) -> bool:
     """Tell whether what a kernel keeps beside its registers is little enough."""
-    return loaded.kernel.local_bytes <= MOST_LOCAL_BYTES
+    return kernel.local_bytes <= MOST_LOCAL_BYTES
 
 
-def fits(loaded: Loaded, batch: Batch, compiler: Compiler) -> bool:
+def fits(kernel: DeviceKernel, batch: Batch, compiler: Compiler) -> bool:
     """Tell whether a kernel is small enough, or must be taken; where it isn't, the log says so."""
     must = compiler.compile is True
-    if is_small(loaded):
+    if is_small(kernel):
         return True
     text = (
-        f"EnsembleGPU: each thread of the kernel takes {loaded.kernel.local_bytes} bytes of memory beside its "
-        f"{loaded.kernel.registers} registers, more than {MOST_LOCAL_BYTES}"
+        f"EnsembleGPU: each thread of the kernel takes {kernel.local_bytes} bytes of memory beside its "
+        f"{kernel.registers} registers, more than {MOST_LOCAL_BYTES}"
     )
     compiler.warn(batch.f, text if must else f"{text}, so EnsembleVectorized solves it by arrays")
     return must

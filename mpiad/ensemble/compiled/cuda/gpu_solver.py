@@ -11,7 +11,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,7 @@ Directions = tuple[tuple[str, int], ...]
 _log = logging.getLogger("mpiad")
 
 _lock = threading.RLock()
-_known: dict[tuple[Any, str], Loaded] = {}
+_known: dict[tuple[Any, str], DeviceKernel] = {}
 
 
 class DeviceResults(NamedTuple):
@@ -68,14 +68,14 @@ class Solver:
 
     - `arrays`: of the device.
     - `batch`: of plain arrays, on the host or on the device.
-    - `told`: ``told(name, loaded)`` is told which kernels are used.
+    - `kernels`: by their names, forward and reverse, the texts of those that this solve has used: noted here.
     """
 
     def __init__(
         self, gpu: EnsembleGPU, arrays: ArrayModule, traced: TracedProblem, batch: Batch, settings: Settings,
-        told: Callable[[str, Loaded], None],
+        kernels: dict[str, str],
     ):  # fmt: skip
-        self._gpu, self.arrays, self.settings, self.traced, self._told = gpu, arrays, settings, traced, told
+        self._gpu, self.arrays, self.settings, self.traced, self._kernels = gpu, arrays, settings, traced, kernels
         self._launcher = launcher_of(arrays)
         self.form = form_of(traced.program, traced.packing, batch, settings)._replace(record=True, tolerances=True)
         self.d, self.real = self.form.d, batch.u0.dtype
@@ -88,7 +88,7 @@ class Solver:
 
     # ---- forward
 
-    def kernel(self, directions: Directions = ()) -> Loaded:
+    def kernel(self, directions: Directions = ()) -> DeviceKernel:
         """Return the forward kernel that carries tangents along these directions."""
         return self._loaded("forward", self.form._replace(directions=directions))
 
@@ -192,29 +192,21 @@ class Solver:
 
     # ---- kernels
 
-    def _loaded(self, name: str, form: Form, wanted: tuple[int, ...] = ()) -> Loaded:
+    def _loaded(self, name: str, form: Form, wanted: tuple[int, ...] = ()) -> DeviceKernel:
         traced = self.traced
         text = cuda_text(name, traced.program, form, traced.names, traced.conditions, wanted)
-        found = loaded(self._launcher, text, name, self._gpu.options)
-        self._told(name, found)
-        return found
+        self._kernels[name] = text
+        return loaded(self._launcher, text, name, self._gpu.options)
 
-    def _launch(self, kernel: Loaded, share: Share, *arguments: Any) -> None:
+    def _launch(self, kernel: DeviceKernel, share: Share, *arguments: Any) -> None:
         if share.count:
             threads = self._gpu.block or threads_per_block(share.count, self._launcher.multiprocessors)
             blocks = -(-share.count // threads)
             numbers = (self.count, share.first, share.count)
-            self._launcher.launch(kernel.kernel, blocks, threads, (*numbers, *arguments))
+            self._launcher.launch(kernel, blocks, threads, (*numbers, *arguments))
 
 
-class Loaded(NamedTuple):
-    """A kernel on a device."""
-
-    kernel: DeviceKernel
-    text: str  # its source
-
-
-def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -> Loaded:
+def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -> DeviceKernel:
     """Return the kernel "forward" or "reverse" of a text of CUDA C, compiled where this device doesn't have it yet."""
     key = launcher, hashlib.sha256("\n".join([name, *options, text]).encode()).hexdigest()
     # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
@@ -226,7 +218,7 @@ def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -
                 "solve: the %s kernel was compiled for the GPU in %.2f s; each thread takes %d registers and %d bytes of "
                 "local memory.", name, time.perf_counter() - started, kernel.registers, kernel.local_bytes,
             )  # fmt: skip
-            _known[key] = Loaded(kernel, text)
+            _known[key] = kernel
         return _known[key]
 
 
