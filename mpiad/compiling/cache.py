@@ -38,7 +38,6 @@ class Kernel(NamedTuple):
     """A compiled function."""
 
     function: Callable[..., None]  # it lets other threads run; see `machine_code.function_of`
-    text: str  # its source
     seconds: float  # what it took when this process met the text first
     origin: str  # "compiled", or "disk" where another process had done it
 
@@ -59,7 +58,7 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "") -> Kernel:
             started = time.perf_counter()
             code = partial(code_of, text, name, signature, fast)
             function, origin = _from_disk(key, text, signature) or _made(key, text, code, signature)
-            _loaded[known] = Kernel(function, text, time.perf_counter() - started, origin)
+            _loaded[known] = Kernel(function, time.perf_counter() - started, origin)
             _log.debug("kernel %s: %s in %.3f s", key[:12], origin, _loaded[known].seconds)
         return _loaded[known]
 

@@ -22,7 +22,7 @@ from mpiad.ensemble.compiled.jacobian_programs import curvature_program
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
 from mpiad.ensemble.continuous import pull_continuous
 from mpiad.ensemble.directions import Number, contracted, in_common, numbers, numbers_of, pushed
-from mpiad.ensemble.events import traced_events
+from mpiad.ensemble.events import by_trajectory, traced_times
 from mpiad.ensemble.field_jacobian import derived
 from mpiad.ensemble.replay import replayed, replayed_jvp, replayed_vjp
 from mpiad.ensemble.run import Run
@@ -44,8 +44,11 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
     changes = {"u": anp.reshape(u, sol.u.shape), "u_end": anp.reshape(u_end, sol.u_end.shape)}
     if times:
         reached, crossed = map(to_host, times)
-        events = traced_events(sol.events, run.passed, run.terminated & run.live, reached, crossed)
-        changes.update(t_reached=reached, events=events)
+        changes["t_reached"] = reached
+        if run.outcome.event_table is not None:
+            ids, event, _, _, when = run.outcome.event_table
+            when = traced_times(ids.astype(int), when, run.crossed_row, run.live, reached, crossed)
+            changes["events"] = by_trajectory(ids, event, when)
     return dataclasses.replace(sol, **changes)
 
 

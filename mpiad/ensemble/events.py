@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from autograd.tracer import isbox
 
 from mpiad._typing import Array, Tree
+from mpiad.device.assembly import concatenate
 from mpiad.ensemble.coefficients import Coefficients, polynomials, states_at
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.record import Step
@@ -211,32 +213,11 @@ def _projected(low: Array, high: Array, before: Array, after: Array, reach: floa
     return np.where(np.abs(x - middle) <= room, x, np.where(away > 0, middle - room, middle + room))
 
 
-def events_of(
-    rows: np.ndarray, events: Sequence[Event], failed: np.ndarray
-) -> tuple[dict[int, list[tuple[int, float]]], list[tuple[int, int, int]]]:
-    """Return the events of each trajectory in the order of time, and where those are whose times have derivatives.
-
-    The rows, in any order, of shape (5, m), are the trajectory, which event, in which of its steps, at which part of it
-    (infinite where none was), and when. Events are a dict from trajectories to lists of (event, time); those with
-    derivatives, on the way of trajectories that didn't fail, are the trajectory, which of its events it is, and the table's
-    row.
-    """
-    ids, event, _, _, times = rows
-    found: dict[int, list[tuple[int, float]]] = {}
-    passed = []
-    for row in in_order(rows).tolist():
-        i, e = int(ids[row]), int(event[row])
-        mine = found.setdefault(i, [])
-        if not (events[e].terminal or failed[i]):
-            passed.append((i, len(mine), row))
-        mine.append((e, float(times[row])))
-    return found, passed
-
-
-def by_trajectory(ids: Sequence[int], events: Sequence[int], times: Sequence[Any]) -> dict[int, list[tuple[int, Any]]]:
-    """Return the events of each trajectory, by those of all in their order."""
+def by_trajectory(ids: np.ndarray, events: np.ndarray, times: Array) -> dict[int, list[tuple[int, Any]]]:
+    """Return the events of each trajectory, by those of all in their order; the times may be traced."""
     found: dict[int, list[tuple[int, Any]]] = {}
-    for i, e, time in zip(ids, events, times):
+    every = times if isbox(times) else times.tolist()
+    for i, e, time in zip(ids.astype(int).tolist(), events.astype(int).tolist(), every):
         found.setdefault(i, []).append((e, time))
     return found
 
@@ -253,18 +234,13 @@ def in_order(rows: np.ndarray) -> np.ndarray:
     return order[np.isfinite(part[order])]
 
 
-def traced_events(
-    found: dict[int, list[tuple[int, float]]], passed: Sequence[tuple[int, int, int]], ended: np.ndarray, reached: Array,
-    times: Array,
-) -> dict[int, list[tuple[int, Any]]]:  # fmt: skip
-    """Return the events with traced times, but for those of trajectories that failed.
+def traced_times(
+    ids: np.ndarray, times: np.ndarray, places: np.ndarray, live: np.ndarray, reached: Array, crossed: Array
+) -> Array:
+    """Return the times of events, shape (m,), as traces see them; of trajectories that failed as they are.
 
-    `found` and `passed` are of `events_of`; `ended`, bool of shape (N,), says which trajectories a terminal event ended.
-    Traced are `reached`, of shape (N,), when each ended, and `times`, of shape (m,), when all events of the table were.
+    `ids` are the trajectories, and `places` says where in `crossed` each time is, -1 for those that ended trajectories:
+    these are in `reached`, of shape (N,). `live`, bool, shape (N,): which trajectories didn't fail.
     """
-    events: dict[int, list[tuple[int, Any]]] = {i: list(mine) for i, mine in found.items()}
-    for i, order, row in passed:
-        events[i][order] = events[i][order][0], times[row]
-    for i in np.flatnonzero(ended).tolist():
-        events[i][-1] = events[i][-1][0], reached[i]
-    return events
+    place = np.where(places < 0, ids, len(live) + places) + len(ids)
+    return concatenate([times, reached, crossed])[np.where(live[ids], place, np.arange(len(ids)))]

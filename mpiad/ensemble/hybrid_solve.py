@@ -16,14 +16,13 @@ from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.device.assembly import concatenate
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.differentiable import traced_results
 from mpiad.ensemble.event_columns import EventColumns
-from mpiad.ensemble.events import by_trajectory
+from mpiad.ensemble.events import by_trajectory, traced_times
 from mpiad.ensemble.given_times import GivenTimes
 from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.outcome import Outcome, evaluations, names_of
@@ -50,8 +49,7 @@ def solved_with_events(
 
     def events() -> dict:
         found = _HappenedEvents(outcome, times)
-        time = when(found)
-        return by_trajectory(found.ids.tolist(), found.event.tolist(), time if isbox(time) else time.tolist())
+        return by_trajectory(found.ids, found.event, when(found))
 
     nf = evaluations(outcome.naccept, outcome.nreject, settings.alg, settings.dt is not None) + outcome.resumed
     later: dict[str, Callable[[], Any]] = {"retcode": lambda: names_of(codes), "events": events}
@@ -104,11 +102,7 @@ class _HappenedEvents:
         That is by all given times, shape (slots, N), the ends of trajectories, (N,), and `Run.crossed`.
         """
         ids, source = self.ids, self._source
-        given, (slots, count) = source < 0, due.shape
-        # First all as they are, then given times, ends of trajectories, and events in their order.
-        place, live = np.arange(len(ids)), run.live[ids]
-        place[given & live] = len(ids) + ((-1 - source) * count + ids)[given & live]
-        found = run.crossed_row[source[~given]]
-        found = np.where(found < 0, ids[~given], count + found) + len(ids) + slots * count
-        place[~given & live] = found[live[~given]]
-        return concatenate([self.times, anp.reshape(due, (-1,)), reached, crossed])[place]
+        given = len(crossed) + (-1 - source) * due.shape[1] + ids
+        places = np.where(source < 0, given, np.append(run.crossed_row, -1)[np.maximum(source, 0)])
+        crossed = concatenate([crossed, anp.reshape(due, (-1,))])
+        return traced_times(ids, self.times, places, run.live, reached, crossed)

@@ -111,8 +111,6 @@ class Outcome:
     # Shape (5, m), or None. All events, trajectory by trajectory in the order of time: the trajectory, which event, in
     # which of its steps (from 0), at which part of it, and when; None where nothing happened.
     event_table: Array | None = None
-    # Of a solve on a device, from trajectories to lists of (number of an event, its time).
-    event_times: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     # List of (int, Steps). All accepted steps, where they are recorded: for each share its first trajectory and its steps,
     # which count trajectories from there.
     steps: list[tuple[int, Steps]] = field(default_factory=list)

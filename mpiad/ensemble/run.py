@@ -86,12 +86,6 @@ class Run:
         """Their trajectories, shape (m,)."""
         return self._with_acting("ids")
 
-    @property
-    def passed(self) -> list[tuple[int, int, int]]:
-        """Those on the way of trajectories that didn't fail: the trajectory, which of its events, which of all."""
-        crossings = self.crossings
-        return list(zip(crossings.ids.tolist(), crossings.order.tolist(), range(len(crossings.ids))))
-
     @cached_property
     def save_step(self) -> Array:
         """In which step each saved value lies, shape (N, n_saved), or INITIAL, NOWHERE (not reached, or failed), FINAL."""

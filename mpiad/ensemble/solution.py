@@ -296,13 +296,9 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         "alg": settings.alg,
     }  # fmt: skip
     later = {"retcode": lambda: names_of(codes), "nf": lambda: evaluations(*tries, settings.alg, settings.dt is not None)}
-    if outcome.event_table is None:
-        made["events"] = outcome.event_times
-    else:
-        table = outcome.event_table
-        later["events"] = lambda: by_trajectory(
-            table[0].astype(int).tolist(), table[1].astype(int).tolist(), table[4].tolist()
-        )
+    if outcome.event_table is not None:
+        ids, event, _, _, when = outcome.event_table
+        later["events"] = lambda: by_trajectory(ids, event, when)
     if settings.ends:
         sol = EnsembleSolution.lazy(later, t=batch.both_ends(), **made)
         return at_ends(sol, lambda: batch.u0, sol.u_end)

@@ -180,10 +180,10 @@ class DeviceRun(Run):
         """Their trajectories, shape (m,)."""
         return self.record.events.ids  # type: ignore[union-attr]
 
-    @property
-    def passed(self) -> list[tuple[int, int, int]]:
-        """Those on the way of trajectories that didn't fail: the trajectory, which of its events, which of all."""
-        return self.record.events.passed  # type: ignore[union-attr]
+    @cached_property
+    def crossed_row(self) -> np.ndarray:
+        """For each row of the table of events its place among all; -1 where a trajectory ended."""
+        return np.where(self._event_columns[-1], -1, self.record.events.order)  # type: ignore[union-attr]
 
 
 class Slots(Saved):

@@ -54,9 +54,7 @@ class Events(NamedTuple):
     reached: Array  # shape (N,); when each trajectory ended
     ids: Array  # int, shape (m,); of the table of all events: the trajectories
     times: Array  # shape (m,); and when
-    # List of (int, int, int). Those on the way of trajectories that didn't fail: the trajectory, which of its events it is,
-    # and the table's row.
-    passed: list[tuple[int, int, int]]
+    order: np.ndarray  # int, shape (m,), on the host; which they are in the outcome's table, which is in order
 
 
 class Block:

@@ -16,7 +16,7 @@ from mpiad.ensemble.batch import Batch, spread
 from mpiad.ensemble.coefficients import DeviceCoefficients
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.events import EventWatch, events_of
+from mpiad.ensemble.events import EventWatch, in_order
 from mpiad.ensemble.initialization import derivative_at, first_step, least_step
 from mpiad.ensemble.on_device.device_stages import stages_on_device
 from mpiad.ensemble.on_device.round_record import Events, Record, Round
@@ -235,16 +235,18 @@ class DeviceWorkingSet(Turns):
             start = spread(batch.start * self._signs, batch.u0)
             outcome.saved, times = self._saves.collected(start, int(naccept.max(initial=0)))
             outcome.saved_times = self._home.to_host(times) * self._signs[:, None]
-        rows, passed = None if self._watch is None else self._watch.rows(), []
+        rows, order = None if self._watch is None else self._watch.rows(), np.empty(0, int)
         if rows is not None:
-            outcome.event_times, passed = events_of(self._home.to_host(rows), events, outcome.failed)
+            table = self._home.to_host(rows)
+            order = in_order(table)
+            outcome.event_table = table[:, order]
         if self._record is not None:
             self._record.close(outcome.failed)
             outcome.record = self._record
             if events:
                 rows = self._home.empty((5, 0), float) if rows is None else rows
                 reached = self._outcomes[0] * spread(self._signs, batch.u0)
-                self._record.events = Events(reached, rows[0].astype(np.int64), rows[4], passed)
+                self._record.events = Events(reached, rows[0].astype(np.int64), rows[4], order)
         return outcome
 
     def _all_saved(self, codes: np.ndarray) -> Array:

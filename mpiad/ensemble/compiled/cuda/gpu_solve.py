@@ -23,9 +23,9 @@ from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.traced_problem import FEW, TracedProblem, problem_of
 from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_failed
 from mpiad.ensemble.event import Event
-from mpiad.ensemble.events import events_of, traced_events
+from mpiad.ensemble.events import by_trajectory, in_order, traced_times
 from mpiad.ensemble.gpu import device_for
-from mpiad.ensemble.outcome import ReturnCode, came_through
+from mpiad.ensemble.outcome import came_through
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.trial import try_once
@@ -110,11 +110,13 @@ def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Even
     """Return the events of all trajectories, with times that are traced where derivatives are wanted."""
     if not rows.size:
         return {}
-    ends = arrays.to_host(codes)
-    found, passed = events_of(arrays.to_host(arrays.contiguous(rows)), asked, ~came_through(ends))
-    if not times:
-        return found
-    return traced_events(found, passed, ends == ReturnCode.Terminated.code, *times)
+    table = arrays.to_host(arrays.contiguous(rows))
+    order = in_order(table)
+    (ids, event), when = table[:2, order].astype(int), table[4, order]
+    if times:
+        places = np.where(np.array([each.stops for each in asked])[event], -1, order)
+        when = traced_times(ids, when, places, came_through(arrays.to_host(codes)), *times)
+    return by_trajectory(ids, event, when)
 
 
 def _shaped(x: Array, shape: Shape) -> Array:
