@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
@@ -21,11 +22,11 @@ from mpiad.ensemble.compiled.cuda.gpu_solver import Solver
 from mpiad.ensemble.compiled.kernel_choice import Compiler, check_implicit
 from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.traced_problem import FEW, TracedProblem, problem_of
-from mpiad.ensemble.device_solution import DeviceSolution, Statistics, count_failed
+from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, in_order, traced_times
 from mpiad.ensemble.gpu import device_for
-from mpiad.ensemble.outcome import came_through
+from mpiad.ensemble.outcome import came_through, evaluations, names_of
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.trial import try_once
@@ -87,23 +88,34 @@ def _by_kernel(
     u, u_end, *times = results_of(solved, given)
     if settings.progress is not None:
         settings.progress(batch.size)
-    statistics = _statistics(solved, settings, times)
-    sol = DeviceSolution.of(_shaped(u, batch.shape), settings.saveat, _shaped(u_end, batch.shape), statistics, settings.alg)
+    sol = DeviceSolution.lazy(
+        _deferred(solved, settings, times), u=_shaped(u, batch.shape), t=settings.saveat, u_end=_shaped(u_end, batch.shape),
+        failed=_count_failed(arrays, solved.results.codes), alg=settings.alg,
+    )  # fmt: skip
     if times:
         sol.t_reached = times[0]
     return sol
 
 
-def _statistics(solved: Solved, settings: Settings, times: Sequence[Array]) -> Statistics:
-    results, arrays = solved.results, solved.solver.arrays
-    at_start = 1 if settings.dt is not None else 2
+def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dict[str, Callable[[], Any]]:
+    """Return what makes the fields of a solution that are copied to the host when they are asked for."""
     # Of the results only what they are made of: states would keep their memory until events are read.
+    results, arrays, alg, given = solved.results, solved.solver.arrays, settings.alg, settings.dt is not None
+    codes, reached, counts = results.codes, results.t_reached, (results.naccept, results.nreject)
     rows = None if results.rows is None else results.rows[:5, : results.found_events]
-    events = dict if rows is None else partial(_events, arrays, results.codes, rows, settings.events, times)
-    return Statistics(
-        arrays, results.codes, results.t_reached, results.naccept, results.nreject, count_failed(arrays, results.codes),
-        (at_start, settings.alg.tableau.calls), events,
-    )  # fmt: skip
+    naccept, nreject = (lambda x=x: arrays.to_host(x).astype(np.int64) for x in counts)
+    return {
+        "retcode": lambda: names_of(arrays.to_host(codes)),
+        "t_reached": lambda: arrays.to_host(reached),
+        "naccept": naccept,
+        "nreject": nreject,
+        "nf": lambda: evaluations(naccept(), nreject(), alg, given),
+        "events": dict if rows is None else partial(_events, arrays, codes, rows, settings.events, times),
+    }
+
+
+def _count_failed(arrays: ArrayModule, codes: Array) -> int:
+    return int(arrays.to_host(np.sum(~came_through(codes))).item()) if codes.size else 0
 
 
 def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Event], times: Sequence[Array]) -> dict:
