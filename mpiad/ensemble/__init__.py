@@ -2,7 +2,6 @@
 
 from mpiad.ensemble.backends import EnsembleSerial, EnsembleThreads, EnsembleVectorized
 from mpiad.ensemble.controller import IController, PIController
-from mpiad.ensemble.convergence_codes import ConvergenceCode
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.fit import fit
 from mpiad.ensemble.fit_result import FitResult
@@ -15,7 +14,7 @@ from mpiad.ensemble.methods.shampine_reichelt import Rosenbrock23
 from mpiad.ensemble.methods.steinebach import Rodas5P
 from mpiad.ensemble.methods.tsitouras import Tsit5
 from mpiad.ensemble.methods.verner import Vern7
-from mpiad.ensemble.outcome import ReturnCode
+from mpiad.ensemble.outcome import ConvergenceCode, ReturnCode
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, remake
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.solution import EnsembleSolution, ODESolution

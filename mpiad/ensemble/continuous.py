@@ -24,7 +24,7 @@ from mpiad.ensemble.field_jacobian import OwnJacobian
 from mpiad.ensemble.linear_jumps import rates
 from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.on_device.device_run import run_of
-from mpiad.ensemble.outcome import Outcome, names_of
+from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.stage_systems import StageSystems
@@ -71,7 +71,7 @@ def _require_no_events(run: Run, seeds: Seeds) -> None:
 def _require_solved(outcome: Outcome, ids: Array) -> None:
     """Raise where the adjoint equation of one of the trajectories `ids` wasn't solved to the end."""
     if outcome.failed.any():
-        i, code = int(ids[np.flatnonzero(outcome.failed)[0]]), names_of(outcome.codes)[outcome.failed][0]
+        i, code = int(ids[np.flatnonzero(outcome.failed)[0]]), ReturnCode.names_of(outcome.codes)[outcome.failed][0]
         raise IntegrationError(
             f"solve: the adjoint equation of trajectory {i + 1} failed ({code}) on its way back. "
             "adjoint='discrete', the default, needs no such solve."

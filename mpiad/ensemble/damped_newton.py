@@ -19,8 +19,8 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.differentiation.bundles import Bundle
 from mpiad.ensemble.batch import Batch, two_at_least
-from mpiad.ensemble.convergence_codes import ConvergenceCode
 from mpiad.ensemble.linearization import Field, Tracing
+from mpiad.ensemble.outcome import ConvergenceCode
 
 # A step is taken up to the first contraction, and the next one aims at the second.
 _MOST_CONTRACTION, _AIM = 0.5, 0.25

@@ -9,12 +9,12 @@ from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import is_on_device, save_times
 from mpiad.ensemble.compiled.kernel_choice import Compiler
-from mpiad.ensemble.convergence_codes import report
 from mpiad.ensemble.fit_options import FitArguments, FitPlan, planned, planned_together
 from mpiad.ensemble.fit_result import FitResult, fits_of, joined_fits
 from mpiad.ensemble.levenberg_marquardt import Evaluation, minimize_each
 from mpiad.ensemble.members import master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
+from mpiad.ensemble.outcome import report
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.residuals import Residuals

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.convergence_codes import names_of
 from mpiad.ensemble.levenberg_marquardt import Minima, scaled_factor
+from mpiad.ensemble.outcome import ConvergenceCode
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,9 +99,8 @@ class FitResult:
 def fits_of(minima: Minima, indices: Array, residuals: int, tries: Array) -> FitResult:
     """Return the result of some fits."""
     x, cost, optimality, mask, nfev, njev, codes, factor = minima
-    return FitResult(
-        x, cost, optimality, mask, nfev, njev, names_of(codes), indices, factor, np.full(len(x), residuals), tries
-    )
+    retcode, counts = ConvergenceCode.names_of(codes), np.full(len(x), residuals)
+    return FitResult(x, cost, optimality, mask, nfev, njev, retcode, indices, factor, counts, tries)
 
 
 def joined_fits(parts: Sequence[FitResult]) -> FitResult:

@@ -25,7 +25,7 @@ from mpiad.ensemble.event_columns import EventColumns
 from mpiad.ensemble.events import by_trajectory, traced_times
 from mpiad.ensemble.given_times import GivenTimes
 from mpiad.ensemble.jumps import Jump
-from mpiad.ensemble.outcome import Outcome, evaluations, names_of
+from mpiad.ensemble.outcome import Outcome, ReturnCode, evaluations
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 from mpiad.ensemble.solution import EnsembleSolution
@@ -52,7 +52,7 @@ def solved_with_events(
         return by_trajectory(found.ids, found.event, when(found))
 
     nf = evaluations(outcome.naccept, outcome.nreject, settings.alg, settings.dt is not None) + outcome.resumed
-    later: dict[str, Callable[[], Any]] = {"retcode": lambda: names_of(codes), "events": events}
+    later: dict[str, Callable[[], Any]] = {"retcode": lambda: ReturnCode.names_of(codes), "events": events}
     shape = batch.shape
     return EnsembleSolution.lazy(
         later, u=anp.reshape(u, (*u.shape[:2], *shape)), t=np.array(settings.saveat),  # type: ignore[union-attr]

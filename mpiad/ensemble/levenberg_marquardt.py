@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.convergence_codes import ConvergenceCode
+from mpiad.ensemble.outcome import ConvergenceCode
 
 _START_DAMPING = 1e-2
 # How much smaller the damping gets at once where the model was right.

@@ -1,7 +1,8 @@
-"""How trajectories can end, and what a solve leaves of each before it becomes a solution."""
+"""How trajectories, and iterations for each, can end, and what a solve leaves of each before it becomes a solution."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -13,6 +14,8 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import Acting, Settings
 from mpiad.ensemble.tableaus import Algorithm
+
+_log = logging.getLogger("mpiad")
 
 _BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "end_part", "slots", "resumed")
 
@@ -27,6 +30,12 @@ class NamedCode(str, Enum):
     def code(self) -> int:
         """Its number in arrays: its place."""
         return type(self)._member_names_.index(self.name)
+
+    @classmethod
+    def names_of(cls, codes: Array) -> Array:
+        """Return the names of the codes in an array of numbers."""
+        # Strings only where they are asked for: numbers are what is computed, joined and sent.
+        return np.array(cls._member_names_)[codes]
 
 
 class ReturnCode(NamedCode):
@@ -62,7 +71,30 @@ class ReturnCode(NamedCode):
         return self not in (ReturnCode.Success, ReturnCode.Terminated)
 
 
-_NAMES = np.array([code.value for code in ReturnCode])
+class ConvergenceCode(NamedCode):
+    """How a fit or the search for a steady state ended; equal to its name as a string.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import ConvergenceCode, EnsembleProblem, ODEProblem, steady_state
+    >>> growth = ODEProblem(lambda u, p, t: [u[0] * (p[0] - u[0])], [0.5], (0.0, 1.0), [1.0])
+    >>> found = steady_state(EnsembleProblem(growth, p=np.array([[1.0], [2.0]])))
+    >>> print(found.retcode == ConvergenceCode.Success)
+    [ True  True]
+    """
+
+    Success = "Success"
+    """It converged."""
+    MaxIters = "MaxIters"
+    """It was still under way after the largest number of evaluations, or steps."""
+    Singular = "Singular"
+    """It ended where the data don't determine the variables; or at a steady state beside which there are others."""
+    InitialFailure = "InitialFailure"
+    """At the start the solve fails already, or residuals or f aren't finite."""
+    ConvergenceFailure = "ConvergenceFailure"
+    """Steps became too small, because longer ones led to where the solve fails, or f says nothing."""
+
+
 # They begin with different letters, which are found faster than strings are compared.
 _BY_LETTER = np.zeros(128, np.int8)
 _BY_LETTER[[ord(code.value[0]) for code in ReturnCode]] = np.arange(len(ReturnCode))
@@ -70,16 +102,10 @@ _BY_LETTER[[ord(code.value[0]) for code in ReturnCode]] = np.arange(len(ReturnCo
 _FIRST_FAILURE = [code.failed for code in ReturnCode].index(True)
 
 
-def names_of(codes: Array) -> Array:
-    """Return the names of the codes in an array of numbers."""
-    # Strings only where they are asked for: numbers are what is computed, joined and sent.
-    return _NAMES[codes]
-
-
 def codes_of(names: Array) -> Array:
-    """Return the numbers of the names in an array, the inverse of `names_of`."""
-    letters = np.ascontiguousarray(names, _NAMES.dtype).view(np.uint32)[:: _NAMES.itemsize // 4]
-    return _BY_LETTER[letters]
+    """Return the numbers of the names in an array, the inverse of `ReturnCode.names_of`."""
+    names = np.ascontiguousarray(names, str)
+    return _BY_LETTER[names.view(np.uint32)[:: names.itemsize // 4]]
 
 
 def came_through(codes: Array) -> Array:
@@ -223,3 +249,15 @@ class FactorizationCounts:
     def njac(self) -> Any:
         """How many Jacobians of f they took: each matrix has one of its own."""
         return self.nlu
+
+
+def report(call: str, what: str, retcode: Array) -> None:
+    """Log how many of what a call looks for, as ``"fits"``, ended without success, how, and which first."""
+    failed = np.flatnonzero(retcode != "Success")
+    if not len(failed):
+        return
+    counts = [f"{count} {code}" for code in ConvergenceCode if (count := np.count_nonzero(retcode[failed] == code))]
+    _log.warning(
+        "%s: %d of %d %s ended without success (%s); the first is number %d.",
+        call, len(failed), len(retcode), what, ", ".join(counts), failed[0] + 1,
+    )  # fmt: skip

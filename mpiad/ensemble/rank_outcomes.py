@@ -16,7 +16,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Shape
 from mpiad.ensemble.batch import same_for_all
-from mpiad.ensemble.outcome import came_through, names_of
+from mpiad.ensemble.outcome import ReturnCode, came_through
 from mpiad.ensemble.reduction import check_alike, joined_events, joined_times
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport import Channel
@@ -119,7 +119,7 @@ class RankOutcomes:
     @property
     def retcode(self) -> Array:
         """The names of the return codes, shape (N,)."""
-        return names_of(self.codes)
+        return ReturnCode.names_of(self.codes)
 
 
 def outcomes_of_all(

@@ -14,7 +14,6 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Comm
 from mpiad.ensemble.dense_output import GatheredOutput, PickledCommunicator, present
-from mpiad.ensemble.outcome import names_of
 from mpiad.ensemble.rank_outcomes import RankOutcomes
 from mpiad.ensemble.reduction import widened
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
@@ -35,9 +34,9 @@ def gathered(
     derivatives flow through the times at which trajectories ended: where events are looked for. `made` is its `u`, where
     that is made already.
     """
-    later = {name: partial(getattr, outcomes, name) for name in ("nf", "naccept", "nreject", "t_reached")}
+    later = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
     sol = EnsembleSolution.lazy(
-        {"retcode": lambda: names_of(outcomes.codes), **later}, t=outcomes.t, u_end=_collected(used, share.u_end, outcomes),
+        later, t=outcomes.t, u_end=_collected(used, share.u_end, outcomes),
         events=_gathered_events(share, outcomes, used.user), converged=outcomes.any("converged"), _codes=outcomes.codes,
         dense=share.dense and GatheredOutput(share.dense, len(share), used.user),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.events import by_trajectory
-from mpiad.ensemble.outcome import FactorizationCounts, Outcome, came_through, codes_of, evaluations, names_of
+from mpiad.ensemble.outcome import FactorizationCounts, Outcome, ReturnCode, came_through, codes_of, evaluations
 from mpiad.ensemble.saving import times_of
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.statistics import mean, quantile, spread, summary
@@ -295,7 +295,10 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         "_codes": codes,
         "alg": settings.alg,
     }  # fmt: skip
-    later = {"retcode": lambda: names_of(codes), "nf": lambda: evaluations(*tries, settings.alg, settings.dt is not None)}
+    later = {
+        "retcode": lambda: ReturnCode.names_of(codes),
+        "nf": lambda: evaluations(*tries, settings.alg, settings.dt is not None),
+    }
     if outcome.event_table is not None:
         ids, event, _, _, when = outcome.event_table
         later["events"] = lambda: by_trajectory(ids, event, when)

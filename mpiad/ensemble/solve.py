@@ -15,12 +15,11 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, placed, save_times
-from mpiad.ensemble.compiled.cuda.gpu_solve import solved_on_gpu
+from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.complex_states import complex_solution, needs_parts, of_parts
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.dense_output import DenseOutput
-from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.gpu import EnsembleGPU
@@ -29,7 +28,7 @@ from mpiad.ensemble.job_progress import JobProgress
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.device_run import run_of
-from mpiad.ensemble.outcome import ReturnCode, evaluations, names_of
+from mpiad.ensemble.outcome import ReturnCode, evaluations
 from mpiad.ensemble.outputs import trees_of_all
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.rank_outcomes import RankOutcomes, outcomes_of_all
@@ -271,7 +270,7 @@ def _solved(
         sol = by_arrays(given, placed(batch), settings)
     if failed is not None and failed.any():
         codes = np.where(failed, ReturnCode.InitialFailure.code, sol.codes)
-        sol._codes, sol.retcode = codes, names_of(codes)
+        sol._codes, sol.retcode = codes, ReturnCode.names_of(codes)
     return sol
 
 

@@ -16,12 +16,12 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
-from mpiad.ensemble.convergence_codes import names_of, report
 from mpiad.ensemble.damped_newton import Equations, find_roots
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.ensemble.members import columns_of, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
+from mpiad.ensemble.outcome import ConvergenceCode, report
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
@@ -213,7 +213,7 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
     u = solve_operator(*leaves, solved=found) if any(map(isbox, leaves)) else found.vector
     indices = np.arange(numbers.start, numbers.stop)
     u = anp.reshape(u, (len(indices), *batch.shape))
-    return SteadyStateSolution(u, names_of(roots.codes), roots.niter, roots.jacobian, indices)
+    return SteadyStateSolution(u, ConvergenceCode.names_of(roots.codes), roots.niter, roots.jacobian, indices)
 
 
 def _batch(options: SolveOptions, numbers: range) -> Batch:

@@ -22,11 +22,10 @@ from mpiad.ensemble.compiled.cuda.gpu_solver import Solver
 from mpiad.ensemble.compiled.kernel_choice import Compiler, check_implicit
 from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.traced_problem import FEW, TracedProblem, problem_of
-from mpiad.ensemble.device_solution import DeviceSolution
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, in_order, traced_times
 from mpiad.ensemble.gpu import device_for
-from mpiad.ensemble.outcome import came_through, evaluations, names_of
+from mpiad.ensemble.outcome import ReturnCode, came_through, evaluations
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.ensemble.trial import try_once
@@ -35,6 +34,24 @@ from mpiad.transport.device_kernels import DeviceKernel
 
 # Of each thread. A step then moves about as much memory for what didn't fit into registers as arrays would move.
 MOST_LOCAL_BYTES = 8192
+
+
+class DeviceSolution(EnsembleSolution):
+    """The solutions of an ensemble by a kernel, whose states live on a device, or came from there.
+
+    As `EnsembleSolution`; return codes, times, counts and events are copied to the host when they are asked for, each once.
+    `failed`: how many failed, the one number that each solve brings to the host.
+    """
+
+    failed: int
+
+    @property
+    def all_succeeded(self) -> bool:
+        """Whether it is known, without a look at any trajectory, that all reached their ends."""
+        return self.__dict__.get("failed") == 0
+
+    def _surviving(self) -> Array:
+        return self.u if self.all_succeeded else super()._surviving()
 
 
 def solved_on_gpu(
@@ -105,7 +122,7 @@ def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dic
     rows = None if results.rows is None else results.rows[:5, : results.found_events]
     naccept, nreject = (lambda x=x: arrays.to_host(x).astype(np.int64) for x in counts)
     return {
-        "retcode": lambda: names_of(arrays.to_host(codes)),
+        "retcode": lambda: ReturnCode.names_of(arrays.to_host(codes)),
         "t_reached": lambda: arrays.to_host(reached),
         "naccept": naccept,
         "nreject": nreject,
