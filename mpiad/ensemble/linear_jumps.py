@@ -21,7 +21,7 @@ from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event_affects import affect_field
 from mpiad.ensemble.jumps import FOUND, Jumps
-from mpiad.ensemble.linearization import Tracing
+from mpiad.ensemble.linearization import transposed_columns
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import Columns
 
@@ -46,7 +46,7 @@ class LinearJumps:
         self._terms: list[tuple[int, int, int, Array]] = []
         self._by_time: list[tuple[int, int, Array]] = []
         self._rates = self._drifts() if timed else None
-        pulls = [self._traced(e, rows, (), timed, keep=True) for e, rows in jumps.kinds]
+        pulls = [self._traced(e, rows, (), timed) for e, rows in jumps.kinds]
         # Derivatives are linear in real and imaginary parts.
         for part, unit in enumerate((1.0, 1j) if np.iscomplexobj(jumps.before) else (1.0,)):
             for c in range(len(jumps.before)):
@@ -58,33 +58,17 @@ class LinearJumps:
         for (_, rows), pull in zip(self._jumps.kinds, pulls):
             seed = np.zeros_like(before, shape=(len(before), len(self._jumps.ids[rows])))
             seed[c] = unit
-            bar, *_, time = pull(seed)
-            if bar is not None:
-                before[:, rows] = bar
-            if time is not None:
-                by_time[rows] = time
+            before[:, rows], by_time[rows] = pull(seed)
         self._terms += [(part, c, i, values.copy()) for i, values in enumerate(before) if np.count_nonzero(values)]
         if by_time.any():
             self._by_time.append((part, c, by_time))
 
-    def _traced(self, event: int, rows: Columns, places: Sequence[int], timed: bool, keep: bool = False) -> Callable:
-        """Return a function from cotangents of the states after jumps to those of states, leaves and times, or None."""
-        run, jumps = self._run, self._jumps
-        ids = jumps.ids[rows]
-        count = len(ids)
-        twice = two_at_least(count)  # of a single one the double gets nothing
-        u, t = (np.take(x[..., rows], twice, axis=-1) for x in (jumps.before, jumps.time))
-        leaves = run.columns(run.batch.p.leaves, ids[twice])
+    def _traced(self, event: int, rows: Columns, places: Sequence[int], timed: bool) -> Callable[[Array], list[Any]]:
+        """Return a function from cotangents of the states after jumps to those of states, leaves and times."""
+        run, u, t = self._run, self._jumps.before[:, rows], self._jumps.time[rows]
+        leaves = run.columns(run.batch.p.leaves, self._jumps.ids[rows])
         field = affect_field(run.settings.events[event], run.batch)
-        pull = Tracing(field, places, timed).transposed(np.empty_like(u), u, leaves, t, keep)
-        own = [True, *(run.batch.p.varies[place] for place in places), True]
-
-        def pulled(cotangent: Array) -> list:
-            seed = cotangent if count > 1 else np.concatenate([cotangent, 0 * cotangent], axis=1)
-            bars = [*pull(seed), *([] if timed else [None])]
-            return [bar if bar is None or not each else bar[..., :count] for bar, each in zip(bars, own)]
-
-        return pulled
+        return transposed_columns(field, places, timed, np.empty_like(u), u, leaves, t)
 
     def _drifts(self) -> Array:
         """Return f before jumps at given times with no step before."""

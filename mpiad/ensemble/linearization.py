@@ -108,6 +108,31 @@ class Tracing:
         return filled
 
 
+def transposed_columns(
+    field: Field, places: Sequence[int], timed: bool, out: Array, u: Array, leaves: Sequence[Any], t: Array
+) -> Callable[[Array], list[Any]]:
+    """Return the transposed derivative of a function of columns, as `Tracing` does, but of a single one, too.
+
+    That may be called again and again; it returns the cotangents of u, of the leaves at `places` (None where one is zero),
+    and of t, zeros where not `timed`. `out` is room for the values. A single column comes twice, and its double gets
+    nothing.
+    """
+    count, varies = len(t), field.varies
+    if count == 1:
+        out, u, t = (np.concatenate([x, x], axis=-1) for x in (out, u, t))
+        leaves = [np.concatenate([x, x], axis=-1) if own else x for x, own in zip(leaves, varies)]
+    pull = Tracing(field, places, timed).transposed(out, u, leaves, t, keep=True)
+
+    def pulled(g: Array) -> list[Any]:
+        by_u, *parts = pull(g if count > 1 else np.concatenate([g, np.zeros_like(g)], axis=-1))
+        by_t = parts.pop() if timed else None
+        parts = [x[..., :count] if varies[place] and x is not None else x for place, x in zip(places, parts)]
+        by_u, by_t = (np.zeros_like(x) if bar is None else bar for x, bar in ((u, by_u), (t, by_t)))
+        return [by_u[:, :count], *parts, by_t[:count]]
+
+    return pulled
+
+
 def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> None:
     """Trace f once, by the states; a TypeError where f uses functions that traces don't see."""
     try:
@@ -141,7 +166,7 @@ class Field:
     """
 
     def __init__(self, batch: Batch):
-        self._f, self._shape, self._build, self._varies = batch.f, batch.shape, batch.p.build, batch.p.varies
+        self._f, self._shape, self._build, self.varies = batch.f, batch.shape, batch.p.build, batch.p.varies
         self.one_by_one = len(batch.shape) > 1
 
     def rows(self, u: Array, leaves: Sequence[Any], t: Array) -> Sequence[Any]:
@@ -174,7 +199,7 @@ class Field:
         """Return the derivatives of flattened states, for which f is called one after the other."""
         columns = []
         for j in range(u.shape[1]):
-            own = [leaf[..., j] if varies else leaf for leaf, varies in zip(leaves, self._varies)]
+            own = [leaf[..., j] if varies else leaf for leaf, varies in zip(leaves, self.varies)]
             value = self._f(anp.reshape(u[:, j], self._shape), self._build(own), t[j])
             columns.append(anp.reshape(array(value) if isinstance(value, (list, tuple)) else value, (-1, 1)))
         return columns[0] if len(columns) == 1 else concatenate(columns, axis=1)

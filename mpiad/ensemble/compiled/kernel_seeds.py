@@ -7,7 +7,7 @@ one more saved time, and knows nothing of conditions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from mpiad.ensemble.adjoint import of_ends
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.coefficients import interpolate, stage_rates
 from mpiad.ensemble.compiled.kernel_rows import H, T, U
-from mpiad.ensemble.event_adjoint import Condition, pull_event
+from mpiad.ensemble.event_adjoint import pull_event, transposed_condition
 from mpiad.ensemble.jumps import FOUND, Jumps
 from mpiad.ensemble.linear_jumps import add_leaves
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
@@ -162,7 +162,7 @@ class KernelStops:
         self.rows, self.moved = np.zeros((count, 3 + 2 * d)), np.zeros(count)
         self.first = np.searchsorted(stops.ids, np.arange(run.batch.size + 1))
         self.number = stops.number.astype(np.int64)
-        self._conditions: list[tuple[Array, Condition]] = []
+        self._conditions: list[tuple[Array, Callable[[Array], list[Any]]]] = []
         with np.errstate(all="ignore"):
             for event in np.flatnonzero(np.bincount(stops.event)).tolist():
                 self._linearize(event, np.flatnonzero(stops.event == event))
@@ -175,19 +175,17 @@ class KernelStops:
         located = LocatedEvent(event, True, np.arange(count), x, stops.time[own], own)
         leaves = run.columns(run.batch.p.leaves, stops.ids[own])
         states = interpolate(run.coefficients, step.y[0][:, :count], h, stages, x)
-        condition = Condition(run, located, self._places, leaves, states)
+        pull = transposed_condition(run, located, self._places, leaves, states)
         rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
-        g_u, *_, g_t = condition.pull(np.ones_like(x))
+        g_u, *_, g_t = pull(np.ones_like(x))
         slope = (g_u * rate).sum(axis=0) + g_t * h
         self.rows[own] = np.stack([x, h / slope, g_t, *(rate / slope), *g_u], axis=1)
-        self._conditions.append((own, condition))
+        self._conditions.append((own, pull))
 
     def add_leaves(self, leaves: dict[int, Array]) -> None:
         """Add to the cotangents of the leaves, by how the kernel has found that parts move."""
-        for own, condition in self._conditions:
-            _, *parts, _ = condition.pull(self.moved[own])
-            varies = self._run.batch.p.varies
-            parts = [x if x is None or not varies[k] else x[..., : len(own)] for k, x in zip(self._places, parts)]
+        for own, pull in self._conditions:
+            _, *parts, _ = pull(self.moved[own])
             add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._run.stops.ids[own])
 
 
