@@ -167,14 +167,15 @@ class _Block:
 
     def _saved(self, visit: Visit, step: TransposedStep, cotangent: Array) -> tuple[list[Inside], list[Arrival]]:
         """Add cotangents of values saved at the step's end, and return those of values saved inside it or before."""
-        saved, inside, arrivals = self._seeds.saved, [], []
+        saved, inside = self._seeds.saved, []
         if saved is None:
-            return inside, arrivals
-        for part in self._sweep.at_end(visit):
+            return [], []
+        there = self._sweep.saved(visit)
+        for part in there.at_end:
             cotangent[:, part.columns] += over_slots(part.seeds(saved))
-        for part in self._sweep.handed_on(visit):
-            arrivals.append(Arrival(part.columns, part.seeds(saved) * part.h, {0: part.weights[-1]}))
-        for part in self._sweep.inside(visit):
+        handed = there.handed_on
+        arrivals = [Arrival(part.columns, part.seeds(saved) * part.h, {0: part.weights[-1]}) for part in handed]
+        for part in there.inside:
             # Elsewhere that stage is the first of the next step, and has got its share there.
             if self._timed or part.whole is None or part.whole.any():
                 step.add_last_stage()

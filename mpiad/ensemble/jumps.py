@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.sorted_sweep import columns_of, grouped
+from mpiad.ensemble.seeds import grouped
+from mpiad.ensemble.sorted_sweep import columns_of
 from mpiad.ensemble.step_sweep import Columns
 
 if TYPE_CHECKING:
@@ -100,4 +101,4 @@ class Jumps:
         """Return by the visits of a sweep which come after its step, with their columns; one of each column at a time."""
         mine, columns = columns_of(sweep, np.where(self.number > 0, self.ids, -1))
         visits = sweep.visit_of(columns, self.number[mine] - 1)
-        return {v: [(mine[own], columns[own]) for own in groups] for v, groups in grouped(visits, self.turn[mine]).items()}
+        return grouped(visits, self.turn[mine], mine, columns)

@@ -94,9 +94,10 @@ class _Replay:
                 new = self._put(new, c, step.inside(x, c))
                 if run.jumps and self._timed:
                     self._shift = self._put(self._shift, sweep.ids[c], time - getval(time))
-        for part in sweep.at_end(visit):
+        saved = sweep.saved(visit)
+        for part in saved.at_end:
             self._save(part, part.of(new))
-        for part in sweep.inside(visit):
+        for part in saved.inside:
             x = self._stayed(part, visit, t, h) if self._timed else part.x
             self._save(part, step.inside(x, part.columns))
         for rows, own in sweep.jumps(visit):

@@ -226,21 +226,31 @@ class Run:
         x = np.where(last | (due == t + h), 1.0, (due - t) / h)
         return Entries(ids, place, number, x, h)
 
+    def _saved_at(self, at_start: bool) -> np.ndarray:
+        """Tell which values are initial states, or final ones, shape (N, n_saved), on the host."""
+        return self.save_step == (INITIAL if at_start else FINAL)
+
     def saved_at(self, at_start: bool) -> Array | None:
         """Tell which values are initial states, or final ones, shape (N, slots), where the states live; None: no value."""
-        mask = self.save_step == (INITIAL if at_start else FINAL)
-        return mask if mask.any() else None
+        mask = self._saved_at(at_start)
+        return self.placed(np.pad(mask, ((0, 0), (0, self.slots - self.n_saved)))) if mask.any() else None
 
     def take_up(self, total: Array, saved: Array, at_start: bool) -> None:
         """Add the cotangents of values that are the initial states, or final ones, to those of these states, (d, N)."""
-        ids, place = np.nonzero(self.save_step == (INITIAL if at_start else FINAL))
-        # Not by +=, which would take one of several saved times at the start.
-        np.add.at(total.T, ids, saved[ids, place])
+        for slot, ids in self._slots_at(at_start):
+            total[:, ids] += saved[ids, slot].T
 
     def put_down(self, saved: Array, states: Array, at_start: bool) -> None:
-        """Write initial or final states, (m, d, N), to the values that they are, (m, N, n_saved, d)."""
-        ids, place = np.nonzero(self.save_step == (INITIAL if at_start else FINAL))
-        saved[:, ids, place] = np.swapaxes(states[:, :, ids], 1, 2)
+        """Write initial or final states, (m, d, N), to the values that they are, (m, N, slots, d)."""
+        for slot, ids in self._slots_at(at_start):
+            saved[:, ids, slot] = np.swapaxes(states[:, :, ids], 1, 2)
+
+    def _slots_at(self, at_start: bool) -> Iterator[tuple[int, Columns]]:
+        """Return which saved values are initial states, or final ones, slot by slot, and of which trajectories."""
+        mask = self._saved_at(at_start)
+        for slot in np.flatnonzero(mask.any(axis=0)).tolist():
+            own = mask[:, slot]
+            yield slot, slice(None) if own.all() else self.placed(np.flatnonzero(own))
 
     # ---- events
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.coefficients import Coefficients
-from mpiad.ensemble.step_sweep import Saved
+from mpiad.ensemble.step_sweep import Saved, SavedInStep
 
 if TYPE_CHECKING:
     from mpiad.ensemble.sorted_sweep import SortedSweep
@@ -24,6 +24,17 @@ def starts_of_runs(*keys: Array) -> Array:
     fresh = np.ones(len(keys[0]), bool)
     fresh[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
     return np.flatnonzero(fresh)
+
+
+def grouped(visits: Array, kinds: Array, *arrays: Array) -> dict[int, list[tuple[Array, ...]]]:
+    """Return for each visit the entries of arrays that belong to it, kind by kind; the last axis of these counts them."""
+    order = np.lexsort((kinds, visits))
+    v, taken = visits[order], [array[..., order] for array in arrays]
+    cuts = [*starts_of_runs(v, kinds[order]).tolist(), len(order)]
+    found: dict[int, list[tuple[Array, ...]]] = {}
+    for start, stop in zip(cuts, cuts[1:]):
+        found.setdefault(int(v[start]), []).append(tuple(array[..., start:stop] for array in taken))
+    return found
 
 
 class Seeds(NamedTuple):
@@ -61,55 +72,29 @@ class Entries(NamedTuple):
 
 
 class Schedule:
-    """The entries of a block of columns, by the visits of a sweep over its steps; `column` is that of each in the block.
-
-    By a visit's number `at_end` returns what is saved at the end of the step, `inside` what is saved inside it, and
-    `handed_on` what is saved inside the step before, with the weight of its last stage.
-    """
+    """The entries of a block of columns, by the visits of a sweep over its steps; `column` is that of each in the block."""
 
     def __init__(self, entries: Entries, column: Array, sweep: SortedSweep, coefficients: Coefficients):
         final, inside = sweep.is_last(column, entries.number), entries.x != 1
         visit = sweep.visit_of(column, entries.number)
         following = sweep.visit_of(column, np.where(final, entries.number, entries.number + 1))
-        weights = coefficients.weights(entries.x)
-        self.at_end = _Grouped(entries, column, visit, ~inside).at_visit
-        self.inside = _Grouped(entries, column, visit, inside, weights, final).at_visit
-        self.handed_on = _Grouped(entries, column, following, inside & ~final, weights[-1:]).at_visit
+        weights, own = coefficients.weights(entries.x), (entries.ids, entries.place, column)
+        step = entries.x, entries.h
+        self._at_end = _by_visits(~inside, visit, column, *own)
+        self._inside = _by_visits(inside, visit, column, *own, *step, weights, final)
+        self._handed_on = _by_visits(inside & ~final, following, column, *own, *step, weights[-1:])
+
+    def at_visit(self, visit: int) -> SavedInStep:
+        """Return what is saved in the step of a visit, by its number."""
+        parts = (groups.get(visit, ()) for groups in (self._at_end, self._inside, self._handed_on))
+        return SavedInStep._make([Saved(*own) for own in part] for part in parts)
 
 
-class _Grouped:
-    """Chosen entries in the order of visits, each visit's in groups in which no column comes twice."""
-
-    def __init__(
-        self, entries: Entries, column: Array, visit: Array, chosen: Array, weights: Array | None = None,
-        whole: Array | None = None,
-    ):  # fmt: skip
-        order = np.flatnonzero(chosen)
-        order = order[np.lexsort((column[order], visit[order]))]
-        v, c = visit[order], column[order]
-        starts = starts_of_runs(v, c)
-        # How many of the same visit and column come before. Of equal turns no column comes twice: += by index adds once to
-        # each.
-        turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
-        again = np.lexsort((c, turn, v))
-        order, v, turn = order[again], v[again], turn[again]
-        cuts = [*starts_of_runs(v, turn).tolist(), len(order)]
-        # All arrays in this order, so that a group is a slice of each.
-        self._ids, self._place, self._column = entries.ids[order], entries.place[order], column[order]
-        self._x, self._h = entries.x[order], entries.h[order]
-        self._weights = None if weights is None else weights[:, order]
-        self._whole = None if whole is None else whole[order]
-        self._groups: dict[int, list[slice]] = {}
-        for start, stop in zip(cuts, cuts[1:]):
-            self._groups.setdefault(int(v[start]), []).append(slice(start, stop))
-
-    def at_visit(self, visit: int) -> list[Saved]:
-        """Return the groups of a visit."""
-        return [self._saved(own) for own in self._groups.get(visit, ())]
-
-    def _saved(self, own: slice) -> Saved:
-        where = self._ids[own], self._place[own], self._column[own]
-        if self._weights is None:
-            return Saved(*where)
-        whole = None if self._whole is None else self._whole[own]
-        return Saved(*where, self._x[own], self._h[own], self._weights[:, own], whole)
+def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> dict[int, list[tuple[Array, ...]]]:
+    """Return chosen entries, which are ordered by column, for each visit in groups in which no column comes twice."""
+    order = np.flatnonzero(chosen)
+    order = order[np.argsort(visit[order], kind="stable")]
+    v, starts = visit[order], starts_of_runs(visit[order], column[order])
+    # How many of the same visit and column come before. Of equal turns no column comes twice: += by index adds once.
+    turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
+    return grouped(v, turn, *(array[..., order] for array in arrays))

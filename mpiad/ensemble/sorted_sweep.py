@@ -15,8 +15,8 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.record import Steps
-from mpiad.ensemble.seeds import Schedule, starts_of_runs
-from mpiad.ensemble.step_sweep import LocatedEvent, Saved, StepSweep, Visit
+from mpiad.ensemble.seeds import Schedule, grouped
+from mpiad.ensemble.step_sweep import LocatedEvent, SavedInStep, StepSweep, Visit
 
 if TYPE_CHECKING:  # a run makes its sweeps, and so imports this file
     from mpiad.ensemble.run import Run
@@ -28,15 +28,6 @@ def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
     place = np.minimum(np.searchsorted(sweep.ids, ids, sorter=order), max(0, len(order) - 1))
     mine = np.flatnonzero(sweep.ids[order[place]] == ids) if len(order) else np.empty(0, int)
     return mine, order[place[mine]]
-
-
-def grouped(visits: Array, kinds: Array) -> dict[int, list[Array]]:
-    """Return for each visit the places of what lies there, kind by kind."""
-    order = np.lexsort((kinds, visits))
-    found: dict[int, list[Array]] = {}
-    for own in np.split(order, starts_of_runs(visits[order], kinds[order])[1:]) if len(order) else ():
-        found.setdefault(int(visits[own[0]]), []).append(own)
-    return found
 
 
 class Crossings(NamedTuple):
@@ -55,8 +46,7 @@ class Crossings(NamedTuple):
     def by_visits(self, sweep: SortedSweep) -> dict[int, list[tuple[Array, Array]]]:
         """Return by the visits of a sweep the crossings and their columns, event by event."""
         mine, columns = columns_of(sweep, self.ids)
-        groups = grouped(sweep.visit_of(columns, self.number[mine]), self.event[mine])
-        return {v: [(mine[own], columns[own]) for own in found] for v, found in groups.items()}
+        return grouped(sweep.visit_of(columns, self.number[mine]), self.event[mine], mine, columns)
 
 
 class SortedSweep(StepSweep):
@@ -141,17 +131,9 @@ class SortedSweep(StepSweep):
     def _schedule(self) -> Schedule:
         return self._run.entries.scheduled(self, self._run.coefficients)
 
-    def at_end(self, visit: Visit) -> Sequence[Saved]:
-        """Return the values saved at the end of the step."""
-        return self._schedule.at_end(visit.number)
-
-    def inside(self, visit: Visit) -> Sequence[Saved]:
-        """Return those saved inside the step."""
-        return self._schedule.inside(visit.number)
-
-    def handed_on(self, visit: Visit) -> Sequence[Saved]:
-        """Return those saved inside the step before."""
-        return self._schedule.handed_on(visit.number)
+    def saved(self, visit: Visit) -> SavedInStep:
+        """Return the values saved in the step."""
+        return self._schedule.at_visit(visit.number)
 
     @cached_property
     def _passings(self) -> dict[int, list[tuple[Array, Array]]]:

@@ -71,6 +71,15 @@ class Saved(NamedTuple):
         return np.swapaxes(saved[self.ids, self.place], -1, -2)
 
 
+class SavedInStep(NamedTuple):
+    """Values saved in one step, in groups in which no column comes twice."""
+
+    at_end: Sequence[Saved] = ()
+    inside: Sequence[Saved] = ()
+    # Those inside the step before, whose last stage is this one's first, with its weight.
+    handed_on: Sequence[Saved] = ()
+
+
 class LocatedEvent(NamedTuple):
     """One event in one step of several columns."""
 
@@ -108,16 +117,8 @@ class StepSweep:
         """Return the visits of one stretch, from its first step to its last."""
 
     @abstractmethod
-    def at_end(self, visit: Visit) -> Sequence[Saved]:
-        """Return the values saved at the end of the step."""
-
-    @abstractmethod
-    def inside(self, visit: Visit) -> Sequence[Saved]:
-        """Return those saved inside the step."""
-
-    def handed_on(self, visit: Visit) -> Sequence[Saved]:
-        """Return those saved inside the step before, whose last stage is this one's first, with its weight."""
-        return ()
+    def saved(self, visit: Visit) -> SavedInStep:
+        """Return the values saved in the step."""
 
     @abstractmethod
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:

@@ -131,13 +131,14 @@ class _Block:
         return TangentStep(*made) if self._systems is None else TangentRosenbrockStep(*made, self._systems, leaves, along)
 
     def _save(self, taker: TangentReceiver, visit: Visit, step: TangentStep, new: Array) -> None:
-        for part in self._sweep.at_end(visit):
+        saved = self._sweep.saved(visit)
+        for part in saved.at_end:
             taker.take(part, part.of(new))
         last = step.last
         # The last stage of a step is the first of the next, where its tangents are computed once for both.
-        for part in self._sweep.handed_on(visit):
+        for part in saved.handed_on:
             taker.add(part, part.of(step.k[0][1:]) * (part.h * part.weights[-1]))
-        for part in self._sweep.inside(visit):
+        for part in saved.inside:
             # At a fixed part of a fixed step a saved value is linear in the state and the stages, and so are the tangents.
             value = sum(part.of(k[1:]) * weight for k, weight in zip(step.k[:last], part.weights))
             if part.whole is None or part.whole.any():

@@ -16,12 +16,11 @@ from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.on_device.device_stages import stages_on_device
 from mpiad.ensemble.on_device.round_record import Block, Record
-from mpiad.ensemble.on_device.saved_slots import Due
 from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, StepSweep, Visit
+from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.transport.device_arrays import arrays_of
 
 
@@ -133,35 +132,11 @@ class DeviceRun(Run):
         due = np.broadcast_to(times, (self.batch.size, self.n_saved))  # type: ignore[arg-type]
         return np.where(moving & (due != start), due, np.nan)
 
-    def _mask(self, at_start: bool) -> np.ndarray:
-        """Tell which values are initial states, or final ones, shape (N, n_saved), on the host."""
+    def _saved_at(self, at_start: bool) -> np.ndarray:
         saves = self.record.saves
         if saves is None:
             return np.zeros((self.batch.size, 0), bool)
-        return saves.initial if at_start else saves.final
-
-    def saved_at(self, at_start: bool) -> Array | None:
-        """Tell which values are initial states, or final ones, shape (N, slots); None: no value."""
-        mask = self._mask(at_start)
-        return self.placed(np.pad(mask, ((0, 0), (0, 1)))) if mask.any() else None
-
-    def take_up(self, total: Array, saved: Array, at_start: bool) -> None:
-        """Add the cotangents of values that are the initial states, or final ones, to those of these states, (d, N)."""
-        for slot, ids in self._rows(at_start):
-            own = self.masked(saved[:, slot].T)
-            total[:, ids] += own[:, ids]
-
-    def put_down(self, saved: Array, states: Array, at_start: bool) -> None:
-        """Write initial or final states, (m, d, N), to the values that they are, (m, N, slots, d)."""
-        for slot, ids in self._rows(at_start):
-            saved[:, ids, slot] = np.swapaxes(states[:, :, ids], 1, 2)
-
-    def _rows(self, at_start: bool) -> Iterator[tuple[int, Any]]:
-        """Return which saved values are initial states, or final ones, slot by slot, and of which trajectories."""
-        mask = self._mask(at_start)
-        for slot in np.flatnonzero(mask.any(axis=0)).tolist():
-            own = mask[:, slot]
-            yield slot, slice(None) if own.all() else self.placed(np.flatnonzero(own))
+        return (saves.initial if at_start else saves.final) & self.live[:, None]
 
     # ---- events
 
@@ -204,7 +179,6 @@ class RoundSweep(StepSweep):
     def __init__(self, run: DeviceRun, block: Block, every: int | None):
         self._run, self._block, self._every = run, block, every
         self.ids, self.leaves, self.sign = block.ids, block.leaves, block.sign
-        self._due: tuple[int, Any] = -1, None
 
     def _starts(self) -> range:
         return range(0, len(self._block.rounds), self._every or 1)
@@ -239,28 +213,20 @@ class RoundSweep(StepSweep):
 
     # ---- what lies in a round
 
-    def at_end(self, visit: Visit) -> Sequence[Saved]:
-        """Return the values saved at the end of the step."""
-        due = self._due_in(visit)
-        if due is None:
-            return ()
-        return [Slots(self.ids, np.where(due.at_end, due.slot, np.full_like(due.slot, self._run.n_saved)), slice(None))]
-
-    def inside(self, visit: Visit) -> Sequence[Saved]:
-        """Return those saved inside the step."""
-        due, run = self._due_in(visit), self._run
-        if due is None or not run.record.saves.inside:  # type: ignore[union-attr]
-            return ()
-        place = np.where(due.at_end, np.full_like(due.slot, run.n_saved), due.slot)
-        weights = run.coefficients.weights(due.x).astype(run.coefficients.real)
-        h = visit.h.astype(run.coefficients.real)
-        return [Slots(self.ids, place, slice(None), due.x, h, [weights[i][:, None] for i in range(len(weights))])]
-
-    def _due_in(self, visit: Visit) -> Due | None:
-        if self._due[0] != visit.number:
-            done = visit.about
-            self._due = visit.number, self._run.record.due(self._block, done) if done.most else None
-        return self._due[1]
+    def saved(self, visit: Visit) -> SavedInStep:
+        """Return the values saved in the step."""
+        done, run, table = visit.about, self._run, self._run.coefficients
+        if not done.most:
+            return SavedInStep()
+        due = run.record.due(self._block, done)
+        nowhere = np.full_like(due.slot, run.n_saved)
+        at_end = Slots(self.ids, np.where(due.at_end, due.slot, nowhere), slice(None))
+        if not run.record.saves.inside:  # type: ignore[union-attr]
+            return SavedInStep([at_end])
+        place, h = np.where(due.at_end, nowhere, due.slot), visit.h.astype(table.real)
+        weights = table.weights(due.x).astype(table.real)
+        weights = [weights[i][:, None] for i in range(len(weights))]
+        return SavedInStep([at_end], [Slots(self.ids, place, slice(None), due.x, h, weights)])
 
     def located(self, visit: Visit) -> Sequence[LocatedEvent]:
         """Return the events in the step."""
