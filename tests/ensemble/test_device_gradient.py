@@ -175,7 +175,7 @@ def test_gradients_by_tangents_of_what_all_share_and_of_tspan():
 @pytest.mark.serial
 @pytest.mark.parametrize("settings", [
     {"save_everystep": True}, {"saveat": np.sort(np.random.default_rng(1).uniform(0, 1.5, (_N, 4)))},
-    {"max_steps": 90, "saveat": 0.5},
+    {"max_steps": 90, "saveat": 0.5}, {"saveat": [0.0, 1.5]},
 ])  # fmt: skip
 def test_continuous_adjoints_are_those_of_the_host(settings):
     u0, p = _inputs()

@@ -128,9 +128,9 @@ class DeviceRun(Run):
     def saved_on_the_way(self, ends: Callable[[Array, Array], Array]) -> np.ndarray:
         """Return when values were saved in steps, shape (N, n_saved), on the host; NaN elsewhere."""
         times = self.settings.saveat if self.settings.saveat is not None else self.outcome.saved_times
-        start, moving = self.batch.start[:, None], (self.counts > 0)[:, None]
         due = np.broadcast_to(times, (self.batch.size, self.n_saved))  # type: ignore[arg-type]
-        return np.where(moving & (due != start), due, np.nan)
+        inside = (self.counts > 0)[:, None] & ~(self._saved_at(True) | self._saved_at(False))
+        return np.where(inside, due, np.nan)
 
     def _saved_at(self, at_start: bool) -> np.ndarray:
         saves = self.record.saves
