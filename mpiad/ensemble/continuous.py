@@ -237,12 +237,7 @@ class _Adjoint:
         if not mask.any():
             return
         run, ids, t = self._run, self._run.chosen(mask), self._run.placed(times[mask])
-        columns = run.doubled(len(ids))
-        u, t = self._dense.at(ids, t)[:, columns], t[columns]
-        k = np.empty_like(u)
-        leaves = run.columns(run.batch.p.leaves, ids[columns])
-        self._by_state.transposed(k, u, leaves, t.astype(run.coefficients.real, copy=False))
-        total[ids] += np.sum((value[:, ids] * k[:, : len(ids)]).real, axis=0)
+        total[ids] += np.sum((value[:, ids] * rates(run, ids, self._dense.at(ids, t), t)).real, axis=0)
 
 
 class DenseStates:

@@ -110,25 +110,25 @@ def contracted(
     return u0, leaves
 
 
-class _Weighed:
-    """Adds up what saved states' tangents and cotangents have in common on a device, where no tangent is kept."""
+class _Weighed(SavedTangents):
+    """What the tangents of saved states and their cotangents have in common, summed up as they come; none is kept."""
 
     def __init__(self, run: Run, saved: Array, count: int):
-        self._run, self._saved = run, saved
+        self._run, self._cotangents = run, saved
         self.total = np.zeros_like(saved.real, shape=(count, len(saved)))
 
     def take(self, part: Saved, states: Array) -> None:
         """Take the tangents of one step."""
         # Over the components, and over several values of each column.
-        self.total[:, part.ids] += np.sum(_sum_of_products(part.seeds(self._saved), states), axis=1)
+        self.total[:, part.ids] += np.sum(_sum_of_products(part.seeds(self._cotangents), states), axis=1)
 
     add = take
 
     def close(self, start: Array, end: Array) -> None:
         """Take initial and final states."""
         for states, at_start in ((start, True), (end, False)):
-            bars = np.zeros_like(self._saved, shape=states.shape[1:])
-            self._run.take_up(bars, self._saved, at_start)
+            bars = np.zeros_like(self._cotangents, shape=states.shape[1:])
+            self._run.take_up(bars, self._cotangents, at_start)
             self.total += _sum_of_products(bars, states)
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event_affects import affect_field
 from mpiad.ensemble.jumps import FOUND, Jumps
@@ -126,10 +125,9 @@ def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: A
 
 def rates(run: Run, ids: Array, u: Array, t: Array) -> Array:
     """Return f for some trajectories at given states and times, shape (d, n)."""
-    batch, count = run.batch, len(ids)
-    twice = two_at_least(count)
-    found = np.empty_like(u, shape=(len(u), len(twice)))
-    derivative = derivative_of(batch.f, batch.shape)
-    p = batch.p.columns(ids[twice], run.field.one_by_one)
-    derivative.write(found, np.ascontiguousarray(u[:, twice]), p, t[twice].astype(run.coefficients.real))
-    return found[:, :count]
+    batch, columns = run.batch, run.doubled(len(ids))
+    # Sums over components go row by row where these lie one after the other.
+    u, t = u[:, columns].copy(), t[columns].astype(run.coefficients.real)
+    found = np.empty_like(u)
+    derivative_of(batch.f, batch.shape).write(found, u, batch.p.columns(ids[columns], run.field.one_by_one), t)
+    return found[:, : len(ids)]

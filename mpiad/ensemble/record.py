@@ -127,8 +127,8 @@ class Steps:
 
     def chosen(self, keep: Array) -> Steps:
         """Return the steps of the trajectories in a mask; the others have none."""
-        if self.every is None:
-            return self._those(keep)
+        if keep.all():
+            return self
         steps = self._those(keep)
         steps.every, steps.kept = self.every, self.kept and self.kept.chosen(keep)
         return steps

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.derivative import derivative_of
@@ -21,6 +22,7 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.sorted_sweep import Crossings, SortedSweep
 from mpiad.ensemble.stages import Stages, stages_for
 from mpiad.ensemble.step_sweep import Columns, StepSweep, Visit
+from mpiad.transport.device_arrays import arrays_of
 
 # Where saved values lie that lie in no step.
 INITIAL, NOWHERE, FINAL = -1, -2, -3
@@ -32,13 +34,13 @@ _LEAST_COLUMNS = 1024
 class Run:
     """A solve and its record. Everything here is a plain array.
 
-    `live`, bool, shape (N,): which trajectories didn't fail; on the host.
+    `live`, bool, shape (N,): which trajectories didn't fail; on the host. `home`: makes arrays on a device, else None.
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         self.batch, self.settings, self.outcome = batch, settings, outcome
         self.tableau, self.field = settings.alg.tableau, Field(batch)
-        self.live = ~outcome.failed
+        self.live, self.home = ~outcome.failed, arrays_of(batch.u0)
 
     @cached_property
     def coefficients(self) -> Coefficients:
@@ -103,35 +105,38 @@ class Run:
 
     def masked(self, x: Array) -> Array:
         """Return a new array, whose last axis counts trajectories, with zeros for those that failed."""
-        return np.where(self.live, x, 0)
+        if self.home is not None and self.live.all():
+            return x.copy()
+        return np.where(self.placed(self.live), x, 0)
 
-    def placed(self, mask: Array) -> Array:
-        """Return an array over trajectories where the states live."""
-        return mask
+    def placed(self, mask: np.ndarray) -> Array:
+        """Return an array of the host's where the states live."""
+        return mask if self.home is None else self.home.to_device(np.ascontiguousarray(mask))
 
     def moved(self, x: Array) -> Array:
         """Return an array of the host's, which may be traced, where the states live."""
-        return x
+        return x if self.home is None else array_to_device(x, self.home)
 
     def arange(self, stop: int) -> Array:
         """Return the integers from 0 on, where the states live."""
-        return np.arange(stop)
+        return np.arange(stop) if self.home is None else self.home.arange(stop)
 
-    def on_host(self, x: Array) -> Array:
+    def on_host(self, x: Array) -> np.ndarray:
         """Return an array on the host, by a copy where it lives elsewhere."""
-        return x
+        return x if self.home is None else self.home.to_host(x)
 
-    def chosen(self, mask: Array) -> Array:
-        """Return the numbers of some trajectories where the states live."""
-        return np.flatnonzero(mask)
+    def chosen(self, mask: np.ndarray) -> Array:
+        """Return the numbers of some trajectories where the states live, without a copy where these are all."""
+        return self.arange(len(mask)) if mask.all() else self.placed(np.flatnonzero(mask))
 
     def numbers(self, *shape: int) -> Array:
         """Return zeros in double precision where the states live."""
-        return np.zeros_like(self.batch.start, shape=shape)
+        return np.zeros_like(self.batch.u0, shape=shape, dtype=float)
 
     def doubled(self, width: int) -> Columns:
-        """Return with which columns f is called: all, and a single one twice."""
-        return np.zeros(2, int) if width == 1 and not self.field.one_by_one else slice(0, width)
+        """Return with which columns f is called: all, and on the host a single one twice."""
+        alone = width == 1 and self.home is None and not self.field.one_by_one
+        return np.zeros(2, int) if alone else slice(0, width)
 
     def columns(self, leaves: Sequence[Any], ids: Columns) -> list[Any]:
         """Return the leaves of the parameters of some trajectories."""
@@ -142,12 +147,9 @@ class Run:
     @cached_property
     def shares(self) -> list[tuple[int, Steps]]:
         """For each share its first trajectory and the steps of those that didn't fail."""
-        return [(first, self._survivors(first, steps)) for first, steps in self.outcome.recorded()]
-
-    def _survivors(self, first: int, steps: Steps) -> Steps:
-        live = self.live[first : first + len(steps.counts)]
         # What fails drops out; its steps may have led to where f overflows.
-        return steps if live.all() else steps.chosen(live)
+        recorded = self.outcome.recorded()
+        return [(first, steps.chosen(self.live[first : first + len(steps.counts)])) for first, steps in recorded]
 
     def sweeps(self, backwards: bool = False, whole: bool = False) -> Iterator[StepSweep]:
         """Return the sweeps over all steps, block by block, in an order in which they can be gone.
@@ -294,13 +296,11 @@ class Run:
     @cached_property
     def crossed_row(self) -> Array:
         """For each row of the table of events the place of its time in `crossed`; -1 where a trajectory ended or failed."""
-        ids, _, number, *_, ends = self._event_columns
+        ids, *_, ends = self._event_columns
         live, found = self.live[ids], np.full(len(ids), -1)
         found[live & ~ends] = np.arange(len(self.crossings.ids))
         rows = np.flatnonzero(live & ends)
-        own, step = ids[rows], number[rows]
-        stop = np.cumsum(np.append(False, (own[1:] != own[:-1]) | (step[1:] != step[:-1])))[: len(rows)]
-        found[rows] = self.acting_row[stop]
+        found[rows] = self.acting_row[np.searchsorted(self.stop_rows, rows)]
         return found
 
     def _with_acting(self, name: str) -> Array:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,24 +28,8 @@ class Directions(NamedTuple):
     leaves: dict[int, list[Any]]
 
 
-class TangentReceiver(Protocol):
-    """What the tangents of saved states are handed to, as they come."""
-
-    def take(self, part: Saved, states: Array) -> None:
-        """Take those of one step, shape (m, d, n); (m, s, d, n) where each column has several."""
-        ...
-
-    def add(self, part: Saved, states: Array) -> None:
-        """Add what values taken before gain in the step after."""
-        ...
-
-    def close(self, start: Array, end: Array) -> None:
-        """Take initial and final states, (m, d, N), which some of the saved ones are."""
-        ...
-
-
 class SavedTangents:
-    """Keeps the tangents of all saved states.
+    """The tangents of all saved states, kept as they come.
 
     `saved`: shape (m, N, slots, d).
     """
@@ -55,21 +39,21 @@ class SavedTangents:
         self._run, self.saved = run, np.zeros_like(directions.u0, shape=(m, count, run.slots, d))
 
     def take(self, part: Saved, states: Array) -> None:
-        """Take those of one step."""
+        """Take those of one step, shape (m, d, n); (m, s, d, n) where each column has several."""
         self.saved[:, part.ids, part.place] = np.swapaxes(states, -1, -2)
 
     def add(self, part: Saved, states: Array) -> None:
-        """Add what values taken before gain."""
+        """Add what values taken before gain in the step after."""
         self.saved[:, part.ids, part.place] += np.swapaxes(states, -1, -2)
 
     def close(self, start: Array, end: Array) -> None:
-        """Take initial and final states."""
+        """Take initial and final states, (m, d, N), which some of the saved ones are."""
         self._run.put_down(self.saved, start, at_start=True)
         self._run.put_down(self.saved, end, at_start=False)
 
 
-def push_run(run: Run, directions: Directions, taker: TangentReceiver | None = None) -> Array:
-    """Return the tangents of the final states, shape (m, d, N), and hand those of saved ones to a taker, if any."""
+def push_run(run: Run, directions: Directions, taker: SavedTangents | None = None) -> Array:
+    """Return the tangents of the final states, shape (m, d, N), and hand those of saved ones over to `taker`, if any."""
     begin = run.masked(directions.u0)
     end = begin.copy()
     with np.errstate(all="ignore"), Bundle() as bundle:
@@ -84,7 +68,7 @@ def push_run(run: Run, directions: Directions, taker: TangentReceiver | None = N
 class _Block:
     """One block of columns on the way forwards."""
 
-    def __init__(self, run: Run, along: Callable, directions: Directions, sweep: StepSweep, taker: TangentReceiver | None):
+    def __init__(self, run: Run, along: Callable, directions: Directions, sweep: StepSweep, taker: SavedTangents | None):
         self._run, self._f_along, self._sweep, self._taker = run, along, sweep, taker
         self._leaves, varies = sweep.leaves, run.batch.p.varies
         self._along = [
@@ -130,7 +114,7 @@ class _Block:
         made = self._run.coefficients, self._f_along(leaves, along), shape, tangents
         return TangentStep(*made) if self._systems is None else TangentRosenbrockStep(*made, self._systems, leaves, along)
 
-    def _save(self, taker: TangentReceiver, visit: Visit, step: TangentStep, new: Array) -> None:
+    def _save(self, taker: SavedTangents, visit: Visit, step: TangentStep, new: Array) -> None:
         saved = self._sweep.saved(visit)
         for part in saved.at_end:
             taker.take(part, part.of(new))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.device.transfer import array_to_device
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import DeviceCoefficients, polynomials, states_at
 from mpiad.ensemble.derivative import derivative_of
@@ -20,8 +19,7 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.ensemble.step_sweep import LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 
 
 def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
@@ -41,7 +39,6 @@ class DeviceRun(Run):
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         super().__init__(batch, settings, outcome)
         self.record: Record = outcome.record
-        self._home: Any = arrays_of(batch.u0)
 
     @property
     def coefficients(self) -> DeviceCoefficients:  # type: ignore[override]
@@ -57,40 +54,6 @@ class DeviceRun(Run):
     def slots(self) -> int:
         """For how many there is room: the last place is for what nobody asked for."""
         return self.n_saved + 1
-
-    # ---- trajectories
-
-    def masked(self, x: Array) -> Array:
-        """Return a new array, whose last axis counts trajectories, with zeros for those that failed."""
-        return x.copy() if self.record.live is None else np.where(self.record.live, x, 0)
-
-    def placed(self, mask: np.ndarray) -> Array:
-        """Return an array over trajectories on the device."""
-        return self._home.to_device(np.ascontiguousarray(mask))
-
-    def moved(self, x: Array) -> Array:
-        """Return an array of the host's, which may be traced, on the device."""
-        return array_to_device(x, self._home)
-
-    def arange(self, stop: int) -> Array:
-        """Return the integers from 0 on."""
-        return self._home.arange(stop)
-
-    def on_host(self, x: Array) -> np.ndarray:
-        """Return an array on the host."""
-        return self._home.to_host(x)
-
-    def chosen(self, mask: np.ndarray) -> Array:
-        """Return the numbers of some trajectories, without a copy where these are all."""
-        return self._home.arange(len(mask)) if mask.all() else self._home.to_device(np.flatnonzero(mask))
-
-    def numbers(self, *shape: int) -> Array:
-        """Return zeros in double precision."""
-        return self._home.full(shape, 0.0, float)
-
-    def doubled(self, width: int) -> Columns:
-        """Return with which columns f is called: all."""
-        return slice(0, width)
 
     # ---- steps
 
@@ -113,7 +76,7 @@ class DeviceRun(Run):
     @cached_property
     def ends(self) -> Array:
         """The ends of tspan in the direction of the solve."""
-        return self._home.to_device(self.batch.end * self.record.signs)
+        return self.placed(self.batch.end * self.record.signs)
 
     # ---- what was saved
 

@@ -74,7 +74,6 @@ class Record:
     - `every`: keep the states before every so many rounds of a block only.
     - `signs`, of shape (N,): -1 for trajectories that go backwards; on the host.
     - `blocks`: without the columns of trajectories that failed, once the record is closed.
-    - `live`, bool of shape (N,), or None: which didn't fail, on the device; None where all are.
     - `events`: None where none were looked for.
     """
 
@@ -85,7 +84,6 @@ class Record:
         # Rounds advance time upwards for all; a trajectory that goes backwards is mirrored.
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self.blocks: list[Block] = []
-        self.live: Array | None = None
         self.events: Events | None = None
 
     def begin(self, ids: Array, sign: Array | None, leaves: list[Any]) -> None:
@@ -104,11 +102,11 @@ class Record:
         if not failed.any():
             return
         home: Any = arrays_of(self.batch.u0)
-        self.live = home.to_device(~failed)
-        self.blocks = [self._survivors(block) for block in self.blocks]
+        live = home.to_device(~failed)
+        self.blocks = [self._survivors(block, live) for block in self.blocks]
 
-    def _survivors(self, block: Block) -> Block:
-        columns, varies = np.flatnonzero(self.live[block.ids]), self.batch.p.varies  # type: ignore[index]
+    def _survivors(self, block: Block, live: Array) -> Block:
+        columns, varies = np.flatnonzero(live[block.ids]), self.batch.p.varies
         leaves = [np.take(leaf, columns, axis=-1) if own else leaf for leaf, own in zip(block.leaves, varies)]
         sign = None if block.sign is None else block.sign[columns]
         found = Block(block.ids[columns], sign, leaves)
