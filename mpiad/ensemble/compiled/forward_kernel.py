@@ -16,12 +16,222 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import Any
 
-from mpiad.compiling.source import indented
-from mpiad.ensemble.compiled.jump_text import first_goal, least_of, sides
 from mpiad.ensemble.compiled.kernel_form import Fields, Form
-from mpiad.ensemble.compiled.lane_output import LaneOutput
-from mpiad.ensemble.controller import LEAST_ERROR
+from mpiad.ensemble.compiled.kernel_template import filled, names_of
+from mpiad.ensemble.compiled.lane_output import crossed, put_out
+from mpiad.ensemble.compiled.rosenbrock_text import steps_of
+from mpiad.ensemble.compiled.step_text import Steps
+
+_KERNEL = """
+def forward(b, exact, ids, place, state, taken, u0, p, s, start, end, times, rtol, atol, dt, dtmax,
+            max_steps, u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last,
+            rows, before{more}):
+    # Fields of b: {fields}
+    aligned_stack()
+    when wide: wide_vectors()
+    n_saved = times.shape[1]
+    by_row = times.shape[0] > 1
+    one_span = start.shape[0] == 1
+    one_start = u0.shape[1] == 1
+    when affected: one_given = given.shape[1] == 1
+    waiting = state[0]
+    vacant = state[1]
+    row = state[2]
+    when events: found = state[3]
+    stop = state[4]
+    turns = state[5]
+    more = True
+    when single: rtol_ = np.float32(rtol)
+    each s: s{s} = s[{s}]
+    each tolerance: atol{tolerance} = atol[{tolerance}]
+    while True:
+        while vacant > 0 and (waiting < stop or more):
+            if waiting == stop:
+                # The next ones that no other thread has taken.
+                next = claimed(taken, taken[2])
+                more = next < taken[1]
+                if more:
+                    waiting = next
+                    stop = min(next + taken[2], taken[1])
+            for l in range({lanes}):
+                while waiting < stop and start[0 if one_span else waiting] == end[0 if one_span else waiting]:
+                    waiting += 1
+                if ids[l] < 0 and waiting < stop:
+                    i = waiting
+                    waiting += 1
+                    vacant -= 1
+                    @enter
+        # There may be no room left for what a turn may write down.
+        if vacant == {lanes} or turns == 0{full}:
+            break
+        turns -= 1
+        for l in range({lanes}):
+            @take
+            @stages
+            @decide
+        when record:
+            for l in range({lanes}):
+                if $accepted > 0.0:
+                    rows[row, 0] = $sign * $now
+                    rows[row, 1] = $sign * $size
+                    each c: rows[row, {c+2}] = $u[{c}]
+                    before[row] = last[ids[l]]
+                    last[ids[l]] = row
+                    row += 1
+        for l in range({lanes}):
+            if $event > 0.0:
+                @put_out
+    state[0] = waiting
+    state[1] = vacant
+    state[2] = row
+    when events: state[3] = found
+    state[4] = stop
+    state[5] = turns
+"""
+
+# A trajectory enters a lane.
+_ENTER = """
+ids[l] = i
+t = start[0 if one_span else i]
+goal = end[0 if one_span else i]
+sign = -1.0 if goal < t else 1.0
+when affected:
+    # The first given time is the goal, where it comes before the end.
+    own = 0 if one_given else i
+    goal = given[slots[i], own] if sign * given[slots[i], own] <= sign * goal else goal
+column = 0 if one_start else i
+each c: u_{c} = u0[{c}, column]
+each p: p{p} = p[{p}, i]
+{rate}
+now = sign * t
+span = sign * goal - now
+@first_step
+h = h if h < dtmax else dtmax
+# `least_step`: the next double has the next bits, away from zero. Adding 0.0 takes the sign from -0.0.
+least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)
+h = h if h > least else least
+each c: $u[{c}] = u_{c}
+each c: $k[{c}] = k0_{c}
+each p: $p[{p}] = p{p}
+@unit_tangents
+$sign = sign
+$end = sign * goal
+@least
+$live = 1.0
+$rejected = 0.0
+$tries = 0.0
+$number = 0.0
+when remembers: $q2_before = {least_error}
+$next = h
+place[l] = -1
+@next_due
+while $due == now:
+    each c: saved[i, place[l], {c}] = u_{c}
+    when inside: each j: each c: dsaved[{j}, i, place[l], {c}] = $du[{j}, {c}]
+    if save_step.shape[0] > 0:
+        save_step[i, place[l]] = -1
+    @next_due
+$now = now
+$accepted = 0.0
+@conditions
+when acts:
+    $begun = now
+    $met = now
+    $short = 0.0
+each sided: $side[{sided}] = (1.0 if $condition[{sided}] > 0.0 else (-1.0 if $condition[{sided}] < 0.0 else 0.0))
+"""
+
+_NEXT_DUE = """
+place[l] += 1
+$due = np.inf
+if place[l] < n_saved:
+    $due = $sign * times[i if by_row else 0, place[l]]
+"""
+
+# `most` is 10 times what time can resolve on the way; where a step is shorter, it is looked at more closely.
+_LEAST = """
+most = max(abs(t), abs(goal))
+most = 10.0 * (number_of(bits_of(most + 0.0) + (1 if most >= 0.0 else -1)) - most)
+$least = most
+"""
+
+# A lane takes the step before where it was accepted, and proposes the next.
+_TAKE = """
+took = $accepted > 0.0
+each c:
+    u_{c} = where(took, $new[{c}], $u[{c}])
+    $u[{c}] = u_{c}
+each c:
+    k0_{c} = where(took, $last[{c}], $k[{c}])
+    $k[{c}] = k0_{c}
+each j: each c:
+    v{j}_{c} = where(took, $dnew[{j}, {c}], $du[{j}, {c}])
+    $du[{j}, {c}] = v{j}_{c}
+each e:
+    c{e} = where(took, $condition_new[{e}], $condition[{e}])
+    $condition[{e}] = c{e}
+$number += $accepted
+now = where(took, $tn, $now)
+goal = $end
+following = $next
+ahead = now + following
+# Many equal steps don't sum up to the span; a last one of rounding's size is none.
+when not adaptive: ahead = where(ahead > goal - {rounding} * following, goal, ahead)
+ahead = where(ahead < goal, ahead, goal)
+size = ahead - now
+sign = $sign
+h = sign * size
+@rounded_step
+t = sign * now
+tn = sign * ahead
+$now = now
+$tn = ahead
+$size = size
+each p: p{p} = $p[{p}]
+"""
+
+# The step is accepted or not, and the size of the next is chosen.
+_DECIDE = """
+live = $live
+when adaptive:
+    accepted = where(q2 < 1.0, live, 0.0)
+    @factor
+    following = size * factor
+    following = where(following < dtmax, following, dtmax)
+    $rejected = live - accepted
+    small = where(following < $least, live, 0.0)
+when not adaptive:
+    accepted = where(q2 == 0.0, live, 0.0)
+    small = live - accepted
+@conditions_new
+@crossed
+tries = $tries + live
+$tries = tries
+$accepted = accepted
+$next = following
+tired = where(tries >= max_steps, live, 0.0)
+told = where(ahead >= goal, accepted, 0.0)
+due = where($due <= ahead, accepted, 0.0)
+$event = small + tired + told + due{changed}
+"""
+
+_FIELDS = """
+u[{d}] k[{d}] p[{varying}]
+exact now tn sign size end due least live rejected tries number
+# Errors, too, in double precision: their root decides the next step, which is a time.
+exact q2 accepted next event
+when remembers: exact q2_before
+# The last stage has a place of its own: of first-same-as-last pairs it is the next step's first.
+new[{d}] last[{d}]
+when inside: inner[{last-1}, {d}]
+du[{m}, {d}] dnew[{m}, {d}]
+when inside: dk[{m}, {last+1}, {d}]
+when events: exact condition[{count}] condition_new[{count}] crossed[{count}] part[{count}]
+# When a trajectory went on after an event, when the last one was, and how many were short before.
+when acts: exact begun met short side[{count}]
+"""
 
 # Of a step: what is left to the end, where steps are fixed.
 _ROUNDING = 1e-9
@@ -30,254 +240,66 @@ _ROUNDING = 1e-9
 @lru_cache(64)
 def fields_of(form: Form) -> Fields:
     """Return where the kernel's lanes keep their numbers."""
-    return _Forward(form).fields
+    return _lanes(form)[0]
+
+
+def _lanes(form: Form) -> tuple[Fields, Steps, dict[str, Any]]:
+    fields = Fields(form)
+    steps = steps_of(form, fields)
+    names = names_of(form, steps)
+    fields.add(filled(_FIELDS, names | {"acts": form.acts, "m": len(form.directions), "count": len(form.events)}))
+    return fields, steps, names
 
 
 def forward_source(form: Form, wide: bool) -> str:
     """Return the source of `forward`, which calls `f`, along directions `df0`, `df1`, ..., and `fma`."""
-    return _Forward(form).source(wide)
+    fields, steps, names = _lanes(form)
+    full = f" or row + {form.lanes} > rows.shape[0]" if form.record else ""
+    full += f" or found + {form.lanes * len(form.events)} > crossings.shape[0]" if form.events else ""
+    more = "" if form.affects is None else ", given, kinds, slots, resumed, jump_number, jump_before"
+    names |= {
+        "wide": wide, "fields": ", ".join(fields), "full": full, "affected": form.affects is not None, "acts": form.acts,
+        "more": more + (",\n            end_part, crossings" if form.events else ""), "sided": form.sided,
+        "rounding": _ROUNDING, "changed": "".join(f" + crossed{e}" for e in names["e"]),
+        "rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step(),
+        "unit_tangents": [
+            f"$du[{j}, {c}] = {1.0 if kind == 'u' and place == c else 0.0}"
+            for j, (kind, place) in enumerate(form.directions) for c in range(form.d)
+        ],
+        "stages": _stages(form, steps), "crossed": crossed(form, steps),
+        "conditions": steps.conditions("condition", "u", "t"),
+        "conditions_new": steps.conditions("condition_new", "new", "tn"),
+        "factor": steps.factor(power_lines, "$q2_before", "$rejected") if names["adaptive"] else [],
+        "next_due": filled(_NEXT_DUE, {}), "least": filled(_LEAST, {}),
+    }  # fmt: skip
+    names |= {"enter": filled(_ENTER, names), "take": filled(_TAKE, names), "decide": filled(_DECIDE, names)}
+    names["put_out"] = put_out(form, steps, names)
+    return fields.placed(filled(_KERNEL, names))
 
 
-class _Forward(LaneOutput):
-    def source(self, wide: bool) -> str:
-        """Return the text of the function."""
-        form = self.form
-        lines = [
-            "def forward(b, exact, ids, place, state, taken, u0, p, s, start, end, times, rtol, atol, dt, dtmax,",
-            "            max_steps, u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last,",
-            "            rows, before"
-            + ("" if form.affects is None else ", given, kinds, slots, resumed, jump_number, jump_before")
-            + (",\n            end_part, crossings):" if form.events else "):"),
-            "    # Fields of b: " + ", ".join(self.fields),
-            "    aligned_stack()",
-            *(["    wide_vectors()"] if wide else []),
-            "    n_saved = times.shape[1]",
-            "    by_row = times.shape[0] > 1",
-            "    one_span = start.shape[0] == 1",
-            "    one_start = u0.shape[1] == 1",
-            *(["    one_given = given.shape[1] == 1"] if form.affects is not None else []),
-            "    waiting = state[0]",
-            "    vacant = state[1]",
-            "    row = state[2]",
-            *(["    found = state[3]"] if form.events else []),
-            "    stop = state[4]",
-            "    turns = state[5]",
-            "    more = True",
-            *(["    rtol_ = np.float32(rtol)"] if form.single else []),
-            *[f"    s{j} = s[{j}]" for j in range(form.shared)],
-            *[f"    atol{n} = atol[{n}]" for n in range(len(form.numbers) if form.tolerances else 1)],
-            "    while True:",
-            *indented(self._entering(), 2),
-            f"        if vacant == {form.lanes} or turns == 0{self._full()}:",
-            "            break",
-            "        turns -= 1",
-            f"        for l in range({form.lanes}):",
-            *indented([*self._taking(), *self._stages(), *self._decision()], 3),
-            *indented(self.recorded() if form.record else [], 2),
-            f"        for l in range({form.lanes}):",
-            f"            if {self.at('event')} > 0.0:",
-            *indented(self.put_out(), 4),
-            "    state[0] = waiting",
-            "    state[1] = vacant",
-            "    state[2] = row",
-            *(["    state[3] = found"] if form.events else []),
-            "    state[4] = stop",
-            "    state[5] = turns",
-        ]
-        return "\n".join(lines) + "\n"
+def _stages(form: Form, steps: Steps) -> list[str]:
+    components = range(form.d)
+    lines = steps.stages(kept=bool(form.directions))
+    for j in range(len(form.directions)):
+        lines += _tangent(form, steps, j)
+    lines += steps.error()
+    lines += ["$q2 = q2"] if form.tableau.error is not None else []
+    lines += [f"$new[{c}] = new_{c}" for c in components]
+    lines += [f"$last[{c}] = k{form.stages}_{c}" for c in components]
+    return lines + [f"$inner[{i - 1}, {c}] = k{i}_{c}" for i in range(1, form.stages) for c in components if form.inside]
 
-    def _full(self) -> str:
-        """Return whether what a turn may write down has no room left, as source."""
-        form = self.form
-        steps = f" or row + {form.lanes} > rows.shape[0]" if form.record else ""
-        return steps + (f" or found + {form.lanes * len(form.events)} > crossings.shape[0]" if form.events else "")
 
-    # ---- trajectories that enter
-
-    def _entering(self) -> list[str]:
-        """Return lines that fill vacant lanes."""
-        lanes = self.form.lanes
-        return [
-            "while vacant > 0 and (waiting < stop or more):",
-            "    if waiting == stop:",
-            "        # The next ones that no other thread has taken.",
-            "        next = claimed(taken, taken[2])",
-            "        more = next < taken[1]",
-            "        if more:",
-            "            waiting = next",
-            "            stop = min(next + taken[2], taken[1])",
-            f"    for l in range({lanes}):",
-            "        while waiting < stop and start[0 if one_span else waiting] == end[0 if one_span else waiting]:",
-            "            waiting += 1",
-            "        if ids[l] < 0 and waiting < stop:",
-            *indented(self._enter(), 3),
-        ]
-
-    def _enter(self) -> list[str]:
-        at, form, d = self.at, self.form, self.form.d
-        steps = self.steps
-        lines = [
-            "i = waiting",
-            "waiting += 1",
-            "vacant -= 1",
-            "ids[l] = i",
-            "t = start[0 if one_span else i]",
-            "goal = end[0 if one_span else i]",
-            "sign = -1.0 if goal < t else 1.0",
-            *(first_goal() if form.affects is not None else []),
-            "column = 0 if one_start else i",
-            *[f"u_{c} = u0[{c}, column]" for c in range(d)],
-            *[f"p{j} = p[{j}, i]" for j in range(form.varying)],
-            steps.call("k0", "u", 0),
-            "now = sign * t",
-            "span = sign * goal - now",
-            *steps.first_step(),
-            "h = h if h < dtmax else dtmax",
-            # `least_step`: the next double has the next bits, away from zero. Adding 0.0 takes the sign from -0.0.
-            "least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)",
-            "h = h if h > least else least",
-            *[f"{at('u', c)} = u_{c}" for c in range(d)],
-            *[f"{at('k', c)} = k0_{c}" for c in range(d)],
-            *[f"{at('p', j)} = p{j}" for j in range(form.varying)],
-            *self._unit_tangents(),
-            f"{at('sign')} = sign",
-            f"{at('end')} = sign * goal",
-            *least_of("t", "goal"),
-            # Where a step is shorter than this, it is looked at more closely.
-            f"{at('least')} = most",
-            f"{at('live')} = 1.0",
-            *[f"{at(name)} = 0.0" for name in ("rejected", "tries", "number")],
-            *([f"{at('q2_before')} = {LEAST_ERROR!r}"] if self.beta is not None else []),
-            f"{at('next')} = h",
-            "place[l] = -1",
-            *self.next_due(),
-            f"while {at('due')} == now:",
-            *indented([f"saved[i, place[l], {c}] = u_{c}" for c in range(d)]),
-            *indented([
-                f"dsaved[{j // d}, i, place[l], {j % d}] = {at('du', j)}"
-                for j in range(d * len(form.directions)) if form.inside
-            ]),
-            "    if save_step.shape[0] > 0:",
-            "        save_step[i, place[l]] = -1",
-            *indented(self.next_due()),
-            f"{at('now')} = now",
-            f"{at('accepted')} = 0.0",
-            *self.conditions("condition", "u", "t"),
-            *([f"{at('begun')} = now", f"{at('met')} = now", f"{at('short')} = 0.0"] if self.acts else []),
-            *sides(self, "condition", left=False),
-        ]  # fmt: skip
-        return lines
-
-    def _unit_tangents(self) -> list[str]:
-        return [
-            f"{self.at('du', j * self.form.d + c)} = {1.0 if kind == 'u' and place == c else 0.0}"
-            for j, (kind, place) in enumerate(self.form.directions) for c in range(self.form.d)
-        ]  # fmt: skip
-
-    # ---- a step
-
-    def _stages(self) -> list[str]:
-        form, steps, at, d = self.form, self.steps, self.at, self.form.d
-        lines = [f"p{j} = {at('p', j)}" for j in range(form.varying)]
-        lines += steps.stages(kept=bool(form.directions))
-        for j in range(len(form.directions)):
-            lines += self._tangent(j)
-        lines += steps.error()
-        lines += [f"{at('q2')} = q2"] if self.error is not None else []
-        lines += [f"{at('new', c)} = new_{c}" for c in range(d)]
-        lines += [f"{at('last', c)} = k{form.stages}_{c}" for c in range(d)]
-        if form.inside:
-            lines += [f"{at('inner', (i - 1) * d + c)} = k{i}_{c}" for i in range(1, form.stages) for c in range(d)]
-        return lines
-
-    def _tangent(self, j: int) -> list[str]:
-        """Return lines that carry the tangent along direction j."""
-        form, steps, d = self.form, self.steps, self.form.d
-        lines = [f"v_{c} = v{j}_{c}" for c in range(d)]
-        stages = form.stages + 1 if form.inside else form.stages
-        for i in range(stages):
-            along = "v" if i == 0 else "w"
-            if i:
-                lines += steps.argument("w", i, "l", "v", fused=True)
-            lines.append(steps.call(f"l{i}", steps.argument_of(i), i, f"df{j}", steps.state(along)))
-        if not form.inside:
-            lines += steps.argument("w", form.stages, "l", "v", fused=True)
-        lines += [f"{self.at('dnew', j * d + c)} = w_{c}" for c in range(d)]
-        if form.inside:
-            lines += [
-                f"{self.at('dk', (j * (form.stages + 1) + i) * d + c)} = l{i}_{c}"
-                for i in range(form.stages + 1) for c in range(d)
-            ]  # fmt: skip
-        return lines
-
-    def _decision(self) -> list[str]:
-        """Return lines that accept the step or not, and choose the size of the next."""
-        at = self.at
-        lines = [f"live = {at('live')}"]
-        if self.error is not None:
-            q2_before = at("q2_before") if self.beta is not None else ""
-            lines += [
-                "accepted = where(q2 < 1.0, live, 0.0)",
-                *self.steps.factor(power_lines, q2_before, at("rejected")),
-                "following = size * factor",
-                "following = where(following < dtmax, following, dtmax)",
-                f"{at('rejected')} = live - accepted",
-                f"small = where(following < {at('least')}, live, 0.0)",
-            ]
-        else:
-            lines += ["accepted = where(q2 == 0.0, live, 0.0)", "small = live - accepted"]
-        events = range(len(self.form.events))
-        changed = "".join(f" + crossed{e}" for e in events)
-        return [
-            *lines,
-            *self.conditions("condition_new", "new", "tn"),
-            *[line for e in events for line in self.crossed(e)],
-            f"tries = {at('tries')} + live",
-            f"{at('tries')} = tries",
-            f"{at('accepted')} = accepted",
-            f"{at('next')} = following",
-            "tired = where(tries >= max_steps, live, 0.0)",
-            "told = where(ahead >= goal, accepted, 0.0)",
-            f"due = where({at('due')} <= ahead, accepted, 0.0)",
-            f"{at('event')} = small + tired + told + due{changed}",
-        ]
-
-    def _taking(self) -> list[str]:
-        """Return lines that take the step before where it was accepted, and propose the next."""
-        at, d = self.at, self.form.d
-        triples = [(f"u_{c}", at("u", c), at("new", c)) for c in range(d)]
-        triples += [(f"k0_{c}", at("k", c), at("last", c)) for c in range(d)]
-        triples += [
-            (f"v{j}_{c}", at("du", j * d + c), at("dnew", j * d + c))
-            for j in range(len(self.form.directions)) for c in range(d)
-        ]  # fmt: skip
-        triples += [(f"c{e}", at("condition", e), at("condition_new", e)) for e in range(len(self.form.events))]
-        lines = [f"took = {at('accepted')} > 0.0"]
-        for name, old, new in triples:
-            lines += [f"{name} = where(took, {new}, {old})", f"{old} = {name}"]
-        lines += [
-            f"{at('number')} += {at('accepted')}",
-            f"now = where(took, {at('tn')}, {at('now')})",
-            f"goal = {at('end')}",
-            f"following = {at('next')}",
-            "ahead = now + following",
-        ]
-        if self.error is None:
-            # Many equal steps don't sum up to the span; a last one of rounding's size is none.
-            lines.append(f"ahead = where(ahead > goal - {_ROUNDING!r} * following, goal, ahead)")
-        return [
-            *lines,
-            "ahead = where(ahead < goal, ahead, goal)",
-            "size = ahead - now",
-            f"sign = {at('sign')}",
-            "h = sign * size",
-            *self.steps.rounded_step(),
-            "t = sign * now",
-            "tn = sign * ahead",
-            f"{at('now')} = now",
-            f"{at('tn')} = ahead",
-            f"{at('size')} = size",
-        ]
+def _tangent(form: Form, steps: Steps, j: int) -> list[str]:
+    """Return lines that carry the tangent along direction j."""
+    components = range(form.d)
+    lines, stages = [f"v_{c} = v{j}_{c}" for c in components], form.stages + form.inside
+    for i in range(stages):
+        lines += steps.argument("w", i, "l", "v", fused=True) if i else []
+        lines.append(steps.call(f"l{i}", steps.argument_of(i), i, f"df{j}", steps.state("w" if i else "v")))
+    if not form.inside:
+        lines += steps.argument("w", form.stages, "l", "v", fused=True)
+    lines += [f"$dnew[{j}, {c}] = w_{c}" for c in components]
+    return lines + [f"$dk[{j}, {i}, {c}] = l{i}_{c}" for i in range(stages) for c in components if form.inside]
 
 
 # Powers without a call, so that a loop over lanes becomes vector instructions.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from mpiad.ensemble.batch import Batch, same_for_all
 from mpiad.ensemble.column_lu import entries_of
 from mpiad.ensemble.compiled.jacobian_programs import jacobian_program
 from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
-from mpiad.ensemble.controller import Controller
+from mpiad.ensemble.controller import Controller, PIController
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.tableaus import Tableau
 
@@ -61,6 +63,16 @@ class Form(NamedTuple):
     def sided(self) -> list[int]:
         """Which of `events` act wherever they come from, so that they are left on one side and come back from there."""
         return [e for e, acts in enumerate(self.acting) if acts >= 0 and not self.events[e][1]]
+
+    @property
+    def acts(self) -> bool:
+        """Whether any of `events` acts."""
+        return any(acts >= 0 for acts in self.acting)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the size of a step depends on the error of the one before."""
+        return self.tableau.error is not None and isinstance(self.controller, PIController)
 
     @property
     def numbers(self) -> list[tuple[int, ...]]:
@@ -117,18 +129,23 @@ class Fields:
 
     def __init__(self, form: Form):
         self._lanes, self._apart = form.lanes, form.single
-        self._places: dict[str, tuple[str, int, int]] = {}
+        self._places: dict[str, tuple[str, int, tuple[int, ...]]] = {}
         self.counts = {"b": 0, "exact": 0}
 
-    def add(self, name: str, count: int = 1, exact: bool = False) -> None:
-        """Make room for `count` fields of a name, which are double in any case where they are `exact`."""
-        buffer = "exact" if exact and self._apart else "b"
-        self._places[name] = buffer, self.counts[buffer], count
-        self.counts[buffer] += count
+    def add(self, lines: list[str]) -> None:
+        """Make room for fields, as many of each name as ``name[2, 3]`` says; those of lines of `exact` ones are double."""
+        for line in lines:
+            if line.startswith("#"):
+                continue
+            buffer = "exact" if line.startswith("exact ") and self._apart else "b"
+            for name, shape in re.findall(r"(\w+)(?:\[(.+?)\])?", line.removeprefix("exact ")):
+                lengths = tuple(map(int, shape.split(", "))) if shape else ()
+                self._places[name] = buffer, self.counts[buffer], lengths
+                self.counts[buffer] += math.prod(lengths)
 
     def part(self, name: str, size: int) -> int:
         """Make room for `size` numbers that lanes have one after the other, and return where it begins."""
-        self.add(name, -(-size // self._lanes))
+        self.add([f"{name}[{-(-size // self._lanes)}]"])
         return self._places[name][1] * self._lanes
 
     def room(self, dtype: np.dtype) -> tuple[Array, Array]:
@@ -136,19 +153,22 @@ class Fields:
         b, exact = (self.counts[buffer] * self._lanes for buffer in ("b", "exact"))
         return aligned(b, dtype), aligned(exact, np.dtype(float))
 
-    def at(self, name: str, i: int = 0) -> str:
-        """Return the place of a lane's field, as source."""
-        buffer, first, _ = self._places[name]
-        offset = (first + i) * self._lanes
-        return f"{buffer}[{offset} + l]" if offset else f"{buffer}[l]"
+    def placed(self, lines: list[str]) -> str:
+        """Return a text in which ``$name[0]`` has become the place of a lane's field; an index may be a local integer."""
+        return re.sub(r"\$(\w+)(?:\[([\w, ]+)\])?", self._place, "\n".join(lines) + "\n")
 
-    def any(self, name: str, index: str) -> str:
-        """Return the place of that field of a name whose number a local integer holds, as source."""
-        buffer, first, _ = self._places[name]
-        return f"{buffer}[({first} + {index}) * {self._lanes} + l]"
+    def _place(self, field: re.Match[str]) -> str:
+        buffer, place, shape = self._places[field[1]]
+        index = (field[2] or "").split(", ") if shape else []
+        if index and not index[0].isdigit():
+            return f"{buffer}[({place} + {index[0]}) * {self._lanes} + l]"
+        for axis, i in enumerate(index):
+            place += int(i) * math.prod(shape[axis + 1 :])
+        return f"{buffer}[{place * self._lanes} + l]" if place else f"{buffer}[l]"
 
     def __iter__(self) -> Iterator[str]:
         """Return one line on each name."""
-        for name, (buffer, first, size) in self._places.items():
+        for name, (buffer, first, shape) in self._places.items():
+            size = math.prod(shape)
             place = f"{first}" if size == 1 else f"{first}-{first + size - 1}"
             yield f"{place}: {name}" if buffer == "b" else f"{buffer} {place}: {name}"

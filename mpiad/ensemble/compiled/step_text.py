@@ -239,6 +239,11 @@ class Steps:
         """Return a line that computes the condition of event e."""
         return self.called([out], f"condition{e}", state, self.rounded(time))
 
+    def conditions(self, target: str, state: str, time: str) -> list[str]:
+        """Return lines that compute all conditions into fields of a lane."""
+        events = range(len(self.form.events))
+        return [x for e in events for x in (self.condition(e, "value", state, time), f"${target}[{e}] = value")]
+
     def changed(self, e: int, before: str, after: str, direction: int = 0) -> str:
         """Return whether the condition of event e has changed its sign as asked, or by `direction`: see `Event.crossed`."""
         up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"

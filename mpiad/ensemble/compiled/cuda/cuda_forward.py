@@ -6,13 +6,11 @@ The step is that of `step_text`, as C. `now`, `ahead` and `size` are in the dire
 from __future__ import annotations
 
 from mpiad.compiling.c_translation import c_lines
-from mpiad.compiling.source import indented
-from mpiad.ensemble.compiled.cuda.cuda_events import EventSearch
-from mpiad.ensemble.compiled.cuda.cuda_skeleton import block, loaded_parameters, own_memory, rounded_step
+from mpiad.ensemble.compiled.cuda.cuda_events import search_names
 from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.kernel_template import filled, names_of
 from mpiad.ensemble.compiled.rosenbrock_text import steps_of
-from mpiad.ensemble.controller import LEAST_ERROR, PIController
-from mpiad.ensemble.outcome import ReturnCode
+from mpiad.ensemble.compiled.step_text import Steps
 
 _KERNEL = """
 // The trajectories first, ..., first + count - 1 of n. saved: (n_saved, d, n); the others: (rows, n). steps_u, steps_t:
@@ -22,55 +20,107 @@ KERNEL forward(
     const double* start, const double* stop, const double* times, const long long n_saved, const long long by_row,
     const real rtol, const real* atol, const double dt, const double dtmax, const long long max_steps, real* u_end,
     real* saved, double* t_reached, int* codes, int* naccept, int* nreject, real* du_end, real* dsaved, real* steps_u,
-    double* steps_t, const long long capacity#declared
+    double* steps_t, const long long capacity{declared}
 ) {
     EACH(column, count) {
         const long long i = first + column;
         const double sign = stop[i] < start[i] ? -1.0 : 1.0;
         const double goal = sign * stop[i];
         double now = sign * start[i];
-        @load
+        each c: real u_{c} = u0[{c} * n + i];
+        each p: const real p{p} = p[{p} * n + i];
+        each s: const real s{s} = s[{s}];
+        each tolerance: const real atol{tolerance} = atol[{tolerance}];
+        when single: const real rtol_ = rtol;
+        when room: real lu[{room}];
+        real {k0};
+        @unit_tangents
         long long place = 0;
         double due = due_at(times, n_saved, by_row, i, place, sign);
         while (due == now) {
-            @save_start
+            each c: saved[(place * {d} + {c}) * n + i] = u_{c};
+            each j: each c: dsaved[(({j} * n_saved + place) * {d} + {c}) * n + i] = du{j}_{c};
             due = due_at(times, n_saved, by_row, i, ++place, sign);
         }
-        int code = now == goal ? #success : -1;
+        int code = now == goal ? {Success} : -1;
         long long taken = 0, tries = 0;
         double following = 1;
         bool rejected = false;
-        @remember
-        @watched
+        when remembers: double before = {least_error};
+        when events: long long head = -1;
+        @conditions
         if (code < 0) {
-            @first
+            const double t = sign * now, span = goal - now;
+            double h;
+            @first_step
+            following = larger(smaller(h, dtmax), least_step(now));
         }
         while (code < 0) {
             double ahead = now + following;
-            @fixed_end
+            // A last step of rounding's size is none.
+            when not adaptive: if (ahead > goal - 1e-9 * following) ahead = goal;
             ahead = smaller(ahead, goal);
             const double size = ahead - now, h = sign * size, t = sign * now, tn = sign * ahead;
+            when single: const real h_ = (real)h;
             @stages
             ++tries;
-            @judge
+            @error
+            when adaptive:
+                const bool accepted = q2 < 1;
+                @factor
+                following = smaller(size * factor, dtmax);
+                rejected = !accepted;
+            when not adaptive: const bool accepted = q2 == 0;
             if (accepted) {
                 @tangents
-                @record
-                @events
+                when record:
+                    // Beyond its capacity it only counts, so that the next try has enough.
+                    if (taken < capacity) {
+                        each c: steps_u[(taken * {d} + {c}) * count + column] = u_{c};
+                        steps_t[(2 * taken + 0) * count + column] = t;
+                        steps_t[(2 * taken + 1) * count + column] = h;
+                    }
+                @found
                 while (due <= ahead) {
-                    @save
+                    when inside:
+                        if (due < ahead) {
+                            @interpolated
+                            each c: saved[(place * {d} + {c}) * n + i] = mid_{c};
+                            each j: each c: dsaved[(({j} * n_saved + place) * {d} + {c}) * n + i] = dmid{j}_{c};
+                        } else {
+                            each c: saved[(place * {d} + {c}) * n + i] = new_{c};
+                            each j: each c: dsaved[(({j} * n_saved + place) * {d} + {c}) * n + i] = dnew{j}_{c};
+                        }
+                    when not inside:
+                        each c: saved[(place * {d} + {c}) * n + i] = new_{c};
+                        each j: each c: dsaved[(({j} * n_saved + place) * {d} + {c}) * n + i] = dnew{j}_{c};
                     due = due_at(times, n_saved, by_row, i, ++place, sign);
                 }
-                @advance
+                // The last stage is the first of the next step, and so is its tangent.
+                each c:
+                    u_{c} = new_{c};
+                    k0_{c} = k{last}_{c};
+                    each j:
+                        du{j}_{c} = dnew{j}_{c};
+                        l{j}_0_{c} = l{j}_{last}_{c};
+                each e: before{e} = after{e};
                 now = ahead;
                 ++taken;
-                @done
+                when events: if (ended) code = {Terminated}; else if (now == goal) code = {Success};
+                when not events: if (now == goal) code = {Success};
             }
-            @fail
-            if (code < 0 && tries >= max_steps) code = #tired;
+            when adaptive:
+                if (code < 0 && following < least_step(now)) {
+                    if (accepted) following = least_step(now);
+                    else code = finite_number(q2) ? {DtLessThanMin} : {Unstable};
+                }
+            when not adaptive: if (!accepted) code = {Unstable};
+            if (code < 0 && tries >= max_steps) code = {MaxIters};
         }
         if (u_end) {
-            @leave
+            each c: u_end[{c} * n + i] = u_{c};
+            each j: each c: du_end[({j} * {d} + {c}) * n + i] = du{j}_{c};
+            when events: heads[i] = head;
             t_reached[i] = sign * now;
             codes[i] = code;
             naccept[i] = (int)taken;
@@ -83,145 +133,54 @@ KERNEL forward(
 
 def cuda_forward_text(form: Form) -> str:
     """Return the text of `forward`, which calls `f`, and `df0`, `df1`, ... along directions."""
-    return _Forward(form).text()
+    steps = steps_of(form, fused=False)
+    scope: set[str] = set()  # what the body of the loop over steps declares
+    return "\n".join(filled(_KERNEL, {
+        **names_of(form, steps), **search_names(form, steps),
+        "k0": ", ".join(steps.state("k0")), "unit_tangents": _unit_tangents(form, steps),
+        "first_step": _first_step(form, steps), "stages": c_lines(steps.stages(), scope),
+        "error": c_lines(steps.error(), scope), "tangents": _tangents(form, steps),
+        "interpolated": _interpolated(form, steps),
+        "factor": c_lines(steps.factor(_power, "before", "rejected"), ["before"]) if form.tableau.error else [],
+    }))  # fmt: skip
 
 
 def _power(x: str, exponent: str, out: str) -> list[str]:
     return [f"{out} = {x} ** {exponent}"]
 
 
-class _Forward:
-    def __init__(self, form: Form):
-        self.form, self.d, self.steps = form, form.d, steps_of(form, fused=False)
-        self.adaptive = form.tableau.error is not None
-        self.remembers = self.adaptive and isinstance(form.controller, PIController)
-        self.tangents, self.watch = range(len(form.directions)), EventSearch(form, self.steps)
-        self.scope: set[str] = set()  # what the body of the loop over steps declares
+def _unit_tangents(form: Form, steps: Steps) -> list[str]:
+    made = []
+    for j, (kind, place) in enumerate(form.directions):
+        made.append(f"real {', '.join(steps.state(f'l{j}_0'))};")
+        made += [f"real {x} = {int(kind == 'u' and place == c)};" for c, x in enumerate(steps.state(f"du{j}"))]
+    return made
 
-    def text(self) -> str:
-        made = block(
-            _KERNEL, load=self._load(), save_start=self._saved("u", "du"), first=self._first(),
-            stages=[*rounded_step(self.form), *c_lines(self.steps.stages(), self.scope)],
-            remember=[f"double before = {LEAST_ERROR!r};"] if self.remembers else [], judge=self._judge(),
-            # As in `pool`: a last step of rounding's size is none.
-            fixed_end=[] if self.adaptive else ["if (ahead > goal - 1e-9 * following) ahead = goal;"],
-            tangents=self._tangent_stages(), record=self._record(), save=self._save(), advance=self._advance(),
-            fail=self._fail(), leave=self._leave(), done=self._done(), watched=self.watch.begun(),
-            events=self.watch.looked(),
-        )  # fmt: skip
-        made = made.replace("#declared", self.watch.declared())
-        return made.replace("#success", str(ReturnCode.Success.code)).replace("#tired", str(ReturnCode.MaxIters.code))
 
-    def _du(self, j: int) -> list[str]:
-        return self.steps.state(f"du{j}")
+def _first_step(form: Form, steps: Steps) -> list[str]:
+    lines, scope = [steps.call("k0", "u", 0)], {*steps.state("k0"), "h"}
+    for j in range(len(form.directions)):
+        lines.append(steps.call(f"l{j}_0", "u", 0, f"df{j}", steps.state(f"du{j}")))
+        scope.update(steps.state(f"l{j}_0"))
+    return c_lines([*lines, *steps.first_step()], scope)
 
-    # ---- before the first step
 
-    def _load(self) -> list[str]:
-        form, state = self.form, self.steps.state
-        made = [f"real u_{c} = u0[{c} * n + i];" for c in range(self.d)] + loaded_parameters(form)
-        tolerances = len(form.numbers) if form.tolerances else 1
-        made += [f"const real atol{c} = atol[{c}];" for c in range(tolerances)]
-        made += ["const real rtol_ = rtol;"] if form.single else []
-        made += own_memory(self.steps)
-        made.append(f"real {', '.join(state('k0'))};")
-        for j, (kind, place) in enumerate(form.directions):
-            made.append(f"real {', '.join(state(f'l{j}_0'))};")
-            made += [f"real {name} = {int(kind == 'u' and place == c)};" for c, name in enumerate(self._du(j))]
-        return made
+def _tangents(form: Form, steps: Steps) -> list[str]:
+    """Return the tangents of all stages, for steps that are accepted only."""
+    lines = []
+    for j in range(len(form.directions)):
+        for i in range(1, form.stages + 1):
+            out = f"dnew{j}" if i == form.stages else f"z{j}_{i}"
+            lines += steps.argument(out, i, f"l{j}_", f"du{j}", fused=True)
+            lines.append(steps.call(f"l{j}_{i}", steps.argument_of(i), i, f"df{j}", steps.state(out)))
+    return c_lines(lines)
 
-    def _first(self) -> list[str]:
-        steps, scope = self.steps, {*self.steps.state("k0"), "h"}
-        lines = [steps.call("k0", "u", 0)]
-        for j in self.tangents:
-            lines.append(steps.call(f"l{j}_0", "u", 0, f"df{j}", self._du(j)))
-            scope.update(steps.state(f"l{j}_0"))
-        return [
-            "const double t = sign * now, span = goal - now;",
-            "double h;",
-            *c_lines([*lines, *steps.first_step()], scope),
-            "following = larger(smaller(h, dtmax), least_step(now));",
-        ]
 
-    # ---- a step
-
-    def _judge(self) -> list[str]:
-        made = c_lines(self.steps.error(), self.scope)
-        if not self.adaptive:
-            return [*made, "const bool accepted = q2 == 0;"]
-        return [
-            *made,
-            "const bool accepted = q2 < 1;",
-            *c_lines(self.steps.factor(_power, "before", "rejected"), ["before"]),
-            "following = smaller(size * factor, dtmax);",
-            "rejected = !accepted;",
-        ]
-
-    def _tangent_stages(self) -> list[str]:
-        """Return the tangents of all stages, for steps that are accepted only."""
-        steps, lines = self.steps, []
-        for j in self.tangents:
-            for i in range(1, self.form.stages + 1):
-                out = f"dnew{j}" if i == self.form.stages else f"z{j}_{i}"
-                lines += steps.argument(out, i, f"l{j}_", f"du{j}", fused=True)
-                lines.append(steps.call(f"l{j}_{i}", steps.argument_of(i), i, f"df{j}", steps.state(out)))
-        return c_lines(lines)
-
-    def _advance(self) -> list[str]:
-        # The last stage is the first of the next step, and so is its tangent.
-        last, made = self.form.stages, []
-        for c in range(self.d):
-            made += [f"u_{c} = new_{c};", f"k0_{c} = k{last}_{c};"]
-            for j in self.tangents:
-                made += [f"du{j}_{c} = dnew{j}_{c};", f"l{j}_0_{c} = l{j}_{last}_{c};"]
-        return made + self.watch.advanced()
-
-    def _done(self) -> list[str]:
-        done = f"if (now == goal) code = {ReturnCode.Success.code};"
-        return [f"if (ended) code = {ReturnCode.Terminated.code}; else {done}" if self.form.events else done]
-
-    def _fail(self) -> list[str]:
-        if not self.adaptive:
-            return [f"if (!accepted) code = {ReturnCode.Unstable.code};"]
-        return [
-            "if (code < 0 && following < least_step(now)) {",
-            "    if (accepted) following = least_step(now);",
-            f"    else code = finite_number(q2) ? {ReturnCode.DtLessThanMin.code} : {ReturnCode.Unstable.code};",
-            "}",
-        ]
-
-    # ---- what is kept
-
-    def _record(self) -> list[str]:
-        if not self.form.record:
-            return []
-        kept = [f"steps_u[(taken * {self.d} + {c}) * count + column] = u_{c};" for c in range(self.d)]
-        kept += [f"steps_t[(2 * taken + {j}) * count + column] = {x};" for j, x in enumerate("th")]
-        # Beyond its capacity it only counts, so that the next try has enough.
-        return ["if (taken < capacity) {", *indented(kept), "}"]
-
-    def _saved(self, u: str, du: str) -> list[str]:
-        made = [f"saved[(place * {self.d} + {c}) * n + i] = {u}_{c};" for c in range(self.d)]
-        made += [
-            f"dsaved[(({j} * n_saved + place) * {self.d} + {c}) * n + i] = {du}{j}_{c};"
-            for j in self.tangents for c in range(self.d)
-        ]  # fmt: skip
-        return made
-
-    def _save(self) -> list[str]:
-        at_end, steps = self._saved("new", "dnew"), self.steps
-        if not self.form.inside:
-            return at_end
-        lines = ["x = (due - now) / size", *steps.weights()]
-        for c in range(self.d):
-            lines += steps.interpolated(f"mid_{c}", lambda i, c=c: f"k{i}_{c}", f"u_{c}")
-            for j in self.tangents:
-                stage = lambda i, c=c, j=j: f"l{j}_{i}_{c}"  # noqa: E731
-                lines += steps.interpolated(f"dmid{j}_{c}", stage, f"du{j}_{c}", fused=True)
-        inside = c_lines(lines) + self._saved("mid", "dmid")
-        return ["if (due < ahead) {", *indented(inside), "} else {", *indented(at_end), "}"]
-
-    def _leave(self) -> list[str]:
-        made = [f"u_end[{c} * n + i] = u_{c};" for c in range(self.d)]
-        made += [f"du_end[({j} * {self.d} + {c}) * n + i] = {x};" for j in self.tangents for c, x in enumerate(self._du(j))]
-        return made + (["heads[i] = head;"] if self.form.events else [])
+def _interpolated(form: Form, steps: Steps) -> list[str]:
+    lines = ["x = (due - now) / size", *steps.weights()]
+    for c in range(form.d):
+        lines += steps.interpolated(f"mid_{c}", lambda i, c=c: f"k{i}_{c}", f"u_{c}")
+        for j in range(len(form.directions)):
+            stage = lambda i, c=c, j=j: f"l{j}_{i}_{c}"  # noqa: E731
+            lines += steps.interpolated(f"dmid{j}_{c}", stage, f"du{j}_{c}", fused=True)
+    return c_lines(lines)

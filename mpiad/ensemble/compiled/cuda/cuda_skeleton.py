@@ -1,12 +1,8 @@
-"""What the forward and the reverse kernel have in common beside the step: their head, and how scalars are loaded."""
+"""What stands before the functions of both kernels."""
 
 from __future__ import annotations
 
-import textwrap
-
-from mpiad.compiling.source import indented
 from mpiad.ensemble.compiled.kernel_form import Form
-from mpiad.ensemble.compiled.step_text import Steps
 
 # NVRTC has no headers; a compiler for CPUs runs through the trajectories in a loop.
 _PRELUDE = """\
@@ -49,30 +45,5 @@ INLINE double due_at(
 
 
 def prelude(form: Form) -> str:
-    """Return what stands before the functions: a state's type, and what C lacks."""
+    """Return a state's type, and what C lacks."""
     return f"{_PRELUDE}typedef {'float' if form.single else 'double'} real;\n\n{_DUE}"
-
-
-def block(text: str, **parts: list[str]) -> str:
-    """Return a text with parts at their places ``@name``, as deep as those are."""
-    out = []
-    for line in textwrap.dedent(text).strip("\n").splitlines():
-        name, depth = line.strip().removeprefix("@"), (len(line) - len(line.lstrip())) // 4
-        out += indented(parts[name], depth) if line.strip() == f"@{name}" else [line]
-    return "\n".join(out)
-
-
-def loaded_parameters(form: Form) -> list[str]:
-    """Return declarations of this trajectory's parameters."""
-    made = [f"const real p{j} = p[{j} * n + i];" for j in range(form.varying)]
-    return made + [f"const real s{j} = s[{j}];" for j in range(form.shared)]
-
-
-def own_memory(steps: Steps) -> list[str]:
-    """Return the declaration of an array of the thread's own, where factors are too many for scalars."""
-    return [f"real lu[{steps.room}];"] if steps.room else []
-
-
-def rounded_step(form: Form) -> list[str]:
-    """Return the declaration of the step in the states' precision, where that isn't a time's."""
-    return ["const real h_ = (real)h;"] if form.single else []
