@@ -79,7 +79,6 @@ def _parted(value: Any, shape: Shape) -> Any:
 
 
 def _event(event: Event, shape: Shape) -> Event:
-    """Return an event of states' parts."""
     condition = None if event.condition is None else _OfParts(event.condition, shape, is_state=False)
     affect = None if event.affect is None else _OfParts(event.affect, shape)
     return dataclasses.replace(event, condition=condition, affect=affect)

@@ -128,11 +128,9 @@ class _Search:
 
     @property
     def under_way(self) -> Array:
-        """The numbers of the trajectories that aren't done."""
         return np.flatnonzero(self._codes == _UNDER_WAY)
 
     def try_step(self) -> None:
-        """Try one step of each trajectory that is under way."""
         ids = self.under_way
         u, f, rate = self._u[:, ids], self._f[:, ids], self._rate[ids]
         with np.errstate(all="ignore"):

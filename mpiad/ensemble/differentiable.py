@@ -79,7 +79,6 @@ class _SolvedRun:
     # ---- reverse mode
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
-        """Return the cotangents of arguments."""
         saved, end, *times = self.layout.parts(g)
         run, seeds = self._run, self._run.seeds(saved, end, times)
         if self._untraced and self._asked.gradient != "tangent" and self._asked.adjoint == "discrete":
@@ -152,7 +151,6 @@ class _SolvedRun:
     # ---- forward mode
 
     def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
-        """Return the tangent of the vector."""
         run, along = self._run, dict(tangents)
         if not along.keys().isdisjoint({START, END, DUE}) or run.settings.events or self._untraced:
             return self.push_traced(tuple(along), args, list(along.values()))
@@ -166,11 +164,9 @@ class _SolvedRun:
     # ---- under further traces
 
     def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
-        """Return cotangents as a function that traces see."""
         return replayed_vjp(self._replayed, argnums, args, g)
 
     def push_traced(self, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
-        """Return the tangent of the vector as a function that traces see."""
         return replayed_jvp(self._replayed, argnums, args, gs)
 
     def _replayed(self, args: Sequence[Any]) -> Array:

@@ -129,11 +129,9 @@ class _Problems:
 
     @property
     def under_way(self) -> Array:
-        """The numbers of the problems that aren't done."""
         return np.flatnonzero(self._codes == _UNDER_WAY)
 
     def try_step(self) -> None:
-        """Try one step of each problem that is under way."""
         ids = self.under_way
         x, cost, factor, scale = self._x[ids], self._cost[ids], self._factor[ids], self._scale[ids]
         step, trial = _step_in_box(

@@ -145,7 +145,6 @@ class _LoadBalance:
         return np.concatenate([[0], np.maximum.accumulate(inner), [len(done)]])
 
     def _turns(self, shares: Array) -> Array:
-        """Return what the shares' turns cost."""
         filled = np.diff(shares) > 0
         longest = np.zeros(self._size)
         # Empty shares have no place in reduceat, whose next group begins where they do.

@@ -205,7 +205,6 @@ def _any(tangents: Sequence[Any]) -> bool:
 
 
 def _chosen(batch: Batch, ids: Array) -> Batch:
-    """Return some of the trajectories."""
     leaves = [np.take(leaf, ids, axis=-1) if own else leaf for leaf, own in zip(*batch.p[:2])]
     spans = (np.broadcast_to(t[:1], len(ids)) if batch.one_span else t[ids] for t in (batch.start, batch.end))
     u0 = np.take(batch.u0, ids, axis=1)

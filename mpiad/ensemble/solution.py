@@ -219,7 +219,6 @@ class EnsembleSolution(FactorizationCounts):
         return came_through(self.codes)
 
     def _surviving(self) -> Array:
-        """Return the saved states of the survivors."""
         found = getval(self.u)
         arrays = arrays_of(found)
         if (arrays is None and not isinstance(found, np.ndarray)) or found.shape[:1] != (len(self),):

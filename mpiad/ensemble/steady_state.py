@@ -239,7 +239,6 @@ def _batch(options: SolveOptions, numbers: range) -> Batch:
 
 
 def _first(found: SteadyStateSolution) -> SteadyStateSolution:
-    """Return the solution of a single problem."""
     return replace(found, **{field.name: getattr(found, field.name)[0] for field in fields(found)})
 
 

@@ -229,13 +229,11 @@ class DistributedOptimizer:
             return *self._updated(state, params, variables, sums, total.all), mean
 
     def _kept(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
-        """Return the state that holds gradients for a later update."""
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}
 
     def _updated(
         self, state: dict[str, Any], params: Tree, variables: Variables, sums: Sums, total: int
     ) -> tuple[dict[str, Any], Tree]:
-        """Make an update of the sums over all ranks."""
         leaves: list[Any] = [None] * len(variables.leaves)
         found = sums.wait(total if self.reduction == "mean" else 1)
         for k, array in zip(variables.places, clipped(found, self.clip_norm)):

@@ -117,7 +117,6 @@ def sum_over(
 
 
 def _agreed_items(used: Channel, items: Iterable[Any], fun: object, made: RankGroups, settings: tuple[str, str]) -> list:
-    """Check the arguments on all ranks; return the items."""
     schedule, objective = settings
 
     def checked() -> list:

@@ -78,7 +78,6 @@ class _Line:
         return build([noise_like(leaf, rng) if is_variable(leaf) else leaf for leaf in leaves])
 
     def at(self, h: float) -> Any:
-        """Return the point at distance h."""
         leaves, build = flatten(self.x)
         pairs = zip(leaves, flatten(self.v)[0])
         return build([x + np.asarray(h, spec_like(v).dtype)[()] * v if is_variable(x) else x for x, v in pairs])

@@ -170,7 +170,6 @@ def _add_up(layers: np.ndarray) -> None:
 
 
 def _corner(order: int, axes: range) -> tuple[slice, ...]:
-    """Return the first entries along some dimensions."""
     return (slice(max(order, 1)),) * len(axes)
 
 
