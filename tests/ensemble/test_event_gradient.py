@@ -157,6 +157,16 @@ def test_forward_mode_and_second_derivatives_of_times_on_the_way():
     np.testing.assert_allclose(mpiad.hvp(by)(U0, v), mpiad.hvp(exact)(U0, v), rtol=1e-7)
 
 
+@pytest.mark.usefixtures("solved_by")
+def test_two_terminal_events_at_once_have_one_time():
+    rising = ODEProblem(lambda u, p, t: [p[0]], [0.0], (0.0, 5.0))
+    both = Event(lambda u, p, t: u[0] - 1.0), Event(lambda u, p, t: 2.0 * u[0] - 2.0)
+    speeds, weights = np.array([[0.5], [0.8]]), (0.7, -1.1)
+    found = mpiad.grad(lambda p: times_of(solve(EnsembleProblem(rising, p=p), events=both), weights))(speeds)
+    # Each time is 1/p.
+    np.testing.assert_allclose(found, -2.0 * sum(weights) / speeds**3, rtol=1e-12)
+
+
 def test_times_on_the_way_move_with_the_start():
     def at(start):
         sol = solve(ODEProblem(falling, U0[0], (start, 9.0), P[0]), **{**TIGHT, "events": LEVELS[:2]})
