@@ -251,13 +251,14 @@ class FactorizationCounts:
         return self.nlu
 
 
+def failures(kinds: type[NamedCode], retcode: Array, failed: Array, said: str) -> str:
+    """Return how many of all failed, as ``"trajectories failed"`` says it, how, and which first."""
+    counts = [f"{count} {kind}" for kind in kinds if (count := np.count_nonzero(retcode[failed] == kind))]
+    return f"{len(failed)} of {len(retcode)} {said} ({', '.join(counts)}); the first is number {failed[0] + 1}"
+
+
 def report(call: str, what: str, retcode: Array) -> None:
     """Log how many of what a call looks for, as ``"fits"``, ended without success, how, and which first."""
-    failed = np.flatnonzero(retcode != "Success")
-    if not len(failed):
-        return
-    counts = [f"{count} {code}" for code in ConvergenceCode if (count := np.count_nonzero(retcode[failed] == code))]
-    _log.warning(
-        "%s: %d of %d %s ended without success (%s); the first is number %d.",
-        call, len(failed), len(retcode), what, ", ".join(counts), failed[0] + 1,
-    )  # fmt: skip
+    failed = np.flatnonzero(retcode != ConvergenceCode.Success)
+    if len(failed):
+        _log.warning("%s: %s.", call, failures(ConvergenceCode, retcode, failed, f"{what} ended without success"))

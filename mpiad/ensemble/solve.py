@@ -28,7 +28,7 @@ from mpiad.ensemble.job_progress import JobProgress
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.device_run import run_of
-from mpiad.ensemble.outcome import ReturnCode, evaluations
+from mpiad.ensemble.outcome import ReturnCode, evaluations, failures
 from mpiad.ensemble.outputs import trees_of_all
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.rank_outcomes import RankOutcomes, outcomes_of_all
@@ -295,16 +295,13 @@ def _report(sol: EnsembleSolution | RankOutcomes, throw: bool, logs: bool = True
     """
     if isinstance(sol, DeviceSolution) and sol.all_succeeded:
         return  # the codes stay where they are
-    alive, codes = sol.survivors, sol.codes
-    if alive.all():
+    failed = np.flatnonzero(~sol.survivors)
+    if not len(failed):
         return
-    failed = np.flatnonzero(~alive)
-    counts = [f"{count} {code}" for code in ReturnCode if code.failed and (count := np.count_nonzero(codes == code.code))]
-    first = int(failed[0])
+    first = failed[0]
     text = (
-        f"solve: {len(failed)} of {len(codes)} trajectories failed ({', '.join(counts)}); the first is number "
-        f"{first + 1}: "
-        f"{sol.retcode[first]} at t = {getval(sol.t_reached[first]):.6g} after {sol.naccept[first]} steps."
+        f"solve: {failures(ReturnCode, sol.retcode, failed, 'trajectories failed')}: {sol.retcode[first]} at "
+        f"t = {getval(sol.t_reached[first]):.6g} after {sol.naccept[first]} steps."
     )
     if throw:
         raise IntegrationError(text)
