@@ -19,8 +19,7 @@ from mpiad.ensemble.linearization import Tracing
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.step_sweep import LocatedEvent, StepSweep, Visit
-from mpiad.ensemble.transposed_rosenbrock import transposed_steps
-from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, TransposedStep, over_slots
+from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, TransposedStep, over_slots, transposed_steps
 
 
 @dataclasses.dataclass

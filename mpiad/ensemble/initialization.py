@@ -92,13 +92,8 @@ class Initialization:
         if not len(ids):
             return Entrants(ids, t, end, t, u, u)
         p, sign = self.parameters(ids), self.sign(ids)
-        k = derivative_at(self.derivative, u, p, t, sign)
-        if settings.dt is not None:
-            h = np.full(len(ids), settings.dt)
-        else:
-            rate = lambda u, t: derivative_at(self.derivative, u, p, t, sign)  # noqa: E731
-            h = first_step(rate, u, t, end, k, self.rtol, self.atol, settings.alg.tableau.error_order)
-        h = np.maximum(np.minimum(h, settings.dtmax), least_step(t))
+        rate = lambda u, t: derivative_at(self.derivative, u, p, t, sign)  # noqa: E731
+        h, k = started(rate, u, t, end, settings, self.rtol, self.atol)
         return Entrants(ids, t, end, h, u, k)
 
 
@@ -108,6 +103,19 @@ def derivative_at(derivative: Derivative, u: Array, p: Tree, t: Array, sign: Arr
     time = (t if sign is None else t * sign).astype(u.real.dtype)
     derivative.write(k, locked(u), p, locked(time))
     return k if sign is None else np.multiply(k, sign, out=k)
+
+
+def started(
+    rate: Callable[[Array, Array], Array], u: Array, t: Array, end: Array, settings: Settings, rtol: Array | float,
+    atol: Array | float,
+) -> tuple[Array, Array]:  # fmt: skip
+    """Return the sizes of the first steps, and f before them, shape (d, n); but for the settings as `first_step`."""
+    k = rate(u, t)
+    if settings.dt is not None:
+        h = np.full_like(t, settings.dt)
+    else:
+        h = first_step(rate, u, t, end, k, rtol, atol, settings.alg.tableau.error_order)
+    return np.maximum(np.minimum(h, settings.dtmax), least_step(t)), k
 
 
 def first_step(

@@ -94,7 +94,7 @@ class RosenbrockSteps(Steps):
             lines += [f"k{i}_{c} = k{i}_{c} + rise_{c} * {self.number(slope)}" for c in self.form.slopes]
         return lines
 
-    # ---- the way back: see `transposed_rosenbrock`
+    # ---- the way back: see `transposed_step`
 
     @property
     def pulled_stages(self) -> range:

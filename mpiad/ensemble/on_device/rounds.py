@@ -17,7 +17,7 @@ from mpiad.ensemble.coefficients import DeviceCoefficients
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.events import EventWatch, in_order
-from mpiad.ensemble.initialization import derivative_at, first_step, least_step
+from mpiad.ensemble.initialization import derivative_at, started
 from mpiad.ensemble.on_device.device_stages import stages_on_device
 from mpiad.ensemble.on_device.round_record import Events, Record, Round
 from mpiad.ensemble.on_device.saved_slots import EveryStep, SaveTimes
@@ -97,13 +97,7 @@ class DeviceWorkingSet(Turns):
         self._sign = spread(self._signs, batch.u0) if (self._signs < 0).any() else None
         self._p = batch.p.of_columns(self._leaves, len(batch.shape) > 1)
         rate = lambda u, t: derivative_at(self._derivative, u, self._p, t, self._sign)  # noqa: E731
-        k = rate(self.u, self.t)
-        if settings.dt is not None:
-            h = self._home.full((n,), float(settings.dt), float)
-        else:
-            order = self._tableau.error_order
-            h = first_step(rate, self.u, self.t, self.end, k, self._rtol, self._atol, order)
-        self.h = np.maximum(np.minimum(h, settings.dtmax), least_step(self.t))
+        self.h, k = started(rate, self.u, self.t, self.end, settings, self._rtol, self._atol)
         self.live = spread(batch.start != batch.end, batch.u0)
         self.number, self.entered, self._tries = (self._home.full((n,), 0, np.int64) for _ in range(3))
         self._code = np.full_like(self.ids, ReturnCode.Success.code)
