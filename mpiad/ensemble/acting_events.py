@@ -52,10 +52,7 @@ class _Held(NamedTuple):
 
 
 class ActingEvents:
-    """What the columns of a working set know of events that act.
-
-    `watch`: of the conditions; None where there are none.
-    """
+    """What the columns of a working set know of events that act; `watch` is of conditions, None without any."""
 
     def __init__(
         self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization, watch: EventWatch | None

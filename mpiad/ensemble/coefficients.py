@@ -85,10 +85,7 @@ class Coefficients:
 
 
 class DeviceCoefficients(Coefficients):
-    """The same on a device, for states that live there.
-
-    `rows`: row i: the weights of the stages in the argument of stage i + 1.
-    """
+    """The same for states on a device; row i of `rows` has the weights in the argument of stage i + 1."""
 
     def __init__(self, tableau: Tableau, like: Array):
         self.tableau, self.last, self.real = tableau, tableau.stages - 1, np.zeros(0, like.dtype).real.dtype

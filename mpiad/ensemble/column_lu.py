@@ -14,10 +14,7 @@ from mpiad.transport.device_arrays import arrays_of
 
 
 class ColumnLU:
-    """Factors with partial pivoting.
-
-    `matrices`, of shape (d, d, n): is overwritten.
-    """
+    """Factors with partial pivoting, written over the matrices, shape (d, d, n)."""
 
     def __init__(self, matrices: Array):
         self._factors = lu = matrices  # the second's diagonal as reciprocals
@@ -74,10 +71,7 @@ def entries_of(matrix: Array) -> tuple[tuple[int, int, float], ...]:
 
 
 class Mass:
-    """The mass matrix, or the identity, which costs nothing.
-
-    `matrix`: shape (d, d), or None.
-    """
+    """The mass matrix, shape (d, d), or the identity where it is None, which costs nothing."""
 
     def __init__(self, matrix: Array | None, gamma: float):
         self._gamma, self._entries = gamma, None if matrix is None else entries_of(matrix)

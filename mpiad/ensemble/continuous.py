@@ -22,7 +22,7 @@ from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.coefficients import polynomials, states_at
 from mpiad.ensemble.field_jacobian import OwnJacobian
 from mpiad.ensemble.linear_jumps import rates
-from mpiad.ensemble.linearization import Tracing
+from mpiad.ensemble.linearization import Tracing, transposed_columns
 from mpiad.ensemble.on_device.device_run import run_of
 from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.run import Run
@@ -83,7 +83,7 @@ class _Adjoint:
 
     def __init__(self, run: Run, seeds: Seeds, places: Sequence[int], timed: bool):
         self._run, self._saved, self._dense, self._timed = run, seeds.saved, DenseStates(run), timed
-        self._by_state, self._by_leaves = Tracing(run.field, (), False), Tracing(run.field, places, False)
+        self._by_state = Tracing(run.field, (), False)
         batch = run.batch
         leaves: dict[int, Any] = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
         self._found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
@@ -220,17 +220,13 @@ class _Adjoint:
                     self._note(own, visit.t + node * visit.h, states_at(terms, node) * (-weight * h))
 
     def _note(self, ids: Array, t: Array, value: Array) -> None:
-        run, found, width = self._run, self._found, len(ids)
-        columns = run.doubled(width)
-        u, leaves = self._dense.at(ids, t)[:, columns], run.columns(run.batch.p.leaves, ids[columns])
-        seed = np.zeros_like(u)  # the double of a single column gets nothing
-        seed[:, :width] = value
-        time = t[columns].astype(run.coefficients.real, copy=False)
-        _, *parts = self._by_leaves.transposed(np.empty_like(u), u, leaves, time)(seed)
-        for place, part in zip(list(found.leaves), parts):
+        run, found, places = self._run, self._found, tuple(self._found.leaves)
+        u, leaves = self._dense.at(ids, t), run.columns(run.batch.p.leaves, ids)
+        time = t.astype(run.coefficients.real, copy=False)
+        _, *parts, _ = transposed_columns(run.field, places, False, np.empty_like(u), u, leaves, time)(value)
+        for place, part in zip(places, parts):
             if part is not None:
-                own = run.batch.p.varies[place]
-                found.add_to_leaf(place, part[..., :width] if own else part, ids if own else None)
+                found.add_to_leaf(place, part, ids if run.batch.p.varies[place] else None)
 
     def _add_flow(self, total: Array, mask: Array, value: Array, times: Array) -> None:
         """Add the products of cotangents, (d, N), and derivatives of the states of some trajectories at times, (N,)."""

@@ -136,10 +136,7 @@ class DenseOutput:
 
 
 class JoinedOutput:
-    """Batches, one after the other.
-
-    `parts`, list of (callable, int): the interpolants of each, and how many trajectories it has.
-    """
+    """Batches, one after the other: `parts` are the interpolants of each, and how many trajectories it has."""
 
     def __init__(self, parts: list[tuple[Any, int]]):
         self._parts = parts

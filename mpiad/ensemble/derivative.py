@@ -32,10 +32,7 @@ def locked(array: Array) -> Array:
 
 
 class Derivative:
-    """f of a problem whose state has shape (d,).
-
-    `shape`: of one state.
-    """
+    """f of a problem whose state has shape (d,)."""
 
     def __init__(self, f: Function, shape: Shape):
         self.f, self.shape = f, shape
@@ -170,10 +167,7 @@ def _are_same(u: Array, t: Array, j: int) -> bool:
 
 
 class Columns:
-    """Parameters of several columns of matrix states, handed out one by one.
-
-    `varies`: whether the last axis of a leaf counts trajectories.
-    """
+    """Parameters of several columns of matrix states, handed out one by one."""
 
     def __init__(self, leaves: list, varies: list[bool], build: Function):
         self.leaves, self._varies, self._build = leaves, varies, build

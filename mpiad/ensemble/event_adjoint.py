@@ -55,10 +55,7 @@ def pull_event(
 def transposed_condition(
     run: Run, located: LocatedEvent, places: Sequence[int], leaves: Sequence[Any], states: Array
 ) -> Callable[[Array], list[Any]]:
-    """Return the transposed derivative of an event's condition where it vanished: see `transposed_columns`.
-
-    It takes cotangents of the condition's values, shape (n,).
-    """
+    """Return the transposed derivative of an event's condition where it vanished, for (n,): see `transposed_columns`."""
     time, condition = located.time, run.settings.events[located.event].written
     own, field = run.columns(leaves, located.columns), Field(run.batch._replace(f=condition))
     pull = transposed_columns(field, places, True, np.empty_like(time)[None], states, own, time)

@@ -160,10 +160,7 @@ def _seed(part: Array, spec: Spec) -> Any:
 
 
 class Field:
-    """f of a batch, called with columns that may be traced.
-
-    `batch`: of which only f, the shape of a state, and the nest of the parameters are used.
-    """
+    """f of a batch, called with columns that may be traced; only f, the states' shape and the parameters' nest are used."""
 
     def __init__(self, batch: Batch):
         self._f, self._shape, self._build, self.varies = batch.f, batch.shape, batch.p.build, batch.p.varies

@@ -155,10 +155,7 @@ class Steps:
 
 
 class Log:
-    """Accepted steps in the order in which they were taken.
-
-    `every`: note only the states before every so many steps.
-    """
+    """Accepted steps in the order in which they were taken, with the states before each, or before `every` so many."""
 
     def __init__(self, every: int | None = None) -> None:
         self._every = every

@@ -32,10 +32,7 @@ class System(NamedTuple):
 
 
 class StageSystems:
-    """The systems of a run's steps.
-
-    `places`: of the leaves of the parameters to differentiate by.
-    """
+    """The systems of a run's steps, differentiated by the leaves of the parameters at `places`."""
 
     def __init__(self, run: Run, places: Sequence[int]):
         self._batch, self._places, self._layout = run.batch, places, packing_of(run.batch.p)

@@ -76,16 +76,19 @@ class Stages:
         """
         self._h[:] = h
         self._set_times(t, h, t_new, sign)
-        last, step = len(self.k) - 1, self._h
+        last = len(self.k) - 1
         # The last row of a table is that of the new state, at which its last stage is the first one of the next step.
         for i in range(1, last + 1):
-            target, seen = (self.new, self._seen_new) if i == last else (self._argument, self._seen_argument)
-            _multiply(self._sum(i - 1, target), step, target)
-            _add(target, u, target)
-            k = self.k[i]
-            self._write(k, seen, p, self._seen_time[i])
-            if sign is not None:
-                _multiply(k, sign, k)
+            self._evaluate(self.k[i], i, u, p, sign, i == last)
+
+    def _evaluate(self, out: Array, i: int, u: Array, p: Tree, sign: Array | None, at_end: bool) -> None:
+        """Write f at the argument of stage i, which is the new state where the step ends there."""
+        target, seen = (self.new, self._seen_new) if at_end else (self._argument, self._seen_argument)
+        _multiply(self._sum(i - 1, target), self._h, target)
+        _add(target, u, target)
+        self._write(out, seen, p, self._seen_time[i])
+        if sign is not None:
+            _multiply(out, sign, out)
 
     def error(self, u: Array, rtol: Array, atol: Array) -> Array:
         """Return the mean square of the error over its tolerance, shape (n,)."""
@@ -241,15 +244,6 @@ class RosenbrockStages(Stages):
         if tableau.ends_at_new_state:
             return
         self._evaluate(k[-1], count + 1, u, p, sign, True)
-
-    def _evaluate(self, out: Array, i: int, u: Array, p: Tree, sign: Array | None, at_end: bool) -> None:
-        """Write f at the argument of stage i, which is the new state where the step ends there."""
-        target, seen = (self.new, self._seen_new) if at_end else (self._argument, self._seen_argument)
-        np.multiply(self._sum(i - 1, target), self._h, target)
-        np.add(target, u, target)
-        self._write(out, seen, p, self._seen_time[i])
-        if sign is not None:
-            np.multiply(out, sign, out)
 
     def _factor(self, sign: Array | None) -> None:
         """Factor the matrices W of the columns."""

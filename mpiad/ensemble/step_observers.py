@@ -29,10 +29,7 @@ class Stopped(NamedTuple):
 
 
 class StepObservers:
-    """What is kept of the steps beside the final state.
-
-    `outcome`: is filled in.
-    """
+    """What is kept of the steps beside the final state; `outcome` is filled in."""
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization):
         self._outcome, self._batch, self._settings = outcome, batch, settings

@@ -29,10 +29,7 @@ class Directions(NamedTuple):
 
 
 class SavedTangents:
-    """The tangents of all saved states, kept as they come.
-
-    `saved`: shape (m, N, slots, d).
-    """
+    """The tangents of all saved states, kept as they come: `saved`, shape (m, N, slots, d)."""
 
     def __init__(self, run: Run, directions: Directions):
         m, d, count = directions.u0.shape

@@ -160,10 +160,7 @@ class Turns:
 
 
 class WorkingSet(Turns):
-    """The working set of a solve on the host.
-
-    `outcome`: is filled in.
-    """
+    """The working set of a solve on the host; `outcome` is filled in."""
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         super().__init__(settings)

@@ -28,10 +28,7 @@ def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
 
 
 class DeviceRun(Run):
-    """A solve on a device and its record; what is said to be on the host is there, all else on the device.
-
-    `outcome`: with a record that is closed.
-    """
+    """A solve on a device and its closed record; what is said to be on the host is there, all else on the device."""
 
     few = 0  # by the adjoint, unless tangents are asked for
     keeps_tangents = False

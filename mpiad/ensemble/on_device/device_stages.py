@@ -33,15 +33,22 @@ class DeviceStages:
 
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         """Compute all stages and the new states; parameters as in `Stages.take`, but for h, which may be signed."""
+        self._begin(u, h, sign)
+        for i in range(1, self._table.last + 1):
+            self._evaluate(self.k[i], i, u, p, self._table.time(i, t, h, t_new, sign))
+
+    def _begin(self, u: Array, h: Array, sign: Array | None) -> None:
         table = self._table
         self.k, self._h = table.stages(u.shape, u), h.astype(table.real)
         self.k[0] = self.first
-        backwards = None if sign is None else sign.astype(table.real)
-        for i in range(1, table.last + 1):
-            self.new = u + self._h * table.row(i, self.k, u, u)
-            self._derivative.write(self.k[i], self.new, p, table.time(i, t, h, t_new, sign))
-            if backwards is not None:
-                self.k[i] *= backwards
+        self._backwards = None if sign is None else sign.astype(table.real)
+
+    def _evaluate(self, out: Array, i: int, u: Array, p: Tree, t: Array) -> None:
+        """Write f at the argument of stage i, which is `new` from then on."""
+        self.new = u + self._h * self._table.row(i, self.k, u, u)
+        self._derivative.write(out, self.new, p, t)
+        if self._backwards is not None:
+            out *= self._backwards
 
     def error(self, u: Array, rtol: Array | float, atol: Array | float) -> Array:
         """Return the mean square of the error over its tolerance, shape (n,)."""
@@ -75,10 +82,8 @@ class DeviceRosenbrockStages(DeviceStages):
 
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         """Compute all stages and the new states: see `DeviceStages.take`."""
-        table, tableau = self._table, self._tableau
-        self.k, self._h = table.stages(u.shape, u), h.astype(table.real)
-        self.k[0] = self.first
-        backwards = None if sign is None else sign.astype(table.real)
+        self._begin(u, h, sign)
+        table, tableau, backwards = self._table, self._tableau, self._backwards
         jacobian = np.zeros_like(u, shape=(len(u), *u.shape))
         rise = self._jacobian.write(jacobian, u, p, table.time(1, t, h, t_new, sign))
         # Backwards in time f changes its sign, and ∂f/∂t doesn't.
@@ -88,7 +93,8 @@ class DeviceRosenbrockStages(DeviceStages):
         for i in range(1, count + 1):
             right = self.first
             if i > 1:
-                right = self._evaluated(i, u, p, table.time(i, t, h, t_new, sign), backwards)
+                right = np.empty_like(u)
+                self._evaluate(right, i, u, p, table.time(i, t, h, t_new, sign))
                 if i == count and tableau.ends_at_new_state:
                     self.k[-1] = right
                 for j, weight in enumerate(tableau.coupling[i - 1]):
@@ -99,11 +105,4 @@ class DeviceRosenbrockStages(DeviceStages):
             self.k[i] = right
             lu.solve(self.k[i])
         if not tableau.ends_at_new_state:
-            self.k[-1] = self._evaluated(count + 1, u, p, table.time(count + 1, t, h, t_new, sign), backwards)
-
-    def _evaluated(self, i: int, u: Array, p: Tree, t: Array, sign: Array | None) -> Array:
-        """Return f at the argument of stage i, which is `new` from then on."""
-        self.new = u + self._h * self._table.row(i, self.k, u, u)
-        out = np.empty_like(u)
-        self._derivative.write(out, self.new, p, t)
-        return out if sign is None else out * sign
+            self._evaluate(self.k[-1], count + 1, u, p, table.time(count + 1, t, h, t_new, sign))

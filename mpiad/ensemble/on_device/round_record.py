@@ -58,10 +58,7 @@ class Events(NamedTuple):
 
 
 class Block:
-    """Rounds of the same columns.
-
-    `ids`: int of shape (n,). `sign`: shape (n,), or None.
-    """
+    """Rounds of the same columns: `ids`, int of shape (n,); `sign`, of shape (n,), or None."""
 
     def __init__(self, ids: Array, sign: Array | None, leaves: list[Any]):
         self.ids, self.sign, self.leaves = ids, sign, leaves
