@@ -9,24 +9,11 @@ The entries of the matrix are the scalars w0_0, w0_1, ...
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TypeAlias
 
-from mpiad.compiling.source import indented
-
-
-class LU(Protocol):
-    """Lines on the factors of a matrix, and on solutions."""
-
-    factors: list[str]  # lines that make the factors
-
-    def solved(self, x: str) -> list[str]:
-        """Return lines that replace the right-hand side x_0, x_1, ... by the solution."""
-        ...
-
-    def solved_transposed(self, x: str) -> list[str]:
-        """Return lines that replace x_0, x_1, ... by the solution with the transposed matrix."""
-        ...
+from mpiad.ensemble.compiled.kernel_template import filled
 
 
 class WrittenLU:
@@ -121,6 +108,78 @@ class WrittenLU:
         return [f"v = {x}_{k}", f"{x}_{k} = where({choice}, {x}_{i}, v)", f"{x}_{i} = where({choice}, v, {x}_{i})"]
 
 
+_FACTORED = """
+for n_ in range({size}):
+    {b}[{start} + n_] = zero
+@given
+for k_ in range({d}):
+    top_ = abs($w[k_, k_])
+    best_ = k_
+    for n_ in range(k_ + 1, {d}):
+        size_ = abs($w[n_, k_])
+        if size_ > top_:
+            top_ = size_
+            best_ = n_
+    $swap[k_] = best_
+    if best_ != k_:
+        for n_ in range({d}):
+            v = $w[k_, n_]
+            $w[k_, n_] = $w[best_, n_]
+            $w[best_, n_] = v
+    v = $w[k_, k_]
+    v = one / v + (v - v)
+    $w[k_, k_] = v
+    for n_ in range(k_ + 1, {d}):
+        $w[n_, k_] = $w[n_, k_] * v
+    for m_ in range(k_ + 1, {d}):
+        v = $w[k_, m_]
+        for n_ in range(k_ + 1, {d}):
+            $w[n_, m_] = $w[n_, m_] - $w[n_, k_] * v
+"""
+
+_EXCHANGED = """
+best_ = np.int64($swap[k_])
+if best_ != k_:
+    v = $x[k_]
+    $x[k_] = $x[best_]
+    $x[best_] = v
+"""
+
+# The right-hand side is taken from scalars, and given back to them.
+_SOLVED = """
+each c: {b}[{rhs+c}] = {x}_{c}
+for k_ in range({d}):
+    @exchanged
+for k_ in range({d}):
+    v = $x[k_]
+    for n_ in range(k_ + 1, {d}):
+        $x[n_] = $x[n_] - $w[n_, k_] * v
+for k_ in range({d-1}, -1, -1):
+    v = $x[k_] * $w[k_, k_]
+    $x[k_] = v
+    for n_ in range(k_):
+        $x[n_] = $x[n_] - $w[n_, k_] * v
+each c: {x}_{c} = {b}[{rhs+c}]
+"""
+
+_SOLVED_TRANSPOSED = """
+each c: {b}[{rhs+c}] = {x}_{c}
+for k_ in range({d}):
+    v = $x[k_]
+    for n_ in range(k_):
+        v = v - $w[n_, k_] * $x[n_]
+    $x[k_] = v * $w[k_, k_]
+for k_ in range({d-1}, -1, -1):
+    v = $x[k_]
+    for n_ in range(k_ + 1, {d}):
+        v = v - $w[n_, k_] * $x[n_]
+    $x[k_] = v
+for k_ in range({d-1}, -1, -1):
+    @exchanged
+each c: {x}_{c} = {b}[{rhs+c}]
+"""
+
+
 class LoopedLU:
     """The factors in a buffer, column by column, with the right-hand side and the exchanges of rows behind them.
 
@@ -128,97 +187,32 @@ class LoopedLU:
     """
 
     def __init__(self, d: int, places: Iterable[tuple[int, int]], buffer: str, start: int):
-        self._d, self._b, self._start = d, buffer, start
-        self._rhs, self._swaps = start + d * d, start + d * d + d
-        given = [f"{buffer}[{start + j * d + i}] = w{i}_{j}" for i, j in places]
-        zeros = [f"for n_ in range({d * d}):", f"    {buffer}[{start} + n_] = zero"]
-        self.factors = [*zeros, *given, f"for k_ in range({d}):", *indented(self._eliminated())]
+        self._names = {
+            "b": buffer, "start": start, "d": d, "size": d * d, "rhs": start + d * d, "swaps": start + d * d + d,
+            "c": range(d), "given": [f"{buffer}[{start + j * d + i}] = w{i}_{j}" for i, j in places],
+        }  # fmt: skip
+        self._names["exchanged"] = filled(_EXCHANGED, self._names)
+        self.factors = self._lines(_FACTORED)
 
     @staticmethod
     def room(d: int) -> int:
         """Return how many numbers the buffer has room for."""
         return d * d + 2 * d
 
-    def _at(self, i: str, j: str) -> str:
-        return f"{self._b}[{self._start} + {j} * {self._d} + {i}]"
-
-    def _x(self, i: str) -> str:
-        return f"{self._b}[{self._rhs} + {i}]"
-
-    def _eliminated(self) -> list[str]:
-        at, d = self._at, self._d
-        return [
-            f"top_ = abs({at('k_', 'k_')})",
-            "best_ = k_",
-            f"for n_ in range(k_ + 1, {d}):",
-            f"    size_ = abs({at('n_', 'k_')})",
-            "    if size_ > top_:",
-            "        top_ = size_",
-            "        best_ = n_",
-            f"{self._b}[{self._swaps} + k_] = best_",
-            "if best_ != k_:",
-            f"    for n_ in range({d}):",
-            f"        v = {at('k_', 'n_')}",
-            f"        {at('k_', 'n_')} = {at('best_', 'n_')}",
-            f"        {at('best_', 'n_')} = v",
-            f"v = {at('k_', 'k_')}",
-            "v = one / v + (v - v)",
-            f"{at('k_', 'k_')} = v",
-            f"for n_ in range(k_ + 1, {d}):",
-            f"    {at('n_', 'k_')} = {at('n_', 'k_')} * v",
-            f"for m_ in range(k_ + 1, {d}):",
-            f"    v = {at('k_', 'm_')}",
-            f"    for n_ in range(k_ + 1, {d}):",
-            f"        {at('n_', 'm_')} = {at('n_', 'm_')} - {at('n_', 'k_')} * v",
-        ]
-
-    def _exchanged(self) -> list[str]:
-        """Return lines that exchange entry k of the right-hand side."""
-        return [
-            f"best_ = np.int64({self._b}[{self._swaps} + k_])",
-            "if best_ != k_:",
-            f"    v = {self._x('k_')}",
-            f"    {self._x('k_')} = {self._x('best_')}",
-            f"    {self._x('best_')} = v",
-        ]
-
-    def _with(self, x: str, lines: list[str]) -> list[str]:
-        """Return lines on the right-hand side in the buffer, taken from scalars and given back to them."""
-        names = [(f"{self._b}[{self._rhs + c}]", f"{x}_{c}") for c in range(self._d)]
-        return [*[f"{place} = {name}" for place, name in names], *lines, *[f"{name} = {place}" for place, name in names]]
+    def _lines(self, template: str, x: str = "") -> list[str]:
+        places = r"{b}[{start} + \2 * {d} + \1]", r"{b}[{rhs} + \1]", r"{b}[{swaps} + \1]"
+        text = "\n".join(filled(template, self._names | {"x": x}))
+        for mark, place in zip((r"\$w\[(\w+), (\w+)\]", r"\$x\[(\w+)\]", r"\$swap\[(\w+)\]"), places):
+            text = re.sub(mark, filled(place, self._names)[0], text)
+        return text.splitlines()
 
     def solved(self, x: str) -> list[str]:
         """Return lines that replace the right-hand side x_0, x_1, ... by the solution."""
-        at, at_x, d = self._at, self._x, self._d
-        less = f"{at_x('n_')} = {at_x('n_')} - {at('n_', 'k_')} * v"
-        return self._with(x, [
-            f"for k_ in range({d}):",
-            *indented(self._exchanged()),
-            f"for k_ in range({d}):",
-            f"    v = {at_x('k_')}",
-            f"    for n_ in range(k_ + 1, {d}):",
-            f"        {less}",
-            f"for k_ in range({d - 1}, -1, -1):",
-            f"    v = {at_x('k_')} * {at('k_', 'k_')}",
-            f"    {at_x('k_')} = v",
-            "    for n_ in range(k_):",
-            f"        {less}",
-        ])  # fmt: skip
+        return self._lines(_SOLVED, x)
 
     def solved_transposed(self, x: str) -> list[str]:
         """Return lines that replace x_0, x_1, ... by the solution with the transposed matrix."""
-        at, at_x, d = self._at, self._x, self._d
-        return self._with(x, [
-            f"for k_ in range({d}):",
-            f"    v = {at_x('k_')}",
-            "    for n_ in range(k_):",
-            f"        v = v - {at('n_', 'k_')} * {at_x('n_')}",
-            f"    {at_x('k_')} = v * {at('k_', 'k_')}",
-            f"for k_ in range({d - 1}, -1, -1):",
-            f"    v = {at_x('k_')}",
-            f"    for n_ in range(k_ + 1, {d}):",
-            f"        v = v - {at('n_', 'k_')} * {at_x('n_')}",
-            f"    {at_x('k_')} = v",
-            f"for k_ in range({d - 1}, -1, -1):",
-            *indented(self._exchanged()),
-        ])  # fmt: skip
+        return self._lines(_SOLVED_TRANSPOSED, x)
+
+
+LU: TypeAlias = "WrittenLU | LoopedLU"
