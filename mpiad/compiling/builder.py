@@ -96,17 +96,14 @@ class Builder:
         return number
 
 
-def simplify(program: Program, known: Mapping[Input, float] | None = None, outputs: Sequence[int] | None = None) -> Program:
+def simplify(program: Program, known: Mapping[Input, float] | None = None) -> Program:
     """Return a program of the same values with less to compute; `identities` says which changes are made.
 
-    `known` has the values of inputs that are known, by groups and places; the places of the others stay as they are. Of the
-    outputs those at `outputs` are kept, all by default.
+    `known` has the values of inputs that are known, by groups and places; the places of the others stay as they are.
     """
     builder = Builder()
     new = copied(builder, program, known)
-    wanted = range(len(program.outputs)) if outputs is None else outputs
-    kept = [new[program.outputs[place]] for place in wanted]
-    return builder.program(program.groups, kept)
+    return builder.program(program.groups, [new[output] for output in program.outputs])
 
 
 def copied(

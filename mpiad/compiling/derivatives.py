@@ -40,45 +40,18 @@ def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
     return builder.program(_with_seeds(program, seeds, len(program.outputs)), outputs)
 
 
-def jvp(program: Program, directions: int = 1, wanted: Wanted | None = None, seeds: str = "seed") -> Program:
-    """Return a program's values and its derivatives along some directions.
+def jvp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> Program:
+    """Return the derivative of a program along a direction: its seeds are the tangents of the inputs that are wanted.
 
-    Parameters
-    ----------
-    program : Program
-    directions : int
-    wanted : mapping of str to sequence of int or None, optional
-        The groups that have tangents, and the places in each, of which None is all; all groups by default.
-    seeds : str
-        The name of the group of tangents.
-
-    Returns
-    -------
-    Program
-        Its seeds are, for each direction, the tangents of the inputs that are wanted, in this order. Its outputs are the
-        values, then for each direction their tangents. `simplify` sets seeds that are known.
-
-    Raises
-    ------
-    ValueError
-        Where the program has no such groups, or one of the seeds' name.
+    Its outputs are the tangents of the outputs. `wanted` and errors are as for `vjp`; `simplify` sets seeds that are known.
     """
     builder = Builder()
-    new = copied(builder, program)
+    new, zero = copied(builder, program), Symbol(builder, builder.constant(0.0))
     inputs = _inputs(program, wanted)
-    outputs = [new[output] for output in program.outputs]
-    zero = builder.constant(0.0)
-    # What is added while tangents are written down has no tangents of its own.
-    size = max(new, default=-1) + 1
-    for direction in range(directions):
-        first = direction * len(inputs)
-        tangents = {
-            builder.input(*place): Symbol(builder, builder.input(seeds, first + i)) for i, place in enumerate(inputs)
-        }
-        for number in range(size):
-            _push(builder, number, tangents)
-        outputs += [tangents[new[o]].number if new[o] in tangents else zero for o in program.outputs]
-    return builder.program(_with_seeds(program, seeds, directions * len(inputs)), outputs)
+    tangents = {builder.input(*place): Symbol(builder, builder.input(seeds, i)) for i, place in enumerate(inputs)}
+    _push(builder, max(new, default=-1) + 1, tangents)
+    outputs = [tangents.get(new[output], zero).number for output in program.outputs]
+    return builder.program(_with_seeds(program, seeds, len(inputs)), outputs)
 
 
 def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) -> dict[tuple[int, int], int]:
@@ -91,8 +64,7 @@ def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) ->
     for j, place in enumerate(_inputs(program, wanted)):
         # No other input has a tangent of zero: products with it would stay, since they may be NaN.
         tangents = {builder.input(*place): one}
-        for number in range(size):
-            _push(builder, number, tangents)
+        _push(builder, size, tangents)
         found |= {(i, j): tangents[new[o]].number for i, o in enumerate(program.outputs) if new[o] in tangents}
     return found
 
@@ -122,20 +94,19 @@ def _pull(builder: Builder, number: int, cotangents: dict[int, Symbol]) -> None:
             _add(cotangents, argument, partial, cotangents[number])
 
 
-def _push(builder: Builder, number: int, tangents: dict[int, Symbol]) -> None:
-    """Give a value the sum of its arguments' tangents."""
-    operation, arguments, _ = builder.instructions[number]
-    moving = [i for i, argument in enumerate(arguments) if argument in tangents]
-    if not moving:
-        return
-    if operation == "where":
-        condition, x, y = arguments
-        # One choice instead of the sum of two.
-        tangents[number] = choose(Symbol(builder, condition), tangents.get(x, 0.0), tangents.get(y, 0.0))
-        return
-    partials = _partials(builder, number)
-    for i in moving:
-        _add(tangents, number, partials[i], tangents[arguments[i]])
+def _push(builder: Builder, size: int, tangents: dict[int, Symbol]) -> None:
+    """Give the first values, so many, the sums of their arguments' tangents; what is added on the way has none."""
+    for number in range(size):
+        operation, arguments, _ = builder.instructions[number]
+        moving = [i for i, argument in enumerate(arguments) if argument in tangents]
+        if moving and operation == "where":
+            condition, x, y = arguments
+            # One choice instead of the sum of two.
+            tangents[number] = choose(Symbol(builder, condition), tangents.get(x, 0.0), tangents.get(y, 0.0))
+        elif moving:
+            partials = _partials(builder, number)
+            for i in moving:
+                _add(tangents, number, partials[i], tangents[arguments[i]])
 
 
 def _partials(builder: Builder, number: int) -> list[Partial]:

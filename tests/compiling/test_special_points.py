@@ -99,13 +99,13 @@ def all_of(functions, d):
     builder, outputs = Builder(), []
     for function in functions.values():
         program = trace(lambda u, p, t, f=function: [first(f(u))] + [0.0 * u[0]] * (d - 1), (d,), EMPTY, float)
-        back, forth = vjp(program, {"state": None}), jvp(program, 1, {"state": None})
+        back, forth = vjp(program, {"state": None}), jvp(program, {"state": None})
         outputs.append(copied(builder, program)[program.outputs[0]])
         new = copied(builder, back, seeds(onp.eye(d)[0]))
         outputs += [new[o] for o in back.outputs]
         for direction in onp.eye(d):
             new = copied(builder, forth, seeds(direction))
-            outputs.append(new[forth.outputs[d]])
+            outputs.append(new[forth.outputs[0]])
     return builder.program({"state": d}, outputs)
 
 

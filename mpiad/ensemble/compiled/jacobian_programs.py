@@ -37,10 +37,8 @@ def bend_program(program: Program) -> Program:
     It has two more groups, "direction" (of each component of the state, then of time), and "tangent" (of the state, then of
     the parameters), and an output for each component of f.
     """
-    d = len(program.outputs)
-    along = simplify(jvp(program, wanted={"state": None, "time": None}, seeds="direction"), outputs=range(d, 2 * d))
-    bent = jvp(along, wanted={"state": None, "parameter": None}, seeds="tangent")
-    return simplify(bent, outputs=range(d, 2 * d))
+    along = simplify(jvp(program, {"state": None, "time": None}, seeds="direction"))
+    return simplify(jvp(along, {"state": None, "parameter": None}, seeds="tangent"))
 
 
 def curvature_program(program: Program, wanted: Wanted | None = None) -> Program:
@@ -50,6 +48,4 @@ def curvature_program(program: Program, wanted: Wanted | None = None) -> Program
     each input that is wanted, by default each component of the state, each parameter, and time.
     """
     gradient = vjp(program, wanted, seeds="cotangent")
-    along = jvp(gradient, wanted={"state": None, "time": None}, seeds="direction")
-    count = len(gradient.outputs)
-    return simplify(along, outputs=range(count, 2 * count))
+    return simplify(jvp(gradient, {"state": None, "time": None}, seeds="direction"))

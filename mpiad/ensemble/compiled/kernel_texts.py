@@ -79,8 +79,8 @@ def _forward_programs(
         programs["jacobian"] = jacobian_program(program).program
     for i, (kind, place) in enumerate(form.directions):
         along = [] if kind == "u" else [names.index(f"{kind}{place}")]
-        tangent = jvp(program, 1, {"state": None, "parameter": along})
-        programs[f"df{i}"] = simplify(tangent, {("seed", form.d): 1.0} if along else {}, range(form.d, 2 * form.d))
+        tangent = jvp(program, {"state": None, "parameter": along})
+        programs[f"df{i}"] = simplify(tangent, {("seed", form.d): 1.0} if along else {})
     return programs | {f"condition{e}": g for e, g in enumerate(conditions)}
 
 
