@@ -57,10 +57,6 @@ class Program:
         """Tell whether an input of a group occurs."""
         return any(op == "input" and value[0] == group for op, _, value in self.instructions)  # type: ignore[index]
 
-    def is_boolean(self, number: int) -> bool:
-        """Tell whether a value is boolean."""
-        return is_boolean(self.instructions, number)
-
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Program) and self.content == other.content)
 

@@ -20,15 +20,7 @@ _LIBRARIES = tuple(
 
 
 class Untraceable(TypeError):
-    """Report an f that can't be turned into straight-line arithmetic.
-
-    Attributes
-    ----------
-    reason : str
-        What stands in the way.
-    place : str
-        The file and line of the user's, as ``model.py:12``.
-    """
+    """Report an f that can't be turned into straight-line arithmetic, and in which file and line of the user's."""
 
     def __init__(self, reason: str, place: str):
         super().__init__(f"{place}: {reason}")

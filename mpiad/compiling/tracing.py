@@ -37,22 +37,10 @@ def traced(
     outputs: Callable[[Builder, Any], Sequence[int]],
     groups: Mapping[str, int],
 ) -> Program:
-    """Return what a function computes.
+    """Return what a function computes, as a program of these groups of inputs; or raise Untraceable.
 
-    Parameters
-    ----------
-    fun : callable
-    arguments : callable
-        ``arguments(builder)`` returns what `fun` is called with: see `input_array`.
-    outputs : callable
-        ``outputs(builder, value)`` returns the numbers of the scalars in what `fun` has returned.
-    groups : mapping of str to int
-        The program's groups of inputs.
-
-    Raises
-    ------
-    Untraceable
-        With the reason and the line of the user's.
+    ``arguments(builder)`` returns what it is called with (see `input_array`), ``outputs(builder, value)`` the numbers of
+    the scalars in what it has returned.
     """
     with np.errstate(all="ignore"):
         program = _traced(fun, arguments, outputs, groups)

@@ -175,8 +175,7 @@ class _Function:
         return [self._build.value(kind, f"extractvalue {result} {made}, {i}") for i, kind in enumerate(kinds)]
 
     def _augassign(self, node: ast.AugAssign) -> None:
-        before = ast.copy_location(_loaded(node.target), node)
-        operands = self._values.number(before), self._values.number(node.value)
+        operands = self._values.number(node.target), self._values.number(node.value)
         self._store(node.target, self._values.arithmetic(node, node.op, *operands))
 
     def _store(self, target: ast.expr, value: Value | ArrayValue) -> None:
@@ -293,12 +292,3 @@ def _link(name: str, arguments: Sequence[Argument]) -> str:
         f"define void @{name}(ptr %block) nounwind {{\n  {text}\n"
         "next:\n  musttail call void %v0(ptr %v1)\n  ret void\nend:\n  ret void\n}\n"
     )
-
-
-def _loaded(target: ast.expr) -> ast.expr:
-    """Return what a target held before."""
-    if isinstance(target, ast.Name):
-        return ast.Name(target.id, ast.Load())
-    if isinstance(target, ast.Subscript):
-        return ast.Subscript(target.value, target.slice, ast.Load())
-    raise NotImplementedError(ast.unparse(target))

@@ -133,8 +133,6 @@ def _columns(batch: Batch) -> tuple[Array, Array, Array]:
 
 
 def _parameters(batch: Batch, ids: Array) -> list[Any]:
-    packing = packing_of(batch.p)
     leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
-    varying, shared = packing.split(leaves, len(ids), real_dtype(batch.u0.dtype))
-    rows = dict(zip(packing.varying, varying)) | dict(zip(packing.shared, shared))
-    return [rows[j] for j in range(packing.size)]
+    rows = packing_of(batch.p).numbers(leaves, len(ids), real_dtype(batch.u0.dtype))
+    return [rows[j] for j in range(len(rows))]
