@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
 
 from mpiad.ensemble.compiled.kernel_form import Fields, Form
-from mpiad.ensemble.compiled.kernel_template import filled, names_of
+from mpiad.ensemble.compiled.kernel_template import filled
 from mpiad.ensemble.compiled.lane_output import crossed, put_out
-from mpiad.ensemble.compiled.rosenbrock_text import steps_of
+from mpiad.ensemble.compiled.rosenbrock_text import lanes_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 _KERNEL = """
@@ -178,7 +177,7 @@ goal = $end
 following = $next
 ahead = now + following
 # Many equal steps don't sum up to the span; a last one of rounding's size is none.
-when not adaptive: ahead = where(ahead > goal - {rounding} * following, goal, ahead)
+when not adaptive: ahead = where(ahead > goal - 1e-9 * following, goal, ahead)
 ahead = where(ahead < goal, ahead, goal)
 size = ahead - now
 sign = $sign
@@ -233,34 +232,23 @@ when events: exact condition[{count}] condition_new[{count}] crossed[{count}] pa
 when acts: exact begun met short side[{count}]
 """
 
-# Of a step: what is left to the end, where steps are fixed.
-_ROUNDING = 1e-9
-
 
 @lru_cache(64)
 def fields_of(form: Form) -> Fields:
     """Return where the kernel's lanes keep their numbers."""
-    return _lanes(form)[0]
-
-
-def _lanes(form: Form) -> tuple[Fields, Steps, dict[str, Any]]:
-    fields = Fields(form)
-    steps = steps_of(form, fields)
-    names = names_of(form, steps)
-    fields.add(filled(_FIELDS, names | {"acts": form.acts, "m": len(form.directions), "count": len(form.events)}))
-    return fields, steps, names
+    return lanes_of(form, _FIELDS)[0]
 
 
 def forward_source(form: Form, wide: bool) -> str:
     """Return the source of `forward`, which calls `f`, along directions `df0`, `df1`, ..., and `fma`."""
-    fields, steps, names = _lanes(form)
+    fields, steps, names = lanes_of(form, _FIELDS)
     full = f" or row + {form.lanes} > rows.shape[0]" if form.record else ""
     full += f" or found + {form.lanes * len(form.events)} > crossings.shape[0]" if form.events else ""
     more = "" if form.affects is None else ", given, kinds, slots, resumed, jump_number, jump_before"
     names |= {
-        "wide": wide, "fields": ", ".join(fields), "full": full, "affected": form.affects is not None, "acts": form.acts,
+        "wide": wide, "fields": ", ".join(fields), "full": full, "affected": form.affects is not None,
         "more": more + (",\n            end_part, crossings" if form.events else ""), "sided": form.sided,
-        "rounding": _ROUNDING, "changed": "".join(f" + crossed{e}" for e in names["e"]),
+        "changed": "".join(f" + crossed{e}" for e in names["e"]),
         "rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step(),
         "unit_tangents": [
             f"$du[{j}, {c}] = {1.0 if kind == 'u' and place == c else 0.0}"

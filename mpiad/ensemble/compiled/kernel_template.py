@@ -31,12 +31,14 @@ def names_of(form: Form, steps: Steps) -> dict[str, Any]:
     """Return what templates of all kernels name: all that a form says, and these."""
     return {
         **form._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
-        # Components of states, parameters of each trajectory and of all, those that an adjoint is asked for, directions.
+        # Components of states, parameters of each trajectory and of all, those that an adjoint is asked for.
         "c": range(form.d), "p": range(form.varying), "s": range(form.shared),
-        "own": range(form.wanted_varying), "common": range(form.wanted_shared), "j": range(len(form.directions)),
-        "e": range(len(form.events)), "i": range(form.stages + 1), "last": form.stages, "used": steps.used(),
-        "tolerance": range(len(form.numbers) if form.tolerances else 1),
-        "adaptive": form.tableau.error is not None, "remembers": form.remembers, "room": steps.room,
+        "own": range(form.wanted_varying), "common": range(form.wanted_shared),
+        # Directions of tangents, events, stages; how many there are of the first two.
+        "j": range(len(form.directions)), "e": range(len(form.events)), "i": range(form.stages + 1),
+        "m": len(form.directions), "count": len(form.events), "last": form.stages, "used": steps.used(),
+        "tolerance": range(len(form.numbers) if form.tolerances else 1), "room": steps.room,
+        "adaptive": form.tableau.error is not None, "remembers": form.remembers, "acts": form.acts,
     }  # fmt: skip
 
 

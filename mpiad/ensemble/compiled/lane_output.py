@@ -143,7 +143,7 @@ def put_out(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
         value += [f"    {steps.condition(e, 'value', 'y', '$sign * ($now + x * $size)')}"]
     terminal = [f"e == {e}" for e, (ends, _) in enumerate(form.events) if ends]
     names = names | {
-        "count": len(form.events), "terminal": bool(terminal), "ending": " or ".join(terminal), "first": U, "cut": cut,
+        "terminal": bool(terminal), "ending": " or ".join(terminal), "first": U, "cut": cut,
         "weights": steps.weights() if form.inside else [], "interpolated": saved,
         "located": steps.located(partial(_stage, form), lambda c: f"$u[{c}]", value) if form.events else [],
     }  # fmt: skip

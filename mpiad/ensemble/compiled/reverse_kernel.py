@@ -15,8 +15,8 @@ from typing import Any
 from mpiad.compiling.source import number
 from mpiad.ensemble.compiled.jump_text import jumps_back
 from mpiad.ensemble.compiled.kernel_form import Fields, Form
-from mpiad.ensemble.compiled.kernel_template import filled, names_of
-from mpiad.ensemble.compiled.rosenbrock_text import steps_of
+from mpiad.ensemble.compiled.kernel_template import filled
+from mpiad.ensemble.compiled.rosenbrock_text import lanes_of, steps_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 _KERNEL = """
@@ -227,20 +227,12 @@ when inside:
 @lru_cache(64)
 def fields_of(form: Form) -> Fields:
     """Return where the kernel's lanes keep their numbers."""
-    return _lanes(form)[0]
-
-
-def _lanes(form: Form) -> tuple[Fields, Steps, dict[str, Any]]:
-    fields = Fields(form)
-    steps = steps_of(form, fields)
-    names = names_of(form, steps)
-    fields.add(filled(_FIELDS, names))
-    return fields, steps, names
+    return lanes_of(form, _FIELDS)[0]
 
 
 def reverse_source(form: Form, wide: bool) -> str:
     """Return the source of `reverse`, which calls `f`, its adjoint `g`, and `fma`."""
-    fields, steps, names = _lanes(form)
+    fields, steps, names = lanes_of(form, _FIELDS)
     names |= {
         "wide": wide, "fields": ", ".join(fields), "real": "np.float32" if form.single else "",
         "zero": steps.number(0.0), "weights": steps.weights(rates=form.timed),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from mpiad.compiling.source import numbered
 from mpiad.ensemble.compiled.kernel_form import Fields, Form
+from mpiad.ensemble.compiled.kernel_template import filled, names_of
 from mpiad.ensemble.compiled.lu_text import LU, LoopedLU, WrittenLU
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
@@ -21,6 +23,15 @@ def steps_of(form: Form, fields: Fields | None = None, fused: bool = True) -> St
     They may take room in the lanes' buffer; in kernels without lanes, in an array `lu` of each thread: see `Steps.room`.
     """
     return RosenbrockSteps(form, fields, fused) if form.tableau.implicit else Steps(form, fused)
+
+
+def lanes_of(form: Form, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:
+    """Return where lanes keep the numbers of a template of `Fields.add`, their steps, and what templates of both name."""
+    made = Fields(form)
+    steps = steps_of(form, made)
+    names = names_of(form, steps)
+    made.add(filled(fields, names))
+    return made, steps, names
 
 
 class RosenbrockSteps(Steps):
