@@ -8,6 +8,7 @@ its conjugate.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +33,14 @@ def arguments_of(signature: str) -> list[Argument]:
     return [
         Argument(np.dtype(name.replace("boolean", "bool")), axes.count(":") - 1 if axes else None) for name, axes in found
     ]
+
+
+@lru_cache(64)
+def signature_in(text: str, name: str) -> str:
+    """Return the signature of a kernel of a text that says it, as ``def kernel(n: int64, x: float64[:, ::1]):``."""
+    head = text.partition(f"def {name}(")[2].partition("):")[0]
+    kinds = re.findall(r": (\w+(?:\[[^]]*\])?)", head)
+    return f"void({', '.join(kinds)})"
 
 
 def is_linked(signature: str) -> bool:

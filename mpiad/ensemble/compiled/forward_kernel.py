@@ -24,9 +24,18 @@ from mpiad.ensemble.compiled.rosenbrock_text import lanes_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 _KERNEL = """
-def forward(b, exact, ids, place, state, taken, u0, p, s, start, end, times, rtol, atol, dt, dtmax,
-            max_steps, u_end, t_reached, codes, naccept, nreject, saved, save_step, du_end, dsaved, last,
-            rows, before{more}):
+def forward(
+    b: {real}[::1], exact: float64[::1], ids: int64[::1], place: int64[::1], state: int64[::1], taken: int64[::1],
+    u0: {real}[:, ::1], p: {real}[:, ::1], s: {real}[::1], start: float64[::1], end: float64[::1], times: float64[:, ::1],
+    rtol: float64, atol: {real}[::1], dt: float64, dtmax: float64, max_steps: float64, u_end: {real}[:, ::1],
+    t_reached: float64[::1], codes: int8[::1], naccept: int64[::1], nreject: int64[::1], saved: {real}[:, :, ::1],
+    save_step: int32[:, ::1], du_end: {real}[:, :, ::1], dsaved: {real}[:, :, :, ::1], last: int64[::1],
+    rows: float64[:, ::1], before: int64[::1],
+    when affected:
+        given: float64[:, ::1], kinds: int64[:, ::1], slots: int64[::1], resumed: int64[::1], jump_number: int64[:, ::1],
+        jump_before: {real}[:, :, ::1],
+    when events: end_part: float64[::1], crossings: float64[:, ::1],
+):
     # Fields of b: {fields}
     aligned_stack()
     when wide: wide_vectors()
@@ -244,11 +253,9 @@ def forward_source(form: Form, wide: bool) -> str:
     fields, steps, names = lanes_of(form, _FIELDS)
     full = f" or row + {form.lanes} > rows.shape[0]" if form.record else ""
     full += f" or found + {form.lanes * len(form.events)} > crossings.shape[0]" if form.events else ""
-    more = "" if form.affects is None else ", given, kinds, slots, resumed, jump_number, jump_before"
     names |= {
         "wide": wide, "fields": ", ".join(fields), "full": full, "affected": form.affects is not None,
-        "more": more + (",\n            end_part, crossings" if form.events else ""), "sided": form.sided,
-        "changed": "".join(f" + crossed{e}" for e in names["e"]),
+        "sided": form.sided, "changed": "".join(f" + crossed{e}" for e in names["e"]),
         "rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step(),
         "unit_tangents": [
             f"$du[{j}, {c}] = {1.0 if kind == 'u' and place == c else 0.0}"

@@ -255,14 +255,10 @@ def jumps_back(form: Form, steps: Steps, names: dict[str, Any]) -> dict[str, Any
     In `jump` lanes note the number of their next jump back, that of the jump at which the steps ended which have been gone
     back over, the number of their next stop, and after which steps both came; -1 where there is none.
     """
-    components, more = range(form.d), ""
-    if form.jumps is not None:
-        more = """, jump,
-            jump_first, jump_number, jump_kind, jump_time, jump_state, jump_due,
-            stop_first, stop_number, stop_row, stop_bar_, stop_moved"""
+    components = range(form.d)
     ended, stop, followed, stopped = (f"jump[{row * form.lanes} + l]" for row in range(1, 5))
     names = names | {
-        "more": more, "jumping": form.jumps is not None,
+        "jumping": form.jumps is not None,
         "ended": ended, "stop": stop, "followed": followed, "stopped": stopped,
         "next_jump": f"{followed} = jump_number[jump[l]] if jump[l] >= jump_first[i] else -1",
         "next_stop": f"{stopped} = stop_number[{stop}] if {stop} >= stop_first[i] else -1",

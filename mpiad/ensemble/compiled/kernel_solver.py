@@ -12,13 +12,13 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
-from mpiad.compiling.arguments import aligned, argument, from_parts, from_row_parts, parts, row_parts
+from mpiad.compiling.arguments import aligned, argument, from_parts, from_row_parts, parts, row_parts, signature_in
 from mpiad.compiling.cache import kernel_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import fields_of
 from mpiad.ensemble.compiled.kernel_form import Form, form_of
 from mpiad.ensemble.compiled.kernel_rows import Tape, give_back, jumps_of, note_crossings, room, room_for
-from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text, signature_of
+from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
 from mpiad.ensemble.hybrid_outcome import complete
@@ -65,12 +65,11 @@ class Solver:
         traced = self.traced
         affects = () if form.affects is None else traced.affects
         text = forward_text(traced.program, form, traced.names, traced.conditions, affects)
-        return launch(self._function("forward", text, form), form, self)
+        return launch(self._function("forward", text), form, self)
 
-    def _function(self, name: str, text: str, form: Form) -> Callable[..., None]:
+    def _function(self, name: str, text: str) -> Callable[..., None]:
         """Return a kernel's function, and tell how long it took to compile."""
-        more = (form.affects is not None, bool(form.events)) if name == "forward" else (False, False)
-        kernel = kernel_of(text, name, signature_of(name, form.dtype, *more, form.jumps is not None))
+        kernel = kernel_of(text, name, signature_in(text, name))
         if self._kernels.get(name) != text:
             how = "compiled" if kernel.origin == "compiled" else "loaded"
             _log.info("solve: the %s kernel was %s in %.2f s.", name, how, kernel.seconds)
@@ -133,7 +132,7 @@ class Solver:
             stops=stops,
         )
         text = reverse_text(self.traced.program, form, names, (*own, *common), self.traced.affects if jumps else ())
-        return self._function("reverse", text, form), form
+        return self._function("reverse", text), form
 
 
 def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome:

@@ -31,6 +31,7 @@ def names_of(form: Form, steps: Steps) -> dict[str, Any]:
     """Return what templates of all kernels name: all that a form says, and these."""
     return {
         **form._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
+        "real": form.dtype.name,
         # Components of states, parameters of each trajectory and of all, those that an adjoint is asked for.
         "c": range(form.d), "p": range(form.varying), "s": range(form.shared),
         "own": range(form.wanted_varying), "common": range(form.wanted_shared),

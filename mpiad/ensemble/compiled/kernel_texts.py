@@ -1,10 +1,8 @@
-"""Kernels of one f: their texts for CPUs and GPUs, the types of their arguments, their functions."""
+"""Kernels of one f: their texts for CPUs and GPUs, with the functions that they call."""
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
-
-import numpy as np
+from functools import lru_cache
 
 from mpiad.compiling.builder import simplify
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
@@ -20,9 +18,6 @@ from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.reverse_kernel import reverse_source
 
 _MOST_TEXTS = 32
-# Types of arguments: of times, counts and sums; arrays of states have the states' precision.
-_ROW, _TABLE = "float64[::1]", "float64[:, ::1]"
-_NUMBERS = "int64[::1]"
 
 
 # A training loop asks for the same texts in each step.
@@ -109,46 +104,3 @@ def _function(
     order = sorted(parameters, key=lambda text: (text[0], int(text[1:])))
     arguments = [*names["state"], *order, "t", *names["seed"], *names["cotangent"], *names["direction"]]
     return function_source(program, name, names, arguments, fused, form.dtype, language)
-
-
-@cache
-def signature_of(name: str, dtype: np.dtype, affects: bool = False, events: bool = False, jumps: bool = False) -> str:
-    """Return the types of the arguments of the kernel "forward" or "reverse", by the states' dtype.
-
-    `affects` says whether events act in the kernel, `events` whether it looks for
-    them, `jumps` whether an adjoint goes back over events that acted.
-    """
-    row, table, cube, cubes = (f"{dtype.name}[{':, ' * axes}::1]" for axes in range(4))
-    kinds = (_forward if name == "forward" else _reverse)(row, table, cube, cubes)
-    more = []
-    if affects:
-        cube = f"{dtype.name}[:, :, ::1]"
-        # given, kinds, slots, resumed, jump_number, jump_before
-        more += [_TABLE, "int64[:, ::1]", _NUMBERS, _NUMBERS, "int64[:, ::1]", cube]
-    more += [_ROW, _TABLE] if events else []  # end_part, crossings
-    if jumps:
-        # jump, jump_first, jump_number, jump_kind, jump_time, jump_state, jump_due
-        more += [*[_NUMBERS] * 4, _ROW, table, _ROW]
-        more += [_NUMBERS, _NUMBERS, _TABLE, _ROW, _ROW]  # stop_first, stop_number, stop_row, stop_bar_, stop_moved
-    return f"void({', '.join(kinds + more)})"
-
-
-def _forward(row: str, table: str, cube: str, cubes: str) -> list[str]:
-    return [
-        row, _ROW, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS,  # b, exact, ids, place, state, taken
-        table, table, row, _ROW, _ROW, _TABLE,  # u0, p, s, start, end, times
-        "float64", row, "float64", "float64", "float64",  # rtol, atol, dt, dtmax, max_steps
-        table, _ROW, "int8[::1]", _NUMBERS, _NUMBERS,  # u_end, t_reached, codes, naccept, nreject
-        cube, "int32[:, ::1]", cube, cubes,  # saved, save_step, du_end, dsaved
-        _NUMBERS, _TABLE, _NUMBERS,  # last, rows, before_rows
-    ]  # fmt: skip
-
-
-def _reverse(row: str, table: str, cube: str, cubes: str) -> list[str]:
-    return [
-        row, _ROW, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS,  # b, exact, ids, row, step, place
-        _NUMBERS, table, row, _TABLE,  # state, p, s, times
-        _TABLE, _NUMBERS, _NUMBERS, _NUMBERS, _ROW,  # rows, before_rows, last, naccept, t_reached
-        "boolean[::1]", table, cube, "int32[:, ::1]",  # alive, end_bar, saved_bar, save_step
-        table, _TABLE, _ROW, _ROW, _ROW,  # u0_bar, p_bar, s_bar, start_bar, stop_bar
-    ]  # fmt: skip

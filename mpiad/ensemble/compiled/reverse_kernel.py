@@ -20,8 +20,17 @@ from mpiad.ensemble.compiled.rosenbrock_text import lanes_of, steps_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 _KERNEL = """
-def reverse(b, exact, ids, row, step, place, state, p, s, times, rows, before_rows, last, naccept,
-            t_reached, alive, end_bar, saved_bar, save_step, u0_bar, p_bar, s_bar, start_bar, stop_bar{more}):
+def reverse(
+    b: {real}[::1], exact: float64[::1], ids: int64[::1], row: int64[::1], step: int64[::1], place: int64[::1],
+    state: int64[::1], p: {real}[:, ::1], s: {real}[::1], times: float64[:, ::1], rows: float64[:, ::1],
+    before_rows: int64[::1], last: int64[::1], naccept: int64[::1], t_reached: float64[::1], alive: boolean[::1],
+    end_bar: {real}[:, ::1], saved_bar: {real}[:, :, ::1], save_step: int32[:, ::1], u0_bar: {real}[:, ::1],
+    p_bar: float64[:, ::1], s_bar: float64[::1], start_bar: float64[::1], stop_bar: float64[::1],
+    when jumping:
+        jump: int64[::1], jump_first: int64[::1], jump_number: int64[::1], jump_kind: int64[::1], jump_time: float64[::1],
+        jump_state: {real}[:, ::1], jump_due: float64[::1], stop_first: int64[::1], stop_number: int64[::1],
+        stop_row: float64[:, ::1], stop_bar_: float64[::1], stop_moved: float64[::1],
+):
     # Fields of b: {fields}
     aligned_stack()
     when wide: wide_vectors()
@@ -106,7 +115,7 @@ now = row[l]
 $tn = $t
 $t = rows[now, 0]
 $h = rows[now, 1]
-each c: $u[{c}] = {real}(rows[now, {c+2}])
+each c: $u[{c}] = {rounded}(rows[now, {c+2}])
 when inside:
     # Most steps have nothing inside, and so nothing is left of them.
     if $touched > 0.0:
@@ -234,7 +243,7 @@ def reverse_source(form: Form, wide: bool) -> str:
     """Return the source of `reverse`, which calls `f`, its adjoint `g`, and `fma`."""
     fields, steps, names = lanes_of(form, _FIELDS)
     names |= {
-        "wide": wide, "fields": ", ".join(fields), "real": "np.float32" if form.single else "",
+        "wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if form.single else "",
         "zero": steps.number(0.0), "weights": steps.weights(rates=form.timed),
         "arriving": ["arrival", *(["rate", "rate_x"] if form.timed else [])],
         # Rosenbrock's steps differ too little.
