@@ -100,6 +100,16 @@ def test_another_method():
     check_events(*both(waves(rows), alg, trajectories=60, rtol=1e-6, events=EVENTS))
 
 
+def test_events_that_act_take_the_same_steps():
+    # A harvest whenever there is much prey, another at a time of its own, and both controllers forget the error before.
+    rows, lowered = slice(0, 60), lambda u, p, t: [0.8 * u[0], u[1] + 0.1 * np.sin(t)]  # noqa: E731
+    harvests = Event(lambda u, p, t: u[0] - 1.2, affect=lowered), Event(times=lambda p: [p[0], -p[1]], affect=lowered)
+    more = {"trajectories": 60, "rtol": 1e-6, "events": (*EVENTS, *harvests)}
+    columns, kernels = both(waves(rows), Tsit5(PIController(beta=0.3)), **more)
+    check_events(columns, kernels, rtol=1e-10)
+    assert max(len([e for e, _ in found if e == 4]) for found in columns.events.values()) > 1
+
+
 def test_every_step_and_between_steps():
     rows = slice(0, 50)
     columns, kernels = both(waves(rows), trajectories=50, save_everystep=True, dense_output=True, **TIGHT)
