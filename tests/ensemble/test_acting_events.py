@@ -86,6 +86,11 @@ def test_balls(dtype, exact):
         np.testing.assert_allclose([time for _, time in sol.events[i]], times, rtol=0.01 * exact)
 
 
+def test_fixed_steps_stay_as_long_as_they_are():
+    sol = bounced(HEIGHTS, BALLS, alg=RK4(), dt=0.3)
+    assert (sol.naccept <= [10 + len(sol.events[i]) for i in range(3)]).all()
+
+
 def test_derivatives_of_balls():
     def found(u0, p):
         sol = bounced(u0, p)
@@ -185,7 +190,7 @@ def test_balls_on_a_plate(way, alg):
             ODEProblem(driven, np.ones(2), (0.0, 1.0)),
             lambda prob, i, repeat: remake(prob, u0=u0[i - 1], p=p[i - 1], tspan=(spans[i - 1, 0], spans[i - 1, 1])),
         )
-        sol = solve(ensemble, alg, trajectories=3, events=[PLATE, KICK], saveat=way * SEEN, **TIGHT)
+        sol = solve(ensemble, alg, trajectories=3, events=[KICK, PLATE], saveat=way * SEEN, **TIGHT)
         assert set(sol.retcode) == {"Success"} and sol.nreject.max() < 20  # each goes on with f as it is there
         when = sum(anp.sin((1 + k) * time) for i in range(3) for k, (_, time) in enumerate(sol.events[i]))
         return anp.sum(anp.sin(sol.u) * [1.0, 0.3]) + anp.sum(sol.u_end**2 * [1.0, 0.7]) + when
@@ -389,12 +394,13 @@ def test_doses_have_the_same_digits_where_a_gradient_is_wanted(end, dtype):
     count = 70
     p = np.array([0.8, 0.3, 1.0]) * (1 + 0.1 * np.arange(count)[:, None] * [1, 1, 0.2])
     p = p.astype(dtype)
-    p[7, 1], p[9, 0] = np.inf, -1e4  # a dose that isn't finite, and a solution that becomes so
+    # A dose that isn't finite; and a solution that becomes so, after one that has no derivative.
+    p[7, 1], p[9, 0], p[9, 1] = np.inf, -1e4, 0.0
     doses = [
         Event(times=lambda p: [p[2], 2.0 * p[2]], affect=lambda u, p, t: [u[0] + p[1]]),
         Event(
             times=[end, 0.0, 3.0, 3.0, 1.0, -0.5],
-            affect=lambda u, p, t: [0.5 * u[0] + (t if dtype is float else 2.0) * p[1] ** 2],
+            affect=lambda u, p, t: [0.5 * u[0] + (t + 1 if dtype is float else 2.0) * anp.sqrt(p[1])],
         ),
     ]
     problem = ODEProblem(eliminated, np.ones(1, dtype), (0.0, end))
@@ -406,13 +412,12 @@ def test_balls_in_a_box_have_the_same_digits_where_a_gradient_is_wanted():
     # Conditions that act from one side and from both, that only tell, and that end; and a kick at a given time.
     count = 40
     p = np.array([9.81, 0.8, 0.0, 1.0]) * (1 + np.outer(np.sin(np.arange(count)), [0.2, 0.1, 0.0, 0.5]))
-    # A kick that isn't finite, a ball that rests, and one that bounces often, whose kick has no derivative.
-    p[3, 3], p[5, 1], p[11, 0], p[11, 3] = np.inf, 0.02, 60.0, 0.0
+    p[3, 3], p[5, 1], p[11, 0] = np.inf, 0.02, 60.0  # a kick that isn't finite, a ball that rests, one that bounces often
     events = [
         BOUNCE,
         Event(lambda u, p, t: u[0] - 0.5, terminal=False),
         Event(lambda u, p, t: u[0] - 1.4, direction=1, affect=lambda u, p, t: [u[0] - 0.01 * t, -0.9 * u[1]]),
-        Event(times=lambda p: [0.7, 0.1 * p[0]], affect=lambda u, p, t: [u[0], u[1] + anp.sqrt(p[3])]),
+        Event(times=lambda p: [0.7, 0.1 * p[0]], affect=lambda u, p, t: [u[0], u[1] + p[3]]),
         Event(lambda u, p, t: u[1] + 4.6, direction=-1),
     ]
     problem = ODEProblem(falling, np.array([1.0, 0.5]), (0.0, 3.0))
@@ -436,9 +441,9 @@ def same_digits(problem, p, options):
 
     gradient = mpiad.grad(total)(p)
     plain, pieces = solve(EnsembleProblem(problem, p=p), **options), kept[0]
-    # What fails drops out, and the others' gradient is what it is without them.
+    # What fails drops out, and the others' gradient is what it is without them, by columns too.
     live = (plain.retcode == "Success") | (plain.retcode == "Terminated")
-    alone = mpiad.grad(lambda p: sum_of(solve(EnsembleProblem(problem, p=p), **options)))(p[live])
+    alone = mpiad.grad(lambda p: sum_of(solve(EnsembleProblem(problem, p=p), **options, compile=False)))(p[live])
     np.testing.assert_allclose(gradient[live], alone, rtol=1e-10 if p.dtype == float else 1e-4)
     assert not gradient[~live].any()
     for name in ("u", "u_end", "t_reached", "naccept", "nreject", "nf", "retcode"):
@@ -489,11 +494,13 @@ def test_what_ends_a_trajectory():
         sol = solve(decay, events=Event(times=[1.0], affect=last.affect, terminal=ends), **TIGHT)
         assert (sol.retcode, sol.t_reached) == (("Terminated", 1.0) if ends else ("Success", 3.0))
     # One that does nothing but end it, after a dose.
-    sol = solve(
-        decay, events=[Event(lambda u, p, t: u[0] - 0.5), Event(times=[0.5], affect=lambda u, p, t: [u[0] + 1])], **TIGHT
-    )
+    ending = [Event(lambda u, p, t: u[0] - 0.5), Event(times=lambda p: [p[0]], affect=lambda u, p, t: [u[0] + 1])]
+    problem = ODEProblem(decay.f, decay.u0, decay.tspan, np.array([0.5]))
+    sol = solve(problem, events=ending, **TIGHT)
     np.testing.assert_allclose(sol.t_reached, 0.5 + np.log(2 * (1 + np.exp(-0.5))), rtol=1e-10)
     assert sol.retcode == "Terminated" and abs(sol.u_end[0] - 0.5) < 1e-15
+    later = mpiad.grad(lambda p: solve(remake(problem, p=p), events=ending, **TIGHT).t_reached)(problem.p)
+    np.testing.assert_allclose(later, 1 / (1 + np.exp(-0.5)), rtol=1e-9)
     # An affect that isn't finite, and one that comes again and again.
     broken = Event(times=[1.0], affect=lambda u, p, t: [u[0] / 0.0])
     sol = solve(decay, events=broken, **TIGHT)
@@ -535,24 +542,46 @@ def test_a_condition_of_time_alone(way):
     assert sol.u_end[0] == 4.0
 
 
-def test_a_tspan_without_length():
+def test_what_is_at_its_root_and_what_comes_again_at_once():
+    # After the event the condition is below its root by what rounding might leave there, however flat it is.
+    flat = Event(lambda u, p, t: (u[0] - 1.0) ** 3 - 1e-30 * u[1], affect=lambda u, p, t: [u[0], u[1] + 1.0])
+    rising = ODEProblem(lambda u, p, t: [1.0 + 0 * u[0], 0 * u[0]], np.zeros(2), (0.0, 2.0))
+    assert len(solve(rising, events=flat).events) == 1
+    # A ball that hops for an instant once isn't at rest.
+    hop = Event(lambda u, p, t: u[0], affect=lambda u, p, t: [u[0], 2.0 * u[2] - 7e-8 * u[1] * (1 - u[2]), u[2] + 1.0])
+    balls = ODEProblem(lambda u, p, t: [u[1], -9.81 + 0 * u[0], 0 * u[0]], np.array([1.0, 0.0, 0.0]), (0.0, 0.8))
+    sol, down = solve(balls, events=hop, **TIGHT), np.sqrt(2 / 9.81)
+    assert sol.retcode == "Success"
+    np.testing.assert_allclose([time for _, time in sol.events], [down, down * (1 + 1.4e-7)], atol=2e-9)
+    up = 0.8 - down * (1 + 1.4e-7)
+    np.testing.assert_allclose(sol.u_end, [2 * up - 9.81 / 2 * up**2, 2 - 9.81 * up, 2.0], rtol=1e-6)
+
+
+def test_no_step_before_the_end():
+    # A tspan without length, one with, and a trajectory that is ended where it begins; all events come at times that move.
     def found(p):
         ensemble = EnsembleProblem(
             ODEProblem(eliminated, np.array([0.7]), (0.0, 1.0)),
-            lambda prob, i, repeat: remake(prob, p=p[i - 1], tspan=(0.0, i - 1.0)),
+            lambda prob, i, repeat: remake(prob, p=p[i - 1], tspan=(0.0, float(i > 1))),
         )
-        dose = Event(times=[0.0], affect=lambda u, p, t: [u[0] * p[1] + p[1] ** 2])
-        sol = solve(ensemble, trajectories=2, events=dose, saveat=[[0.0], [0.5]], **TIGHT)
-        return anp.concatenate([sol.u[:, 0, 0], sol.u_end[:, 0]])
+        dose = Event(times=lambda p: [p[2]], affect=lambda u, p, t: [u[0] * p[1] + p[1] ** 2])
+        last = Event(times=lambda p: [p[3]], affect=lambda u, p, t: [3.0 * u[0]], terminal=True)
+        sol = solve(ensemble, trajectories=3, events=[dose, last], saveat=[[0.0], [0.5], [0.0]], **TIGHT)
+        assert sol.retcode.tolist() == ["Success", "Success", "Terminated"]
+        return anp.concatenate([sol.u[:, 0, 0], sol.u_end[:, 0], sol.t_reached])
 
     def exact(p):
-        ages = np.array([0, 0.5, 0, 1.0]).reshape(2, 2)
-        return anp.ravel((0.7 * p[:, 1] + p[:, 1] ** 2) * anp.exp(-p[:, 0] * ages))
+        rate, by, time, last = [p[:, j] for j in range(4)]
+        after = 0.7 * anp.exp(-rate * time) * by + by**2
+        at = lambda ends: after * anp.exp(-rate * (ends - time))  # noqa: E731
+        ended, ones = 3.0 * at(last), np.array([0.0, 1.0, 0.0])
+        saved = anp.stack([after[0], at(0.5)[1], ended[2]])
+        return anp.concatenate([saved, np.array([1, 1, 0]) * at(ones) + ended * [0, 0, 1], ones + last * [0, 0, 1]])
 
-    p = np.array([[1.2, 0.6], [0.9, 1.4]])
+    p = np.array([[1.2, 0.6, 0.0, 9.0], [0.9, 1.4, 0.0, 9.0], [0.3, 0.5, 0.0, 0.0]])
     np.testing.assert_allclose(found(p), exact(p), rtol=1e-10)
-    weights = np.array([1.0, -0.4, 0.3, 2.0])
-    found, exact = (mpiad.grad(lambda p, fun=fun: anp.sum(weights * fun(p) ** 2))(p) for fun in (found, exact))
+    weights = np.cos(np.arange(9.0))
+    found, exact = (mpiad.grad(lambda p, fun=fun: anp.sum(anp.sin(weights + fun(p))))(p) for fun in (found, exact))
     np.testing.assert_allclose(found, exact, rtol=1e-9, atol=1e-12)
 
 
@@ -562,8 +591,6 @@ def test_backwards_with_steps_that_are_fixed_or_of_other_methods():
     grows = ODEProblem(lambda u, p, t: [-u[0]], np.array([1.0]), (3.0, 0.0))
     dose = Event(times=[2.0, 1.0], affect=lambda u, p, t: [u[0] - 0.5])
     expected = ((np.e - 0.5) * np.e - 0.5) * np.e
-    balls = bounced(HEIGHTS, BALLS, alg=RK4(), dt=0.3)
-    assert (balls.naccept <= [10 + len(balls.events[i]) for i in range(3)]).all()
     for alg, more, exact in ((RK45(), TIGHT, 1e-10), (RK4(), {"dt": 0.01}, 1e-7), (Rosenbrock23(), {"rtol": 1e-6}, 1e-3)):
         sol = solve(grows, alg, events=dose, saveat=[3.0, 2.0, 0.5], **more)
         np.testing.assert_allclose(sol.u_end[0], expected, rtol=exact)

@@ -127,7 +127,9 @@ class KernelJumps:
         ids = np.flatnonzero(since)
         last = self._first[ids + 1] - 1
         mine = last >= self._first[ids]
-        mine[mine] = (jumps.slot[last[mine]] != FOUND) & (jumps.number[last[mine]] == run.counts[ids[mine]])
+        number = jumps.number[last[mine]]
+        # Those before the first step are `LinearJumps`'.
+        mine[mine] = (jumps.slot[last[mine]] != FOUND) & (number == run.counts[ids[mine]]) & (number > 0)
         self.due[last[mine]] = since[ids[mine]]
         since[ids[mine]] = 0.0
         self._state = argument(np.ascontiguousarray(jumps.before.T), dtype)
@@ -141,7 +143,7 @@ class KernelJumps:
     def add_due(self, due: Array) -> None:
         """Add to the cotangents of all given times, shape (slots, N)."""
         jumps = self._jumps
-        met = (jumps.number > 0) & (jumps.slot != FOUND)
+        met = jumps.slot != FOUND
         due[jumps.slot[met], jumps.ids[met]] += self.due[met]
 
 
