@@ -101,10 +101,15 @@ def test_another_method():
 
 
 def test_events_that_act_take_the_same_steps():
-    # A harvest whenever there is much prey, another at a time of its own, and both controllers forget the error before.
-    rows, lowered = slice(0, 60), lambda u, p, t: [0.8 * u[0], u[1] + 0.1 * np.sin(t)]  # noqa: E731
-    harvests = Event(lambda u, p, t: u[0] - 1.2, affect=lowered), Event(times=lambda p: [p[0], -p[1]], affect=lowered)
-    more = {"trajectories": 60, "rtol": 1e-6, "events": (*EVENTS, *harvests)}
+    # Predators are driven away wherever prey passes a level, which it has still passed then; there is a harvest, too. Both
+    # controllers forget the error before.
+    rows = slice(0, 60)
+    driven = [
+        Event(lambda u, p, t: u[0] - 1.2 - 0.1 * np.sin(t), affect=lambda u, p, t: [u[0], 0.8 * u[1]]),
+        Event(lambda u, p, t: u[0] - 0.8, direction=1, affect=lambda u, p, t: [u[0], u[1] + 0.3]),
+    ]
+    harvest = Event(times=lambda p: [p[0], -p[1]], affect=lambda u, p, t: [0.9 * u[0], u[1] + 0.1 * np.sin(t)])
+    more = {"trajectories": 60, "rtol": 1e-6, "events": (*EVENTS, *driven, harvest)}
     columns, kernels = both(waves(rows), Tsit5(PIController(beta=0.3)), **more)
     check_events(columns, kernels, rtol=1e-10)
     assert max(len([e for e, _ in found if e == 4]) for found in columns.events.values()) > 1
@@ -160,13 +165,14 @@ def test_single_precision():
     onp.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * onp.abs(a).max())
 
 
-def test_gradients_where_every_step_is_saved_or_the_ends_move():
+@pytest.mark.parametrize("more", [{"save_everystep": True}, {"saveat": [0.5, 1.0, 3.0], "rtol": 1e-3}], ids=["all", "few"])
+def test_gradients_where_every_step_is_saved_or_the_ends_move(more):
     def total(u0, end, compile):
         problem = EnsembleProblem(
             ODEProblem(lotka_volterra, u0[0], (0.0, 1.0), P[0]),
             lambda prob, i, repeat: remake(prob, u0=u0[i - 1], tspan=(0.1 * end, end)),
         )
-        sol = solve(problem, trajectories=len(u0), save_everystep=True, compile=compile, **TIGHT)
+        sol = solve(problem, trajectories=len(u0), compile=compile, **{**TIGHT, **more})
         saved = np.where(onp.isnan(mpiad.stop(sol.u)), 0.0, sol.u)
         return np.sum(sol.u_end**2) + np.sum(sol.t_reached) + np.sum(saved[:, 1:3])
 
