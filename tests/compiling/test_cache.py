@@ -92,6 +92,8 @@ def test_a_kernel_is_compiled_once(folder):
     assert made(5.0).text != first.text
     assert again() == "disk" and again(5.0) == "disk"
     assert len(list(folder.iterdir())) == 2
+    # Another one of the same text, whose operations may be fused.
+    assert cache.kernel_of(TEXT.format(constant=5.0), "run", SIGNATURE, "contract").origin == "compiled"
 
 
 @pytest.mark.launches
@@ -136,6 +138,32 @@ def test_a_lock_that_is_not_given_back_is_not_waited_for_forever(folder, monkeyp
     assert not (folder / "lock-some entry").exists()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="there are no locks elsewhere")
+def test_a_lock_that_its_holder_removes_meanwhile_is_not_taken(folder, monkeypatch):
+    import fcntl
+
+    flock, removed, kept = fcntl.flock, [], store()
+
+    def late(file, how):
+        if not removed:
+            removed.append(os.unlink(file.name))
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with kept.locked("some entry"):
+        assert removed and (folder / "lock-some entry").exists()
+
+
+def test_a_full_disk_leaves_nothing(folder, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        assert made().origin == "compiled" and not list(folder.iterdir())
+    assert again() == "compiled" and again() == "disk"
+
+
 @pytest.mark.parametrize("part", ["checksum", "text", "symbol", "machine code"])
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_what_was_damaged_is_made_again(folder, part, damage, caplog):
@@ -171,12 +199,13 @@ def test_those_that_were_used_longest_ago_go(folder, monkeypatch):
     made(5.0)
     (second,) = set(folder.iterdir()) - {first}
     left = [folder / "unfinished-by-a-killed-process", folder / "unfinished-yet"]
-    for path, age in ((first, 10.0), (second, 20.0), (left[0], 1e5), (left[1], 10.0)):
+    for path, age in ((first, 30.0), (second, 20.0), (left[0], 1e5), (left[1], 10.0)):
         path.touch()
         os.utime(path, (time.time() - age,) * 2)
     earlier = folder / "unfinished-folder-of-an-earlier-version"
     earlier.mkdir()
     os.utime(earlier, (time.time() - 1e5,) * 2)
+    assert again() == "disk"  # the first is used
     made(7.0)
     assert first.exists() and not second.exists() and not left[0].exists() and left[1].exists()
 
