@@ -26,10 +26,14 @@ def starts_of_runs(*keys: Array) -> Array:
     return np.flatnonzero(fresh)
 
 
-def grouped(visits: Array, kinds: Array, *arrays: Array) -> dict[int, list[tuple[Array, ...]]]:
-    """Return for each visit the entries of arrays that belong to it, kind by kind; the last axis of these counts them."""
+def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> dict[int, list[tuple[Array, ...]]]:
+    """Return for each visit the entries of arrays that belong to it, kind by kind; the last axis of these counts them.
+
+    `rows`: which entries the visits and kinds are of; all by default.
+    """
     order = np.lexsort((kinds, visits))
-    v, taken = visits[order], [array[..., order] for array in arrays]
+    own = order if rows is None else rows[order]
+    v, taken = visits[order], [np.take(array, own, axis=-1) for array in arrays]
     cuts = [*starts_of_runs(v, kinds[order]).tolist(), len(order)]
     found: dict[int, list[tuple[Array, ...]]] = {}
     for start, stop in zip(cuts, cuts[1:]):
@@ -97,4 +101,4 @@ def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> di
     v, starts = visit[order], starts_of_runs(visit[order], column[order])
     # How many of the same visit and column come before. Of equal turns no column comes twice: += by index adds once.
     turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
-    return grouped(v, turn, *(array[..., order] for array in arrays))
+    return grouped(v, turn, *arrays, rows=order)

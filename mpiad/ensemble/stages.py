@@ -55,7 +55,6 @@ class Stages:
         self.k, self._sums = _stages(tableau.stages, shape, dtype, self._rows if many else None)
         self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
         self._seen_new, self._seen_argument = locked(self.new), locked(self._argument)
-        self._other, self._seen_other = self.new, self._seen_new
         self._h = np.empty(shape, self._real)
         # Times of the stages, which are all known before the first is computed.
         # The first is never asked for here. Those at the end of the step, wherever they stand, have one row, the last.
@@ -112,10 +111,7 @@ class Stages:
                 k[0], k[-1] = k[-1], k[0]
             else:
                 k[0][...] = k[-1]
-            before, seen = self.new, self._seen_new
-            # Two arrays take turns, unless the working set has changed meanwhile.
-            self.new, self._seen_new = u, self._seen_other if u is self._other else locked(u)
-            self._other, self._seen_other = before, seen
+            before, self.new, self._seen_new = self.new, u, locked(u)
             return before
         # Columns whose step was rejected stay where they are, and so do their first stages: the next try needs them.
         np.copyto(u, self.new, where=accepted)
