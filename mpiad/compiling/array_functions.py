@@ -119,10 +119,6 @@ def _filled(value: float | None) -> Callable:
     return made
 
 
-def _copied(like: SymbolicArray, array: Array, *_: Any, **__: Any) -> SymbolicArray:
-    return like.like(numbers_of(like.builder, array).copy())
-
-
 def _interpolated(
     like: SymbolicArray, x: Array, xp: Array, fp: Array, left: object = None, right: object = None, period: object = None
 ) -> SymbolicArray:
@@ -198,7 +194,7 @@ FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     np.empty_like: _filled(0.0),
     np.ones_like: _filled(1.0),
     np.full_like: _filled(None),
-    np.copy: _copied,
+    np.copy: lambda like, array, *_, **__: like.like(numbers_of(like.builder, array).copy()),
     np.real: lambda like, array: array.real,
     np.imag: lambda like, array: array.imag,
     np.angle: _angle,

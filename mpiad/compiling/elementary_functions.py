@@ -6,12 +6,12 @@ rest are calls of the C library.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 from mpiad.compiling import llvm
 from mpiad.compiling.block_builder import BlockBuilder
-from mpiad.compiling.values import BOOLEAN, DOUBLE, INTEGER, SINGLE, ArrayValue, Value, common_kind
+from mpiad.compiling.values import BOOLEAN, DOUBLE, INTEGER, SINGLE, Value, common_kind
 
 # Of `math` and NumPy, by their names, which are C's: what LLVM has an intrinsic for, and what the C library has.
 _INTRINSIC = frozenset("sqrt exp log log2 log10 sin cos pow copysign floor ceil trunc rint fabs".split())
@@ -40,7 +40,7 @@ def called_function(build: BlockBuilder, name: str, given: list[Value]) -> Value
     return build.call(function + ("f" if kind == SINGLE else ""), kind, *operands)
 
 
-def _float_kind(given: list[Value]) -> str:
+def _float_kind(given: Sequence[Value]) -> str:
     """Return single precision where all are, else double."""
     return SINGLE if all(x.kind == SINGLE for x in given) else DOUBLE
 
@@ -93,32 +93,14 @@ def _fma(build: BlockBuilder, a: Value, b: Value, c: Value) -> Value:
     return build.call(f"llvm.fma.{'f32' if kind == SINGLE else 'f64'}", kind, *operands, fast=False)
 
 
-def _fmod(build: BlockBuilder, x: Value, y: Value) -> Value:
-    kind = _float_kind([x, y])
-    return build.floating("frem", build.converted(x, kind), build.converted(y, kind))
-
-
-def _where(build: BlockBuilder, condition: Value, a: Value, b: Value) -> Value:
-    """Return a or b; both have been computed, so that a loop can become vector instructions."""
-    return build.selected(condition, *_together(build, a, b))
-
-
-def _bits_of(build: BlockBuilder, x: Value) -> Value:
-    """Return the bits of a double as an integer."""
-    return build.value(INTEGER, f"bitcast double {x.text} to i64")
-
-
-def _number_of(build: BlockBuilder, i: Value) -> Value:
-    """Return the double of these bits."""
-    return build.value(DOUBLE, f"bitcast i64 {i.text} to double")
-
-
-def _claimed(build: BlockBuilder, array: ArrayValue, n: Value) -> Value:
-    """Add n to the first entry of a row, and return what it was: no other thread gets the same."""
-    return build.value(INTEGER, f"atomicrmw add ptr {array.data}, i64 {n.text} monotonic")
-
-
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
-    "max": _extreme(">"), "min": _extreme("<"), "abs": _absolute, "np.isfinite": _is_finite, "np.fmod": _fmod, "fma": _fma,
-    "where": _where, "bits_of": _bits_of, "number_of": _number_of, "claimed": _claimed,
+    "max": _extreme(">"), "min": _extreme("<"), "abs": _absolute, "np.isfinite": _is_finite, "fma": _fma,
+    "np.fmod": lambda build, *given: build.floating("frem", *(build.converted(x, _float_kind(given)) for x in given)),
+    # Both values have been computed, so that a loop can become vector instructions.
+    "where": lambda build, condition, *given: build.selected(condition, *_together(build, *given)),
+    # The bits of a double as an integer, and the double of such bits.
+    "bits_of": lambda build, x: build.value(INTEGER, f"bitcast double {x.text} to i64"),
+    "number_of": lambda build, i: build.value(DOUBLE, f"bitcast i64 {i.text} to double"),
+    # Adds n to the first entry of a row, and returns what it was: no other thread gets the same.
+    "claimed": lambda build, row, n: build.value(INTEGER, f"atomicrmw add ptr {row.data}, i64 {n.text} monotonic"),
 }  # fmt: skip

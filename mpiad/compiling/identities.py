@@ -78,19 +78,11 @@ def _divide(b: Builder, x: int, y: int) -> int | None:
     return None
 
 
-def _negative(b: Builder, x: int) -> int | None:
-    return _inner(b, x, "negative")
-
-
 def _absolute(b: Builder, x: int) -> int | None:
     minus = _inner(b, x, "negative")
     if minus is not None:
         return b.call("absolute", minus)
     return x if _inner(b, x, "absolute") is not None else None
-
-
-def _not(b: Builder, x: int) -> int | None:
-    return _inner(b, x, "logical_not")
 
 
 def _logical(decisive: bool) -> Callable[..., int | None]:
@@ -135,9 +127,9 @@ _RULES: dict[str, Callable[..., int | None]] = {
     "subtract": _subtract,
     "multiply": _multiply,
     "divide": _divide,
-    "negative": _negative,
+    "negative": lambda b, x: _inner(b, x, "negative"),
     "absolute": _absolute,
-    "logical_not": _not,
+    "logical_not": lambda b, x: _inner(b, x, "logical_not"),
     "logical_and": _logical(False),
     "logical_or": _logical(True),
     "where": _where,

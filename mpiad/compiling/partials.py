@@ -69,10 +69,6 @@ def _arctan2(y: Symbol, x: Symbol, _: Symbol) -> list[Partial]:
     return [x / square, -y / square]
 
 
-def _tan(x: Symbol, r: Symbol) -> list[Partial]:
-    return [1.0 + r * r]
-
-
 # By 0: comparisons, what is made of conditions, sign, and what rounds.
 PARTIALS: dict[str, Rule] = {
     "add": lambda x, y, r: [1.0, 1.0],
@@ -100,7 +96,7 @@ PARTIALS: dict[str, Rule] = {
     "log10": lambda x, r: [1.0 / math.log(10.0) / x],
     "sin": lambda x, r: [x.cos()],
     "cos": lambda x, r: [-x.sin()],
-    "tan": _tan,
+    "tan": lambda x, r: [1.0 + r * r],
     "arcsin": lambda x, r: [1.0 / (1.0 - x * x).sqrt()],
     "arccos": lambda x, r: [-1.0 / (1.0 - x * x).sqrt()],
     "arctan": lambda x, r: [1.0 / (1.0 + x * x)],
