@@ -285,7 +285,6 @@ def _stages(form: Form, steps: Steps) -> list[str]:
 
 
 def _tangent(form: Form, steps: Steps, j: int) -> list[str]:
-    """Return lines that carry the tangent along direction j."""
     components = range(form.d)
     lines, stages = [f"v_{c} = v{j}_{c}" for c in components], form.stages + form.inside
     for i in range(stages):

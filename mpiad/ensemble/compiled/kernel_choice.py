@@ -27,7 +27,6 @@ LEAST_TRAJECTORIES = 1000
 
 
 def _threads_of(backend: EnsembleAlgorithm) -> int:
-    """Return by how many threads a kernel runs."""
     if not isinstance(backend, EnsembleThreads):
         return 1
     return len(cores()) if backend.threads is None else max(1, backend.threads)

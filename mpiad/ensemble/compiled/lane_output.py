@@ -154,7 +154,6 @@ def put_out(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
 
 
 def _stage(form: Form, i: int, c: int) -> str:
-    """Return the field of a stage's component."""
     return f"$k[{c}]" if i == 0 else f"$last[{c}]" if i == form.stages else f"$inner[{i - 1}, {c}]"
 
 

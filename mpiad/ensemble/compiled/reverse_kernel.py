@@ -259,7 +259,6 @@ def reverse_source(form: Form, wide: bool) -> str:
 
 
 def _back(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
-    """Return lines that take the step of a lane back."""
     names = names | {"inside": form.inside, "moving": steps.moving_stages}
     pulled = {i: _pulled(form, steps, i, names) for i in steps.pulled_stages}
     names |= {"rounded_step": steps.rounded_step(), "again": steps.again(), "pulled_last": pulled.pop(form.stages, [])}

@@ -68,7 +68,6 @@ def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: DTypeLike) -> 
 
 
 def _components(builder: Builder, value: object, shape: Shape) -> list[Symbol]:
-    """Return the components of what f returned."""
     if not shape:
         parts = [value]
     elif len(shape) == 1 and isinstance(value, (list, tuple)):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.kernel_template import filled
 
 # NVRTC has no headers; a compiler for CPUs runs through the trajectories in a loop.
-_PRELUDE = """\
+_PRELUDE = """
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define KERNEL extern "C" __global__ void
 #define INLINE static __device__ __forceinline__
@@ -32,18 +33,18 @@ INLINE double smaller(double a, double b) { return a < b || a != a ? a : b; }
 INLINE bool finite_number(double a) { return a - a == 0; }
 // Ten times what time can resolve.
 INLINE double least_step(double t) { return 10 * (nextafter(t, (double)INFINITY) - t); }
-"""
+typedef {real} real;
 
-# When a trajectory's next state is to be saved.
-_DUE = """\
+// When a trajectory's next state is to be saved.
 INLINE double due_at(
     const double* times, long long n_saved, long long by_row, long long i, long long place, double sign
 ) {
     if (place >= n_saved) return INFINITY;
     return sign * times[by_row ? i * n_saved + place : place];
-}"""
+}
+"""
 
 
 def prelude(form: Form) -> str:
     """Return a state's type, and what C lacks."""
-    return f"{_PRELUDE}typedef {'float' if form.single else 'double'} real;\n\n{_DUE}"
+    return "\n".join(filled(_PRELUDE, {"real": "float" if form.single else "double"}))

@@ -51,16 +51,13 @@ class Solved:
         return self.solver.arrays.to_host(x) if self.on_host else x
 
     def _place(self, x: Array) -> Array:
-        """Return an array of states on the device."""
         return placed(self.solver.arrays, x, self.solver.real)
 
     def _directions(self, argnums: Sequence[int]) -> Directions:
-        """Return the directions of all numbers of some arguments."""
         found = [("u", c) for c in range(self.solver.d)] if U0 in argnums else []
         return tuple(found + [self.solver.traced.direction(j) for part in self._parts(argnums) for j in part.scalars])
 
     def _parts(self, argnums: Sequence[int]) -> list[PackedLeaf]:
-        """Return the parts of the layout that are among the arguments."""
         return [part for part in self.solver.traced.packing.parts if part.place + LEAVES in argnums]
 
     def _tangents(self, wanted: Directions) -> list[tuple[Directions, DeviceResults]]:

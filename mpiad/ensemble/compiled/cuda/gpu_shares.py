@@ -38,27 +38,18 @@ def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, bu
     Blocks have so many trajectories, of which the longest has so many steps. A MemoryError where those of one trajectory
     alone don't fit.
     """
-    most = int(longest.max(initial=0)) * bytes_per_step
-    if most > budget:
+    needed = int(longest.max(initial=0)) * bytes_per_step
+    if needed > budget:
         raise MemoryError(
-            f"solve: the steps of one trajectory take {most} bytes of device memory for its gradient, but there are "
+            f"solve: the steps of one trajectory take {needed} bytes of device memory for its gradient, but there are "
             f"{budget}. Raise tape_bytes= of EnsembleGPU where more is free, or loosen rtol."
         )
     made: list[Share] = []
     for block, steps in enumerate(longest.tolist()):
         first, stop = block * size, min((block + 1) * size, count)
-        if made and _fits(steps := max(steps, made[-1].capacity), stop - made[-1].first, bytes_per_step, budget):
-            made[-1] = Share(made[-1].first, stop - made[-1].first, steps)
+        if made and (more := max(steps, made[-1].capacity)) * (stop - made[-1].first) * bytes_per_step <= budget:
+            made[-1] = Share(made[-1].first, stop - made[-1].first, more)
         else:
-            made += _split(first, stop, int(longest[block]), bytes_per_step, budget)
+            most = min(stop - first, budget // max(1, steps * bytes_per_step))
+            made += [Share(a, min(most, stop - a), steps) for a in range(first, stop, most)]
     return made
-
-
-def _fits(steps: int, count: int, bytes_per_step: int, budget: int) -> bool:
-    return steps * count * bytes_per_step <= budget
-
-
-def _split(first: int, stop: int, steps: int, bytes_per_step: int, budget: int) -> list[Share]:
-    """Return shares of one block: all of it where it fits."""
-    most = min(stop - first, budget // max(1, steps * bytes_per_step))
-    return [Share(a, min(most, stop - a), steps) for a in range(first, stop, most)]

@@ -191,12 +191,10 @@ def _unsupported(compiler: Compiler, given: Batch, host: Batch, settings: Settin
 
 
 def _forwards(given: Batch) -> bool:
-    """Tell whether a batch is traced in forward mode."""
     return any(isbox(x) and isinstance(x._node, JVPNode) for x in (given.u0, *given.p.leaves))
 
 
 def _traces(given: Batch) -> set[int]:
-    """Return the numbers of the traces around a batch."""
     found = set()
     for x in (given.u0, *given.p.leaves):
         while isbox(x):
