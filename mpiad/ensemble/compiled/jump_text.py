@@ -109,7 +109,7 @@ if $part[{e}] <= first:
             when record: each c: crossings[noted, {behind+c}] = u_{c}
             {affect}
             @taken
-    when stops: stopped = True
+    when ends: stopped = True
     noted += 1
 """
 
@@ -154,7 +154,7 @@ def jump_lines(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
     }  # fmt: skip
     at_conditions, affects = [], []
     for e, acts in enumerate(form.acting):
-        own = {"e": e, "acting": acts >= 0, "stops": acts in form.ending if acts >= 0 else form.events[e][0]}
+        own = {"e": e, "acting": acts >= 0, "ends": acts in form.ending if acts >= 0 else form.events[e][0]}
         if acts >= 0:
             taken = filled(_TAKEN, names | {"following": _departure(form, steps, e, names)})
             own |= {"taken": taken, "was": steps.condition(e, "was", "u", "t"), "affect": _affect(steps, acts)}

@@ -1,0 +1,65 @@
+"""Templates of kernels' texts: each rule, as its lines come out."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpiad.compiling.arguments import signature_in
+from mpiad.ensemble import Tsit5
+from mpiad.ensemble.compiled.kernel_form import Fields, Form
+from mpiad.ensemble.compiled.kernel_template import filled
+
+pytestmark = pytest.mark.serial
+
+TEMPLATE = """
+    def f(x: {real}[:, ::1], n: int64,
+        when some: more: int8[::1],
+    ):
+        when not some: pass
+        for i in range(n):
+            @lines
+            each c: x[{c}] = {c+1} + y{c+first}
+            each c: each d: z{c}{d} = 0
+            each c: if a{c}:
+                when some:
+                    b = {c-1}
+                done
+"""
+FILLED = """\
+def f(x: float32[:, ::1], n: int64,
+    more: int8[::1],
+):
+    for i in range(n):
+        one
+            two
+        x[0] = 1 + y3
+        x[2] = 3 + y5
+        z07 = 0
+        z08 = 0
+        z27 = 0
+        z28 = 0
+        if a0:
+            b = -1
+            done
+        if a2:
+            b = 1
+            done"""
+
+
+def test_each_rule():
+    names = {"real": "float32", "some": True, "c": [0, 2], "d": (7, 8), "first": 3, "lines": ["one", "    two"]}
+    made = filled(TEMPLATE, names)
+    assert made == FILLED.splitlines()
+    assert signature_in("\n".join(made), "f") == "void(float32[:, ::1], int64, int8[::1])"
+    assert "    pass" in filled(TEMPLATE, names | {"some": False})
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_places_of_fields(single):
+    form = Form(2, 0, 0, Tsit5.tableau, Tsit5().controller, single=single, lanes=4)
+    fields = Fields(form)
+    fields.add(["# Not these.", "u[3] k[2, 3]", "exact now live"])
+    now, live = ("exact[l]", "exact[4 + l]") if single else ("b[36 + l]", "b[40 + l]")
+    text = fields.placed(["$u[0] $u[2] $k[1, 2] $u[e]", "$now $live"])
+    assert text == f"b[l] b[8 + l] b[32 + l] b[(0 + e) * 4 + l]\n{now} {live}\n"
+    assert [len(x) for x in fields.room(form.dtype)] == ([36, 8] if single else [44, 0])
