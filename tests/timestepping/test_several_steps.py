@@ -75,6 +75,17 @@ def test_values_and_derivatives(checkpoints):
     assert any(key[0] is look and made.operations for key, made in advance._derived.items())
 
 
+@pytest.mark.serial
+def test_a_step_that_is_run_with_inputs_and_without():
+    advance, u = mpiad.jit(lambda u, k, force=0.5: anp.sin(u) * 0.9 + force * u, strict=True), np.linspace(0.1, 1.0, 5)
+    for given in (None, FORCE[:8, :5], None, FORCE[:8, :5]):
+        expected = u
+        for force in [0.5] * 8 if given is None else given:
+            expected = np.sin(expected) * 0.9 + force * expected
+        np.testing.assert_allclose(scan(advance, u, 8, inputs=given), expected, rtol=1e-13)
+    assert len([key for key, made in advance._derived.items() if made.operations]) > 1
+
+
 def test_a_step_that_decides_by_its_number_runs_one_by_one(caplog):
     @mpiad.jit
     def alternating(u, k, a):
