@@ -125,6 +125,8 @@ def test_shapes_dtypes_and_structures(base, other, path, said, last):
 def test_what_cannot_be_compared_raises_on_all_ranks(last):
     with pytest.raises(TypeError, match=r"x\[0\] is object .* This happened on rank"):
         assert_replicated([differing(1.0, object(), last)])
+    with pytest.raises(TypeError, match=r"x\[1\] is object .* This happened on rank 0"):
+        assert_replicated([1.0, object()])  # on all of them
 
 
 def test_on_part_of_the_ranks(rank):
