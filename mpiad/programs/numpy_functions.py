@@ -87,8 +87,8 @@ def _norm(t: Translation, shape: Shape, dtype: np.dtype, x: Any, ord: object = N
     return t.computed(np.sqrt, [total], shape, dtype)
 
 
-def _reshape(t: Translation, shape: Shape, dtype: np.dtype, x: Value, *_: Any, order: str = "C", **__: Any) -> int:
-    if order != "C":
+def _reshape(t: Translation, shape: Shape, dtype: np.dtype, x: Value, *args: Any, order: str = "C", **_: Any) -> int:
+    if order != "C" or any(isinstance(arg, str) and arg != "C" for arg in args):
         raise Opaque
     return t.program.reshape(x.number, shape)
 

@@ -19,7 +19,8 @@ from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import channels_of, envelopes_of, logged
 from mpiad.programs.noted_values import NotedValues
 from mpiad.programs.opaque_calls import opaque_call
-from mpiad.programs.steps import Abandoned, Ref, Step, Traced, hides_traced, on_host, plain
+from mpiad.programs.refused_calls import reason_against
+from mpiad.programs.steps import Abandoned, Ref, Step, hides_traced, on_host, plain
 from mpiad.programs.traced_array import with_entries
 from mpiad.transport import Channel, calls
 from mpiad.transport.calls import Site
@@ -32,11 +33,6 @@ _BY_THEMSELVES = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
 _NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _BY_THEMSELVES | set(
     "Domain.begin_exchange value_and_grad grad make_vjp make_jvp jvp hvp".split()
 )
-
-_SHAPED_BY_VALUES = frozenset({
-    np.argwhere, np.bincount, np.compress, np.delete, np.extract, np.flatnonzero, np.intersect1d, np.nonzero, np.setdiff1d,
-    np.trim_zeros, np.union1d, np.unique,
-})  # fmt: skip
 
 
 class Recorder(NotedValues):
@@ -101,9 +97,9 @@ class Recorder(NotedValues):
         """Call a function of NumPy's, and note it."""
         if not self.is_noting():
             return fun(*plain(tuple(args)), **plain(kwargs))
-        by_values = fun is np.where and len(args) == 1 or fun is np.repeat and isinstance(args[1], Traced)
-        if by_values or fun in _SHAPED_BY_VALUES:
-            self.refuse(f"it calls {fun.__name__}, whose result has a shape that depends on traced values")
+        reason = reason_against(fun, args, kwargs)
+        if reason:
+            self.refuse(f"it calls {fun.__name__}, {reason}")
         noted = self._noted(tuple(args)), self._noted(kwargs)
         return self._recorded("call", fun, *noted, self._computed(fun, plain(tuple(args)), plain(kwargs)))
 

@@ -161,16 +161,15 @@ class Translation:
 
     def reduce(
         self, name: str | None, x: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: Any = False,
-        *, shape: Shape, **others: Any,
+        *, shape: Shape,
     ) -> int:  # fmt: skip
         """Append an array folded along axes."""
-        given = [v for v in others.values() if v is not np._NoValue and v is not None and v is not True]
-        if name is None or given or out is not None or not isinstance(x, Value) or x.dtype not in FLOATS:
+        if name is None or out is not None or not isinstance(x, Value) or x.dtype not in FLOATS:
             raise Opaque
-        if dtype not in (None, np._NoValue, x.dtype):
+        if dtype not in (None, x.dtype):
             raise Opaque
         ndim = len(x.shape)
-        axes = tuple(range(ndim)) if axis is None or axis is np._NoValue else tuple(sorted(axes_of(axis, ndim)))
+        axes = tuple(range(ndim)) if axis is None else tuple(sorted(axes_of(axis, ndim)))
         if not axes:
             return x.number
         if not math.prod(x.shape):

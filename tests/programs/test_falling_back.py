@@ -132,6 +132,39 @@ def test_runs_as_it_is_with_one_warning(fun, caplog):
             assert_same(total(x), mpiad.value_and_grad(lambda x: anp.sum(fun(x)))(x))
 
 
+WRITING = [
+    lambda u: np.cumsum(u, out=u), lambda u: np.clip(u, 2.0, 4.0, u), lambda u: np.add.at(u, [0, 0], 1.0),
+    lambda u: np.nan_to_num(u, copy=False, posinf=5.0), lambda u: np.copyto(u, 3.0), lambda u: np.put(u, [1], 3.0),
+]  # fmt: skip
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("write", WRITING)
+def test_functions_that_write_into_what_they_are_given(write):
+    """Into what was computed, and into an argument: once."""
+
+    def fun(x):
+        u = 1 / x
+        write(u)
+        write(x)
+        return u * 2.0 + x
+
+    with pytest.raises(TypeError, match="it calls .*, which writes into an array that it is given"):
+        mpiad.jit(fun, strict=True)(X.copy())
+    jitted = mpiad.jit(fun)
+    for x in (X, X[::-1] - 2, X):
+        mine, theirs = x.copy(), x.copy()
+        with np.errstate(divide="ignore"):
+            assert_same((jitted(mine), mine), (fun(theirs), theirs))
+
+
+@pytest.mark.serial
+def test_orders_that_depend_on_memory():
+    jitted = mpiad.jit(lambda a: anp.ravel(a.T * 2, "K") + anp.reshape(a.T * 2, -1, order="A"))
+    for a in (np.arange(6.0).reshape(2, 3), np.arange(6.0).reshape(2, 3) ** 2):
+        np.testing.assert_array_equal(jitted(a), 4 * a.ravel())
+
+
 def test_of_many_ranks_a_few_warn(caplog, monkeypatch):
     assert [rank for rank in range(1000) if speaks(rank, 1000)] == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 999]
     monkeypatch.setattr("mpiad.transport.world.speaks", lambda rank, size: False)

@@ -22,7 +22,11 @@ def elementwise(x, y):
 
 def choices(x, y):
     inner = anp.where(x > 0, anp.sqrt(anp.where(x > 0, x, 1.0)), 0.0)
-    return anp.where(x > y, x**2, -y) * anp.clip(x, -0.5, 0.5) + inner, anp.maximum(x, y) - anp.minimum(x, 0.0) * (y > 0)
+    return (
+        anp.where(x > y, x**2, -y) * anp.clip(x, -0.5, 0.5) + inner,
+        anp.maximum(x, y) - anp.minimum(x, 0.0) * (y > 0),
+        anp.clip(x, None, 0.5) * anp.clip(y, -0.25, None),
+    )
 
 
 def broadcast(a, x):
@@ -55,7 +59,7 @@ def rolled(x, a):
 def shapes(a, c):
     turned = anp.transpose(c, (2, 0, 1)) * 2
     flat = anp.reshape(a[:, 1:] * 2, (2, 8))[:, ::2]
-    return turned, flat, anp.ravel(a.T) * 3, anp.swapaxes(c, 0, 2)[1:, ::-1], anp.squeeze(a[:1] ** 2)
+    return turned, flat, anp.ravel(a.T) * anp.ravel(a, "F"), anp.swapaxes(c, 0, 2)[1:, ::-1], anp.squeeze(a[:1] ** 2)
 
 
 def reductions(c):
@@ -77,10 +81,15 @@ def spectrum(x):
     return anp.abs(anp.fft.fft(x * 2)) ** 2, anp.real(anp.exp(1j * x) * x)
 
 
+def integers(x, a):
+    """Constants, as doubles where these are exact."""
+    return x * np.arange(7) + np.arange(7)[2], x * np.full(7, 2**60 + 1), anp.full((4, 5), 3) * a, a @ np.arange(5)
+
+
 CASES = [
     (elementwise, (X, Y)), (choices, (X, Y)), (broadcast, (A, X)), (strides, (X, A)), (put_together, (X, Y, A)),
     (rolled, (X, A)), (shapes, (A, C)), (reductions, (C,)), (contractions, (A, B, X, Y)), (calls_of_numpy, (X, A)),
-    (spectrum, (X,)),
+    (spectrum, (X,)), (integers, (X, A)),
 ]  # fmt: skip
 
 
@@ -88,6 +97,22 @@ CASES = [
 @pytest.mark.parametrize(("fun", "args"), CASES, ids=lambda case: getattr(case, "__name__", ""))
 def test_same_values_and_gradients(fun, args):
     check_jit(fun, *args)
+
+
+@pytest.mark.serial
+def test_functions_without_derivatives():
+    """In ways in which autograd doesn't differentiate them."""
+
+    def fun(x, a, c):
+        turned = [np.flip(c), np.flip(c, axis=(0, -1)), np.flipud(c), np.fliplr(a), c.transpose(1, 0, 2)]
+        turned += [c.transpose((2, 0, -2)), np.moveaxis(c, [0, 1], [-1, 0]), np.reshape(a, (2, 10), "F"), a.flatten("F")]
+        folded = [np.sum(x, initial=True), np.max(x, initial=9.0), np.sum(a, where=np.arange(5) > 2)]
+        folded += [np.add.reduce(a, initial=3.0), np.linalg.norm(x, 1), np.linalg.norm(a, "fro")]
+        made = [x.imag + x.real, x.astype(float, copy=False) * np.full_like(x, 2.5), sum([row**2 for row in a])]
+        made += [np.concatenate([a, a * 2], axis=None), np.repeat(x, repeats=2), np.pad(a, 1, constant_values=(1, 2))]
+        return [part * 2 for part in turned + folded + made]
+
+    check_jit(fun, X, A, C, derivatives=False)
 
 
 @pytest.mark.serial
