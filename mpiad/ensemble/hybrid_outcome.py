@@ -19,8 +19,6 @@ def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> N
     table = outcome.event_table if outcome.crossings is None else outcome.crossings.T  # of which the other is a part
     if table is not None:
         table[1] = np.array(acting.found)[table[1].astype(int)]
-    # Where steps were cut short is in the table.
-    outcome.end_part = np.ones(batch.size)
     steps, saved = outcome.save_step, outcome.saved
     if steps is not None:
         # What is saved where an event acts is saved before the next step; there may be none.

@@ -17,7 +17,7 @@ from mpiad.ensemble.tableaus import Algorithm
 
 _log = logging.getLogger("mpiad")
 
-_BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "end_part", "slots", "resumed")
+_BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "slots", "resumed")
 
 
 class NamedCode(str, Enum):
@@ -128,9 +128,6 @@ class Outcome:
     # Int, shape (N, n_saved), or None. In which accepted step (from 0) each saved time lies; -1 where it is the initial
     # state, -2 where it wasn't reached.
     save_step: Array | None
-    # Shape (N,). Which part of the last accepted step was gone: less than 1 where a terminal event ended the trajectory
-    # inside it.
-    end_part: Array
     # Of a solve with events that act, shape (N,): which given time would be next, and how often the trajectory has gone on.
     slots: Array = field(default_factory=lambda: np.empty(0, np.int64))
     resumed: Array = field(default_factory=lambda: np.empty(0, np.int64))
@@ -192,7 +189,7 @@ class Outcome:
         save_step = np.full((n, n_saved), -2, np.int32) if settings.record and n_saved is not None else None
         return cls(
             batch.u0.copy(), batch.start.copy(), np.full(n, ReturnCode.Success.code, np.int8),
-            np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step, np.ones(n), *counters(settings.acting),
+            np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step, *counters(settings.acting),
         )  # fmt: skip
 
     @staticmethod

@@ -101,7 +101,7 @@ class StepObservers:
         if not terminated.size:
             return NONE
         kept = watch.kept(step, terminated, crossed)
-        self._outcome.end_part[kept.step.ids] = watch.cut(kept).part
+        watch.cut(kept)
         # The end and its state, where nothing that is saved may lie behind it.
         step.t_new[terminated], step.new[:, terminated] = kept.step.t_new, kept.step.new
         return terminated

@@ -34,7 +34,7 @@ def forward(
     when affected:
         given: float64[:, ::1], kinds: int64[:, ::1], slots: int64[::1], resumed: int64[::1], jump_number: int64[:, ::1],
         jump_before: {real}[:, :, ::1],
-    when events: end_part: float64[::1], crossings: float64[:, ::1],
+    when events: crossings: float64[:, ::1],
 ):
     # Fields of b: {fields}
     aligned_stack()

@@ -170,7 +170,7 @@ def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
         # A trajectory's components lie side by side, as a solution has them.
         np.empty((n, d), dtype).T, np.empty(n), np.empty(n, np.int8), np.empty(n, np.int64), np.empty(n, np.int64),
         np.full((n, n_saved, d), np.nan, dtype), np.full((n, n_saved), -2, np.int32) if settings.record else None,
-        np.ones(n) if settings.events else np.broadcast_to(1.0, n), *counters(settings.acting),
+        *counters(settings.acting),
     )  # fmt: skip
     if still.any():
         outcome.u_end[:, still], outcome.t_reached[still] = batch.u0[:, still], batch.start[still]
@@ -239,7 +239,7 @@ class _Launch:
         lane = *fields_of(form).room(form.dtype), ids, place, state, self.taken
         call, told = Paced(self._function, state), 0
         while True:
-            events = (self._outcome.end_part, crossings) if form.events else ()
+            events = (crossings,) if form.events else ()
             call(*lane, *self._given, *self._made, rows, before, *self._more, *events)
             waiting, vacant, row, found, end, _ = state  # the kernel has left off there, and goes on from there
             told = self._tell(first, waiting, lanes - vacant, told)

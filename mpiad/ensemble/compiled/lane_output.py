@@ -124,7 +124,6 @@ when terminal:
         @cut
         tn = min($now + x * $size, tn)
         $tn = tn
-        end_part[i] = x
 """
 
 

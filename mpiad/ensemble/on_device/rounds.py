@@ -221,10 +221,7 @@ class DeviceWorkingSet(Turns):
         t, code, number, tries = self._home.to_host(self._outcomes) if batch.size else np.zeros((4, 0))
         codes, naccept = code.astype(np.int8), number.astype(np.int64)
         saved = None if self._saved is None else self._all_saved(codes)
-        outcome = Outcome(
-            self._u_end, t * self._signs, codes, naccept, (tries - number).astype(np.int64), saved, None,
-            np.ones(batch.size),
-        )  # fmt: skip
+        outcome = Outcome(self._u_end, t * self._signs, codes, naccept, (tries - number).astype(np.int64), saved, None)
         if self._settings.saveat is None:
             start = spread(batch.start * self._signs, batch.u0)
             outcome.saved, times = self._saves.collected(start, int(naccept.max(initial=0)))
