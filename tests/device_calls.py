@@ -93,6 +93,7 @@ CALLS = {
     "var 0": lambda x: np.var(x, axis=0, ddof=1),
     "x.var": lambda x: x.var(),
     "std 1": lambda x: np.std(x, axis=1, keepdims=True),
+    "std of one": lambda x: np.std(x[:1], axis=0) + x[1],
     "std tuple": lambda x: np.std(x, axis=(0, 1)),
     "max 0": lambda x: np.max(x, axis=0),
     "min keep": lambda x: np.min(x, axis=1, keepdims=True),
@@ -168,6 +169,8 @@ CALLS = {
     "linspace": lambda x: np.linspace(x[0, 0], x[1, 1] ** 2, 5),
     # products
     "dot": lambda x: np.dot(x, x.T),
+    "dot number": lambda x: np.dot(x, x[0, 1]) * np.dot(x[1, 2], x),
+    "dot numbers": lambda x: np.dot(x[0, 1], x[1, 2]) * x,
     "dot vectors": lambda x: np.dot(x[0], x[1]),
     "dot vector": lambda x: np.dot(x, x[0]),
     "vector dot": lambda x: np.dot(x[:, 0], x),
