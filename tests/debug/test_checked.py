@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import autograd.numpy as anp
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -47,6 +48,16 @@ def test_lines_may_be_left_out(rank, size):
             meet_on_two_lines()
     with mpiad.debug.checked(call_sites=False):
         assert meet_on_two_lines() == size
+
+
+def test_sums_over_ranks_go_back_in_reverse_order(rank, size):
+    """On a communicator that is made under watch: dJ/dx on rank r is Σ cos(s) over the prefix sums s from rank r on."""
+    comm = MPI.COMM_WORLD.Dup()
+    with mpiad.debug.checked():
+        gradient = mpiad.grad(lambda x: anp.sin(mpiad.mpi_scan(x, comm=comm)), objective="sum")(0.3 * (rank + 1))
+    sums = 0.3 * np.cumsum(np.arange(1.0, size + 1))
+    np.testing.assert_allclose(gradient, np.sum(np.cos(sums[rank:])), rtol=1e-14)
+    comm.Free()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 import autograd
 import autograd.numpy as anp
@@ -369,12 +370,14 @@ def test_inner_must_be_a_way_to_run():
             EnsembleMPI(inner)
 
 
-def test_one_progress_line_counts_the_trajectories_of_all_ranks(rank, size, capsys, monkeypatch):
+@pytest.mark.parametrize("watch", [nullcontext, mpiad.debug.checked])
+def test_one_progress_line_counts_the_trajectories_of_all_ranks(watch, rank, size, capsys, monkeypatch):
     monkeypatch.setattr("mpiad.ensemble.job_progress._SECONDS_BETWEEN_NOTICES", 0.0)
     monkeypatch.setattr("mpiad.ensemble.job_progress._MOST", 3)
     count = 10 * size + 1
     arrays = remake(LORENZ, p=np.linspace(1.0, 20.0, count)[:, None])
-    solve(arrays, ensemblealg=EnsembleMPI(), progress=True)
+    with watch():
+        solve(arrays, ensemblealg=EnsembleMPI(), progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert ([line for line in lines if f"{count} of {count} trajectories" in line] != []) == (rank == 0)
     assert rank == 0 or not lines
