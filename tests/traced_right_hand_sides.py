@@ -113,6 +113,14 @@ def put_together(u, p, t):
     return anp.where(both > 0.1, anp.vstack([u[0], u[1], u[2]]), 2 * both)
 
 
+def arranged(u, p, t):
+    pairs = u.copy().reshape(2, 2, -1)
+    turned = pairs.transpose(1, 0, 2) * pairs + np.add.reduce(pairs, axis=1)
+    weighed = np.multiply.outer(np.array([1.0, -2.0]), u)[1] * (u > 0).astype(float)
+    clipped = np.clip(u, min=-0.5) * u.clip(None, 0.5) + np.where(np.isinf(u), 0.0, np.where(True, +u, t))
+    return turned.reshape((4, -1)) + np.copy(weighed) * p[0] + clipped * np.diff(u, axis=0, prepend=u[-1:])
+
+
 SYSTEMS = {
     "lorenz": System(ode_systems.lorenz, 3, [28.0]),
     "lorenz_array": System(lorenz_array, 3, (10.0, 28.0, 8 / 3)),
@@ -137,6 +145,7 @@ SYSTEMS = {
     "special": System(special, 3, [0.3]),
     "put_together": System(put_together, 3, [0.4]),
     "remainders": System(remainders, 3, [0.4]),
+    "arranged": System(arranged, 4, [0.4]),
 }
 # autograd differentiates neither writing into arrays nor some of NumPy's functions.
-FOR_AUTOGRAD = sorted(set(SYSTEMS) - {"in_place", "remainders", "limits", "curves"})
+FOR_AUTOGRAD = sorted(set(SYSTEMS) - {"in_place", "remainders", "limits", "curves", "arranged"})

@@ -39,7 +39,8 @@ def _computed(function: Callable, like: SymbolicArray, *args: Any, **kwargs: Any
     given = [name for name in ("out", "where", "dtype", "initial") if name in kwargs]
     if given:
         like.builder.refuse(f"it calls numpy.{function.__name__} with {', '.join(given)}=")
-    return like.like(numbers_of(like.builder, function(*(_as_objects(like, x) for x in args), **kwargs)))
+    named = {name: _as_objects(like, x) for name, x in kwargs.items()}
+    return like.like(numbers_of(like.builder, function(*(_as_objects(like, x) for x in args), **named)))
 
 
 def _as_objects(like: SymbolicArray, value: object) -> Any:
@@ -65,11 +66,13 @@ def _select(like: SymbolicArray, conditions: Sequence[Array], choices: Sequence[
 
 
 def _clip(like: SymbolicArray, array: Array, a_min: Array = None, a_max: Array = None, **others: Any) -> Any:
-    least, most = others.get("min", a_min), others.get("max", a_max)
+    least, most = others.pop("min", a_min), others.pop("max", a_max)
+    if others:
+        like.builder.refuse(f"it calls numpy.clip with {', '.join(others)}=")
     # Not by maximum and minimum, which share a derivative in a tie: at a bound autograd's clip has none.
-    if least is not None and least is not np._NoValue:
+    if least is not None:
         array = entrywise(like, lambda x, y: choose(x <= y, y, x), array, least)
-    if most is not None and most is not np._NoValue:
+    if most is not None:
         array = entrywise(like, lambda x, y: choose(x >= y, y, x), array, most)
     return array
 
@@ -84,7 +87,7 @@ def _mean(like: SymbolicArray, array: Array, axis: Axis = None, **kwargs: Any) -
 
 
 def _norm(like: SymbolicArray, x: Array, ord: int | None = None, axis: Axis = None, keepdims: bool = False) -> Any:  # noqa: A002
-    if ord not in (None, 2) or (ord == 2 and axis is None and np.ndim(numbers_of(like.builder, x)) > 1):
+    if ord not in (None, 2) or (ord == 2 and not isinstance(axis, int) and np.ndim(numbers_of(like.builder, x)) > 1):
         like.builder.refuse(f"it calls numpy.linalg.norm with ord={ord!r}")
     return np.sqrt(reduced(like, np.add, np.real(x * np.conjugate(x)), axis, keepdims=keepdims))
 

@@ -60,9 +60,8 @@ def reduced(
     **others: Any,
 ) -> SymbolicArray:
     """Return a function of two arguments over all entries along an axis, one after the other."""
-    given = [name for name, value in others.items() if value is not np._NoValue and value is not None and value is not True]
-    if given:
-        like.builder.refuse(f"it calls numpy.{ufunc.__name__}.reduce with {', '.join(given)}=")
+    if others:
+        like.builder.refuse(f"it calls numpy.{ufunc.__name__}.reduce with {', '.join(others)}=")
     objects = _objects(like, array)
     axes = range(objects.ndim) if axis is None else np.atleast_1d(axis) % max(objects.ndim, 1)
     others_first = [i for i in range(objects.ndim) if i not in axes]
