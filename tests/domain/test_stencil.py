@@ -274,6 +274,21 @@ def test_leapfrog_sends_as_often_back_as_forth(rng, monkeypatch):
     assert len(sent) == 2
 
 
+def test_weights_that_are_all_zero(size, rng):
+    domain = Domain((4, 3 * size), dims=(1, size))
+    u, nothing = rng.standard_normal(domain.local_shape), domain.stencil(np.zeros((3, 3)), boundary=np.array(2.0))
+    np.testing.assert_array_equal(nothing(u), 0 * u)
+    loss = lambda u: domain.sum(nothing(u) ** 2 + nothing(u) + u)  # noqa: E731
+    np.testing.assert_array_equal(mpiad.grad(loss)(u), np.ones_like(u))
+
+
+def test_a_boundary_value_as_an_array_without_axes(size, rng):
+    domain = Domain((4, 3 * size), dims=(1, size))
+    u = rng.standard_normal(domain.local_shape)
+    found, expected = (domain.laplacian(boundary=value)(u) for value in (np.array(2.0), 2.0))
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_what_is_refused(size):
     domain = Domain((9, 3 * size), dims=(1, size))
     block = np.ones(domain.local_shape)
@@ -291,6 +306,8 @@ def test_what_is_refused(size):
         domain.laplacian((1.0, -1.0))
     with pytest.raises(ValueError, match="boundary must be one of"):
         domain.laplacian(boundary="wrap")
+    with pytest.raises(TypeError, match="Domain.stencil: a boundary value can't be traced here"):
+        mpiad.grad(lambda value: domain.sum(domain.stencil(np.ones((3, 3)), value)(block)))(1.0)
     laplacian = domain.laplacian()
     with pytest.raises(ValueError, match="Stencil: expected an array of shape"):
         laplacian(np.ones(domain.padded_shape))
