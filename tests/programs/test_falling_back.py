@@ -8,6 +8,7 @@ import autograd.numpy as anp
 import device_double
 import numpy as np
 import pytest
+from autograd.extend import defvjp, primitive
 from jitted import assert_same
 from mpi4py import MPI
 
@@ -260,6 +261,29 @@ def test_device_arrays_are_computed_where_they_are(caplog):
 
 class Own(Exception):
     pass
+
+
+@primitive
+def doubled(x):
+    return 2 * x
+
+
+defvjp(doubled, lambda ans, x: lambda g: 2 * g if float(anp.sum(g)) else 0 * g)
+
+
+def test_an_adjoint_that_decides_runs_as_it_is(rank, size, caplog):
+    """After the adjoint of a sum, which isn't communicated again: J is size Σ (2 s)², where s adds up (r + 1) x_r."""
+    caplog.set_level(logging.WARNING, "mpiad")
+
+    def fun(x):
+        total = mpiad.mpi_allreduce(x * (rank + 1))
+        return anp.sum(mpiad.mpi_allreduce(doubled(total) ** 2))
+
+    gradient = mpiad.value_and_grad(mpiad.jit(fun))
+    for k in (1.0, 2.0, 3.0):
+        total = k * X * size * (size + 1) / 2
+        assert_same(gradient(k * X), (np.float64(4 * size * total @ total), 8 * size * (rank + 1) * total), 1e-14)
+    assert [record.getMessage().count("it decides by a traced value") for record in caplog.records] == [1]
 
 
 @pytest.mark.parametrize("where", ["before", "after", "within"])
