@@ -117,7 +117,8 @@ def arranged(u, p, t):
     pairs = u.copy().reshape(2, 2, -1)
     turned = pairs.transpose(1, 0, 2) * pairs + np.add.reduce(pairs, axis=1)
     weighed = np.multiply.outer(np.array([1.0, -2.0]), u)[1] * (u > 0).astype(float)
-    clipped = np.clip(u, min=-0.5) * u.clip(None, 0.5) + np.where(np.isinf(u), 0.0, np.where(True, +u, t))
+    chosen = np.where(np.isinf(u), 0.0, np.where(np.where(u > 0.1, True, False), +u, t))
+    clipped = np.clip(u, min=-0.5) * u.clip(None, 0.5) + chosen
     return turned.reshape((4, -1)) + np.copy(weighed) * p[0] + clipped * np.diff(u, axis=0, prepend=u[-1:])
 
 

@@ -264,3 +264,14 @@ def test_forms_that_do_not_fit_are_refused(rank):
         mpiad.linearize(lambda x: x[0] * x[1])([1.0, 2.0]).jvp([np.ones(2), np.ones(3)], batch=True)
     with pytest.raises(TypeError, match="make_hvp.*real or complex"):
         mpiad.make_hvp(lambda n: 1.0)(3)
+
+
+@pytest.mark.serial
+def test_integers_among_the_variables():
+    x, v = np.array([1.0, -2.0, 3.0]), np.array([0.5, 1.0, -1.5])
+    kept = mpiad.linearize(lambda p: p[0] ** 2 * p[1])((x, 3))
+    for of_integer in (0, None):
+        np.testing.assert_allclose(kept.jvp((v, of_integer)), 6 * x * v, rtol=1e-15)
+    back, none = kept.vjp(v)
+    np.testing.assert_allclose(back, 6 * x * v, rtol=1e-15)
+    assert none is None

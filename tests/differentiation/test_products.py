@@ -225,3 +225,26 @@ def test_constants_have_no_tangent():
 def test_an_argument_named_twice():
     with pytest.raises(ValueError, match="names an argument twice"):
         mpiad.grad(lambda a, b: a * b, (0, 0))(1.0, 2.0)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("kept_of", [mpiad.jvp, lambda f, x, v: mpiad.hvp(f)(x, v), lambda f, x, v: mpiad.grad(f)(x)])
+def test_values_that_outlive_their_trace_are_constants(kept_of):
+    x, v, kept = np.array([1.0, -2.0, 3.0]), np.array([0.5, 1.0, -1.5]), []
+    keeping = lambda x: kept.append(2 * x) or anp.sum(x**2)  # noqa: E731
+    kept_of(keeping, x, v)
+    (factor,) = kept
+    for f in (lambda x: factor * x**3, lambda x: x**3 * factor, lambda x: anp.where(x > 0, factor, factor) * x**3):
+        along = mpiad.jvp(f, x, v)[1]
+        np.testing.assert_allclose(along, 2 * x * 3 * x**2 * v, rtol=1e-15)
+        np.testing.assert_allclose(mpiad.grad(lambda x: anp.sum(f(x)))(x), 2 * x * 3 * x**2, rtol=1e-15)  # noqa: B023
+        np.testing.assert_allclose(mpiad.hvp(lambda x: anp.sum(f(x)))(x, v), 2 * x * 6 * x * v, rtol=1e-15)  # noqa: B023
+
+
+@pytest.mark.serial
+def test_a_function_without_a_derivative_is_named():
+    x = np.array([1.0, 2.0])
+    with pytest.raises(NotImplementedError, match=r"the adjoint of flip for argument \(0,\) isn't defined"):
+        mpiad.grad(lambda x: anp.sum(anp.flip(x) * x))(x)
+    with pytest.raises(NotImplementedError, match=r"the tangent of flip for argument \(0,\) isn't defined"):
+        mpiad.jvp(lambda x: anp.flip(x) * x, x, x)
