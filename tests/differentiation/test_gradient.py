@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 
+import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -234,3 +235,24 @@ def test_the_objective_of_a_part_of_the_ranks(rank, size, rank_rng):
     assert_close(value, whole(xs))
     assert_close(g, gradients(whole, xs)[rank])
     part.Free()
+
+
+@pytest.mark.serial
+def test_numbers_of_python_and_nests_of_every_kind():
+    """z² is 2 z in autograd's convention, conjugated; plain autograd around it makes nests of its own."""
+    assert mpiad.grad(lambda z: anp.real(z * z))(1 + 2j) == 2 + 4j
+    assert mpiad.grad(lambda p: p["a"] ** 2 * p[1])({"a": 2.0, 1: 3.0}) == {"a": 12.0, 1: 4.0}
+    inner = mpiad.grad(lambda pair: pair[0] ** 2 * pair[1])
+    for made in (tuple, list):
+        assert autograd.grad(lambda pair: inner(pair)[0])(made([2.0, 3.0])) == made([6.0, 4.0])
+    cube = lambda z: mpiad.grad(lambda z: anp.real(z**3))(z)  # noqa: E731 (conjugated: 3 z̄²)
+    slope = autograd.grad(lambda x: anp.real(cube(x + 1j)))(2.0)
+    np.testing.assert_allclose(slope, 12.0, rtol=1e-15)
+
+
+@pytest.mark.serial
+def test_an_array_of_traced_numbers_that_plain_numpy_has_made_is_told_of():
+    with pytest.raises(
+        TypeError, match=r"an array of object, shape \(2,\) .plain NumPy's, made of traced values\? Use autograd"
+    ):
+        mpiad.grad(lambda x: np.array([x[0], x[1]]))(np.ones(2))
