@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import scipy
 
+from mpiad.device import to_host
 from mpiad.optimize.checkpoint import fingerprint
 from mpiad.transport.device_arrays import is_device_array, named
 
@@ -46,7 +47,7 @@ class Box:
 
     def project(self, x: np.ndarray, part: slice = slice(None)) -> bool:
         """Move a part of x into its bounds, in place; return whether any variable moved."""
-        moved = bool(np.any(x < self._low[part]) or np.any(x > self._high[part]))
+        moved = bool(to_host(np.any(x < self._low[part]) | np.any(x > self._high[part])))
         if moved:
             np.clip(x, self._low[part], self._high[part], out=x)
         return moved

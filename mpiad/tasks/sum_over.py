@@ -24,7 +24,6 @@ from mpiad.transport.agreement import Failure, agreed, alike_on_all
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.notices import threads_may_communicate
 from mpiad.transport.shared_counter import SharedCounter
-from mpiad.transport.tracing import tracing
 from mpiad.transport.user_failures import StageFailures
 
 _CALL = "tasks.sum_over"
@@ -101,12 +100,8 @@ def sum_over(
     used, group = channel(made.whole, _CALL), channel(made.comm, _CALL)
     given = _agreed_items(used, items, fun, made, (schedule, objective))
     weight = weight_of(objective, group, 0)
-    in_turn = range(made.index, len(given), made.count)
-    if tracing.recorder is not None and not tracing.recorder.ended:
-        # A compiled program repeats what its trace has done: which items those were follows from the arguments alone.
-        values, error = {k: _number_of(fun(given[k], made.comm), weight) for k in in_turn}, None
-    elif schedule == "static" or not threads_may_communicate():
-        values, error = _run(fun, given, in_turn, made, weight)
+    if schedule == "static" or not threads_may_communicate():
+        values, error = _run(fun, given, range(made.index, len(given), made.count), made, weight)
     else:
         with SharedCounter(used.user) as counter:
             values, error = _run(fun, given, _taken(counter, group, len(given)), made, weight, counter)

@@ -53,6 +53,19 @@ def test_definition(rank_rng, rank, size, overlap, restricted, coarse):
     np.testing.assert_allclose(precondition.T.T(mine[0]), precondition(mine[0]))
 
 
+def test_ranks_without_rows(rank_rng, rank, size):
+    whole, n, last = matrix(SHAPE, 1.0, np.zeros(SHAPE), 0.01 * np.ones(SHAPE)), N, rank == size - 1
+    a = MatrixRowBlock.from_scipy(sp.csr_matrix(whole), counts=[0] * (size - 1) + [n])
+    b = rank_rng(7).standard_normal(n)
+    mine = b if last else b[:0]
+    precondition, ones = AdditiveSchwarz(a), np.ones(n)
+    # One part that is all, and one unknown beside it.
+    expected = np.linalg.solve(whole, b) + ones * (b.sum() / whole.sum())
+    np.testing.assert_allclose(precondition(mine), expected if last else [], 1e-9, 1e-11)
+    u = a.solve(mine, preconditioner=precondition, rtol=1e-12)
+    np.testing.assert_allclose(u, np.linalg.solve(whole, b) if last else [], 1e-8, 1e-10)
+
+
 def test_what_it_saves(rank_rng, size):
     whole = matrix(SHAPE, 1.0, np.zeros(SHAPE), 0.01 * np.ones(SHAPE))
     # Parts of nearly the same size: parts of a few rows save little.
@@ -90,11 +103,14 @@ def test_gradient_with_the_transpose(rank_rng, size):
 
 
 def test_what_is_refused(rank_rng, rank, size):
-    _, _, a = divided(rank_rng, size)
+    (_, _, a), last = divided(rank_rng, size), rank == size - 1
     with pytest.raises(TypeError, match="matrix must be a MatrixRowBlock, but got ndarray"):
         AdditiveSchwarz(np.eye(3))
     with pytest.raises(ValueError, match="overlap must be zero or more layers, but got -1"):
         AdditiveSchwarz(a, overlap=-1 if rank == size - 1 else 1)
+    with pytest.raises(ValueError, match=r"must be square, its rows and columns divided alike, but is MatrixRowBlock\(3"):
+        rows = 3 if last else 0
+        AdditiveSchwarz(MatrixRowBlock(sp.csr_matrix((rows, 5)), columns=5 if last else 0))
     with pytest.raises(ValueError, match=r"the part of rank \d, .* can't be factorised"):
         AdditiveSchwarz(a.with_values(0 * a.values), overlap=0)
     with pytest.raises(ValueError, match="right-hand side|must return an array of the shape of b"):

@@ -62,6 +62,7 @@ def test_products(rank_rng, rank, size, shape):
     np.testing.assert_allclose(a.rmatvec(y), case.part(case.whole.T @ case.y, 1), **CLOSE)
     np.testing.assert_allclose(a.T @ y, a.rmatvec(y), **CLOSE)
     np.testing.assert_allclose(a.T.T @ x, a @ x, **CLOSE)
+    np.testing.assert_allclose(a.T.rmatvec(x), case.part(case.whole @ case.x, 0), **CLOSE)
     many = np.stack([np.stack([x, 2 * x]), np.stack([-x, x**2])])
     np.testing.assert_allclose(a.matvec(many), [[a @ v for v in row] for row in many], **CLOSE)
     np.testing.assert_allclose(a.rmatvec(np.stack([y, 3 * y]))[1], 3 * a.rmatvec(y), **CLOSE)
@@ -194,6 +195,11 @@ def test_entries_given_twice(rank, size):
     a = MatrixRowBlock(local)
     np.testing.assert_array_equal(a @ np.ones(len(rows)), np.full(len(rows), 3.0))
     assert a.values.sum() == 3.0 * len(rows)
+    local = sp.csr_array((np.arange(3.0 * len(rows)), places[1], 3 * np.arange(len(rows) + 1)), (len(rows), n))
+    a, expected = MatrixRowBlock(local), local.toarray()
+    np.testing.assert_array_equal(a.local_rows().toarray(), expected)
+    # The caller's matrix keeps its entries, though they are added up.
+    assert local.nnz == 3 * len(rows) > a.values.size
 
 
 def test_what_is_refused(rank_rng, rank, size):
@@ -206,6 +212,9 @@ def test_what_is_refused(rank_rng, rank, size):
     ]:
         with pytest.raises(error, match=match):
             MatrixRowBlock(wrong if rank == last else good)
+    for columns in (-1, 2.5):
+        with pytest.raises(ValueError, match=f"columns must be zero or more, but got {columns}"):
+            MatrixRowBlock(good, columns=columns if rank == last else case.columns[rank])
     with pytest.raises(ValueError, match=rf"columns=\[.*\] adds up to {N + size}, but the matrix has {N}"):
         MatrixRowBlock(good, columns=case.columns[rank] + 1)
     square = MatrixRowBlock.from_scipy(sp.eye(N, format="csr") if rank == 0 else None)

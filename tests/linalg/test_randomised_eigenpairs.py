@@ -67,6 +67,12 @@ def test_wrong_operators_are_refused_on_all_ranks(rank, size):
         eigsh(plain, like, 3, mass=lambda v: -v, mass_solve=lambda v: -v)
     with pytest.raises(ValueError, match="together"):
         eigsh(plain, like, 3, mass=plain if rank == size - 1 else None)
+    with pytest.raises(ValueError, match="k must be 1 or more and oversample 0 or more, but got 2 and -1"):
+        eigsh(plain, like, 2, oversample=-1 if rank == size - 1 else 0)
+    with pytest.raises(
+        ValueError, match=rf"seed must be an integer, or directions of shape \(5, {len(mine)}\), but .* \(3,\)"
+    ):
+        eigsh(plain, like, 3, oversample=2, seed=np.ones(3))
     with pytest.raises(ValueError, match="k must be at most 12"):
         eigsh(plain, like, 13)
     with pytest.raises(ValueError, match="mass_solve must return an array of the shape .*another grid"):

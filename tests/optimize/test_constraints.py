@@ -144,6 +144,25 @@ def test_limit_returns_the_least_violation(method: str, limit: int) -> None:
     assert disc(result.x) > -0.5  # FUN is zero at the start, which violates by that
 
 
+@pytest.mark.parametrize("most", [2, 3, 5])
+def test_the_point_of_an_unfinished_solve_violates_least(most: int, rank: int) -> None:
+    """SLSQP ends where a point met before violated the disc less, and lay no higher."""
+    met: list[tuple[float, float]] = []
+
+    def fun(x: Any) -> Any:
+        value = anp.sum((x - 2.0) ** 2) + 0.1 * anp.sum(anp.sin(5.0 * x))
+        met.append((max(0.0, float(mpiad.stop(anp.sum(x**2))) - 1.0), float(mpiad.stop(value))))
+        return value
+
+    inside = {"type": "ineq", "fun": lambda x: 1.0 - anp.sum(x**2)}
+    result = minimize(
+        fun, np.array([3.0, -2.0]), method="SLSQP", objective="mean", constraints=inside, options={"maxiter": most}
+    )  # fmt: skip
+    assert not result.success
+    np.testing.assert_allclose(fun(result.x), result.fun, rtol=1e-13)
+    assert met.pop() == pytest.approx(min(met), rel=1e-12)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_constraint_that_communicates_is_refused(method: str, rank: int, size: int) -> None:
     def summed(x: Any) -> Any:

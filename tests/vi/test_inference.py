@@ -244,6 +244,10 @@ def test_a_model_that_always_fails_ends_the_run_with_its_traceback():
 
     with pytest.raises(WorkerError, match="failure number 1\n"):
         VI(worse, MeanFieldGaussian(2), ("norm",), Adam(), root=ROOT).run(None, 3)
+    with pytest.raises(WorkerError, match=r"the function must return one real number.*shape \(2,\)"):
+        VI(lambda theta, data: theta, MeanFieldGaussian(2), ("norm",), Adam(), root=ROOT).run(None, 3)
+    with pytest.raises(WorkerError, match=r"VI.elbo: the model failed for all draws. The first was on rank \d:\nTrace"):
+        make(loss=lambda theta, data: worse(theta, data)).elbo(MeanFieldGaussian(2).initial(np.random.default_rng(0)))
     with pytest.raises(WorkerError, match="returned NaN or infinity for 10"):
         VI(lambda theta, data: anp.sum(theta) * np.inf, MeanFieldGaussian(2), ("norm",), Adam()).run(None, 3)
     assert VI(lambda theta, data: anp.sum(theta**2), MeanFieldGaussian(2), ("norm",), Adam()).run(None, 1).epochs == 1
@@ -292,6 +296,27 @@ def test_priors_are_scipys_with_their_derivative(given):
         np.testing.assert_allclose(slope[:, k], change, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["with its dimension", "without"])
+def test_a_prior_of_the_users_own_is_that_of_its_density(known):
+    class Wide:
+        def log_prob(self, theta):
+            return anp.sum(-0.5 * ((theta - 0.3) / 1.5) ** 2 - 0.5 * anp.log(2 * anp.pi) - anp.log(1.5), axis=1)
+
+    if known:
+        Wide.dim = 2
+    model = Conjugate(2)
+    for posterior in (MeanFieldGaussian(2), FullRankGaussian(2)):
+        inferences = [
+            VI(model.loss, posterior, prior, Adam(0.1), 0.7, 6, seed=3, root=ROOT, divergence="path")
+            for prior in (Wide(), ("norm", 0.3, 1.5))
+        ]
+        own, scipys = (inference.run(model.y, 4) for inference in inferences)
+        np.testing.assert_allclose(own.history["objective"], scipys.history["objective"], rtol=1e-12)
+        np.testing.assert_allclose(own.params["mean"], scipys.params["mean"], rtol=1e-10)
+        own, scipys = (inference.elbo(own.params, model.y, 20) for inference in inferences)
+        np.testing.assert_allclose(own, scipys, rtol=1e-10)
+
+
 @pytest.mark.serial
 def test_a_prior_may_have_an_entry_for_each_parameter():
     theta = np.array([[0.5, 1.3], [1.7, 0.4]])
@@ -325,6 +350,7 @@ def make(**changes):
         ({"prior": [("norm",)] * 3}, ValueError, "dimension 2, but the prior is of 3"),
         ({"prior": scipy.stats.multivariate_normal(np.zeros(3))}, ValueError, "dimension 2, but the prior 3"),
         ({"prior": scipy.stats.norm([0, 1, 2])}, ValueError, "dimension 2, but the prior is of 3"),
+        ({"prior": Prior(("norm",), 3)}, ValueError, "dimension 2, but the prior 3"),
         ({"w": -1}, ValueError, "-1"),
         ({"n_samples_per_epoch": 0}, ValueError, "n_samples_per_epoch.*0"),
         ({"seed": None}, ValueError, "seed must be an integer, zero or more, but got None"),
@@ -362,7 +388,9 @@ def test_results_tell_and_draw(tmp_path):
     assert "7 epochs" in lines[-1]
     assert result.draw(5).shape == (5, 2)
     assert result.log_prob(result.draw(5)).shape == (5,)
-    result.plot_corner(["slope", "offset"], truth=[0.0, 1.0]).savefig(tmp_path / "corner.png")
+    figure = result.plot_corner(["slope", "offset"], truth=[0.0, 1.0], prior=np.linspace([0.0, 7.0], [3.0, 9.0], 50))
+    assert figure.axes[0].patches[0].get_x() == pytest.approx(0.0, abs=1e-12) and len(figure.axes[3].patches) == 80
+    figure.savefig(tmp_path / "corner.png")
     axes = result.plot_predictive(lambda t: t[0] * np.arange(4.0), np.arange(4.0), np.zeros(4))
     axes.figure.savefig(tmp_path / "predictive.png")
     assert all((tmp_path / name).stat().st_size > 1000 for name in ("corner.png", "predictive.png"))

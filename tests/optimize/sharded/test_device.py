@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import autograd
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -206,6 +207,42 @@ def test_a_bounded_gradient_that_isnt_finite_ends_the_solve():
     with np.errstate(invalid="ignore"):
         found = _solved(on_device, broken, bounds=[(-2.0, 2.0)] * (2 * _N))
     assert not found.success and "finite" in found.message
+
+
+@pytest.mark.parametrize("put", [np.asarray, on_device], ids=["host", "device"])
+@pytest.mark.parametrize("bounds", [None, (-9.0, 9.0)], ids=["free", "bounded"])
+def test_a_search_without_its_conditions_leaves_the_lowest_point_that_it_met(bounds, put):
+    """One trial for each search: a low one whose slope is too steep is kept, and the gradient is that of this point."""
+    start = np.array_split(np.linspace(-1.2, 1.0, 7), _SIZE)[_RANK]
+
+    def wavy(x):
+        return anp.sum(100 * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2 + 0.1 * anp.sin(30 * x[:-1]))
+
+    found = minimize(
+        lambda x: wavy(mpiad.mpi_allgather(x, axis=0)), put(start), method="L-BFGS-sharded",
+        options={"maxls": 1, "m": 5}, bounds=None if bounds is None else [bounds] * len(start),
+    )  # fmt: skip
+    x, gradient = (np.concatenate(COMM.allgather(on_host(part))) for part in (found.x, found.jac))
+    assert found.status == 2 and found.nit == 8
+    np.testing.assert_allclose(found.fun, wavy(x), rtol=1e-13)
+    np.testing.assert_allclose(gradient, autograd.grad(wavy)(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "returned, text",
+    [
+        (lambda x: {"a": x["a"]}, "expected a nest of 3 arrays"),
+        (lambda x: {**x, "a": np.zeros(_N)}, "on the device of x0, but got ndarray"),
+        (lambda x: {**x, "b": x["b"][1:]}, "on the device of x0, but got DeviceArray of shape"),
+        (lambda x: {**x, "b": 1j * x["b"]}, "expected float64, like x0, but got complex128"),
+    ],
+)
+def test_gradients_that_dont_have_the_form_of_the_variables_are_refused(returned, text):
+    def jac(x):
+        return (returned if _RANK == _SIZE - 1 else dict)(x)
+
+    with pytest.raises((TypeError, mpiad.errors.WorkerError), match=text):
+        _solved(on_device, jac=jac)
 
 
 @pytest.mark.serial

@@ -10,6 +10,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 import scipy.optimize
+from device_double import on_device, on_host
 from known_problems import PROBLEMS
 from mpi4py import MPI
 
@@ -184,8 +185,9 @@ def test_recycling_saves_products_and_finds_the_same(rank: int, size: int) -> No
     np.testing.assert_allclose(recycled.x, plain.x, atol=1e-9)
 
 
+@pytest.mark.parametrize("put", [np.asarray, on_device], ids=["host", "device"])
 @pytest.mark.parametrize("way", WAYS)
-def test_bounds_by_two_metrics(way: str, rank: int, size: int) -> None:
+def test_bounds_by_two_metrics(way: str, put: Any, rank: int, size: int) -> None:
     """A quadratic in a box, against SciPy's active sets; few iterations, since the free variables take Newton steps."""
     rng = np.random.default_rng(4)
     a, b = spd(rng, 20), 30.0 * rng.standard_normal(20)
@@ -193,13 +195,56 @@ def test_bounds_by_two_metrics(way: str, rank: int, size: int) -> None:
     root = np.linalg.cholesky(a)
     expected = scipy.optimize.lsq_linear(root.T, np.linalg.solve(root, b), (low, high), method="bvls", tol=1e-14)
     bounds = list(zip(piece_of(low, rank, size), piece_of(high, rank, size)))
-    result = solve(
-        lambda x: 0.5 * x @ a @ x - b @ x, np.full(20, 5.0), rank, size, bounds=bounds,
-        options={"gtol": 1e-8, "grtol": 0.0, "globalization": way},
+    a, b = put(a), put(b)
+    result = mpiad.minimize(
+        gathered(lambda x: 0.5 * anp.dot(x, anp.dot(a, x)) - anp.dot(b, x)), put(piece_of(np.full(20, 5.0), rank, size)),
+        method=METHOD, bounds=bounds, options={"gtol": 1e-8, "grtol": 0.0, "globalization": way},
     )  # fmt: skip
     assert result.success and result.nit < 40
-    np.testing.assert_allclose(joined(result.x), expected.x, atol=1e-7)
+    np.testing.assert_allclose(joined(on_host(result.x)), expected.x, atol=1e-7)
     assert 3 < np.sum(expected.active_mask != 0) < 20
+
+
+@pytest.mark.parametrize("given", [("jac",), ("hessp",), ("jac", "hessp")], ids="-".join)
+def test_derivatives_of_the_users_own(given: tuple[str, ...], rank: int, size: int) -> None:
+    start, curvatures = np.linspace(-1.0, 2.0, 6), np.arange(1.0, 7.0)
+
+    def fun(x: Any) -> Any:
+        return anp.sum(curvatures * (x**4 / 4 + x**2 / 2 - x)) + anp.sum(x) ** 2
+
+    own: dict[str, Any] = {
+        "jac": lambda x: piece_of(autograd.grad(fun)(joined(x)), rank, size),
+        "hessp": lambda x, v: piece_of(
+            curvatures * (3 * joined(x) ** 2 + 1) * joined(v) + 2 * np.sum(joined(v)), rank, size
+        ),
+    }
+    told: list[str] = []
+
+    def noted(name: str) -> Any:
+        return lambda *args: told.append(name) or own[name](*args)
+
+    options = {"gtol": 1e-9, "grtol": 0.0}
+    result = solve(fun, start, rank, size, options=options, **{name: noted(name) for name in given})
+    expected = scipy.optimize.minimize(autograd.value_and_grad(fun), start, jac=True, options={"gtol": 1e-9})
+    assert result.success and set(told) == set(given) and result.nit < 10
+    np.testing.assert_allclose(joined(result.x), expected.x, atol=1e-8)
+    assert result.nhev == result.evaluations["product"] > 0
+    with pytest.raises(ValueError, match="a product with the Hessian isn't finite"):
+        solve(fun, start, rank, size, hessp=lambda x, v: v * np.nan)
+
+
+@pytest.mark.parametrize("way", [*WAYS, None])
+def test_a_gradient_of_the_wrong_sign_ends_where_it_began(way: str | None, rank: int, size: int) -> None:
+    fun, start, _ = PROBLEMS["wood"]
+    options = {} if way is None else {"globalization": way}
+    for most, status in ((1000, 2), (2, 1)):
+        result = mpiad.minimize(
+            gathered(fun), piece_of(start, rank, size), method="L-BFGS-sharded" if way is None else METHOD,
+            jac=lambda x: -piece_of(autograd.grad(fun)(joined(x)), rank, size), options={"maxfun": most, **options},
+        )  # fmt: skip
+        assert result.status == status and not result.success and ("check_grads" in result.message) == (status == 2)
+        assert result.nfev <= most and result.fun == fun(start)
+        np.testing.assert_array_equal(joined(result.x), start)
 
 
 @pytest.mark.parametrize("method, way", [*((METHOD, way) for way in WAYS), ("L-BFGS-sharded", None)])
