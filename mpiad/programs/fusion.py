@@ -256,12 +256,14 @@ class Fusion:
     def _group(self, items: list[Store | Fold]) -> None:
         """Append the loops of items."""
         pending = sorted(items, key=lambda item: (item.node, isinstance(item, Store) and item.copies))
-        computed = {item.node for item in pending if isinstance(item, Fold) or not item.copies}
+        own = {item.node: self._root(item.place.buffer) for item in pending if isinstance(item, Fold) or not item.copies}
+        computed = set(own)
         written = {self._root(item.place.buffer) for item in pending}
         # What is read through another shape, or is put together in one buffer, waits for all that is written there.
         wholes = {n for n, place in self.places.items() if n not in computed and self._root(place.buffer) in written}
-        # Other shapes of what one item puts there wait for that alone.
+        # Other shapes of what one item puts there, which isn't copied there later, wait for that alone.
         named = {n: x for n in wholes if (x := self._computed_as(n, computed)) is not None}
+        named = {n: x for n, x in named.items() if own[x] == self._root(self.places[n].buffer)}
         wholes -= named.keys()
         reads = {id(item): self._needs(item, computed | wholes, named) for item in pending}
         while pending:
@@ -273,8 +275,8 @@ class Fusion:
             alone = False
             for item in pending:
                 partial = isinstance(item, Fold) and not item.is_full
-                own = _shape_of(item, self.nodes)
-                if shape is not None and (own != shape or partial or alone):
+                mine = _shape_of(item, self.nodes)
+                if shape is not None and (mine != shape or partial or alone):
                     continue
                 if all(
                     inside[n] == map if n in inside
@@ -282,7 +284,7 @@ class Fusion:
                     for n, map in reads[id(item)]
                 ):  # fmt: skip
                     loop.append(item)
-                    shape, alone = own, partial
+                    shape, alone = mine, partial
                     if isinstance(item, Store) and not item.copies:
                         inside[item.node] = item.reads
             if shape is None:

@@ -68,6 +68,12 @@ def reductions(c):
     return (*sums, *ends, anp.mean(c), anp.mean(c, axis=1), anp.var(c, axis=0), anp.std(c), anp.linalg.norm(c))
 
 
+def sums_in_another_shape(a):
+    """A result, and what is computed of it: its memory is filled by a copy."""
+    column = anp.reshape(anp.sum(a, axis=0), (5, 1))
+    return column, column * 1.5
+
+
 def contractions(a, b, x, y):
     return anp.einsum("ij,jk->ik", a, b), a @ b + anp.dot(x, y), a @ b[:, 0], x @ y, anp.outer(x, y), anp.tensordot(a, b, 1)
 
@@ -89,7 +95,7 @@ def integers(x, a):
 CASES = [
     (elementwise, (X, Y)), (choices, (X, Y)), (broadcast, (A, X)), (strides, (X, A)), (put_together, (X, Y, A)),
     (rolled, (X, A)), (shapes, (A, C)), (reductions, (C,)), (contractions, (A, B, X, Y)), (calls_of_numpy, (X, A)),
-    (spectrum, (X,)), (integers, (X, A)),
+    (spectrum, (X,)), (integers, (X, A)), (sums_in_another_shape, (A,)),
 ]  # fmt: skip
 
 
