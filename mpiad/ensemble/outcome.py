@@ -195,8 +195,6 @@ class Outcome:
     @staticmethod
     def joined(parts: list[Outcome]) -> Outcome:
         """Return the outcome of several shares, one after the other; their steps stay apart."""
-        if len(parts) == 1:
-            return parts[0]
         tables, steps, jumps, offset = [], [], [], 0
         for part in parts:
             if part.event_table is not None:

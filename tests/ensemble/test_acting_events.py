@@ -221,7 +221,8 @@ def dosed(u0, p, alg, **more):
         Event(times=lambda p: [6.0, p[2] - 1], affect=lambda u, p, t: [u[0] + p[1]]),
         Event(times=lambda p: [4.0, 3.0 * p[2], 0.0, 7.5], affect=lambda u, p, t: [u[0] + 0.5 * p[1] * u[0]]),
     ]
-    problem = EnsembleProblem(ODEProblem(eliminated, np.ones(1), (0.0, 6.0)), u0=u0, p=p)
+    shared, own = (p, None) if np.ndim(p) == 1 else (None, p)
+    problem = EnsembleProblem(ODEProblem(eliminated, np.ones(1), (0.0, 6.0), shared), u0=u0, p=own)
     return solve(problem, alg, events=doses, **{**TIGHT, "saveat": SAVED, **more})
 
 
@@ -277,6 +278,18 @@ def test_doses(alg):
     for more, exact in ways if isinstance(alg, Vern7) else ways[:1]:
         again = mpiad.grad(lambda p, more=more: anp.sum(dosed(DOSED, p, alg, **more).u_end ** 2))(RATES)
         np.testing.assert_allclose(again, expected, rtol=exact, atol=exact * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("more", [{}, {"adjoint": "continuous"}], ids=["discrete", "continuous"])
+def test_doses_that_all_trajectories_share(more):
+    weights = np.where(np.isin(np.arange(8), [2, 4]), 0.0, np.cos(np.arange(8.0)))  # see `test_doses`
+
+    def exact(p):
+        every = anp.array([[concentration(u0[0], p, t) for t in SAVED] for u0 in DOSED])
+        return anp.sum(every**2 * weights)
+
+    found = mpiad.grad(lambda p: anp.sum(dosed(DOSED, p, Vern7(), **more).u[..., 0] ** 2 * weights))(RATES[0])
+    np.testing.assert_allclose(found, mpiad.grad(exact)(RATES[0]), rtol=1e-7)
 
 
 @pytest.mark.parametrize("more", [{}, {"adjoint": "continuous"}], ids=["discrete", "continuous"])

@@ -52,6 +52,12 @@ def test_parameters_taken_for_columns_are_found():
         ({"rtol": 0.0}, ValueError, "rtol must be above zero, but got 0.0"),
         ({"rtol": -1e-3}, ValueError, "-0.001"),
         ({"rtol": np.nan}, ValueError, "nan"),
+        ({"rtol": np.inf}, ValueError, "rtol must be finite, but got inf"),
+        (
+            {"saveat": np.ones((1, 2, 2))},
+            ValueError,
+            r"array of shape \(N, n_saved\) with N = 1, but has shape \(1, 2, 2\)",
+        ),
         ({"atol": -1.0}, ValueError, "atol must be zero or more"),
         ({"atol": [1e-6] * 3}, ValueError, r"shape of a state, \(2,\)"),
         ({"max_steps": 0}, ValueError, "max_steps"),

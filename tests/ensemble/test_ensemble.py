@@ -136,6 +136,20 @@ def test_progress_of_threads(capsys):
     assert "50 of 50 trajectories" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_progress_of_kernels(capsys):
+    pytest.importorskip("llvmlite")
+    still = remake(BASE, tspan=(0.0, 0.0))
+    for problem in (BASE, still):
+        solve(EnsembleProblem(problem), trajectories=50, progress=True, compile=True)
+        assert "50 of 50 trajectories" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["prob_func", "output_func", "reduction"])
+def test_what_is_no_function_is_refused(name):
+    with pytest.raises(TypeError, match=f"{name} must be a function, but got int 3"):
+        EnsembleProblem(BASE, **{name: 3})
+
+
 def test_progress_counts_what_has_no_way_to_go(capsys):
     still = EnsembleProblem(BASE, lambda prob, i, repeat: remake(prob, tspan=(0.0, i - 1.0)))
     solve(still, trajectories=3, progress=True)

@@ -26,6 +26,7 @@ from mpiad.ensemble import (
     fit,
     remake,
 )
+from mpiad.ensemble.sensitivity import SensitivitySolve
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 TIMES = np.linspace(0.0, 5.0, 20)
@@ -233,6 +234,14 @@ REFUSED = {
     "coupled": ({"residuals": lambda u, p, data: u[:, 0] - anp.sum(u)}, ValueError, "depend on the others"),
     "one number": ({"residuals": lambda u, p, data: anp.sum(u)}, ValueError, r"shape \(\), but \(..., \d+\) was expected"),
     "math": ({"residuals": lambda u, p, data: [erf(u)[:, 0]]}, TypeError, "can't be differentiated.*autograd.numpy"),
+    "complex": ({"residuals": lambda u, p, data: 1j * u[:, 0]}, TypeError, "must be real numbers, but are complex128"),
+    "max_nfev": ({"max_nfev": 0}, ValueError, "max_nfev must be an integer above zero, but got 0"),
+    "residuals": ({"residuals": 3}, TypeError, r"must be a function residuals\(u, p, data\), but got 3"),
+    "no generator": ({"prob_generator": 3}, TypeError, "prob_generator must be a function of a problem and x, but got 3"),
+    "one bound": ({"bounds": 3.0}, ValueError, "bounds must be two, lower and upper ones, but got 3.0"),
+    "states": (
+        {"prob_generator": lambda one, x: remake(one, u0=np.ones((1, 7)))}, ValueError, r"u0 of shape \(1, 7\), but \(1",
+    ),
     "generator": ({"prob_generator": lambda problem, x: x}, TypeError, "prob_generator must return its problem"),
     "sum in it": ({"prob_generator": lambda one, x: remake(one, p=[anp.sum(x), x[1]])}, ValueError, "np.sum.x, axis=0"),
     "GPU": ({"ensemblealg": EnsembleMPI(EnsembleGPU())}, NotImplementedError, "EnsembleGPU can't fit"),
@@ -275,6 +284,68 @@ def test_traced_arguments():
 
 def fitted_from(u0):
     return fit(EnsembleProblem(DECAY, u0=u0), lambda u, p, data: u, START, saveat=T).p.sum()
+
+
+def branching(u, p, t):
+    """Decay as `decay`, with a branch on values, so that no program can be made of it."""
+    return decay(u, p, t) if np.all(u[0] > -1e3) else [0.0]
+
+
+def decayed(u0, a, b, t):
+    """Return the closed form of `decay`."""
+    return 1 / (b / a + (1 / u0 - b / a) * np.exp(a * t))
+
+
+# From the variables to initial state and rates, with what puts them there.
+GENERATORS = {
+    "parameters": (None, lambda x: (1.0, x[0], x[1])),
+    "turned": (lambda one, x: remake(one, p=[x[1], 0.3 * x[0]]), lambda x: (1.0, x[1], 0.3 * x[0])),
+    "states": (lambda one, x: remake(one, u0=[0.4 * x[0] + 0.1 * x[1]]), lambda x: (0.4 * x[0] + 0.1 * x[1], 0.9, 0.2)),
+    "both": (
+        lambda one, x: remake(one, u0=[0.5 * x[0] * x[1]], p=[x[0], one.p[1] + x[1]]),
+        lambda x: (0.5 * x[0] * x[1], x[0], 0.2 + x[1]),
+    ),
+    "one state for all": (lambda one, x: remake(one, u0=np.full(1, 0.8), p=x), lambda x: (0.8, x[0], x[1])),
+}  # fmt: skip
+SAVED = [0.0, 0.7, 1.0]
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    "way, saveat, name",
+    [
+        *(("kernels", SAVED[::2], name) for name in GENERATORS), ("kernels", SAVED, "both"), ("columns", SAVED, "both"),
+        *(("Rodas5P of a branch", SAVED, name) for name in ("parameters", "both")),
+    ],
+)  # fmt: skip
+def test_saved_states_with_their_derivatives(way, saveat, name, monkeypatch):
+    """Beside complex steps of the closed form: inside and at the ends, by whatever the variables are put into."""
+    if way == "kernels":
+        pytest.importorskip("llvmlite")
+    x, seen = np.array([[0.6, 0.4], [1.1, 0.2], [1.7, 0.3]]), []
+    states = SensitivitySolve.states
+    monkeypatch.setattr(SensitivitySolve, "states", lambda *args: seen.append(states(*args)) or seen[-1])
+    generator, placed = GENERATORS[name]
+    stiff = way not in ("columns", "kernels")
+    fit(
+        ODEProblem(branching if stiff else decay, [1.0], (0.0, 1.0), [0.9, 0.2]), lambda u, p, data: u, x,
+        Rodas5P() if stiff else Vern7(), saveat=saveat, rtol=1e-6 if stiff else 1e-9, atol=1e-9,
+        prob_generator=generator, compile=way == "kernels", max_nfev=1,
+    )  # fmt: skip
+    exact, t = 1e-4 if stiff else 1e-7, np.array(saveat)
+    assert seen[0].tangents.shape == (2, 3, len(saveat), 1)
+    for i, one in enumerate(x):
+        np.testing.assert_allclose(seen[0].u[i, :, 0], decayed(*placed(one), t), exact)
+        for j, step in enumerate(1e-30j * np.eye(2)):
+            expected = decayed(*placed(one + step), t).imag / 1e-30
+            np.testing.assert_allclose(seen[0].tangents[j, i, :, 0], expected, exact, exact)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("scale", [[1.0, 10.0], np.full((2, 2), 2.0)], ids=["all", "each"])
+def test_scales_of_the_users_own(scale):
+    found = fitted(slice(0, 2), x_scale=scale, rtol=1e-7)
+    np.testing.assert_allclose(found.p, RATES[:2], rtol=1e-5)
 
 
 @pytest.mark.serial

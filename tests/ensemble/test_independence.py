@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import autograd.numpy as anp
 import numpy as np
 import pytest
 from ode_systems import forced_pendulum, lorenz, van_der_pol
 
+import mpiad
 from mpiad.ensemble import (
     RK4,
     RK45,
@@ -18,6 +20,7 @@ from mpiad.ensemble import (
     Tsit5,
     remake,
     solve,
+    working_set,
 )
 
 pytestmark = pytest.mark.serial
@@ -61,6 +64,21 @@ def test_more_trajectories_than_the_working_set_holds():
     many, columns = remake(LORENZ, p=np.concatenate([RHO] * 17)), {"compile": False, **TIGHT}
     same(solve(many, **columns), solve(LORENZ, **columns), slice(4 * len(RHO), 5 * len(RHO)))
     same(solve(many, batch_size=7000, **columns), solve(many, **columns))
+
+
+def test_those_that_wait_take_the_places_of_those_that_end(monkeypatch):
+    def solved():
+        kept = []
+        gradient = mpiad.grad(lambda p: anp.sum(kept.append(solve(remake(some, p=p), **options)) or kept[0].u ** 2))(some.p)
+        return solve(some, **options), gradient
+
+    some, options = remake(LORENZ, p=RHO[::12]), {"compile": False, "saveat": [0.3, 0.71], **TIGHT}
+    whole, expected = solved()
+    for name, few in (("_BLOCK", 1), ("_LEAST_COLUMNS", 7), ("_IDLE", 1)):
+        monkeypatch.setattr(working_set, name, few)
+    found, gradient = solved()
+    same(found, whole)
+    np.testing.assert_array_equal(gradient, expected)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.complex128])

@@ -34,12 +34,27 @@ def forced_states(x):
     return anp.concatenate([anp.ravel(sol.u), anp.ravel(sol.u_end)])
 
 
+def decay(u, p, t):
+    return [-p[0] * u[0]]
+
+
 VARIABLES = {"u0": draws(4, 2), "p": draws(2, seed=1), "span": np.array([0.1, 0.9])}
 ALONG = {"u0": draws(4, 2, seed=2) - 1, "p": draws(2, seed=3) - 1, "span": np.array([0.3, -0.2])}
 
 
 def without_span(x):
     return {"u0": x["u0"], "p": x["p"], "span": VARIABLES["span"]}
+
+
+def test_tangents_of_many_trajectories_are_those_of_the_closed_form():
+    def saved(p):
+        return solve(
+            EnsembleProblem(ODEProblem(decay, [1.0], (0.0, 1.0)), p=p), saveat=[0.5, 1.0], compile=False, **TIGHT
+        ).u
+
+    p, v = np.linspace(0.5, 1.5, 1100)[:, None], np.cos(np.arange(1100.0))[:, None]
+    exact = -np.array([0.5, 1.0]) * np.exp(-p * [0.5, 1.0]) * v
+    np.testing.assert_allclose(mpiad.jvp(saved, p, v)[1][..., 0], exact, rtol=1e-4, atol=1e-7)
 
 
 @both

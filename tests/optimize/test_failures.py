@@ -177,6 +177,8 @@ def test_mistakes_that_only_the_root_can_see() -> None:
         minimize(bowl, np.zeros(3), bounds=[(1, 0)] * 3)
     with pytest.raises(ValueError, match="one pair of bounds for each of the 3 variables"):
         minimize(bowl, np.zeros(3), bounds=[(0, 1)] * 2)
+    with pytest.raises(ValueError, match=r"bounds must be pairs \(low, high\), but got \[\(0, 1, 2\)"):
+        minimize(bowl, np.zeros(3), bounds=[(0, 1, 2)] * 3)
     assert minimize(bowl, np.zeros(3)).success
 
 
