@@ -104,8 +104,8 @@ def _leaf(leaf: Array, varies: bool) -> Any:
     shape = (*leaf.shape[:-1], _COLUMNS) if varies else leaf.shape
     if leaf.dtype.kind in "fc":
         return _made_up(shape, leaf.dtype)
-    # By integers f may count and choose, so they must be the true ones.
-    return np.resize(leaf if arrays is None else arrays.to_host(leaf), shape)
+    # By integers f may count and choose, so they must be the true ones: those of the first trajectories, again and again.
+    return np.resize((leaf if arrays is None else arrays.to_host(leaf)).T, shape[::-1]).T
 
 
 def _made_up(shape: Shape, dtype: DTypeLike) -> Array:

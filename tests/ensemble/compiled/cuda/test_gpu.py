@@ -27,6 +27,8 @@ from mpiad.ensemble import (
     Tsit5,
     solve,
 )
+from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
+from mpiad.ensemble.members import members
 
 pytestmark = [
     pytest.mark.serial,
@@ -551,3 +553,12 @@ def test_saved_times_on_the_device_are_refused_by_name():
 def test_arguments_that_cannot_be(wrong):
     with pytest.raises(ValueError, match=rf"{next(iter(wrong))} must be .*{next(iter(wrong.values()))}"):
         EnsembleGPU(**wrong)
+
+
+def test_a_sample_has_each_integer_where_it_was():
+    """f may count by one and choose by another; few trajectories are repeated, of many there are the first."""
+    for count in (3, 40):
+        p = np.stack([np.arange(count), 100 + np.arange(count)], axis=1)
+        ensemble = EnsembleProblem(ODEProblem(lambda u, p, t: -u * p[0], [1.0], (0.0, 1.0)), p=p)
+        (leaf,) = sample_batch(members(ensemble, range(1, count + 1), 1, 0, count)).p.leaves
+        assert leaf.dtype == int and np.array_equal(leaf, [np.arange(5) % count, 100 + np.arange(5) % count])
