@@ -36,6 +36,8 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 # What loops compute with.
 BOOLEAN = np.dtype(bool)
 COMPUTED = (*FLOATS, BOOLEAN)
+# Kinds of nodes that aren't computed by loops.
+IN_MEMORY = frozenset({"input", "constant", "communicate", "call", "item"})
 
 
 class Slot(NamedTuple):
@@ -92,6 +94,7 @@ class ArrayProgram:
         self.site: Site | None = None
         self.part = 0
         self._known: dict[Any, int] = {}
+        self._precisions: dict[int, np.dtype | None] = {}
 
     def add(self, kind: str, inputs: Sequence[int], shape: Shape, dtype: np.dtype, data: Any = None) -> int:
         """Append a node, or find it where the same was computed before."""
@@ -265,6 +268,17 @@ class ArrayProgram:
                 found.add(number)
                 found.update(self.nodes[number].inputs)
         return sorted(found)
+
+    def precision(self, x: int) -> np.dtype | None:
+        """Return in which precision a node's entries are computed; None for what is in memory, or needs none."""
+        if x not in self._precisions:
+            node, found = self.nodes[x], []
+            if node.kind not in IN_MEMORY and node.kind != "number":
+                # Booleans are computed as what they are made of.
+                made_of = [self.precision(y) or self.nodes[y].dtype for y in node.inputs]
+                found = [y for y in ([node.dtype] if node.dtype in FLOATS else made_of) if y in FLOATS]
+            self._precisions[x] = max(found, key=lambda y: y.itemsize, default=None)
+        return self._precisions[x]
 
     def is_float(self, x: int) -> bool:
         """Tell whether a node holds real numbers that loops compute with, or booleans."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Shape
-from mpiad.programs.array_program import ArrayProgram, Node
+from mpiad.programs.array_program import ArrayProgram
 from mpiad.programs.index_maps import IndexMap, beginning_at, composed, identity, inverse, long_axes, moved, to_long
 from mpiad.programs.materialization import Materialization, reads_of
 from mpiad.programs.schedule import Buffer, Fold, Loop, Place, Run, Schedule, Store, root_of, working_in_place
@@ -272,19 +272,21 @@ class Fusion:
             waiting = {item.node for item in pending if isinstance(item, Fold) or not item.copies}
             buffers = {self._root(item.place.buffer) for item in pending}
             shape: Shape | None = None
-            alone = False
+            precision, alone = None, False
             for item in pending:
                 partial = isinstance(item, Fold) and not item.is_full
-                mine = _shape_of(item, self.nodes)
+                mine, exact = long_axes(self.nodes[item.of].shape), self.program.precision(item.of)
                 if shape is not None and (mine != shape or partial or alone):
                     continue
+                if exact is not None and precision is not None and exact != precision:
+                    continue  # in double precision what is read in the loop wouldn't be rounded
                 if all(
                     inside[n] == map if n in inside
                     else n not in waiting and (n not in wholes or self._root(self.places[n].buffer) not in buffers)
                     for n, map in reads[id(item)]
                 ):  # fmt: skip
                     loop.append(item)
-                    shape, alone = mine, partial
+                    shape, precision, alone = mine, precision or exact, partial
                     if isinstance(item, Store) and not item.copies:
                         inside[item.node] = item.reads
             if shape is None:
@@ -335,8 +337,3 @@ class Fusion:
                     seen.add(read)
                     stack.append(read)
         return found
-
-
-def _shape_of(item: Store | Fold, nodes: Sequence[Node]) -> Shape:
-    """Return the index space of an item."""
-    return long_axes(nodes[item.of if isinstance(item, Fold) else item.node].shape)

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
-
 from mpiad._typing import Array
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.source import indented, number
@@ -21,7 +19,7 @@ from mpiad.programs.array_program import FLOATS
 from mpiad.programs.index_maps import Axis, IndexMap, composed
 from mpiad.programs.loop_body import Box, LoopBody, as_rows, cut
 from mpiad.programs.materialization import reads_of
-from mpiad.programs.schedule import Fold, Loop, Place, Schedule, Store
+from mpiad.programs.schedule import Fold, Loop, Place, Schedule
 
 LANES = 16
 NAME = "loop"
@@ -73,16 +71,14 @@ class LoopWriter:
         self.loads: set[tuple[int, IndexMap]] = set()
         self._read: set[int] = set()
         self.written = {item.place.buffer for item in loop.items}
-        dtypes = {self._dtype(item) for item in loop.items} & set(FLOATS)
+        program = schedule.program
+        found = {program.precision(item.of) or self.nodes[item.of].dtype for item in loop.items} & set(FLOATS)
         single, double = FLOATS
-        self.real = single if dtypes == {single} else double
+        self.real = single if found == {single} else double
         self.folds = [item for item in loop.items if isinstance(item, Fold)]
         self.partial = [fold for fold in self.folds if not fold.is_full]
         self.lanes = bool(loop.shape) and bool(self.folds) and not self.partial
         self.divisible = divisible and bool(math.prod(loop.shape)) and bool(loop.shape) and not self.folds
-
-    def _dtype(self, item: Store | Fold) -> np.dtype:
-        return self.nodes[item.of if isinstance(item, Fold) else item.node].dtype
 
     def text(self) -> LoopText:
         """Return all of it."""
@@ -127,7 +123,7 @@ class LoopWriter:
         points: list[set[int]] = [{0, n} for n in shape]
         seen: set[tuple[int, IndexMap]] = set()
         for item in self.loop.items:
-            self._note_breaks(item.of if isinstance(item, Fold) else item.node, item.reads, points, seen)
+            self._note_breaks(item.of, item.reads, points, seen)
         inside = []
         for found in points:
             ordered = sorted(found)

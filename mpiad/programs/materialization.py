@@ -13,10 +13,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-import numpy as np
-
 from mpiad._typing import Shape
-from mpiad.programs.array_program import FLOATS, SHORT, ArrayProgram, Node
+from mpiad.programs.array_program import IN_MEMORY, SHORT, ArrayProgram, Node
 from mpiad.programs.index_maps import IndexMap, broadcast, composed, identity, inverse, long_axes, shifted, to_long, within
 from mpiad.programs.schedule import working_in_place
 
@@ -30,7 +28,6 @@ _SIMPLE = frozenset(
 )
 # Expressions that are deeper than this, or read arrays of more eras, are cut; more leaves than this aren't counted.
 _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
-_IN_MEMORY = frozenset({"input", "constant", "communicate", "call", "item"})
 
 
 class _Use(NamedTuple):
@@ -80,7 +77,7 @@ class Materialization:
             uses[n].add(_Use(at, long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape)))
         for n in reversed(self.needed):
             node = self.nodes[n]
-            if node.kind in _IN_MEMORY:
+            if node.kind in IN_MEMORY:
                 at = position.get(n)
                 for x in node.inputs if at is not None else ():
                     shape = self.nodes[x].shape
@@ -116,7 +113,7 @@ class Materialization:
         # What is read of a node: nothing but itself, where it is kept.
         for n in self.needed:
             node = self.nodes[n]
-            if node.kind in _IN_MEMORY:
+            if node.kind in IN_MEMORY:
                 costs[n], sets[n], deep[n] = 0, frozenset([n]), 0
                 eras[n] = frozenset() if node.kind in ("input", "constant") else frozenset([self._era(n)])
                 continue
@@ -152,7 +149,7 @@ class Materialization:
         joined: dict[int, bool] = {}
         for n in self.needed:
             node = self.nodes[n]
-            joined[n] = node.kind not in (*_IN_MEMORY, "reduce", "reshape") and (
+            joined[n] = node.kind not in (*IN_MEMORY, "reduce", "reshape") and (
                 node.kind in ("join", "update") or any(joined[x] for x in node.inputs)
             )
             if node.kind == "reduce":
@@ -162,8 +159,8 @@ class Materialization:
             elif node.kind == "reshape":
                 forced.update((n, node.inputs[0]))
             elif node.kind == "elementwise":
-                own = self._precision(n)
-                forced.update(x for x in node.inputs if self._precision(x) not in (None, own))
+                own = self.program.precision(n)
+                forced.update(x for x in node.inputs if self.program.precision(x) not in (None, own))
             elif n in self.cuts:
                 placed = working_in_place(node)
                 for x in node.inputs:
@@ -173,7 +170,7 @@ class Materialization:
         for n in self.program.outputs:
             self._force(n, forced)
             self._force(n, self.anchored)
-        return {n for n in forced if self.nodes[n].kind not in (*_IN_MEMORY, "number")}
+        return {n for n in forced if self.nodes[n].kind not in (*IN_MEMORY, "number")}
 
     def _force(self, n: int, forced: set[int]) -> None:
         """Note that a node is kept, or the parts that it is put together of."""
@@ -189,16 +186,6 @@ class Materialization:
     def is_shared(self, n: int) -> bool:
         """Tell whether a node is read in several places, or returned."""
         return len(self.users[n]) > 1 or n in self.program.outputs
-
-    def _precision(self, n: int) -> np.dtype | None:
-        """Return in which precision a node is computed, None for what is read from memory, or has none."""
-        node = self.nodes[n]
-        if node.kind in _IN_MEMORY or node.kind == "number":
-            return None
-        if node.dtype in FLOATS:
-            return node.dtype
-        found = [self._precision(x) or self.nodes[x].dtype for x in node.inputs]
-        return max((x for x in found if x in FLOATS), key=lambda x: x.itemsize, default=None)
 
 
 def _times(shape: Shape, uses: Collection[_Use]) -> int:

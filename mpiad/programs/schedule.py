@@ -39,6 +39,11 @@ class Store(NamedTuple):
     place: Place  # the buffer's indices by those of the loop
     copies: bool  # whether the node is read from where it is kept; else it is computed
 
+    @property
+    def of(self) -> int:
+        """The node whose entries the loop takes: this one."""
+        return self.node
+
 
 class Fold(NamedTuple):
     """What a loop adds up over its index space, or folds otherwise."""

@@ -154,6 +154,29 @@ def test_single_precision_stays_single():
 
 
 @pytest.mark.serial
+def test_single_precision_is_rounded_before_doubles_read_it():
+    """Bit for bit: no sum of a product, which may be one operation, is among them."""
+    x, y = X.astype(np.float32), further(X)
+
+    def fun(x, y):
+        rounded = y.astype(np.float32)
+        mask = x * x * x < y * 0.1
+        return y - rounded, rounded * y, x * x * x, x * x * x * y, anp.where(mask, x * x, y * x), mask, anp.max(y - rounded)
+
+    def by_hand(x, y):
+        rounded, cube = y.astype(np.float32), x * x * x
+        mask = cube < y * 0.1
+        picked = np.where(mask, (x * x).astype(float), y * x)
+        return y - rounded, rounded * y, cube, cube.astype(float) * y, picked, mask, np.max(y - rounded)
+
+    jitted = mpiad.jit(fun, strict=True)
+    for given in ((x, y), (further(x), Y)):
+        for found, expected in zip(jitted(*given), by_hand(*given)):
+            np.testing.assert_array_equal(found, expected)
+    assert np.max(np.abs(y - y.astype(np.float32))) > 1e-9
+
+
+@pytest.mark.serial
 def test_not_a_number_is_found_by_extremes():
     x = np.array([[1.0, np.nan, -np.inf], [-2.0, np.inf, 0.0]])
 
