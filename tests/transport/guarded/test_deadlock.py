@@ -227,7 +227,8 @@ def test_a_receive_that_is_interrupted_is_taken_back(monkeypatch: pytest.MonkeyP
 
 
 def test_a_send_that_is_interrupted_keeps_its_memory(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
-    comm, x = Guarded(MPI.COMM_WORLD.Dup(), "test", tuple(range(size))), np.ones(1_000_000)
+    # Long enough to wait for its receive; a longer one to oneself travels in pieces, one at each look, with naps between.
+    comm, x = Guarded(MPI.COMM_WORLD.Dup(), "test", tuple(range(size))), np.ones(100_000)
     request = comm.Isend(x, rank, 5)
     interrupted(request, monkeypatch)
     assert any(held is x for _, held in requests._abandoned)
