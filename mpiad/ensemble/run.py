@@ -107,7 +107,12 @@ class Run:
         """Return a new array, whose last axis counts trajectories, with zeros for those that failed."""
         if self.home is not None and self.live.all():
             return x.copy()
-        return np.where(self.placed(self.live), x, 0)
+        return np.where(self._survivors, x, 0)
+
+    @cached_property
+    def _survivors(self) -> Array:
+        # Copied to a device once: each gradient masks several arrays.
+        return self.placed(self.live)
 
     def placed(self, mask: np.ndarray) -> Array:
         """Return an array of the host's where the states live."""
