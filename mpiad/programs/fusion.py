@@ -11,7 +11,7 @@ operator that works in a buffer (a halo exchange) is kept in that buffer from th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -167,7 +167,7 @@ class Fusion:
         # What these are computed of: what is kept gets a place, and so becomes an item that is looked at, too.
         seen: set[int] = set()
         for item in items:
-            if isinstance(item, Store) and item.copies:
+            if item.copies:
                 continue
             stack = [item.of] if isinstance(item, Fold) else list(self.nodes[item.node].inputs)
             while stack:
@@ -255,21 +255,20 @@ class Fusion:
 
     def _group(self, items: list[Store | Fold]) -> None:
         """Append the loops of items."""
-        pending = sorted(items, key=lambda item: (item.node, isinstance(item, Store) and item.copies))
-        own = {item.node: self._root(item.place.buffer) for item in pending if isinstance(item, Fold) or not item.copies}
-        computed = set(own)
+        pending = sorted(items, key=lambda item: (item.node, item.copies))
+        computed = {item.node: self._root(item.place.buffer) for item in pending if not item.copies}
         written = {self._root(item.place.buffer) for item in pending}
         # What is read through another shape, or is put together in one buffer, waits for all that is written there.
         wholes = {n for n, place in self.places.items() if n not in computed and self._root(place.buffer) in written}
         # Other shapes of what one item puts there, which isn't copied there later, wait for that alone.
-        named = {n: x for n in wholes if (x := self._computed_as(n, computed)) is not None}
-        named = {n: x for n, x in named.items() if own[x] == self._root(self.places[n].buffer)}
+        shapes = {n: x for n in wholes if (x := self._computed_as(n, computed)) is not None}
+        named = {n: x for n, x in shapes.items() if computed[x] == self._root(self.places[n].buffer)}
         wholes -= named.keys()
-        reads = {id(item): self._needs(item, computed | wholes, named) for item in pending}
+        reads = {id(item): self._needs(item, computed.keys() | wholes, named) for item in pending}
         while pending:
             loop: list[Store | Fold] = []
             inside: dict[int, IndexMap] = {}
-            waiting = {item.node for item in pending if isinstance(item, Fold) or not item.copies}
+            waiting = {item.node for item in pending if not item.copies}
             buffers = {self._root(item.place.buffer) for item in pending}
             shape: Shape | None = None
             precision, alone = None, False
@@ -304,7 +303,7 @@ class Fusion:
     def _root(self, buffer: int) -> int:
         return root_of(self.buffers, buffer)
 
-    def _computed_as(self, n: int, computed: set[int]) -> int | None:
+    def _computed_as(self, n: int, computed: Container[int]) -> int | None:
         """Return the node of an item that a node is all of in another shape; None where it is no such view."""
         while self.nodes[n].kind == "view":
             (x,) = self.nodes[n].inputs
@@ -318,7 +317,7 @@ class Fusion:
     def _needs(self, item: Store | Fold, written: set[int], named: dict[int, int]) -> set[tuple[int, IndexMap]]:
         """Return the nodes that an item reads from memory which is written in these loops, and by which maps."""
         found: set[tuple[int, IndexMap]] = set()
-        if isinstance(item, Store) and item.copies:
+        if item.copies:
             return {(item.node, item.reads)}
         if isinstance(item, Fold):
             stack = [(item.of, item.reads)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpiad.programs.array_program import Call, Node
 from mpiad.programs.replay import Replays
-from mpiad.programs.schedule import Loop, Store
+from mpiad.programs.schedule import Loop
 
 
 class Listing:
@@ -43,7 +43,7 @@ class Listing:
         schedule, lines = self._replays.schedule, []
         for step, text in zip(schedule.steps, self._replays.texts):
             if isinstance(step, Loop):
-                copies = [isinstance(item, Store) and item.copies for item in step.items]
+                copies = [item.copies for item in step.items]
                 made = ", ".join(f"%{item.node}{' (copy)' * copy}" for item, copy in zip(step.items, copies))
                 loaded = {b for b, _ in text.loads} & set(text.buffers)  # type: ignore[union-attr]
                 read, written = (sum(map(self._bytes, part)) for part in (loaded, text.written))  # type: ignore[union-attr]

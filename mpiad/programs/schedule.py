@@ -54,6 +54,8 @@ class Fold(NamedTuple):
     name: str  # of the operation
     place: Place  # the buffer's indices by those of the loop; an axis that is folded occurs in none
 
+    copies = False  # it is computed, whatever it is folded of
+
     @property
     def is_full(self) -> bool:
         """Whether one number is left."""
