@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpiad._typing import Array, Index
+from mpiad._typing import Array, Index, Shape
 from mpiad.compiling.array_functions import FUNCTIONS, METHODS
 from mpiad.compiling.builder import Builder
 from mpiad.compiling.symbols import BRANCHES, Symbol, numbers_of
@@ -39,6 +39,21 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         if any(self.builder.parts(number) for number in flat):
             return np.result_type(self._dtype, np.complex64)
         return self._dtype.type(0).real.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """The lengths of its axes."""
+        return self.numbers.shape
+
+    @property
+    def ndim(self) -> int:
+        """How many axes it has."""
+        return self.numbers.ndim
+
+    @property
+    def size(self) -> int:
+        """How many entries it has."""
+        return self.numbers.size
 
     @property
     def T(self) -> SymbolicArray:
@@ -115,9 +130,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
             self.builder.refuse(f"it calls {name}, which isn't among the functions that can be compiled")
         return made(self, *args, **kwargs)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("shape", "ndim", "size"):
-            return getattr(self.numbers, name)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_") or name not in METHODS:
             raise AttributeError(f"traced values have no {name!r}")
         return partial(METHODS[name], self)
