@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 # However busy a machine looks, a hang is one after that.
@@ -18,3 +19,11 @@ def slowdown() -> float:
         waiting = os.getloadavg()[0]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(1.0, waiting / cores), MOST)
+
+
+def takes_at_most(seconds: float, measure: Callable[[], float]) -> bool:
+    """Whether what is measured takes no more seconds, as on a quiet machine, in one of three tries.
+
+    The load says nothing of other machines on the same processor, nor of what came and went between.
+    """
+    return any(measure() < seconds * slowdown() for _ in range(3))

@@ -151,6 +151,17 @@ def waits_by_hand(came, awaited):
     return [max([0.0, *(came[other] - came[rank] for other in others)]) for rank, others in enumerate(for_whom)]
 
 
+def agree(measure, atol):
+    """Compare two measures of the same waits, which all ranks know.
+
+    Up to five times: a busy machine may stop a rank between its own look at the clock and the library's.
+    """
+    for _ in range(4):
+        if np.allclose(*measure(), atol=atol):
+            return
+    np.testing.assert_allclose(*measure(), rtol=1e-5, atol=atol)
+
+
 WAITS = {
     # What is called, and for whom a rank waits in it.
     "all": (lambda rank, size: mpiad.mpi_allreduce(1.0), lambda rank, size: range(size)),
@@ -172,36 +183,42 @@ WAITS = {
 @pytest.mark.parametrize("name", WAITS)
 def test_who_waits_for_whom(name, late, rank, size):
     call, awaited = WAITS[name]
-    with recorded():
-        WORLD.Barrier()
-        if rank == late:
-            time.sleep(LATE)
-        came = time.perf_counter()
-        call(rank, size)
-    (row,) = silent().rows
-    np.testing.assert_allclose(row.waited, waits_by_hand(came, awaited(rank, size)), atol=LATE / 2)
-    assert (row.waited <= row.seconds).all()
+
+    def waits():
+        with recorded():
+            WORLD.Barrier()
+            if rank == late:
+                time.sleep(LATE)
+            came = time.perf_counter()
+            call(rank, size)
+        (row,) = silent().rows
+        assert (row.waited <= row.seconds).all()
+        return row.waited, waits_by_hand(came, awaited(rank, size))
+
+    agree(waits, LATE / 2)
 
 
 @several
 def test_a_wait_for_a_message_started_before(rank):
-    came = 0.0
-    with recorded():
-        WORLD.Barrier()
-        if rank == 0:
-            time.sleep(LATE)
-            came = time.perf_counter()
-            mpiad.mpi_send(np.ones(2), 1)
-        elif rank == 1:
-            request = mpiad.mpi_irecv(np.ones(2), 0)
-            time.sleep(LATE / 2)
-            came = time.perf_counter()
-            mpiad.mpi_wait(request)
-    found = rows(silent())
-    expected = waits_by_hand(came, [0] if rank == 1 else [])
-    np.testing.assert_allclose(found["mpi_wait"].waited, expected, atol=LATE / 3)
-    assert found["mpi_wait"].nbytes[1] == 0 and found["mpi_irecv"].nbytes[1] == 16
-    assert not found["mpi_send"].waited.any() and not found["mpi_irecv"].waited.any()
+    def waits():
+        came = 0.0
+        with recorded():
+            WORLD.Barrier()
+            if rank == 0:
+                time.sleep(LATE)
+                came = time.perf_counter()
+                mpiad.mpi_send(np.ones(2), 1)
+            elif rank == 1:
+                request = mpiad.mpi_irecv(np.ones(2), 0)
+                time.sleep(LATE / 2)
+                came = time.perf_counter()
+                mpiad.mpi_wait(request)
+        found = rows(silent())
+        assert found["mpi_wait"].nbytes[1] == 0 and found["mpi_irecv"].nbytes[1] == 16
+        assert not found["mpi_send"].waited.any() and not found["mpi_irecv"].waited.any()
+        return found["mpi_wait"].waited, waits_by_hand(came, [0] if rank == 1 else [])
+
+    agree(waits, LATE / 3)
 
 
 @pytest.mark.also_on(4)
@@ -209,15 +226,18 @@ def test_a_wait_for_a_message_started_before(rank):
 def test_ranks_that_do_not_take_part_are_not_waited_for(rank, size):
     comm = WORLD.Split(rank % 2)
     mpiad.mpi_init(comm)
-    with recorded():
-        WORLD.Barrier()
-        if rank == 1:
-            time.sleep(LATE)
-        came = time.perf_counter()
-        mpiad.mpi_barrier(comm)
-    (row,) = silent().rows
-    expected = waits_by_hand(came, range(rank % 2, size, 2))
-    np.testing.assert_allclose(row.waited, expected, atol=LATE / 2)
+
+    def waits():
+        with recorded():
+            WORLD.Barrier()
+            if rank == 1:
+                time.sleep(LATE)
+            came = time.perf_counter()
+            mpiad.mpi_barrier(comm)
+        (row,) = silent().rows
+        return row.waited, waits_by_hand(came, range(rank % 2, size, 2))
+
+    agree(waits, LATE / 2)
     comm.Free()
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from fault_tolerant import with_ulfm
-from machine_load import slowdown
+from machine_load import slowdown, takes_at_most
 
 pytestmark = pytest.mark.launches
 
@@ -26,11 +26,15 @@ print("not reached")
 
 
 def test_ends_all_ranks_within_two_seconds_with_the_traceback(mpirun):
-    done = mpirun(3, PROGRAM)
-    assert time.time() - float(done.stdout) < 2
-    assert done.returncode != 0
-    assert "rank 1 ended the job by an exception that nobody caught" in done.stderr
-    assert re.search(r"Traceback .* in work\n.*ValueError: mpi_bcast: root must be .* got 7", done.stderr, re.S)
+    def seconds():
+        done = mpirun(3, PROGRAM)
+        ended = time.time()
+        assert done.returncode != 0
+        assert "rank 1 ended the job by an exception that nobody caught" in done.stderr
+        assert re.search(r"Traceback .* in work\n.*ValueError: mpi_bcast: root must be .* got 7", done.stderr, re.S)
+        return ended - float(done.stdout)
+
+    assert takes_at_most(2, seconds)
 
 
 SWITCHED_OFF = """
