@@ -11,6 +11,7 @@ operator that works in a buffer (a halo exchange) is kept in that buffer from th
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -32,9 +33,10 @@ class Fusion:
         self._decision = Materialization(program)
         self.needed, self.cuts, self._users = self._decision.needed, self._decision.cuts, self._decision.users
         self._kept = self._decision.kept()
-        self._waiting = sorted(self._kept - self._decision.anchored)
+        self._waiting = deque(sorted(self._kept - self._decision.anchored))
         self.buffers: list[Buffer] = []
         self.places: dict[int, Place] = {}
+        self._placed: dict[int, list[int]] = {}  # nodes by the memory where they are
         self.copies: dict[int, tuple[int, Place]] = {}
         self.since: dict[int, int] = {}
         self.steps: list[Loop | Run] = []
@@ -81,8 +83,12 @@ class Fusion:
         self.buffers.append(Buffer(kind, tuple(shape), np.dtype(dtype), data))
         return len(self.buffers) - 1
 
+    def _place(self, n: int, place: Place) -> None:
+        self.places[n] = place
+        self._placed.setdefault(self._root(place.buffer), []).append(n)
+
     def _own(self, n: int, buffer: int) -> None:
-        self.places[n] = Place(buffer, identity(len(self.nodes[n].shape)))
+        self._place(n, Place(buffer, identity(len(self.nodes[n].shape))))
 
     def _whole(self, n: int) -> int | None:
         """Return a buffer that holds nothing but a node, in its order and shape; None where there is none."""
@@ -127,7 +133,7 @@ class Fusion:
         if not placed.changes_given:
             self._note_copies(buffer, self.steps[before:])
         self.steps.append(Run(n, (buffer,), True))
-        self.places[n] = Place(buffer, beginning_at(lead + tuple(placed.result(*rest))))
+        self._place(n, Place(buffer, beginning_at(lead + tuple(placed.result(*rest)))))
 
     def _note_copies(self, buffer: int, loops: Sequence[Any]) -> None:
         """Note which arguments have been copied into a buffer whose given part stays as it is."""
@@ -182,8 +188,9 @@ class Fusion:
         self._group(items)
 
     def _to_keep(self, cut: int) -> list[int]:
-        found = [n for n in self._waiting if n < cut]
-        self._waiting = [n for n in self._waiting if n >= cut]
+        found: list[int] = []
+        while self._waiting and self._waiting[0] < cut:
+            found.append(self._waiting.popleft())
         return [n for n in found if n not in self.places]
 
     def _put(self, n: int, place: Place, lasts: bool, items: list[Store | Fold]) -> None:
@@ -204,10 +211,10 @@ class Fusion:
                 copies = True
             if not copies:
                 if lasts:
-                    self.places[n] = place
+                    self._place(n, place)
                 return
         if lasts and not copies:
-            self.places[n] = place
+            self._place(n, place)
         # A second time in one buffer: part by part, since the whole would wait for all that is written there.
         if node.kind == "join" and (not copies or self._root(self.places[n].buffer) == self._root(place.buffer)):
             start = 0
@@ -238,7 +245,7 @@ class Fusion:
         node = self.nodes[n]
         if node.kind == "reduce":
             place = self._anywhere(n)
-            self.places[n] = place
+            self._place(n, place)
             self._fold(n, place.buffer, items)
         elif node.kind == "reshape":
             (x,) = node.inputs
@@ -259,7 +266,7 @@ class Fusion:
         computed = {item.node: self._root(item.place.buffer) for item in pending if not item.copies}
         written = {self._root(item.place.buffer) for item in pending}
         # What is read through another shape, or is put together in one buffer, waits for all that is written there.
-        wholes = {n for n, place in self.places.items() if n not in computed and self._root(place.buffer) in written}
+        wholes = {n for buffer in written for n in self._placed.get(buffer, ()) if n not in computed}
         # Other shapes of what one item puts there, which isn't copied there later, wait for that alone.
         shapes = {n: x for n in wholes if (x := self._computed_as(n, computed)) is not None}
         named = {n: x for n, x in shapes.items() if computed[x] == self._root(self.places[n].buffer)}

@@ -18,6 +18,9 @@ from mpiad.programs.array_program import IN_MEMORY, SHORT, ArrayProgram, Node
 from mpiad.programs.index_maps import IndexMap, broadcast, composed, identity, inverse, long_axes, shifted, to_long, within
 from mpiad.programs.schedule import working_in_place
 
+# Where Python runs, which reads and writes whole arrays.
+_CUTS = frozenset({"communicate", "call"})
+
 # What an operation costs, and what it costs to keep an entry and read it once more, in additions.
 _COSTS = {"divide": 4, "sqrt": 5, "power": 8, "where": 1}
 _CALL, _KEEPING = 20, 8
@@ -49,7 +52,7 @@ class Materialization:
     def __init__(self, program: ArrayProgram):
         self.program, self.nodes = program, program.nodes
         self.needed = program.needed()
-        self.cuts = [n for n in self.needed if self.nodes[n].kind in ("communicate", "call")]
+        self.cuts = [n for n in self.needed if self.nodes[n].kind in _CUTS]
         self.users: dict[int, list[int]] = {}
         for n in self.needed:
             for x in self.nodes[n].inputs:
@@ -161,7 +164,7 @@ class Materialization:
             elif node.kind == "elementwise":
                 own = self.program.precision(n)
                 forced.update(x for x in node.inputs if self.program.precision(x) not in (None, own))
-            elif n in self.cuts:
+            elif node.kind in _CUTS:
                 placed = working_in_place(node)
                 for x in node.inputs:
                     self._force(x, self.anchored)

@@ -228,6 +228,7 @@ def test_an_argument_named_twice():
 
 
 @pytest.mark.serial
+@pytest.mark.interpreted
 @pytest.mark.parametrize("kept_of", [mpiad.jvp, lambda f, x, v: mpiad.hvp(f)(x, v), lambda f, x, v: mpiad.grad(f)(x)])
 def test_values_that_outlive_their_trace_are_constants(kept_of):
     x, v, kept = np.array([1.0, -2.0, 3.0]), np.array([0.5, 1.0, -1.5]), []

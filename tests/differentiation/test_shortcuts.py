@@ -46,6 +46,7 @@ def test_higher_orders():
     np.testing.assert_allclose(one, other, rtol=1e-13)
 
 
+@pytest.mark.interpreted
 def test_a_lasting_value_is_a_constant():
     kept = []
 

@@ -125,7 +125,7 @@ def test_j_of_local_functions_in_threads():
         def run():
             for _ in range(10):
                 value, _ = mpiad.value_and_grad(lambda z: anp.sum(anp.sin(z)), comm=MPI.COMM_SELF)(x)
-                assert value == expected
+                assert value == pytest.approx(expected, rel=1e-14)  # the J of other threads differ by more
 
         return run
 

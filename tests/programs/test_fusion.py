@@ -1,5 +1,7 @@
 """What is one loop, what is copied, and what memory it takes: counted on programs whose best schedule is known."""
 
+import gc
+import time
 import tracemalloc
 
 import autograd.numpy as anp
@@ -97,6 +99,27 @@ def test_messages_stay_in_the_order_of_the_source():
     messages = [name for name in made if name != "sort"]
     assert messages == ["mpi_allreduce", "mpi_bcast", "mpi_barrier", "mpi_scan", "mpi_exchange"]
     assert made.index("sort") < made.index("mpi_scan")
+
+
+def test_compiling_takes_time_linear_in_the_number_of_communications():
+    def seconds(count):
+        def fun(x):
+            for _ in range(count):
+                x = mpiad.mpi_exchange(1.0001 * x, mpiad.mpi_rank(), mpiad.mpi_rank())
+            return anp.sum(x**2)
+
+        program = mpiad.value_and_grad(mpiad.jit(fun, strict=True))
+        gc.collect()
+        start = time.process_time()
+        program(np.ones(2))
+        return time.process_time() - start
+
+    gc.disable()  # its passes over all that the test session holds would be measured too
+    try:
+        few, many = min(seconds(250), seconds(250)), seconds(3000)
+    finally:
+        gc.enable()
+    assert many / few < 20, f"3,000 communications took {many:.2f} s, 250 took {few:.2f} s"
 
 
 def test_buffers_that_are_live_at_once_share_no_memory():
