@@ -293,15 +293,18 @@ def test_doses_that_all_trajectories_share(more):
 
 
 @pytest.mark.parametrize("more", [{}, {"adjoint": "continuous"}], ids=["discrete", "continuous"])
-def test_given_times_that_none_comes_to(more):
-    p = np.array([[1.0, 9.0], [0.5, 8.0]])
+def test_one_given_time_that_none_or_all_come_to(more):
     late = Event(times=lambda p: [p[1]], affect=lambda u, p, t: [u[0] + 1.0])
     problem = ODEProblem(lambda u, p, t: [p[0] * u[0]], np.ones(1), (0.0, 1.0))
 
     def end(p):
         return anp.sum(solve(EnsembleProblem(problem, p=p), events=late, rtol=1e-9, atol=1e-12, **more).u_end)
 
-    np.testing.assert_allclose(mpiad.grad(end)(p), np.exp(p[:, :1]) * [1.0, 0.0], rtol=1e-7)
+    def exact(p):
+        return anp.sum(anp.exp(p[:, 0]) + (p[:, 1] < 1.0) * anp.exp(p[:, 0] * (1.0 - p[:, 1])))
+
+    for p in (np.array([[1.0, 9.0], [0.5, 8.0]]), np.array([[1.0, 0.25], [0.5, 0.5]])):
+        np.testing.assert_allclose(mpiad.grad(end)(p), mpiad.grad(exact)(p), rtol=1e-7)
 
 
 @pytest.mark.parametrize("more", [{}, {"checkpoints": 1}], ids=["kept", "checkpoints"])

@@ -138,7 +138,8 @@ class KernelJumps:
     def arguments(self) -> tuple[Array, ...]:
         """What the kernel is given, and the last one to add to: the cotangents of the events' times."""
         jumps, whole = self._jumps, np.dtype(np.int64)
-        return self._first, argument(jumps.number, whole), argument(jumps.event, whole), jumps.time, self._state, self.due
+        number, event, time = argument(jumps.number, whole), argument(jumps.event, whole), argument(jumps.time)
+        return self._first, number, event, time, self._state, self.due
 
     def add_due(self, due: Array) -> None:
         """Add to the cotangents of all given times, shape (slots, N)."""
