@@ -166,9 +166,10 @@ class ActingEvents:
         if not rows.size:
             return
         event, (u, t), gone, span = self._events[e], there.at(rows), gone[rows], span[rows]
-        ahead, rate = distance_ahead(gone, span), there.rate(rows)
+        ahead, mass = distance_ahead(gone, span), self._settings.mass
+        rate = there.moving(rows, mass, (u, t))
         straight, later = u + ahead * rate, t + there.signs[rows] * ahead
-        bent = u + 0.5 * ahead * (rate + there.rate(rows, (straight, later)))
+        bent = u + 0.5 * ahead * (rate + there.moving(rows, mass, (straight, later)))
         values = [there.condition(event, rows, at) for at in ((u, t), (straight, later), (bent, later))]
         found = departure((before, *values), event.direction, gone, span)
         if self._adaptive:  # of fixed steps each is as long as all are

@@ -40,10 +40,10 @@ def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array 
 
     The given one is on the host; `mass` has shape (d, d), None for the identity, and `atol` is a number or of shape (d, 1).
     """
-    free = None if mass is None or not given.size else _null_vectors(mass)
+    free = None if mass is None or not given.size else null_vectors(mass)
     if free is None or mass is None or not free.shape[1]:
         return ConsistentStart(given, np.zeros(given.size, bool))
-    equations = _null_vectors(mass.T)
+    equations = null_vectors(mass.T)
     plain = given.plain()
     # Two columns at least, wherever f is called.
     ids = two_at_least(given.size)
@@ -56,7 +56,7 @@ def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array 
     return ConsistentStart(given._replace(u0=u0), ~found)
 
 
-def _null_vectors(matrix: Array) -> Array:
+def null_vectors(matrix: Array) -> Array:
     """Return the vectors that a matrix maps to zero, shape (d, m): unit vectors where its zero columns are all."""
     missing = len(matrix) - int(np.linalg.matrix_rank(matrix))
     zero = np.flatnonzero(~matrix.any(axis=0))
@@ -79,10 +79,10 @@ def _solved(
     for _ in range(_MOST_STEPS):
         jacobian.write(matrices, u, p, t)
         derivative.write(k, u, p, t)
-        new = _gains(matrices, free, equations)
+        new = gains(matrices, free, equations)
         # Where all equations hold nothing is to be done, of whatever index the system is.
         holds = np.all(_products(equations.T, k) == 0, axis=0)
-        change = np.where(holds, 0, _applied(new, k))
+        change = np.where(holds, 0, applied(new, k))
         gain[:, :, ~found] = np.where(holds & ~np.isfinite(new).all(axis=(0, 1)), 0, new)[:, :, ~found]
         u = np.where(found, u, u - change)
         # Where the tolerance is zero, no change is none of it.
@@ -93,7 +93,7 @@ def _solved(
     return u, gain, found
 
 
-def _gains(jacobian: Array, free: Array, equations: Array) -> Array:
+def gains(jacobian: Array, free: Array, equations: Array) -> Array:
     """Return N A⁻¹ Lᵀ of columns."""
     inner = _products(equations.T, np.swapaxes(_products(free.T, np.swapaxes(jacobian, 0, 1)), 0, 1))
     lu, d, n = ColumnLU(inner), len(jacobian), jacobian.shape[-1]
@@ -113,7 +113,7 @@ def _products(matrix: Array, x: Array) -> Array:
     return total
 
 
-def _applied(gain: Array, k: Array) -> Array:
+def applied(gain: Array, k: Array) -> Array:
     """Return the products of the matrices and vectors of columns; k may be traced."""
     total = gain[:, 0] * k[0]
     for j in range(1, len(gain)):
@@ -128,5 +128,5 @@ def _moved(given: Batch, ids: Array, shift: Array, gain: Array) -> Array:
     u, t = given.u0[:, ids] + shift, (given.start * np.ones(given.size))[ids].astype(real)
     with np.errstate(all="ignore"):
         for _ in range(_TRACED_STEPS):
-            u = u - _applied(gain, field.array(u, leaves, t))
+            u = u - applied(gain, field.array(u, leaves, t))
     return u[:, : given.size]

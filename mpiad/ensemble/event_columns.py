@@ -15,6 +15,7 @@ from mpiad.ensemble.event_affects import affected
 from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.jumps import FOUND, Jump
 from mpiad.ensemble.outcome import ReturnCode
+from mpiad.ensemble.rates_of_change import rates_of_change
 from mpiad.ensemble.settings import MOVING, Acting
 
 
@@ -70,6 +71,15 @@ class EventColumns:
         u, p, t = self._arguments(rows, at)
         sign = self.signs[rows[two_at_least(len(rows))]] if self._backward else None
         return derivative_at(self._derivative, u, p, t if sign is None else t * sign, sign)[:, : len(rows)]
+
+    def moving(self, rows: Array, mass: Array | None, at: tuple[Array, Array]) -> Array:
+        """Return u' in the direction of the solve for some rows, at states and times."""
+        if mass is None:
+            return self.rate(rows, at)
+        twice, batch = two_at_least(len(rows)), self._batch
+        leaves = [x[..., self.ids[rows[twice]]] if varies else x for x, varies in zip(batch.p.leaves, batch.p.varies)]
+        u, t = at[0][:, twice], at[1][twice].astype(at[0].real.dtype)
+        return (rates_of_change(batch, mass, u, leaves, t) * self.signs[rows[twice]].astype(t.dtype))[:, : len(rows)]
 
     def act(self, e: int, rows: Array, slot: Array | None = None) -> Array:
         """Let event e of all act on some rows, at given times or where its condition has vanished; return which were sane.

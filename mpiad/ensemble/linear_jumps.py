@@ -6,7 +6,7 @@ Jacobian's transpose makes λ⁻ of λ⁺; what of it isn't zero is computed for
 τ moves, too, and with it what comes after, which tells what the result gains by that, σ⁺. Of a given time this is its
 cotangent, σ⁺ + A_τ·λ⁺, with what the step gains that ends there. Of the time at which a condition vanished it goes on to
 what moves the root (`event_adjoint`). Where no step lies between a given time and what was before it at the same time, the
-state would move by f between them.
+state would move by its rate of change between them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.event_affects import affect_field
 from mpiad.ensemble.jumps import FOUND, Jumps
 from mpiad.ensemble.linearization import transposed_columns
+from mpiad.ensemble.rates_of_change import rates_of_change
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import Columns
 
@@ -70,7 +71,7 @@ class LinearJumps:
         return transposed_columns(field, places, timed, np.empty_like(u), u, leaves, t)
 
     def _drifts(self) -> Array:
-        """Return f before jumps at given times with no step before."""
+        """Return u' before jumps at given times with no step before."""
         run, jumps = self._run, self._jumps
         found, rows = np.zeros_like(jumps.before), np.flatnonzero(jumps.still & (jumps.slot != FOUND))
         if rows.size:
@@ -124,10 +125,12 @@ def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: A
 
 
 def rates(run: Run, ids: Array, u: Array, t: Array) -> Array:
-    """Return f for some trajectories at given states and times, shape (d, n)."""
-    batch, columns = run.batch, run.doubled(len(ids))
+    """Return u' of some trajectories at given states and times, shape (d, n)."""
+    batch, columns, mass = run.batch, run.doubled(len(ids)), run.settings.mass
     # Sums over components go row by row where these lie one after the other.
     u, t = u[:, columns].copy(), t[columns].astype(run.coefficients.real)
+    if mass is not None:
+        return rates_of_change(batch, mass, u, run.columns(batch.p.leaves, ids[columns]), t)[:, : len(ids)]
     found = np.empty_like(u)
     derivative_of(batch.f, batch.shape).write(found, u, batch.p.columns(ids[columns], run.field.one_by_one), t)
     return found[:, : len(ids)]

@@ -8,6 +8,7 @@ arrays get (`adjoint`, `tangents`) are those of this function.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import autograd.numpy as anp
@@ -21,6 +22,7 @@ from mpiad.differentiation.trace import Variables, trace_backwards, trace_forwar
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.event_affects import affect_field
 from mpiad.ensemble.jumps import FOUND
+from mpiad.ensemble.rates_of_change import rates_of_change
 from mpiad.ensemble.replayed_step import RosenbrockReplay, StepReplay
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import LocatedEvent, Saved, StepSweep, Visit
@@ -140,7 +142,7 @@ class _Replay:
         ids = np.flatnonzero(run.cut & ~run.terminated) if run.jumps and self._timed else np.empty(0, int)
         if not ids.size:
             return states
-        moved = self._drifted(states[:, ids], ids, run.batch.end[ids], self._lengthening[ids] - self._shift[ids])
+        moved = self._drifted(states[:, ids], ids, run.batch.end[ids], self._lengthening[ids])
         return self._put(states, ids, moved)
 
     def _moved(self, rows: Array) -> Array:
@@ -159,8 +161,7 @@ class _Replay:
             # Of others f may not be finite, and no derivative may go there.
             still = np.flatnonzero(jumps.still[rows])  # type: ignore[union-attr]
             if still.size:
-                between = moved[still] - self._shift[ids[still]]
-                u = self._put(u, still, self._drifted(u[:, still], ids[still], t[still], between))
+                u = self._put(u, still, self._drifted(u[:, still], ids[still], t[still], moved[still]))
             self._shift, t = self._put(self._shift, ids, moved), t + moved
         which = jumps.event[rows]  # type: ignore[union-attr]
         for event in np.unique(which).tolist():
@@ -171,15 +172,18 @@ class _Replay:
             u = self._put(u, own, after[:, : len(own)])
         return u
 
-    def _drifted(self, u: Array, ids: Array, t: Array, between: Array) -> Array:
-        """Return states as they move where times do that coincide: by f times what is between, which is zero."""
+    def _drifted(self, u: Array, ids: Array, t: Array, moved: Array) -> Array:
+        """Return states as they move where times do that coincide: by u' times what is between, which is zero."""
+        since = self._shift[ids]
+        between = moved - since
         if not isbox(between):
             return u
         run, twice = self._run, two_at_least(len(ids))
-        leaves, now, between = run.columns(self._leaves, ids[twice]), t[twice], between[twice]
-        rate = run.field.array(u[:, twice], leaves, now)
+        leaves, now, between = run.columns(self._leaves, ids[twice]), (t + since)[twice], between[twice]
+        rate_at = partial(rates_of_change, run.batch, run.settings.mass)
+        rate = rate_at(u[:, twice], leaves, now)
         # A step of second order, whose derivatives are right to that order.
-        rate = 0.5 * (rate + run.field.array(u[:, twice] + between * rate, leaves, now + between))
+        rate = 0.5 * (rate + rate_at(u[:, twice] + between * rate, leaves, now + between))
         return u + (between * rate)[:, : len(ids)].astype(u.dtype)
 
     def _save(self, part: Saved, value: Array) -> None:

@@ -9,7 +9,7 @@ from mpi4py import MPI
 from stiff_systems import SYSTEMS
 
 import mpiad
-from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, ODEProblem, Rodas5P, Rosenbrock23, fit, remake, solve
+from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, Event, ODEProblem, Rodas5P, Rosenbrock23, fit, remake, solve
 
 WORLD = MPI.COMM_WORLD
 both = pytest.mark.usefixtures("solved_by")
@@ -209,6 +209,63 @@ def test_a_system_that_has_no_solution_ends_with_a_code():
     sol = solve(EnsembleProblem(problem, p=np.array([[0.0], [1.0]])), Rodas5P())
     assert sol.retcode.tolist() == ["Unstable", "Success"]
     assert sol.u_end[1] == pytest.approx([np.exp(-1), 0], abs=1e-4)
+
+
+def leaning(u, p, t):
+    return [-2 * p[0] * u[0], u[1] - (1 + t) * u[0] ** 2]
+
+
+def doubled(u, p, t):
+    first = 2 * u[0] + p[1]
+    return [first, (1 + t) * first**2]
+
+
+@both
+@pytest.mark.serial
+def test_events_at_given_times_with_no_step_between(solved_by):
+    # One that moves: at the start, where another one has just been, and at the end.
+    p = np.array([[0.7, 0.0], [1.3, 0.5], [0.4, 1.0]])
+    doses = [Event(times=times, affect=doubled) for times in ([0.5], lambda p: [p[1]])]
+    problem = ODEProblem(leaning, [1.0, 1.0], (0.0, 1.0), mass_matrix=np.diag([2.0, 0.0]))
+    weights = np.array([[1.0, 0.3], [-0.5, 0.2], [0.7, -0.1]])
+
+    def found(p, rtol=1e-8):
+        return anp.sum(weights * solve(EnsembleProblem(problem, p=p), Rodas5P(), events=doses, rtol=rtol, atol=rtol).u_end)
+
+    def exact(p):
+        total = 0.0
+        for i, order in enumerate([(1, 0), (0, 1), (0, 1)]):
+            u, now = 1.0, 0.0
+            for t in [*((0.5, p[i, 1])[k] for k in order), None]:
+                u = u * anp.exp(-p[i, 0] * ((1.0 if t is None else t) - now))
+                u, now = (u, now) if t is None else (2 * u + p[i, 1], t)
+            total = total + weights[i, 0] * u + weights[i, 1] * 2 * u**2
+        return total
+
+    np.testing.assert_allclose(mpiad.grad(found)(p), mpiad.grad(exact)(p), rtol=1e-6)
+    if solved_by == "columns":  # of the replay, which is so in any case
+        loose = mpiad.hvp(lambda p: found(p, 1e-4))(p, P)
+        np.testing.assert_allclose(loose, mpiad.hvp(exact)(p, P), rtol=1e-2)
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("algebraic", [False, True])
+def test_conditions_that_affects_leave_at_their_roots(algebraic):
+    # A ball; how it leaves the ground is told by u', which isn't f, or not all of it.
+    def falls(u, p, t):
+        return [0.01 * u[1], -0.01 * p[0] + 0 * u[0], *([u[2] - 2 * u[0]] if algebraic else [])]
+
+    def bounces(u, p, t):
+        return [u[0], -p[1] * u[1], *([2 * u[0]] if algebraic else [])]
+
+    d = 2 + algebraic
+    problem = ODEProblem(falls, [1.0, 0.0, 2.0][:d], (0.0, 3.0), np.array([9.81, 0.8]), np.diag([0.01, 0.01, 0.0][:d]))
+    bounce = Event(lambda u, p, t: u[-1] if algebraic else u[0], affect=bounces)
+    sol = solve(problem, Rodas5P(), events=bounce, **TIGHT)
+    times = np.sqrt(2 / 9.81) * (2 * np.cumsum(0.8 ** np.arange(6)) - 1)
+    np.testing.assert_allclose([time for _, time in sol.events], times, rtol=1e-9)
+    with pytest.raises(NotImplementedError, match="mass_matrix together with an event"):
+        solve(problem, Rodas5P(), events=bounce, compile=True)
 
 
 def test_what_is_refused():

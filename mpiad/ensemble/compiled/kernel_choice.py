@@ -108,6 +108,14 @@ class Compiler:
         check_implicit(batch, settings)
         must = self.compile is True
         wanted = batch.size > 0 and self._is_wanted()
+        if wanted and settings.mass is not None and any(event.acts and event.times is None for event in settings.events):
+            # How a condition leaves its root is told by u', for which kernels don't solve.
+            if must:
+                raise NotImplementedError(
+                    "solve: compile=True isn't there for a mass_matrix together with an event whose affect comes by a "
+                    "condition. Leave it out, or give times= instead of the condition."
+                )
+            wanted = False
         return remembered(made, batch, settings.events, given.traced, must) if wanted else made()
 
     def _check_on_device(self, batch: Batch, settings: Settings) -> None:

@@ -26,6 +26,8 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         return pull_run(run, seeds, places, timed)  # saved times aren't known
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
+    if timed and run.settings.mass is not None and run.jumps is not None and (run.jumps.turn > 0).any():
+        return pull_run(run, seeds, places, timed)  # between events at one time the kernel has f, and not u'
     stopped = run.jumps is not None and len(run.stops.ids) > 0
     timed = timed or stopped
     batch, chosen = run.batch, [part for part in solver.traced.packing.parts if part.place in places]
