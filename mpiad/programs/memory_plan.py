@@ -188,9 +188,9 @@ def written_over(schedule: Schedule, texts: Sequence[LoopText | None]) -> list[L
             continue
         for item in step.items:
             b, map = item.place
-            whole = {axis.source for axis in map} >= {k for k, n in enumerate(step.shape) if n > 1}
             several = sum(other.place.buffer == b for other in step.items) > 1
-            if not isinstance(item, Store) or not whole or several or b not in own or spans[b][0] != at:
+            # A store meets each entry once; a fold, the same ones again and again.
+            if not isinstance(item, Store) or several or b not in own or spans[b][0] != at:
                 continue
             for c in own & set(text.buffers) - text.written:
                 # The later part may be run again, with what it reads of the first.
