@@ -56,6 +56,7 @@ class LevelHalo:
         if self._needed and arrays:
             whole = {colour: self._layout.whole(array) for colour, array in arrays.items()}
             # One dimension after the other: what is sent along one holds the halo of those before, so corners arrive.
+            # Suspended once more: an exception that comes after these messages has left none of them under way.
             with suspended():
                 for sides in self._sides:
                     self._fill_along(whole, sides)

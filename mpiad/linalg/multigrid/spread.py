@@ -25,7 +25,7 @@ class Box:
     @property
     def shape(self) -> Shape:
         """Return the number of points along each dimension."""
-        return tuple(max(0, b - a) for a, b in zip(self.low, self.high))
+        return tuple(b - a for a, b in zip(self.low, self.high))
 
     def coarse(self) -> Box:
         """Return the coarse points that lie on points of this box."""
@@ -100,7 +100,8 @@ class Spread:
 
     def alone(self) -> Spread:
         """Return the spread in which the first rank owns everything."""
-        return self.merged(max(self.shape) + 1)
+        # Of several blocks along a dimension the shortest is shorter than all of them together.
+        return self.merged(max(self.shape))
 
 
 def spread_of(partition: Partition) -> Spread:

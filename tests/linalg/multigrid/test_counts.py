@@ -7,7 +7,7 @@ from mpi4py import MPI
 from scipy.sparse.linalg import spsolve
 
 from mpiad.domain import Domain
-from mpiad.linalg import Multigrid
+from mpiad.linalg import Multigrid, solve_elliptic
 
 BOUNDARIES = ["dirichlet", ("neumann", ("dirichlet", "neumann"))]
 # Those that divide evenly count on one rank only: what matters on several is where they don't.
@@ -104,6 +104,37 @@ def test_solution(shape, settings, periodic, rank_rng):
     np.testing.assert_allclose(single, expected[domain.owned], atol=1e-5 * abs(expected).max())
 
 
+def test_one_point_with_c(rank_rng):
+    """The solution is unique, though no side has a value, and c is zero on all ranks but one."""
+    shape, c = (12, 10), np.zeros((12, 10))
+    c[-1, -1] = 0.5
+    domain, b = Domain(shape, periodic=(False, True)), rank_rng(101).standard_normal(shape)
+    u = Multigrid(domain, 2.0, c[domain.owned], boundary="neumann").solve(b[domain.owned], rtol=1e-12)
+    expected = spsolve(elliptic_matrix(np.full(shape, 2.0), c, 1.0, False, False, (False, True)).tocsc(), b.ravel())
+    np.testing.assert_allclose(u, expected.reshape(shape)[domain.owned], rtol=1e-8)
+
+
+def test_absolute_tolerance(rank_rng):
+    domain, norms = Domain((20, 18)), []
+    solve_elliptic(domain, 1.0, rank_rng(101).random((20, 18))[domain.owned], rtol=0.0, atol=1e-3, callback=norms.append)
+    assert norms[-1] <= 1e-3 < norms[-2]
+
+
+def test_single_precision_is_widened(rank_rng):
+    """A right-hand side with a mean, and a start, against the sums that solve it: rounded only at the end."""
+    n = 400
+    b, start = (np.array([[1e3], [0.0]]) + [[1.0], [1e5]] * rank_rng(101).random((2, n))).astype(np.float32)
+    domain = Domain((n,))
+    multigrid = Multigrid(domain, 1.0, boundary="neumann", mean_zero=True)
+    flux = np.cumsum(b - b.mean(dtype=float))
+    expected = -np.concatenate([[0.0], np.cumsum(flux)[:-1]])
+    expected -= expected.mean()
+    for x0 in (None, start[domain.owned]):
+        u = multigrid.solve(b[domain.owned], x0=x0)
+        assert u.dtype == np.float32
+        np.testing.assert_allclose(u, expected[domain.owned], atol=1e-6 * abs(expected).max())
+
+
 @pytest.mark.parametrize(("shape", "periodic"), [((24, 26), False), ((16, 20), True), ((8, 9, 12), False)])
 def test_mean_zero(shape, periodic, rank_rng):
     """Singular: the solution of least squares with mean zero."""
@@ -113,4 +144,6 @@ def test_mean_zero(shape, periodic, rank_rng):
     u = multigrid.solve(b[domain.owned], rtol=1e-11)
     assert len(multigrid.history) <= 25
     expected = np.linalg.lstsq(elliptic_matrix(kappa, fixed=False, periodic=periodic).toarray(), b.ravel(), rcond=1e-12)[0]
-    np.testing.assert_allclose(u, expected.reshape(shape)[domain.owned], rtol=1e-6, atol=1e-8 * abs(expected).max())
+    # Wherever it starts.
+    for found in (u, multigrid.solve(b[domain.owned], rtol=1e-11, x0=u + 1e3)):
+        np.testing.assert_allclose(found, expected.reshape(shape)[domain.owned], rtol=1e-6, atol=1e-8 * abs(expected).max())

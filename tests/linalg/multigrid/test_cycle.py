@@ -9,7 +9,7 @@ import mpiad
 import mpiad.linalg.multigrid.hierarchy as levels
 import mpiad.linalg.multigrid.preconditioner as preconditioner
 from mpiad.domain import Domain
-from mpiad.linalg import Multigrid
+from mpiad.linalg import Elliptic, Multigrid
 from mpiad.linalg.multigrid import level_halo
 
 CASES = [
@@ -47,10 +47,24 @@ def test_symmetric_and_positive(shape, settings, periodic, twice, rank_rng, monk
     assert 0 < eigenvalues.min() and eigenvalues.max() < 1 + 1e-9
 
 
+@pytest.mark.serial
+def test_symmetric_where_constants_are_in_the_kernel(rank_rng):
+    """Means are taken away before a cycle and after it, so that it remains its own transpose."""
+    shape = (9, 8)
+    found = as_matrix(shape, Multigrid(Domain(shape), blocks(shape, rank_rng(100), 4), boundary="neumann", mean_zero=True))
+    np.testing.assert_allclose(found, found.T, rtol=1e-9, atol=1e-12 * abs(found).max())
+    np.testing.assert_allclose(found.sum(axis=0), 0.0, atol=1e-10 * abs(found).max())
+
+
+@pytest.mark.also_on(2, 4)
+@pytest.mark.parametrize("axis", [0, -1])
 @pytest.mark.parametrize(("shape", "settings", "periodic"), CASES, ids=lambda value: str(value))
-def test_as_on_one_rank(shape, settings, periodic, rank_rng):
+def test_as_on_one_rank(shape, settings, periodic, axis, rank_rng, size):
+    """Divided as the domain says, also a ring by two ranks that are each other's neighbour on both sides."""
     kappa, r = blocks(shape, rank_rng(100), 4), rank_rng(101).standard_normal(shape)
-    domain, alone = Domain(shape, periodic=periodic), Domain(shape, periodic=periodic, comm=MPI.COMM_SELF)
+    dims = [1] * len(shape)
+    dims[axis] = size
+    domain, alone = Domain(shape, periodic=periodic, dims=dims), Domain(shape, periodic=periodic, comm=MPI.COMM_SELF)
     expected = Multigrid(alone, kappa, 0.01, **settings)(r)
     found = Multigrid(domain, kappa[domain.owned], 0.01, **settings)(r[domain.owned])
     np.testing.assert_allclose(found, expected[domain.owned], rtol=1e-9, atol=1e-12 * abs(expected).max())
@@ -61,6 +75,14 @@ def test_halo_of_the_domain_may_be_wider(rank_rng):
     r = rank_rng(101).standard_normal(shape)
     domain, wider = Domain(shape), Domain(shape, halo=2)
     np.testing.assert_array_equal(Multigrid(domain, 2.0)(r[domain.owned]), Multigrid(wider, 2.0)(r[domain.owned]))
+
+
+def test_operator_in_single_precision(rank_rng):
+    domain, (u, kappa) = Domain((12, 10)), rank_rng(101).random((2, 12, 10))
+    operator, u, kappa = Elliptic(domain), u[domain.owned], kappa[domain.owned]
+    found = operator(u.astype("f4"), kappa, 0.5)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, operator(u, kappa, 0.5), atol=1e-5)
 
 
 def test_several_right_hand_sides(rank_rng):

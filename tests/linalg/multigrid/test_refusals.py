@@ -5,10 +5,11 @@ import pytest
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.errors import ConvergenceError
+from mpiad.errors import ConvergenceError, NotFiniteError
 from mpiad.linalg import Elliptic, Multigrid, solve_elliptic
 
 SHAPE = (9, 8)
+KINDS = "dirichlet", "neumann"
 
 
 @pytest.fixture
@@ -28,8 +29,9 @@ def test_kappa_that_is_not_positive(domain, place, value):
     kappa = np.ones(SHAPE)
     kappa[place] = value
     match = rf"kappa must be positive and finite, but is {value} at point \({place[0]}, {place[1]}\)"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=match) as found:
         Multigrid(domain, kappa[domain.owned])
+    assert found.type is (ValueError if np.isfinite(value) else NotFiniteError)
     with pytest.raises(ValueError, match="at 1 of"):
         mpiad.grad(lambda k: domain.sum(solve_elliptic(domain, k, np.ones(domain.local_shape))))(kappa[domain.owned])
 
@@ -50,6 +52,8 @@ def test_negative_c(domain):
         (ValueError, "boundary has 3 entries for a grid of 2", {"boundary": ("neumann",) * 3}),
         (ValueError, "boundary must be .* pair", {"boundary": ("neumann", ("dirichlet",) * 3)}),
         (ValueError, "spacing must be positive and finite, but got -1", {"spacing": -1}),
+        (ValueError, "spacing must be positive and finite, but got 0.0", {"spacing": 0.0}),
+        (ValueError, r"spacing must be positive and finite, but got \(1.0, inf\)", {"spacing": (1.0, np.inf)}),
         (ValueError, "spacing must have one entry for each of 2 dimensions", {"spacing": (1.0, 2.0, 3.0)}),
         (TypeError, "spacing must be a number, or one for each dimension, but got None", {"spacing": None}),
         (ValueError, r"a number or an array of shape .* but has shape \(2,\)", {"kappa": np.ones(2)}),
@@ -65,8 +69,9 @@ def test_arguments(domain, error, match, settings):
 
 def test_different_arguments(domain, rank, size):
     if size > 1:
-        with pytest.raises(ValueError, match="all ranks must give the same arguments"):
-            Multigrid(domain, 1.0, spacing=1.0 + rank)
+        for different in ({"spacing": 1.0 + rank}, {"boundary": KINDS[rank > 0]}, {"centred": rank > 0}):
+            with pytest.raises(ValueError, match="all ranks must give the same arguments"):
+                Multigrid(domain, 1.0, 1.0, **different)
 
 
 def test_settings_that_differ_between_ranks(domain, rank, size):
@@ -99,6 +104,12 @@ def test_extreme_contrast_is_called_that(domain, rank, size):
 def test_odd_ring():
     with pytest.raises(ValueError, match="even number of points, but dimension 1 has 9"):
         Multigrid(Domain((8, 9), periodic=True), 1.0, 1.0)
+
+
+def test_rings_have_no_sides():
+    """Nothing is given on any, whatever the boundary is called: constants are in the kernel."""
+    with pytest.raises(ValueError, match="singular"):
+        Multigrid(Domain((8, 6), periodic=True), 1.0)
 
 
 def test_no_domain():
