@@ -28,25 +28,25 @@ def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callab
 
 
 def prepared_swap(array: np.ndarray, there: Envelope, room: np.ndarray, back: Envelope, call: str) -> Callable[[], object]:
-    """Return the function that swaps two arrays by addresses that are renewed before."""
+    """Return the function that swaps two arrays by addresses of one tag that are renewed before."""
     going, coming, status, channel = as_message(array), as_message(room), MPI.Status(), there.channel
     dest, source, reverse, size, byte = there.peer, back.peer, there.reverse, room.nbytes, MPI.BYTE
-    # Of forward messages they stay; those of adjoints have the message's number in them.
-    tag, other = there.mpi_tag, back.mpi_tag
+    # That of both forward messages, which have one; those of adjoints have the message's number in them.
+    tag = there.tag
 
     def swap() -> None:
         try:
             if reverse:
                 channel.reverse.Sendrecv(going, dest, there.mpi_tag, coming, source, back.mpi_tag, status)
             else:
-                channel.data.Sendrecv(going, dest, tag, coming, source, other, status)
+                channel.data.Sendrecv(going, dest, tag, coming, source, tag, status)
         except MPI.Exception as error:
             _ABANDONED.append((going, coming))  # MPI may still use them
             raise too_long(error, room, back, call) or error from None
         if status.Get_count(byte) != size:  # asked here, since a call costs a tenth of all
             require_whole(room, status, back, call)
 
-    to_itself = dest == source == channel.rank and there.tag == back.tag
+    to_itself = dest == source == channel.rank
     if not to_itself or (array.shape, array.dtype) != (room.shape, room.dtype):
         return swap
 

@@ -362,6 +362,12 @@ def test_what_a_rank_sends_to_itself(rank):
         assert_same(plain(given)[1], 4 * given**3, 1e-14)
 
 
+def test_what_a_rank_sends_to_itself_in_another_shape(rank):
+    jitted = mpiad.jit(lambda x: mpiad.mpi_exchange(x * x, rank, rank, like=np.ones((2, 3))), strict=True)
+    for k in range(3):
+        np.testing.assert_array_equal(jitted(X + k), ((X + k) ** 2).reshape(2, 3))
+
+
 def test_a_channel_with_messages_left_is_refused(rank, size):
     """A replay looks at it, as each call does that isn't compiled."""
     comm = MPI.COMM_WORLD.Dup()

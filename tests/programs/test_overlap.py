@@ -12,6 +12,7 @@ from mpiad.domain import Domain
 from mpiad.domain.halo_messages import PreparedStage
 from mpiad.programs.overlap import actions_of
 from mpiad.programs.replay import Replay
+from mpiad.transport import channel
 from mpiad.transport.prepared_messages import PreparedMessages
 
 SHAPE = (260, 200)  # also of six ranks each has enough to divide
@@ -149,9 +150,12 @@ def test_an_exception_while_messages_travel(where, rank, size, monkeypatch):
         names = replay.first.__globals__
         loop = next(name for name, line in names.items() if name[0] == "k" and line is entry.replays.kernels[-1].function)
         monkeypatch.setitem(names, loop, interrupted)
+    used = channel(domain.comm, "test")
     with pytest.raises(KeyboardInterrupt):
         jitted(u)
     monkeypatch.undo()
+    # The buffers of both are kept until the reset ends what is under way.
+    assert {kind for kind, *_ in used.started.values()} == {"send", "receive"}
     with pytest.raises(mpiad.errors.UnfinishedMessagesError, match="reset"):
         mpiad.mpi_allreduce(1.0)
     mpiad.reset()
