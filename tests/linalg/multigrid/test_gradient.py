@@ -71,6 +71,25 @@ def test_hessian(case):
     case.check(mpiad.hvp(case.loss)(case.point, case.local(*case.directions)), expected)
 
 
+def test_hessian_by_coefficients_of_one_rank(case, rank):
+    """In reverse twice: where they are no variables, ranks take part all the same in what follows from the first's."""
+    roots, (of_kappa, _, of_b) = np.zeros(SHAPE), case.directions
+    roots[case.domain._partition.block(0)] = 1
+    point, along = ({"kappa": case.block(x), "b": case.block(y)} for x, y in ((case.kappa, case.b), (of_kappa, of_b)))
+
+    def loss(x):
+        return case.loss({"kappa": x["kappa"] if rank == 0 else case.block(case.kappa), "b": x["b"], "c": case.c})
+
+    def slope(x):
+        gradient = mpiad.grad(loss)(x)
+        return sum(case.domain.dot(gradient[name], along[name]) for name in along)
+
+    found = mpiad.grad(slope)(point)
+    expected = case.reference.hessian_product(case.kappa, case.c, case.b, case.w, (of_kappa * roots, 0.0, of_b))
+    np.testing.assert_allclose(found["kappa"], case.block(expected[0] * roots), **CLOSE)
+    np.testing.assert_allclose(found["b"], case.block(expected[2]), **CLOSE)
+
+
 @pytest.mark.one_rank  # on ranks the gradient is compared with the reference's, which is sharper
 def test_taylor_rates(case):
     def loss(x):
