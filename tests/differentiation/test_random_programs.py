@@ -44,6 +44,7 @@ def test_random_programs(seed, size):
 
 
 @pytest.mark.one_rank
+@pytest.mark.interpreted  # but for what they jit: some ranks would evaluate twice, and others once
 def test_random_programs_that_are_jitted(size, request):
     """On all ranks, and on some among others that aren't; `make fuzz` runs many more."""
     count = 25 if request.config.getoption("thorough") else 4
