@@ -60,6 +60,26 @@ def test_fields_are_written_over_those_that_nobody_needs_any_more(size):
             assert_same(jitted(*given)[0], expected[domain.owned], 1e-10)
 
 
+@pytest.mark.one_rank
+def test_one_array_of_a_loop_is_written_over(size):
+    """In the reverse pass of two fields a loop makes two arrays, and ends the use of two others."""
+    domain = Domain((9 * size, 40), periodic=True, dims=(size, 1))
+    u = np.random.default_rng(3).standard_normal(domain.shape)[domain.owned]
+
+    def loss(u):
+        fields, before = [anp.cos(u), anp.cos(2 * u)], [0.5 * u, 1.5 * u]
+        for _ in range(4):
+            halos = [domain.exchange(field) for field in fields]
+            around = [halos[0][2:, 1:-1] + 0.3 * halos[0][:-2, 1:-1], halos[1][2:, 1:-1] + 0.4 * halos[1][1:-1, 2:]]
+            new = [anp.where(a > b, 0.3 * a, 0.2 * b + field) for a, b, field in zip(around, before, fields)]
+            fields, before = new, fields
+        return domain.sum(anp.sin(fields[0]) + fields[1] * before[0] + anp.sin(before[1]) * u)
+
+    pair = [mpiad.value_and_grad(f) for f in (mpiad.jit(loss, strict=True), loss)]
+    for factor in (1.0, 0.5, 2.0):
+        assert_same(pair[0](factor * u), pair[1](factor * u), 1e-11)
+
+
 def test_rows_begin_at_lines_of_the_cache():
     """Where a loop writes into the interior of a padded array; and rows don't all begin at the same place of a page."""
 
