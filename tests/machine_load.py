@@ -22,8 +22,5 @@ def slowdown() -> float:
 
 
 def takes_at_most(seconds: float, measure: Callable[[], float]) -> bool:
-    """Whether what is measured takes no more seconds, as on a quiet machine, in one of three tries.
-
-    The load says nothing of other machines on the same processor, nor of what came and went between.
-    """
-    return any(measure() < seconds * slowdown() for _ in range(3))
+    """Whether what is measured takes less than so many seconds in one of three tries: other processes come and go."""
+    return any(measure() < seconds for _ in range(3))

@@ -7,7 +7,6 @@ import time
 import autograd.numpy as anp
 import numpy as np
 import pytest
-from machine_load import slowdown
 from mpi4py import MPI
 
 import mpiad
@@ -86,7 +85,7 @@ def test_a_wait_ends_at_its_deadline(rank, size):
     start = time.perf_counter()
     with mpiad.debug.checked(timeout=0.4), pytest.raises(DeadlockError) as caught:
         mpiad.mpi_recv(0.0, (rank + 1) % size, tag=9)
-    assert 0.3 < time.perf_counter() - start < 8 * slowdown()
+    assert 0.3 < time.perf_counter() - start < 8
     error = caught.value
     assert error.ranks == tuple(range(size)) and len(error.cycle) == size + 1
     assert "test_checked.py" in error.table and "with tag 9" in error.table

@@ -119,13 +119,13 @@ def test_j_of_local_functions_in_threads():
     """On a communicator of this rank alone, which all threads use: each gets its own J."""
 
     def work(scale):
-        x = np.linspace(1, 2, 1000) * scale
-        expected = np.sum(np.sin(x))
+        x = np.arange(1000.0) * scale
+        expected = np.sum(x**2)  # of integers, so in any order
 
         def run():
             for _ in range(10):
-                value, _ = mpiad.value_and_grad(lambda z: anp.sum(anp.sin(z)), comm=MPI.COMM_SELF)(x)
-                assert value == pytest.approx(expected, rel=1e-14)  # the J of other threads differ by more
+                value, _ = mpiad.value_and_grad(lambda z: anp.sum(z**2), comm=MPI.COMM_SELF)(x)
+                assert value == expected
 
         return run
 
