@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,11 @@ class Parameters(NamedTuple):
     # Whether the last axis of a leaf counts trajectories; a leaf that doesn't vary is handed to f as it is.
     varies: list[bool]
     build: Callable[[Any], Tree]  # from leaves to the parameters as f takes them
+
+    def chosen(self, which: Any, leaves: Sequence[Any] | None = None) -> list[Any]:
+        """Return the leaves of some trajectories, by an index of the last axis: these, or others in their places."""
+        leaves = self.leaves if leaves is None else leaves
+        return [leaf[..., which] if varies else leaf for leaf, varies in zip(leaves, self.varies)]
 
     def columns(self, ids: Array, one_by_one: bool = False) -> Tree:
         """Return the parameters of some trajectories as f takes them: `one_by_one` as one that takes single matrices."""
@@ -96,9 +101,8 @@ class Batch(NamedTuple):
     def share(self, rows: slice) -> Batch:
         """Return some of the trajectories."""
         # Views: threads and shares read the same arrays.
-        leaves = [leaf[..., rows] if varies else leaf for leaf, varies in zip(self.p.leaves, self.p.varies)]
         return self._replace(
-            u0=self.u0[:, rows], p=self.p._replace(leaves=leaves), start=self.start[rows], end=self.end[rows]
+            u0=self.u0[:, rows], p=self.p._replace(leaves=self.p.chosen(rows)), start=self.start[rows], end=self.end[rows]
         )
 
 

@@ -123,8 +123,7 @@ def applied(gain: Array, k: Array) -> Array:
 
 def _moved(given: Batch, ids: Array, shift: Array, gain: Array) -> Array:
     """Return the initial states as functions of what is traced: shifted, and brought to satisfy the equations again."""
-    real, field, p = given.plain().u0.real.dtype, Field(given), given.p
-    leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(p.leaves, p.varies)]
+    real, field, leaves = given.plain().u0.real.dtype, Field(given), given.p.chosen(ids)
     u, t = given.u0[:, ids] + shift, (given.start * np.ones(given.size))[ids].astype(real)
     with np.errstate(all="ignore"):
         for _ in range(_TRACED_STEPS):

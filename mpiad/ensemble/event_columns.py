@@ -77,7 +77,7 @@ class EventColumns:
         if mass is None:
             return self.rate(rows, at)
         twice, batch = two_at_least(len(rows)), self._batch
-        leaves = [x[..., self.ids[rows[twice]]] if varies else x for x, varies in zip(batch.p.leaves, batch.p.varies)]
+        leaves = batch.p.chosen(self.ids[rows[twice]])
         u, t = at[0][:, twice], at[1][twice].astype(at[0].real.dtype)
         return (rates_of_change(batch, mass, u, leaves, t) * self.signs[rows[twice]].astype(t.dtype))[:, : len(rows)]
 

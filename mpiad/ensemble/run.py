@@ -145,7 +145,7 @@ class Run:
 
     def columns(self, leaves: Sequence[Any], ids: Columns) -> list[Any]:
         """Return the leaves of the parameters of some trajectories."""
-        return [leaf[..., ids] if varies else leaf for leaf, varies in zip(leaves, self.batch.p.varies)]
+        return self.batch.p.chosen(ids, leaves)
 
     # ---- steps
 
