@@ -67,9 +67,10 @@ demo: $(VENV)/.ready ## recover a field under real terrain, on 2 to 4 ranks (DEM
 bench: $(VENV)/.ready ## run all benchmarks, on 2 cores, and end with a table of what is aimed at and reached (BENCH="vi.py wave.py": these)
 	@$(BIN)/python benchmarks/run.py $(if $(BENCH),--only $(BENCH))
 
-bench-gpu: $(VENV)/.ready-gpu ## measure ensembles on a GPU and how device arrays travel, where there is one (installs CuPy for CUDA 12)
+bench-gpu: $(VENV)/.ready-gpu ## measure ensembles, messages and whole programs on a GPU (installs CuPy for CUDA 12)
 	@$(BIN)/python benchmarks/ensemble_gpu.py
 	@$(LAUNCH) --ranks 2 --limit 600 -- benchmarks/device.py
+	@$(LAUNCH) --ranks 1 2 --limit 600 -- benchmarks/device_programs.py
 
 bench-peers: ## install the libraries that are measured beside mpiad, into .venv-peers (gigabytes)
 	@PYTHON="$(PYTHON)" benchmarks/peers/install.sh

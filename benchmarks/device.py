@@ -1,16 +1,17 @@
-"""How fast device arrays travel: the staged allreduce beside the bare copies, and the direct one where MPI can.
+"""Device arrays in messages: an allreduce and a ring with their adjoints, compared with bare copies to the host and back.
 
-    mpiexec -n 2 python benchmarks/device.py [--mebibytes 64] [--json FILE]
+    mpiexec -n 2 python benchmarks/device.py [--kib 8 1024 65536 524288] [--json FILE]
 
-Needs a GPU and CuPy for each rank, and ends with status 2 where there is none. In one process and one run, alternated:
+Needs a GPU and CuPy on each rank, and ends with status 2 without. All in one run, the sides in turn:
 
-    copies     64 MiB to page-locked memory of the host and back, nothing else
-    allreduce  of host arrays, in place
-    staged     `mpi_allreduce` of a device array, copied through the host, by the bytes of a piece
-    direct     `mpi_allreduce` of a device array that MPI is given as it is, where it takes it
+    copies      an array to page-locked memory of the host and back, nothing else, on all ranks at once
+    host        MPI's own call with page-locked arrays of the host
+    staged      the primitive with a device array that is copied through the host
+    adjoint     value and gradient of Σ (primitive(x))², staged: the message forward and back, and the arithmetic
+    direct      the primitive with a device array that MPI takes as it is, if it does; with its adjoint
 
-A time is that of the slowest rank, the smallest over the repeats. The aim is a staged allreduce with 0.7 of the copies'
-bandwidth. It can't be faster than MPI's own sum on the host either, so the share of the slower of the two is shown, too.
+A time is that of the slowest rank, the smallest of several. The target is 0.7 of the rate of the copies. A staged message
+can't be faster than MPI's call on the host either, so the share of the slower of the two is shown, too.
 """
 
 from __future__ import annotations
@@ -25,20 +26,25 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from reaches import report
 
 import mpiad
+import mpiad.device.numpy as dnp
 from mpiad.transport import cuda_aware, device_settings
 from mpiad.transport.device_arrays import ArrayModule, arrays_named
 from mpiad.transport.device_settings import DeviceSettings
 
-REPEATS = 15
-CHUNKS = [1 << 20, 4 << 20, 16 << 20, 1 << 30]
-REACH = 0.7
+TARGET = 0.7
 comm = MPI.COMM_WORLD.Dup()
+AFTER, BEFORE = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+PRIMITIVES: dict[str, Callable[[Any], Any]] = {
+    "allreduce": mpiad.mpi_allreduce,
+    "ring": lambda x: mpiad.mpi_exchange(x, AFTER, BEFORE),
+}
 
 
 def device() -> ArrayModule:
-    """Return what makes arrays on this rank's GPU; ends the program where there is none."""
+    """Return what makes arrays on this rank's GPU; ends the program without one."""
     try:
         import cupy
 
@@ -52,43 +58,48 @@ def device() -> ArrayModule:
         sys.exit(2)
 
 
-def sides(arrays: ArrayModule, nbytes: int) -> dict[str, Callable[[], Any]]:
+def sides(arrays: ArrayModule, name: str, nbytes: int, direct: bool) -> dict[str, Callable[[], Any]]:
     """Return what is timed, by name."""
     numbers = np.arange(nbytes // 8, dtype=float) + comm.rank
-    x, pinned = arrays.to_device(numbers), arrays.pinned(nbytes).view(float)
-    back, host = arrays.empty(x.shape, x.dtype), numbers.copy()
+    x, back = arrays.to_device(numbers), arrays.empty(numbers.shape, float)
+    source, target = (arrays.pinned(nbytes).view(float) for _ in range(2))
+    source[:] = numbers
 
     def copies() -> None:
-        arrays.copy_to_host(x, pinned)
+        arrays.copy_to_host(x, target)
         arrays.synchronize()
-        arrays.copy_to_device(pinned, back)
+        arrays.copy_to_device(target, back)
 
-    def travelling(settings: DeviceSettings) -> Callable[[], Any]:
+    def on_host() -> None:
+        if name == "ring":
+            comm.Sendrecv(source, AFTER, 0, target, BEFORE, 0)
+        else:
+            comm.Allreduce(source, target)
+
+    primitive = PRIMITIVES[name]
+    gradient = mpiad.value_and_grad(lambda x: dnp.sum(primitive(x) ** 2), objective="sum")
+
+    def under(settings: DeviceSettings, call: Callable[[Any], Any]) -> Callable[[], Any]:
         def run() -> Any:
             before = device_settings.put(settings)
             try:
-                return mpiad.mpi_allreduce(x)
+                return call(x)
             finally:
                 device_settings.put(before)
 
         return run
 
-    found: dict[str, Callable[[], Any]] = {"copies": copies, "allreduce": lambda: comm.Allreduce(MPI.IN_PLACE, host)}
-    for chunk in CHUNKS:
-        found[_named(chunk, nbytes)] = travelling(DeviceSettings(cuda_aware=False, chunk=chunk))
-    if comm.allreduce(cuda_aware.takes_directly(arrays), MPI.LAND):
-        found["direct"] = travelling(DeviceSettings(cuda_aware=True))
+    ways = {"staged": DeviceSettings(cuda_aware=False)} | ({"direct": DeviceSettings(cuda_aware=True)} if direct else {})
+    found: dict[str, Callable[[], Any]] = {"copies": copies, "host": on_host}
+    for way, settings in ways.items():
+        found[way], found[f"{way}, adjoint"] = under(settings, primitive), under(settings, gradient)
     return found
 
 
-def _named(chunk: int, nbytes: int) -> str:
-    return f"staged, {chunk >> 20} MiB" if chunk < nbytes else "staged, whole"
-
-
-def times(arrays: ArrayModule, found: dict[str, Callable[[], Any]]) -> dict[str, float]:
+def times(arrays: ArrayModule, found: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Return the least time of each side, that of the slowest rank."""
     least = dict.fromkeys(found, float("inf"))
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for name, run in found.items():
             arrays.synchronize()
             comm.Barrier()
@@ -99,46 +110,58 @@ def times(arrays: ArrayModule, found: dict[str, Callable[[], Any]]) -> dict[str,
     return least
 
 
-def check(arrays: ArrayModule) -> None:
-    """Compare a sum in pieces with NumPy's."""
-    x = arrays.to_device(np.arange(3e5) + comm.rank)
-    before = device_settings.put(DeviceSettings(cuda_aware=False, chunk=1 << 18))
-    total = arrays.to_host(mpiad.mpi_allreduce(x))
-    device_settings.put(before)
-    np.testing.assert_array_equal(total, sum(np.arange(3e5) + rank for rank in range(comm.size)))
+def check(arrays: ArrayModule, direct: bool) -> None:
+    """Compare values and gradients, in pieces, whole and direct, with closed forms."""
+    numbers = [np.arange(3e5) / 3e5 + rank for rank in range(comm.size)]
+    right = {"allreduce": sum(numbers), "ring": numbers[BEFORE]}
+    slope = {"allreduce": 2 * comm.size * sum(numbers), "ring": 2 * numbers[comm.rank]}
+    ways = [DeviceSettings(cuda_aware=False, chunk=1 << 18), DeviceSettings(cuda_aware=False)]
+    for settings in [*ways, *([DeviceSettings(cuda_aware=True)] if direct else [])]:
+        before = device_settings.put(settings)
+        x = arrays.to_device(numbers[comm.rank])
+        for name, primitive in PRIMITIVES.items():
+            np.testing.assert_allclose(arrays.to_host(primitive(x)), right[name], rtol=1e-15)
+            found = mpiad.grad(lambda x, p=primitive: dnp.sum(p(x) ** 2), objective="sum")(x)
+            np.testing.assert_allclose(arrays.to_host(found), slope[name], rtol=1e-15)
+        device_settings.put(before)
 
 
-def lines(nbytes: int, least: dict[str, float]) -> list[str]:
-    """Return the report."""
-    copies, bound = least["copies"], max(least["copies"], least["allreduce"])
-    head = f"{nbytes / 2**20:.0f} MiB on {comm.size} ranks; MPI takes device memory: {cuda_aware.described()}"
-    table = [
-        f"  {name:16}{1e3 * seconds:9.2f} ms{nbytes / seconds / 2**30:9.2f} GiB/s"
-        + (f"{copies / seconds:8.2f} of the copies{bound / seconds:8.2f} of the slower" if "staged" in name else "")
-        for name, seconds in least.items()
-    ]
-    reached = max(copies / seconds for name, seconds in least.items() if name.startswith("staged"))
-    return [head, *table, f"  aim {REACH:.2f}: {'reached' if reached >= REACH else 'NOT reached'}"]
-
-
-def measure(arrays: ArrayModule, nbytes: int) -> dict[str, float]:
-    """Check, time and report one size."""
-    check(arrays)
-    least = times(arrays, sides(arrays, nbytes))
-    if comm.rank == 0:
-        sys.stdout.write("\n".join(lines(nbytes, least)) + "\n")
-    return least
+def table(name: str, nbytes: int, least: dict[str, float]) -> list[str]:
+    """Return the report of one primitive and size, and report the shares of the copies' rate."""
+    copies, bound = least["copies"], max(least["copies"], least["host"])
+    lines = [f"{name}, {nbytes >> 10:,} KiB on {comm.size} ranks"]
+    for side, seconds in least.items():
+        lines.append(f"  {side:16}{1e3 * seconds:10.3f} ms{nbytes / seconds / 2**30:9.2f} GiB/s")
+        if side not in ("copies", "host"):
+            messages = 2 if "adjoint" in side else 1
+            share = messages * copies / seconds
+            lines[-1] += f"{share:8.2f} of the copies{messages * bound / seconds:8.2f} of the slower of copies and host"
+            if nbytes >= 1 << 26:
+                report(f"{name} of {nbytes >> 20} MiB on a GPU, {side}: share of the copies", share, at_least=TARGET)
+    return lines
 
 
 def main() -> None:
     """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mebibytes", type=int, default=64)
+    parser.add_argument("--kib", type=int, nargs="+", default=[8, 1024, 65_536, 524_288])
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    least = measure(device(), given.mebibytes << 20)
+    arrays, measured = device(), {}
+    direct = comm.allreduce(cuda_aware.takes_directly(arrays), MPI.LAND)
+    check(arrays, direct)
+    if comm.rank == 0:
+        sys.stdout.write(f"{MPI.get_vendor()}; MPI takes device memory: {cuda_aware.described()}\n")
+    for name in PRIMITIVES:
+        for nbytes in (1024 * kib for kib in given.kib):
+            repeats = 50 if nbytes < 1 << 22 else 10 if nbytes < 1 << 28 else 4
+            least = times(arrays, sides(arrays, name, nbytes, direct), repeats)
+            measured[f"{name} {nbytes}"] = least
+            if comm.rank == 0:
+                sys.stdout.write("\n".join(table(name, nbytes, least)) + "\n")
+                sys.stdout.flush()
     if given.json and comm.rank == 0:
-        given.json.write_text(json.dumps(least, indent=2) + "\n")
+        given.json.write_text(json.dumps(measured, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -94,15 +94,14 @@ class Kernels:
         out = SimpleNamespace(
             u_end=np.full((d, n), np.nan, real), saved=np.full((n_saved, d, n), np.nan, real), t_reached=np.zeros(n),
             codes=np.zeros(n, np.int32), naccept=np.zeros(n, np.int32), nreject=np.zeros(n, np.int32),
-            du_end=np.zeros((m, d, n), real), dsaved=np.zeros((m, n_saved, d, n), real),
+            du_end=np.zeros((m, d, n), real), dsaved=np.zeros((m, n_saved, d, n), real), failed=np.zeros(1, np.int64),
             steps_u=np.zeros((capacity, d, n), real), steps_t=np.zeros((capacity, 2, n)),
         )  # fmt: skip
-        self.given = (n, own, common, start, stop, times, n_saved, times.ndim > 1)
+        self.given = (own, common, start, stop, 1, times, n_saved, int(times.ndim > 1))
         scalar = ctypes.c_float if real == np.float32 else ctypes.c_double
         self._call(
-            "forward", n, 0, n, u0, own, common, start, stop, times, n_saved, int(times.ndim > 1), scalar(rtol),
-            np.full(d, atol, real), ctypes.c_double(dt or 0.0), ctypes.c_double(dtmax), max_steps, *vars(out).values(),
-            capacity,
+            "forward", n, 0, n, *self.given, u0, n, 1, np.full(d, atol, real), scalar(rtol), ctypes.c_double(dt or 0.0),
+            ctypes.c_double(dtmax), max_steps, *vars(out).values(), capacity,
         )  # fmt: skip
         return out
 
@@ -111,14 +110,13 @@ class Kernels:
 
         `alive` says of which trajectories; the others count as failed.
         """
-        n, own, common, start, stop, times, n_saved, by_row = self.given
-        real = end_bar.dtype
+        own, common = self.given[:2]
+        n, real = end_bar.shape[1], end_bar.dtype
         u0_bar, p_bar = np.zeros_like(end_bar), np.zeros((len(own), n), real)
         s_bar = np.zeros((len(common), n), real)
         self._call(
-            "reverse", n, 0, n, own, common, start, stop, times, n_saved, int(by_row), out.steps_u, out.steps_t,
-            out.naccept, out.t_reached, np.where(alive, out.codes, 2).astype(np.int32), end_bar, saved_bar, u0_bar, p_bar,
-            s_bar,
+            "reverse", n, 0, n, *self.given, out.steps_u, out.steps_t, out.naccept, out.t_reached,
+            np.where(alive, out.codes, 2).astype(np.int32), end_bar, saved_bar, u0_bar, p_bar, s_bar,
         )  # fmt: skip
         return u0_bar, p_bar, s_bar
 

@@ -11,12 +11,11 @@ from collections.abc import Callable
 
 import problem
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # `ensemble_gpu.py` asks for its GPU
 
 import diffrax
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 jax.config.update("jax_enable_x64", True)
 
@@ -41,7 +40,7 @@ def solve_one(rho: jax.Array, adjoint: diffrax.AbstractAdjoint) -> tuple[jax.Arr
 def complete(compiled: Callable, n: int, *names: str) -> Callable[[], problem.Answer]:
     """Return a call that waits for its results, which JAX computes asynchronously."""
     rho = jnp.asarray(problem.parameters(n))
-    return lambda: dict(zip(names, map(np.asarray, jax.block_until_ready(compiled(rho)))))
+    return lambda: dict(zip(names, jax.block_until_ready(compiled(rho))))
 
 
 def forward(n: int) -> Callable[[], problem.Answer]:

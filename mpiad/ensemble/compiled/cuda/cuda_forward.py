@@ -11,23 +11,26 @@ from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.kernel_template import filled, names_of
 from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 from mpiad.ensemble.compiled.step_text import Steps
+from mpiad.ensemble.controller import PIController
 
 _KERNEL = """
-// The trajectories first, ..., first + count - 1 of n. saved: (n_saved, d, n); the others: (rows, n). steps_u, steps_t:
-// capacity rows of (d, count) and (2, count). Without u_end nothing is left but the steps. rows: (6, room).
+// The trajectories first, ..., first + count - 1 of n. saved: (n_saved, d, n); the others: (rows, n), but for start, stop
+// and u0 with strides of their own. steps_u, steps_t: capacity rows of (d, count) and (2, count). failed: their number.
+// Without u_end nothing is left but the steps. rows: (6, room).
 KERNEL forward(
-    const long long n, const long long first, const long long count, const real* u0, const real* p, const real* s,
-    const double* start, const double* stop, const double* times, const long long n_saved, const long long by_row,
-    const real rtol, const real* atol, const double dt, const double dtmax, const long long max_steps, real* u_end,
-    real* saved, double* t_reached, int* codes, int* naccept, int* nreject, real* du_end, real* dsaved, real* steps_u,
-    double* steps_t, const long long capacity{declared}
+    const long long n, const long long first, const long long count, const real* p, const real* s, const double* start,
+    const double* stop, const long long by_span, const double* times, const long long n_saved, const long long by_row,
+    const real* u0, const long long u0_row, const long long u0_column, const real* atol, const real rtol, const double dt,
+    const double dtmax, const long long max_steps, real* u_end, real* saved, double* t_reached, int* codes, int* naccept,
+    int* nreject, real* du_end, real* dsaved, long long* failed, real* steps_u, double* steps_t,
+    const long long capacity{declared}
 ) {
     EACH(column, count) {
         const long long i = first + column;
-        const double sign = stop[i] < start[i] ? -1.0 : 1.0;
-        const double goal = sign * stop[i];
-        double now = sign * start[i];
-        each c: real u_{c} = u0[{c} * n + i];
+        const double begun = start[i * by_span], end = stop[i * by_span], sign = end < begun ? -1.0 : 1.0;
+        const double goal = sign * end;
+        double now = sign * begun;
+        each c: real u_{c} = u0[{c} * u0_row + i * u0_column];
         each p: const real p{p} = p[{p} * n + i];
         each s: const real s{s} = s[{s}];
         each tolerance: const real atol{tolerance} = atol[{tolerance}];
@@ -118,6 +121,10 @@ KERNEL forward(
             if (code < 0 && tries >= max_steps) code = {MaxIters};
         }
         if (u_end) {
+            for (; place < n_saved; ++place) {
+                each c: saved[(place * {d} + {c}) * n + i] = NAN;
+                each j: each c: dsaved[(({j} * n_saved + place) * {d} + {c}) * n + i] = 0;
+            }
             each c: u_end[{c} * n + i] = u_{c};
             each j: each c: du_end[({j} * {d} + {c}) * n + i] = du{j}_{c};
             when events: heads[i] = head;
@@ -125,6 +132,7 @@ KERNEL forward(
             codes[i] = code;
             naccept[i] = (int)taken;
             nreject[i] = (int)(tries - taken);
+            if (code != {Success} && code != {Terminated}) NEXT(failed);
         }
     }
 }
@@ -141,12 +149,20 @@ def cuda_forward_text(form: Form) -> str:
         "first_step": _first_step(form, steps), "stages": c_lines(steps.stages(), scope),
         "error": c_lines(steps.error(), scope), "tangents": _tangents(form, steps),
         "interpolated": _interpolated(form, steps),
-        "factor": c_lines(steps.factor(_power, "before", "rejected"), ["before"]) if form.tableau.error else [],
+        "factor": c_lines(_factor(form, steps), ["before"]) if form.tableau.error else [],
     }))  # fmt: skip
 
 
-def _power(x: str, exponent: str, out: str) -> list[str]:
-    return [f"{out} = {x} ** {exponent}"]
+def _factor(form: Form, steps: Steps) -> list[str]:
+    """Return lines on the factor of the next step."""
+
+    def power(x: str, exponent: str, out: str) -> list[str]:
+        if x == "q2" and not isinstance(form.controller, PIController):
+            return [f"{out} = inverse_root(q2, {form.tableau.error_order})"]
+        # Half the instructions of `pow`, and a few units in the last place.
+        return [f"{out} = np.exp2({exponent} * np.log2({x}))"]
+
+    return steps.factor(power, "before", "rejected")
 
 
 def _unit_tangents(form: Form, steps: Steps) -> list[str]:

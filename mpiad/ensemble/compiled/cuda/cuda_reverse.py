@@ -19,17 +19,17 @@ _KERNEL = """
 // s_bar: (rows, count).
 KERNEL reverse(
     const long long n, const long long first, const long long count, const real* p, const real* s, const double* start,
-    const double* stop, const double* times, const long long n_saved, const long long by_row, const real* steps_u,
-    const double* steps_t, const int* naccept, const double* t_reached, const int* codes, const real* end_bar,
-    const real* saved_bar, real* u0_bar, real* p_bar, real* s_bar{declared}
+    const double* stop, const long long by_span, const double* times, const long long n_saved, const long long by_row,
+    const real* steps_u, const double* steps_t, const int* naccept, const double* t_reached, const int* codes,
+    const real* end_bar, const real* saved_bar, real* u0_bar, real* p_bar, real* s_bar{declared}
 ) {
     EACH(column, count) {
         const long long i = first + column;
         const int code = codes[i];
         when events: const bool alive = code == {Success} || code == {Terminated};
         when not events: const bool alive = code == {Success};
-        const double sign = stop[i] < start[i] ? -1.0 : 1.0;
-        const double begun = sign * start[i];
+        const double first_time = start[i * by_span], sign = stop[i * by_span] < first_time ? -1.0 : 1.0;
+        const double begun = sign * first_time;
         double ahead = sign * t_reached[i];
         each p: const real p{p} = p[{p} * n + i];
         each s: const real s{s} = s[{s}];

@@ -17,35 +17,70 @@ _COLUMNS = 5
 
 
 class Inputs(NamedTuple):
-    """What all kernels of a solve are given, in the order of their arguments."""
+    """Arguments that all kernels of a solve have, in their order; the forward kernel alone has those from `u0` on.
 
-    # `u0`, `p`, `s`: shapes (d, n), (varying, n), (shared,).
-    u0: Array
+    What is the same for all trajectories is one column, and its stride along the trajectories is zero.
+    """
+
+    # `p`, `s`: shapes (varying, n), (shared,).
     p: Array
     s: Array
-    # `start`, `stop`: shape (n,).
+    # `start`, `stop`: shape (n,), or (1,) with `by_span` zero.
     start: Array
     stop: Array
+    by_span: int
     times: Array  # shape (n_saved,) or (n, n_saved)
     n_saved: int
     by_row: int
-
-    @property
-    def count(self) -> int:
-        """How many trajectories there are."""
-        return self.u0.shape[1]
+    u0: Array  # shape (d, n) or (d, 1)
+    u0_row: int
+    u0_column: int
+    atol: Array  # shape (d,)
 
 
 def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, packing: ParameterPacking) -> Inputs:
-    """Return the arguments on a device, to which host arrays are copied: one copy for each that isn't one number."""
-    count, real = batch.size, batch.u0.dtype
+    """Return the arguments on a device; host arrays of a few numbers are copied there together."""
+    count, real, d = batch.size, batch.u0.dtype, len(batch.u0)
     own = [_rows(arrays, batch.p.leaves[part.place], count, real) for part in packing.parts if part.varies]
+    common = [batch.p.leaves[part.place] for part in packing.parts if not part.varies]
     times = np.asarray(settings.saveat, float)
+    spans = [np.asarray(x, float) for x in (batch.start, batch.end)]
+    alike, one_start = all(map(_is_alike, spans)), _is_alike(batch.u0)
+    # The arrays that are copied together, by their names.
+    few = {"times": times, "atol": np.broadcast_to(np.ravel(settings.atol), (d,)).astype(real)}
+    if not any(map(is_device_array, common)):
+        few["s"] = np.concatenate([np.ravel(leaf) for leaf in common] or [np.empty(0)]).astype(real)
+    if alike:
+        few |= {"start": spans[0][:1], "stop": spans[1][:1]}
+    if one_start:
+        few["u0"] = batch.u0[:, :1]
+    on_device = dict(zip(few, _copied_together(arrays, list(few.values()))))
+    if "s" not in few:
+        on_device["s"] = _together(arrays, [placed(arrays, leaf, real).reshape(-1) for leaf in common], (0,), real)
+    if not alike:
+        on_device |= {name: placed(arrays, span, float) for name, span in zip(("start", "stop"), spans)}
+    if not one_start:
+        on_device["u0"] = placed(arrays, batch.u0, real)
     return Inputs(
-        _columns(arrays, batch.u0, real), _together(arrays, own, (0, count), real), _shared(arrays, batch, packing, real),
-        _columns(arrays, batch.start, float), _columns(arrays, batch.end, float), placed(arrays, times, float),
-        times.shape[-1], int(times.ndim > 1),
+        p=_together(arrays, own, (0, count), real), by_span=int(not alike), n_saved=times.shape[-1],
+        by_row=int(times.ndim > 1), u0_row=1 if one_start else count, u0_column=int(not one_start), **on_device,
     )  # fmt: skip
+
+
+def _is_alike(x: Array) -> bool:
+    """Return whether an array on the host has one column for all trajectories."""
+    return not is_device_array(x) and x.size > 0 and x.strides[-1] == 0
+
+
+def _copied_together(arrays: ArrayModule, parts: list[np.ndarray]) -> list[Array]:
+    """Return arrays of the host on the device, by one copy of all."""
+    ends = np.cumsum([-(-part.nbytes // 8) * 8 for part in parts])  # so that each begins at a multiple of eight bytes
+    buffer = np.zeros(int(ends[-1]), np.uint8)
+    places = [slice(int(end) - -(-part.nbytes // 8) * 8, int(end)) for part, end in zip(parts, ends)]
+    for part, place in zip(parts, places):
+        buffer[place][: part.nbytes] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+    copy = arrays.to_device(buffer)
+    return [copy[place][: part.nbytes].view(part.dtype).reshape(part.shape) for part, place in zip(parts, places)]
 
 
 def placed(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
@@ -55,28 +90,11 @@ def placed(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
     return arrays.contiguous(x if x.dtype == dtype else x.astype(dtype))
 
 
-def _columns(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
-    """Return an array whose last axis counts trajectories; what is the same for all of them travels once."""
-    if is_device_array(x) or x.strides[-1] or not x.size:
-        return placed(arrays, x, dtype)
-    if x.ndim == 1:
-        return arrays.full(x.shape, x[0].item(), dtype)
-    return arrays.copy(np.broadcast_to(placed(arrays, x[:, :1], dtype), x.shape))
-
-
 def _rows(arrays: ArrayModule, leaf: Array, count: int, dtype: DTypeLike) -> Array:
     leaf = leaf if is_device_array(leaf) else np.asarray(leaf)
     # The number of rows is said, or it couldn't be told without trajectories.
     rows = int(np.prod(leaf.shape[:-1], dtype=int))
     return placed(arrays, leaf, dtype).reshape(rows, count)
-
-
-def _shared(arrays: ArrayModule, batch: Batch, packing: ParameterPacking, dtype: DTypeLike) -> Array:
-    leaves = [batch.p.leaves[part.place] for part in packing.parts if not part.varies]
-    if not any(map(is_device_array, leaves)):
-        flat = np.concatenate([np.ravel(leaf) for leaf in leaves]) if leaves else np.empty(0)
-        return placed(arrays, flat, dtype) if flat.size else arrays.empty((0,), dtype)
-    return _together(arrays, [placed(arrays, leaf, dtype).reshape(-1) for leaf in leaves], (0,), dtype)
 
 
 def _together(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], dtype: DTypeLike) -> Array:

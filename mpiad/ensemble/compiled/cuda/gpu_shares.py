@@ -44,6 +44,8 @@ def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, bu
             f"solve: the steps of one trajectory take {needed} bytes of device memory for its gradient, but there are "
             f"{budget}. Raise tape_bytes= of EnsembleGPU where more is free, or loosen rtol."
         )
+    if needed * count <= budget:
+        return [Share(0, count, int(longest.max(initial=0)))]
     made: list[Share] = []
     for block, steps in enumerate(longest.tolist()):
         first, stop = block * size, min((block + 1) * size, count)

@@ -21,7 +21,7 @@ from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
 from mpiad.ensemble.compiled.cuda.gpu_solver import Solver
 from mpiad.ensemble.compiled.kernel_choice import Compiler, check_implicit
 from mpiad.ensemble.compiled.parameter_packing import packing_of
-from mpiad.ensemble.compiled.traced_problem import FEW, TracedProblem, problem_of
+from mpiad.ensemble.compiled.traced_problem import FEW, TracedProblem, problem_of, remembered
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, in_order, traced_times
 from mpiad.ensemble.gpu import device_for
@@ -92,7 +92,6 @@ def _by_kernel(
     traced = problem_for_gpu(compiler, given, host, settings)
     if traced is None:
         return None
-    try_once(host, settings.events, given.traced)
     solver = Solver(compiler.backend, arrays, traced, batch, settings, compiler.kernels)
     by_tangents = given.traced and not settings.events and not settings.alg.tableau.implicit
     directions = traced.carried(given, settings.gradient) if by_tangents else ()
@@ -107,7 +106,7 @@ def _by_kernel(
         settings.progress(batch.size)
     sol = DeviceSolution.lazy(
         _deferred(solved, settings, times), u=_shaped(u, batch.shape), t=settings.saveat, u_end=_shaped(u_end, batch.shape),
-        failed=_count_failed(arrays, solved.results.codes), alg=settings.alg,
+        failed=int(arrays.to_host(solved.results.failed)[0]), alg=settings.alg,
     )  # fmt: skip
     if times:
         sol.t_reached = times[0]
@@ -129,10 +128,6 @@ def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dic
         "nf": lambda: evaluations(naccept(), nreject(), alg, given),
         "events": dict if rows is None else partial(_events, arrays, codes, rows, settings.events, times),
     }
-
-
-def _count_failed(arrays: ArrayModule, codes: Array) -> int:
-    return int(arrays.to_host(np.sum(~came_through(codes))).item()) if codes.size else 0
 
 
 def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Event], times: Sequence[Array]) -> dict:
@@ -164,7 +159,14 @@ def problem_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Set
     must = compiler.compile is True
     reason = _unsupported(compiler, given, host, settings)
     if reason is None:
-        return problem_of(host, settings.events, must, compiler.warn)
+
+        def made() -> TracedProblem | None:
+            traced = problem_of(host, settings.events, must, compiler.warn)
+            if traced is not None:
+                try_once(host, settings.events, given.traced)
+            return traced
+
+        return remembered(made, host, settings.events, given.traced, must, "gpu")
     if must:
         raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or say compile=False.")
     compiler.warn(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves it by arrays")

@@ -19,7 +19,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.cuda_events import ROWS
-from mpiad.ensemble.compiled.cuda.gpu_inputs import inputs_of, placed
+from mpiad.ensemble.compiled.cuda.gpu_inputs import inputs_of
 from mpiad.ensemble.compiled.cuda.gpu_shares import Share, longest_of_blocks, shares_within
 from mpiad.ensemble.compiled.kernel_form import Form, form_of
 from mpiad.ensemble.compiled.kernel_texts import cuda_text
@@ -50,6 +50,7 @@ class DeviceResults(NamedTuple):
     # `du_end`, `dsaved`: shapes (m, d, n), (m, n_saved, d, n); tangents along the m directions that were carried.
     du_end: Array
     dsaved: Array
+    failed: Array  # shape (1,); how many trajectories failed
     rows: Any = None  # shape (6, room); what happened, row by row: see `cuda_events`; None without events
     heads: Any = None  # shape (n,); of each trajectory the row of its last event, -1 without one
     found_events: int = 0  # how many rows there are
@@ -80,11 +81,7 @@ class Solver:
         self.form = form_of(traced.program, traced.packing, batch, settings)._replace(record=True, tolerances=True)
         self.d, self.real = self.form.d, batch.u0.dtype
         self.inputs = inputs_of(arrays, batch, settings, traced.packing)
-        self.count = self.inputs.count
-        atol = settings.atol
-        self._atol = (
-            placed(arrays, np.ravel(atol), self.real) if np.ndim(atol) else arrays.full((self.d,), float(atol), self.real)
-        )
+        self.count = batch.size
 
     # ---- forward
 
@@ -99,7 +96,7 @@ class Solver:
             results = self._empty(directions)
             saved, end = self.parts(results.vector)
             table, counter = self._table(room)
-            self._forward(directions, Share(0, self.count, 0), (end, saved, *results[1:7]), (None, None), table)
+            self._forward(directions, Share(0, self.count, 0), (end, saved, *results[1:8]), (None, None), table)
             if not table:
                 return results
             happened = int(self.arrays.to_host(counter)[0])
@@ -125,24 +122,22 @@ class Solver:
         return vector[:cut].reshape(n_saved, d, n), vector[cut:].reshape(d, n)
 
     def _empty(self, directions: Directions) -> DeviceResults:
-        full, d, n, n_saved, m = self.arrays.full, self.d, self.count, self.inputs.n_saved, len(directions)
-        codes, naccept, nreject = [full((n,), 0, np.int32) for _ in range(3)]
-        # Times that aren't reached stay NaN.
-        vector = full(((n_saved + 1) * d * n,), np.nan, self.real)
-        tangents = full((m, d, n), 0, self.real), full((m, n_saved, d, n), 0, self.real)
-        return DeviceResults(vector, full((n,), 0, float), codes, naccept, nreject, tangents[0], tangents[1])
+        empty, d, n, n_saved, m = self.arrays.empty, self.d, self.count, self.inputs.n_saved, len(directions)
+        codes, naccept, nreject = [empty((n,), np.int32) for _ in range(3)]
+        vector = empty(((n_saved + 1) * d * n,), self.real)
+        tangents = empty((m, d, n), self.real), empty((m, n_saved, d, n), self.real)
+        failed = self.arrays.full((1,), 0, np.int64)
+        return DeviceResults(vector, empty((n,), float), codes, naccept, nreject, *tangents, failed)
 
     def _forward(
         self, directions: Directions, share: Share, results: Sequence[Any], steps: Sequence[Any], table: Sequence[Any]
     ) -> None:
-        given, settings = self.inputs, self.settings
+        settings, rtol = self.settings, self.real.type(self.settings.rtol)
         scalars = (0.0 if settings.dt is None else float(settings.dt), float(settings.dtmax), int(settings.max_steps))
-        tolerances = self.real.type(settings.rtol), self._atol
-        # Without places for results, nothing is looked up when states would be saved.
-        n_saved = given.n_saved if results[0] is not None else 0
+        # Without arrays for results no saved time is looked up.
+        given = self.inputs if results[0] is not None else self.inputs._replace(n_saved=0)
         self._launch(
-            self.kernel(directions), share, *given[:6], n_saved, given.by_row, *tolerances, *scalars, *results, *steps,
-            share.capacity, *table,
+            self.kernel(directions), share, *given, rtol, *scalars, *results, *steps, share.capacity, *table,
         )  # fmt: skip
 
     # ---- back
@@ -154,28 +149,27 @@ class Solver:
 
         With events `times` are the cotangents of the times at which trajectories ended, (n,), and of all events'.
         """
-        full = self.arrays.full
+        empty = self.arrays.empty
         wanted_own = [j for j in self.traced.packing.varying if j in wanted]
         wanted_common = [j for j in self.traced.packing.shared if j in wanted]
         own, common = len(wanted_own), len(wanted_common)
         form = self.form._replace(wanted_varying=own, wanted_shared=common)
-        # One that fails leaves its place as it was.
-        u0_bar, p_bar = [full((rows, self.count), 0, self.real) for rows in (self.d, own)]
-        made = InputCotangents(u0_bar, p_bar, full((common,), 0, self.real))
+        u0_bar, p_bar = [empty((rows, self.count), self.real) for rows in (self.d, own)]
         kernel, sums = self._loaded("reverse", form, (*wanted_own, *wanted_common)), []
         shares = self._shares(results, common)
         steps = self._room(shares)
         saved_bar, end_bar = self.parts(vector_bar)
         events = (results.rows, results.rows.shape[1], results.heads, *times) if self.form.events else ()
         for share in shares:
-            self._forward((), share, (None,) * 8, steps, (None, 0, None, None) if self.form.events else ())
-            s_bar = full((common, share.count), 0, self.real)
+            self._forward((), share, (None,) * 9, steps, (None, 0, None, None) if self.form.events else ())
+            s_bar = empty((common, share.count), self.real)
             self._launch(
-                kernel, share, *self.inputs[1:], *steps, results.naccept, results.t_reached, results.codes, end_bar,
-                saved_bar, made.u0, made.p, s_bar, *events,
+                kernel, share, *self.inputs[:8], *steps, results.naccept, results.t_reached, results.codes, end_bar,
+                saved_bar, u0_bar, p_bar, s_bar, *events,
             )  # fmt: skip
-            sums.append(np.sum(s_bar, axis=1))
-        return made._replace(s=sum(sums[1:], sums[0])) if sums else made
+            sums += [np.sum(s_bar, axis=1)] if common else []
+        s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((common,), 0, self.real)
+        return InputCotangents(u0_bar, p_bar, s_bar)
 
     def _shares(self, results: DeviceResults, common: int) -> list[Share]:
         if not self.count:

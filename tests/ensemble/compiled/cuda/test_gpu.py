@@ -56,10 +56,14 @@ def ensemble(f, u0, p=None, shared=None, tspan=(0.0, 1.0)):
 
 
 def assert_same(sol, expected, rtol=1e-12):
-    for name in ("retcode", "naccept", "nreject", "nf"):
-        np.testing.assert_array_equal(getattr(sol, name), getattr(expected, name))
+    np.testing.assert_array_equal(sol.retcode, expected.retcode)
     np.testing.assert_allclose(sol.t_reached, expected.t_reached, rtol=rtol)
     known = ~np.isin(expected.retcode, ["DtLessThanMin", "Unstable"])
+    for name in ("naccept", "nreject", "nf"):
+        found, right = getattr(sol, name), getattr(expected, name)
+        np.testing.assert_array_equal(found[known], right[known])
+        # How often a step is halved in front of a singularity depends on the last bit of its size.
+        np.testing.assert_allclose(found, right, rtol=0.05)
     for found, right in ((sol.u[known], expected.u[known]), (sol.u_end[known], expected.u_end[known])):
         np.testing.assert_allclose(found, right, rtol=rtol, atol=rtol * np.nanmax(np.abs(right)))
 
@@ -201,8 +205,8 @@ def test_gradients_of_device_arrays_are_the_same_and_stay_there(gradient):
     assert all(isinstance(g, DeviceArray) for g in found)
     for a, b in zip(found, expected):
         np.testing.assert_allclose(on_host(a), b, rtol=1e-13)
-    # Saved times; the number of failures, and for an adjoint the longest of blocks of trajectories. J is the user's.
-    assert transfers.h2d_bytes == 8 * len(TIMES)
+    # Saved times, tolerances, tspan; the number of failures, and for an adjoint the longest of blocks of trajectories.
+    assert transfers.h2d_bytes == 8 * (len(TIMES) + 3 + 2)
     assert transfers.d2h_bytes <= 8 * 3 + 4 * 35
 
 
@@ -303,16 +307,16 @@ def test_single_precision_gradient():
 def test_a_solve_of_host_arrays_moves_arguments_and_results_alone():
     u0, p = states(70), parameters(70)
     sol = solve(ensemble(lorenz, u0, p), RK45(), EnsembleGPU(), saveat=TIMES)
-    # u0, p and the saved times; all states at once and the number of failures.
+    # u0, p, and in one copy the saved times, three tolerances and tspan; all states at once and the number of failures.
     assert (transfers.h2d, transfers.d2h) == (3, 2)
-    assert transfers.h2d_bytes == u0.nbytes + p.nbytes + 5 * 8 and transfers.d2h_bytes == 70 * 6 * 3 * 8 + 8
+    assert transfers.h2d_bytes == u0.nbytes + p.nbytes + (5 + 3 + 2) * 8 and transfers.d2h_bytes == 70 * 6 * 3 * 8 + 8
     assert sol.u.shape == (70, 5, 3)
 
 
 def test_a_solve_of_device_arrays_moves_no_states():
     u0, p = on_device(states(70)), on_device(parameters(70))
     sol = solve(ensemble(lorenz, u0, p), RK45(), EnsembleGPU(), saveat=TIMES)
-    assert (transfers.h2d_bytes, transfers.d2h_bytes) == (5 * 8, 8)
+    assert (transfers.h2d_bytes, transfers.d2h_bytes) == ((5 + 3 + 2) * 8, 8)
     # What went how comes when it is asked for, once.
     sol.naccept, sol.naccept, sol.retcode  # noqa: B018
     assert (transfers.h2d, transfers.d2h) == (1, 3)
