@@ -84,7 +84,7 @@ $(ALL_RANKS:%=test-%): test-%:
 	@$(MAKE) --no-print-directory test RANKS=$*
 
 test-gpu: $(VENV)/.ready-test ## run the tests of device arrays on CuPy's own; needs CuPy and a GPU, else it ends with 1
-	@PYTHONPATH=. RANKS="$(RANKS)" $(BIN)/python tests/gpu.py
+	@PYTHONPATH=. RANKS="$(RANKS)" $(BIN)/python tests/gpu.py $(PYTEST_FLAGS)
 
 fuzz: $(VENV)/.ready-test ## check random programs against one process (PROGRAMS=10000 SEED=5 RANKS="2 3")
 	@$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --ranks $(RANKS) $(if $(SEED),--seed $(SEED))

@@ -31,7 +31,9 @@ def main(flags: list[str]) -> int:
     ends = []
     for ranks in os.environ.get("RANKS", "1 2").split():
         launch = [sys.executable, str(TESTS / "launch.py"), "--ranks", ranks, "--limit", "1800", "--"]
-        run = [*launch, "-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "-q", *flags]
+        # Most of the time is NVRTC's, on the host.
+        parallel = ["-n", "4", "--dist", "loadfile"] if ranks == "1" else []
+        run = [*launch, "-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", *parallel, *flags]
         jobs = (
             ([*run, "-k", "cupy", str(TESTS)], os.environ),
             ([*run, *files], cupy),

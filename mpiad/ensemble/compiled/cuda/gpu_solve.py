@@ -88,8 +88,7 @@ def _by_kernel(
     compiler: Compiler, given: Batch, batch: Batch, settings: Settings, arrays: ArrayModule
 ) -> DeviceSolution | None:
     on_host = not is_on_device(batch)
-    host = batch if on_host and batch.size else sample_batch(batch)
-    traced = problem_for_gpu(compiler, given, host, settings)
+    traced = problem_for_gpu(compiler, given, batch, settings)
     if traced is None:
         return None
     solver = Solver(compiler.backend, arrays, traced, batch, settings, compiler.kernels)
@@ -148,35 +147,36 @@ def _shaped(x: Array, shape: Shape) -> Array:
     return x if len(shape) == 1 else anp.reshape(x, (*x.shape[:-1], *shape))
 
 
-def problem_for_gpu(compiler: Compiler, given: Batch, host: Batch, settings: Settings) -> TracedProblem | None:
+def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Settings) -> TracedProblem | None:
     """Return what is compiled; None, and one line in the log, where arrays solve the ensemble.
 
-    In `given` some values may be traced; `host` is the same, or a few trajectories like it, as plain arrays on the host.
-    With ``compile=True`` a TypeError or ValueError where it can't be compiled.
+    In `given` some values may be traced; `batch` is the same as plain arrays, on a device or on the host. With
+    ``compile=True`` a TypeError or ValueError if it can't be compiled.
     """
     if compiler.compile is False:
         return None
     must = compiler.compile is True
-    reason = _unsupported(compiler, given, host, settings)
+    reason = _unsupported(compiler, given, batch, settings)
     if reason is None:
 
         def made() -> TracedProblem | None:
+            host = sample_batch(batch) if is_on_device(batch) or not batch.size else batch
             traced = problem_of(host, settings.events, must, compiler.warn)
             if traced is not None:
                 try_once(host, settings.events, given.traced)
             return traced
 
-        return remembered(made, host, settings.events, given.traced, must, "gpu")
+        return remembered(made, batch, settings.events, given.traced, must, "gpu")
     if must:
         raise ValueError(f"solve: compile=True, but {reason}. Leave compile out, or say compile=False.")
     compiler.warn(given.f, f"EnsembleGPU: {reason}, so EnsembleVectorized solves it by arrays")
     return None
 
 
-def _unsupported(compiler: Compiler, given: Batch, host: Batch, settings: Settings) -> str | None:
-    if host.u0.dtype not in (np.float64, np.float32):
-        return f"u0 has dtype {host.u0.dtype}, and kernels on GPUs compute with float64 and float32"
-    if any(part.complex for part in packing_of(host.p).parts):
+def _unsupported(compiler: Compiler, given: Batch, batch: Batch, settings: Settings) -> str | None:
+    if batch.u0.dtype not in (np.float64, np.float32):
+        return f"u0 has dtype {batch.u0.dtype}, and kernels on GPUs compute with float64 and float32"
+    if any(part.complex for part in packing_of(batch.p).parts):
         return "p has complex numbers, and kernels on GPUs compute with real ones"
     if settings.saveat is None:
         return "kernels don't save for save_everystep=True"

@@ -7,7 +7,6 @@ one share's steps, and only during a backward pass. Both runs are of the same ma
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -35,7 +34,7 @@ Directions = tuple[tuple[str, int], ...]
 _log = logging.getLogger("mpiad")
 
 _lock = threading.RLock()
-_known: dict[tuple[Any, str], DeviceKernel] = {}
+_known: dict[tuple[Any, ...], DeviceKernel] = {}
 
 
 class DeviceResults(NamedTuple):
@@ -77,6 +76,7 @@ class Solver:
         kernels: dict[str, str],
     ):  # fmt: skip
         self._gpu, self.arrays, self.settings, self.traced, self._kernels = gpu, arrays, settings, traced, kernels
+        self._forward_kernels: dict[Directions, DeviceKernel] = {}
         self._launcher = launcher_of(arrays)
         self.form = form_of(traced.program, traced.packing, batch, settings)._replace(record=True, tolerances=True)
         self.d, self.real = self.form.d, batch.u0.dtype
@@ -87,7 +87,9 @@ class Solver:
 
     def kernel(self, directions: Directions = ()) -> DeviceKernel:
         """Return the forward kernel that carries tangents along these directions."""
-        return self._loaded("forward", self.form._replace(directions=directions))
+        if directions not in self._forward_kernels:
+            self._forward_kernels[directions] = self._loaded("forward", self.form._replace(directions=directions))
+        return self._forward_kernels[directions]
 
     def solved(self, directions: Directions = ()) -> DeviceResults:
         """Solve all trajectories."""
@@ -202,7 +204,7 @@ class Solver:
 
 def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -> DeviceKernel:
     """Return the kernel "forward" or "reverse" of a text of CUDA C, compiled where this device doesn't have it yet."""
-    key = launcher, hashlib.sha256("\n".join([name, *options, text]).encode()).hexdigest()
+    key = launcher, name, options, text
     # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
     with _lock:
         if key not in _known:
