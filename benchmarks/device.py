@@ -89,7 +89,9 @@ def sides(arrays: ArrayModule, name: str, nbytes: int, direct: bool) -> dict[str
 
         return run
 
-    ways = {"staged": DeviceSettings(cuda_aware=False)} | ({"direct": DeviceSettings(cuda_aware=True)} if direct else {})
+    ways = {"staged": DeviceSettings(cuda_aware=False)} | (
+        {"direct": DeviceSettings(cuda_aware=True, exchanged=True)} if direct else {}
+    )
     found: dict[str, Callable[[], Any]] = {"copies": copies, "host": on_host}
     for way, settings in ways.items():
         found[way], found[f"{way}, adjoint"] = under(settings, primitive), under(settings, gradient)
@@ -116,7 +118,7 @@ def check(arrays: ArrayModule, direct: bool) -> None:
     right = {"allreduce": sum(numbers), "ring": numbers[BEFORE]}
     slope = {"allreduce": 2 * comm.size * sum(numbers), "ring": 2 * numbers[comm.rank]}
     ways = [DeviceSettings(cuda_aware=False, chunk=1 << 18), DeviceSettings(cuda_aware=False)]
-    for settings in [*ways, *([DeviceSettings(cuda_aware=True)] if direct else [])]:
+    for settings in [*ways, *([DeviceSettings(cuda_aware=True, exchanged=True, chunk=1 << 18)] if direct else [])]:
         before = device_settings.put(settings)
         x = arrays.to_device(numbers[comm.rank])
         for name, primitive in PRIMITIVES.items():

@@ -1,7 +1,7 @@
 """The ways in which device arrays travel, for tests on the stand-in: each test takes all of them.
 
 `staged` copies whole arrays through the host, `pieces` copies all but the smallest in pieces, `direct` gives MPI the
-memory that the stand-in says is the device's.
+memory that the stand-in says is the device's, `exchanged` does so too, and sums by an exchange of blocks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ SETTINGS = {
     "staged": DeviceSettings(cuda_aware=False),
     "pieces": DeviceSettings(cuda_aware=False, chunk=16),
     "direct": DeviceSettings(cuda_aware=True),
+    "exchanged": DeviceSettings(cuda_aware=True, chunk=16, expected=False, exchanged=True),
 }
 
 each_way = pytest.mark.parametrize("way", SETTINGS)

@@ -6,12 +6,13 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Op
-from mpiad.transport import chunked_collectives, extremes, pairwise_collectives
+from mpiad.transport import chunked_collectives, exchanged_sums, extremes, pairwise_collectives
 from mpiad.transport.agreement import fingerprint, raise_first
 from mpiad.transport.buffers import Spec, contiguous, copied, outgoing
 from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.device_settings import divides, present
+from mpiad.transport.device_settings import divides, exchanges, present
+from mpiad.transport.mpi_operations import name_of
 from mpiad.transport.staging import way_of
 
 _WRONG = -1
@@ -31,6 +32,8 @@ def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
 def _combined(channel: Channel, array: Array, op: Op) -> Array:
     if divides(array.nbytes):
         return chunked_collectives.allreduce(channel, array, op)
+    if exchanges(array.nbytes) and name_of(op) == "SUM":
+        return exchanged_sums.allreduce(channel, array)
     if pairwise_collectives.are_two(channel, array, op):
         return pairwise_collectives.allreduce(channel.data, array, op)
     if type(array) is np.ndarray:
@@ -48,6 +51,8 @@ def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
     array = outgoing(x, call)
     if divides(array.nbytes):
         return chunked_collectives.reduce(channel, array, root)
+    if exchanges(array.nbytes):
+        return exchanged_sums.reduce(channel, array, root)
     if type(array) is not np.ndarray:
         return _reduce_on_device(channel, array, root)
     out = np.empty(array.shape, array.dtype) if channel.rank == root else np.zeros(array.shape, array.dtype)
@@ -180,6 +185,8 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
     counts = [length * _count(rest) for length in lengths]
     if divides(array.nbytes):
         return _back(chunked_collectives.reduce_scatter(channel, array, counts, block), axis)
+    if exchanges(array.nbytes):
+        return _back(exchanged_sums.reduce_scatter(channel, array, counts, block), axis)
     way = way_of(block.arrays)
     room = way.room(block.shape, block.dtype)
     if pairwise_collectives.are_two(channel, array):

@@ -31,6 +31,7 @@ class DeviceSettings(NamedTuple):
     chunk: int = 4 << 20  # bytes of a staged array that are copied and sent at once
     pinned: int = 256 << 20  # bytes of page-locked host memory that are kept for the next array
     expected: bool = True  # whether collectives cut large arrays
+    exchanged: bool = False  # whether sums of large arrays are computed by an exchange of blocks
 
 
 _present = DeviceSettings(expected=False)
@@ -51,6 +52,11 @@ def put(settings: DeviceSettings) -> DeviceSettings:
 def divides(nbytes: int) -> bool:
     """Tell whether a collective on an array of so many bytes goes piece by piece, the same on all ranks."""
     return _present.expected and nbytes > _present.chunk and not _present.cuda_aware
+
+
+def exchanges(nbytes: int) -> bool:
+    """Return whether arrays of so many bytes are summed by an exchange of blocks, the same on all ranks."""
+    return _present.exchanged and nbytes > _present.chunk
 
 
 def from_environment() -> DeviceSettings:
@@ -92,9 +98,11 @@ def start() -> None:
     asked = [os.environ.get(name, "") != "" for name in ("MPIAD_DEVICE_CHUNK", "MPIAD_DEVICE_PINNED")]
     sizes = [size if given else _UNSET for size, given in zip((wanted.chunk, wanted.pinned), asked)]
     expects = wrong is None and (asked[0] or may_bring_arrays())
-    copies = expects and not device_kinds()
-    # By their minima each learns what any rank wants: no error, no "0", no "1", no cuts, and the least of the sizes.
-    switches = [wrong is None, wanted.cuda_aware is not False, wanted.cuda_aware is not True, not expects, not copies]
+    direct = bool(device_kinds())
+    # By their minima each learns what any rank wants: no error, no "0", no "1", no device arrays, none that are copied to
+    # the host, none that MPI takes, and the least of the sizes.
+    asks = [wanted.cuda_aware is not False, wanted.cuda_aware is not True]
+    switches = [wrong is None, *asks, not expects, not expects or direct, not expects or not direct]
     mine = np.array([*switches, *sizes], np.int64)
     least = np.empty_like(mine)
     MPI.COMM_WORLD.Allreduce(mine, least, MPI.MIN)
@@ -105,8 +113,11 @@ def start() -> None:
     # Where the ranks ask for both, what always works.
     cuda_aware = None if least[1] and least[2] else bool(least[1])
     default = DeviceSettings()
-    chunk, pinned = (int(size) if size != _UNSET else usual for size, usual in zip(least[5:], default[1:]))
-    put(DeviceSettings(cuda_aware, chunk, pinned, not bool(least[4] if cuda_aware is None else least[3])))
+    chunk, pinned = (int(size) if size != _UNSET else usual for size, usual in zip(least[6:], default[1:]))
+    brought, copied, taken = (not flag for flag in least[3:6].tolist())
+    if cuda_aware is not None:
+        copied, taken = brought, brought and cuda_aware
+    put(DeviceSettings(cuda_aware, chunk, pinned, copied, taken))
 
 
 def may_bring_arrays() -> bool:

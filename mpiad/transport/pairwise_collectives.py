@@ -23,10 +23,17 @@ _FUNCTIONS: dict[str | None, np.ufunc] = {"SUM": np.add, "MAX": np.maximum, "MIN
 
 def are_two(channel: Channel, whole: Array, op: Op = MPI.SUM) -> bool:
     """Tell whether a collective goes this way, the same on both ranks; `whole` is as long on both."""
-    # Arrays of devices go the general way, and so does what is watched: there calls are known by their names.
+    # If a rank may have arrays on a device, all go the general way: the other rank's array may be one.
+    settings = present()
+    return not (settings.expected or settings.exchanged) and combine_pieces(channel, whole, op)
+
+
+def combine_pieces(channel: Channel, whole: Array, op: Op) -> bool:
+    """Return whether the pieces of an array, copied to the host, are combined by `allreduce_in_place`."""
+    # Not under watch: there calls are known by their names.
     return (
         channel.size == 2 and whole.nbytes >= _LONG and name_of(op) in _FUNCTIONS and whole.dtype.kind in "iufc"
-        and not present().expected and isinstance(channel.data, MPI.Comm)
+        and isinstance(channel.data, MPI.Comm)
     )  # fmt: skip
 
 
@@ -48,6 +55,16 @@ def allreduce(comm: Comm, array: np.ndarray, op: Op) -> np.ndarray:
     reduce_scatter(comm, array, parts[comm.rank], halves, op)
     _swap(comm, parts[comm.rank], parts[1 - comm.rank])
     return total
+
+
+def allreduce_in_place(comm: Comm, array: np.ndarray, op: Op) -> None:
+    """Combine both ranks' contiguous arrays in their own memory."""
+    parts = _cut(array, [array.size // 2, array.size - array.size // 2])
+    mine, others = parts[comm.rank], parts[1 - comm.rank]
+    received = np.empty_like(mine)
+    _swap(comm, others, received)
+    _FUNCTIONS[name_of(op)](mine, received, out=mine)
+    _swap(comm, mine, others)
 
 
 def reduce_scatter(comm: Comm, array: np.ndarray, block: np.ndarray, counts: list[int], op: Op = MPI.SUM) -> None:

@@ -71,6 +71,35 @@ OTHERS = {
 SHAPE = (5, 3)
 
 
+TAKEN = DeviceSettings(cuda_aware=True, expected=False, exchanged=True)
+
+
+@pytest.mark.parametrize(
+    "length, settings",
+    [(9_000, TAKEN), (600_000, TAKEN), (9_001, DeviceSettings(cuda_aware=False, chunk=1 << 12))],
+    ids=["whole", "exchanged", "pieces"],
+)
+@pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed"])
+def test_long_sums(length, settings, mixed):
+    """As the start sets it up; on two ranks host arrays of that length are combined in pairs."""
+    numbers = [np.random.default_rng(rank).normal(size=length) for rank in range(WORLD.size)]
+    put, look = (on_device, on_host) if not mixed or WORLD.rank == ROOT else (np.array, np.asarray)
+    with travelling(settings):
+        x, total = put(numbers[WORLD.rank]), sum(numbers)
+        np.testing.assert_allclose(look(mpiad.mpi_allreduce(x)), total, rtol=1e-14, atol=1e-14)
+        np.testing.assert_array_equal(look(mpiad.mpi_allreduce(x, MPI.MAX)), np.max(numbers, axis=0))
+        np.testing.assert_array_equal(look(mpiad.mpi_allgather(x, 0)), np.concatenate(numbers))
+        found = look(mpiad.mpi_sum(x, ROOT))
+        np.testing.assert_allclose(found, total if WORLD.rank == ROOT else 0 * total, rtol=1e-14, atol=1e-14)
+        counts = [length - WORLD.size + 1, *[1] * (WORLD.size - 1)]
+        own = slice(sum(counts[: WORLD.rank]), sum(counts[: WORLD.rank + 1]))
+        block = look(mpiad.mpi_reduce_scatter(x, 0, counts=counts))
+        np.testing.assert_allclose(block, total[own], rtol=1e-14, atol=1e-14)
+        # Σ y³ of the sum over all ranks, on all ranks: each x gets 3 y² from each of them.
+        slope = mpiad.grad(lambda x: anp.sum(mpiad.mpi_allreduce(x) ** 3), objective="sum")(x)
+        np.testing.assert_allclose(look(slope), 3 * WORLD.size * total**2, rtol=1e-13)
+
+
 @pytest.mark.parametrize(
     "dtype, way", [*[("f8", way) for way in SETTINGS], ("f4", "pieces"), ("c16", "pieces"), ("c16", "direct")]
 )

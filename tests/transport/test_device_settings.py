@@ -68,19 +68,20 @@ def test_other_values_are_refused(environment, name, value, expected):
 
 
 @pytest.mark.parametrize(
-    "variables, brings, kinds, divides",
+    "variables, brings, kinds, divides, exchanges",
     [
-        ({}, False, [], False),
-        ({}, True, [], True),
-        ({}, True, None, True),
-        ({}, True, ["CUDA"], False),
-        ({"MPIAD_CUDA_AWARE": "0"}, True, ["CUDA"], True),
-        ({"MPIAD_CUDA_AWARE": "1"}, True, [], False),
-        ({"MPIAD_DEVICE_CHUNK": "4194304"}, False, [], True),
+        ({}, False, [], False, False),
+        ({}, True, [], True, False),
+        ({}, True, None, True, False),
+        ({}, True, ["CUDA"], False, True),
+        ({"MPIAD_CUDA_AWARE": "0"}, True, ["CUDA"], True, False),
+        ({"MPIAD_CUDA_AWARE": "1"}, True, [], False, True),
+        ({"MPIAD_DEVICE_CHUNK": "4194304"}, False, [], True, False),
+        ({}, False, ["CUDA"], False, False),
     ],
 )
 def test_large_arrays_are_cut_where_one_rank_may_bring_some_that_are_copied(
-    environment, rank, size, variables, brings, kinds, divides
+    environment, rank, size, variables, brings, kinds, divides, exchanges
 ):
     here = rank == size - 1
     environment.setattr(device_settings, "may_bring_arrays", lambda: brings and here)
@@ -91,6 +92,7 @@ def test_large_arrays_are_cut_where_one_rank_may_bring_some_that_are_copied(
     try:
         device_settings.start()
         assert device_settings.divides((4 << 20) + 1) is divides and not device_settings.divides(4 << 20)
+        assert device_settings.exchanges((4 << 20) + 1) is exchanges and not device_settings.exchanges(4 << 20)
     finally:
         device_settings.put(before)
 
