@@ -17,19 +17,27 @@ from mpiad._typing import Comm
 from mpiad.transport import device_settings
 from mpiad.transport.device_arrays import ArrayModule, arrays_named
 from mpiad.transport.gpus import gpus_of_node
+from mpiad.transport.guarded import watch_settings
 from mpiad.transport.library import device_buffers, device_kinds
 
+# Open MPI's nonblocking reductions read device memory as if it were the host's, and crash; its documentation lists them as
+# unsupported, with all nonblocking collectives.
+_BLOCKING_ONLY = MPI.get_vendor()[0] == "Open MPI"
 _LENGTHS = 8, 1 << 16  # MPI sends short and long messages in different ways
 _REMEDY = "Arrays are copied; MPIAD_CUDA_AWARE=0 asks for it from the start, and has large ones copied in pieces."
 _log = logging.getLogger("mpiad")
 _tried: dict[tuple[type, int], bool | None] = {}  # None where the library hasn't said yes
 
 
-def takes_directly(arrays: ArrayModule) -> bool:
-    """Tell whether MPI takes arrays of a device as they are, in this process's own view.
+def takes_directly(arrays: ArrayModule, nonblocking: bool = False) -> bool:
+    """Return whether MPI takes arrays of a device as they are, in this process's own view.
 
-    Nobody else is asked: whole arrays may go either way on each rank, and the receiver of a message takes pieces too.
+    `nonblocking`: in nonblocking collectives. Nobody else is asked: whole arrays may go either way on each rank, and the
+    receiver of a message takes pieces too.
     """
+    # Under watch collectives are nonblocking too.
+    if _BLOCKING_ONLY and (nonblocking or watch_settings.present().watches):
+        return False
     forced = device_settings.present().cuda_aware
     if forced is not None:
         return forced

@@ -42,7 +42,7 @@ def start_allreduce(channel: Channel, array: Array) -> Summation:
     if divides(array.nbytes):
         return _start_in_pieces(channel, array)
     arrays = arrays_of(array)
-    way = way_of(arrays)
+    way = way_of(arrays, nonblocking=True)
     room = way.room(array.shape, array.dtype)
     sent, into = array if arrays is None else way.copied(array), way.buffer(room)
     request = channel.data.Iallreduce(sent, into, MPI.SUM)

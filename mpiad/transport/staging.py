@@ -125,8 +125,8 @@ class Staged:
 Way = _Host | Direct | Staged
 
 
-def way_of(arrays: ArrayModule | None) -> Way:
-    """Return how arrays of one place get to MPI; `arrays` is what makes them, None on the host."""
+def way_of(arrays: ArrayModule | None, nonblocking: bool = False) -> Way:
+    """Return how arrays get to MPI, or to its nonblocking collectives; `arrays` makes them, and is None on the host."""
     if arrays is None:
         return HOST
-    return Direct(arrays) if takes_directly(arrays) else Staged(arrays)
+    return Direct(arrays) if takes_directly(arrays, nonblocking) else Staged(arrays)

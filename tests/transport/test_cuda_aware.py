@@ -12,6 +12,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.transport import cuda_aware, device_settings, library
 from mpiad.transport.device_settings import DeviceSettings
+from mpiad.transport.guarded import watch_settings
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,24 @@ def test_what_the_library_says_is_tried_out(monkeypatch):
         transfers.reset()
         assert cuda_aware.takes_directly(double) and transfers.copies == 0  # once
         assert "works" in cuda_aware.described()
+
+
+def test_nonblocking_collectives_of_open_mpi_get_copies(monkeypatch):
+    """They would crash; under watch all collectives are nonblocking ones."""
+    saying(monkeypatch, ["CUDA"])
+    with double.cuda_aware():
+        for blocking_only in (False, True):
+            monkeypatch.setattr(cuda_aware, "_BLOCKING_ONLY", blocking_only)
+            assert cuda_aware.takes_directly(double)
+            transfers.reset()
+            total = mpiad.mpi_wait(mpiad.mpi_iallreduce(on_device(np.arange(3.0))))
+            np.testing.assert_array_equal(on_host(total), mpiad.mpi_size() * np.arange(3.0))
+            assert (transfers.d2h > 0) is blocking_only
+            before = watch_settings.put(watch_settings.Settings(timeout=60.0))
+            try:
+                assert cuda_aware.takes_directly(double) is not blocking_only
+            finally:
+                watch_settings.put(before)
 
 
 def test_an_mpi_that_delivers_other_numbers_is_not_believed(monkeypatch, caplog):
