@@ -12,7 +12,8 @@ Lorenz systems (`benchmarks/lorenz/problem.py`: RK45, rtol 1e-6) in double and i
 
 Columns: `call` is the time from the call until the device is idle, `kernels` the time of the kernels alone, by events
 of the device; the smallest of several rounds each, after the compilation. `/ core` is the number of trajectories per
-second divided by that of compiled ensembles on one CPU core (llvmlite). `peak` is
+second divided by that of compiled ensembles on one CPU core (llvmlite). `arrays` is the call without kernels, by
+`EnsembleVectorized` on the device. `peak` is
 the part of the device's arithmetic peak that the kernels reach: the operations of f and of a step's sums, times the
 steps tried, where divisions, roots and powers count as one each; so it is a lower bound. `memory` is the part of the
 device's copy rate that the recorded steps take, written once and read once.
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
+from autograd.tracer import getval
 from lorenz import problem as lorenz_problem
 from lorenz.problem import ATOL, BETA, RTOL, SIGMA, START, T0, T1
 from reaches import report
@@ -41,7 +43,7 @@ from stiff import systems
 import mpiad
 import mpiad.device
 from mpiad.compiling.derivatives import jvp, vjp
-from mpiad.device import to_device, to_host
+from mpiad.device import is_device_array, to_device, to_host
 from mpiad.ensemble import RK45, EnsembleGPU, EnsembleProblem, EnsembleVectorized, ODEProblem, Rodas5P, solve
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.trace import trace
@@ -85,7 +87,8 @@ SYSTEMS = (
 def solved(case: Case, p, backend, u0=None, **options):
     """Solve the ensemble with these parameters, shape (N, m)."""
     ode = ODEProblem(case.f, np.array(case.start, p.dtype), case.span)
-    return solve(EnsembleProblem(ode, u0=u0, p=p), case.alg, backend, compile=True, **case.tolerances, **options)
+    kernels = isinstance(backend, EnsembleGPU) or not is_device_array(getval(p))
+    return solve(EnsembleProblem(ode, u0=u0, p=p), case.alg, backend, compile=kernels, **case.tolerances, **options)
 
 
 def calls(case: Case, p, u0, backend) -> dict[str, Callable[[], Any]]:
@@ -209,7 +212,7 @@ def measure(case: Case, n: int, dtype, here: Device, cpu: dict[str, float], roun
     """Measure all cases of one size, print their rows, and return them."""
     import cupy
 
-    single = dtype == np.float32
+    single, stiff = dtype == np.float32, case.alg.tableau.implicit
     p = to_device(case.parameters(n).astype(dtype))
     u0 = to_device(np.tile(np.array(case.start, dtype), (n, 1)))
     sol = solved(case, p, EnsembleGPU())
@@ -230,9 +233,12 @@ def measure(case: Case, n: int, dtype, here: Device, cpu: dict[str, float], roun
             row["peak"] = operations()[name] * tried * n / kernels / here.peaks[single]
         if name == "adjoint":
             row["memory"] = tape / (sum(best[1:]) / 1e3) / here.copied
-        if peers and n in (32_768, 524_288) and not (single or (case.name == "robertson" and n > 32_768)):
+        if peers and n in (32_768, 524_288) and not (single or (stiff and n > 32_768)):
             seconds = peer(case, name, n)
             row |= {} if seconds is None else {"diffrax_s": seconds}
+        if not single and n in (32_768, 1_000_000) and not (stiff and n > 32_768):
+            by_arrays = calls(case, p, u0, EnsembleVectorized())[name]
+            row["arrays_s"] = smallest(by_arrays, 2, cupy.cuda.get_current_stream().synchronize)[1]
         rows.append(row)
         print(line(row), flush=True)
         if not single and (name, n) in TARGETS and case.name == "lorenz":
@@ -244,11 +250,11 @@ def measure(case: Case, n: int, dtype, here: Device, cpu: dict[str, float], roun
 def line(row: dict) -> str:
     """Return a row of the table."""
     part = lambda key: f"{100 * row[key]:7.1f} %" if key in row else f"{'':9}"  # noqa: E731
-    other = f"{row['diffrax_s'] * 1e3:10.2f}" if "diffrax_s" in row else ""
+    others = "".join(f"{row[key] * 1e3:10.2f}" if key in row else f"{'':10}" for key in ("arrays_s", "diffrax_s"))
     return (
         f"{row['system']:10}{row['dtype']:9}{row['case']:9}{row['n']:11,}{row['call_s'] * 1e3:9.2f}"
         f"{row['kernels_s'] * 1e3:9.3f}{row['n'] / row['call_s']:11.2e}{row['per_core']:9.0f}"
-        f"{part('peak')}{part('memory')}{other}"
+        f"{part('peak')}{part('memory')}{others}"
     )
 
 
@@ -268,7 +274,7 @@ def main() -> None:
     here = device()
     double, single = (peak / 1e12 for peak in here.peaks)
     print(f"{here.name}: {double:.1f} TFLOP/s double, {single:.1f} single, copies {here.copied / 1e12:.2f} TB/s")
-    heads = ("call ms", "kernels"), ("per second",), ("/ core", "peak", "memory"), ("diffrax",)
+    heads = ("call ms", "kernels"), ("per second",), ("/ core", "peak", "memory"), ("arrays", "diffrax")
     print(f"{'N':>40}" + "".join(f"{h:>{w}}" for w, group in zip((9, 11, 9, 10), heads) for h in group))
     rows = []
     for case in SYSTEMS:
