@@ -1,6 +1,5 @@
 """Arrays on GPUs: a GPU for each rank, arrays to it and back, and their registration with autograd.
 
-Experimental: tested on an emulation of CuPy's arrays, but never run on a GPU.
 Nothing of CuPy's is loaded before one of its arrays is met, or `select` or `to_device` is called.
 """
 

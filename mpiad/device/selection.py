@@ -17,7 +17,7 @@ _chosen: list[int] = []
 def select(ids: Sequence[int] | int | None = None) -> int:
     """Make one of the node's GPUs the current one of this rank.
 
-    Call it once, before the first array is put on a device. Experimental: GPU support has never run on a GPU.
+    Call it once, before the first array is put on a device.
 
     Parameters
     ----------

@@ -19,8 +19,6 @@ from mpiad.transport.tracing import tracing
 def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree:
     """Copy arrays to a device.
 
-    Experimental: GPU support has never run on a GPU.
-
     Parameters
     ----------
     x : array, number or nest of them

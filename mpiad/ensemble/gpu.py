@@ -19,8 +19,6 @@ _BLOCKS = (None, 32, 64, 96, 128, 192, 256)
 class EnsembleGPU(EnsembleAlgorithm):
     """All trajectories on a GPU, each in a thread that runs its whole solve in registers.
 
-    Experimental: compiled by NVIDIA's compilers and tested on an emulation, but never run on a GPU.
-
     The kernel is generated from f and compiled at the first solve. Where f can't be traced `EnsembleVectorized` computes
     with arrays on the device; the log says once why.
     Initial states or parameters on a device give results there; host arrays give results on the host, and only they travel.

@@ -58,7 +58,7 @@ class VI:
         for models whose runs take different times.
     devices : sequence of str, optional
         A name for each rank: "cpu", or "cuda:0" and so on. Where a rank has a GPU, `loss` gets `theta` there, and its value
-        may lie there too; `data` it puts there by itself. GPU support is experimental: it has never run on a GPU.
+        may lie there too; `data` it puts there by itself.
     seed : int
         Of all draws.
     root : int
