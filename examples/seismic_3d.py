@@ -41,7 +41,6 @@ parser.add_argument("--layer", type=int, default=10, help="cells of the layer in
 parser.add_argument("--groups", type=int, help="groups of ranks that share the shots; by default about the square root")
 parser.add_argument("--iterations", type=int, nargs=2, default=(3, 10), help="of Gauss-Newton, and of L-BFGS at the most")
 parser.add_argument("--products", type=int, default=4, help="most products in a step of Gauss-Newton")
-parser.add_argument("--recycle", type=int, default=0, help="directions of earlier steps that precondition the next one")
 parser.add_argument("--pairs", type=int, default=6, help="eigenpairs that are kept")
 parser.add_argument("--picture", type=Path, help="draw slices and sections into this file")
 parser.add_argument("--progress", action="store_true", help="tell on standard error how far it is")
@@ -247,7 +246,7 @@ def main():
     model, prior = ground.model, ground.prior
     tell("measured")
     newton = {"product": "gauss-newton", "regularizer": prior, "inner_product": prior, "grtol": 1e-3}
-    newton |= {"maxiter": options.iterations[0], "maxcg": options.products, "recycle": options.recycle}
+    newton |= {"maxiter": options.iterations[0], "maxcg": options.products}
     quasi = {"maxiter": options.iterations[1], "ftol": 0.0, "gtol": 0.0}
     descents = [
         Descent(ground, "Gauss-Newton", ground.residuals, "Newton-CG-sharded", newton, options.progress),

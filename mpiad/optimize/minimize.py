@@ -96,7 +96,7 @@ def minimize(
         function of x), `globalization` ("line search" or "trust region"), `preconditioner` and `inner_product` (functions
         that return about the inverse Hessian, and the inverse of the inner product, times what they get; or objects that do
         so by `solve`), `gtol` and `grtol` (of the gradient's norm in the inner product, by itself and by the first one),
-        `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg`, `recycle` and `radius`.
+        `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`.
     callback : callable, optional
         Called on the root after each iteration, as SciPy does: ``callback(x)``, or with an OptimizeResult if its only
         parameter is named `intermediate_result`. It mustn't communicate. StopIteration from it ends the solve. With

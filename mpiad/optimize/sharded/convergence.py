@@ -68,7 +68,7 @@ def settings_of(tol: float | None, options: dict | None) -> Settings:
 def checked(name: str, value: Any) -> float:
     """Return the value of an option, a number; a ValueError where it can't be."""
     tolerance = name in _REAL
-    least = 0 if tolerance or name in ("maxiter", "maxfun", "recycle") else 1
+    least = 0 if tolerance or name in ("maxiter", "maxfun") else 1
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -120,15 +120,13 @@ class NewtonSettings(NamedTuple):
     maxfun: int = 15000
     maxls: int = 20
     maxcg: int = 200  # products in one iteration
-    # Directions of conjugate gradients that are kept to precondition the following iterations; none by default.
-    recycle: int = 0
     # Of the first trust region, in the preconditioner's norm; by default the length of the steepest descent.
     radius: float | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
         """Return what the iterates of a solve depend on."""
-        names = ("product", "globalization", *_FUNCTIONS, "maxls", "maxcg", "recycle", "radius")
+        names = ("product", "globalization", *_FUNCTIONS, "maxls", "maxcg", "radius")
         values = self._asdict()
         shown = {name: "a function" if callable(values[name]) else values[name] for name in names}
         return {"method": "Newton-CG-sharded", **shown}
@@ -163,11 +161,6 @@ def newton_settings_of(tol: float | None, options: dict | None) -> NewtonSetting
         raise ValueError(
             "minimize: option regularizer is for product='gauss-newton', whose fun returns residuals. Under product='full' "
             "add it to what fun returns."
-        )
-    if settings.recycle and settings.globalization == "trust region":
-        raise ValueError(
-            f"minimize: option recycle={settings.recycle} changes the preconditioner in each iteration, whose norm a trust "
-            "region is measured in. Use globalization='line search' with it."
         )
     return settings
 

@@ -33,7 +33,6 @@ from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import PieceIterates
 from mpiad.optimize.root_exchange import Totals
 from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, NOT_FINITE, NewtonSettings, ending_at
-from mpiad.optimize.sharded.recycled_directions import RecycledDirections
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
 from mpiad.optimize.sharded.solver_state import StateFiles
 from mpiad.optimize.sharded.truncated_cg import Step, System, truncated_cg
@@ -47,6 +46,8 @@ _ROUNDING = 10.0 * sys.float_info.epsilon
 _LARGEST, _GAMMA, _ALPHA, _KEPT = 0.5, 0.9, 2.0, 0.1
 # How far g·P(Pg) and Pg·Pg may differ, by the norms: solvers that end at a tolerance aren't symmetric to rounding.
 _ASYMMETRY = 1e-3
+# From this multiple of its target on, as squares in the preconditioner's norm, a residual is measured in the inner product.
+_NEAR = 1.5
 _EVERYWHERE = slice(None)
 
 
@@ -57,14 +58,14 @@ class NewtonPoint:
     - `finite`: whether the value and all entries of the gradient are.
     - `free`: which variables no bound holds; None for all.
     - `way` (or None): where there are bounds, P(x - g) - x.
-    - `norm`: the gradient's, in the inner product; NaN until it is measured.
+    - `norm`: the gradient's, in the inner product; NaN until it is measured. `square`: that of its free entries alone.
     - `length`, `slope`: of the way from the point before, and of g there along it.
     """
 
     def __init__(self, x: Array, found: Derivatives):
         self.x, self.value, self.gradient, self.multiply = x, found.value, found.gradient, found.multiply
         self.finite, self.free, self.way = False, cast(Any, None), cast(Any, None)
-        self.norm, self.length, self.slope = math.nan, 0.0, 0.0
+        self.norm, self.square, self.length, self.slope = math.nan, math.nan, 0.0, 0.0
 
     def masked(self, vector: Array) -> Array:
         """Return a vector without the variables that a bound holds."""
@@ -85,10 +86,9 @@ class NewtonCG:
         self._evaluation, self._totals, self._iterates, self._settings = evaluation, totals, iterates, settings
         self._files, self._box = files, box
         self._precondition, self._represent = operators
-        plain = self._precondition or (lambda r: r.copy())
-        self._recycled = RecycledDirections(
-            plain, lambda pairs: self._sums(*(_dot(a, b) for a, b in pairs)), settings.recycle
-        )
+        # One object's `precondition` and `solve`, as a prior's, are near to each other, and the latter is what takes long.
+        owners = [getattr(operator, "__self__", None) for operator in (settings.preconditioner, settings.inner_product)]
+        self._slack = _NEAR if owners[0] is owners[1] is not None else math.inf
         self.count, self._iteration = 0, 0
         self._forcing, self._radius, self._first = _LARGEST, settings.radius, math.nan
         self._value_before, self._stopped = math.inf, False
@@ -181,7 +181,7 @@ class NewtonCG:
                 f"minimize: the inner product must be symmetric and positive definite, but its inverse R⁻¹ gives "
                 f"g · R⁻¹ g = {square:.3e} of the gradient g."
             )
-        point.norm = math.sqrt(held + square)
+        point.norm, point.square = math.sqrt(held + square), square
 
     def _require_symmetric(self, point: NewtonPoint) -> None:
         for name, operator in (("preconditioner", self._precondition), ("inner product", self._represent)):
@@ -202,18 +202,16 @@ class NewtonCG:
     # ---- steps
 
     def _step(self, here: NewtonPoint, radius: float = math.inf) -> Step | None:
-        def multiply(v: Array) -> Array:
-            product = here.masked(here.multiply(v))
-            self._recycled.note(v, product)
-            return product
+        def by(operator: Callable | None) -> Callable[[Array], Array]:
+            return lambda r: r if operator is None else here.masked(operator(r))
 
+        represent = by(self._represent)
         system = System(
-            multiply, lambda r: here.masked(self._recycled(r)), lambda a, b: self._sums(_dot(a, b))[0],
-            lambda: self._files.interrupted,
+            lambda v: here.masked(here.multiply(v)), by(self._precondition), lambda a, b: self._sums(_dot(a, b))[0],
+            lambda: self._files.interrupted, here.square, self._slack,
+            None if self._represent is self._precondition else lambda r: self._sums(_dot(r, represent(r)))[0],
         )  # fmt: skip
-        found = truncated_cg(system, here.masked(here.gradient), self._forcing, self._settings.maxcg, radius)
-        self._recycled.learn()
-        return found
+        return truncated_cg(system, here.masked(here.gradient), self._forcing, self._settings.maxcg, radius)
 
     def _moved(self, here: NewtonPoint, way: Array, step: float) -> Array:
         if self._box is None:

@@ -1,7 +1,8 @@
 """Conjugate gradients for a Newton step, ended early: by a tolerance, by negative curvature, or by a trust region.
 
-Norms are those of the preconditioner P, ‖r‖² = rᵀ P r and ‖p‖² = pᵀ P⁻¹ p. P⁻¹ is never asked for: the norm of the step and
-its product with the direction follow by recurrences.
+The residual is measured as the gradient is, in the user's inner product: in the norm of the preconditioner P it may be
+small while the model still has a gradient, which the next step would have to remove. The step is measured by
+‖p‖² = pᵀ P⁻¹ p. P⁻¹ is never asked for: this norm and the product of the step with the direction follow by recurrences.
 
 References
 ----------
@@ -28,6 +29,11 @@ class System(NamedTuple):
     precondition: Callable[[Array], Array]
     dot: Callable[[Array, Array], float]  # the product of two vectors over all ranks, the same bits on all
     ended: Callable[[], bool]  # whether a rank was told to end; the same on all
+    square: float  # of the gradient in the inner product
+    # Up to how many times its target the square of a residual in P's norm may be when `measure` is called.
+    slack: float = math.inf
+    # From a residual to its square in the inner product; None where that is r · P r. Collective.
+    measure: Callable[[Array], float] | None = None
 
 
 class Step(NamedTuple):
@@ -42,13 +48,14 @@ class Step(NamedTuple):
 def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, radius: float = math.inf) -> Step | None:
     """Return about the minimiser of gᵀp + ½ pᵀHp within a radius; None where a rank was told to end.
 
-    By `forcing` the residual is to fall, in no more products than `limit`. Where the radius is infinite, for a line search,
-    the first negative curvature ends it with the step so far, or the steepest descent. A ValueError on all ranks, where the
-    preconditioner isn't positive definite, or what it or the Hessian returns isn't finite.
+    By `forcing` the residual is to fall in the inner product, in no more products than `limit`. If the radius is infinite,
+    for a line search, the first negative curvature ends it with the step so far, or the steepest descent. A ValueError on
+    all ranks, if the preconditioner isn't positive definite, or what it or the Hessian returns isn't finite.
     """
     way, residual = gradient * 0.0, gradient.copy()
     z = system.precondition(residual)
-    square = target = _positive(system.dot(residual, z))  # of the residual
+    square = _positive(system.dot(residual, z))
+    target, near = forcing**2 * system.square, system.slack * forcing**2 * square
     direction, length, across, along, decrease = -z, 0.0, 0.0, square, 0.0
     for count in range(limit):
         product = system.multiply(direction)
@@ -71,7 +78,7 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
             return None
         z = system.precondition(residual)
         before, square = square, _positive(system.dot(residual, z))
-        if square <= forcing**2 * target:
+        if square <= near and (square if system.measure is None else system.measure(residual)) <= target:
             break
         beta = square / before
         across, along = beta * (across + step * along), square + beta**2 * along

@@ -16,7 +16,6 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import ConvergenceError
-from mpiad.optimize.sharded.recycled_directions import RecycledDirections
 from mpiad.optimize.sharded.truncated_cg import System, truncated_cg
 
 METHOD = "Newton-CG-sharded"
@@ -68,7 +67,8 @@ def test_steps_of_cg_are_those_of_the_textbook() -> None:
     gradient = rng.standard_normal(12)
 
     def step(matrix: np.ndarray, radius: float = np.inf, forcing: float = 1e-12) -> Any:
-        system = System(lambda v: matrix @ v, lambda r: p @ r, lambda a, b: float(a @ b), lambda: False)
+        square = float(gradient @ p @ gradient)
+        system = System(lambda v: matrix @ v, lambda r: p @ r, lambda a, b: float(a @ b), lambda: False, square)
         return truncated_cg(system, gradient, forcing, 200, radius)
 
     def model(way: np.ndarray, matrix: np.ndarray) -> float:
@@ -142,47 +142,54 @@ def test_gauss_newton_beside_least_squares(rank: int, size: int) -> None:
     np.testing.assert_allclose(both.fun, expected.fun, rtol=1e-12)
 
 
-def test_recycled_directions_make_the_update_of_the_textbook() -> None:
-    """BFGS by one pair after another, in any dimension that conjugate directions span; and what is forgotten."""
-    rng = np.random.default_rng(8)
-    hessian, p = spd(rng, 9), spd(rng, 9, 10.0)
-    other = hessian + 0.3 * spd(rng, 9)
+@pytest.mark.parametrize("inner", [False, True], ids=["Euclidean", "inner product"])
+def test_the_forcing_term_is_measured_in_the_inner_product(inner: bool, rank: int, size: int) -> None:
+    """The first step ends at the first iterate whose residual is half of the gradient in that norm, not in P's."""
+    rng = np.random.default_rng(11)
+    # P is far from both the Hessian's inverse and the inner product's.
+    a, p, b = spd(rng, 20), spd(rng, 20), rng.standard_normal(20)
+    represent = spd(rng, 20, 10.0) if inner else np.eye(20)
 
-    def conjugate(matrix: np.ndarray, k: int) -> np.ndarray:
-        return np.linalg.solve(np.linalg.cholesky(matrix).T, np.linalg.qr(rng.standard_normal((9, k)))[0]).T
+    def on_pieces(matrix: np.ndarray) -> Any:
+        return lambda v: piece_of(matrix @ joined(v), rank, size)
 
-    def updated(inverse: np.ndarray, pairs: list) -> np.ndarray:
-        for s, y in pairs:
-            v = np.eye(9) - np.outer(y, s) / (s @ y)
-            inverse = v.T @ inverse @ v + np.outer(s, s) / (s @ y)
-        return inverse
-
-    recycled = RecycledDirections(lambda r: p @ r, lambda pairs: [float(a @ b) for a, b in pairs], 5)
-    groups = [[(s, matrix @ s) for s in conjugate(matrix, 4)] for matrix in (hessian, other)]
-    for group in groups:
-        for pair in group:
-            recycled.note(*pair)
-        recycled.learn()
-    found = np.stack([recycled(row) for row in np.eye(9)])
-    np.testing.assert_allclose(found, updated(p, [*groups[0][3:], *groups[1]]), rtol=0, atol=1e-12 * np.abs(p).max())
-    s, y = groups[1][0]
-    for product in (y, -y):  # where the Hessian curves down nothing is left
-        recycled.note(s, product)
-    recycled.learn()
-    np.testing.assert_allclose(np.stack([recycled(row) for row in np.eye(9)]), p, rtol=1e-12)
+    x, r, squares, direction, rz = np.zeros(20), -b, [b @ represent @ b], np.zeros(20), np.inf
+    by_p = [b @ p @ b]
+    while squares[-1] > 0.25 * squares[0]:
+        z = p @ r
+        direction, rz = (r @ z) / rz * direction - z, r @ z
+        step = rz / (direction @ a @ direction)
+        x, r = x + step * direction, r + step * (a @ direction)
+        squares, by_p = [*squares, r @ represent @ r], [*by_p, r @ p @ r]
+    assert len(squares) > 1 + next(k for k, square in enumerate(by_p) if square <= 0.25 * by_p[0])  # else the norms agree
+    options = {"preconditioner": on_pieces(p), "maxiter": 1, **({"inner_product": on_pieces(represent)} if inner else {})}
+    result = solve(lambda x: 0.5 * x @ a @ x - b @ x, np.zeros(20), rank, size, options=options)
+    assert result.nhev == len(squares) - 1
+    np.testing.assert_allclose(joined(result.x), x, rtol=1e-6)
 
 
-def test_recycling_saves_products_and_finds_the_same(rank: int, size: int) -> None:
-    rng = np.random.default_rng(2)
-    matrix, data = rng.standard_normal((60, 24)) * np.geomspace(1, 1e3, 24), rng.standard_normal(60)
+def test_what_one_object_approximates_is_measured_exactly_near_the_end(rank: int, size: int) -> None:
+    """A prior's `precondition` is near its `solve`: the latter runs when the former's norm has about fallen, not always."""
+    rng = np.random.default_rng(12)
+    covariance, data = spd(rng, 40), rng.standard_normal((40, 40)) * np.geomspace(1.0, 30.0, 40)
+    rough = np.sqrt(np.linspace(0.9, 1.1, 40))
+    called = {"solve": 0, "precondition": 0}
 
-    def residuals(x: Any) -> Any:
-        return np.array_split(matrix, size)[rank] @ (x + 1e-3 * x**3) - np.array_split(data, size)[rank]
+    class Prior:
+        def solve(self, g: np.ndarray) -> np.ndarray:
+            called["solve"] += 1
+            return piece_of(covariance @ joined(g), rank, size)
 
-    options = {"product": "gauss-newton", "regularizer": lambda x: 0.5 * anp.sum(x**2), "gtol": 1e-9, "grtol": 0.0}
-    plain, recycled = (solve(residuals, np.zeros(24), rank, size, options={**options, "recycle": most}) for most in (0, 24))
-    assert recycled.success and recycled.nhev < 0.6 * plain.nhev
-    np.testing.assert_allclose(recycled.x, plain.x, atol=1e-9)
+        def precondition(self, g: np.ndarray) -> np.ndarray:
+            called["precondition"] += 1
+            return piece_of(rough * (covariance @ (rough * joined(g))), rank, size)
+
+    a, b = np.linalg.inv(covariance) + data.T @ data, rng.standard_normal(40)
+    options = {"inner_product": Prior(), "maxiter": 1}
+    result = solve(lambda x: 0.5 * x @ a @ x - b @ x, np.zeros(40), rank, size, options=options)
+    residual = a @ joined(result.x) - b
+    assert residual @ covariance @ residual <= 0.25 * b @ covariance @ b
+    assert result.nhev > 8 and called["solve"] < 0.7 * called["precondition"]
 
 
 @pytest.mark.parametrize("put", [np.asarray, on_device], ids=["host", "device"])
@@ -319,7 +326,7 @@ def test_wrong_options_are_refused_on_all_ranks(rank: int, size: int) -> None:
     refused(ValueError, "product must be one of", product="newton" if last else "full")
     refused(TypeError, "preconditioner must be callable, or have a method `solve`", preconditioner=3.0 if last else None)
     refused(ValueError, "regularizer is for product='gauss-newton'", regularizer=lambda x: 0.0)
-    refused(ValueError, "recycle=3 changes the preconditioner", recycle=3, globalization="trust region")
+    refused(ValueError, "has the options product.* but got 'recycle'", recycle=3)
     refused(ValueError, "preconditioner must be symmetric and positive", preconditioner=lambda r: -r)
     refused(ValueError, "inner product must be symmetric", inner_product=lambda g: -g)
     refused(ValueError, "preconditioner must be symmetric", preconditioner=_turned(rank, size))
