@@ -9,11 +9,17 @@ several times; processor time, so that other work on the machine counts less.
     gradient / loss        value and gradient over the value alone; at most 2.3
     beside the solves      the part of an evaluation that is spent neither in the two iterations nor in the set-up of the
                            preconditioner: the tape, and the operator and its adjoint at the solution; at most 10 %
+    default threads        a solve of 256² without derivative in a program of its own, started with the defaults of a shell,
+                           over the same with one thread of BLAS; at most 1.2. One rank only. Here wall time counts too: the
+                           threads of two libraries that wait for each other take little processor time
 """
 
 import argparse
 import functools
 import itertools
+import os
+import subprocess
+import sys
 import time
 
 import autograd.numpy as np
@@ -24,12 +30,16 @@ import mpiad
 import mpiad.linalg
 import mpiad.linalg.implicit
 
-GRADIENT, BESIDE = 2.3, 10.0
+GRADIENT, BESIDE, THREADS = 2.3, 10.0, 1.2
+# What limits BLAS, and what launchers leave: programs that are started from here are neither limited nor ranks.
+LIMITS = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"
+OF_THE_LAUNCHER = "PMI_", "PMIX_", "HYDRA_", "HYDI_", "MPI_LOCAL", "OMPI_", "OPAL_", "PRTE_"
 
 parser = argparse.ArgumentParser(description="Time the derivative of a distributed solve.")
 parser.add_argument("--cells", type=int, nargs="+", default=(64, 256, 512))
 parser.add_argument("--plain", action="store_true", help="without a preconditioner")
 parser.add_argument("--rounds", type=int, default=5)
+parser.add_argument("--once", action="store_true", help="print the times of one solve of 256², and end")
 
 
 class Clock:
@@ -96,8 +106,41 @@ def least(rounds, fun, clock):
     return min(found)
 
 
+def solve_once(rounds):
+    """Print the least wall time and processor time of a solve of 256²."""
+    loss, kappa = problem(256, False, False, Clock())
+    loss(kappa)
+    found = []
+    for _ in range(4 * rounds):
+        start = time.perf_counter(), time.process_time()
+        loss(kappa)
+        found.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    print(*numpy.min(found, axis=0))
+
+
+def default_threads(rounds):
+    """Compare solves with the defaults of a fresh shell with those on one thread, in programs that take turns."""
+    plain = {k: v for k, v in os.environ.items() if k not in LIMITS and not k.startswith(OF_THE_LAUNCHER)}
+    sides = {"default": plain, "one": {**plain, **dict.fromkeys(LIMITS, "1")}}
+    found = {side: [] for side in sides}
+    for _, (side, environment) in itertools.product(range(rounds), sides.items()):
+        command = [sys.executable, __file__, "--once", "--rounds", str(rounds)]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        found[side].append([float(number) for number in done.stdout.split()])
+    for k, clock in enumerate(("wall", "processor")):
+        default, one = (min(times[k] for times in found[side]) for side in sides)
+        print(
+            f"256², {clock} time, default threads of BLAS {1e3 * default:.1f} ms, one {1e3 * one:.1f}: {default / one:.2f}"
+        )
+        report(f"256² solve, default threads of BLAS over one, {clock} time", default / one, at_most=THREADS)
+
+
 def main():
     options, clock = parser.parse_args(), Clock()
+    if options.once:
+        return solve_once(options.rounds)
+    if mpiad.mpi_size() == 1:
+        default_threads(options.rounds)
     mpiad.linalg.implicit.iterate = clock.timed(mpiad.linalg.implicit.iterate)
     for cells, own in itertools.product(options.cells, (False, True)):
         loss, kappa = problem(cells, own, options.plain, clock)

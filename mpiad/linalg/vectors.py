@@ -6,16 +6,11 @@ decides; what it must know of rows on a device is brought there by one copy for 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from scipy.linalg import get_blas_funcs
 
 from mpiad._typing import Array, LocalArray
 from mpiad.transport.device_arrays import arrays_of
-
-_AXPY: dict[str, Any] = {kind: get_blas_funcs("axpy", dtype=np.dtype(kind)) for kind in "fdFD"}
-_NRM2: dict[str, Any] = {kind: get_blas_funcs("nrm2", dtype=np.dtype(kind)) for kind in "fdFD"}
+from mpiad.transport.threads import vdot
 
 
 def beside(rows: LocalArray, numbers: np.ndarray) -> Array:
@@ -39,28 +34,23 @@ def on_host(x: Array) -> np.ndarray:
 
 def add_scaled(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
     """Add to each row of `y` (k, n), in place, that of `x`, times its number in `a` (k,)."""
-    if type(y) is not np.ndarray:
-        y += column(y, a) * x
-    elif y.shape[1]:  # BLAS refuses vectors without entries
-        axpy = _AXPY[y.dtype.char]
-        for row, number, other in zip(y, a, x):
-            axpy(other, row, a=number)
+    y += column(y, a.astype(y.dtype)) * x
 
 
 def inner(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
     """Return this rank's share of the inner products of pairs of rows, the first conjugated, shape (len(pairs), k)."""
     if all(type(x) is np.ndarray for x, _ in pairs):
-        return np.array([[np.vdot(one, other) for one, other in zip(x, y)] for x, y in pairs])
+        return np.array([[vdot(one, other) for one, other in zip(x, y)] for x, y in pairs])
     return on_host(np.stack([np.vdot(x[c], y[c]) for x, y in pairs for c in range(len(x))])).reshape(len(pairs), -1)
 
 
 def lengths(x: LocalArray) -> np.ndarray:
     """Return the norm of this rank's share of each row, right where squares leave the range of the dtype."""
-    if type(x) is np.ndarray:
-        return np.array([float(_NRM2[x.dtype.char](row)) if x.shape[1] else 0.0 for row in x])
     if not x.shape[1]:
         return np.zeros(len(x))
-    # Scaled by the largest, as BLAS does on the host.
+    if type(x) is np.ndarray and x.dtype.char in "fF":  # whose squares doubles hold
+        wide = x.astype(np.result_type(x.dtype, float))
+        return np.sqrt(inner((wide, wide))[0].real)
     size = np.abs(x).astype(float)
     largest = np.max(size, axis=1)
     usable = (largest > 0.0) & np.isfinite(largest)

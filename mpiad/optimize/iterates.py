@@ -15,6 +15,7 @@ from mpiad.optimize.evaluated_points import Point, Points
 from mpiad.optimize.history import Iterate, Progress, Record, Row
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import Leader
+from mpiad.transport.threads import vdot
 from mpiad.transport.user_failures import StageFailures
 
 
@@ -61,7 +62,7 @@ class Iterates:
             return 0.0
         with np.errstate(over="ignore", invalid="ignore"):  # a method that has lost its way may call infinities an iterate
             np.subtract(x, last, out=self._way)
-            return float(np.sqrt(self._way @ self._way))
+            return float(np.sqrt(vdot(self._way, self._way)))
 
     def found(self, counts: dict[str, int]) -> dict[str, np.ndarray] | None:
         """Return the iterate at which an earlier run has ended, and go on counting there; None where there was none."""

@@ -21,6 +21,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.recovery import recoverable
+from mpiad.transport.threads import vdot
 
 
 class DistributedOptimizer:
@@ -277,7 +278,7 @@ def _norms_in(home: ArrayModule | None, arrays: list[Array]) -> list[float]:
         return np.array(values, float) if home is None else home.to_host(np.stack([x.astype(float) for x in values]))
 
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = gathered([np.vdot(array, array).real for array in arrays])
+        squares = gathered([vdot(array, array).real for array in arrays])
         if np.isfinite(squares).all():
             return np.sqrt(squares).tolist()
         largest = gathered([np.max(np.abs(array)) for array in arrays])

@@ -1,18 +1,27 @@
-"""How many threads a rank may use: its share of the node's cores. BLAS is limited to it, and loops are split by it."""
+"""How many threads a rank may use: its share of the node's cores. BLAS is limited to it, and loops are split by it.
+
+NumPy and SciPy bring a BLAS each, with a pool of threads each. The threads of a pool wait for more work by polling, so
+calls of both libraries in turn take each other's cores, and a product of vectors takes a hundred times as long. Vectors
+are therefore added and multiplied by NumPy alone, and on the calling thread unless they are long.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import numpy as np
 import threadpoolctl
 from mpi4py import MPI
 
+from mpiad._typing import Array
 from mpiad.cache_folder import first_time
 
 _log = logging.getLogger("mpiad")
 _TOLD = "told-of-threads"
+# OpenBLAS wakes further threads for products of vectors that are longer than 10,000.
+_ON_ONE_THREAD, _LONG = 8192, 10**6
 _USERS_OWN = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
@@ -32,6 +41,14 @@ def loop_threads() -> int:
     """Return over how many threads this rank may split a loop: its share of the cores, or fewer by OMP_NUM_THREADS."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     return min(_share, max(1, int(wanted))) if wanted.isdecimal() else _share
+
+
+def vdot(x: Array, y: Array) -> Any:
+    """Return `np.vdot` of two plain arrays, on the calling thread if they have fewer than a million entries."""
+    if type(x) is not np.ndarray or not _ON_ONE_THREAD < x.size < _LONG:
+        return np.vdot(x, y)
+    x, y = x.reshape(-1), y.reshape(-1)
+    return sum(np.vdot(x[k : k + _ON_ONE_THREAD], y[k : k + _ON_ONE_THREAD]) for k in range(0, x.size, _ON_ONE_THREAD))
 
 
 def limit_threads(ranks_on_node: int) -> None:

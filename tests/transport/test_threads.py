@@ -1,5 +1,6 @@
 """Each rank's BLAS is limited to its share of the cores, unless the user has decided otherwise."""
 
+import json
 import os
 
 import pytest
@@ -68,3 +69,73 @@ def test_the_user_decides(mpirun, decided):
 def test_one_rank_keeps_all_cores(mpirun):
     before, after, _ = mpirun(1, PROGRAM, env=NONE_SET).stdout.split()
     assert before == after
+
+
+# Prints, for each call, the libraries whose pools had threads running meanwhile: by the time that the system counts for
+# each thread. A pool's threads start when its library is loaded, and sleep when they have had no work for long.
+POOLS = """
+import json, os, time
+def threads():
+    return {int(name) for name in os.listdir("/proc/self/task")}
+def times(which):
+    return {thread: int(open(f"/proc/self/task/{thread}/schedstat").read().split()[0]) for thread in which}
+def asleep(which):
+    before, now = None, times(which)
+    while now != before:
+        time.sleep(0.2)
+        before, now = now, times(which)
+    return now
+first = threads()
+import numpy as np
+second = threads()
+from scipy.linalg.blas import daxpy
+third = threads()
+pools = {"numpy": second - first, "scipy": third - second}
+import autograd.numpy as anp
+import mpiad
+from mpiad import linalg
+
+def touched(fun):
+    fun()
+    before = asleep(second - first | third - second)
+    fun()
+    time.sleep(0.05)
+    after = times(before)
+    return [name for name, pool in pools.items() if any(after[thread] != before[thread] for thread in pool)]
+
+n = 256
+domain, x, weights = mpiad.Domain((n, n)), np.linspace(0.0, 1.0, n * n), np.linspace(1.0, 2.0, n * n)
+kappa, f = np.ones((n, n)) + x.reshape(n, n), np.sin(40.0 * x).reshape(n, n)
+cell = {"spacing": 1.0 / n, "centred": True}
+operator, levels = linalg.Elliptic(domain, **cell), linalg.Multigrid(domain, kappa, **cell)
+solve = lambda b, **options: linalg.solve(lambda u: u * kappa, b, **options)
+step = lambda method, **options: mpiad.minimize(
+    lambda u: 0.25 * anp.sum((weights * u) ** 4) - anp.sum(u * x), np.ones(n * n), method=method, **options)
+calls = {
+    "np.vdot": lambda: np.vdot(x, weights),
+    "daxpy": lambda: daxpy(x, weights.copy()),
+    "multigrid": lambda: linalg.solve(operator, f, kappa, preconditioner=levels),
+    "cg": lambda: solve(f),
+    "cg, complex": lambda: solve(f + 1j * kappa),
+    "cg, single": lambda: solve(f.astype(np.float32), rtol=1e-4),
+    "bicgstab": lambda: solve(f, method="bicgstab"),
+    "gmres": lambda: solve(f, method="gmres"),
+    "L-BFGS-sharded": lambda: step("L-BFGS-sharded", options={"maxiter": 3}),
+    "L-BFGS-sharded, bounds": lambda: step("L-BFGS-sharded", bounds=[(0.0, 0.9)] * n**2, options={"maxiter": 3}),
+    "Newton-CG-sharded": lambda: step("Newton-CG-sharded", options={"maxiter": 3}),
+}
+print(json.dumps({name: touched(call) for name, call in calls.items()}))
+"""
+
+
+@several_cores
+@pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="times of threads are read from /proc")
+def test_solves_and_sharded_steps_use_one_library(mpirun):
+    """Vectors of 65,536 numbers: two libraries whose threads poll in turn would take a hundred times as long."""
+    found = json.loads(mpirun(1, POOLS, env={**NONE_SET, "OPENBLAS_NUM_THREADS": "2"}).stdout)
+    # They would be seen.
+    assert found.pop("np.vdot") == ["numpy"] and found.pop("daxpy") == ["scipy"]
+    # Products of matrices with vectors are NumPy's, which may take its threads; all else runs on the calling thread.
+    of_matrices = {name: found.pop(name) for name in ("gmres", "L-BFGS-sharded", "L-BFGS-sharded, bounds")}
+    assert all(pools in ([], ["numpy"]) for pools in of_matrices.values()), of_matrices
+    assert len(found) == 6 and not any(found.values()), found

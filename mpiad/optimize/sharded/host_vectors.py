@@ -15,6 +15,7 @@ import numpy as np
 
 from mpiad.optimize.box_constraints import Box
 from mpiad.optimize.sharded.correction_pairs import Ring
+from mpiad.transport.threads import vdot
 
 # Two stretches fit a core's own cache; a call for a whole tile takes little beside its arithmetic.
 LENGTH = 16384
@@ -101,7 +102,7 @@ class HostVectors:
         for _, tile in self:
             if before != row:
                 np.subtract(tile[row], tile[before], out=tile[before])
-            square += float(tile[row] @ tile[row])
+            square += float(vdot(tile[row], tile[row]))
             for rows, places in parts:
                 out[places] += tile[rows] @ tile[before]
         return square
@@ -140,8 +141,8 @@ class HostVectors:
             copied, along = tile[out], tile[way]
             np.copyto(copied, gradient[part])
             largest = max(largest, _largest(copied))
-            slope += float(copied @ along)
-            square += float(along @ along)
+            slope += float(vdot(copied, along))
+            square += float(vdot(along, along))
         return largest, slope, square
 
     # ---- within bounds
@@ -167,7 +168,7 @@ class HostVectors:
                 np.subtract(x[part], before[part], out=tile[ring.newest + 1])  # the step that the bounds have left
             free = box.free(x[part], gradient, norm, part)  # type: ignore[union-attr]
             way = box.way(x[part], gradient, part)  # type: ignore[union-attr]
-            of_held += gradient @ np.where(free, 0.0, way)
+            of_held += vdot(gradient, np.where(free, 0.0, way))
             block = tile[rows] * free
             products += block @ block.T
         return products, of_held
@@ -220,8 +221,8 @@ class HostVectors:
         moved = x[part] - here[part]
         # A variable that a bound has stopped doesn't move with the step any more, so it takes no part in the slope.
         way = tile[ring.direction] * box.inside(x[part], part)  # type: ignore[union-attr]
-        slope, square = float(trial @ way), float(moved @ moved)
-        return largest, slope, float(tile[ring.gradient] @ moved), float(trial @ moved), square
+        slope, square = float(vdot(trial, way)), float(vdot(moved, moved))
+        return largest, slope, float(vdot(tile[ring.gradient], moved)), float(vdot(trial, moved)), square
 
 
 def _largest(gradient: np.ndarray) -> float:

@@ -37,6 +37,7 @@ from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluati
 from mpiad.optimize.sharded.solver_state import StateFiles
 from mpiad.optimize.sharded.truncated_cg import Step, System, truncated_cg
 from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.threads import vdot
 
 GRADIENT = Ending(0, "CONVERGENCE: the gradient's norm is at most gtol, or grtol times the first one.")
 # Of the decrease that the first or second order predicts, how much is enough.
@@ -307,4 +308,4 @@ class NewtonCG:
 
 
 def _dot(a: Array, b: Array) -> float:
-    return float(to_host(np.sum(a * b))) if not isinstance(a, np.ndarray) else float(a @ b)
+    return float(to_host(np.sum(a * b))) if not isinstance(a, np.ndarray) else float(vdot(a, b))
