@@ -39,6 +39,7 @@ class PointTable(NamedTuple):
     # the flat block with its halo. And where each point is among those of this rank followed by the others.
     places: Constants
     order: Constants
+    owned: Constants  # of all points, 1.0 for those of this rank and 0.0 for others, in the weights' dtype
     weights: Any  # Constants or array; of the corners; an array where it is traced
     shape: Shape  # of the points
 
@@ -84,7 +85,8 @@ class PointTables:
         weights = anp.stack([_corner_weight(fraction, step) for step in steps])
         order = np.argsort(np.concatenate([mine, np.flatnonzero(owners != self._rank)]))
         kept = weights if isbox(weights) else Constants(weights)
-        return PointTable(Constants(np.stack(places)), Constants(order), kept, where.owner.shape)
+        owned = Constants((owners == self._rank).astype(dtype))
+        return PointTable(Constants(np.stack(places)), Constants(order), owned, kept, where.owner.shape)
 
 
 def _corner_weight(fraction: Array, step: tuple[int, ...]) -> Array:

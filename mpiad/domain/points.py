@@ -14,15 +14,23 @@ import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array, LocalArray
+from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import array_to_device, array_to_host
 from mpiad.domain.boundary import sides_of
 from mpiad.domain.coordinates import Lattice, Location, lattice_of, located
 from mpiad.domain.decomposition import Decomposition
 from mpiad.domain.halo import Halo, fill_halo
-from mpiad.domain.point_tables import PointTables, interpolated
+from mpiad.domain.point_tables import PointTable, PointTables, interpolated
 from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_reduce_scatter, stop
-from mpiad.transport.agreement import raising_together
+from mpiad.transport import Channel
+from mpiad.transport.agreement import agreed, raising_together
 from mpiad.transport.device_arrays import arrays_of, named
+from mpiad.transport.guarded import watch_settings
+from mpiad.transport.replication import require_replicated
+from mpiad.transport.tracing import settled
+
+_SAME = 'with result="all" and "share" points must be the same on all ranks'
+_HOW_TO_AGREE = 'Draw them with one seed on all ranks, or broadcast them; result="own" is for points of each rank\'s own.'
 
 
 class Points(Decomposition):
@@ -158,7 +166,10 @@ class Points(Decomposition):
         ------
         ValueError
             Where a point lies outside of the grid (which one, and where), or `result` isn't one of these; with "own" on all
-            ranks.
+            ranks. With "all" on all ranks, if points differ between ranks such that one has no owner, or several.
+        ReplicationError
+            A ValueError on all ranks, under ``MPIAD_DEBUG=1``, if points differ between ranks in any bit, with "all" or
+            "share".
         TypeError
             Where `u` or `points` can't be used; where points are on a device and `u` isn't.
 
@@ -187,16 +198,27 @@ class Points(Decomposition):
         if result == "own":
             return self._interpolate_own(u, points, lattice, call)
         _require_place(u, points, call)
-        share = self._share(u, _on_host(points), lattice, call)
-        return share if result == "share" else mpi_allreduce(share, comm=self.comm)
+        points = _on_host(points)
+        if watch_settings.debug():
+            named_points = [("points", np.asarray(stop(points)))]
+            settled(require_replicated, self._channel, named_points, f"{call}: {_SAME}", _HOW_TO_AGREE)
+        share, table = self._share(u, points, lattice, call)
+        if result == "share":
+            return share
+        # With the values travels how many ranks own each point: points that differ between ranks have none, or several.
+        (owned,) = table.owned.beside(share)
+        flat = anp.reshape(share, (-1,))
+        total = mpi_allreduce(concatenate([flat, owned.astype(stop(share).dtype)]), comm=self.comm)
+        settled(_require_one_owner, stop(total)[stop(flat).size :], self._channel, call)
+        return anp.reshape(total[: stop(flat).size], share.shape)
 
-    def _share(self, u: LocalArray, points: Array, lattice: Lattice, call: str) -> LocalArray:
-        """Return the values at the points that this rank owns, and zeros at the others."""
+    def _share(self, u: LocalArray, points: Array, lattice: Lattice, call: str) -> tuple[LocalArray, PointTable]:
+        """Return the values at the points that this rank owns, and zeros at the others; and their table."""
         # With its own edge beyond physical sides: those values have weight zero, but must be finite.
         sides = sides_of("edge", len(self.shape), call)
         # Points before the halo travels: nobody waits for a rank that finds one outside.
         table = self._tables.table(points, lattice, np.zeros(0, u.dtype).real.dtype, call)
-        return interpolated(fill_halo(u, self._beside, sides), table, len(self.shape))
+        return interpolated(fill_halo(u, self._beside, sides), table, len(self.shape)), table
 
     def _interpolate_own(self, u: LocalArray, points: Array, lattice: Lattice, call: str) -> LocalArray:
         # Each rank has other points; all learn of one outside before the points travel.
@@ -210,7 +232,7 @@ class Points(Decomposition):
         counts = [int(n) for n in mpi_allgather(np.array([math.prod(shape)]), axis=0, comm=self.comm)]
         # All points to all ranks, since none knows whose neighbours they have; values come back to their ranks alone.
         everywhere = mpi_allgather(flat, axis=0, comm=self.comm)
-        share = self._share(u, everywhere, lattice, call)
+        share, _ = self._share(u, everywhere, lattice, call)
         # Each point has one owner, and zeros elsewhere: the sum is the owner's value, and each rank gets its points' alone.
         mine = mpi_reduce_scatter(anp.moveaxis(share, -1, 0), axis=0, counts=counts, comm=self.comm)
         return anp.reshape(anp.moveaxis(mine, 0, -1), u.shape[: u.ndim - ndim] + shape)
@@ -229,6 +251,19 @@ class Points(Decomposition):
 def _on_host(points: Array) -> Array:
     """Return points where they are looked for; traced ones with their trace."""
     return points if arrays_of(stop(points)) is None else array_to_host(points)
+
+
+def _require_one_owner(counts: Array, channel: Channel, call: str) -> None:
+    """Raise on all ranks unless each point has one owner; the counts are sums over all ranks."""
+    home = arrays_of(counts)
+    counts = counts if home is None else home.to_host(counts)
+    if (counts == 1.0).all():
+        return
+    wrong = np.flatnonzero(counts != 1.0)
+    raise agreed(channel, ValueError(
+        f"{call}: {_SAME}, but {wrong.size} of {counts.size} points aren't owned by one rank: of point {wrong[0]}, at each "
+        f"rank's coordinates, {counts[wrong[0]].real:.0f} ranks are the owner. {_HOW_TO_AGREE}"
+    ))  # fmt: skip
 
 
 def _require_place(u: LocalArray, points: Array, call: str) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 
 from mpiad._typing import LocalArray, Shape
 from mpiad.domain.decomposition import Decomposition
+from mpiad.transport.agreement import require_same
+from mpiad.transport.guarded import watch_settings
 
 _UNIT = 2.0**-53  # numbers of 53 bits, as NumPy's
 
@@ -36,11 +38,12 @@ class RandomFields(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            Where `seed` isn't such a number.
+            Where `seed` isn't such a number; under ``MPIAD_DEBUG=1`` on all ranks, if arguments differ between ranks.
 
         Ranks
         -----
-        Each for itself; with the same seed the blocks are those of one field.
+        All ranks call it with the same seed and shape: the blocks are those of one field, and with other seeds unrelated.
+        Nothing is sent; under ``MPIAD_DEBUG=1`` the ranks compare their arguments.
 
         Adjoint
         -------
@@ -53,6 +56,8 @@ class RandomFields(Decomposition):
         key = operator.index(seed)
         if not 0 <= key < 2**128:
             raise ValueError(f"Domain.normal: seed must be an integer from 0 to 2**128 - 1, but got {seed!r:.60}.")
+        if watch_settings.debug():
+            require_same(self._channel, f"seed={key}, shape={shape}", "Domain.normal")
         # A generator that counts: any place of its sequence is reached at once, where others must draw all before it.
         generator = np.random.Philox(key=key)
         count, (*rows, last) = math.prod(shape), self.owned

@@ -97,7 +97,12 @@ class GaussianPrior:
         return 0.5 * self.domain.dot(away, self.apply(away))
 
     def sample(self, seed: int) -> LocalArray:
-        """Return this rank's block of a sample, the same on any number of ranks; collective."""
+        """Return this rank's block of a sample, the same on any number of ranks; collective.
+
+        A ValueError on all ranks, if they are called with different seeds.
+        """
+        call = f"inverse.{type(self).__name__}.sample"
+        require_same(channel(self.domain.comm, call), f"seed={seed}", call)
         return self.mean + self.sqrt(self.domain.normal(seed, self.noise))
 
 

@@ -137,3 +137,60 @@ def test_what_is_refused(rank, size):
     with pytest.raises(ValueError, match="Domain.interpolate: point 0 at .-1.0, 0.0. is outside"):
         domain.interpolate(u, mistaken, result="own")
     assert mpiad.mpi_allreduce(1) == size
+
+
+@pytest.mark.parametrize("dtype", ["f8", "f4", "c16"])
+@pytest.mark.parametrize("way", ["plain", "traced", "jitted"])
+def test_points_that_differ_between_ranks_are_refused(rank, size, rank_rng, way, dtype):
+    """Receivers drawn without a common seed: each rank would get zeros and values at points of others."""
+    domain = Domain((9, 8))
+    u = np.ones(domain.local_shape, dtype)
+    if size > 1:
+        points = rank_rng(rank).uniform(0.0, 7.0, (20, 2))
+
+        def value(u):
+            return anp.sum(anp.abs(domain.interpolate(u, points)) ** 2)
+
+        differentiated = mpiad.value_and_grad(mpiad.jit(value) if way == "jitted" else value)
+        with pytest.raises(ValueError, match='result="all".*the same on all ranks, but .* of 20 points'):
+            (value if way == "plain" else differentiated)(u)
+    same = rank_rng(7).uniform(0.0, 7.0, (20, 2))
+    np.testing.assert_allclose(domain.interpolate(u, same), np.ones(20), 1e-6)
+    assert mpiad.mpi_allreduce(1) == size
+
+
+def test_points_are_compared_in_debug_mode(rank, size):
+    """Also those of "share", which is not reduced, and those that have one owner each although they differ."""
+    domain, on_one_rank = Domain((8 * size, 4)), np.array([[1.0, 1.0 + 0.5 * (rank == size - 1)]])
+    u = np.ones(domain.local_shape)
+    for result in ("all", "share"):
+        with mpiad.debug.checked():
+            if size > 1:
+                with pytest.raises(mpiad.errors.ReplicationError, match="points must be the same on all ranks") as caught:
+                    domain.interpolate(u, on_one_rank, result=result)
+                assert caught.value.path == "points" and caught.value.index == (0, 1)
+            share = domain.interpolate(u, [[1.0, 1.0]], result=result)
+            own = domain.interpolate(u, on_one_rank, result="own")
+        assert own == 1.0 and share == (1.0 if result == "all" or rank == 0 else 0.0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_values_and_gradients_of_compiled_programs(rank_rng, compiled):
+    """The owners of points are reduced together with the values: values and derivatives don't depend on that."""
+    domain, (lattice, axes) = Domain((9, 7)), grid((9, 7))
+    points, field = inside(rank_rng(101), axes, 6), rank_rng(102).standard_normal((2, 9, 7))
+    weights = RegularGridInterpolator(axes, np.eye(63).reshape(9, 7, 63))(points)  # of each cell, shape (6, 63)
+    u, v = field[(..., *domain.owned)]
+
+    def value(u):
+        return anp.sum(domain.interpolate(u, points, **lattice) ** 3)
+
+    value = mpiad.jit(value) if compiled else value
+    known, along = weights @ field[0].ravel(), weights @ field[1].ravel()
+    for _ in range(3):
+        found, gradient = mpiad.value_and_grad(value)(u)
+        np.testing.assert_allclose(found, np.sum(known**3), 1e-12)
+        expected = (3.0 * known**2) @ weights
+        np.testing.assert_allclose(gradient, expected.reshape(9, 7)[domain.owned], 1e-12, 1e-12)
+        expected = (6.0 * known * along) @ weights
+        np.testing.assert_allclose(mpiad.hvp(value)(u, v), expected.reshape(9, 7)[domain.owned], 1e-12, 1e-12)

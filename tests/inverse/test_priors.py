@@ -192,6 +192,22 @@ def test_wrong_arguments_are_refused_on_all_ranks(rank, size):
 
 
 @pytest.mark.parametrize("kind", [Bilaplacian, H1])
+def test_seeds_that_differ_between_ranks_are_refused(kind, rank, size):
+    """The blocks would be those of unrelated fields."""
+    domain = mpiad.Domain((8, 8))
+    prior = kind(domain, 2.0)
+    if size > 1:
+        with pytest.raises(ValueError, match=f"{kind.__name__}.sample: all ranks must give the same.*seed=0.*seed=1"):
+            prior.sample(seed=rank)
+        with mpiad.debug.checked(), pytest.raises(ValueError, match="Domain.normal: all ranks must give the same"):
+            domain.normal(seed=rank)
+    with mpiad.debug.checked():
+        field = domain.normal(np.int64(3) if rank else 3)
+    np.testing.assert_array_equal(field, domain.normal(3))
+    np.testing.assert_array_equal(prior.sample(np.int64(3) if rank else 3), prior.sample(3))
+
+
+@pytest.mark.parametrize("kind", [Bilaplacian, H1])
 def test_a_block_of_another_grid_is_refused_on_all_ranks(kind):
     """On two ranks one of them has a block of the same shape, and would wait for the other."""
     prior, domain = kind(mpiad.Domain((8, 6)), 2.0), mpiad.Domain((9, 6))
