@@ -20,7 +20,10 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.inverse.gaussian_prior import GaussianPrior, own_block
-from mpiad.linalg import eigsh
+from mpiad.linalg.randomised_eigenpairs import ritz_pairs
+
+# Ritz values from minus this on count as zero: by itself, as 1 is the prior's own, and times the largest, for rounding.
+_ZERO, _ROUNDING = 1e-3, 1e-6
 
 
 class Posterior:
@@ -118,7 +121,8 @@ def laplace(
     Warns
     -----
     RuntimeWarning
-        Where the last eigenvalue exceeds 1: the data tell more than k pairs hold.
+        If the last eigenvalue exceeds 1: the data tell more than k pairs hold. If a Ritz value is negative beyond rounding:
+        `product` has the wrong sign, or is indefinite, and that part of it is left out.
 
     Ranks
     -----
@@ -136,14 +140,18 @@ def laplace(
     """
     own_block(prior.domain, m, "laplace")
     directions = prior.domain.normal(seed, (k + oversample,))
-    pairs = eigsh(
-        product, m, k, mass=prior.apply, mass_solve=prior.solve, oversample=oversample, seed=directions, batch=batch,
-        comm=prior.domain.comm,
-    )  # fmt: skip
+    pairs, least = ritz_pairs(product, m, k, prior.apply, prior.solve, oversample, directions, batch, prior.domain.comm)
+    if least < -max(_ZERO, _ROUNDING * pairs.values[0]):
+        warnings.warn(
+            f"laplace: product has Ritz values from {least:.3g} to {pairs.values[0]:.3g} in the prior's inner product. "
+            "Negative ones are taken as zero, as if the data said nothing there. If all are negative, product has the "
+            "wrong sign: it must be with the Hessian of the negative log-likelihood. Otherwise this is indefinite at m: "
+            "take Gauss-Newton's product, JᵀJ.", RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
     if len(pairs.values) == k and pairs.values[-1] > 1.0:
         warnings.warn(
             f"laplace: the last of {len(pairs.values)} eigenvalues is {pairs.values[-1]:.3g}, where those below 1 are the "
             "prior's more than the data's. The variance is too large: raise k.", RuntimeWarning, stacklevel=2,
         )  # fmt: skip
-    # What is negative isn't of a minimum, or of the error of the products.
+    # Negative values are those of an indefinite Hessian, with a warning, or errors of the products.
     return Posterior(m, prior, np.maximum(pairs.values, 0.0), pairs.vectors)

@@ -115,6 +115,14 @@ def eigsh(
     >>> print(pairs.values.round(6))
     [4. 2.]
     """
+    return ritz_pairs(product, like, k, mass, mass_solve, oversample, seed, batch, comm)[0]
+
+
+def ritz_pairs(
+    product: Product, like: LocalArray, k: int, mass: Product | None, mass_solve: Product | None, oversample: int,
+    seed: int | LocalArray, batch: bool, comm: Comm,
+) -> tuple[EigenPairs, float]:  # fmt: skip
+    """Return what `eigsh` does, and the smallest of all k + oversample Ritz values."""
     used = channel(comm, _CALL)
     like = np.asarray(stop(like))
     with raising_together(used):
@@ -157,7 +165,7 @@ def eigsh(
             ))  # fmt: skip
         values, vectors = np.linalg.eigh(0.5 * (projected + projected.T))
         order = np.argsort(values)[::-1][:k]
-        return EigenPairs(values[order], _combined(vectors[:, order], basis))
+        return EigenPairs(values[order], _combined(vectors[:, order], basis)), float(values[0])
 
 
 def _products(used: Channel, name: str, product: Product, vectors: LocalArray, batch: bool) -> LocalArray:

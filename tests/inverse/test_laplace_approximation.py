@@ -104,3 +104,25 @@ def test_too_few_pairs_are_warned_of(linear):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         laplace(product, prior.mean, prior, 20)
+
+
+@pytest.mark.parametrize("least, warned", [(-4.0, True), (-0.02, True), (-1e-9, False), (0.0, False)])
+def test_negative_curvature_is_warned_of(linear, least, warned):
+    """A Hessian of known eigenvalues in the prior's inner product, of which the k kept are all positive."""
+    domain, prior, covariance, _ = linear
+    wanted = np.array([50.0, 20.0, 10.0, 5.0, 0.5, 0.1, least, least])
+    root = np.linalg.inv(np.linalg.cholesky(covariance))  # RᵀR is the inverse covariance
+    vectors = np.linalg.qr(np.random.default_rng(6).standard_normal((CELLS, 8)))[0]
+    rows = np.ascontiguousarray((vectors.T @ root).reshape(8, *SHAPE)[(slice(None), *domain.owned)])
+
+    def product(v, sign=1.0):
+        return np.tensordot(sign * wanted * domain.gram(rows, v[None])[:, 0], rows, 1)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        posterior = laplace(product, prior.mean, prior, 5, oversample=8)
+    np.testing.assert_allclose(posterior.values, wanted[:5], rtol=1e-6)
+    assert [("JᵀJ" in str(w.message) and f"from {least:.3g} to 50" in str(w.message)) for w in caught] == [True] * warned
+    with pytest.warns(RuntimeWarning, match="from -50 .*wrong sign"):
+        reverse = laplace(lambda v: product(v, -1.0), prior.mean, prior, 5, oversample=8)
+    assert np.max(reverse.values) == pytest.approx(-least, abs=1e-6)
