@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,9 +17,12 @@ from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import DevicePacking, PiecePacking
 from mpiad.optimize.root_exchange import Totals
 from mpiad.optimize.sharded.convergence import NewtonSettings
+from mpiad.primitives import stop
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Channel
 from mpiad.transport.user_failures import StageFailures, WrongValueError
+
+_SAME = 1e-6  # by how much, relative to the root's, regularizers of other ranks may differ: sums round differently
 
 
 class Derivatives(NamedTuple):
@@ -102,12 +106,33 @@ class SecondOrderEvaluation:
         kept = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._residuals(x)))(nest))
         # Jᵀr from the record of r that the products use as well.
         gradient = self._flat(self._agreement.run(lambda: kept.vjp(kept.value)))
-        (value,) = self._totals.of([0.5 * float(to_host(anp.sum(kept.value**2)))], [], [])
-        plain = Derivatives(value, gradient, lambda v: self._multiplied(lambda u: kept.vjp(kept.jvp(u)), v))
+        half, own = 0.5 * float(to_host(anp.sum(kept.value**2))), math.nan
+
+        def multiply(v: Array) -> Array:
+            return self._multiplied(lambda u: kept.vjp(kept.jvp(u)), v)
+
         if self._regularizer is None:
-            return plain
-        other = self._packed(self._differentiated(self._regularizer, x))
-        return Derivatives(value + other.value, gradient + other.gradient, lambda v: plain.multiply(v) + other.multiply(v))
+            (value,) = self._totals.of([half], [], [])
+            return Derivatives(value, gradient, multiply)
+
+        def noted(x: Tree) -> Any:
+            nonlocal own
+            found = self._regularizer(x)  # type: ignore[misc]
+            own = to_host(stop(found))
+            return found
+
+        other = self._packed(self._differentiated(noted, x))
+        gap = abs(float(own) - other.value) / max(abs(other.value), sys.float_info.min)
+        # False if a value isn't finite, as at trial points.
+        differs = gap > _SAME and self._program.objective == "root"
+        value, differs = self._totals.of([half], [float(differs)], [])
+        if differs:
+            raise ValueError(
+                "minimize: option regularizer must return the same number on all ranks with objective='root', but the "
+                f"root's is {other.value:.6g} and another rank's differs. Add up what the ranks hold (Domain.sum, "
+                "mpiad.mpi_allreduce), or pass objective='sum'."
+            )
+        return Derivatives(value + other.value, gradient + other.gradient, lambda v: multiply(v) + other.multiply(v))
 
     def _residuals(self, x: Tree) -> Array:
         out = self._program.fun(x, *self._program.args)
@@ -117,6 +142,12 @@ class SecondOrderEvaluation:
         if spec_like(array).dtype.kind != "f":
             raise WrongValueError(
                 f"minimize: with product='gauss-newton' fun must return real residuals or None, but got {out!r:.60}."
+            )
+        if array.ndim == 0:
+            raise WrongValueError(
+                "minimize: with product='gauss-newton' fun must return an array of this rank's residuals, whose squares "
+                f"are added up, but got the number {out!r:.60}. Return the residuals before their squares and sums are "
+                "taken; for an objective that is a number take product='full'."
             )
         return array
 

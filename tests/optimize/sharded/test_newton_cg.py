@@ -142,6 +142,44 @@ def test_gauss_newton_beside_least_squares(rank: int, size: int) -> None:
     np.testing.assert_allclose(both.fun, expected.fun, rtol=1e-12)
 
 
+@pytest.mark.parametrize("number", [lambda u: u, lambda u: float(mpiad.stop(u))], ids=["traced", "plain"])
+def test_a_scalar_is_no_residual(number: Any, rank: int, size: int) -> None:
+    """The squared sum of all, once for each rank, would be minimized instead of the sum of squares."""
+    domain = mpiad.Domain(12)
+    data, options = np.sin(np.arange(12.0))[domain.owned], {"product": "gauss-newton"}
+
+    def total(m: Any) -> Any:
+        return domain.sum((m - data) ** 2) + 3.0
+
+    start = np.zeros(domain.local_shape)
+    with pytest.raises(TypeError, match="gauss-newton.* must return an array of this rank's residuals, .* the number"):
+        domain.minimize(lambda m: number(total(m)), start, method=METHOD, options=options)
+    result = domain.minimize(lambda m: m - data, start, method=METHOD, options=options)
+    np.testing.assert_allclose(result.x, data, atol=1e-6)
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_regularizer_that_is_not_reduced_is_refused(alike: bool, rank: int, size: int) -> None:
+    """With objective="root" the parts of other ranks would be left out."""
+    domain = mpiad.Domain(12)
+    data = np.sin(np.arange(12.0))[domain.owned]
+    start = np.ones(domain.local_shape) if alike else data + 1.0  # 12 cells: parts are equal there on 2 and 3 ranks
+
+    def run(regularizer: Any, objective: str) -> Any:
+        options = {"product": "gauss-newton", "regularizer": regularizer, "gtol": 1e-10, "grtol": 0.0}
+        return domain.minimize(lambda m: m - data, start, method=METHOD, options=options, objective=objective)
+
+    def part(m: Any) -> Any:
+        return 0.5 * anp.sum(m**2)
+
+    if size > 1:
+        with pytest.raises(ValueError, match="option regularizer must return the same number on all ranks"):
+            run(part, "root")
+    for found in (run(part, "sum"), run(lambda m: mpiad.mpi_allreduce(part(m)), "root")):
+        np.testing.assert_allclose(found.x, data / 2.0, atol=1e-9)  # of ½|m - data|² + ½|m|²
+        assert found.fun == pytest.approx(np.sum(np.sin(np.arange(12.0)) ** 2) / 4.0)
+
+
 @pytest.mark.parametrize("inner", [False, True], ids=["Euclidean", "inner product"])
 def test_the_forcing_term_is_measured_in_the_inner_product(inner: bool, rank: int, size: int) -> None:
     """The first step ends at the first iterate whose residual is half of the gradient in that norm, not in P's."""
