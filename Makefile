@@ -41,7 +41,7 @@ PICTURES := $(basename $(notdir $(wildcard docs/images/*.png)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu fuzz test-all bench bench-gpu bench-peers lint types examples docs docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
+.PHONY: help demo test test-gpu fuzz test-all bench bench-gpu bench-peers lint types examples docs docs-functions docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -119,6 +119,9 @@ docs: $(VENV)/.ready-docs ## build the documentation; a warning is an error
 
 docs-pictures: $(VENV)/.ready-test ## draw the pictures of the documentation anew, on 4 ranks
 	@for name in $(PICTURES); do $(LAUNCH) --ranks 4 -- examples/$$name.py --picture docs/images/$$name.png || exit 1; done
+
+docs-functions: $(VENV)/.ready-test ## write the table of NumPy's functions and their derivatives again
+	@$(BIN)/python tests/derivative_sweep.py --write
 
 check: lint test examples docs ## all of the above, up to the first failure
 

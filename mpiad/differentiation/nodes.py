@@ -20,7 +20,7 @@ from autograd.tracer import notrace_primitives
 from mpiad._typing import Array, Function
 from mpiad.differentiation.refusals import itself, refuse_pickling
 from mpiad.differentiation.rules import JVP_RULES, VJP_RULES
-from mpiad.differentiation.rules.protocol import inherited_vjp
+from mpiad.differentiation.rules.protocol import inherited_vjp, refusal
 from mpiad.differentiation.rules.transposition import tangent_rule
 from mpiad.transport import Spec
 
@@ -58,8 +58,7 @@ class OrderedNode(VJPNode):
         elif fun in primitive_vjps:
             self.pull = inherited_vjp(fun, parent_argnums, value, args, kwargs)
         else:
-            name = getattr(fun, "__name__", repr(fun))
-            raise NotImplementedError(f"the adjoint of {name} for argument {parent_argnums} isn't defined")
+            raise refusal(fun, f"with respect to argument {parent_argnums}: it has no adjoint")
         record = tape.record
         self.tape, self.like, self.index = tape, None, len(record)
         record.append(self)

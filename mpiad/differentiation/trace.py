@@ -159,7 +159,15 @@ def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: S
 
 
 def no_derivative(leaf: Array) -> Array:
-    """Return the derivative by or of what is no variable: zero for integers, None for what isn't a number."""
+    """Return the derivative by or of what is no variable: zero for integers, None for what isn't a number.
+
+    A TypeError for an array of objects that are traced: what NumPy makes of a list of traced arrays.
+    """
+    if isinstance(leaf, np.ndarray) and leaf.dtype == object and any(type(part) in _box_types for part in leaf.flat):
+        raise TypeError(
+            "a result is an array of objects, which are traced values: a function was given traced arrays in a list, which "
+            "it doesn't look into. Join them first: with array, stack, concatenate or vstack of autograd.numpy."
+        )
     if is_device_array(leaf):
         return np.zeros_like(leaf)
     return np.zeros_like(leaf)[()] if isinstance(leaf, (bool, int, np.integer, np.ndarray)) else None

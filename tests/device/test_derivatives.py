@@ -187,13 +187,6 @@ def test_what_autograd_makes_of_numpys_arrays_is_refused_by_name(devices, rng):
         np.concatenate([x, onp.ones((3, 4))])
 
 
-@pytest.mark.parametrize("name", ["rfftn", "irfft2"])
-def test_derivatives_that_are_missing_are_named(name, devices, rng):
-    x = devices.put(rng.normal(size=(4, 4)))
-    with pytest.raises(NotImplementedError, match=f"fft.{name} can't be differentiated"):
-        mpiad.grad(lambda x: np.sum(np.real(getattr(np.fft, name)(x))))(x)
-
-
 def test_functions_that_the_device_lacks_are_named(devices, rng):
     x = devices.put(rng.normal(size=4))
     with pytest.raises(TypeError, match="Unsupported type|ndarray"):

@@ -172,13 +172,12 @@ def test_no_function_is_forgotten():
 
 
 @pytest.mark.parametrize(("fun", "words"), [
-    (lambda x: np.diff(x, prepend=0.0), "diff is available for n and axis"),
-    (lambda x: np.gradient(x, 0.5)[0], "gradient is available for spacing 1"),
-    (np.sort, r"sort is available for vectors, but got shape \(3, 4\)"),
-    (lambda x: np.clip(x, x[0], 0.5), "clip by its bounds isn't available"),
-    (lambda x: np.linspace(x[0], x[1], 5), "linspace is available for start, stop and num"),
+    (lambda x: np.diff(x, prepend=0.0), "diff can't be differentiated with prepend"),
+    (lambda x: np.gradient(x, 0.5)[0], "gradient can't be differentiated with spacings"),
+    (lambda x: np.clip(x, x[0], 0.5), "clip can't be differentiated with respect to a bound"),
+    (lambda x: np.linspace(x[0], x[1], 5, axis=1), "linspace can't be differentiated with axis"),
     (lambda x: np.trace(x[None], 0, 1, 2), "trace is available for matrices"),
-    (lambda x: linalg.pinv(x, 1e-3), "pinv is available for its default cutoff"),
+    (lambda x: linalg.pinv(x, 1e-3), "pinv can't be differentiated with 2 arguments"),
     (lambda x: linalg.svd(x)[0], "svd is available for compute_uv=False"),
 ])  # fmt: skip
 def test_refused_by_name(fun, words, devices, rng):

@@ -245,7 +245,7 @@ def test_values_that_outlive_their_trace_are_constants(kept_of):
 @pytest.mark.serial
 def test_a_function_without_a_derivative_is_named():
     x = np.array([1.0, 2.0])
-    with pytest.raises(NotImplementedError, match=r"the adjoint of flip for argument \(0,\) isn't defined"):
-        mpiad.grad(lambda x: anp.sum(anp.flip(x) * x))(x)
-    with pytest.raises(NotImplementedError, match=r"the tangent of flip for argument \(0,\) isn't defined"):
-        mpiad.jvp(lambda x: anp.flip(x) * x, x, x)
+    with pytest.raises(NotImplementedError, match=r"cumprod can't be differentiated with respect to argument \(0,\)"):
+        mpiad.grad(lambda x: anp.sum(anp.cumprod(x) * x))(x)
+    with pytest.raises(NotImplementedError, match=r"cumprod can't be differentiated forwards"):
+        mpiad.jvp(lambda x: anp.cumprod(x) * x, x, x)

@@ -1,10 +1,10 @@
 """Local adjoints and tangents that the node types look up before autograd's own.
 
-Autograd's rules are right but often far from the limit: the adjoint of a slice goes through `np.add.at`,
-that of `x**2` computes `x ** where(2, 1, 1.0)`, every broadcasting operation measures its operands at each
-call. The rules here are the same linear maps, written for plain arrays first. What they are given may also be
-a traced value of an outer differentiation; then they use operators and traced functions only, so that they
-can be differentiated again.
+Autograd's rules are often far from the limit: the adjoint of a slice goes through `np.add.at`, that of `x**2`
+computes `x ** where(2, 1, 1.0)`, every broadcasting operation measures its operands at each call. Some are wrong, or
+raise, for axes, shapes or complex numbers that they weren't written for; tests/derivative_sweep.py compares all of them.
+The rules here are written for plain arrays first. What they are given may also be a traced value of an outer
+differentiation; then they use operators and traced functions only, so that they can be differentiated again.
 
 A rule follows autograd's protocol: `vjpmaker(argnums, ans, args, kwargs) -> vjp` with `vjp(g) -> cotangents`,
 one for each argnum, and `jvpmaker(argnums, gs, ans, args, kwargs) -> tangent`. A cotangent may also be None,
@@ -19,14 +19,19 @@ from mpiad.differentiation.rules import (
     einsum,
     elementwise,
     extrema,
+    factorizations,
     indexing,
     matrix_products,
+    moments,
     on_device,
     padding,
     powers,
+    rearrangements,
     reductions,
+    repetition,
     reshaping,
     stacking,
+    transforms,
     where,
 )
 from mpiad.differentiation.rules.protocol import JvpMaker, Primitive, VjpMaker
@@ -35,7 +40,7 @@ __all__ = ["JVP_RULES", "VJP_RULES", "on_device"]
 
 _FAMILIES = (
     arithmetic, stacking, einsum, elementwise, extrema, indexing, padding, powers, matrix_products, reductions, reshaping,
-    where,
+    where, moments, rearrangements, repetition, factorizations, transforms,
 )  # fmt: skip
 
 VJP_RULES: dict[Primitive, VjpMaker] = {}

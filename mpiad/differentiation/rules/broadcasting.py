@@ -41,6 +41,12 @@ def fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
     return fit if type(value) is _ndarray else brought_home(fit, x, value)
 
 
+def fitted(part: Array, operand: Array) -> Array:
+    """Sum a cotangent over the axes along which its operand was repeated; both may be traced."""
+    fit = fitting(operand, part)
+    return part if fit is None else fit(part)
+
+
 def brought_home(fit: Callable[[Array], Array] | None, operand: Array, ans: Array) -> Callable[[Array], Array] | None:
     """Return a map to cotangents of an operand, with a copy to the host where the operand is there and the result isn't.
 
@@ -77,8 +83,8 @@ def _fit(shape: Shape, axes: tuple[int, ...], becomes_real: bool, dtype: np.dtyp
     if becomes_real:
         g = space.real(g)
     # Autograd's cast has no tangent, so a traced cotangent keeps the precision of the result, as in autograd.
-    if dtype is not None and not traced and dtype.kind == g.dtype.kind:
-        g = g.astype(dtype)
+    if dtype is not None and not traced and dtype.kind == np.result_type(g).kind:
+        g = g.astype(dtype) if hasattr(g, "astype") else dtype.type(g)  # a number of Python's
     return g
 
 

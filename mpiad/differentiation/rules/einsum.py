@@ -13,7 +13,7 @@ import autograd.numpy as anp
 
 from mpiad._typing import Array, Shape
 from mpiad.differentiation.rules.expansion import expand
-from mpiad.differentiation.rules.protocol import Argnums, Vjp, inherited_vjp
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, inherited_vjp, refusal
 
 
 def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -28,10 +28,7 @@ def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 def _part(g: Array, k: int, inputs: list[str], out: str, operands: tuple) -> Array:
     mine, shape = inputs[k], anp.shape(operands[k])
     if len(set(mine)) < len(mine):
-        raise NotImplementedError(
-            f"the derivative of einsum by operand {k} with subscripts {mine!r} isn't available: it takes a diagonal. "
-            "Take it with diagonal first."
-        )
+        raise refusal(anp.einsum, f"with respect to operand {k} with subscripts {mine!r}: take its diagonal first")
     others = [operand for j, operand in enumerate(operands) if j != k]
     subscripts = [letters for j, letters in enumerate(inputs) if j != k]
     # An axis that nobody else has was summed over alone: the cotangent is the same all along it.

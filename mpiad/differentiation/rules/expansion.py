@@ -20,7 +20,7 @@ def is_known(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:
 
 def kept_shape(shape: Shape, axis: int | tuple[int, ...] | None) -> Shape:
     """Return the shape of a reduction with `keepdims=True`; None reduces all axes, negative ones count from the last."""
-    if axis is None:
+    if axis is None or not shape:  # NumPy takes a number for an array with axes 0 and -1
         return (1,) * len(shape)
     kept = list(shape)
     for i in axis if isinstance(axis, tuple) else (axis,):

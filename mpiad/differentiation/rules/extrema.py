@@ -1,4 +1,4 @@
-"""Largest and smallest elements, over axes and of two arrays; ties share equally, as in autograd."""
+"""Largest and smallest elements, over axes and of two arrays, and bounds; ties share equally, as in autograd."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.broadcasting import fitting
+from mpiad.differentiation.rules.broadcasting import fitted, fitting, widened
 from mpiad.differentiation.rules.expansion import is_known, kept_shape, spread
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
@@ -18,8 +18,10 @@ from mpiad.differentiation.rules.protocol import (
     Vjp,
     VjpMaker,
     anp,
+    bound,
     inherited_jvp,
     inherited_vjp,
+    refusal,
 )
 from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.transport.device_arrays import is_device_array
@@ -135,10 +137,35 @@ def _share(argnum: int, args: tuple, ans: Array) -> Array:
     return share / (1.0 + tied) if np.count_nonzero(tied) else share
 
 
+def clip_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Pass the cotangent on where no bound was met, as autograd does: a bound's own derivative is refused."""
+    inside = _inside(argnums, ans, args, kwargs)
+    return lambda g: (fitted(g if inside is None else g * inside, args[0]),)
+
+
+def clip_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Pass the tangent on where no bound was met."""
+    inside = _inside(argnums, ans, args, kwargs)
+    return widened(gs[0] if inside is None else gs[0] * inside, ans)
+
+
+def _inside(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Array:
+    given = bound(anp.clip, "a a_min a_max out min max", args, kwargs)
+    if argnums != (0,):
+        raise refusal(anp.clip, "with respect to a bound: use maximum and minimum")
+    inside = None
+    for limit in [given.get(name) for name in ("a_min", "a_max", "min", "max")]:
+        if limit is not None:
+            apart = anp.not_equal(ans, limit)
+            inside = apart if inside is None else anp.logical_and(inside, apart)
+    return inside
+
+
 _EXTREMA = (anp.max, anp.min, anp.amax, anp.amin)
 _CHOICES = (anp.maximum, anp.minimum, anp.fmax, anp.fmin)
 VJPS = {
     **{fun: _extremum_vjp(fun) for fun in _EXTREMA},
     **{fun: _choice_vjp(fun) for fun in _CHOICES},
+    anp.clip: clip_vjp,
 }
-JVPS = {fun: _extremum_jvp(fun) for fun in _EXTREMA}
+JVPS = {**{fun: _extremum_jvp(fun) for fun in _EXTREMA}, anp.clip: clip_jvp}

@@ -9,17 +9,16 @@ from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Shape
-from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, inherited_jvp, inherited_vjp
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, refusal
 
 Widths: TypeAlias = list[tuple[int, int]]
-_COPYING = frozenset({"edge", "reflect", "symmetric", "wrap"})
+_COPYING = ("edge", "reflect", "symmetric", "wrap")
 
 
 def pad_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Cut the padding off the cotangent, and add what was copied into it to where it came from."""
     x, width, mode, others = _bound(args, kwargs)
-    if argnums != (0,) or isinstance(width, dict) or not _is_known(mode, others):
-        return inherited_vjp(anp.pad, argnums, ans, args, kwargs)
+    _refuse_unknown(argnums, width, mode, others)
     shape = np.shape(getval(x))
     widths = _widths(width, len(shape))
     if mode == "constant":
@@ -31,8 +30,7 @@ def pad_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 def pad_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Pad the tangent: with zeros, or with its own elements."""
     _, width, mode, others = _bound(args, kwargs)
-    if argnums != (0,) or not _is_known(mode, others):
-        return inherited_jvp(anp.pad, argnums, gs, ans, args, kwargs)
+    _refuse_unknown(argnums, width, mode, others)
     return anp.pad(gs[0], width, mode)
 
 
@@ -41,9 +39,12 @@ def _bound(args: tuple, kwargs: dict) -> tuple[Any, Any, Any, dict]:
     return given.pop("array"), given.pop("pad_width"), given.pop("mode", "constant"), given
 
 
-def _is_known(mode: object, others: dict) -> bool:
+def _refuse_unknown(argnums: Argnums, width: object, mode: object, others: dict) -> None:
     # A constant may be given for the padding; an odd reflection ("reflect_type") isn't a copy of elements.
-    return mode == "constant" or (isinstance(mode, str) and mode in _COPYING and not others)
+    if argnums != (0,) or isinstance(width, dict) or not (mode == "constant" or (mode in _COPYING and not others)):
+        raise refusal(
+            anp.pad, f"with mode={mode!r}, {others}, pad_width={width!r}: known are constant, {', '.join(_COPYING)}"
+        )
 
 
 def _widths(width: Any, ndim: int) -> Widths:
@@ -78,7 +79,7 @@ def fold(g: Array, widths: Widths, mode: str, shape: Shape) -> Array:
 
 
 # Padding by the array's own elements is linear; fold is its transpose, axis after axis.
-defvjp(fold, lambda ans, g, widths, mode, shape: lambda h: anp.pad(h, widths, mode))
+defvjp(fold, lambda ans, g, widths, mode, shape: lambda h: anp.pad(h, widths or 0, mode))
 defjvp(fold, lambda dg, ans, g, widths, mode, shape: fold(dg, widths, mode, shape))
 
 VJPS = {anp.pad: pad_vjp}

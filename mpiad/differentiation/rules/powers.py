@@ -1,4 +1,4 @@
-"""Powers with a constant exponent, square and square root, without a call to `pow` where products do."""
+"""Powers, square and square root, without a call to `pow` if the exponent is a constant for which products do."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitting
-from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, inherited_jvp, inherited_vjp, one_unchanged
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, bound, inherited_jvp, inherited_vjp, one_unchanged
 from mpiad.transport.device_arrays import is_device_array
 
 Slope = Callable[[Array], Array]
 
 
 def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent of `x**y` by `y x**(y-1)` where y is one number."""
-    slope = None if argnums != (0,) or kwargs or len(args) != 2 else _slope(args[0], args[1], ans)
+    """Multiply the cotangent of `x**y` by `y x**(y-1)` for the base, by `log(x) x**y` for the exponent."""
+    if kwargs:
+        bound(anp.power, "x1 x2", args, kwargs)
+    slope = None if argnums != (0,) else _slope(args[0], args[1], ans)
     if slope is None:
-        return inherited_vjp(anp.power, argnums, ans, args, kwargs)
+        parts = [(_general_slope(i, ans, *args), fitting(args[i], ans)) for i in argnums]
+        return lambda g: tuple([g * each if fit is None else fit(g * each) for each, fit in parts])
     fit = fitting(args[0], ans)
     if slope is _unit_slope:
         return one_unchanged if fit is None else lambda g: (fit(g),)
@@ -27,9 +30,20 @@ def power_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def power_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Multiply the tangent by `y x**(y-1)` where y is one number."""
-    slope = None if argnums != (0,) or kwargs or len(args) != 2 else _slope(args[0], args[1], ans)
-    return inherited_jvp(anp.power, argnums, gs, ans, args, kwargs) if slope is None else slope(gs[0])
+    """Multiply the tangents by the slopes, and add up."""
+    if kwargs:
+        bound(anp.power, "x1 x2", args, kwargs)
+    slope = None if argnums != (0,) else _slope(args[0], args[1], ans)
+    return sum(_general_slope(i, ans, *args) * g for i, g in zip(argnums, gs)) if slope is None else slope(gs[0])
+
+
+def _general_slope(argnum: int, ans: Array, x: Array, y: Array) -> Array:
+    # Powers stay calls of `power`: a number in front of `**` would become an array of NumPy's, which no device takes.
+    if argnum == 0:
+        # No power of -1 if the exponent is zero.
+        exponent = anp.where(y, y - 1, 1.0) if anp.shape(y) or not is_device_array(getval(x)) else y - 1
+        return anp.power(x, exponent) * y
+    return ans * anp.log(anp.where(x, x, 1.0 + 0j if anp.iscomplexobj(ans) else 1.0))
 
 
 def square_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:

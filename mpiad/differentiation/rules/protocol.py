@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import autograd.numpy
 import numpy as np
-from autograd.core import primitive_jvps, primitive_vjps
+from autograd.core import primitive_jvps, primitive_vjps, sparse_object_types
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Array
@@ -37,30 +38,107 @@ DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {}
 
 
 _NUMBERS = (float, complex, np.inexact)
+# Other primitives, made by users of autograd or by mpiad, may return cotangents that broadcast.
+_AUTOGRADS = frozenset(primitive_vjps) | frozenset(primitive_jvps)
+# What autograd's rules raise for arguments that they weren't written for; not NumPy's own, such as a singular matrix.
+_UNFORESEEN = (TypeError, ValueError, LookupError, AttributeError, AssertionError, NameError, NotImplementedError)
 
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Make the adjoint by autograd's own rule; for device arrays by the one of `on_device`, where there is one."""
-    if type(ans) is np.ndarray or _place(ans) is None:
-        return primitive_vjps[fun](argnums, ans, args, kwargs)
-    if fun in DEVICE_REFUSALS:
+    """Make the adjoint by autograd's own rule; for device arrays by the one of `on_device`, where there is one.
+
+    Cotangents of functions of NumPy's get the shape of their argument, and are real where that is.
+    """
+    on_host = type(ans) is np.ndarray or _place(ans) is None
+    if not on_host and fun in DEVICE_REFUSALS:
         refuse_on_device(fun, ans)
-    rule: VjpMaker = DEVICE_VJPS.get(fun) or primitive_vjps[fun]
-    pull = rule(argnums, ans, args, kwargs)
+    rule: VjpMaker = not on_host and DEVICE_VJPS.get(fun) or primitive_vjps[fun]
+    if fun in _AUTOGRADS:
+        pull = checked(fun, rule, argnums, ans, args, kwargs)
+        fitted = partial(_fitted_parts, fun, pull, [_like(args[i]) for i in argnums])
+    else:
+        fitted = pull = rule(argnums, ans, args, kwargs)
+    if on_host:
+        return fitted
     # A number of the host's beside device arrays.
     at_home = [isinstance(getval(args[i]), _NUMBERS) for i in argnums]
     if not any(at_home):
-        return pull
-    return lambda g: tuple([array_to_host(part) if home else part for part, home in zip(pull(g), at_home)])
+        return fitted
+    return lambda g: tuple([array_to_host(part) if home else part for part, home in zip(fitted(g), at_home)])
 
 
 def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Compute the tangent by autograd's own rule; for device arrays by the one of `on_device`, where there is one."""
-    if type(ans) is np.ndarray or _place(ans) is None:
-        return primitive_jvps[fun](argnums, gs, ans, args, kwargs)
-    if fun in DEVICE_REFUSALS:
+    """Compute the tangent by autograd's own rule; for device arrays by the one of `on_device`, where there is one.
+
+    Tangents of functions of NumPy's get the shape of the result, and are real where that is.
+    """
+    on_host = type(ans) is np.ndarray or _place(ans) is None
+    if not on_host and fun in DEVICE_REFUSALS:
         refuse_on_device(fun, ans)
-    return DEVICE_JVPS.get(fun, primitive_jvps.get(fun))(argnums, gs, ans, args, kwargs)  # type: ignore[misc]
+    rule: Any = not on_host and DEVICE_JVPS.get(fun) or primitive_jvps.get(fun)
+    return checked_tangent(fun, rule, argnums, gs, ans, args, kwargs)
+
+
+def checked_tangent(fun: Primitive, rule: JvpMaker, *call: Any) -> Array:
+    """Compute a tangent by a rule, called with argnums, gs, ans, args and kwargs, and fit it to a result of NumPy's."""
+    return _fitted(fun, checked(fun, rule, *call), _like(call[2])) if fun in _AUTOGRADS else rule(*call)
+
+
+def _fitted_parts(fun: Primitive, pull: Vjp, likes: list, g: Array) -> list:
+    parts = checked(fun, lambda: list(pull(g)))  # autograd's may be a generator
+    return [_fitted(fun, part, like) for part, like in zip(parts, likes)]
+
+
+def checked(fun: Primitive, rule: Callable, *call: Any) -> Any:
+    """Call a rule, or a step of one; what it didn't foresee becomes an error that names the function."""
+    try:
+        return rule(*call)
+    except np.linalg.LinAlgError:
+        raise
+    except _UNFORESEEN as error:
+        if f"{fun.__name__} can't be differentiated" in str(error):
+            raise
+        raise refusal(fun, f"with these arguments: its rule raised {type(error).__name__}: {error}") from error
+
+
+def refusal(fun: Primitive, what: str) -> Exception:
+    """Return the error for a call that can't be differentiated, which names the function."""
+    # Boxes of autograd's take a NotImplementedError of a ufunc for no answer, and NumPy then says something else.
+    kind = TypeError if isinstance(getattr(fun, "fun", None), np.ufunc) else NotImplementedError
+    return kind(f"{getattr(fun, '__name__', repr(fun))} can't be differentiated {what}.")
+
+
+def _like(x: Array) -> tuple[tuple[int, ...], bool] | None:
+    """Return the shape of an array or number, and whether it is real; None for what is none."""
+    x = getval(x)
+    if type(x) is np.ndarray:
+        return x.shape, x.dtype.kind != "c"
+    return (np.shape(x), not np.iscomplexobj(x)) if isinstance(x, _NUMBERS) or arrays_of(x) is not None else None
+
+
+def _fitted(fun: Primitive, part: Array, like: tuple[tuple[int, ...], bool] | None) -> Array:
+    # Nearly always so, and the quickest to find out.
+    if type(part) is np.ndarray and like == (part.shape, part.dtype.kind != "c"):
+        return part
+    if like is None or type(part) in sparse_object_types or not hasattr(part, "shape"):
+        return part
+    shape, real = like
+    if part.shape != shape:
+        if [n for n in part.shape if n != 1] != [n for n in shape if n != 1]:
+            raise refusal(fun, f"with these arguments: its rule made shape {part.shape} for one of shape {shape}")
+        part = anp.reshape(part, shape)
+    return anp.real(part) if real and anp.iscomplexobj(part) else part
+
+
+def bound(fun: Primitive, names: str, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Return the arguments of a call by name; a NotImplementedError for one that isn't among those that a rule knows."""
+    known = names.split()
+    given = {**dict(zip(known, args)), **kwargs}
+    others = [name for name in given if name not in known and given[name] is not None]
+    if others or len(args) > len(known):
+        unknown = " and ".join(others) or f"{len(args)} arguments"
+        raise refusal(fun, f"with {unknown}: the rule knows {names.replace(' ', ', ')}")
+    return given
 
 
 def _place(x: Array) -> ArrayModule | None:

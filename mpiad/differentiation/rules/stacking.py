@@ -23,8 +23,12 @@ def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> 
     """Cut the cotangent into the pieces that were joined."""
     axis, pieces = args[0], args[1:]
     _refuse_garbage(ans)
-    if kwargs or axis is None:
+    if kwargs:
         return inherited_vjp(anp.concatenate_args, argnums, ans, args, kwargs)
+    if axis is None:
+        # Joined flattened: the parts are those of vectors, in the shapes of the pieces.
+        flat = concatenate_vjp(argnums, ans, (0, *[np.ravel(getval(piece)) for piece in pieces]), kwargs)
+        return lambda g: tuple([anp.reshape(part, anp.shape(args[i])) for part, i in zip(flat(g), argnums)])
     lead = (slice(None),) * (axis % ans.ndim)
     cuts, stop = [], 0
     for piece in pieces:

@@ -13,6 +13,7 @@ from autograd.core import make_vjp, primitive_jvps, primitive_vjps
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Scalar
+from mpiad.differentiation.rules import VJP_RULES
 from mpiad.differentiation.rules.protocol import (
     DEVICE_JVPS,
     Argnums,
@@ -20,21 +21,21 @@ from mpiad.differentiation.rules.protocol import (
     Primitive,
     Vjp,
     VjpMaker,
+    checked_tangent,
     inherited_jvp,
     inherited_vjp,
+    refusal,
 )
 from mpiad.transport.device_arrays import is_device_array
 
 
 def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
     """Return what makes the tangent of a function that has no rule of ours; a NotImplementedError where nothing does."""
-    if fun in primitive_jvps and type(value) is np.ndarray:
-        return primitive_jvps[fun]
     if fun in primitive_jvps or fun in DEVICE_JVPS and is_device_array(getval(value)):
         return partial(inherited_jvp, fun)
-    if fun in primitive_vjps and hasattr(value, "dtype"):
-        return partial(_by_transposition, partial(inherited_vjp, fun))
-    raise NotImplementedError(f"the tangent of {getattr(fun, '__name__', repr(fun))} for argument {argnums} isn't defined")
+    if (fun in primitive_vjps or fun in VJP_RULES) and hasattr(value, "dtype"):
+        return partial(checked_tangent, fun, partial(_by_transposition, VJP_RULES.get(fun) or partial(inherited_vjp, fun)))
+    raise refusal(fun, f"forwards with respect to argument {argnums}: it has no tangent")
 
 
 def _by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:

@@ -44,5 +44,5 @@ def test_an_axis_that_one_operand_repeats():
 
 
 def test_a_diagonal_is_refused():
-    with pytest.raises(NotImplementedError, match="takes a diagonal"):
+    with pytest.raises(NotImplementedError, match="einsum can.t be differentiated .* take its diagonal first"):
         mpiad.grad(lambda x: np.einsum("ii->", x))(X[:, :3])

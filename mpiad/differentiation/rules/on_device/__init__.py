@@ -8,19 +8,17 @@ for the device.
 from __future__ import annotations
 
 import autograd.numpy as anp
-from autograd.numpy import fft, linalg
+from autograd.numpy import linalg
 
-from mpiad.differentiation.rules.on_device import linear_algebra, moments, powers_and_bounds, rearrangements, transforms
+from mpiad.differentiation.rules.on_device import linear_algebra
 from mpiad.differentiation.rules.protocol import DEVICE_JVPS, DEVICE_REFUSALS, DEVICE_VJPS
 
 __all__: list[str] = []
 
-for _family in (linear_algebra, moments, powers_and_bounds, rearrangements, transforms):
-    DEVICE_VJPS.update(_family.VJPS)
-    DEVICE_JVPS.update(_family.JVPS)
+DEVICE_VJPS.update(linear_algebra.VJPS)
+DEVICE_JVPS.update(linear_algebra.JVPS)
 
 _ASSEMBLY = "it makes an array of NumPy's. Import mpiad.device.numpy in place of autograd.numpy"
-_FOURIER = "use rfft, irfft and the complex transforms, axis by axis"
 # What isn't available, and what to do instead.
 DEVICE_REFUSALS.update({
     anp.concatenate_args: ("concatenate", _ASSEMBLY),
@@ -28,5 +26,4 @@ DEVICE_REFUSALS.update({
     anp.make_diagonal: ("make_diagonal", "multiply by a mask, as in x[..., None] * identity"),
     anp.real_if_close: ("real_if_close", "the host doesn't know the values. Use real"),
     linalg.eig: ("linalg.eig", "copy the matrix with mpiad.device.to_host"),
-    **{getattr(fft, name): (f"fft.{name}", _FOURIER) for name in ("rfft2", "irfft2", "rfftn", "irfftn")},
 })  # fmt: skip

@@ -1,25 +1,23 @@
-"""Constant arrays, made on the device of another."""
+"""Constant arrays, made where another is: on the host or its device."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.device_arrays import arrays_of
 
 
-def arrays_like(x: Array) -> ArrayModule:
-    """Return what makes arrays on the device of `x`, traced or not."""
-    arrays = arrays_of(getval(x))
-    if arrays is None:
-        raise TypeError(f"expected a device array, but got {type(getval(x)).__name__}.")
-    return arrays
+def arrays_like(x: Array) -> Any:
+    """Return what makes arrays where `x`, traced or not, is: it has `full` and `arange`."""
+    return arrays_of(getval(x)) or np
 
 
 def identity(like: Array, rows: int, columns: int | None = None, k: int = 0) -> Array:
-    """Return a matrix of ones on its k-th diagonal, shape (rows, columns), of the real dtype of another device array."""
+    """Return a matrix of ones on its k-th diagonal, shape (rows, columns), of the real dtype of another array."""
     arrays = arrays_like(like)
     i, j = arrays.arange(rows)[:, None], arrays.arange(rows if columns is None else columns)[None, :]
     return (j - i == k).astype(_real(like))

@@ -1,0 +1,153 @@
+"""Factors and inverses of matrices, norms: for matrices on the host and on devices.
+
+A complex matrix has complex cotangents g, paired with a change dx as in Re Σ g dx, without a conjugate; which is why the
+formulas of the references have a conjugate less or more here.
+
+References
+----------
+I. Murray, "Differentiation of the Cholesky decomposition", arXiv:1602.07527 (2016), section 2.
+M. B. Giles, "Collected matrix derivative results for forward and reverse mode algorithmic differentiation" (2008),
+section 3.
+G. H. Golub, V. Pereyra, "The differentiation of pseudo-inverses and nonlinear least squares problems whose variables
+separate", SIAM J. Numer. Anal. 10 (1973), section 4.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.numpy import linalg
+
+from mpiad._typing import Array
+from mpiad.differentiation.rules.broadcasting import fitted
+from mpiad.differentiation.rules.constant_arrays import identity, lower_triangle
+from mpiad.differentiation.rules.expansion import kept_shape
+from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, bound, checked, refusal
+
+
+def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Return the Hermitian part of L^-T Φ(Lᵀ g) conj(L)^-1, where Φ takes the lower triangle and half the diagonal."""
+    bound(linalg.cholesky, "a", args, kwargs)
+    lower, n = ans, anp.shape(ans)[-1]
+    half = lower_triangle(ans, n) + 0.5 * identity(ans, n)
+
+    def vjp(g: Array) -> tuple[Array]:
+        inner = anp.matmul(_transposed(lower), g) * half
+        right = _transposed(linalg.solve(anp.conj(_transposed(lower)), _transposed(inner)))
+        part = linalg.solve(_transposed(lower), right)
+        return ((part + anp.conj(_transposed(part))) / 2.0,)
+
+    return vjp
+
+
+def slogdet_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Multiply the inverse, transposed: by the cotangent of the logarithm, and by what turns a complex sign."""
+    turned = anp.swapaxes(linalg.inv(args[0]), -1, -2)
+
+    def vjp(g: Array) -> tuple[Array]:
+        factor = g[1] if not anp.iscomplexobj(args[0]) else g[1] + 1j * anp.imag(g[0] * ans[0])
+        return (anp.reshape(factor, (*anp.shape(factor), 1, 1)) * turned,)
+
+    return vjp
+
+
+def solve_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Solve with the transposed matrix; the cotangent of the matrix is minus the product of that with the solution."""
+    a, b = args
+    column = len(anp.shape(b)) == 1 or (not _VECTORS_ONLY and len(anp.shape(b)) == len(anp.shape(a)) - 1)
+
+    def vjp(g: Array) -> tuple[Array, ...]:
+        found = linalg.solve(_transposed(a), g[..., None] if column else g)
+        parts = {
+            0: lambda: fitted(-anp.matmul(found, _transposed(ans[..., None] if column else ans)), a),
+            1: lambda: fitted(found[..., 0] if column else found, b),
+        }
+        return tuple([parts[i]() for i in argnums])
+
+    return vjp
+
+
+def eigh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Turn what belongs to the eigenvectors by the gaps between eigenvalues, and bring both back to the matrix."""
+    values, vectors = ans[0], ans[1]
+    n = args[0].shape[-1]
+    ones, lower = identity(args[0], n), lower_triangle(args[0], n)
+    triangle = lower if (args[1] if len(args) > 1 else kwargs.get("UPLO", "L")) == "L" else _transposed(lower)
+
+    def vjp(g: Array) -> tuple[Array]:
+        gaps = values[..., None, :] - values[..., :, None] + ones  # ones on the diagonal, which isn't taken
+        turned = anp.matmul(_transposed(vectors), g[1]) * (1.0 - ones)
+        # Equal eigenvalues are harmless as long as nothing depends on their vectors.
+        inner = turned / anp.where((gaps == 0) & (turned == 0), 1.0, gaps) + ones * g[0][..., None, :]
+        part = anp.matmul(anp.matmul(anp.conj(vectors), inner), _transposed(vectors))
+        # Only one triangle of the matrix was read.
+        return (anp.real(part) * ones + (part + anp.conj(_transposed(part))) * triangle,)
+
+    return vjp
+
+
+def pinv_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Apply the transposed derivative of the pseudoinverse, with its projections on both null spaces."""
+    x = bound(linalg.pinv, "a", args, kwargs)["a"]
+
+    def vjp(g: Array) -> tuple[Array]:
+        turned, back = _transposed(g), anp.conj(_transposed(ans))
+        left = identity(x, x.shape[-2]) - anp.matmul(x, ans)
+        right = identity(x, x.shape[-1]) - anp.matmul(ans, x)
+        # Golub and Pereyra: d(A⁺) = -A⁺ dA A⁺ + A⁺A⁺ᴴ dAᴴ (I - AA⁺) + (I - A⁺A) dAᴴ A⁺ᴴA⁺, transposed term by term.
+        part = -anp.matmul(anp.matmul(ans, turned), ans)
+        part = part + anp.matmul(anp.matmul(anp.matmul(ans, back), anp.conj(g)), left)
+        part = part + anp.matmul(anp.matmul(anp.matmul(right, anp.conj(g)), back), ans)
+        return (_transposed(part),)
+
+    return vjp
+
+
+def _transposed(x: Array) -> Array:
+    return anp.swapaxes(x, -1, -2)
+
+
+def _slope_of_norm(ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
+    """Return the derivative of a norm by each element, in the shape of the array."""
+    given = bound(_NORM, "x ord axis keepdims", args, kwargs)
+    x, order, axis = given["x"], given.get("ord"), given.get("axis")
+    shape = anp.shape(x)
+    of_matrix = order is not None and len(shape if axis is None else np.ravel(axis)) == 2
+    norm = anp.reshape(ans, kept_shape(shape, axis))
+    if order is None or order == "fro" or (order == 2 and not of_matrix):
+        return anp.conj(x) / norm, given
+    if order == "nuc":
+        axes = (-2, -1) if axis is None else axis
+        left, _, right = checked(_NORM, partial(linalg.svd, full_matrices=False), anp.moveaxis(x, axes, (-2, -1)))
+        return anp.moveaxis(anp.conj(anp.matmul(left, right)), (-2, -1), axes), given
+    if of_matrix or not 1 < order < np.inf:
+        raise refusal(_NORM, f"with ord={order!r} of a {'matrix' if of_matrix else 'vector'}")
+    return anp.conj(x) * anp.abs(x) ** (order - 2) / norm ** (order - 1), given
+
+
+def norm_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Multiply the cotangent of each norm by the derivatives by its elements."""
+    slope, given = _slope_of_norm(ans, args, kwargs)
+    kept = kept_shape(anp.shape(slope), given.get("axis"))
+    return lambda g: (anp.reshape(g, kept) * slope,)
+
+
+def norm_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Add up the tangents times the derivatives: real, as the norm is."""
+    slope, given = _slope_of_norm(ans, args, kwargs)
+    return anp.sum(anp.real(slope * gs[0]), axis=given.get("axis"), keepdims=given.get("keepdims", False))
+
+
+_NORM: Primitive = getattr(linalg, "_primitive_norm", linalg.norm)
+_VECTORS_ONLY = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
+VJPS = {
+    linalg.cholesky: cholesky_vjp,
+    linalg.eigh: eigh_vjp,
+    linalg.pinv: pinv_vjp,
+    linalg.slogdet: slogdet_vjp,
+    linalg.solve: solve_vjp,
+    _NORM: norm_vjp,
+}
+JVPS = {_NORM: norm_jvp}

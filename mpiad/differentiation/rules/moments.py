@@ -1,0 +1,96 @@
+"""Products, variances and standard deviations over axes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.numpy import numpy_wrapper as wrapped
+from autograd.tracer import getval
+
+from mpiad._typing import Array
+from mpiad.device.assembly import concatenate, stack
+from mpiad.differentiation.rules.broadcasting import fitted
+from mpiad.differentiation.rules.constant_arrays import arrays_like
+from mpiad.differentiation.rules.expansion import kept_shape
+from mpiad.differentiation.rules.protocol import Argnums, JvpMaker, Primitive, Vjp, VjpMaker, bound
+
+_NAMES = "a axis dtype out ddof keepdims"
+
+
+def _slope_of_prod(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
+    """Return for each element the product of the others."""
+    given = bound(fun, "a axis dtype out keepdims initial", args, kwargs)
+    x, axis = given["a"], given.get("axis")
+    shape = anp.shape(x)
+    kept = kept_shape(shape, axis)
+    value = getval(x)
+    if isinstance(value, (np.ndarray, np.generic)) and np.all(value):
+        return anp.reshape(ans, kept) / x, given
+    # The reduced axes last: those whose length isn't kept, and those of length one, which change nothing.
+    axes = [i for i, (n, k) in enumerate(zip(shape, kept)) if n != k]
+    order = [*[i for i in range(len(shape)) if i not in axes], *axes]
+    moved = anp.transpose(x, order)
+    rest = moved.shape[: len(shape) - len(axes)]
+    others = anp.reshape(_others(anp.reshape(moved, (*rest, math.prod(moved.shape[len(rest) :])))), moved.shape)
+    return anp.transpose(others, tuple(sorted(range(len(order)), key=order.__getitem__))) * given.get("initial", 1.0), given
+
+
+def _others(x: Array) -> Array:
+    """Return the products of all other elements along the last axis, by pairs: nothing is divided by an element."""
+    n = x.shape[-1]
+    if n <= 1:
+        return anp.ones_like(x)
+    if n % 2:
+        x = concatenate([x, arrays_like(x).full((*x.shape[:-1], 1), 1, getval(x).dtype)], -1)
+    first, second = x[..., ::2], x[..., 1::2]
+    rest = _others(first * second)
+    return anp.reshape(stack([second * rest, first * rest], -1), x.shape)[..., :n]
+
+
+def _slope_of_var(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
+    """Return twice the distances from the mean over the degrees of freedom."""
+    given = bound(fun, _NAMES, args, kwargs)
+    x, axis = given["a"], given.get("axis")
+    count = math.prod(n for n, k in zip(anp.shape(x), kept_shape(anp.shape(x), axis)) if n != k)
+    return anp.conj(x - anp.mean(x, axis=axis, keepdims=True)) * 2.0 / (count - given.get("ddof", 0)), given
+
+
+def _slope_of_std(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
+    """Return the distances from the mean, in standard deviations, over the degrees of freedom; zero for one element."""
+    slope, given = _slope_of_var(fun, ans, args, kwargs)
+    shape = anp.shape(slope)
+    kept = kept_shape(shape, given.get("axis"))
+    return slope * 0.0 if shape == kept else slope / (2.0 * anp.reshape(ans, kept)), given
+
+
+def _vjp(fun: Primitive, slope_of: Any) -> VjpMaker:
+    def moment_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+        """Multiply the cotangent of each result by the slopes in its elements."""
+        slope, given = slope_of(fun, ans, args, kwargs)
+        kept = kept_shape(anp.shape(slope), given.get("axis"))
+        return lambda g: (fitted(anp.reshape(g, kept) * slope, args[0]),)
+
+    return moment_vjp
+
+
+def _jvp(fun: Primitive, slope_of: Any) -> JvpMaker:
+    def moment_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+        """Add up the tangents of the elements, times the slopes."""
+        slope, given = slope_of(fun, ans, args, kwargs)
+        terms = slope * gs[0]
+        terms = terms if anp.iscomplexobj(ans) else anp.real(terms)
+        return anp.sum(terms, axis=given.get("axis"), keepdims=given.get("keepdims", False))
+
+    return moment_jvp
+
+
+_SLOPES = {
+    anp.prod: _slope_of_prod,
+    getattr(wrapped, "_primitive_var", anp.var): _slope_of_var,
+    getattr(wrapped, "_primitive_std", anp.std): _slope_of_std,
+}
+VJPS = {fun: _vjp(fun, slope_of) for fun, slope_of in _SLOPES.items()}
+JVPS = {fun: _jvp(fun, slope_of) for fun, slope_of in _SLOPES.items()}

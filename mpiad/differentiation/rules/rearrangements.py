@@ -1,0 +1,160 @@
+"""Arrays divided into pieces, differences of neighbors, elements in another order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.extend import defjvp, defvjp, primitive
+from autograd.tracer import getval
+
+from mpiad._typing import Array, Shape
+from mpiad.device.assembly import concatenate
+from mpiad.differentiation.rules.constant_arrays import arrays_like
+from mpiad.differentiation.rules.protocol import (
+    Argnums,
+    JvpMaker,
+    Primitive,
+    Vjp,
+    VjpMaker,
+    bound,
+    inherited_vjp,
+    one_unchanged,
+    refusal,
+)
+
+
+def _division_vjp(fixed: int | None) -> VjpMaker:
+    def division_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+        """Join the cotangents of the pieces."""
+        x, *others = args
+        axis: Any = others[1] if len(others) > 1 else kwargs.get("axis", 0)
+        if fixed is not None:
+            axis = min(fixed, len(anp.shape(x)) - 1)  # hsplit divides a vector along its only axis
+        return lambda g: (concatenate([g[i] for i in range(len(g))], axis),)
+
+    return division_vjp
+
+
+def diff_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Take the differences of the cotangent between zeros, negated, as often."""
+    given = bound(anp.diff, "a n axis", args, kwargs)
+    if given.get("n", 1) == 0:
+        return one_unchanged
+    rank = len(ans.shape)
+    place = given.get("axis", -1) % rank
+    times = min(given.get("n", 1), args[0].shape[place])
+    around = [(1, 1) if i == place else (0, 0) for i in range(rank)]
+
+    def vjp(g: Array) -> tuple[Array]:
+        for _ in range(times):
+            g = -anp.diff(anp.pad(g, around, "constant"), axis=place)
+        return (g,)
+
+    return vjp
+
+
+def diff_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Take the differences of the tangent."""
+    bound(anp.diff, "a n axis", args, kwargs)
+    return anp.diff(gs[0], *args[1:], **kwargs)
+
+
+def gradient_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Apply the transposed differences along each axis, and add up."""
+    x, *spacings = args
+    if spacings or kwargs.keys() - {"axis"}:
+        raise refusal(anp.gradient, "with spacings or an order of the edges: divide the result by a spacing")
+    axis, rank = kwargs.get("axis"), len(x.shape)
+    axes = tuple(range(rank)) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
+    alone = len(axes) == 1
+
+    def vjp(g: Array) -> tuple[Array]:
+        total = _transposed_differences(g if alone else g[0], axes[0])
+        for k in range(1, len(axes)):
+            total = total + _transposed_differences(g[k], axes[k])
+        return (total,)
+
+    return vjp
+
+
+def _transposed_differences(g: Array, axis: int) -> Array:
+    """Return Σ_i w_i (e_{i+1} - e_{i-1}), where the ends have weight 1 and take themselves for the missing neighbor."""
+    g = anp.moveaxis(g, axis, 0)
+    w = concatenate([g[:1], g[1:-1] / 2, g[-1:]])
+    return anp.moveaxis(concatenate([-w[:1], w[:-1]]) - concatenate([w[1:], -w[-1:]]), 0, axis)
+
+
+@primitive
+def placed(g: Array, places: Array, shape: Shape) -> Array:
+    """Return an array of zeros but for the elements at `places`, counted through; these are named once."""
+    total = arrays_like(g).full((math.prod(shape),), 0, g.dtype)
+    total[places] = g
+    return np.reshape(total, shape)
+
+
+# To take elements and to put them into zeros are each other's transposes.
+defvjp(placed, lambda ans, g, places, shape: lambda h: anp.reshape(h, (-1,))[places])
+defjvp(placed, lambda dg, ans, g, places, shape: placed(dg, places, shape))
+
+
+def _moved(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Return where each element of a rearrangement comes from, by the same rearrangement of the elements' numbers."""
+    x = getval(args[0])
+    return fun(np.reshape(arrays_like(x).arange(np.size(x)), np.shape(x)), *args[1:], **kwargs)
+
+
+def _ordered(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Return where each element of a sorted or partitioned array comes from: from the place of its rank in the other."""
+    given = bound(fun, "a axis kind" if fun is anp.sort else "a kth axis", args, kwargs)
+    x, result, axis = getval(args[0]), getval(ans), given.get("axis", -1)
+    numbers = np.reshape(arrays_like(x).arange(np.size(x)), np.shape(x))
+    if axis is None:
+        x, numbers, axis = np.ravel(x), np.ravel(numbers), 0
+    elif not np.shape(x):
+        return numbers
+    order = np.argsort(x, axis=axis)
+    if fun is anp.partition:
+        order = np.take_along_axis(order, np.argsort(np.argsort(result, axis=axis), axis=axis), axis)
+    return np.take_along_axis(numbers, order, axis)
+
+
+def _rearrangement_vjp(fun: Primitive, places_of: Any) -> VjpMaker:
+    def rearrangement_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+        """Put each element of the cotangent where its element came from."""
+        if fun is anp.diag and len(anp.shape(args[0])) == 1:
+            return inherited_vjp(fun, argnums, ans, args, kwargs)  # the other way round: a vector becomes a diagonal
+        places, shape = places_of(fun, ans, args, kwargs), anp.shape(args[0])
+        return lambda g: (placed(g, places, shape),)
+
+    return rearrangement_vjp
+
+
+def _rearrangement_jvp(fun: Primitive, places_of: Any) -> JvpMaker:
+    def rearrangement_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+        """Take the tangents of the same elements."""
+        return anp.reshape(gs[0], (-1,))[places_of(fun, ans, args, kwargs)]
+
+    return rearrangement_jvp
+
+
+_MOVED = (anp.flip, anp.rot90, anp.rollaxis, anp.diag, anp.diagonal)
+_ORDERED = (anp.sort, anp.partition)
+VJPS = {
+    anp.split: _division_vjp(None),
+    anp.array_split: _division_vjp(None),
+    anp.vsplit: _division_vjp(0),
+    anp.hsplit: _division_vjp(1),
+    anp.dsplit: _division_vjp(2),
+    anp.diff: diff_vjp,
+    anp.gradient: gradient_vjp,
+    **{fun: _rearrangement_vjp(fun, _moved) for fun in _MOVED},
+    **{fun: _rearrangement_vjp(fun, _ordered) for fun in _ORDERED},
+}
+JVPS = {
+    anp.diff: diff_jvp,
+    anp.flip: _rearrangement_jvp(anp.flip, _moved),
+    **{fun: _rearrangement_jvp(fun, _ordered) for fun in _ORDERED},
+}

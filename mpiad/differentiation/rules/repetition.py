@@ -1,0 +1,70 @@
+"""Arrays that hold each element of the argument several times, or between two: the adjoints are sums."""
+
+from __future__ import annotations
+
+import math
+
+import autograd.numpy as anp
+import numpy as np
+
+from mpiad._typing import Array
+from mpiad.differentiation.rules.broadcasting import fitted
+from mpiad.differentiation.rules.constant_arrays import arrays_like
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, bound, refusal
+
+
+def repeat_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Add up the cotangents of the copies of an element, which follow each other."""
+    given = bound(anp.repeat, "a repeats axis", args, kwargs)
+    shape, axis = anp.shape(given["a"]), given.get("axis")
+    if np.size(given["repeats"]) != 1 or argnums != (0,):
+        raise refusal(anp.repeat, "with a number of copies for each element: index with a list of places")
+    before = shape[: axis % max(len(shape), 1) + 1] if axis is not None else (math.prod(shape),)
+    split = (*before, int(np.sum(given["repeats"])), *(shape[len(before) :] if axis is not None else ()))
+    return lambda g: (anp.reshape(anp.sum(anp.reshape(g, split), axis=len(before)), shape),)
+
+
+def tile_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Add up the cotangents of the tiles."""
+    given = bound(anp.tile, "A reps", args, kwargs)
+    shape, reps = anp.shape(given["A"]), [int(n) for n in np.ravel(given["reps"])]
+    # As many of both, counted from the last axis.
+    lengths = (1,) * (len(reps) - len(shape)) + shape
+    reps = [1] * (len(shape) - len(reps)) + reps
+    split = [n for pair in zip(reps, lengths) for n in pair]
+    return lambda g: (anp.reshape(anp.sum(anp.reshape(g, split), axis=tuple(range(0, len(split), 2))), shape),)
+
+
+def broadcast_to_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Sum the cotangent over the axes that are new or were stretched."""
+    return lambda g: (fitted(g, args[0]),)
+
+
+def full_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Sum the cotangent over the axes along which the value was repeated."""
+    return lambda g: (fitted(g, args[1]),)
+
+
+def full_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Repeat the tangent."""
+    return anp.broadcast_to(gs[0], args[0])
+
+
+def linspace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Weigh the cotangent by how near each value is to the end, and add up over the values."""
+    given = bound(anp.linspace, "start stop num endpoint", args, kwargs)
+    n = ans.shape[0]
+    steps = n - 1 if given.get("endpoint", True) else n
+    towards_stop = arrays_like(ans).arange(n) / max(steps, 1)
+    weights = {0: 1.0 - towards_stop, 1: towards_stop}
+    return lambda g: tuple([fitted(anp.tensordot(weights[i].astype(ans.dtype), g, 1), args[i]) for i in argnums])
+
+
+VJPS = {
+    anp.repeat: repeat_vjp,
+    anp.tile: tile_vjp,
+    anp.broadcast_to: broadcast_to_vjp,
+    anp.full: full_vjp,
+    anp.linspace: linspace_vjp,
+}
+JVPS = {anp.full: full_jvp}

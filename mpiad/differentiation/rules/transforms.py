@@ -1,0 +1,105 @@
+"""Fourier transforms of and to real vectors; all transforms are linear, so each is its own tangent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import autograd.numpy as anp
+from autograd.numpy import fft
+
+from mpiad._typing import Array, Shape
+from mpiad.differentiation.rules.broadcasting import fitted
+from mpiad.differentiation.rules.constant_arrays import arrays_like
+from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, VjpMaker, bound, refusal
+
+_OF_PLANES = (fft.fft2, fft.ifft2, fft.rfft2, fft.irfft2)
+_REVERSED = {None: "forward", "backward": "forward", "ortho": "ortho", "forward": "backward"}
+
+
+def _axes(fun: Primitive, args: tuple, kwargs: dict) -> tuple[Shape, list[int], Any, str | None]:
+    """Return the shape of the argument, the axes, the lengths along these or None, and the normalization."""
+    alone = fun is fft.rfft or fun is fft.irfft
+    given: Any = bound(fun, "a n axis norm" if alone else "a s axes norm", args, kwargs)
+    shape, norm = anp.shape(given["a"]), given.get("norm")
+    if alone:
+        lengths, axes = given.get("n") and [given["n"]], [given.get("axis", -1)]
+    else:
+        lengths, axes = given.get("s"), given.get("axes", (-2, -1) if fun in _OF_PLANES else None)
+        axes = range(-len(lengths or shape), 0) if axes is None else axes
+    axes = [axis % len(shape) for axis in axes]
+    if len(set(axes)) != len(axes):
+        raise refusal(fun, f"along one axis twice: axes={axes}")
+    return shape, axes, lengths, norm
+
+
+def _complex_vjp(fun: Primitive) -> VjpMaker:
+    transform = fft.fftn if fun in (fft.fft2, fft.fftn) else fft.ifftn
+
+    def complex_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+        """Transform the cotangent: the matrices are symmetric."""
+        shape, axes, _, norm = _axes(fun, args, kwargs)
+        return lambda g: (fitted(_resized(transform(g, axes=axes, norm=norm), shape, axes), args[0]),)
+
+    return complex_vjp
+
+
+def _real_vjp(fun: Primitive) -> VjpMaker:
+    def real_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+        """Transform the cotangent and take its real part: matrices are symmetric, rows are missing."""
+        shape, (*leading, last), lengths, norm = _axes(fun, args, kwargs)
+        n = lengths[-1] if lengths is not None else shape[last]
+
+        def vjp(g: Array) -> tuple[Array]:
+            g = _resized(fft.fftn(g, axes=leading, norm=norm), shape, leading) if leading else g
+            return (_resized(anp.real(fft.fft(g, n=n, axis=last, norm=norm)), shape, [last]),)
+
+        return vjp
+
+    return real_vjp
+
+
+def _inverse_vjp(fun: Primitive) -> VjpMaker:
+    def inverse_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+        """Transform the cotangent back; all frequencies but the first, and the last of an even number, count twice."""
+        shape, (*leading, last), _, norm = _axes(fun, args, kwargs)
+        n = ans.shape[last]
+        places = arrays_like(ans).arange(n // 2 + 1)
+        once = ((places == 0) | (places == (n // 2 if n % 2 == 0 else -1))).astype(ans.dtype)
+        weights = anp.reshape(2.0 - once, (-1,) + (1,) * (len(shape) - 1 - last))
+
+        def vjp(g: Array) -> tuple[Array]:
+            part = anp.conj(fft.rfft(g, n=n, axis=last, norm=_REVERSED[norm])) * weights
+            part = fft.ifftn(part, axes=leading, norm=norm) if leading else part
+            return (fitted(_resized(part, shape, [*leading, last]), args[0]),)
+
+        return vjp
+
+    return inverse_vjp
+
+
+def _resized(part: Array, shape: Shape, axes: list[int]) -> Array:
+    """Cut off along these axes what the transform added, or fill up with zeros what it left out."""
+    for axis in axes:
+        count, have = shape[axis], part.shape[axis]
+        if have > count:
+            part = part[(*(slice(None),) * axis, slice(count))]
+        elif have < count:
+            part = anp.pad(part, [(0, count - have if i == axis else 0) for i in range(len(shape))], "constant")
+    return part
+
+
+def _linear(fun: Primitive) -> Any:
+    def linear_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+        """Transform the tangent."""
+        return fun(gs[0], *args[1:], **kwargs)
+
+    return linear_jvp
+
+
+VJPS = {
+    **{fun: _complex_vjp(fun) for fun in (fft.fft2, fft.ifft2, fft.fftn, fft.ifftn)},
+    **{fun: _real_vjp(fun) for fun in (fft.rfft, fft.rfft2, fft.rfftn)},
+    **{fun: _inverse_vjp(fun) for fun in (fft.irfft, fft.irfft2, fft.irfftn)},
+}
+_TRANSFORMS = ("fft", "ifft", "fft2", "ifft2", "fftn", "ifftn", "rfft", "irfft", "rfft2", "irfft2", "rfftn", "irfftn")
+JVPS = {getattr(fft, name): _linear(getattr(fft, name)) for name in (*_TRANSFORMS, "fftshift", "ifftshift")}

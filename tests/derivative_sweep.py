@@ -1,0 +1,557 @@
+"""Every function of `autograd.numpy`, its `linalg` and `fft`: derivatives of both orders against differences of values.
+
+    python tests/derivative_sweep.py [NAME ...] the cases that are wrong, and the rows of the page
+    python tests/derivative_sweep.py --write    write that page, docs/reference/numpy_functions.md
+
+A case is a call, as the text of an expression of x, with the shape and the kind (real or complex) of x. A call that NumPy
+itself refuses for an x is no case. For each case there are four outcomes: reverse, forward, reverse over reverse and forward
+over reverse. An outcome is right, or refused with a NotImplementedError that names the function, or wrong.
+"""
+
+# ruff: noqa: E501 (lists of calls, and a page)
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import autograd.numpy as np
+import numpy as onp
+from autograd.core import VJPNode
+from autograd.numpy import fft, linalg
+from autograd.tracer import notrace_primitives
+
+import mpiad
+
+MODES = ("reverse", "forward", "reverse over reverse", "forward over reverse")
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "numpy_functions.md"
+NAMESPACE: dict[str, Any] = {"np": np, "linalg": linalg, "fft": fft, "array": onp.array}
+# Constants of the calls: a positive one, which broadcasts with the last axis of x, a matrix, a mask, a complex one.
+NAMESPACE.update(
+    a=onp.array([0.7, 1.3, 2.1]), m=onp.array([[1.5, 0.4, -0.3], [0.2, 1.9, 0.6]]), z=onp.array([0.5 + 0.3j, 1.1 - 0.4j, 2 + 1j]),
+    mask=onp.array([True, False, True]), column=onp.array([[1.2], [0.8]]),
+)  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A call of one function."""
+
+    name: str
+    call: str
+    shape: tuple[int, ...]
+    kind: str
+    domain: str = "any"
+
+    def fun(self) -> Callable:
+        """Return the function of x."""
+        # Copies: some functions write into their arguments.
+        names = {name: value.copy() if isinstance(value, onp.ndarray) else value for name, value in NAMESPACE.items()}
+        return eval(f"lambda x: {self.call}", names)
+
+    def __str__(self) -> str:
+        return f"{self.call} of shape {self.shape}, {self.kind}"
+
+
+def point(case: Case, seed: int = 0) -> onp.ndarray:
+    """Return an x in the domain of the function, no two elements of which are equal."""
+    rng, shape = onp.random.default_rng([seed, len(case.shape), *case.shape]), case.shape
+    x = onp.array(list(_apart(rng, int(onp.prod(shape)))), dtype=float).reshape(shape)
+    if case.domain == "positive":
+        x = 0.4 * onp.abs(x) + 0.5
+    elif case.domain == "inside":
+        x = 0.7 * onp.tanh(x)
+    elif case.domain == "above one":
+        x = onp.abs(x) + 1.3
+    elif case.domain == "one zero" or case.domain == "two zeros":
+        x = onp.asarray(x)
+        x.reshape(-1)[: 1 if case.domain == "one zero" else 2] = 0.0
+    if case.kind == "complex":
+        y = rng.normal(size=shape) * (1.0 if case.domain == "any" else 0.2)
+        x = x + 1j * (y * (x != 0) if case.domain.endswith(("zero", "zeros")) else y)
+    if case.domain in ("matrix", "spd"):
+        n = shape[-1]
+        x = 0.4 * x + 2.0 * onp.eye(shape[-2], n)
+        if case.domain == "spd":
+            x = 0.05 * x @ onp.conj(onp.swapaxes(x, -1, -2)) + onp.diag(onp.arange(1.0, 2 * n, 2))
+    return onp.asarray(x) if shape else onp.asarray(x)[()]
+
+
+def _apart(rng: onp.random.Generator, n: int) -> list[float]:
+    """Return numbers away from each other and from where functions have kinks: 0, bounds and periods of the calls."""
+    kinks = [sign * step * k for step in (0.5, 0.7, 1.3, 2.0, 2.1) for sign in (1, -1) for k in (1, 2, 3, 4)]
+    kinks += [sign * step / k for step in (0.7, 1.3, 2.0, 2.1) for sign in (1, -1) for k in range(1, 11)]
+    found: list[float] = []
+    while len(found) < n:
+        value = rng.normal() * 1.4
+        if abs(value) > 0.2 and min(abs(value - other) for other in [*kinks, *found]) > 0.016:
+            found.append(value)
+    return found
+
+
+# ---- the four derivatives, and differences
+
+
+def parts(y: Any) -> list[Any]:
+    """Return the arrays of a result that may be several."""
+    if isinstance(y, (list, tuple)) or type(y).__name__ == "SequenceBox":
+        return [part for k in range(len(y)) for part in parts(y[k])]
+    return [y]
+
+
+def loss_of(fun: Callable, weights: list[onp.ndarray]) -> Callable:
+    """Return a loss that isn't linear in what the function returns."""
+
+    def loss(x):
+        total = 0.0
+        for y, w in zip(parts(fun(x)), weights):
+            total = total + np.sum(np.sin(np.real(y) + w) * w)
+            if np.iscomplexobj(y):
+                total = total + np.sum(np.cos(np.imag(y) - w) * w)
+        return total
+
+    return loss
+
+
+def difference(fun: Callable, h: float) -> Any:
+    """Return the derivative at 0 of a function of one real number, with an error of the sixth order."""
+    terms = [(fun(k * h), fun(-k * h), c) for k, c in ((1, 45.0), (2, -9.0), (3, 1.0))]
+    return sum(c * (onp.asarray(up) - down) for up, down, c in terms) / (60.0 * h)
+
+
+def close(found: Any, expected: Any, tolerance: float) -> bool:
+    found, expected = onp.asarray(found), onp.asarray(expected)
+    if found.shape != expected.shape or (onp.iscomplexobj(found) and not onp.iscomplexobj(expected)):
+        return False
+    return bool(onp.all(onp.abs(found - expected) <= tolerance * (1.0 + onp.max(onp.abs(expected), initial=0.0))))
+
+
+def outcomes(case: Case, seed: int = 0, modes: int = 4) -> tuple[str, ...] | None:
+    """Return what the four derivatives of a case are: "right", "refused: ..." or "wrong: ..."; None where NumPy refuses."""
+    fun, x = case.fun(), point(case, seed)
+    try:
+        values = [onp.asarray(value) for value in parts(fun(x))]
+    except Exception:
+        return None
+    if any(value.dtype.kind not in "fc" or not onp.all(onp.isfinite(value)) for value in values):
+        return None
+    rng = onp.random.default_rng(seed + 1)
+    weights = [rng.uniform(0.5, 1.5, value.shape) for value in values]
+    loss = loss_of(fun, weights)
+    v, w = (_direction(x, case, rng) for _ in range(2))
+
+    def pairing(g, direction):
+        return np.sum(np.real(g * direction))
+
+    def reverse():
+        g = mpiad.grad(loss)(x)
+        return pairing(g, v), difference(lambda t: loss(x + t * v), 1e-3), onp.shape(g) == onp.shape(x) and _real_as(g, x)
+
+    def forward():
+        found, expected = parts(mpiad.jvp(fun, x, v)[1]), []
+        for k in range(len(values)):
+            expected.append(difference(lambda t, k=k: parts(fun(x + t * v))[k], 1e-3))
+        fits = len(found) == len(values) and all(map(close, found, expected, [1e-7] * len(values)))
+        return 0.0, 0.0, fits and all(map(_real_as, found, values))
+
+    @cache
+    def curvature():
+        return difference(lambda s: difference(lambda t: loss(x + t * v + s * w), 4e-3), 4e-3)
+
+    def reverse_reverse():
+        g = mpiad.grad(lambda x: pairing(mpiad.grad(loss)(x), v))(x)
+        return pairing(g, w), curvature(), onp.shape(g) == onp.shape(x)
+
+    def forward_reverse():
+        g = mpiad.jvp(mpiad.grad(loss), x, v)[1]
+        return pairing(g, w), curvature(), onp.shape(g) == onp.shape(x)
+
+    return tuple([
+        _outcome(derivative, case, tolerance)
+        for derivative, tolerance in ((reverse, 1e-7), (forward, 1e-7), (reverse_reverse, 1e-5), (forward_reverse, 1e-5))[:modes]
+    ])  # fmt: skip
+
+
+def _direction(x: onp.ndarray, case: Case, rng: onp.random.Generator) -> onp.ndarray:
+    v = rng.normal(size=onp.shape(x)) + (1j * rng.normal(size=onp.shape(x)) if case.kind == "complex" else 0.0)
+    if case.domain == "spd":
+        v = v + onp.conj(onp.swapaxes(v, -1, -2))
+    return onp.asarray(0.3 * v)[()] if case.shape == () else 0.3 * v
+
+
+def _real_as(found: Any, like: Any) -> bool:
+    return onp.asarray(found).dtype == onp.asarray(like).dtype
+
+
+def _outcome(derivative: Callable, case: Case, tolerance: float) -> str:
+    try:
+        found, expected, fits = derivative()
+    except Exception as error:
+        # By the name of the function that was called, not of one that its rule uses; a ufunc's is a TypeError.
+        if isinstance(error, (NotImplementedError, TypeError)) and any(said in str(error) for said in _refusals(case)):
+            return f"refused: {error}"
+        return f"wrong: {type(error).__name__}: {error}"
+    if not fits:
+        return "wrong: shape, dtype or tangent"
+    return "right" if close(found, expected, tolerance) else f"wrong: {found} for {expected}"
+
+
+def _refusals(case: Case) -> list[str]:
+    function = eval(case.name, {}, vars(np)) if case.name not in dict(OPERATORS).values() else getattr(np, case.name, None)
+    names = {case.name.rpartition(".")[2], getattr(function, "__name__", case.name)}  # pow is power, acos is arccos
+    return [f"{name} can't be differentiated" for name in names]
+
+
+# ---- the cases: each call is tried with every shape and kind of x that NumPy takes
+
+SHAPES = ((), (0,), (3,), (2, 3), (2, 2, 3))
+SQUARES = ((3, 3), (2, 3, 3), (0, 0))
+FILLED = {
+    "axis": ("None", "0", "-1", "1", "(0, 1)", "(-1, 0)", "(0,)", "(0, 2)"),
+    "one": ("None", "0", "-1", "1", "-2"),
+    "of": ("0", "-1", "1", "-2"),
+    "keep": ("", ", keepdims=True"),
+    "norm": ("", ", norm='ortho'", ", norm='forward'"),
+    "u": ("x, {}", "{}, x", "x, x * x"),
+}
+
+ELEMENTWISE = {
+    "any": "abs absolute angle arcsinh arctan asinh atan conj conjugate cos cosh deg2rad degrees exp exp2 expm1 fabs imag nan_to_num "
+    "negative rad2deg radians real real_if_close reciprocal sin sinh square tanh",
+    "positive": "log log10 log1p log2 sqrt",
+    "inside": "sinc tan acos arccos arcsin arctanh asin atanh",
+    "above one": "acosh arccosh",
+}
+# Of two operands: x is the first, the second, or both.
+BINARY = "add divide fmax fmin maximum minimum multiply pow power subtract true_divide arctan2 atan2 hypot logaddexp logaddexp2 mod remainder"
+CALLS = """
+-x; x + 1j; 1j - x; x * (2 + 1j); x / 1j; 1j / x; x - np.float64(1); np.float64(2) / x; x ** 2; x ** 3; x ** -1; x ** 0; x % 0.7; abs(x)
+np.sum(x, axis={axis}{keep}); np.mean(x, axis={axis}{keep}); np.prod(x, axis={axis}{keep}); np.var(x, axis={axis}{keep})
+np.std(x, axis={axis}{keep}); np.max(x, axis={axis}{keep}); np.min(x, axis={axis}{keep}); np.amax(x, axis={axis}{keep})
+np.amin(x, axis={axis}{keep}); np.var(x, axis={one}, ddof=1); np.std(x, axis={one}, ddof=1)
+np.sum(x, where=np.real(x) > 0); np.mean(x, where=mask); np.prod(x, where=mask); np.var(x, where=mask); np.std(x, where=mask)
+np.max(x, where=mask, initial=-9); np.sum(x, dtype=complex); np.sum(x, initial=2.0); np.prod(x, initial=2.0); np.sum(x, 0); np.prod(x, 0)
+np.var(x, 0); np.std(x, -1); np.max(x, 0); np.mean(x, -1)
+np.cumsum(x); np.cumsum(x, axis={one}); np.cumsum(x, {one})
+np.array_split(x, 2); np.array_split(x, 2, axis={of}); np.array_split(x, [1, 2], -1); np.split(x, [1]); np.split(x, [1], axis={of})
+np.split(x, [1, 2], -1); np.vsplit(x, [1]); np.hsplit(x, [1]); np.dsplit(x, [1]); np.split(x, [1, 1]); np.hsplit(x, 3)
+np.astype(x, complex); np.atleast_1d(x); np.atleast_2d(x); np.atleast_3d(x); np.atleast_1d(x, x * x); np.atleast_2d(x, a)
+np.broadcast_to(x, np.shape(x)); np.broadcast_to(x, (2, *np.shape(x))); np.broadcast_to(x, (2, 1, 2, 3)); np.broadcast_to(x, 3)
+np.broadcast_to(x[:1], (2, 3)); np.broadcast_to(x[..., :1], (*np.shape(x)[:-1], 4)); np.broadcast_to(x[..., None], (*np.shape(x), 0))
+np.clip(x, -0.5, 0.5); np.clip(x, None, 0.5); np.clip(x, -0.5, None); np.clip(x, -a, a); np.clip(a, x, 2.0 + abs(x)); np.clip(x, a_min=-0.5, a_max=0.5)
+np.clip(x[..., :1], -a, a); np.clip(x, min=-0.5, max=0.5)
+np.diag(x); np.diag(x, 1); np.diag(x, -1); np.diag(x, k=2); np.diagonal(x); np.diagonal(x, 1); np.diagonal(x, -1, -2, -1)
+np.diagonal(x, offset=1, axis1=1, axis2=0); np.diagonal(x, 0, 0, -1); np.diagonal(x, axis1=-1, axis2=-2); np.trace(x); np.trace(x, 1); np.trace(x, offset=-1)
+np.trace(x, 0, -2, -1); np.trace(x, axis1=0, axis2=2)
+np.diff(x); np.diff(x, 2); np.diff(x, n=2, axis={of}); np.diff(x, axis={of}); np.diff(x, n=0); np.diff(x, prepend=0.0); np.diff(x, 1, -1, append=x[..., :1])
+np.gradient(x); np.gradient(x, axis={of}); np.gradient(x, axis=(0, 1)); np.gradient(x, 0.5); np.gradient(x, a); np.gradient(x, edge_order=2)
+np.gradient(x, axis=(-1, 0)); np.gradient(np.concatenate([x, x * x, 2 * x], -1), axis=-1); np.gradient(x, 2.0, axis=-1)
+np.expand_dims(x, 0); np.expand_dims(x, -1); np.expand_dims(x, (0, -1)); np.squeeze(x); np.squeeze(x[None]); np.squeeze(x[None], 0)
+np.squeeze(x[..., None], axis=-1); np.squeeze(x[None, ..., None], axis=(0, -1))
+np.flip(x); np.flip(x, axis={axis}); np.flip(x, {one}); np.flipud(x); np.fliplr(x); np.rot90(x); np.rot90(x, 2); np.rot90(x, k=3); np.rot90(x, 1, (-1, 0)); np.rot90(x, axes=(1, 0))
+np.full((2, 3), x); np.full(4, x); np.full((2, *np.shape(x)), x); np.full(np.shape(x), x, dtype=complex); np.full(3, x, dtype=float)
+np.linspace(x, 2.0, 5); np.linspace(0.0, x, 5); np.linspace(x, 2 * x, num=5); np.linspace(x, 2.0, 5, endpoint=False); np.linspace(x, 2.0)
+np.linspace(x, 2.0, 5, axis=-1); np.linspace(x, 2.0, 1); np.linspace(x, 2.0, 5, False, True)
+np.moveaxis(x, 0, -1); np.moveaxis(x, -1, 0); np.moveaxis(x, (0, 1), (-1, 0)); np.rollaxis(x, 0); np.rollaxis(x, 1); np.rollaxis(x, -1); np.rollaxis(x, 0, 2)
+np.rollaxis(x, 2, 1); np.rollaxis(x, -1, -2); np.swapaxes(x, 0, 1); np.swapaxes(x, -1, 0); np.transpose(x); np.transpose(x, (1, 0)); np.transpose(x, (-1, 0, 1))
+np.transpose(x, axes=[2, 0, 1]); np.permute_dims(x, (1, 0)); np.permute_dims(x, (2, 0, 1))
+np.ravel(x); np.ravel(x, "F"); np.ravel(x, order="F"); np.reshape(x, -1); np.reshape(x, (-1, 1)); np.reshape(x, (3, -1), order="F"); np.reshape(x, (3, -1), "F")
+np.reshape(x, shape=(-1,)); x.reshape(-1); x.reshape(3, -1); x.flatten(); x.T
+np.repeat(x, 2); np.repeat(x, 2, axis={one}); np.repeat(x, 3, {one}); np.repeat(x, [1, 0, 2], axis=-1); np.repeat(x, repeats=2, axis=0); np.repeat(x, 0)
+np.repeat(x, array([2]), -1); np.repeat(x[..., :1], [2], axis=-1); np.repeat(x[:1], 3, 0); np.repeat(x, 0, 0)
+np.roll(x, 1); np.roll(x, 1, axis={one}); np.roll(x, (1, 2), axis=(0, -1)); np.roll(x, -5, -1); np.roll(x, shift=1, axis=0); np.roll(x, (1, 1), axis=0); np.roll(x, 1, (0, 1))
+np.tile(x, 2); np.tile(x, (2, 3)); np.tile(x, (2, 1, 2)); np.tile(x, (2,)); np.tile(x, reps=2); np.tile(x, 0); np.tile(x, (2, 1, 1, 1)); np.tile(x, array([2, 2]))
+np.tril(x); np.tril(x, 1); np.tril(x, k=-1); np.triu(x); np.triu(x, 1); np.triu(x, k=-1)
+np.sort(x); np.sort(x, axis={one}); np.sort(x, {one}); np.sort(x, kind="stable"); np.partition(x, 1); np.partition(x, 1, axis={one}); np.partition(x, (0, 1), -1)
+np.partition(x, -1); np.partition(x, kth=1, axis=0)
+np.pad(x, 1, "constant"); np.pad(x, 1); np.pad(x, (1, 2)); np.pad(x, ((1, 0),)); np.pad(x, ((1, 0), (0, 2))); np.pad(x, 1, mode="constant", constant_values=2.0)
+np.pad(x, 1, "edge"); np.pad(x, 1, "reflect"); np.pad(x, 2, "symmetric"); np.pad(x, 4, "wrap"); np.pad(x, 1, "reflect", reflect_type="odd"); np.pad(x, 2, "linear_ramp")
+np.pad(x, 1, "mean"); np.pad(x, {{-1: (1, 2)}})
+np.where(np.real(x) > 0, x, 2 * x); np.where(mask, x, a); np.where(mask, a, x); np.where(np.real(x) > 0, x, 0.5); np.where(column > 1, x, a); np.where(mask, x, 1j)
+np.select([np.real(x) > 0], [x * x]); np.select([np.real(x) > 0, np.real(x) < -1], [x, a * x], 2.0); np.array(x); np.array([x, 2 * x]); np.array([[x, x * x]])
+np.array(x, ndmin=3); np.array([x, x], dtype=complex); np.array((x, a * x)); np.array([x[..., 0], 1.0])
+np.append(x, 2.0); np.append(x, x, axis={one}); np.column_stack([x, x * x]); np.column_stack((a, x)); np.concatenate([x, x * x], axis={one}); np.concatenate((x, z))
+np.concatenate([x, x], axis=None); np.concatenate([m, x], axis=None); np.concatenate([m, x]); np.concatenate([x[:1], x, x[:0]]); np.hstack([x, x]); np.hstack((x, a))
+np.row_stack([x, x]); np.stack([x, a * x], axis={of}); np.stack([x, x * x]); np.vstack([x, x]); np.vstack([x, a]); np.concatenate_args(0, x, x)
+np.dot({u:a}); np.dot({u:m.T}); np.dot(x, 2.0); np.dot(m, x); np.dot(x, x.T); np.dot({u:z}); np.inner({u:a}); np.inner({u:m}); np.inner(x, x); np.inner(x, 2.0); np.inner(x, z)
+np.outer({u:a}); np.outer({u:m}); np.outer(x, z); np.outer({u:2.0}); np.kron({u:a}); np.kron({u:m}); np.kron(x, z); np.kron(x, x); np.kron(2.0, x); np.kron(x[None], a)
+np.matmul({u:a}); np.matmul({u:m.T}); np.matmul(m, x); np.matmul(x, x.T); np.matmul(x, z); np.matmul(m[:, :2], x); x @ a; m @ x; a @ x; np.matmul(x, np.ones((2, 3, 2)))
+np.tensordot({u:m}, 0); np.tensordot({u:a}, 1); np.tensordot(x, m.T, 1); np.tensordot(x, m, 2); np.tensordot(x, m); np.tensordot(m, x, 2)
+np.tensordot(x, m, axes=([-1], [1])); np.tensordot(m, x, axes=([1, 0], [-1, -2])); np.tensordot(x, m, ((-1, -2), (1, 0))); np.tensordot(x, z, (-1, 0)); np.tensordot(x, z, 1)
+np.cross({u:a}); np.cross(x, a, axis=-1); np.cross(x[..., :2], a[:2]); np.cross(x, a[:2]); np.cross(x, m); np.cross(x.T, a, axisa=0); np.cross(x, z)
+np.cross(x, a, -1, 0, 0); np.cross(x[..., :2], a); np.cross(np.stack([x, x * x, 2 * x]), np.stack([x, a + x, x]), axis=0)
+np.einsum("...i,...i", x, a); np.einsum("...i,i->...", x, x[..., 0]); np.einsum("i,i->", x, a); np.einsum("ij,j", x, a); np.einsum("ij->j", x); np.einsum("...->...", x)
+np.einsum("ij,kj->ik", x, x); np.einsum("ijk,k->ji", x, z); np.einsum("i,j->ij", x, a); np.einsum("i->", x); np.einsum(x, [0, 1], a, [1], [0]); np.einsum(x, [0], x, [0], [])
+np.einsum("...ij->...ji", x); np.einsum("ii->i", x); np.einsum("ij,ij->j", x, m, optimize=True); np.einsum(x, [..., 0], a, [0], [...]); np.einsum(",i->i", x, a)
+np.einsum("ij,jk,kl->il", x, x.T, x); np.einsum(x, [0, 1], m, [0, 1]); np.einsum("iij->ij", x)
+np.nan_to_num(x, nan=1.0); np.nan_to_num(x, True); np.real_if_close(x + 0j); np.sign(np.real(x)) * x; np.floor(np.real(x)) * x; np.ones_like(x) * x
+x[0]; x[-1:]; x[..., 0]; x[[0, 1, 0]]; x[np.real(x) > 0]; x[None]; x[::-1]; x[:, [0, 2]]; x[array([[0, 1], [1, 0]])]; x[[0, 1], [1, 2]]
+linalg.norm(x); linalg.norm(x, axis={axis}{keep}); linalg.norm(x, 2, {one}); linalg.norm(x, ord=3, axis={one}{keep}); linalg.norm(x, 2); linalg.norm(x, 1); linalg.norm(x, np.inf)
+linalg.norm(x, "fro"); linalg.norm(x, "nuc"); linalg.norm(x, "nuc", (0, 1)); linalg.norm(x, "nuc", axis=(-1, 0)); linalg.norm(x, 0); linalg.norm(x, 3); linalg.norm(x, ord=1, axis=-1)
+linalg.norm(x, "fro", (0, 2), True); linalg.norm(x, 2.5, -1); linalg.norm(x, -np.inf, 0); linalg.norm(x, "nuc", (2, 0), keepdims=True); linalg.norm(x, 4, keepdims=True)
+linalg.norm(x, None, None, True); linalg.norm(x, -1, -1); linalg.norm([x, 2 * x])
+fft.fft(x{norm}); fft.ifft(x{norm}); fft.fft(x, axis={of}); fft.ifft(x, 4, 0); fft.fft(x, 2); fft.fft(x, n=5, axis=-1{norm}); fft.ifft(x, n=2{norm})
+fft.rfft(x{norm}); fft.rfft(x, 4{norm}); fft.rfft(x, axis={of}); fft.rfft(x, 2, 0); fft.rfft(x, n=5); fft.rfft(x, n=6, axis=0{norm}); fft.rfft(x, 1)
+fft.irfft(x{norm}); fft.irfft(x, 4{norm}); fft.irfft(x, 5{norm}); fft.irfft(x, axis={of}); fft.irfft(x, 2, 0); fft.irfft(x, n=8); fft.irfft(x, n=3, axis=0); fft.irfft(x, 1)
+fft.fft2(x{norm}); fft.ifft2(x{norm}); fft.fft2(x, (4, 2)); fft.ifft2(x, s=(3, 5)); fft.fft2(x, axes=(0, 1)); fft.ifft2(x, axes=(-1, 0)); fft.fft2(x, (2, 5), (1, 0))
+fft.fftn(x{norm}); fft.ifftn(x{norm}); fft.fftn(x, axes={axis}); fft.fftn(x, (4, 2), (0, -1)); fft.ifftn(x, axes=(0, 0)); fft.fftn(x, s=(2,), axes=(-1,)); fft.ifftn(x, axes=(-1,){norm})
+fft.rfft2(x{norm}); fft.rfft2(x, (4, 2)); fft.rfft2(x, s=(3, 5){norm}); fft.rfft2(x, axes=(1, 0)); fft.irfft2(x{norm}); fft.irfft2(x, (4, 2){norm}); fft.irfft2(x, s=(3, 5)); fft.irfft2(x, axes=(1, 0))
+fft.rfftn(x{norm}); fft.rfftn(x, (4, 2), (0, -1)); fft.rfftn(x, axes={axis}{norm}); fft.rfftn(x, s=(2, 4), axes=(-1, 0)); fft.rfftn(x, axes=(0, 0)); fft.irfftn(x, axes=(0, 0))
+fft.irfftn(x{norm}); fft.irfftn(x, (4, 2), (0, -1)); fft.irfftn(x, axes={axis}{norm}); fft.irfftn(x, s=(2, 3), axes=(-1, 0){norm})
+fft.fftshift(x); fft.fftshift(x, axes={axis}); fft.ifftshift(x); fft.ifftshift(x, axes={axis}); fft.fftshift(x, 0); fft.ifftshift(x, 0)
+"""
+MATRICES = """
+linalg.det(x); linalg.inv(x); linalg.slogdet(x)[1]; linalg.slogdet(x)[0]; linalg.slogdet(x); linalg.solve(x, a); linalg.solve(x, m.T); linalg.solve(x, x @ x); linalg.solve(x, z)
+linalg.solve(x, x[..., :, :1]); linalg.solve(np.diag(a), x); linalg.solve(np.diag(a), x[..., 0]); linalg.solve(np.diag(z), x); linalg.solve(x, 1j * x)
+linalg.pinv(x); linalg.pinv(x[..., :2]); linalg.pinv(x[..., :2, :]); linalg.pinv(x, 1e-10); linalg.pinv(x, rcond=1e-10)
+linalg.svd(x, compute_uv=False); linalg.svd(x[..., :2], compute_uv=False); linalg.svd(x, full_matrices=False)[1]; linalg.svd(x[..., :2], full_matrices=False)[1]
+abs(linalg.svd(x, full_matrices=False)[0]) ** 2; abs(linalg.svd(x[..., :2], full_matrices=False)[2]) ** 2; abs(linalg.svd(x[..., :2, :], full_matrices=False)[0]) ** 2; linalg.svd(x)[1]
+abs(linalg.svd(x[..., :2], False)[0]) ** 2; abs(linalg.svd(x[..., :2, :], False)[2]) ** 2; abs(linalg.svd(x)[0]) ** 2
+np.sum(linalg.eig(x)[0] ** 3, -1); np.sum(linalg.eig(x)[0] ** 2); np.sum(abs(linalg.eig(x)[1]) ** 4); np.sum(abs(linalg.eig(x)[1]) ** 4, (-1, -2))
+linalg.norm(x, "nuc"); linalg.norm(x, 2); linalg.norm(x, -2); np.linalg.norm(x); np.trace(x); np.diagonal(x, axis1=-2, axis2=-1); np.diag(x); np.einsum("...ij,...jk->...ik", x, x)
+"""
+HERMITIAN = """
+linalg.cholesky(x); linalg.cholesky(x, upper=True); linalg.eigh(x)[0]; linalg.eigh(x, "U")[0]; linalg.eigh(x, UPLO="U")[0]; abs(linalg.eigh(x)[1]) ** 2; abs(linalg.eigh(x, "U")[1]) ** 2
+linalg.inv(x); linalg.solve(x, a); linalg.eigh(x + 3j * np.triu(x, 1) - 3j * np.tril(x, -1))[0]
+"""
+
+
+def expanded(text: str) -> Iterator[str]:
+    """Yield the calls of a text, with each of the values that may be filled in."""
+    for call in re.split(r";\s*|\n", text.strip()):
+        operands = re.search(r"\{u:(.*?)\}", call)
+        if operands:
+            for form in FILLED["u"][:2]:
+                yield call.replace(operands[0], form.replace("{}", operands[1]))
+            continue
+        names = [name for name in re.findall(r"\{(\w+)\}", call) if name in FILLED]
+        for values in product(*[FILLED[name] for name in names]):
+            yield call.format(**dict(zip(names, values)))
+
+
+OPERATORS = (("**", "power"), ("@", "matmul"), ("%", "mod"), ("abs", "abs"), ("[", "getitem"), (".reshape", "reshape"), (".flatten", "ravel"), (".T", "transpose"),
+             ("/", "true_divide"), ("*", "multiply"), ("+", "add"), (" -", "subtract"), ("-", "negative"))  # fmt: skip
+
+
+def name_of(call: str) -> str:
+    """Return the name of the function that a call is about: a factorization, the first one, or the operator."""
+    factors = re.search(r"linalg\.(?:eig|eigh|svd|slogdet)\(", call)
+    if factors:
+        return factors[0][:-1]
+    found = re.search(r"\b(?:np|(linalg|fft))\.(\w+)\(", call.replace("np.linalg", "linalg").replace("np.float64", ""))
+    if found:
+        return f"{found[1]}.{found[2]}" if found[1] else found[2]
+    return next(name for text, name in OPERATORS if text in call)
+
+
+def cases(shapes: tuple = SHAPES, squares: tuple = SQUARES) -> Iterator[Case]:
+    """Yield all cases; NumPy refuses some of them."""
+    for kind in ("real", "complex"):
+        for domain, names in ELEMENTWISE.items():
+            for name, shape in product(names.split(), shapes):
+                yield Case(name, f"np.{name}(x)", shape, kind, domain)
+        operands = ("2.0", "a", "column", "m", "z", "x * x")
+        for name, operand, form, shape in product(BINARY.split(), operands, ("{0}, {1}", "{1}, {0}"), shapes):
+            if name in ("mod", "remainder") and operand in ("m", "x * x"):
+                continue  # discontinuous at too many places
+            domain = "positive" if "po" in name else "any"
+            yield Case(name, f"np.{name}({form.format('x', operand)})", shape, kind, domain)
+        for domain in ("one zero", "two zeros"):
+            for call, shape in product(expanded("np.prod(x, axis={axis}{keep})"), shapes):
+                yield Case("prod", call, shape, kind, domain)
+        for domain, text, those in (("any", CALLS, shapes), ("matrix", MATRICES, squares), ("spd", HERMITIAN, squares)):
+            for call, shape in product(expanded(text), those):
+                yield Case(name_of(call), call, shape, kind, "positive" if call.startswith("np.prod(") else domain)
+
+
+# Not called: they read and write files, print, or set how NumPy works.
+NOT_CALLED = """test save savez savez_compressed savetxt load loadtxt fromfile genfromtxt fromregex info show_config show_runtime seterr
+seterrcall setbufsize set_printoptions printoptions get_include frombuffer from_dlpack fromstring""".split()
+WITHOUT_A_RULE = (
+    "x",
+    "x, x",
+    "x, 2",
+    "x, a",
+    "2, x",
+    "x, -1",
+    "x, 0.5",
+    "a, x",
+    "x, a, a",
+    "np.real(x) > 0, x",
+    "[0, 1], x",
+    "lambda y: y, 0, x",
+)
+
+
+def offered() -> Iterator[str]:
+    """Yield the names of all functions that are offered, a constant one too."""
+    for prefix, space, original in (("", np, onp), ("linalg.", linalg, onp.linalg), ("fft.", fft, onp.fft)):
+        for name in sorted(vars(space)):
+            if hasattr(original, name) and callable(getattr(space, name)) and not isinstance(getattr(space, name), type):
+                if name[0] != "_" and name not in NOT_CALLED:
+                    yield prefix + name
+
+
+def is_constant(name: str) -> bool:
+    """Return whether a function has no derivative by definition: its results are integers, booleans or steps."""
+    space = {"linalg": linalg, "fft": fft}.get(name.partition(".")[0], np)
+    fun = getattr(space, name.rpartition(".")[2])
+    return fun in notrace_primitives[VJPNode] or getattr(fun, "_is_primitive", False)
+
+
+def cases_without_a_rule(shapes: tuple, tested: set[str]) -> Iterator[Case]:
+    """Yield calls of all other functions with every list of arguments that NumPy takes."""
+    for name, args, shape in product(offered(), WITHOUT_A_RULE, (*shapes, (3, 3))):
+        if name not in tested and not is_constant(name):
+            full = name if "." in name else f"np.{name}"
+            yield Case(name, f"{full}({args})", shape, "real", "any")
+
+
+# ---- the page
+
+
+Table = dict[str, dict[str, list[tuple[str, Case]]]]
+
+
+def run(chosen: Iterable[Case], seed: int = 0) -> Table:
+    """Return for each function and each of the four derivatives the outcomes with their cases."""
+    table: Table = {}
+    for case in chosen:
+        found = outcomes(case, seed)
+        # Next to a pole or a kink differences say little. A rule that is wrong is so at other points, too.
+        for other in (seed + 100, seed + 200):
+            if found and any(outcome.startswith("wrong") for outcome in found):
+                again = outcomes(case, other) or found
+                found = tuple([two if one.startswith("wrong") else one for one, two in zip(found, again)])
+        for mode, outcome in zip(MODES, found or ()):
+            table.setdefault(case.name, {}).setdefault(mode, []).append((outcome, case))
+    return table
+
+
+def wrong(table: Table) -> list[str]:
+    """Return what is neither right nor refused."""
+    every = [(mode, *each) for row in table.values() for mode, found in row.items() for each in found]
+    return [f"{case}, {mode}: {outcome}" for mode, outcome, case in every if outcome.startswith("wrong")]
+
+
+def rows_of(table: Table) -> dict[str, list[str]]:
+    """Return the cells of the page: for each function the four derivatives, and the calls that are refused."""
+    rows = {}
+    for name in sorted(table, key=str.lower):
+        cells, refused = [], {}
+        for mode in MODES:
+            found = table[name][mode]
+            calls = {case.call for outcome, case in found if outcome.startswith("refused")}
+            every = all(outcome.startswith("refused") for outcome, _ in found)
+            cells.append("no" if every else "in part" if calls else "yes")
+            for call in [] if every else sorted(calls):
+                axes = {rest: {len(case.shape) for outcome, case in found if case.call == call and outcome.startswith(rest)}
+                        for rest in ("right", "refused")}  # fmt: skip
+                refused[call] = "" if not axes["right"] else f" ({', '.join(f'{n}-D' for n in sorted(axes['refused']))})"
+        rows[name] = [*cells, ", ".join(f"`{call}`{axes}" for call, axes in refused.items())]
+    return rows
+
+
+def rows_of_page() -> dict[str, list[str]]:
+    """Return the cells of the page as it is."""
+    found = re.findall(r"^\| `(.*?)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    return {name: [cell.strip() for cell in cells.split(" | ")] for name, cells in found}
+
+
+def against_page(table: Table) -> list[str]:
+    """Return what some of the cases say and the page doesn't."""
+    page, different = rows_of_page(), []
+    for name, row in table.items():
+        for k, mode in enumerate(MODES):
+            for outcome, case in row[mode]:
+                cell, refused = page[name][k], outcome.startswith("refused")
+                listed = f"`{case.call}`" in page[name][-1]
+                if (
+                    refused
+                    and cell == "yes"
+                    or not refused
+                    and cell == "no"
+                    or refused
+                    and cell == "in part"
+                    and not listed
+                ):
+                    different.append(f"{case}, {mode}: {outcome}, but the page says {cell}")
+    return different
+
+
+def page() -> str:
+    """Return the text of the page, from all cases."""
+    table = run(cases())
+    others = run(cases_without_a_rule(SHAPES, set(table)))
+    bad = wrong(table) + wrong(others)
+    if bad:
+        raise SystemExit("\n".join(bad))
+    head = ("Function", "Reverse", "Forward", "Reverse over reverse", "Forward over reverse", "Refused calls")
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines += [f"| `{name}` | {' | '.join(cells)} |" for name, cells in rows_of(table).items()]
+    constant, refused = ([f"`{name}`" for name in names] for names in ([n for n in offered() if is_constant(n)], others))
+    return TEXT.format(table="\n".join(lines), constant=wrapped(constant), refused=wrapped(refused))
+
+
+def wrapped(names: list[str]) -> str:
+    return "\n".join(textwrap.wrap(", ".join(names), 125, break_on_hyphens=False))
+
+
+TEXT = """# NumPy's functions: which derivatives are available
+
+Which functions of `autograd.numpy`, its `linalg` and its `fft` can be differentiated by {{py:func}}`mpiad.value_and_grad` and its
+family. The table is made by `make docs-functions` (`tests/derivative_sweep.py`): each function is called with arrays of 0 to 3 axes, empty
+ones too, real and complex, with no axis, negative axes and tuples of axes, with and without `keepdims`, and each of the four
+derivatives is compared with differences of values. A test compares this page with the functions.
+
+- *yes*: right for all of these calls.
+- *in part*: right but for the calls in the last column, which raise a `NotImplementedError` (a `TypeError` for a universal
+  function such as `add`) that names the function.
+- *no*: all calls raise that error. Functions of several results (`linalg.eigh`, `linalg.svd`, `linalg.slogdet`) have no forward
+  derivative.
+
+Differences say nothing about points where a function has no derivative: `abs`, `max` and `sort` of equal elements and similar
+functions have the values there that autograd chose, and `linalg.norm` and `std` have NaN at zero. `sinc` has NaN at zero too.
+
+Traced arrays are arguments by position: `np.full(3, x)`, not `np.full(3, fill_value=x)`. In a list they are found by `array`,
+`concatenate`, `stack`, `vstack`, `hstack`, `column_stack`, `append` and `linalg.norm`; other functions make an array of objects
+of a list, with which most of NumPy raises an error.
+
+{table}
+
+## Constants
+
+The derivative is zero: the results are numbers of elements, indices, booleans or steps.
+
+{constant}.
+
+`full_like(x, y)` is a constant too, although y may be traced: use `full(x.shape, y)`.
+
+## Functions without a derivative
+
+Each raises the error above when it is called with a traced array.
+
+{refused}.
+"""
+
+
+def main() -> None:
+    """Write the page, or print what is wrong and what is refused."""
+    warnings.simplefilter("ignore")
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(page())
+        return
+    table = run(case for case in cases() if not sys.argv[1:] or case.name in sys.argv[1:])
+    print(*wrong(table), sep="\n")
+    for name, cells in rows_of(table).items():
+        print(f"{name:20}", *cells, sep=" | ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Functions of NumPy whose rules in autograd are wrong, crash or are missing; and the table of all in the reference."""
+
+import zlib
+
+import autograd.numpy as np
+import derivative_sweep
+import numpy
+import pytest
+from autograd.numpy import fft, linalg
+
+import mpiad
+from mpiad.differentiation.rules import VJP_RULES
+
+pytestmark = [pytest.mark.serial, pytest.mark.filterwarnings("ignore")]
+A = numpy.array([[0.3, -1.2, 0.7], [2.0, 0.9, -0.4]])
+V = numpy.array([[0.5, 0.1, -0.3], [0.8, -0.6, 0.2]])
+Z = A + 1j * V
+
+
+def close(found, expected, rtol=1e-13):
+    numpy.testing.assert_allclose(found, expected, rtol=rtol, atol=rtol)
+
+
+# ---- closed forms
+
+
+def test_repeat_counts_axes_from_the_last():
+    weights = numpy.arange(6.0).reshape(2, 3)[:, :, None] + numpy.array([0.0, 10.0])
+    for axis in (1, -1):
+        repeated = lambda x, axis=axis: np.sum(np.repeat(x, 2, axis=axis) * weights.reshape(2, 6))  # noqa: E731
+        close(mpiad.grad(repeated)(A), weights.sum(axis=2))
+        close(mpiad.grad(mpiad.jit(repeated))(A), weights.sum(axis=2))
+
+
+def test_tile_counts_repetitions_from_the_last_axis():
+    weights = numpy.arange(12.0).reshape(2, 6)
+    close(mpiad.grad(lambda x: np.sum(np.tile(x, 2) * weights))(A), weights[:, :3] + weights[:, 3:])
+
+
+def test_forward_derivatives_of_norms_of_complex_arrays():
+    value = numpy.sqrt(numpy.sum(numpy.abs(Z) ** 2))
+    along = numpy.sum(numpy.real(numpy.conj(Z) * (V + 2j * A)))
+    found = mpiad.jvp(linalg.norm, Z, V + 2j * A)
+    close(found[1], along / value)
+    assert numpy.isrealobj(found[1])
+    # (v - z Re⟨z, v⟩ / |z|²) / |z|, conjugated as gradients are.
+    v = V + 2j * A
+    close(mpiad.hvp(linalg.norm)(Z, v), numpy.conj(v - Z * along / value**2) / value)
+    close(mpiad.hvp(lambda x: np.sum(np.abs(x)))(Z, v), _hessian_of_modulus(Z, v))
+    kept = mpiad.grad(lambda x: np.sum(linalg.norm(x, axis=1, keepdims=True) * np.array([[1.0], [3.0]])))(A)
+    close(kept, A / numpy.sqrt(numpy.sum(A**2, axis=1, keepdims=True)) * numpy.array([[1.0], [3.0]]))
+
+
+def _hessian_of_modulus(z, v):
+    r = numpy.abs(z)
+    return numpy.conj(v / r - z * numpy.real(numpy.conj(z) * v) / r**3)
+
+
+def test_cholesky_of_hermitian_matrices():
+    matrix = Z[:, :2] @ numpy.conj(Z[:, :2].T) + 2 * numpy.eye(2)
+    change = numpy.array([[0.3, 0.2 - 0.5j], [0.2 + 0.5j, -0.1]])
+    # log det A = 2 Σ log L_ii, so that its derivative is the trace of A⁻¹ dA.
+    g = mpiad.grad(lambda a: 2 * np.sum(np.log(np.real(np.diagonal(linalg.cholesky(a))))))(matrix)
+    close(numpy.sum(numpy.real(g * change)), numpy.real(numpy.trace(numpy.linalg.solve(matrix, change))))
+    # |L|² summed is the trace of A, and the second entry of the first column is A_10 / √A_00.
+    close(mpiad.grad(lambda a: np.sum(np.abs(linalg.cholesky(a)) ** 2))(matrix), numpy.eye(2))
+    g = mpiad.grad(lambda a: np.imag(linalg.cholesky(a)[1, 0]))(matrix)
+    root = numpy.sqrt(matrix[0, 0].real)
+    expected = change[1, 0].imag / root - matrix[1, 0].imag * change[0, 0].real / (2 * root**3)
+    close(numpy.sum(numpy.real(g * change)), expected)
+
+
+def test_sort_and_partition_of_matrices():
+    order = numpy.argsort(A, axis=0)
+    close(mpiad.jvp(lambda x: np.sort(x, axis=0), A, V)[1], numpy.take_along_axis(V, order, 0))
+    close(mpiad.grad(lambda x: np.sum(np.sort(x)[:, 0]))(A), A == A.min(axis=1, keepdims=True))
+    smallest = mpiad.jvp(lambda x: np.partition(x, 0, axis=1)[:, 0], A, V)[1]
+    close(smallest, numpy.take_along_axis(V, numpy.argmin(A, axis=1)[:, None], 1)[:, 0])
+    close(mpiad.grad(mpiad.jit(lambda x: np.sum(np.sort(x, axis=0)[0] ** 2)))(A), 2 * A * (A == A.min(axis=0)))
+
+
+@pytest.mark.parametrize("zeros", [(), (1,), (1, 3)])
+def test_products_of_zeros(zeros):
+    x = numpy.array([0.5, -1.5, 2.0, 3.0, 0.7])
+    x[list(zeros)] = 0.0
+    others = numpy.array([numpy.prod(numpy.delete(x, k)) for k in range(5)])
+    pairs = numpy.array([[numpy.prod(numpy.delete(x, [j, k])) * (j != k) for k in range(5)] for j in range(5)])
+    v = numpy.array([1.0, 0.3, -0.2, 0.9, -2.0])
+    close(mpiad.grad(np.prod)(x), others)
+    close(mpiad.jvp(np.prod, x, v)[1], others @ v)
+    close(mpiad.hvp(np.prod)(x, v), pairs @ v)
+    close(mpiad.grad(lambda x: np.sum(mpiad.grad(np.prod)(x) * v))(x), pairs @ v)
+    close(mpiad.grad(mpiad.jit(lambda x: np.prod(x) * 1.0))(x), others)
+
+
+@pytest.mark.parametrize("z", [1 + 2j, numpy.complex128(1 + 2j), numpy.array(1 + 2j), 1.5, numpy.float64(1.5)])
+def test_imaginary_parts_of_numbers(z):
+    pull, _ = mpiad.make_vjp(lambda z: np.imag(1j - z) / 2)(z)
+    for g in (1.0, numpy.array(1.0)):
+        close(pull(g), 0.5j if numpy.iscomplexobj(z) else 0.0)
+
+
+@pytest.mark.parametrize("x", [1.5, numpy.float64(1.5), numpy.array(1.5), numpy.float32(1.5)])
+def test_imaginary_units_beside_real_numbers(x):
+    close(mpiad.make_vjp(lambda x: np.imag(x * 1j))(x)[0](1.0), 1.0)
+    close(mpiad.jacobian(lambda x: np.imag((x + 1j) * x))(x), 1.0)
+    close(mpiad.grad(lambda x: np.abs(x + 1j) ** 2)(x), 3.0)
+
+
+def test_variances_over_several_axes_forwards():
+    centered = A - A.mean()
+    close(mpiad.jvp(lambda x: np.var(x, axis=(0, 1)), A, V)[1], 2 * numpy.sum(centered * V) / 6)
+    close(mpiad.jvp(lambda x: np.std(x, axis=(0, 1)), A, V)[1], numpy.sum(centered * V) / 6 / A.std())
+
+
+def test_broadcast_to_a_new_axis():
+    weights = numpy.arange(12.0).reshape(2, 2, 3)
+    close(mpiad.grad(lambda x: np.sum(np.broadcast_to(x, (2, 2, 3)) * weights))(A), weights.sum(axis=0))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (5, 4), (2, 2)])
+def test_gradient_of_grids(shape):
+    x, w = numpy.random.default_rng(0).normal(size=(2, *shape))
+    rows, columns = (numpy.array(numpy.gradient(numpy.eye(n), axis=0)) for n in shape)
+    found = mpiad.grad(lambda x: np.sum(np.gradient(x)[0] * w) + np.sum(np.gradient(x)[1] * w))(x)
+    close(found, rows.T @ w + w @ columns)
+
+
+def test_outer_products_of_matrices():
+    g = mpiad.grad(lambda x: np.sum(np.outer(x, V) * 2.0))(A)
+    close(g, numpy.full((2, 3), 2 * V.sum()))
+
+
+def test_flip_and_joining_flattened():
+    weights = numpy.arange(12.0)
+    close(mpiad.grad(lambda x: np.sum(np.flip(x, -1) * weights[:6].reshape(2, 3)))(A), weights[:6].reshape(2, 3)[:, ::-1])
+    joined = lambda x: np.sum(np.concatenate([x, x * x], axis=None) * weights)  # noqa: E731
+    close(mpiad.grad(joined)(A), (weights[:6] + 2 * A.ravel() * weights[6:]).reshape(2, 3))
+
+
+def test_transforms_of_odd_lengths():
+    matrix = numpy.fft.irfft(numpy.eye(3), 5)
+    close(mpiad.grad(lambda x: np.sum(fft.irfft(x, 5) * A[0, 0]))(A[0]), matrix.sum(axis=1) * A[0, 0])
+
+
+def test_full_sums_what_was_repeated():
+    weights = numpy.arange(6.0).reshape(2, 3)
+    close(mpiad.grad(lambda x: np.sum(np.full((2, 3), x) * weights))(A[0]), weights.sum(axis=0))
+
+
+def test_powers_of_negative_numbers_with_complex_exponents():
+    close(mpiad.jvp(lambda y: np.power(-2.0, y), 0.5 + 1j, 1.0 + 0j)[1], numpy.log(-2 + 0j) * (-2 + 0j) ** (0.5 + 1j))
+
+
+# ---- refused by name
+
+
+@pytest.mark.parametrize(("fun", "said"), [
+    (lambda x: np.nan_to_num(x, nan=1.0), "nan_to_num can't be differentiated with these arguments"),
+    (lambda x: np.trace(x[None], 0, 1, 2), "trace can't be differentiated with these arguments"),
+    (lambda x: linalg.norm(x, np.inf, 0), "norm can't be differentiated with ord=inf of a vector"),
+    (lambda x: np.prod(x, where=x > 0), "prod can't be differentiated with where"),
+    (lambda x: np.diff(x, prepend=0.0), "diff can't be differentiated with prepend"),
+    (np.cumprod, "cumprod can't be differentiated with respect to argument"),
+    (np.cbrt, "cbrt can't be differentiated with respect to argument"),
+    (lambda x: np.add(x, 1.0, dtype=float), "add can't be differentiated with these arguments"),
+])  # fmt: skip
+def test_what_has_no_rule_is_refused_by_name(fun, said):
+    with pytest.raises((NotImplementedError, TypeError), match=said):
+        mpiad.grad(lambda x: np.sum(fun(x)))(A)
+
+
+def test_a_singular_matrix_stays_numpys_error():
+    with pytest.raises(numpy.linalg.LinAlgError):
+        mpiad.grad(lambda x: linalg.slogdet(x)[1])(numpy.zeros((2, 2)))
+
+
+def test_lists_of_traced_arrays_give_no_array_of_objects():
+    with pytest.raises(TypeError, match="traced arrays in a list"):
+        mpiad.jvp(lambda x: np.dstack([x, x]), A, V)
+
+
+# ---- the table
+
+
+def test_table_of_the_reference():
+    chosen = [case for case in derivative_sweep.cases() if zlib.crc32(str(case).encode()) % 3 == 0]
+    table = derivative_sweep.run(chosen)
+    assert len(table) > 140
+    assert derivative_sweep.wrong(table) == []
+    assert derivative_sweep.against_page(table) == []
+
+
+def test_all_other_functions_are_refused_by_name():
+    tested = {case.name for case in derivative_sweep.cases()}
+    text = derivative_sweep.PAGE.read_text()
+    assert tested == derivative_sweep.rows_of_page().keys()
+    table = derivative_sweep.run(derivative_sweep.cases_without_a_rule(((3,), (2, 3)), tested))
+    assert derivative_sweep.wrong(table) == []
+    for name, row in table.items():
+        assert f"`{name}`" in text.partition("## Functions without a derivative")[2]
+        assert all(outcome.startswith("refused") for found in row.values() for outcome, _ in found), name
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", [0, 1])
+def test_whole_table_of_the_reference(seed):
+    if seed == 0:
+        assert derivative_sweep.page() == derivative_sweep.PAGE.read_text()
+    else:
+        assert derivative_sweep.wrong(derivative_sweep.run(derivative_sweep.cases(), seed)) == []
+
+
+def test_the_sweep_finds_what_is_wrong(monkeypatch):
+    for wrong_rule in (lambda *call: lambda g: (2 * g,), lambda *call: lambda g: (g[0],), lambda *call: lambda g: 1 / 0):
+        monkeypatch.setitem(VJP_RULES, np.flip, wrong_rule)
+        case = derivative_sweep.Case("flip", "np.flip(x)", (3,), "real")
+        assert len(derivative_sweep.wrong(derivative_sweep.run([case]))) >= 3
