@@ -73,7 +73,8 @@ class Adam:
         state : dict
             As `setup` or the last update returned it.
         params, gradient : pytree of arrays
-            Leaves that aren't floats stay as they are.
+            Leaves that aren't floats stay as they are. The gradient is as `value_and_grad` returns it: with respect to
+            complex parameters a + ib it is ∂/∂a - i ∂/∂b, whose conjugate is the direction of ascent.
 
         Returns
         -------
@@ -94,6 +95,7 @@ class Adam:
         correction = 1 - self.beta2**number
 
         def formula(x: Array, g: Array, m: Array, v: Array, new_x: Array, first: Array, second: Array) -> None:
+            g = g.conj()  # the array itself where it is real
             np.add(self.beta1 * m, (1 - self.beta1) * g, out=first)
             np.add(self.beta2 * v, (1 - self.beta2) * _squares(g), out=second)
             step = scale * first / (np.sqrt(second / correction) + self.epsilon)

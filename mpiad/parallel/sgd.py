@@ -57,16 +57,18 @@ class SGD:
     def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
         """Return the state and the parameters after one update; those given stay as they are.
 
-        Parameters and errors are those of `Adam.update`.
+        Parameters and errors are those of `Adam.update`, complex gradients too.
         """
         leaves, build = flatten(params)
         given = matching(gradient, params, leaves, "SGD")
         rate = rate_at(self.learning_rate, state["updates"])
         new: dict[str, Any] = {"updates": state["updates"] + 1}
         if not self.momentum:
-            return new, build(in_blocks(lambda x, g, out: np.subtract(x, rate * g, out=out), [leaves, given], [0])[0])
+            found = in_blocks(lambda x, g, new_x: np.subtract(x, rate * g.conj(), out=new_x), [leaves, given], [0])
+            return new, build(found[0])
 
         def formula(x: Array, g: Array, v: Array, new_x: Array, velocity: Array) -> None:
+            g = g.conj()
             np.add(self.momentum * v, g, out=velocity)
             step = g + self.momentum * velocity if self.nesterov else velocity
             np.subtract(x, rate * step, out=new_x)

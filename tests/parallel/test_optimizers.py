@@ -2,9 +2,11 @@
 
 import math
 
+import autograd.numpy as anp
 import numpy as np
 import pytest
 
+from mpiad import grad
 from mpiad.parallel import SGD, Adam, AdamW
 
 pytestmark = pytest.mark.serial
@@ -72,21 +74,41 @@ def test_a_schedule_is_asked_with_the_number_of_updates(kind):
         np.testing.assert_allclose(x, 1 - 0.1 - 0.05 - 0.1 / 3, rtol=1e-7)
 
 
-def test_complex_parameters_shrink_towards_the_minimum():
-    """|x - 1j|² has the steepest descent along 2 (x - 1j); second moments are those of absolute values."""
-    rule, x = Adam(0.05), np.array([2.0 + 0j])
-    state = rule.setup(x)
+def distance(z):
+    """Return the sum of squared distances to 1 + 2i, whose steepest descent is along 2 (1 + 2i - z)."""
+    return anp.sum(anp.abs(z - (1 + 2j)) ** 2)
+
+
+@pytest.mark.parametrize("rule", [SGD(0.1), SGD(0.05, 0.5), SGD(0.05, 0.5, nesterov=True)])
+def test_complex_parameters_descend_as_their_real_and_imaginary_parts(rule):
+    z, pair = {"z": np.array([2.0 - 1j, 0.5j])}, np.array([[2.0, 0.0], [-1.0, 0.5]])
+    state, of_pair = rule.setup(z), rule.setup(pair)
+    for _ in range(5):
+        state, z = rule.update(state, z, grad(lambda z: distance(z["z"]))(z))
+        of_pair, pair = rule.update(of_pair, pair, 2 * (pair - np.array([[1.0], [2.0]])))
+        np.testing.assert_allclose(z["z"], pair[0] + 1j * pair[1], rtol=1e-14)
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_adam_of_complex_parameters_goes_down_and_decays_them(kind):
+    """The first step is as long as the rate, along the conjugate of autograd's gradient."""
+    rule, start = kind(0.05, epsilon=0.0), np.array([2.0 - 1j])
+    state, z = rule.update(rule.setup(start), start, grad(distance)(start))
+    kept = start * (1 - 0.05 * rule.weight_decay) if kind is AdamW else start
+    np.testing.assert_allclose(z, kept - 0.05 * (start - (1 + 2j)) / abs(start - (1 + 2j)), rtol=1e-14)
+    rule = kind(0.05) if kind is Adam else kind(0.05, weight_decay=1e-6)
+    state, z = rule.setup(start), start
     assert state["second"].dtype == np.float64
-    for _ in range(400):
-        state, x = rule.update(state, x, 2 * (x - 1j))
-    assert abs(x[0] - 1j) < 1e-3
+    for _ in range(600):
+        state, z = rule.update(state, z, grad(distance)(z))
+    assert abs(z[0] - (1 + 2j)) < 1e-3
 
 
 def test_second_moments_of_complex_numbers_are_those_of_absolute_values():
     rule, g = Adam(0.1, 0.5, 0.75), np.array([3.0 + 4.0j])
     state, x = rule.update(rule.setup(np.zeros(1, complex)), np.zeros(1, complex), g)
     np.testing.assert_allclose(state["second"], [25 / 4], rtol=1e-15)
-    np.testing.assert_allclose(x, -0.1 * g / 5, rtol=1e-7)
+    np.testing.assert_allclose(x, -0.1 * g.conj() / 5, rtol=1e-7)
 
 
 def test_single_precision_stays():
