@@ -12,7 +12,7 @@ from mpiad._typing import Array, Tree
 from mpiad.differentiation.nodes import OrderedNode, TangentNode
 from mpiad.differentiation.objective import Problem
 from mpiad.differentiation.tape import OrderedTape, Recording, TangentTape, mark_unfinished
-from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.differentiation.trees import flatten, is_variable, refuse_objects
 from mpiad.errors import RequestError
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import Tape
@@ -53,8 +53,8 @@ class Traced(NamedTuple):
 def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Variables:
     """Return the variables among the arguments.
 
-    A TypeError where there is no such argument, or it holds nothing to differentiate by; a ValueError where one is named
-    twice.
+    A TypeError if there is no such argument, it holds nothing to differentiate by, or an object that is no array, number,
+    string or None; a ValueError if one is named twice.
     """
     # Named twice it would be two variables, of which the function sees the second alone.
     if not isinstance(argnum, (int, np.integer)) and len(set(argnum)) != len(argnum):
@@ -74,6 +74,8 @@ def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Varia
             f"{call}: argument {argnum!r} holds {kinds}, but a derivative is taken by real or complex numbers or arrays. "
             "Pass floats (3.0 instead of 3) or an array of dtype float32, float64, complex64 or complex128."
         )
+    if len(places) < len(leaves):
+        refuse_objects(chosen, f"argument {argnum!r}", call)
     return Variables(leaves, places, build)
 
 

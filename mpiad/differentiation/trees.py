@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Box, getval
 
 from mpiad._typing import Array, Tree
-from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.device_arrays import is_array, is_device_array
 
 _NO_NESTS = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 
@@ -94,6 +95,18 @@ def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
     if not parts:
         return [(name, "an empty nest")]
     return [leaf for path, part in parts for leaf in named_leaves(part, path)]
+
+
+def refuse_objects(tree: Tree, name: str, call: str) -> None:
+    """Raise a TypeError if a leaf is an object of another kind, whose numbers would stay as they are without a word."""
+    for path, leaf in named_leaves(tree, name):
+        plain = isinstance(leaf, (Number, str, bytes, np.generic, type(None))) or is_array(leaf)
+        if not plain or getattr(leaf, "dtype", np.dtype(float)).hasobject:
+            raise TypeError(
+                f"{call}: {path} is {type(leaf).__name__} {leaf!r:.60}, but dicts, lists and tuples of arrays, numbers, "
+                "strings and None are expected: what is inside another object can't be varied. Pass its numbers in a "
+                "dict, as dataclasses.asdict returns it, or the object as another argument."
+            )
 
 
 def is_variable(leaf: Array) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Array, Tree
-from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.differentiation.trees import flatten, is_variable, refuse_objects
 from mpiad.optimize.device_leaves import Elsewhere, fetched, lies_on_device, put
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
@@ -59,7 +59,7 @@ def as_variables(x0: Tree, call: str = "minimize") -> Tree:
     """Return x0 as the nest that the function will get.
 
     A plain list of numbers becomes an array, and integers become doubles, as in SciPy; other nests stay as they are. A
-    TypeError where nothing in x0 can be varied, or a part of it belongs to a trace.
+    TypeError if nothing in x0 can be varied, or a part of it belongs to a trace or is an object of an unknown kind.
     """
     # A list of numbers is a vector, as SciPy takes it; any other nest stays one.
     if isinstance(x0, (list, tuple)) and not hasattr(x0, "_fields") and x0 and all(map(_is_number, x0)):
@@ -74,6 +74,7 @@ def as_variables(x0: Tree, call: str = "minimize") -> Tree:
             f"{call}: x0 must hold real or complex numbers or arrays of them on the root, but got "
             f"{type(x0).__name__} {x0!r:.60}."
         )
+    refuse_objects(x0, "x0", call)
     return x0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.differentiation.trees import flatten
+from mpiad.differentiation.trees import flatten, refuse_objects
 from mpiad.parallel.leaf_arithmetic import in_blocks
 from mpiad.parallel.parameters import each, matching, zeros_like
 from mpiad.parallel.sgd import checked_rate, rate_at
@@ -61,6 +61,7 @@ class Adam:
         dict
             `updates`, their number, and the means `first` and `second` in the form of the parameters.
         """
+        refuse_objects(params, "params", f"{type(self).__name__}.setup")
         # |g|² is real where parameters are complex: half of the memory.
         second = each(lambda x: np.zeros_like(np.real(x)), params)
         return {"updates": 0, "first": zeros_like(params), "second": second}

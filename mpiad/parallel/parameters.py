@@ -10,7 +10,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.trace import Variables
-from mpiad.differentiation.trees import flatten, is_variable, named_leaves
+from mpiad.differentiation.trees import flatten, is_variable, named_leaves, refuse_objects
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Spec
 
@@ -18,7 +18,7 @@ from mpiad.transport import Spec
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     """Return the leaves of a nest; its variables are those that are trained: real or complex floats and arrays of them.
 
-    A TypeError where one of them is traced; where one is `required` and none is trained.
+    A TypeError if one of them is traced or an object of an unknown kind, and if one is `required` and none is trained.
     """
     leaves, build = flatten(tree)
     places, others = [], []
@@ -33,6 +33,8 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
             f"{call}: got traced values, but a step of a training carries no derivative. Call it outside of the function "
             "that is differentiated, or give it mpiad.stop(x)."
         )
+    if len(places) < len(leaves):
+        refuse_objects(tree, "params" if required else "tree", call)
     if required and not places:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
         raise TypeError(f"{call}: there is nothing to train: expected floats and arrays of floats, but got {kinds}.")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.differentiation.trees import flatten
+from mpiad.differentiation.trees import flatten, refuse_objects
 from mpiad.parallel.leaf_arithmetic import in_blocks
 from mpiad.parallel.parameters import matching, zeros_like
 
@@ -52,6 +52,7 @@ class SGD:
 
     def setup(self, params: Tree) -> dict[str, Any]:
         """Return the state before the first update: `updates`, their number, and with momentum the `velocity`."""
+        refuse_objects(params, "params", "SGD.setup")
         return {"updates": 0, **({"velocity": zeros_like(params)} if self.momentum else {})}
 
     def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:

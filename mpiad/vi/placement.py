@@ -10,14 +10,15 @@ import numpy as np
 
 from mpiad._typing import Array, Tree
 from mpiad.device import select, to_device, to_host
-from mpiad.differentiation.trees import flatten, is_variable
+from mpiad.differentiation.trees import flatten, is_variable, refuse_objects
 from mpiad.transport import Channel
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import arrays_of, is_array, is_device_array
 
 
 def require_one_place(params: Tree, device: int | None, call: str) -> None:
-    """Raise where variational parameters lie in several places, or not on the device that this rank was given."""
+    """Raise if variational parameters lie in several places, not on this rank's device, or in an object of the user's."""
+    refuse_objects(params, "params", call)
     leaves = [leaf for leaf in flatten(params)[0] if is_variable(leaf)]
     homes = [arrays_of(leaf) for leaf in leaves]
     there = next((home for home in homes if home is not None), None)

@@ -1,6 +1,8 @@
 """`value_and_grad`, `grad`: the three objectives, arguments of every form, and J the same on all ranks."""
 
 from collections import namedtuple
+from dataclasses import dataclass
+from fractions import Fraction
 
 import autograd
 import autograd.numpy as anp
@@ -256,3 +258,27 @@ def test_an_array_of_traced_numbers_that_plain_numpy_has_made_is_told_of():
         TypeError, match=r"an array of object, shape \(2,\) .plain NumPy's, made of traced values\? Use autograd"
     ):
         mpiad.grad(lambda x: np.array([x[0], x[1]]))(np.ones(2))
+
+
+@dataclass
+class Layer:
+    w: object
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("call", [mpiad.grad, mpiad.make_vjp, mpiad.make_jvp, mpiad.make_hvp])
+def test_an_object_inside_a_pytree_is_refused_by_its_path(call):
+    """Its numbers had no derivative, without a word: {"m": Layer, "c": ...} had one with respect to c only."""
+    loss = lambda p: anp.sum((p["m"].w - 1) ** 2) + p["c"] ** 2  # noqa: E731
+    with pytest.raises(TypeError, match=r"argument 0\['m'\] is Layer .*dataclasses.asdict"):
+        call(loss)({"m": Layer(np.ones(2)), "c": 3.0})
+    for other in (np.tanh, np.array([1.0, None]), {1.0}):
+        with pytest.raises(TypeError, match=r"argument \(0, 1\)\[1\]\[0\] is (ufunc|ndarray|set)"):
+            call(lambda c, x: c**2, argnum=(0, 1))(3.0, [other])
+
+
+@pytest.mark.serial
+def test_numbers_strings_and_none_are_constants_of_a_pytree():
+    x = {"c": 3.0, "n": 2, "yes": True, "s": "name", "none": None, "i": np.arange(2), "np": np.int8(1), "f": Fraction(1, 2)}
+    found = mpiad.grad(lambda x: x["c"] ** x["n"] * x["i"][1])(x)
+    assert (found["c"], found["n"], found["s"], found["none"]) == (6.0, 0, None, None)

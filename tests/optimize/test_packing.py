@@ -7,6 +7,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 
+from mpiad import minimize
 from mpiad.optimize.packing import Packing, as_variables
 
 
@@ -68,3 +69,14 @@ def test_numbers_are_doubles(x0, expected) -> None:
 def test_nests_stay() -> None:
     nest = [np.zeros(2, np.float32), [1.0, 2.0]]
     assert as_variables(nest) is nest
+
+
+class Point:
+    def __init__(self, x: float):
+        self.x = x
+
+
+def test_an_object_inside_x0_is_refused_by_its_path() -> None:
+    """Its number stayed as it was, and the minimum was one of the others alone."""
+    with pytest.raises(TypeError, match=r"minimize: x0\[1\]\['p'\] is Point"):
+        minimize(lambda x: (x[1]["p"].x - 1) ** 2 + x[0] ** 2, (2.0, {"p": Point(3.0)}))

@@ -1,5 +1,7 @@
 """Trainings on several ranks against the one-process training with the same batches, written without the library."""
 
+from dataclasses import dataclass
+
 import autograd.numpy as anp
 import numpy as np
 import pytest
@@ -337,3 +339,24 @@ def test_a_gradient_of_another_form_on_one_rank_raises_on_all(accumulate, rank, 
     for _ in range(accumulate):
         state, params = optimizer.update(state, params, {"w": np.full(3, rank + 1.0), "b": np.zeros(2)})
     np.testing.assert_allclose(params["w"], 1 - 0.1 * (size + 1) / 2)
+
+
+@dataclass
+class Layer:
+    w: object
+
+
+def test_an_object_among_the_parameters_is_refused_by_its_path():
+    """Its numbers stayed as they were, and those beside it were trained."""
+    loss = lambda p, x: anp.mean((p["m"].w - x) ** 2) + p["c"] ** 2  # noqa: E731
+    params, x = {"m": Layer(np.ones(2)), "c": 3.0}, np.zeros((3, 2))
+    optimizer = DistributedOptimizer(SGD(0.1))
+    state = optimizer.setup({"c": 3.0})
+    for call in (
+        lambda: optimizer.step(state, params, loss, x), lambda: optimizer.update(state, params, params),
+        lambda: value_and_grad(loss)(params, x), lambda: SGD(0.1).setup(params), lambda: Adam(0.1).setup(params),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=r"params\['m'\] is Layer .*dataclasses.asdict"):
+            call()
+    with pytest.raises(TypeError, match=r"parallel.synchronize: tree\['m'\] is Layer "):
+        synchronize(params)

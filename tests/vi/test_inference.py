@@ -423,3 +423,10 @@ def test_the_start_is_independent_of_the_first_noise():
     VI(model.loss, Told(2), model.prior, Adam(0.1), seed=5).run(model.y, 2, n_samples=4)
     assert len(started) == 1 and len(drawn) > 1
     assert not any(np.array_equal(started[0], noise) for noise in drawn)
+
+
+def test_an_object_among_variational_parameters_is_refused_on_all_ranks():
+    inference = VI(lambda theta, data: anp.sum(theta**2), MeanFieldGaussian(1), ("norm", 0.0, 1.0), Adam(0.1), root=ROOT)
+    start = {**MeanFieldGaussian(1).initial(np.random.default_rng(0)), "layer": Adam()}
+    with pytest.raises(TypeError, match=r"VI.run: params\['layer'\] is Adam"):
+        inference.run(None, 2, params=start if COMM.rank == ROOT else None)
