@@ -11,7 +11,7 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.trees import flatten, refuse_objects
 from mpiad.parallel.leaf_arithmetic import in_blocks
-from mpiad.parallel.parameters import each, matching, zeros_like
+from mpiad.parallel.parameters import each, matching, require_state, zeros_like
 from mpiad.parallel.sgd import checked_rate, rate_at
 
 
@@ -84,10 +84,16 @@ class Adam:
         Raises
         ------
         TypeError, ValueError
-            Where the gradient doesn't have the form of the parameters.
+            If the gradient or the state doesn't have the form of the parameters, or the state is another optimizer's.
         """
         leaves, build = flatten(params)
-        given = matching(gradient, params, leaves, type(self).__name__)
+        call = type(self).__name__
+        require_state(state, ("updates", "first", "second"), call)
+        given = matching(gradient, params, leaves, call)
+        moments = [
+            matching(state[name], params, leaves, call, f"state[{name!r}]", real=name == "second")
+            for name in ("first", "second")
+        ]
         number = state["updates"] + 1
         rate = rate_at(self.learning_rate, number - 1)
         # Both means start at zero and are too small by these factors (the paper's m̂ and v̂). That of the first is taken
@@ -102,7 +108,6 @@ class Adam:
             step = scale * first / (np.sqrt(second / correction) + self.epsilon)
             np.subtract(self._decayed(x, rate), step, out=new_x)
 
-        moments = [flatten(state[name])[0] for name in ("first", "second")]
         # Block by block through all of them: what the formula holds in between stays in the cache.
         new, first, second = in_blocks(formula, [leaves, given, *moments], results=(0, 2, 3))
         return {"updates": number, "first": build(first), "second": build(second)}, build(new)

@@ -13,12 +13,12 @@ from mpiad._typing import Array, Comm, Function, Tree
 from mpiad.differentiation.objective import Problem
 from mpiad.differentiation.trace import Variables
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
-from mpiad.parallel.parameters import matching, variables_of
+from mpiad.parallel.parameters import described, matching, require_state, variables_of
 from mpiad.parallel.samples import counted, totals
 from mpiad.parallel.training_gradient import gradient_of_sum
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.transport import channel
+from mpiad.transport import Spec, channel
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.threads import vdot
@@ -79,6 +79,7 @@ class DistributedOptimizer:
             raise ValueError(f"DistributedOptimizer: clip_norm must be above zero, but got {clip_norm!r}.")
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
         self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
+        self._entries = ("optimizer",) if accumulate == 1 else ("optimizer", "gradient", "steps", "samples")
         # Kept from step to step: it is made of shapes alone, which don't change in a training.
         self._plan: Plan | None = None
 
@@ -122,8 +123,9 @@ class DistributedOptimizer:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where one's gradient doesn't have the form of the parameters (where more gradients are to be
-            accumulated on that rank alone), none has a sample, or their parameters differ in number, shape or dtype.
+            On all ranks, where one's gradient, or the gradients that its state has accumulated, don't have the form of the
+            parameters (where more gradients are to be accumulated on that rank alone), none has a sample, or their
+            parameters differ in number, shape or dtype. If the state is another optimizer's or of other parameters.
 
         Ranks
         -----
@@ -132,24 +134,24 @@ class DistributedOptimizer:
         variables = variables_of(params, "DistributedOptimizer.update")
         given, places, _ = variables
         specs = [spec_like(given[k]) for k in places]
-        problem, parts = None, None
-        if samples != 0:
-            try:
+        require_state(state, self._entries, "DistributedOptimizer.update")
+        problem, parts, held = None, None, None
+        try:
+            held = _accumulated(state, specs, "DistributedOptimizer.update")
+            if samples != 0:
                 leaves = matching(gradient, params, given, "DistributedOptimizer.update")
-            except (TypeError, ValueError) as error:
-                if self.accumulate > 1 and state["steps"] + 1 < self.accumulate:
-                    raise  # nobody waits for this rank yet
-                problem = Problem(type(error), str(error))
-            else:
                 # In the gradient's own dtype, so that a number of NumPy's can't make float64 of float32.
                 factor = 1 if samples is None else samples
                 parts = [g if factor == 1 else g * s.dtype.type(factor) for g, s in zip((leaves[k] for k in places), specs)]
+        except (TypeError, ValueError) as error:
+            if self.accumulate > 1 and state["steps"] + 1 < self.accumulate:
+                raise  # nobody waits for this rank yet
+            problem = Problem(type(error), str(error))
         if parts is None:
             # Zeros, because the sums are collective: this rank must take part in each of them.
             parts = [spec.zeros() for spec in specs]
         count = 1 if samples is None else samples
         if self.accumulate > 1:
-            held = state["gradient"]
             # Copies: the caller may write the next gradient into the same arrays.
             parts = list(map(_copied, parts)) if held is None else list(map(np.add, held, parts))
             if state["steps"] + 1 < self.accumulate:
@@ -206,12 +208,17 @@ class DistributedOptimizer:
         used = channel(self.comm, "DistributedOptimizer.step")
         variables = variables_of(params, "DistributedOptimizer.step")
         specs, count = [spec_like(variables.leaves[k]) for k in variables.places], counted(samples, params, batch)
+        require_state(state, self._entries, "DistributedOptimizer.step")
         # Only the last gradient before an update travels. All ranks count steps alike, so none waits for another here.
         last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
-        held = state.get("gradient") or [None] * len(specs)
         parts: list[Any] = [None] * len(specs)
         self._plan = plan_of(specs, self.bucket_bytes, self._plan)
         agree = partial(totals, used, self._plan, "DistributedOptimizer.step", count, state.get("samples", 0))
+        try:
+            held = _accumulated(state, specs, "DistributedOptimizer.step") or [None] * len(specs)
+        except ValueError as error:
+            agree(problem=Problem(type(error), str(error)))
+            raise
         with suspended(), Sums(used, self._plan) as sums:
 
             def ready(k: int, g: Array) -> None:
@@ -244,6 +251,15 @@ class DistributedOptimizer:
         inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
         emptied = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
         return {**state, **emptied, "optimizer": inner}, params
+
+
+def _accumulated(state: dict[str, Any], specs: list[Spec], call: str) -> list[Any] | None:
+    """Return the sum of gradients that a state holds; a ValueError if it is of parameters of other shapes or dtypes."""
+    held = state.get("gradient")
+    if held is not None and [spec_like(g) for g in held] != specs:
+        there, here = (", ".join(map(described, found)) for found in (map(spec_like, held), specs))
+        raise ValueError(f"{call}: the state holds gradients of other parameters: of {there:.200}; these have {here:.200}.")
+    return held
 
 
 def _copied(part: Array) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -57,27 +57,53 @@ def zeros_like(tree: Tree) -> Tree:
     return each(np.zeros_like, tree)
 
 
-def matching(gradient: Tree, params: Tree, wanted: list[Any], call: str) -> list[Any]:
-    """Return the leaves of a gradient; `wanted` are those of the parameters, whose form, shapes and dtypes it must have."""
-    found = flatten(gradient)[0]
-    if len(found) == len(wanted) and all(map(_fits, found, wanted)):
+def matching(
+    tree: Tree, params: Tree, wanted: list[Any], call: str, name: str = "gradient", of: str = "params", real: bool = False
+) -> list[Any]:
+    """Return the leaves of a gradient, or of what is called `name`, whose form, shapes and dtypes must be the parameters'.
+
+    `wanted` are the leaves of the parameters, called `of`; with `real` the dtypes are those of their real parts.
+    """
+    found = flatten(tree)[0]
+    if same_form(tree, params) and all(map(_fits, found, map(_real, wanted) if real else wanted)):
         return found
-    named, paths = named_leaves(gradient, "gradient"), named_leaves(params, "params")
+    named, paths = named_leaves(tree, name), named_leaves(params, of)
+    must = f"{call}: the {name} must have the form of the parameters, "
     if len(named) != len(paths):
-        raise TypeError(
-            f"{call}: the gradient must have the form of the parameters, which have {len(paths)} leaves, but has "
-            f"{len(named)}."
-        )
-    for (name, g), (path, leaf) in zip(named, paths):
+        raise TypeError(f"{must}which have {len(paths)} leaves, but has {len(named)}.")
+    for (path, g), (own, leaf) in zip(named, paths):
+        leaf = _real(leaf) if real else leaf
+        if path[len(name) :] != own[len(of) :]:
+            raise TypeError(f"{must}but has {path} in the place of {own}.")
         if not _fits(g, leaf):
-            raise ValueError(
-                f"{call}: {name} must have the {described(spec_like(leaf))} of {path}, but has {described(spec_like(g))}."
-            )
+            got = described(spec_like(g)) if is_variable(g) else f"{type(g).__name__} {g!r:.60}"
+            raise ValueError(f"{call}: {path} must have the {described(spec_like(leaf))} of {own}, but has {got}.")
     return found
+
+
+def _real(leaf: Array) -> Array:
+    return np.real(leaf) if np.iscomplexobj(leaf) else leaf
+
+
+def same_form(tree: Tree, other: Tree) -> bool:
+    """Return whether two pytrees have the same keys and lengths."""
+    if isinstance(other, dict):
+        return isinstance(tree, dict) and tree.keys() == other.keys() and all(same_form(tree[k], other[k]) for k in other)
+    if isinstance(other, (list, tuple)):
+        return isinstance(tree, (list, tuple)) and len(tree) == len(other) and all(map(same_form, tree, other))
+    return not isinstance(tree, (dict, list, tuple))
 
 
 def _fits(g: Array, leaf: Array) -> bool:
     if type(g) is np.ndarray and type(leaf) is np.ndarray:
         # What isn't trained may have any gradient: it isn't looked at.
         return (g.dtype == leaf.dtype and g.shape == leaf.shape) or leaf.dtype.kind not in "fc"
-    return not is_variable(leaf) or spec_like(g) == spec_like(leaf)
+    return not is_variable(leaf) or (is_variable(g) and spec_like(g) == spec_like(leaf))
+
+
+def require_state(state: Any, names: Iterable[str], call: str) -> None:
+    """Raise a TypeError if a state isn't a dict of these entries: it is another optimizer's."""
+    if not isinstance(state, dict) or state.keys() != set(names):
+        got = f"a dict of {sorted(map(str, state))}" if isinstance(state, dict) else f"{type(state).__name__} {state!r:.60}"
+        wanted = f"a dict of {sorted(names)}, as setup of the same optimizer returns it"
+        raise TypeError(f"{call}: the state must be {wanted}, but got {got}.")

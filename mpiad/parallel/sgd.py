@@ -13,7 +13,7 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.trees import flatten, refuse_objects
 from mpiad.parallel.leaf_arithmetic import in_blocks
-from mpiad.parallel.parameters import matching, zeros_like
+from mpiad.parallel.parameters import matching, require_state, zeros_like
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class SGD:
         Parameters and errors are those of `Adam.update`, complex gradients too.
         """
         leaves, build = flatten(params)
+        require_state(state, ("updates", "velocity") if self.momentum else ("updates",), "SGD")
         given = matching(gradient, params, leaves, "SGD")
         rate = rate_at(self.learning_rate, state["updates"])
         new: dict[str, Any] = {"updates": state["updates"] + 1}
@@ -68,13 +69,15 @@ class SGD:
             found = in_blocks(lambda x, g, new_x: np.subtract(x, rate * g.conj(), out=new_x), [leaves, given], [0])
             return new, build(found[0])
 
+        speeds = matching(state["velocity"], params, leaves, "SGD", "state['velocity']")
+
         def formula(x: Array, g: Array, v: Array, new_x: Array, velocity: Array) -> None:
             g = g.conj()
             np.add(self.momentum * v, g, out=velocity)
             step = g + self.momentum * velocity if self.nesterov else velocity
             np.subtract(x, rate * step, out=new_x)
 
-        moved, velocity = in_blocks(formula, [leaves, given, flatten(state["velocity"])[0]], results=(0, 2))
+        moved, velocity = in_blocks(formula, [leaves, given, speeds], results=(0, 2))
         return {**new, "velocity": build(velocity)}, build(moved)
 
 

@@ -12,6 +12,7 @@ from mpiad._typing import Comm, Rank, Tree
 from mpiad.checkpoint_files import read, remedy, write
 from mpiad.differentiation.trees import flatten
 from mpiad.parallel.nests import described, rebuilt
+from mpiad.parallel.parameters import matching, same_form
 from mpiad.primitives.checks import root_of
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together
@@ -94,7 +95,9 @@ def load_checkpoint(
     path : path
         Only the root reads.
     like : pytree, optional
-        Needed where arrays were saved from a device: one with an array on the device of this rank's that they go to.
+        What the caller expects, as the parameters that the training would begin with: `tree` or `own`, or a part of one
+        of them, must have its form, shapes and dtypes. Needed if arrays were saved from a device: they go to the device
+        of its first array on one.
     root : int
     comm : mpi4py intracommunicator, optional
 
@@ -107,7 +110,7 @@ def load_checkpoint(
     ------
     ValueError
         On all ranks, where the file is damaged, isn't a training's, or holds parts of another number of ranks; where it
-        holds arrays of a device, and `like` none.
+        holds nothing of the form, shapes and dtypes of `like`, or arrays of a device, and `like` none.
 
     Ranks
     -----
@@ -142,9 +145,29 @@ def load_checkpoint(
     with raising_together(used):
         try:
             mine = rebuilt(own[used.rank], arrays, home) if len(own) == used.size else None
-            return TrainingCheckpoint(rebuilt(description["tree"], arrays, home), mine)
+            restored = TrainingCheckpoint(rebuilt(description["tree"], arrays, home), mine)
+            if like is not None:
+                _require_like(restored, like)
+            return restored
         except ValueError as wrong:
             raise ValueError(f"{call}: {path!s}: {wrong}") from wrong
+
+
+def _require_like(restored: TrainingCheckpoint, like: Tree) -> None:
+    """Raise a ValueError if no part of a checkpoint has the form, shapes and dtypes of what the caller expects."""
+    wrong, parts = ValueError("no part of it has the form (keys and lengths) of like."), list(restored._asdict().items())
+    for name, part in parts:  # which grows
+        if same_form(part, like):
+            try:
+                matching(part, like, flatten(like)[0], "another model's", name, "like")
+            except ValueError as error:
+                wrong = error
+            else:
+                return
+        if isinstance(part, (dict, list, tuple)):
+            entries = part.items() if isinstance(part, dict) else enumerate(part)
+            parts += [(f"{name}[{key!r}]", inner) for key, inner in entries]
+    raise wrong
 
 
 def _file(path: str | PathLike[str], call: str) -> Path:

@@ -149,3 +149,42 @@ def test_what_cannot_be_used_is_refused(make, text):
 def test_gradients_of_another_form_are_refused():
     with pytest.raises(TypeError, match="have 2 leaves, but has 1"):
         SGD(0.1).update({"updates": 0}, {"a": 1.0, "b": 2.0}, {"a": 1.0})
+
+
+@pytest.mark.parametrize("rule", [Adam(0.1), SGD(0.1, 0.9)])
+@pytest.mark.parametrize(
+    "model, kind, text",
+    [
+        ({"a": np.ones(5), "b": np.ones(3)}, ValueError, r"\['a'\] must have the shape \(3,\).* has shape \(5,\)"),
+        ({"a": np.ones(3), "b": np.ones(1)}, ValueError, r"\['b'\] must have the shape \(5,\).* has shape \(1,\)"),
+        ({"a": np.ones(3, np.float32), "b": np.ones(5)}, ValueError, r"\['a'\] must have .*float64.*float32"),
+        ({"a": np.ones(3), "c": np.ones(5)}, TypeError, r"\['c'\] in the place of params\['b'\]"),
+        ({"a": np.ones(3)}, TypeError, "2 leaves, but has 1"),
+    ],
+)
+def test_the_state_of_another_model_is_refused(rule, model, kind, text):
+    """Where sizes added up, it was taken for the model's own."""
+    params = {"a": np.ones(3), "b": np.ones(5)}
+    with pytest.raises(kind, match=rf"state\['(first|velocity)'\].*{text}"):
+        rule.update(rule.setup(model), params, params)
+    with pytest.raises(kind, match=f"gradient.*{text}"):
+        rule.update(rule.setup(params), params, model)
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    rules = [Adam(0.1), SGD(0.1), SGD(0.1, 0.9)]
+    for rule in rules:
+        for other in rules:
+            if rule is not other:
+                with pytest.raises(TypeError, match="setup of the same optimizer.*but got a dict of .'"):
+                    rule.update(other.setup(np.ones(2)), np.ones(2), np.ones(2))
+        with pytest.raises(TypeError, match="but got NoneType None"):
+            rule.update(None, np.ones(2), np.ones(2))
+
+
+def test_second_moments_of_complex_parameters_are_real_ones():
+    params = {"z": np.ones(3, np.complex64), "zz": 1j, "name": "net"}
+    rule = Adam(0.1)
+    state, _ = rule.update(rule.setup(params), params, params)
+    with pytest.raises(ValueError, match=r"state\['second'\]\['z'\] must have the shape \(3,\) and dtype float32"):
+        rule.update({**state, "second": state["first"]}, params, params)

@@ -360,3 +360,22 @@ def test_an_object_among_the_parameters_is_refused_by_its_path():
             call()
     with pytest.raises(TypeError, match=r"parallel.synchronize: tree\['m'\] is Layer "):
         synchronize(params)
+
+
+def test_gradients_accumulated_of_another_model_are_refused_on_all_ranks(rank, size):
+    optimizer, other = DistributedOptimizer(SGD(0.1), accumulate=2), DistributedOptimizer(SGD(0.1))
+    square = lambda p, x: anp.sum(p["w"] ** 2) + 0 * anp.sum(x)  # noqa: E731
+    params, theirs = {"w": np.ones(3)}, {"w": np.ones(1)}
+    held, _, _ = optimizer.step(optimizer.setup(theirs), theirs, square, np.ones(1))
+    mine, _, _ = optimizer.step(optimizer.setup(params), params, square, np.ones(1))
+    text = rf"gradients of other parameters: of shape \(1,\).*have shape \(3,\).*on rank {size - 1}"
+    for call in (
+        lambda state: optimizer.step(state, params, square, np.ones(1)),
+        lambda state: optimizer.update(state, params, params),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call(held if rank == size - 1 else mine)
+    for made, given in ((optimizer, other), (other, optimizer)):
+        with pytest.raises(TypeError, match="DistributedOptimizer.step: the state must be a dict of"):
+            made.step(given.setup(params), params, square, np.ones(1))
+    np.testing.assert_allclose(optimizer.step(mine, params, square, np.ones(1))[1]["w"], 1 - 0.1 * 2)

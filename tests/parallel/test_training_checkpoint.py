@@ -154,3 +154,19 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(path, monkeypatch):
         save_checkpoint(path, {"epoch": 2}, root=ROOT)
     monkeypatch.undo()
     assert load_checkpoint(path, root=ROOT).tree == {"epoch": 1}
+
+
+def test_the_checkpoint_of_another_model_is_refused_on_all_ranks(path):
+    params = {"w": np.ones((3, 2)), "b": np.zeros(2)}
+    state = Adam().setup(params)
+    save_checkpoint(path, {"params": params, "state": state, "epoch": 3}, own=[np.ones(COMM.rank + 1)])
+    for like in (params, state, {"params": params, "state": state, "epoch": 0}, [np.zeros(COMM.rank + 1)]):
+        assert load_checkpoint(path, like=like).tree["epoch"] == 3
+    for like, text in (
+        ({**params, "w": np.ones((2, 3))}, r"\['w'\] must have .*\(2, 3\).* of like\['w'\], but has shape \(3, 2\)"),
+        ({**params, "w": np.ones((3, 2), np.float32)}, r"\['w'\] must have .*float32 of like\['w'\], but has .*float64"),
+        ({"w": params["w"], "bias": params["b"]}, "no part of it has the form"),
+        ([np.zeros(COMM.rank + 1 + (COMM.rank == ROOT))], r"own\[0\] must have the shape"),
+    ):
+        with pytest.raises(ValueError, match=f"parallel.load_checkpoint: .*{text}"):
+            load_checkpoint(path, like=like)
