@@ -36,8 +36,8 @@ def mpi_map(
     Parameters
     ----------
     fun : callable
-        ``fun(item)`` is called once for each item, on one rank; it mustn't communicate with ranks of `comm`. The root
-        evaluates only where no other rank is there.
+        ``fun(item)`` is called once for each item, on one rank; it mustn't communicate on `comm`, which raises a
+        CommunicatorError inside it: MPI.COMM_SELF serves what would. The root evaluates only where no other rank is there.
     items : iterable
         Counts on the root only. It may be a generator of unknown length, and is read no further than is handed out.
         Items and results are anything that can be pickled; arrays of 64 KiB or more travel without being.
@@ -87,7 +87,8 @@ def mpi_map(
     try:
         group = WorkerGroup(used)
         given = _agreed_items(group, used, fun, items, settings)
-        outcome = _run(group, used, fun, given, settings, progress)
+        with used.evaluating("an item of mpi_map"):
+            outcome = _run(group, used, fun, given, settings, progress)
         group.close()
     except Exception as error:
         if is_interruption(error):

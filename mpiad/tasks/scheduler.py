@@ -17,7 +17,7 @@ from mpiad.tasks.worker_group import WorkerGroup
 from mpiad.transport.agreement import Failure
 from mpiad.transport.fault_tolerance import is_interruption, is_process_failure
 from mpiad.transport.object_messages import Message, PackedObject
-from mpiad.transport.polling import Backoff
+from mpiad.transport.polling import Backoff, wait_for_message
 
 _SHORT = 0.02  # seconds, far above a message's way to the root and back
 _LOOK_EVERY = 0.05  # seconds
@@ -54,8 +54,6 @@ class Scheduler:
 
     def run(self) -> None:
         """Have all items evaluated, up to the first failure unless the map goes on."""
-        # By polling, not by MPI's own wait, which would take the core of a rank that evaluates.
-        patience = Backoff()
         while self.failed is None:
             self._hand_out()
             if self._exhausted and not self._again and not any(self._held.values()):
@@ -63,10 +61,8 @@ class Scheduler:
                 return
             if not self._held:
                 self._work_alone()
-            elif self._receive(RESULT):
-                patience.renew()
-            else:
-                patience.pause()
+            elif self.failed is None:  # nothing was handed out if the items raised
+                self._await(RESULT)
 
     def stop(self, outcome: Outcome) -> None:
         """Tell the others how it ended, and wait until they have heard it."""
@@ -76,8 +72,7 @@ class Scheduler:
             self._to(rank, STOP, parcel)
         while self._held:
             # Results of batches that were under way when the map failed come here too, and are let go.
-            if not self._receive(BYE):
-                patience.pause()
+            self._await(BYE)
         while not self._line.is_quiet():
             self._look_for_the_lost()
             patience.pause()
@@ -132,6 +127,12 @@ class Scheduler:
             self._note(evaluated(self._fun, batch, self._goes_on, self._rank))
 
     # ---- results
+
+    def _await(self, kind: int) -> None:
+        """Take one message, or find that a rank has died."""
+        # By polling, not by MPI's own wait, which would take the core of a rank that evaluates.
+        before = len(self._held)
+        wait_for_message(lambda: self._receive(kind) or len(self._held) < before, self._line.comm)
 
     def _receive(self, kind: int) -> bool:
         """Take one message; tell whether there was any."""

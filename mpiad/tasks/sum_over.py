@@ -7,6 +7,7 @@ joins the groups. Each item has a place of its own there, so that the sum is tak
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -27,6 +28,10 @@ from mpiad.transport.shared_counter import SharedCounter
 from mpiad.transport.user_failures import StageFailures
 
 _CALL = "tasks.sum_over"
+_WHO = (
+    f"an item of {_CALL} is evaluated by one group of ranks (inside it, communicate on the comm that fun is given), and "
+    "the others take no part"
+)
 
 
 class _Failed(NamedTuple):
@@ -53,7 +58,8 @@ def sum_over(
         The same number of them on all ranks.
     fun : callable
         ``fun(item, comm)`` returns a real number. The ranks of a group call it together, and what they communicate goes
-        through their communicator `comm`, that of a `Domain` of theirs, for one. It may use traced values from around it.
+        through their communicator `comm`, that of a `Domain` of theirs, for one; communication among all ranks raises
+        a CommunicatorError inside it. It may use traced values from around it.
     groups : RankGroups or int
         Or how many: they are then made at the first call, and kept with the communicator.
     schedule : str
@@ -148,10 +154,11 @@ def _run(
     failures = StageFailures(comm, _CALL, "mpiad.tasks", explain)
     values, failed = dict[int, Any](), None
     try:
-        for k in numbers:
-            values[k], failed = _evaluated(fun, items[k], k, made.comm, weight, failures)
-            if failed is not None:
-                break
+        with used.refusing(_WHO) if made.count > 1 else nullcontext():
+            for k in numbers:
+                values[k], failed = _evaluated(fun, items[k], k, made.comm, weight, failures)
+                if failed is not None:
+                    break
     finally:
         failures.close()
     group.drop(comm)

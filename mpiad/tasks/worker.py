@@ -15,7 +15,7 @@ from mpiad.errors import WorkerError
 from mpiad.primitives.operation import suspended
 from mpiad.transport.agreement import Failure
 from mpiad.transport.object_messages import Line, PackedObject
-from mpiad.transport.polling import Backoff
+from mpiad.transport.polling import Backoff, wait_for_message
 
 TASK, RESULT, STOP, BYE = range(1, 5)  # the messages' kinds
 
@@ -107,13 +107,12 @@ def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank:
 
 def _collect(line: Line, root: Rank, waiting: deque[Batch]) -> Outcome | None:
     """Take all that has come; wait where there is nothing to do."""
-    patience = Backoff()
     while True:
         message = line.take(root)
         if message is None:
             if waiting:
                 return None
-            patience.pause()
+            wait_for_message(lambda: line.comm.Iprobe(root), line.comm, root)
         elif message.kind == TASK:
             waiting.append(message.content)
         else:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -189,6 +189,12 @@ class Channel:
             yield
         finally:
             self.fault, self.alone = kept
+
+    def evaluating(self, what: str) -> AbstractContextManager[None]:
+        """Refuse calls while this rank evaluates `what` by itself; a single rank may make them."""
+        advice = "inside it, communicate on MPI.COMM_SELF"
+        reason = f"{what} is evaluated by one rank ({advice}), and the other ranks take no part"
+        return self.refusing(reason) if self.size > 1 else nullcontext()
 
     def mark(self, reason: str) -> None:
         """Refuse further use until `renew`."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 from mpi4py import MPI
 
-from mpiad._typing import Request
+from mpiad._typing import Comm, Request
 
 # Ranks often outnumber cores; an MPI's own wait would take another rank's core away.
 _AT_ONCE = 0.01
@@ -45,6 +46,16 @@ class Backoff:
     def seconds(self) -> float:
         """Return the time since the start."""
         return time.perf_counter() - self._start
+
+
+def wait_for_message(found: Callable[[], bool], comm: Comm, source: int = MPI.ANY_SOURCE) -> None:
+    """Return when `found` is true, which looks for a message of one rank or any; others may compute until then."""
+    if not isinstance(comm, MPI.Comm):
+        comm.until(found, source)  # under watch: a table of waits shows it
+        return
+    patience = Backoff()
+    while not found():
+        patience.pause()
 
 
 def wait_gently(request: Request) -> None:

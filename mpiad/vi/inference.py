@@ -36,7 +36,8 @@ class VI:
     ----------
     loss : callable
         ``loss(theta, data)`` returns one real number for parameters of shape (dim,): the negative log likelihood, for
-        Bayes' posterior with ``w=1``. Each draw is evaluated on one rank, so it mustn't communicate with ranks of `comm`.
+        Bayes' posterior with ``w=1``. Each draw is evaluated on one rank, so it mustn't communicate on `comm`, which
+        ends the run with a WorkerError: MPI.COMM_SELF serves what would (``Domain(..., comm=MPI.COMM_SELF)``).
         For pathwise gradients it is written with autograd.numpy.
     posterior : MeanFieldGaussian, FullRankGaussian, Flow, or anything with `dim`, `initial`, `draw` and `log_prob`
     prior : frozen distribution of scipy.stats, (name, *arguments), a sequence of them, or anything with `log_prob`
@@ -215,10 +216,12 @@ class VI:
             noise = theta = None
             if training is not None:
                 # Of seed and epoch alone: the same fit on any number of ranks, to rounding.
-                noise, theta = training.draws(np.random.default_rng([self.seed, epoch]), self.n_samples_per_epoch)
+                with used.evaluating("an update of VI"):
+                    noise, theta = training.draws(np.random.default_rng([self.seed, epoch]), self.n_samples_per_epoch)
             rows = self._rows(model, theta, root)
             if training is not None:
-                training.learn(noise, theta, sorted_out(rows))
+                with used.evaluating("an update of VI"):
+                    training.learn(noise, theta, sorted_out(rows))
                 if line is not None:
                     line.show(epoch + 1, f"objective {training.history['objective'][-1]:.6g}")
             # Whether another epoch follows is decided once.

@@ -13,13 +13,14 @@ from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.objective import problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.differentiation.trees import flatten
+from mpiad.errors import CommunicatorError
 from mpiad.primitives import mpi_gather, mpi_rank, mpi_scatter
 from mpiad.primitives.operation import suspended
 from mpiad.tasks import mpi_map
 from mpiad.transport import channel
 from mpiad.transport.device_arrays import is_device_array
 
-_FINE, _RAISED, _NOT_FINITE = 0.0, 1.0, 2.0
+_FINE, _RAISED, _NOT_FINITE, _COMMUNICATED = 0.0, 1.0, 2.0, 3.0
 
 
 class Evaluations(NamedTuple):
@@ -68,7 +69,7 @@ class Model:
         except Exception as error:  # noqa: BLE001  whatever a model raises costs its draw, not the run
             # The first one: it says why, and those after it mostly the same.
             self.trace = self.trace or "".join(traceback.format_exception(error))
-            row[1] = _RAISED
+            row[1] = _COMMUNICATED if isinstance(error, CommunicatorError) else _RAISED
             return row
         # A draw counts whole or not at all: a finite value with a gradient that isn't would spoil the sum of all.
         if not np.isfinite(row).all():
@@ -97,7 +98,9 @@ class Model:
         """Give every rank, the root too, its share of the root's draws; return all rows on the root."""
         mine = mpi_scatter(theta, root, axis=0, comm=comm)
         # Reshaped for ranks without a draw, whose empty list says nothing of the columns.
-        rows = np.array([self.row(one) for one in mine]).reshape(len(mine), 2 + dim)
+        with channel(comm, "VI.run").evaluating("a draw of VI"):
+            found = [self.row(one) for one in mine]
+        rows = np.array(found).reshape(len(mine), 2 + dim)
         gathered = mpi_gather(rows, root, axis=0, comm=comm)
         return gathered if mpi_rank(comm) == root else None
 
@@ -119,6 +122,9 @@ def _plain_number(value: object) -> float:
 def sorted_out(rows: Array) -> Evaluations:
     """Return what rows say."""
     status = rows[:, 1]
+    # A mistake in the program, which others of its draws may not meet: none counts.
+    if (status == _COMMUNICATED).any():
+        status = np.full(len(rows), _RAISED)
     return Evaluations(
         rows[:, 0], rows[:, 2:], status == _FINE, int((status == _RAISED).sum()), int((status == _NOT_FINITE).sum())
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -260,3 +261,42 @@ def test_nothing_is_left_behind() -> None:
     with pytest.raises(TypeError):
         mpi_map(abs, 5)  # type: ignore[arg-type]
     assert len(channel(None, "test").derived) == before
+
+
+@pytest.mark.skipif(WORLD.size == 1, reason="one rank may communicate with itself")
+@pytest.mark.parametrize(
+    "fun, items",
+    [
+        (lambda x: mpiad.mpi_allreduce(x), [1.0, 2.0, 3.0]),
+        (lambda x: mpi_map(abs, [x]), [1.0, 2.0, 3.0]),
+        (lambda x: mpiad.grad(lambda y: y**2)(x), [1.0]),
+        (abs, (mpiad.mpi_allreduce(float(k)) for k in range(3))),
+    ],
+)
+def test_communication_inside_an_item_raises_at_once(fun, items):
+    """It hung, or took another call's numbers."""
+    with pytest.raises(WorkerError, match="an item of mpi_map is evaluated by one rank .*communicate on MPI.COMM_SELF"):
+        mpi_map(fun, items)
+    assert mpiad.mpi_allreduce(1.0) == WORLD.size
+
+
+def test_items_may_communicate_and_nest_on_a_communicator_of_one_rank():
+    own = lambda x: mpiad.mpi_allreduce(x, comm=MPI.COMM_SELF)  # noqa: E731
+    found = mpi_map(lambda k: sum(mpi_map(own, range(k), comm=MPI.COMM_SELF)), range(5), everywhere=True)
+    assert found == [0, 0, 1, 3, 6]
+
+
+@pytest.mark.skipif(WORLD.size == 1, reason="one rank may communicate with itself")
+def test_a_table_of_waits_shows_what_the_root_waits_for():
+    """It "computes", as if the item that waits for it had only to be patient; items may take longer than the limit."""
+    other = WORLD.Dup()
+    mpiad.mpi_init(other)
+    with mpiad.debug.checked(timeout=0.5):
+        assert mpi_map(lambda x: (time.sleep(1.0), x)[1], [3.0], everywhere=True) == [3.0]
+        with pytest.raises(WorkerError, match="DeadlockError: rank 0 has waited .*rank 0 -> rank 1 -> rank 0") as found:
+            mpi_map(lambda x: mpiad.mpi_allreduce(x, comm=other), [1.0])
+    rows = [line.split() for line in str(found.value).splitlines() if line.startswith(("  0 ", "  1 "))]
+    assert [row[1] for row in rows[:2]] == ["waits", "waits"]
+    assert rows[0][4].startswith("mpi_map(from")
+    mpiad.reset(other)
+    other.Free()

@@ -9,7 +9,7 @@ import scipy.stats
 from mpi4py import MPI
 
 import mpiad
-from mpiad.errors import WorkerError
+from mpiad.errors import CommunicatorError, WorkerError
 from mpiad.parallel import Adam
 from mpiad.vi import VI, AffineCoupling, Flow, FullRankGaussian, LULinear, MeanFieldGaussian, Prior
 
@@ -430,3 +430,39 @@ def test_an_object_among_variational_parameters_is_refused_on_all_ranks():
     start = {**MeanFieldGaussian(1).initial(np.random.default_rng(0)), "layer": Adam()}
     with pytest.raises(TypeError, match=r"VI.run: params\['layer'\] is Adam"):
         inference.run(None, 2, params=start if COMM.rank == ROOT else None)
+
+
+DATA = np.array([1.0, 2.0, 3.0])
+
+
+def normal_loss(comm):
+    """Return a loss that adds up its terms over ranks; with one rank its posterior is normal, mean 6/4, variance 1/4."""
+    return lambda theta, data: mpiad.mpi_allreduce(anp.sum((theta[0] - DATA) ** 2) / 2, comm=comm)
+
+
+@pytest.mark.skipif(COMM.size == 1, reason="one rank may communicate with itself")
+@pytest.mark.parametrize("handout", ["even", "dynamic"])
+@pytest.mark.parametrize("draws", [8, 9])
+def test_a_loss_that_communicates_raises_on_all_ranks(draws, handout):
+    """It gave a wrong posterior, or hung if ranks had different numbers of draws."""
+    kept = {"n_samples_per_epoch": draws, "handout": handout, "root": ROOT}
+    for loss in (normal_loss(None), lambda theta, data: normal_loss(None)(theta, data) if theta[0] > 0 else theta[0] ** 2):
+        inference = VI(loss, MeanFieldGaussian(1), ("norm", 0.0, 1.0), Adam(0.1), **kept)
+        with pytest.raises(WorkerError, match="is evaluated by one rank .*communicate on MPI.COMM_SELF"):
+            inference.run(None, 3)
+    assert mpiad.mpi_allreduce(1.0) == COMM.size
+
+
+def test_a_loss_may_communicate_on_a_communicator_of_one_rank():
+    inference = VI(
+        normal_loss(MPI.COMM_SELF), MeanFieldGaussian(1), ("norm", 0.0, 1.0), falling(0.2, 150), divergence="path"
+    )
+    mean, covariance = inference.posterior.moments(inference.run(None, 150).params)
+    np.testing.assert_allclose([mean[0], covariance[0, 0]], [1.5, 0.25], rtol=0.02)
+
+
+@pytest.mark.skipif(COMM.size == 1, reason="one rank may communicate with itself")
+def test_a_callback_that_communicates_raises_on_all_ranks():
+    inference = VI(normal_loss(MPI.COMM_SELF), MeanFieldGaussian(1), ("norm", 0.0, 1.0), Adam(0.1), root=ROOT)
+    with pytest.raises(CommunicatorError, match="an update of VI is evaluated by one rank"):
+        inference.run(None, 3, callback=lambda *found: mpiad.mpi_allreduce(1.0))

@@ -190,6 +190,10 @@ class Guarded:
         """Wait for a message and take it out of the others."""
         return poll_for(lambda: self.bare.Improbe(source, tag, status), lambda: Letter(self, False, source, tag))
 
+    def until(self, found: Callable[[], bool], source: int) -> None:
+        """Wait for a message as long as it takes, shown in tables of waits."""
+        poll(found, lambda: Letter(self, False, source, MPI.ANY_TAG), endless=True)
+
     # ---- communicators
     def Dup(self) -> Guarded:
         """Make a duplicate under the same watch, whose collectives aren't compared."""

@@ -48,15 +48,15 @@ class Awaited(Protocol):
 
 
 class Waiting:
-    """What a thread waits for."""
+    """What a thread waits for; an `endless` wait is shown, but has no deadline and takes no verdict."""
 
-    __slots__ = ("began", "number", "verdict", "what")
+    __slots__ = ("began", "endless", "number", "verdict", "what")
 
     _last = 0
 
-    def __init__(self, what: Awaited):
+    def __init__(self, what: Awaited, endless: bool = False):
         Waiting._last += 1
-        self.what, self.number, self.began = what, Waiting._last, perf_counter()
+        self.what, self.number, self.began, self.endless = what, Waiting._last, perf_counter(), endless
         self.verdict: Exception | None = None
 
 
@@ -87,15 +87,15 @@ class deadline_lifted:
         _lift.deep -= 1
 
 
-def poll(test: Callable[[], Any], make: Callable[[], Awaited]) -> None:
+def poll(test: Callable[[], Any], make: Callable[[], Awaited], endless: bool = False) -> None:
     """Return when `test` is true; `make` describes what is waited for, where it takes longer than a moment.
 
-    A DeadlockError at the deadline, and where another rank has found that this wait doesn't end.
+    A DeadlockError at the deadline, and where another rank has found that this wait doesn't end, unless it is `endless`.
     """
     for _ in range(_SPINS):
         if test():
             return
-    _wait(test, Waiting(make()))
+    _wait(test, Waiting(make(), endless))
 
 
 def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
@@ -136,7 +136,7 @@ def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:
                 raise waiting.verdict
             if _answer is not None:
                 _answer()
-            if not _lift.deep and _expire is not None and _is_over(waiting):
+            if not (_lift.deep or waiting.endless) and _expire is not None and _is_over(waiting):
                 waiting.verdict = _expire(waiting)
                 continue
         patience.pause()
@@ -159,5 +159,5 @@ def who_waits() -> dict[int, Waiting]:
 def tell(number: int, verdict: Exception) -> None:
     """Have the wait of that number raise; one that has ended doesn't."""
     for waiting in who_waits().values():
-        if waiting.number == number:
+        if waiting.number == number and not waiting.endless:
             waiting.verdict = verdict
