@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad._typing import Comm, Tree
 from mpiad.differentiation.trees import flatten
-from mpiad.parallel.samples import Items
+from mpiad.parallel.samples import Items, latest
 from mpiad.primitives import mpi_rank, mpi_size
 from mpiad.transport.device_arrays import arrays_of, is_array
 
@@ -74,7 +74,9 @@ class DistributedDataContainer:
         """Take the order of another epoch; all ranks call it with the same one."""
         self.epoch = epoch
         self._order = np.arange(self._count)
+        self._drawn = {"samples": self._count, "batch_size": self.batch_size}
         if self.shuffle:
+            self._drawn |= {"seed": self.seed, "epoch": epoch}
             # From seed and epoch alone, so a training that goes on from a checkpoint needn't make the orders before it.
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self._count)
 
@@ -90,6 +92,7 @@ class DistributedDataContainer:
         if not -count <= k < count:
             raise IndexError(f"DistributedDataContainer: there is no item {k} of {count} on rank {self._rank}.")
         k %= count
+        latest.size, latest.order = self._size, self._drawn
         if self.batch_size is None:
             return self._sample(self._mine(0, self._count)[k])
         return self._samples(self._mine(k * self.batch_size, min((k + 1) * self.batch_size, self._count)))

@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, Tree
+from mpiad.differentiation.copies import compares_copies
 from mpiad.differentiation.objective import Problem
 from mpiad.differentiation.trace import Variables
+from mpiad.parallel.adam import Adam
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.parameters import described, matching, require_state, variables_of
-from mpiad.parallel.samples import counted, totals
+from mpiad.parallel.samples import counted, require_equal_replicas, totals
+from mpiad.parallel.sgd import SGD
 from mpiad.parallel.training_gradient import gradient_of_sum
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
-from mpiad.transport import Spec, channel
+from mpiad.transport import Channel, Spec, channel
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.threads import vdot
@@ -160,6 +163,7 @@ class DistributedOptimizer:
         with suspended():
             self._plan = plan_of(specs, self.bucket_bytes, self._plan)
             used = channel(self.comm, "DistributedOptimizer.update")
+            self._compare(used, state, params, "DistributedOptimizer.update")
             # Before the sums: ranks whose plans differ would add up other arrays under one another.
             total = totals(used, self._plan, "DistributedOptimizer.update", count, problem=problem)
             with Sums(used, self._plan) as sums:
@@ -209,6 +213,7 @@ class DistributedOptimizer:
         variables = variables_of(params, "DistributedOptimizer.step")
         specs, count = [spec_like(variables.leaves[k]) for k in variables.places], counted(samples, params, batch)
         require_state(state, self._entries, "DistributedOptimizer.step")
+        self._compare(used, state, params, "DistributedOptimizer.step")
         # Only the last gradient before an update travels. All ranks count steps alike, so none waits for another here.
         last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
         parts: list[Any] = [None] * len(specs)
@@ -236,6 +241,16 @@ class DistributedOptimizer:
             if not last:
                 return self._kept(state, parts, count), params, mean
             return *self._updated(state, params, variables, sums, total.all), mean
+
+    def _compare(self, used: Channel, state: dict[str, Any], params: Tree, call: str) -> None:
+        if compares_copies():
+            settings = {"reduction": self.reduction, "clip_norm": self.clip_norm, "steps": state.get("steps")}
+            if isinstance(self.optimizer, (Adam, SGD)):
+                updates = settings["updates"] = state["optimizer"]["updates"]
+                settings |= {k: rule(updates) if callable(rule) else rule for k, rule in vars(self.optimizer).items()}
+            # The gradients that are accumulated so far are each rank's own.
+            held = {"params": params, "state": {"optimizer": state["optimizer"]}, "optimizer": settings}
+            require_equal_replicas(used, call, held)
 
     def _kept(self, state: dict[str, Any], parts: list[Any], count: int) -> dict[str, Any]:
         return {**state, "gradient": parts, "steps": state["steps"] + 1, "samples": state["samples"] + count}

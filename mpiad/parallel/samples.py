@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Tree
+from mpiad.differentiation.copies import compares_copies
 from mpiad.differentiation.objective import Problem, raise_everywhere
-from mpiad.differentiation.trees import flatten
+from mpiad.differentiation.trees import flatten, is_variable, named_leaves
 from mpiad.parallel.buckets import Plan
 from mpiad.parallel.parameters import described
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed
+from mpiad.transport.channels import on_any_rank
 from mpiad.transport.collectives import allreduce
+from mpiad.transport.replication import require_replicated
 
 
 class Items(list):
@@ -35,6 +39,33 @@ def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[An
         if np.ndim(leaf):
             return np.shape(leaf)[0]
     return 1
+
+
+class _Latest(threading.local):
+    size = 0
+    order: Tree = None
+
+
+latest = _Latest()
+"""In what order the container that this thread has used last gives samples, and to how many ranks."""
+
+
+def require_equal_replicas(used: Channel, call: str, held: dict[str, Tree]) -> None:
+    """Raise on all ranks where the `params` they train, or what they train them with, differ; under ``MPIAD_DEBUG=1`` only.
+
+    All ranks call it. Leaves that aren't trained may differ in `params` and in the `state`.
+    """
+    if not compares_copies():
+        return
+    # A container may be of another communicator, and ranks may read their samples otherwise.
+    if not on_any_rank(used.data, latest.size != used.size):
+        held = {**held, "data": latest.order}
+    leaves = [
+        (path, leaf) for name, part in held.items() for path, leaf in named_leaves(part, name)
+        if is_variable(leaf) or name not in ("params", "state")
+    ]  # fmt: skip
+    advice = "Call parallel.synchronize before the first step, and give the same seed, rate and epoch on all ranks."
+    require_replicated(used, leaves, f"{call}: all ranks must train the same parameters in the same way", advice)
 
 
 class Totals(NamedTuple):

@@ -16,7 +16,7 @@ from mpiad.differentiation.objective import problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.parallel.buckets import BUCKET_BYTES, Plan, Sums, plan_of
 from mpiad.parallel.parameters import variables_of
-from mpiad.parallel.samples import Totals, counted, totals
+from mpiad.parallel.samples import Totals, counted, require_equal_replicas, totals
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
@@ -88,6 +88,7 @@ def value_and_grad(
         variables = variables_of(params, "parallel.value_and_grad")
         leaves, places, build = variables
         count = counted(samples, params, batch)
+        require_equal_replicas(used, "parallel.value_and_grad", {"params": params})
         # Kept from step to step: a training reduces the same arrays each time.
         nonlocal plan
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)

@@ -10,6 +10,7 @@ from autograd.extend import defvjp, primitive
 from mpi4py import MPI
 
 import mpiad
+from mpiad.errors import ReplicationError
 from mpiad.parallel import (
     SGD,
     Adam,
@@ -379,3 +380,66 @@ def test_gradients_accumulated_of_another_model_are_refused_on_all_ranks(rank, s
         with pytest.raises(TypeError, match="DistributedOptimizer.step: the state must be a dict of"):
             made.step(given.setup(params), params, square, np.ones(1))
     np.testing.assert_allclose(optimizer.step(mine, params, square, np.ones(1))[1]["w"], 1 - 0.1 * 2)
+
+
+def replica(last, **given):
+    """What a rank trains with; the last rank with something else, if it is given."""
+    kept = {
+        "w": 1.0, "rate": 0.1, "schedule": 1.0, "momentum": 0.9, "reduction": "mean", "clip": None, "seed": 3, "epoch": 1,
+        "velocity": 0.0, "own": 0,
+    }  # fmt: skip
+    kept |= given if last else {}
+    rule = SGD(lambda updates: kept["rate"] * kept["schedule"], kept["momentum"])
+    optimizer = DistributedOptimizer(rule, reduction=kept["reduction"], clip_norm=kept["clip"], accumulate=2)
+    params = {"w": np.full(3, kept["w"]), "own": kept["own"]}
+    state = optimizer.setup(params)
+    state["optimizer"]["velocity"]["w"][1] += kept["velocity"]
+    data = DistributedDataContainer(X, batch_size=BATCH, shuffle=True, seed=kept["seed"])
+    data.set_epoch(kept["epoch"])
+    return optimizer, state, params, data
+
+
+@pytest.mark.skipif(COMM.size < 2, reason="needs two ranks")
+@pytest.mark.parametrize(
+    "given, path",
+    [
+        ({"w": 1 + 1e-15}, r"params\['w'\]"), ({"velocity": 1e-9}, r"state\['optimizer'\]\['velocity'\]\['w'\]"),
+        ({"rate": 0.2}, r"optimizer\['learning_rate'\]"), ({"momentum": 0.8}, r"optimizer\['momentum'\]"),
+        ({"reduction": "sum"}, r"optimizer\['reduction'\]"), ({"clip": 1.0}, "clip_norm"),
+        ({"seed": 4}, r"data\['seed'\]"), ({"epoch": 2}, r"data\['epoch'\]"),
+    ],
+)  # fmt: skip
+def test_replicas_that_differ_are_found_in_debug_mode(given, path, rank, size):
+    last = rank == size - 1
+    square = lambda p, x: anp.mean((p["w"] - x) ** 2)  # noqa: E731
+    with mpiad.debug.checked():
+        optimizer, state, params, data = replica(last, **given)
+        batch = data[0]
+        with pytest.raises(ReplicationError, match=rf"(?s)DistributedOptimizer.step: .*same seed, rate.*{path}"):
+            optimizer.step(state, params, square, batch)
+        if "w" in given:
+            with pytest.raises(ReplicationError, match=r"(?s)parallel.value_and_grad: .*params\['w'\]"):
+                value_and_grad(square)(params, batch)
+        kept, _ = optimizer.update(state, params, params)  # accumulated on this rank: nothing is compared
+        with pytest.raises(ReplicationError, match=rf"(?s)DistributedOptimizer.update: .*{path}"):
+            optimizer.update(kept, params, params)
+
+
+@pytest.mark.parametrize("given", [{}, {"own": 7}])
+def test_equal_replicas_train_in_debug_mode_as_without(given, rank, size):
+    """What isn't trained is each rank's own, and so is what is accumulated."""
+    square = lambda p, x: anp.mean((p["w"] - x) ** 2)  # noqa: E731
+
+    def trained():
+        optimizer, state, params, data = replica(rank == size - 1, **given)
+        for batch in data:
+            state, params, _ = optimizer.step(state, params, square, batch)
+        value_and_grad(square)(params, data[0])
+        return params["w"]
+
+    without = trained()
+    with mpiad.debug.checked():
+        np.testing.assert_array_equal(trained(), without)
+        # A container of one rank's own has an order of its own.
+        own = DistributedDataContainer(X[rank::size], batch_size=3, shuffle=True, seed=rank, comm=MPI.COMM_SELF)
+        value_and_grad(square)({"w": np.ones(3)}, own[0])
