@@ -1,10 +1,10 @@
 """Differentiable MPI programs: primitives, exact gradients of the whole distributed program, optimisation."""
 
-import os as _os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mpiad.differentiation import grad, hvp, jacobian, jvp, linearize, make_hvp, make_jvp, make_vjp, value_and_grad
+from mpiad.environment_variables import path as _path
 from mpiad.primitives import (
     mpi_allgather,
     mpi_allreduce,
@@ -83,7 +83,7 @@ def __dir__() -> list[str]:
 
 
 def _record_where_asked() -> None:
-    if _world.any_rank(bool(_os.environ.get("MPIAD_TRACE"))):
+    if _world.any_rank(bool(_path("MPIAD_TRACE"))):
         __getattr__("debug").recording.of_the_program()
 
 

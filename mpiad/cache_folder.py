@@ -6,6 +6,8 @@ import logging
 import os
 from pathlib import Path
 
+from mpiad.environment_variables import path
+
 _log = logging.getLogger("mpiad")
 
 
@@ -15,8 +17,8 @@ def cache_folder() -> Path | None:
     By default that is the folder ``mpiad`` of the user's cache. ``MPIAD_CACHE=0`` keeps nothing. What is kept may be run as
     code, so a folder that others than this user can write into isn't used.
     """
-    given = os.environ.get("MPIAD_CACHE", "")
-    if given == "0":
+    given = path("MPIAD_CACHE")
+    if given is None:
         return None
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(given) if given else Path(base) / "mpiad"

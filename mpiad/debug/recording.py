@@ -13,6 +13,7 @@ from mpiad._typing import Comm
 from mpiad.debug.clocks import Clock, read_clock
 from mpiad.debug.recorder import MOST, Recorder
 from mpiad.debug.trace_file import gather_into, write_part
+from mpiad.environment_variables import path
 from mpiad.transport import channel, world
 from mpiad.transport.abort import last_words
 
@@ -151,7 +152,7 @@ def of_the_program() -> None:
     """Record from now to the end of the program, and write the timeline to the file that MPIAD_TRACE names; collective."""
     global _latest
     with _scratch() as comm:
-        named = next(filter(None, comm.allgather(os.environ.get("MPIAD_TRACE"))), None)
+        named = next(filter(None, comm.allgather(path("MPIAD_TRACE"))), None)
         file = Path(named).absolute() if named else None  # the program may go elsewhere
         if comm.rank == 0 and file is not None and not os.access(file.parent, os.W_OK):
             _log.warning("MPIAD_TRACE=%s: no file can be made in %s; there will be no trace.", named, file.parent)

@@ -16,6 +16,7 @@ from types import FrameType, TracebackType
 
 from mpi4py import MPI
 
+from mpiad.environment_variables import switch
 from mpiad.transport.calls import site_of, site_of_trace
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, lost_ranks
 
@@ -71,4 +72,4 @@ def end_job(text: str, code: int) -> None:
 
 def may_end_job() -> bool:
     """Tell whether an exception on one rank may end the others: where there are any, and not under ``MPIAD_ABORT=0``."""
-    return os.environ.get("MPIAD_ABORT") != "0" and MPI.COMM_WORLD.size > 1
+    return switch("MPIAD_ABORT", True) and MPI.COMM_WORLD.size > 1

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from mpiad.environment_variables import switch
 from mpiad.transport.gpus import may_be_used
 from mpiad.transport.library import device_kinds
 
@@ -63,17 +64,10 @@ def from_environment() -> DeviceSettings:
     """Return what MPIAD_CUDA_AWARE, MPIAD_DEVICE_CHUNK and MPIAD_DEVICE_PINNED ask for; a ValueError for other values."""
     default = DeviceSettings()
     return DeviceSettings(
-        _switch("MPIAD_CUDA_AWARE"),
+        switch("MPIAD_CUDA_AWARE", None),
         _bytes("MPIAD_DEVICE_CHUNK", LEAST_CHUNK, default.chunk),
         _bytes("MPIAD_DEVICE_PINNED", 0, default.pinned),
     )
-
-
-def _switch(name: str) -> bool | None:
-    given = os.environ.get(name, "")
-    if given not in ("", "0", "1"):
-        raise ValueError(f"{name} must be 0 or 1, or unset to ask the MPI library, but got {given!r}.")
-    return None if given == "" else given == "1"
 
 
 def _bytes(name: str, least: int, default: int) -> int:
@@ -108,7 +102,7 @@ def start() -> None:
     MPI.COMM_WORLD.Allreduce(mine, least, MPI.MIN)
     if wrong is not None or not least[0]:
         raise wrong or ValueError(
-            "MPIAD_CUDA_AWARE, MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED has a value on another rank that it doesn't take."
+            "MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED has a value on another rank that it doesn't take."
         )
     # Where the ranks ask for both, what always works.
     cuda_aware = None if least[1] and least[2] else bool(least[1])

@@ -17,14 +17,15 @@ import sys
 from mpi4py import MPI
 
 from mpiad._typing import Comm
+from mpiad.environment_variables import switch
 from mpiad.errors import RemoteError
 
 
 def _can_revoke() -> bool:
-    if os.environ.get("MPIAD_RECOVERY") == "0" or not hasattr(MPI.Comm, "Revoke"):
+    if not switch("MPIAD_RECOVERY", True) or not hasattr(MPI.Comm, "Revoke"):
         return False
     # Ranks that check each other's calls wait on communicators that nobody revokes; their waits have a limit instead.
-    if os.environ.get("MPIAD_DEBUG") == "1":
+    if switch("MPIAD_DEBUG", False):
         return False
     # The launcher sets it for its ranks; elsewhere Open MPI has the calls, and doesn't carry them out.
     asked = os.environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on", "enabled")

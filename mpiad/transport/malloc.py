@@ -19,6 +19,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mpiad.environment_variables import switch
+
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _MMAP_BYTES = 32 << 20  # the largest that glibc accepts on 64 bits; larger arrays are mapped as before
 _TRIM_BYTES = 512 << 20  # what may stay at the top of the heap once it is free
@@ -75,7 +77,7 @@ def _named(tunable: str) -> bool:
 
 
 def _raise_thresholds(libc: ctypes.CDLL) -> bool:
-    if os.environ.get("MPIAD_MALLOPT") == "0" or any(name in os.environ for name in _USERS_OWN):
+    if not switch("MPIAD_MALLOPT", True) or any(name in os.environ for name in _USERS_OWN):
         return False
     if any(_named(tunable) for tunable in _TUNABLES):
         return False
@@ -86,7 +88,7 @@ def _raise_thresholds(libc: ctypes.CDLL) -> bool:
 
 
 def _huge_pages_wanted() -> bool:
-    if os.environ.get("MPIAD_HUGE_PAGES") == "0" or _named("glibc.malloc.hugetlb"):
+    if not switch("MPIAD_HUGE_PAGES", True) or _named("glibc.malloc.hugetlb"):
         return False
     try:
         return "[madvise]" in _SWITCH.read_text()

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Array
 from mpiad.cache_folder import first_time
+from mpiad.environment_variables import switch
 
 _log = logging.getLogger("mpiad")
 _TOLD = "told-of-threads"
@@ -71,7 +72,7 @@ def limit_threads(ranks_on_node: int) -> None:
 
 def _limited(ranks_on_node: int) -> int | None:
     """Limit this rank's pools, and return to how many threads each; None where nothing was changed."""
-    decided = os.environ.get("MPIAD_THREADS") == "0" or any(name in os.environ for name in _USERS_OWN)
+    decided = not switch("MPIAD_THREADS", True) or any(name in os.environ for name in _USERS_OWN)
     if ranks_on_node < 2 or decided:
         return None
     share = _share

@@ -14,7 +14,7 @@ import mpiad.ensemble
 import mpiad.errors
 import mpiad.extend
 import mpiad.testing
-from mpiad.debug.environment import VARIABLES
+from mpiad.environment_variables import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 PRIMITIVES = [

@@ -53,7 +53,6 @@ def test_what_is_asked_for(environment):
 @pytest.mark.parametrize(
     "name, value, expected",
     [
-        ("MPIAD_CUDA_AWARE", "yes", "0 or 1, or unset to ask the MPI library, but got 'yes'"),
         ("MPIAD_DEVICE_CHUNK", "63", "a number of bytes, 64 or more, but got '63'"),
         ("MPIAD_DEVICE_CHUNK", "4M", "a number of bytes, 64 or more, but got '4M'"),
         ("MPIAD_DEVICE_CHUNK", "-100", "a number of bytes, 64 or more, but got '-100'"),
@@ -124,6 +123,6 @@ def test_ranks_agree(mpirun, asked, expected):
 def test_a_wrong_value_of_one_rank_is_refused_on_all(mpirun):
     done = mpirun(2, SHOW, *"- - - - 4M -".split())
     assert sorted(line.partition(" has")[0] for line in done.stdout.splitlines()) == [
-        "rank 0: MPIAD_CUDA_AWARE, MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED",
+        "rank 0: MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED",
         "rank 1: MPIAD_DEVICE_CHUNK must be a number of bytes, 64 or more, but got '4M'.",
     ]

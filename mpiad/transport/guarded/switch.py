@@ -7,6 +7,7 @@ import hashlib
 import numpy as np
 from mpi4py import MPI
 
+from mpiad import environment_variables
 from mpiad._typing import Comm
 from mpiad.transport import calls, channels
 from mpiad.transport.channels import Channel, Watch
@@ -28,6 +29,7 @@ def start() -> None:
     """Turn on what the environment asks for, on any rank; collective over the world."""
     wrong, wanted = None, Settings()
     try:
+        environment_variables.check()
         wanted = watch_settings.from_environment()
     except ValueError as error:
         wrong = error
@@ -39,7 +41,7 @@ def start() -> None:
     every = np.empty_like(mine)
     MPI.COMM_WORLD.Allreduce(mine, every, MPI.MIN)
     if wrong is not None or not every[0]:
-        raise wrong or ValueError("MPIAD_TIMEOUT on another rank isn't a number of seconds.")
+        raise wrong or ValueError("an environment variable of mpiad has a value on another rank that it doesn't take.")
     timeout = None if every[3] == never else float(every[3])
     found = Settings(not every[1], timeout, bool(every[2]))
     if found.watches:

@@ -6,6 +6,8 @@ import math
 import os
 from typing import NamedTuple
 
+from mpiad.environment_variables import switch
+
 DEBUG_TIMEOUT = 300.0
 
 
@@ -55,7 +57,7 @@ def seconds_of(value: object, name: str) -> float | None:
 
 def from_environment() -> Settings:
     """Return what MPIAD_DEBUG, MPIAD_TIMEOUT and MPIAD_DEBUG_SITES ask for."""
-    checks = os.environ.get("MPIAD_DEBUG") == "1"
+    checks = switch("MPIAD_DEBUG", False)
     given = os.environ.get("MPIAD_TIMEOUT")
     timeout = seconds_of(given, "MPIAD_TIMEOUT") if given else (DEBUG_TIMEOUT if checks else None)
-    return Settings(checks, timeout, os.environ.get("MPIAD_DEBUG_SITES") != "0")
+    return Settings(checks, timeout, switch("MPIAD_DEBUG_SITES", True))

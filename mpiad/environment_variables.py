@@ -1,0 +1,46 @@
+"""The environment variables that the library reads: which there are, and what their values mean.
+
+They are read where they are used, by functions that take an unknown value for none; `check` refuses those at the start.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TypeVar
+
+_OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
+_SWITCHES = dict.fromkeys(_OFF, False) | dict.fromkeys(_ON, True)
+# Each with what it takes.
+VARIABLES = {
+    "MPIAD_ABORT": "switch", "MPIAD_CACHE": "path", "MPIAD_CUDA_AWARE": "switch", "MPIAD_DEBUG": "switch",
+    "MPIAD_DEBUG_SITES": "switch", "MPIAD_DEVICE_CHUNK": "number", "MPIAD_DEVICE_PINNED": "number",
+    "MPIAD_HUGE_PAGES": "switch", "MPIAD_MALLOPT": "switch", "MPIAD_RECOVERY": "switch", "MPIAD_THREADS": "switch",
+    "MPIAD_TIMEOUT": "number", "MPIAD_TRACE": "path",
+    # Of the tests.
+    "MPIAD_LAUNCH_FOLDER": "path", "MPIAD_LAUNCH_RANKS": "number", "MPIAD_TEST_PATIENCE": "number",
+    "MPIAD_TEST_TIMEOUT": "number",
+}  # fmt: skip
+
+
+_Default = TypeVar("_Default", bool, None)
+
+
+def switch(name: str, default: _Default) -> bool | _Default:
+    """Return whether a switch is on, the default if it is unset."""
+    return _SWITCHES.get(os.environ.get(name, "").lower(), default)
+
+
+def path(name: str) -> str | None:
+    """Return the path that a variable names, "" if it is unset, None if it says off."""
+    given = os.environ.get(name, "")
+    return None if given.lower() in _OFF else given
+
+
+def check() -> None:
+    """Raise a ValueError if a switch or a path has a value that it doesn't take; who reads a number checks it."""
+    for name, kind in VARIABLES.items():
+        given = os.environ.get(name, "")
+        if kind == "switch" and given and given.lower() not in _SWITCHES:
+            raise ValueError(f"{name} must be 1, true, yes or on, or 0, false, no or off, but got {given!r}.")
+        if kind == "path" and given.lower() in _ON:
+            raise ValueError(f"{name} must be a path, or 0 for none, but got {given!r}.")
