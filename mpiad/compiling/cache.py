@@ -42,13 +42,14 @@ class Kernel(NamedTuple):
     origin: str  # "compiled", or "disk" where another process had done it
 
 
-def kernel_of(text: str, name: str, signature: str, fast: str = "") -> Kernel:
+def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = "") -> Kernel:
     """Return the function `name` of a text in the language of `translation`, compiled; an ImportError without llvmlite.
 
     The signature is one of arrays and numbers, as ``void(int64, float64[:, ::1])``; with ``linked`` for ``void``, of a
     linked kernel. `fast` says how floating-point operations may be changed, as LLVM writes it; not at all by default. Each
     rank calls it for itself: of those that want the same text at the same time one compiles it, and the others wait for
-    what it keeps on disk; where nothing is kept, all compile.
+    what it keeps on disk; where nothing is kept, all compile. The log says when this process compiles or loads a kernel, at
+    level INFO in the name of a public function, `call`.
     """
     # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
     with _lock:
@@ -59,7 +60,9 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "") -> Kernel:
             code = partial(code_of, text, name, signature, fast)
             function, origin = _from_disk(key, text, signature) or _made(key, text, code, signature)
             _loaded[known] = Kernel(function, time.perf_counter() - started, origin)
-            _log.debug("kernel %s: %s in %.3f s", key[:12], origin, _loaded[known].seconds)
+            how, seconds = "compiled" if origin == "compiled" else "loaded", _loaded[known].seconds
+            level = logging.INFO if call else logging.DEBUG
+            _log.log(level, "%s: the %s kernel was %s in %.2f s.", call or key[:12], name, how, seconds)
         return _loaded[known]
 
 

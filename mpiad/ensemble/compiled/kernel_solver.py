@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -24,8 +23,6 @@ from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
 from mpiad.ensemble.hybrid_outcome import complete
 from mpiad.ensemble.outcome import Outcome, ReturnCode, counters
 from mpiad.ensemble.settings import Settings
-
-_log = logging.getLogger("mpiad")
 
 # Steps of a trajectory for which there is room at first.
 _STEPS = 48
@@ -68,13 +65,9 @@ class Solver:
         return launch(self._function("forward", text), form, self)
 
     def _function(self, name: str, text: str) -> Callable[..., None]:
-        """Return a kernel's function, and tell how long it took to compile."""
-        kernel = kernel_of(text, name, signature_in(text, name))
-        if self._kernels.get(name) != text:
-            how = "compiled" if kernel.origin == "compiled" else "loaded"
-            _log.info("solve: the %s kernel was %s in %.2f s.", name, how, kernel.seconds)
+        """Return a kernel's function, and note its text."""
         self._kernels[name] = text
-        return kernel.function
+        return kernel_of(text, name, signature_in(text, name), call="solve").function
 
     # ---- derivatives
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from functools import partial
 
 import numpy as np
 import pytest
 
+from mpiad.compiling import cache
 from mpiad.ensemble import RK45, EnsembleProblem, EnsembleSerial, ODEProblem, solve
 from mpiad.ensemble.compiled import kernel_choice, traced_problem
 
@@ -97,10 +99,18 @@ def test_without_llvmlite(monkeypatch):
         solve(many(decay, 3), compile=True)
 
 
-def test_how_long_it_took_is_logged(caplog):
-    with caplog.at_level(logging.INFO, logger="mpiad"):
-        solve(many(lambda u, p, t: [-1.25 * u[0]], 3), compile=True)
-    assert "forward kernel was compiled in" in caplog.text
+def test_a_compilation_is_logged_when_it_happens(caplog, monkeypatch, tmp_path):
+    """Once, however many solves use the kernel; and its loading, by another process, which has forgotten it here."""
+    monkeypatch.setenv("MPIAD_CACHE", str(tmp_path))
+    prob = many(lambda u, p, t: [-1.25 * u[0]], 3)
+    for how in ("compiled", "loaded"):
+        with caplog.at_level(logging.INFO, logger="mpiad"):
+            for _ in range(3):
+                solve(prob, compile=True)
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert re.fullmatch(rf"solve: the forward kernel was {how} in \d+\.\d\d s\.", said)
+        caplog.clear()
+        cache.forget()
 
 
 def test_what_it_may_be():
