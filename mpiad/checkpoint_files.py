@@ -39,8 +39,7 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
 
     The description is what JSON can hold; the arrays, each with its name, may be made while they are written.
     """
-    _remove_left_over(path.absolute())  # first: they may be what fills the disk
-    part, file = _begin(path)
+    part, file = begin(path)
     try:
         with file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -58,11 +57,16 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
         with contextlib.suppress(OSError):
             part.unlink()
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _begin(path: Path) -> tuple[Path, IO[bytes]]:
-    """Return a new file beside a path, by a name that no other process uses, locked where there are locks."""
+def begin(path: Path) -> tuple[Path, IO[bytes]]:
+    """Return a new file beside a path, by a name that no other process uses, locked where there are locks.
+
+    An OSError if the path names a device, a pipe or a folder, which the new file mustn't replace.
+    """
+    require_regular(path)
+    _remove_left_over(path.absolute())  # first: they may be what fills the disk
     while True:
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         file = open(part, "x+b")
@@ -92,7 +96,19 @@ def _remove_left_over(path: Path) -> None:
         # Another process may remove it first.
         with contextlib.suppress(OSError), open(part, "r+b") as file:
             if _lock(file):
+                data_of(part).unlink(missing_ok=True)
                 part.unlink()
+
+
+def require_regular(path: Path) -> None:
+    """Raise an OSError if there is a device, a pipe or a folder."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "It is no regular file", str(path))
+
+
+def data_of(part: Path) -> Path:
+    """Return what a file made by `begin` stands for if other libraries write the data, whose own locks it would block."""
+    return part.with_name(f"{part.name}.data")
 
 
 def files_of_ranks(path: Path) -> list[Path]:
@@ -119,7 +135,8 @@ def _checksum(file: IO[bytes]) -> bytes:
     return b"%08x" % found
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Bring the names of a folder's files to the disk."""
     # Until the folder is on the disk, a crash of the machine may bring back the name's old file.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -159,6 +176,7 @@ def _description(found: Mapping[str, np.ndarray]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
+        require_regular(path)
         with open(path, "rb") as file:
             if _checksum(file) != file.read():
                 raise ValueError(

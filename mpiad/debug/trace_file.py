@@ -8,6 +8,7 @@ communications, in a phase or outside of all, is computation and becomes an even
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mpiad._typing import Comm
+from mpiad.checkpoint_files import begin
 from mpiad.debug.clocks import Clock
 from mpiad.debug.computing import gaps
 from mpiad.debug.recorder import Event, Message, Recorder
@@ -51,18 +53,21 @@ def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> Non
 
 def _written(path: Path, header: str, pieces: Iterator[str]) -> str | None:
     """Write header, pieces and footer to a file that appears whole or not at all; return what went wrong."""
-    temporary = path.with_name(f"{path.name}.unfinished")
+    temporary = None
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        temporary, made = begin(path)
+        with io.TextIOWrapper(made, encoding="utf-8") as file:
             file.write(header)
             for k, piece in enumerate(pieces):
                 file.write((",\n" if k else "") + piece)
             file.write(_FOOTER)
-        os.replace(temporary, path)
-    except OSError as failure:
+            file.flush()
+            os.replace(temporary, path)  # while it is locked
+    except (OSError, ValueError) as failure:
         for _ in pieces:
             pass  # still taken: their senders wait to be rid of them
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
         return str(failure)
     return None
 

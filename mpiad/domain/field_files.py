@@ -10,8 +10,8 @@ import numpy as np
 from mpiad._typing import LocalArray
 from mpiad.domain.decomposition import Decomposition
 from mpiad.primitives import stop
-from mpiad.transport.agreement import agreed, raise_together, raising_together, require_same
-from mpiad.transport.array_files import Layout, layout_in, read_block, write_block
+from mpiad.transport.agreement import raising_together, require_same
+from mpiad.transport.array_files import Layout, read_block, write_block
 from mpiad.transport.device_arrays import is_device_array
 
 
@@ -33,20 +33,24 @@ class FieldFiles(Decomposition):
         TypeError, ValueError
             On all ranks, where `u` isn't such an array on one, or paths, leading axes or dtypes differ.
         OSError
-            On all ranks, where it can't be written: a file that was there stays as it was.
+            On all ranks, where it can't be written: a file that was there stays as it was. If `path` names a device, a pipe
+            or a folder.
 
         Ranks
         -----
-        All ranks call it. They write ``path.part``, whose name is changed at the end.
+        All ranks call it. They write a file of a random name in the same folder, which is renamed at the end: of several
+        jobs that save at the same time the last one wins.
         """
         call = "Domain.save"
-        with raising_together(self._channel):
+        with raising_together(self._channel, Exception):
             if is_device_array(stop(u)):
                 raise TypeError(f"{call}: expected an array on the host. Copy it with mpiad.device.to_host.")
             block = np.ascontiguousarray(stop(self._checked(u, self.local_shape, call)))
-            if block.dtype.hasobject:
-                raise TypeError(f"{call}: expected numbers, but got an array of Python's objects.")
-        lead, file = block.shape[: block.ndim - len(self.shape)], Path(path)
+            if block.dtype.kind in "OV":
+                kind = "Python's objects" if block.dtype.hasobject else f"structures, {block.dtype}"
+                raise TypeError(f"{call}: expected numbers, but got an array of {kind}.")
+            file = Path(path)
+        lead = block.shape[: block.ndim - len(self.shape)]
         # Before a byte is written: ranks with other shapes would write over each other's blocks.
         require_same(self._channel, f"path={str(file)!r}, leading axes {lead}, dtype {block.dtype.str}", call)
         write_block(self._channel, file, (*lead, *self.shape), self._starts(len(lead)), block, call)
@@ -69,27 +73,20 @@ class FieldFiles(Decomposition):
 
         Ranks
         -----
-        All ranks call it; rank 0 alone reads what the file says of itself.
+        All ranks call it, and read the same file, if other jobs save to the path meanwhile.
         """
-        call, file, layout, error = "Domain.load", Path(path), None, None
-        if self._channel.rank == 0:
-            try:
-                layout = layout_in(file)
-                ndim = len(self.shape)
-                if layout.shape[max(0, len(layout.shape) - ndim) :] != self.shape:
-                    raise ValueError(f"it holds shape {layout.shape}, but the grid has {self.shape}")
-            except FileNotFoundError as found:
-                error = agreed(self._channel, OSError(f"{call}: {file}: {found.strerror}."))
-            except (OSError, ValueError) as found:
-                error = type(found)(f"{call}: {file} can't be read: {found}.")
-        raise_together(self._channel, error)
-        # From one rank's reading, so that all agree on the layout, and all raise where it doesn't fit.
-        shape, dtype, offset = self._channel.data.bcast(None if layout is None else (layout[0], layout[1].str, layout[2]))
-        layout, lead = Layout(shape, np.dtype(dtype), offset), shape[: len(shape) - len(self.shape)]
-        # Each reads its own block, so no rank ever holds the whole grid.
-        block = np.empty((*lead, *self.local_shape), layout.dtype)
-        read_block(self._channel, file, layout, self._starts(len(lead)), block, call)
-        return block
+        call = "Domain.load"
+
+        def place(layout: Layout) -> tuple[tuple[int, ...], np.ndarray]:
+            lead = max(0, len(layout.shape) - len(self.shape))
+            if layout.shape[lead:] != self.shape:
+                raise ValueError(f"it holds shape {layout.shape}, but the grid has {self.shape}")
+            # Each reads its own block, so no rank ever holds the whole grid.
+            return self._starts(lead), np.empty((*layout.shape[:lead], *self.local_shape), layout.dtype)
+
+        with raising_together(self._channel, Exception):
+            file = Path(path)
+        return read_block(self._channel, file, place, call)
 
     def _starts(self, lead: int) -> tuple[int, ...]:
         return (0,) * lead + tuple(cells.start for cells in self.owned)

@@ -68,12 +68,12 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
     arrays: dict[str, np.ndarray] = {}
     of_mine: dict[str, np.ndarray] = {}
     # Before the gather, in which all would wait for a rank that has raised.
-    with raising_together(used, TypeError):
+    with raising_together(used, Exception):
         if used.rank == root:
             file, said = _file(path, call), described(tree, "tree", arrays)
         mine = described(own, f"own/{used.rank}", of_mine), of_mine
     every = used.data.gather(mine, root)
-    with raising_together(used, OSError):
+    with raising_together(used, Exception):
         if used.rank == root:
             for _, theirs in every:
                 arrays.update(theirs)

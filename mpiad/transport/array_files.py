@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Shape
-from mpiad.checkpoint_files import remedy
-from mpiad.transport.agreement import raise_together
+from mpiad._typing import Comm, Shape
+from mpiad.checkpoint_files import begin, data_of, remedy, require_regular, sync_folder
+from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.channels import Channel
 
 # ROMIO else sends all numbers through one rank of each node, in exchanges of 16 MiB: several times slower on its own disk.
 _HINTS = {"romio_cb_write": "disable", "romio_cb_read": "disable"}
+# To open one file on all ranks, while other jobs replace it; more than two only on a disk without hard links.
+_ATTEMPTS = 100
 
 
 class Layout(NamedTuple):
@@ -43,51 +46,111 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
     head = io.BytesIO()
     described = {"descr": np.lib.format.dtype_to_descr(block.dtype), "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(head, described)
-    layout, part = Layout(shape, block.dtype, len(head.getvalue())), path.with_name(path.name + ".part")
+    layout, begun = Layout(shape, block.dtype, len(head.getvalue())), list[tuple[Path, IO[bytes]]]()
 
-    def write(file: MPI.File) -> None:
-        # A longer file that an earlier attempt left must not show behind the end.
-        file.Set_size(layout.end)
-        if used.rank == 0:
-            file.Write_at(0, head.getvalue())
-        _viewed(file, layout, starts, block, file.Write_all)
-        file.Sync()
+    def make() -> None:
+        begun.append(begin(path))
+        data_of(begun[0][0]).open("xb").close()
 
+    def publish() -> None:
+        data.replace(path)
+        sync_folder(path.parent)
+
+    root = used.rank == 0
     try:
         # By rank 0 first, whose error all raise: of MPICH's some ranks have no text where other errors came before.
-        _together(used, part, lambda: part.open("wb").close() if used.rank == 0 else None, call)
-        _with_file(used, part, MPI.MODE_CREATE | MPI.MODE_WRONLY, write, call)
-        _together(used, part, lambda: part.replace(path) if used.rank == 0 else None, call)
-    except OSError:
-        if used.rank == 0:
-            part.unlink(missing_ok=True)
-        raise
+        _together(used, path, make if root else None, call)
+        data = Path(used.data.bcast(str(data_of(begun[0][0])) if root else None))
+        with _opened(used, data, MPI.MODE_WRONLY, call) as file:
+            # All agree after each step: in the next one the others would wait for a rank that has failed.
+            _together(used, path, lambda: file.Set_size(layout.end), call)
+            _together(used, path, (lambda: file.Write_at(0, head.getvalue())) if root else None, call)
+            _together(used, path, lambda: _viewed(file, layout, starts, block, file.Write_all), call)
+            _together(used, path, file.Sync, call)
+        _together(used, path, publish if root else None, call)
+    finally:
+        _discard(begun)
 
 
-def layout_in(path: Path) -> Layout:
-    """Return what a file holds.
+def _discard(begun: list[tuple[Path, IO[bytes]]]) -> None:
+    for part, lock in begun:
+        data_of(part).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
+        lock.close()
 
-    An OSError or ValueError where it can't be read, isn't of NumPy's format, or is shorter or longer than it says.
-    """
-    with path.open("rb") as file:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(file)
-        layout = Layout(shape, dtype, file.tell())
+
+def _layout_in(file: IO[bytes]) -> Layout:
+    """Return what a file holds; a ValueError if it isn't of NumPy's format, or has another length than it says."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    layout = Layout(shape, dtype, file.tell())
     if fortran and len(shape) > 1:
         raise ValueError("its array is in Fortran's order: save numpy.ascontiguousarray of it")
-    if dtype.hasobject:
-        raise ValueError("it holds Python's objects")
-    size = os.path.getsize(path)
+    if dtype.kind in "OV":
+        raise ValueError(f"it holds Python's objects or structures ({dtype})")
+    size = os.fstat(file.fileno()).st_size
     if size != layout.end:
         wanted = f"an array of {dtype}, shape {shape}, has {layout.end}"
         raise ValueError(f"it is truncated or too long: it has {size} bytes, where {wanted}")
     return layout
 
 
-def read_block(used: Channel, path: Path, layout: Layout, starts: Shape, out: np.ndarray, call: str) -> None:
-    """Read this rank's block of a file; all ranks call it. An OSError on all, where one can't read it."""
-    _with_file(used, path, MPI.MODE_RDONLY, lambda file: _viewed(file, layout, starts, out, file.Read_all), call)
+def read_block(used: Channel, path: Path, place: Callable[[Layout], tuple[Shape, np.ndarray]], call: str) -> np.ndarray:
+    """Return this rank's block of a file, all ranks' of the same one, though others may replace it meanwhile.
+
+    `place` returns where the block begins and memory for it; a ValueError if the file doesn't fit. All ranks call it: an
+    OSError or ValueError on all, where one can't read it.
+    """
+    for attempt in range(_ATTEMPTS):
+        begun, name = list[tuple[Path, IO[bytes]]](), None
+        if attempt and used.rank == 0:
+            # A second name, which nobody replaces; where there are none, another attempt with the first one.
+            with contextlib.suppress(OSError):
+                begun.append(begin(path))
+                os.link(path, data_of(begun[0][0]))
+                name = str(data_of(begun[0][0]))
+        try:
+            block = _read_once(used, Path(used.data.bcast(name) or path), place, call)
+        finally:
+            _discard(begun)
+        if block is not None:
+            return block
+    text = f"{call}: {path}: other jobs replace it while the ranks open it, or the ranks don't see the same file."
+    raise agreed(used, OSError(text))
+
+
+def _read_once(
+    used: Channel, path: Path, place: Callable[[Layout], tuple[Shape, np.ndarray]], call: str
+) -> np.ndarray | None:
+    """Do what `read_block` does; None on all ranks if they have opened different files."""
+    error, held = None, None
+    try:
+        require_regular(path)
+        held = path.open("rb")
+        layout = _layout_in(held)
+        starts, block = place(layout)
+    except FileNotFoundError as found:
+        error = OSError(f"{call}: {path}: {found.strerror}.")
+    except (OSError, ValueError) as found:
+        error = (OSError if isinstance(found, OSError) else ValueError)(f"{call}: {path} can't be read: {found}.")
+    except Exception as found:  # noqa: BLE001 the other ranks must not wait for it
+        error = found
+    with contextlib.ExitStack() as stack:
+        if held is not None:
+            stack.enter_context(held)
+        raise_together(used, error)
+        file = stack.enter_context(_opened(used, path, MPI.MODE_RDONLY, call))
+        # While it is held no other file gets its number: under the same one MPI has opened the same file.
+        mine, now = os.fstat(held.fileno()), None  # type: ignore[union-attr]
+        with contextlib.suppress(OSError):
+            now = path.stat()
+        same = now is not None and (now.st_dev, now.st_ino) == (mine.st_dev, mine.st_ino)
+        every = used.data.allgather((same, mine.st_ino, mine.st_mtime_ns, layout.end))
+        if every != [(True, *every[0][1:])] * used.size:
+            return None
+        _together(used, path, lambda: _viewed(file, layout, starts, block, file.Read_all), call)
+        return block
 
 
 def _viewed(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, transfer: Callable[[list], None]) -> None:
@@ -105,24 +168,32 @@ def _viewed(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, tr
         row.Free()
 
 
-def _with_file(used: Channel, path: Path, mode: int, act: Callable[[MPI.File], None], call: str) -> None:
-    """Open a file on all ranks, act, and close it; an OSError on all ranks where any of it fails on one."""
+@contextlib.contextmanager
+def _opened(used: Channel, path: Path, mode: int, call: str) -> Iterator[MPI.File]:
+    """Open a file on all ranks, and close it; an OSError on all ranks where one can't."""
     opened: list[MPI.File] = []
     hints = MPI.Info.Create(_HINTS)
-    _together(used, path, lambda: opened.append(MPI.File.Open(used.data, path, mode, hints)), call)  # type: ignore[arg-type]
+    comm: Comm = getattr(used.data, "bare", used.data)  # MPI-IO knows nothing of a watch
+    _together(used, path, lambda: opened.append(MPI.File.Open(comm, path, mode, hints)), call)
     hints.Free()
     try:
-        _together(used, path, lambda: act(opened[0]), call)
+        yield opened[0]
     finally:
         opened[0].Close()
 
 
-def _together(used: Channel, path: Path, act: Callable[[], object], call: str) -> None:
-    error: OSError | None = None
+def _together(used: Channel, path: Path, act: Callable[[], object] | None, call: str) -> None:
+    """Act, if there is something to do on this rank; raise on all ranks what any of them raises."""
+    error: Exception | None = None
     try:
-        act()
+        if act is not None:
+            act()
     except OSError as failure:
         error = OSError(f"{call}: {path}: {failure.strerror or failure}. {remedy(failure, path)}")
     except MPI.Exception as failure:
         error = OSError(f"{call}: {path}: {failure.Get_error_string()}")
+    except ValueError as failure:
+        error = ValueError(f"{call}: {str(path)!r}: {failure}.")
+    except Exception as failure:  # noqa: BLE001 the other ranks must not wait for it
+        error = failure
     raise_together(used, error)

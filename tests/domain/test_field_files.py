@@ -12,6 +12,10 @@ from machine_load import slowdown
 from mpi4py import MPI
 
 import mpiad
+from mpiad import checkpoint_files
+from mpiad.transport import array_files
+from mpiad.transport.guarded import switch
+from mpiad.transport.guarded.watch_settings import Settings, present
 
 
 @pytest.fixture
@@ -107,3 +111,123 @@ def test_a_killed_job_leaves_the_old_file(tmp_path: Path) -> None:
     domain = mpiad.Domain((64, 64), comm=MPI.COMM_SELF)
     domain.save(path, np.full((64, 64), 3.0))  # what is left behind is no obstacle
     assert np.array_equal(np.load(path), np.full((64, 64), 3.0)) and len(list(tmp_path.glob("u.npy*"))) == 1
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_fields_are_saved_and_loaded_under_watch(debug, folder):
+    """As MPIAD_TIMEOUT and MPIAD_DEBUG switch it on: MPI-IO takes no communicator of ours."""
+    before = present()
+    switch.apply(Settings(debug, 20.0))
+    try:
+        domain = mpiad.Domain((7, 9))
+        block = field((7, 9))[domain.owned]
+        domain.save(folder / "u.npy", block)
+        assert np.array_equal(domain.load(folder / "u.npy"), block)
+        with pytest.raises(OSError, match="No such file"):
+            domain.load(folder / "none.npy")
+        mpiad.mpi_barrier()
+    finally:
+        switch.restore(before)
+    assert np.array_equal(np.load(folder / "u.npy"), field((7, 9)))
+
+
+WRITER = """
+import sys
+import numpy as np
+import mpiad
+
+domain = mpiad.Domain((64, 64))
+for k in range(int(sys.argv[2])):
+    domain.save(sys.argv[1], np.full((64, 64), float(k)))
+"""
+
+
+@pytest.mark.limit(120)
+def test_two_writers_and_readers_never_meet_in_one_file(folder, rank, size):
+    """A load is of one save, on all ranks the same, whatever other jobs save meanwhile."""
+    path, domain, alone = folder / "u.npy", mpiad.Domain((64, 64)), mpiad.Domain((64, 64), comm=MPI.COMM_SELF)
+    if rank == 0:
+        alone.save(path, np.zeros((64, 64)))
+    MPI.COMM_WORLD.Barrier()
+    hidden = {
+        name: text for name, text in os.environ.items() if not name.startswith(("PMI", "PMIX", "OMPI", "MPI", "HYDRA"))
+    }
+    command = [sys.executable, "-c", WRITER, str(path), "150"]
+    writers = [subprocess.Popen(command, env=hidden) for _ in range(2)] if rank == 0 else []
+    running, seen = True, set()
+    while running:
+        running = mpiad.mpi_allreduce(any(writer.poll() is None for writer in writers), op=MPI.LOR)
+        block = domain.load(path)
+        found = MPI.COMM_WORLD.allgather((block.min(), block.max()))
+        assert len(set(found)) == 1 and found[0][0] == found[0][1]
+        seen.add(found[0][0])
+    assert [writer.returncode for writer in writers] == [0] * len(writers)
+    assert len(seen) > 3 and 149.0 in seen
+    assert [file.name for file in folder.iterdir()] == ["u.npy"]
+
+
+def test_links_that_others_have_planted_are_not_followed(folder, rank, monkeypatch):
+    domain, victim = mpiad.Domain((6,)), folder / "victim"
+    domain.save(folder / "u.npy", np.zeros(domain.local_shape))
+    if rank == 0:
+        victim.write_text("mine")
+        for name in ("u.npy.part", "u.npy.00000000.part", "u.npy.11111111.part.data"):
+            (folder / name).symlink_to(victim)
+    MPI.COMM_WORLD.Barrier()
+    domain.save(folder / "u.npy", np.ones(domain.local_shape))
+    for token in ("00000000", "11111111"):
+        monkeypatch.setattr(checkpoint_files.secrets, "token_hex", lambda count, token=token: token)
+        with pytest.raises(OSError, match="Domain.save: .*File exists"):
+            domain.save(folder / "u.npy", np.zeros(domain.local_shape))
+    assert victim.read_text() == "mine" and np.array_equal(np.load(folder / "u.npy"), np.ones(6))
+
+
+def test_what_is_no_regular_file_is_neither_replaced_nor_waited_for(folder, rank):
+    domain, pipe = mpiad.Domain((6,)), folder / "pipe"
+    if rank == 0:
+        os.mkfifo(pipe)
+    MPI.COMM_WORLD.Barrier()
+    for path in (pipe, folder):
+        with pytest.raises(OSError, match="It is no regular file"):
+            domain.save(path, np.ones(domain.local_shape))
+        with pytest.raises(OSError, match="It is no regular file"):
+            domain.load(path)
+    MPI.COMM_WORLD.Barrier()
+    assert pipe.is_fifo() and [file.name for file in folder.iterdir()] == ["pipe"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("Unable to allocate")])
+def test_what_one_rank_runs_into_is_raised_on_all(error, folder, rank, size, monkeypatch):
+    """In the middle of a file, where the others would wait in the next step."""
+    domain, path, transfer = mpiad.Domain((6, 8)), folder / "u.npy", array_files._viewed
+    domain.save(path, np.ones(domain.local_shape))
+
+    def fails(*args):
+        transfer(*args)
+        if rank == size - 1:
+            raise error
+
+    monkeypatch.setattr(array_files, "_viewed", fails)
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        domain.save(path, np.zeros(domain.local_shape))
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        domain.load(path)
+    monkeypatch.undo()
+    assert np.array_equal(domain.load(path), np.ones(domain.local_shape))
+    assert [file.name for file in folder.iterdir()] == ["u.npy"]
+    for call in (lambda: domain.save("a\0b", np.ones(domain.local_shape)), lambda: domain.load("a\0b")):
+        with pytest.raises(ValueError, match="null"):
+            call()
+    with pytest.raises(TypeError, match="not '?int'?"):
+        domain.load(7 if rank == size - 1 else path)  # type: ignore[arg-type]
+
+
+def test_structures_are_refused(folder, rank):
+    domain, pairs = mpiad.Domain((6,)), [("a", float), ("b", np.int32)]
+    with pytest.raises(TypeError, match=r"Domain.save: expected numbers, but got an array of structures, \[\('a'"):
+        domain.save(folder / "u.npy", np.zeros(domain.local_shape, pairs))
+    if rank == 0:
+        np.save(folder / "u.npy", np.zeros(6, pairs))
+    MPI.COMM_WORLD.Barrier()
+    with pytest.raises(ValueError, match="holds Python's objects or structures"):
+        domain.load(folder / "u.npy")

@@ -1,6 +1,7 @@
 """Trainings that go on from a file, beside those that were never stopped."""
 
 import json
+import os
 
 import autograd.numpy as anp
 import numpy as np
@@ -170,3 +171,15 @@ def test_the_checkpoint_of_another_model_is_refused_on_all_ranks(path):
     ):
         with pytest.raises(ValueError, match=f"parallel.load_checkpoint: .*{text}"):
             load_checkpoint(path, like=like)
+
+
+def test_a_path_that_only_the_root_tries_is_refused_on_all_ranks(path):
+    with pytest.raises(ValueError, match="null"):
+        save_checkpoint("a\0b", {"a": 1}, root=ROOT)
+    if COMM.rank == 0:
+        os.mkfifo(path)
+    COMM.Barrier()
+    with pytest.raises(OSError, match="can't be written .It is no regular file"):
+        save_checkpoint(path, {"a": 1}, root=ROOT)
+    with pytest.raises(ValueError, match="can't be read .It is no regular file"):
+        load_checkpoint(path, root=ROOT)
