@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.debug import recorder, recording, traced
+from mpiad.debug import recorder, recording, trace_file, traced
 from mpiad.differentiation import backward
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.transport import calls
@@ -301,3 +301,15 @@ def test_a_program_whose_trace_cannot_be_written_ends_well(mpirun, tmp_path):
     done = mpirun(2, PROGRAM, tmp_path, "exits", env={"MPIAD_TRACE": "no/t.json"}, cwd=tmp_path)
     assert done.returncode == 0
     assert "there will be no trace" in done.stderr and "can't be written to" in done.stderr
+
+
+@pytest.mark.serial
+def test_a_planted_link_is_not_followed_and_a_pipe_not_replaced(tmp_path):
+    victim, path = tmp_path / "victim", tmp_path / "trace.json"
+    victim.write_text("mine")
+    (tmp_path / "trace.json.unfinished").symlink_to(victim)
+    assert trace_file._written(path, "[", iter(["1", "2"])) is None
+    assert path.read_text() == "[1,\n2\n]}\n" and victim.read_text() == "mine"
+    os.mkfifo(tmp_path / "pipe")
+    assert "no regular file" in trace_file._written(tmp_path / "pipe", "[", iter([]))
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 4
