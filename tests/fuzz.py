@@ -1,6 +1,7 @@
 """Run many random programs on some numbers of ranks, and shrink the first of each that fails.
 
     python tests/fuzz.py --programs 10000 --ranks 1 2 3 4 --seed 5
+    python tests/fuzz.py --programs 2000 --ranks 1 2 3 --seed 5 --falling-back --compiled all some
 
 This process draws the programs, and ranks are started to run them in batches; so are the smaller programs that the search
 for the smallest tries. So no rank draws or searches while others wait, and what hangs or crashes ends its job alone. The
@@ -31,9 +32,9 @@ PATIENCE = 30.0
 class Fuzz:
     """Programs of one number of ranks."""
 
-    def __init__(self, ranks, count, seed, before, search, compiled):
+    def __init__(self, ranks, count, seed, before, search, compiled, falling_back):
         self.ranks, self.count, self.seed, self.before, self.search = ranks, count, seed, before, search
-        self.compiled = compiled
+        self.compiled, self.falling_back = compiled, falling_back
         self.digest, self.start = 0, time.monotonic()
 
     def run(self):
@@ -41,7 +42,7 @@ class Fuzz:
         done, number = 0, 0
         while done < self.count:
             size, seed = min(BATCH, self.count - done), self.seed * 1_000_003 + number
-            programs = drawn(self.ranks, size, seed, self.compiled)
+            programs = drawn(self.ranks, size, seed, self.compiled, self.falling_back)
             self.digest = zlib.crc32("".join(map(repr, programs)).encode(), self.digest)
             outcome, place = self.job(programs, PATIENCE)
             if outcome.returncode:
@@ -104,13 +105,17 @@ def main():
         "--compiled", nargs="+", default=["none", "all", "some"], choices=["none", "all", "some"],
         help="on which ranks programs are jitted, in turn",
     )  # fmt: skip
+    parser.add_argument(
+        "--falling-back", action="store_true", help="a rank leaves its trace in each: with --compiled all some"
+    )
     parser.add_argument("--before", nargs=1, default=[], help="a Python file that every rank runs first")
     options = parser.parse_args()
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     numbers = " ".join(map(str, options.ranks))
     print(f"fuzz: {options.programs} programs on {numbers} ranks, seed {seed}", flush=True)
     shares = [len(range(k, options.programs, len(options.ranks))) for k in range(len(options.ranks))]
-    runs = [Fuzz(*each, seed, options.before, options.shrink, options.compiled) for each in zip(options.ranks, shares)]
+    rest = seed, options.before, options.shrink, options.compiled, options.falling_back
+    runs = [Fuzz(*each, *rest) for each in zip(options.ranks, shares)]
     failed = [run.ranks for run in runs if not run.run()]
     if failed:
         print(f"fuzz: FAILED on {failed} ranks; again: --seed {seed} --programs {options.programs} --ranks {numbers}")

@@ -36,6 +36,7 @@ class _Outcome(NamedTuple):
 
     build: Callable[[list[Any]], Any]
     traced: Traced | None
+    communicates: bool = False  # on a tape; noted when the call runs, since a playback communicates nothing
 
 
 class _Call:
@@ -63,10 +64,11 @@ class _Call:
             if tangents is not None:
                 (values, build), (along, _) = map(flatten, trace_forwards(self._called, variables, tangents))
                 return *map(_as_array, values), *map(_as_array, along), _Outcome(build, None)
+            start = next(communications)
             made = trace_backwards(self._called, variables)
         if made.problem is not None:
             raise made.problem.kind(made.problem.text)
-        return *map(_as_array, made.values), _Outcome(made.build, made)
+        return *map(_as_array, made.values), _Outcome(made.build, made, next(communications) > start + 1)
 
     def _called(self, given: tuple[tuple, dict]) -> Any:
         return self._fun(*given[0], **given[1])
@@ -116,9 +118,7 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
 
 
 def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Any:
-    start = next(communications)
     *values, outcome = recorder.opaque(call, (leaves, places))
-    communicates = next(communications) > start + 1
     tape.channels |= outcome.traced.recording.channels
     likes = [spec_like(leaves[k]) for k in places]
     adjoint = _Adjoint(call, [like._replace(arrays=None) for like in likes])
@@ -128,7 +128,9 @@ def _on_tape(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: l
         *found, _ = adjoint(outcome, gs) if recorder is None else recorder.opaque(adjoint, (outcome, gs))
         return [conform(g, *like) for g, like in zip(found, likes)]
 
-    return outcome.build(placed(tape, values, [True] * len(values), [node.index for node in nodes], pull, communicates))
+    return outcome.build(
+        placed(tape, values, [True] * len(values), [node.index for node in nodes], pull, outcome.communicates)
+    )
 
 
 def _with_tangents(recorder: Any, call: _Call, tape: Any, leaves: list[Any], places: list[int], nodes: list[Any]) -> Any:

@@ -18,10 +18,10 @@ from mpiad.primitives.operation import communicate
 BATCHES, EACH = 8, 15
 
 
-def programs(size, seed, count=EACH, compiled=("none",)):
+def programs(size, seed, count=EACH, compiled=("none",), falling_back=False):
     """Return the same programs on all ranks: rank 0 draws them."""
     world = MPI.COMM_WORLD
-    found = drawn(size, count, seed, compiled) if world.rank == 0 else None
+    found = drawn(size, count, seed, compiled, falling_back) if world.rank == 0 else None
     poll(world.Ibarrier(), None)  # the others leave the cores to rank 0
     return world.bcast(found)
 
@@ -49,6 +49,15 @@ def test_random_programs_that_are_jitted(size, request):
     """On all ranks, and on some among others that aren't; `make fuzz` runs many more."""
     count = 25 if request.config.getoption("thorough") else 4
     found = [(program, checked(program)) for program in programs(size, BATCHES + 3, count, ("some", "all"))]
+    wrong = [f"{script(program)}\n" + "\n".join(lines) for program, lines in found if lines]
+    assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.interpreted
+def test_random_programs_in_which_ranks_leave_their_traces(size, request):
+    """At any place, after whatever communicates: they make all communications of the others, backwards too."""
+    count = 60 if request.config.getoption("thorough") else 12
+    found = [(program, checked(program)) for program in programs(size, BATCHES + 4, count, ("some", "all"), True)]
     wrong = [f"{script(program)}\n" + "\n".join(lines) for program, lines in found if lines]
     assert not wrong, "\n\n".join(wrong)
 

@@ -94,10 +94,31 @@ def kinds_of_step(size):
     ]  # fmt: skip
 
 
+def kinds_that_fall_back(size):
+    """Return the strategies of operators that communicate inside, and of what leaves a trace, here and there."""
+    some = each(size, st.sampled_from([False, False, True]))
+    most, three = each(size, st.sampled_from([True, True, False])), registers("a", "b", "out")
+    loops = st.builds(
+        steps.Loop, **three, count=st.integers(2, 4), checkpoints=st.sampled_from([None, 1, 2, 3, 4]), decides=some,
+        used=most, group=GROUP,
+    )  # fmt: skip
+    return [
+        loops, loops.map(lambda step: step._replace(decides=(False,) * size)),
+        st.builds(steps.Solve, st.sampled_from(["solve", "newton"]), **three, used=most, group=GROUP),
+        st.builds(steps.Operator, st.sampled_from(["halo", "total"]), **registers("a", "out"), used=most),
+        st.builds(steps.Ragged, **three, decides=some, group=GROUP),
+        decisions(size),
+    ]  # fmt: skip
+
+
+def decisions(size):
+    return st.builds(steps.Decide, REGISTER, each(size, st.sampled_from(["on", "on", "forwards", "backwards"])))
+
+
 @st.composite
-def programs(draw, size):
-    """Return a strategy for programs of `size` ranks."""
-    kinds = kinds_of_step(size)
+def programs(draw, size, falling_back=False):
+    """Return a strategy for programs of `size` ranks; `falling_back`: a rank that is compiled leaves a trace."""
+    kinds = kinds_of_step(size) + (kinds_that_fall_back(size) * 2 if falling_back else [])
     # Reductions and messages again, as strategies of their own (Hypothesis drops one that it has): they have the most
     # variants, and messages overlap with each other.
     kind = st.one_of(
@@ -109,6 +130,12 @@ def programs(draw, size):
         losses = ["constant" if kind == "none" else kind for kind in losses]
     elif losses[root] == "none":
         losses[root] = "all"
+    drawn_steps = tuple(step for some in draw(st.lists(kind, min_size=SHORTEST, max_size=LONGEST)) for step in some)
+    if falling_back:
+        # An even rank, which is compiled in each way.
+        left = draw(decisions(size).filter(lambda step: set(step.kinds[::2]) != {"on"}))
+        place = draw(st.integers(0, len(drawn_steps)))
+        drawn_steps = (*drawn_steps[:place], left, *drawn_steps[place:])
     return steps.Program(
         size=size, seed=draw(st.integers(0, 99)), single=draw(st.sampled_from([False, False, True])),
         complex_input=draw(st.sampled_from([False, False, True])),
@@ -117,17 +144,17 @@ def programs(draw, size):
         )),
         objective=objective, root=root, shared=draw(st.booleans()), losses=tuple(losses),
         second=draw(st.sampled_from(["hvp", "reverse", "forward"])), waitall=draw(st.booleans()),
-        steps=tuple(step for some in draw(st.lists(kind, min_size=SHORTEST, max_size=LONGEST)) for step in some),
+        steps=drawn_steps,
     )  # fmt: skip
 
 
-def drawn(size, count, seed, compiled=("none",)):
-    """Return a list of programs, which are `compiled` in turn."""
+def drawn(size, count, seed, compiled=("none",), falling_back=False):
+    """Return a list of programs, which are `compiled` in turn; `falling_back` as in `programs`."""
     found = []
 
     @hypothesis.seed(seed)
     @hypothesis.settings(max_examples=count, phases=[hypothesis.Phase.generate], **SETTINGS)
-    @hypothesis.given(programs(size))
+    @hypothesis.given(programs(size, falling_back))
     def draw(program):
         found.append(program._replace(compiled=compiled[len(found) % len(compiled)]))
 

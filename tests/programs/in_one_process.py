@@ -11,16 +11,22 @@ import numpy as np
 from programs import arithmetic, jets
 from programs.agenda import Agenda
 from programs.steps import (
+    LENGTH,
     Barrier,
     Combine,
+    Decide,
     Exchange,
     Gather,
     Inner,
     Integers,
     Local,
+    Loop,
     Message,
+    Operator,
     Pair,
+    Ragged,
     Scatter,
+    Solve,
     Start,
     Transpose,
     groupings,
@@ -43,8 +49,8 @@ def run(program, xs, vs):
         model.place = place
         if isinstance(step, Local):
             local(model, step)
-        else:
-            for group in groupings(program.size)[step.group]:
+        elif not isinstance(step, Decide):
+            for group in groupings(program.size)[getattr(step, "group", 0)]:
                 STEPS[type(step)](model, step, group)
         model.finish(place)
     model.finish(float("inf"))
@@ -279,7 +285,63 @@ def inner(model, step, group):
         model.put(rank, step.out, g + value / 2)
 
 
+def loop(model, step, group):
+    states = [model.registers[rank][step.a] for rank in group]
+    weights = [model.registers[rank][step.b] for rank in group]
+    for _ in range(step.count):
+        mean = sum(states[1:], states[0]) / len(group)
+        kind = model.program.complex_registers[step.a]
+        states = [arithmetic.store(jets, u * w + mean, kind) for u, w in zip(states, weights)]
+    put_where_used(model, step, group, states)
+
+
+def put_where_used(model, step, group, results):
+    for rank, y in zip(group, results):
+        if step.used[rank]:
+            model.put(rank, step.out, y)
+
+
+def solve(model, step, group):
+    """Newton's method, whose systems, of a diagonal and 1/4 between all ranks, are solved by Sherman and Morrison."""
+    bs = [jets.real(model.registers[rank][step.a]) for rank in group]
+    diagonals = [1.5 + jets.tanh(jets.real(model.registers[rank][step.b])) for rank in group]
+    cubed = float(step.call == "newton")
+    us = [b * 0 for b in bs]
+    for _ in range(12):
+        total = sum(us[1:], us[0]) * 0.25
+        residuals = [c * u + u * u * u * cubed + total - b for c, u, b in zip(diagonals, us, bs)]
+        inverses = [jets.reciprocal(c + u * u * (3 * cubed)) for c, u in zip(diagonals, us)]
+        parts = [d * r for d, r in zip(inverses, residuals)]
+        common = sum(parts[1:], parts[0]) * jets.reciprocal(4 + sum(inverses[1:], inverses[0]))
+        us = [u - part + d * common for u, part, d in zip(us, parts, inverses)]
+    put_where_used(model, step, group, us)
+
+
+def operator(model, step, group):
+    xs = [model.registers[rank][step.a] for rank in group]
+    if step.call == "total":
+        put_where_used(model, step, group, [sum(xs[1:], xs[0])] * len(xs))
+        return
+    whole = jets.concatenate(xs)
+    n = whole.shape[0]
+    result = whole[[(k + 1) % n for k in range(n)]] * 2 - whole[[k - 1 for k in range(n)]]
+    put_where_used(model, step, group, [result[LENGTH * k : LENGTH * (k + 1)] for k in range(len(xs))])
+
+
+def ragged(model, step, group):
+    pieces = []
+    for rank in group:
+        a, sign = model.registers[rank][step.a], model.registers[rank][step.a].value[0].real
+        if step.decides[rank] and abs(sign) < NEARLY:
+            raise Undecided
+        pieces.append(a[: 1 + (sign > 0 if step.decides[rank] else 1)])
+    mixed = arithmetic.mix(jets, jets.concatenate(pieces))
+    for rank in group:
+        model.put(rank, step.out, mixed + model.registers[rank][step.b])
+
+
 STEPS = {
     Combine: combine, Gather: gather, Scatter: scatter, Transpose: transpose, Exchange: exchange, Pair: pair,
     Message: message, Start: start, Integers: integers, Barrier: barrier, Inner: inner,
+    Loop: loop, Solve: solve, Operator: operator, Ragged: ragged,
 }  # fmt: skip

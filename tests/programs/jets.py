@@ -154,6 +154,11 @@ def tanh(x):
     return apply(x, t, 1 - t * t, -2 * t * (1 - t * t))
 
 
+def reciprocal(x):
+    y = 1 / x.value
+    return apply(x, y, -y * y, 2 * y * y * y)
+
+
 def real(x):
     return Jet(x.coefficients.real)
 

@@ -4,6 +4,7 @@ from functools import lru_cache
 
 import autograd.numpy as anp
 import numpy as np
+from autograd.extend import defjvp, defvjp, primitive
 from mpi4py import MPI
 from programs import arithmetic
 from programs.agenda import Agenda
@@ -11,14 +12,19 @@ from programs.steps import (
     LENGTH,
     Barrier,
     Combine,
+    Decide,
     Exchange,
     Gather,
     Inner,
     Integers,
     Local,
+    Loop,
     Message,
+    Operator,
     Pair,
+    Ragged,
     Scatter,
+    Solve,
     Start,
     Transpose,
     groupings,
@@ -28,6 +34,10 @@ from programs.steps import (
 )
 
 import mpiad
+from mpiad.domain import Domain
+from mpiad.extend import communicating, defadjoint
+from mpiad.linalg import newton, solve
+from mpiad.timestepping import scan
 
 WORLD = MPI.COMM_WORLD
 PARTS_OF_A_WAIT = 2  # a request, and what to do with its value
@@ -279,7 +289,92 @@ def inner(state, step):
     state.put(step.out, g + value.astype(state.num.constant(0).dtype) / 2)
 
 
+def loop(state, step):
+    comm, group = communicators()[step.group]
+    kind, num = state.program.complex_registers[step.a], state.num
+
+    def advance(u, k, w):
+        if step.decides[WORLD.rank]:
+            decide(u)
+        return arithmetic.store(num, u * w + mpiad.mpi_allreduce(u, comm=comm) / len(group), kind)
+
+    u, w = state.registers[step.a], state.registers[step.b]
+    made = scan(advance, u, step.count, w, checkpoints=step.checkpoints)
+    if step.used[WORLD.rank]:
+        state.put(step.out, made)
+
+
+def solve_system(state, step):
+    comm, _ = communicators()[step.group]
+    num, b = state.num, state.num.real(state.registers[step.a])
+    diagonal = 1.5 + num.tanh(num.real(state.registers[step.b]))
+
+    def product(u, c):
+        return c * u + 0.25 * mpiad.mpi_allreduce(u, comm=comm)
+
+    rtol = 1e-5 if state.program.single else 1e-13
+    if step.call == "solve":
+        u = solve(product, b, diagonal, rtol=rtol, comm=comm)
+    else:
+        u = newton(lambda u, c, b: product(u, c) + u**3 - b, 0 * mpiad.stop(b), diagonal, b, rtol=rtol, comm=comm)
+    if step.used[WORLD.rank]:
+        state.put(step.out, u)
+
+
+@lru_cache
+def domain():
+    return Domain(LENGTH * WORLD.size, periodic=True)
+
+
+total = communicating(lambda x: WORLD.allreduce(x))
+defadjoint(total, total)
+
+
+def operator(state, step):
+    x = state.registers[step.a]
+    if step.call == "halo":
+        padded = domain().exchange(x)
+        y = padded[2:] * 2 - padded[:-2]
+    else:
+        y = total(x)
+    if step.used[WORLD.rank]:
+        state.put(step.out, y)
+
+
+def ragged(state, step):
+    comm, _ = communicators()[step.group]
+    a = state.registers[step.a]
+    length = 1 + int(bool(anp.real(a)[0] > 0) if step.decides[WORLD.rank] else 1)
+    y = mpiad.mpi_allgather(a[:length], axis=0, comm=comm)
+    state.put(step.out, arithmetic.mix(state.num, y) + state.registers[step.b])
+
+
+def decide(x):
+    """Leave the trace: which way to go, only a value tells."""
+    if anp.sum(anp.real(x)) > 1e6:
+        raise OverflowError
+    return x
+
+
+@primitive
+def decided_backwards(x):
+    return 1 * x
+
+
+defvjp(decided_backwards, lambda ans, x: decide)
+defjvp(decided_backwards, lambda g, ans, x: decide(g))
+
+
+def decision(state, step):
+    kind = step.kinds[WORLD.rank]
+    if kind == "forwards":
+        decide(state.registers[step.a])
+    if kind == "backwards":
+        state.registers[step.a] = decided_backwards(state.registers[step.a])
+
+
 STEPS = {
     Local: local, Combine: combine, Gather: gather, Scatter: scatter, Transpose: transpose, Exchange: exchange, Pair: pair,
     Message: message, Start: start, Integers: integers, Barrier: barrier, Inner: inner,
+    Loop: loop, Solve: solve_system, Operator: operator, Ragged: ragged, Decide: decision,
 }  # fmt: skip

@@ -159,6 +159,59 @@ class Inner(NamedTuple):
     group: int
 
 
+class Loop(NamedTuple):
+    """`timestepping.scan` of `count` steps that reduce, with `checkpoints` (None: on the tape).
+
+    Ranks in `decides` leave the trace of the step; those that aren't in `used` drop the result.
+    """
+
+    a: int
+    b: int
+    out: int
+    count: int
+    checkpoints: int | None
+    decides: tuple[bool, ...]
+    used: tuple[bool, ...]
+    group: int
+
+
+class Solve(NamedTuple):
+    """`linalg.solve` or `linalg.newton` of a system of the whole group; ranks that aren't in `used` drop the result."""
+
+    call: str
+    a: int
+    b: int
+    out: int
+    used: tuple[bool, ...]
+    group: int
+
+
+class Operator(NamedTuple):
+    """`Domain.exchange` ("halo") or an operator of `mpiad.extend` ("total"), of all ranks."""
+
+    call: str
+    a: int
+    out: int
+    used: tuple[bool, ...]
+
+
+class Ragged(NamedTuple):
+    """`allgather` of pieces whose length hangs on a value on those ranks that are in `decides`."""
+
+    a: int
+    b: int
+    out: int
+    decides: tuple[bool, ...]
+    group: int
+
+
+class Decide(NamedTuple):
+    """Each rank goes on in its trace ("on"), or leaves it here ("forwards") or in its derivative ("backwards")."""
+
+    a: int
+    kinds: tuple[str, ...]
+
+
 class Program(NamedTuple):
     """A program and how it is differentiated.
 
@@ -210,7 +263,8 @@ def offset(rank):
     return 0.3 * math.sin(1.0 + 5 * rank)
 
 
-KINDS = (Local, Combine, Gather, Scatter, Transpose, Exchange, Pair, Message, Start, Integers, Barrier, Inner, Program)
+DRAWN_ALWAYS = Local, Combine, Gather, Scatter, Transpose, Exchange, Pair, Message, Start, Integers, Barrier, Inner
+KINDS = (*DRAWN_ALWAYS, Loop, Solve, Operator, Ragged, Decide, Program)
 
 
 def read(text):

@@ -3,6 +3,7 @@
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from autograd.extend import defvjp, primitive
 from jitted import assert_same
 from mpi4py import MPI
 
@@ -175,6 +176,38 @@ def test_a_traced_value_from_around_a_loop_is_refused(caplog):
     for x in (X, X * 3, X * 5):
         np.testing.assert_allclose(jitted(x), 8 * x, rtol=1e-14)
     assert "uses a traced value from around it" in caplog.text
+
+
+@pytest.mark.parametrize("used", [(), (0,)], ids=["unused", "used on rank 0"])
+@pytest.mark.parametrize("leaves", ["forwards", "backwards"])
+@pytest.mark.parametrize("checkpoints, steps", [(3, 3), (2, 5)])
+def test_a_loop_before_the_line_at_which_a_rank_leaves_its_trace(checkpoints, steps, leaves, used, rank, size):
+    """The last rank is interpreted from there on: it still takes part in the reverse pass of the loop."""
+    x, last = X + rank, size - 1
+
+    def advance(u, k, x):
+        return u + 0.1 * mpiad.mpi_allreduce(anp.sin(x))
+
+    def fun(x):
+        z = x if rank < last or leaves == "forwards" else decides_backwards(x)
+        y = scan(advance, x, steps, z, checkpoints=checkpoints)
+        if leaves == "forwards" and rank == last and x[0] < -100:
+            return 7.0
+        return anp.sum(z**2) + (anp.sum(y) if rank in used else 0.0)
+
+    expected = 2 * x + (0.1 * steps * np.cos(x) + (rank == 0) if used else 0.0)
+    inside = mpiad.grad(mpiad.jit(fun), objective="sum")
+    outside = mpiad.jit(mpiad.grad(fun, objective="sum"))
+    for gradient in (inside, outside, inside, outside):
+        np.testing.assert_allclose(gradient(x), expected, rtol=1e-14)
+
+
+@primitive
+def decides_backwards(x):
+    return 1.0 * x
+
+
+defvjp(decides_backwards, lambda ans, x: lambda g: 1.0 * g if anp.sum(g) < 1e6 else 0.0 * g)
 
 
 def loss(x, y):
