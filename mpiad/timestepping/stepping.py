@@ -105,7 +105,7 @@ class UserStepping:
         rest, self._build_params = flatten(params)
         self.args = Arguments(leaves, entries, rest)
         self.build_seen: Callable[[list[Any]], Any] | None = None
-        self._specs = [spec_like(leaf) for leaf in leaves]
+        self._specs = [_spec(leaf) for leaf in leaves]
         # Their paths in the user's nest, for errors: a step may return one leaf of twenty wrong.
         self._names = [name for name, _ in named_leaves(state, "u0")]
 
@@ -154,10 +154,16 @@ class UserStepping:
                 f"array(s), but in step {number} it returned {len(leaves)}."
             )
         for leaf, spec, name in zip(leaves, self._specs, self._names):
-            if not is_variable(leaf) or spec_like(leaf) != spec:
+            if not is_variable(leaf) or _spec(leaf) != spec:
                 # Its plain value: a trace in a message would say nothing to the user.
                 raise _wrong_state(stop(leaf), spec, name, number)
         return leaves
+
+
+def _spec(leaf: Array) -> Spec:
+    spec = spec_like(leaf)
+    # A traced array of a compiled function stands for one of the host: a constant state becomes traced, or the reverse.
+    return spec._replace(arrays=None) if spec.arrays is not None and spec.arrays.takes_host_arrays else spec
 
 
 def _wrong_state(leaf: Array, spec: Spec, name: str, number: int) -> Exception:

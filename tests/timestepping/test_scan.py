@@ -209,6 +209,33 @@ def test_state_of_several_dtypes(kept):
 
 
 @pytest.mark.serial
+@pytest.mark.parametrize("kept", [None, 2])
+@pytest.mark.parametrize("n", [3, 60])
+@pytest.mark.parametrize("start", ["constant", "traced"])
+def test_a_compiled_state_that_is_constant_at_the_start_or_in_between(start, n, kept):
+    """The state after step 0 doesn't depend on a, in x: J = 6 a^(n-1) (0.5 + n a)."""
+
+    def advance(u, k, a):
+        return {"x": u["x"] * a if k else np.array([2.0, 4.0]), "y": u["y"] + a}
+
+    def fun(a):
+        u0 = {"x": np.ones(2) * (a if start == "traced" else 1.0), "y": 0.5}
+        u = scan(advance, u0, n, a, checkpoints=kept)
+        return anp.sum(u["x"]) * u["y"]
+
+    jitted, outside = mpiad.jit(fun, strict=True), mpiad.jit(mpiad.value_and_grad(fun, objective="mean"), strict=True)
+    inside = mpiad.value_and_grad(mpiad.jit(fun, strict=True), objective="mean")
+    for a in (0.99, 1.01):
+        value = 6 * a ** (n - 1) * (0.5 + n * a)
+        slope = 6 * a ** (n - 2) * ((n - 1) * (0.5 + n * a) + n * a)
+        np.testing.assert_allclose(jitted(a), value, rtol=1e-12)
+        np.testing.assert_allclose(inside(a), (value, slope), rtol=1e-12)
+        np.testing.assert_allclose(outside(a), (value, slope), rtol=1e-12)
+    with pytest.raises(TypeError, match=r"u0 has dtype float32 and shape \(2,\), but step 0 returned dtype float64"):
+        mpiad.jit(lambda a: scan(lambda u, k, a: u * a, np.ones(2, np.float32), n, a, checkpoints=kept))(np.ones(2))
+
+
+@pytest.mark.serial
 def test_a_step_may_write_into_one_buffer_of_its_own():
     buffer = np.empty(3)
 
