@@ -56,15 +56,15 @@ def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Varia
     A TypeError if there is no such argument, it holds nothing to differentiate by, or an object that is no array, number,
     string or None; a ValueError if one is named twice.
     """
-    # Named twice it would be two variables, of which the function sees the second alone.
-    if not isinstance(argnum, (int, np.integer)) and len(set(argnum)) != len(argnum):
-        raise ValueError(f"{call}: argnum={argnum!r} names an argument twice.")
     try:
         chosen = args[argnum] if isinstance(argnum, (int, np.integer)) else tuple([args[i] for i in argnum])
     except IndexError:
         raise TypeError(
             f"{call}: argnum={argnum!r} names an argument by its position, but {len(args)} positional were given."
         ) from None
+    # Named twice it would be two variables, of which the function sees the second alone.
+    if not isinstance(argnum, (int, np.integer)) and len({i % len(args) for i in argnum}) != len(argnum):
+        raise ValueError(f"{call}: argnum={argnum!r} names an argument twice.")
     leaves, build = flatten(chosen)
     leaves = [_with_dtype(leaf) for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if is_variable(leaf)]

@@ -222,9 +222,20 @@ def test_constants_have_no_tangent():
     np.testing.assert_array_equal(tangent[3], [0, 0])
 
 
-def test_an_argument_named_twice():
+@pytest.mark.parametrize("argnum", [(0, 0), (1, -1), (-2, 0), (np.int64(0), -2)])
+@pytest.mark.parametrize(
+    "call", [mpiad.grad, mpiad.value_and_grad, mpiad.make_vjp, mpiad.make_jvp, mpiad.hvp, mpiad.jacobian, mpiad.linearize]
+)
+def test_an_argument_named_twice(call, argnum):
+    given = (1.0, 2.0, (1.0, 1.0)) if call is mpiad.hvp else (1.0, 2.0)
     with pytest.raises(ValueError, match="names an argument twice"):
-        mpiad.grad(lambda a, b: a * b, (0, 0))(1.0, 2.0)
+        call(lambda a, b, *rest: a * b, argnum)(*given)
+
+
+def test_arguments_named_from_the_end():
+    assert mpiad.grad(lambda a, b: a * b**2, (-1, 0), objective="mean")(3.0, 2.0) == (12.0, 4.0)
+    with pytest.raises(TypeError, match=r"argnum=\(0, -3\) names an argument by its position, but 2 positional"):
+        mpiad.grad(lambda a, b: a * b, (0, -3))(1.0, 2.0)
 
 
 @pytest.mark.serial
