@@ -41,7 +41,6 @@ class Agreement:
         self.starts: Counter[int] = Counter()
         self._lanes: dict[int, _Lane] = {}
         self._later: Comm | None = None
-        self.open()
 
     def open(self) -> None:
         """Make what `renew` has dropped; all ranks call it, when all are there."""

@@ -1,8 +1,8 @@
 """A communicator whose waits end: the methods that the library uses of mpi4py's, each with a deadline.
 
-In debug mode the ranks agree on a collective before they enter it; then all are there, and MPI's own blocking call is
-the fastest. Without, the nonblocking form is started and polled. What is awaited is described only where it takes longer
-than a moment.
+The ranks agree on a collective before they enter it; then all are there, and MPI's own blocking call is the fastest. MPI's
+nonblocking forms don't see that lengths differ, and add up what doesn't belong together: they are polled only before the
+ranks can agree. What is awaited is described only when it takes longer than a moment.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class Guarded:
             return
         agreement: Agreement = self.agreement  # type: ignore[assignment]
         array = array if hasattr(array, "dtype") else None
-        said = (self.label, step, array, op, root, watch_settings.present().call_sites)
+        now = watch_settings.present()
+        said = (self.label, step, array, op, root, now.debug and now.call_sites)
         lane = lane_of(self.number)
 
         def make() -> Gathering:

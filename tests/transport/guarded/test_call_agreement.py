@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import autograd.numpy as anp
@@ -14,6 +15,8 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import CommunicationMismatch
+from mpiad.transport.guarded import switch, watch_settings
+from mpiad.transport.guarded.watch_settings import Settings
 
 pytestmark = pytest.mark.mpi(min_size=2)
 X = np.ones(3)
@@ -42,10 +45,24 @@ DIFFERENT: dict[str, tuple[str, Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
+@contextmanager
+def deadline_alone() -> Iterator[None]:
+    """As under MPIAD_TIMEOUT: calls are compared, without their lines."""
+    before = watch_settings.present()
+    switch.apply(Settings(timeout=20.0))
+    yield
+    switch.apply(before)
+
+
+def without_lines() -> Any:
+    return mpiad.debug.checked(call_sites=False)
+
+
+@pytest.mark.parametrize("watched", [without_lines, deadline_alone])
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_what_differs_is_named_on_all_ranks(case: str, rank: int, size: int) -> None:
+def test_what_differs_is_named_on_all_ranks(case: str, watched: Any, rank: int, size: int) -> None:
     name, first, other = DIFFERENT[case]
-    with mpiad.debug.checked(call_sites=False), pytest.raises(CommunicationMismatch, match=f"the {name} differs") as caught:
+    with watched(), pytest.raises(CommunicationMismatch, match=f"the {name} differs") as caught:
         (first if rank == 0 else other)()
     every = MPI.COMM_WORLD.allgather(str(caught.value))
     assert every == [every[0]] * size
@@ -53,6 +70,13 @@ def test_what_differs_is_named_on_all_ranks(case: str, rank: int, size: int) -> 
     assert len(lines) == 1 + size and all("test_call_agreement.py:" in line for line in lines[1:])
     assert caught.value.ranks == tuple(range(size))
     assert mpiad.mpi_allreduce(1) == size
+
+
+def test_lines_may_differ_with_a_deadline_alone(rank: int, size: int) -> None:
+    with deadline_alone():
+        total = mpiad.mpi_allreduce(1.0) if rank == 0 else mpiad.mpi_allreduce(2.0)
+        J, g = mpiad.value_and_grad(lambda x: mpiad.mpi_allreduce(x) if rank else mpiad.mpi_allreduce(2 * x))(1.0)
+    assert (total, J, g) == (2.0 * size - 1, size + 1.0, 1.0 if rank else 2.0)
 
 
 def test_sums_are_named_beside_other_reductions(rank: int) -> None:
