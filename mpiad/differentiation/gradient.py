@@ -144,7 +144,7 @@ def _evaluator(
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes="one")
         value, problem = _one_number(traced, weight, call)
         # Before the reverse pass: where one rank's number is wrong, no rank starts to run backwards.
-        total = share(value, weight, problem, used)
+        total = share(value, weight, problem, used, variables.shapes() if shared else (), call)
         require_equal_objective(total, used, call)
         # Each rank's own term only. What flows from it to other ranks' inputs travels by the adjoints of the messages.
         gradients = gradients_of_term(traced, weight, variables)

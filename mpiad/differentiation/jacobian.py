@@ -13,7 +13,7 @@ from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.device.assembly import stack
 from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum
-from mpiad.differentiation.objective import Problem, check_objective, weight_of
+from mpiad.differentiation.objective import Problem, Shapes, check_objective, described, unlike_copies, weight_of
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, variables_of
 from mpiad.errors import RequestError
 from mpiad.primitives.checks import root_of
@@ -85,7 +85,7 @@ def jacobian(
         if shared:
             require_equal_copies(variables, used, "jacobian")
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
-        spec = _agreed_spec(traced, weight, used)
+        spec = _agreed_spec(traced, weight, used, variables.shapes() if shared else ())
         # One reverse pass for each entry, on all ranks: each runs the messages of the function backwards once.
         rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
         leaves = [_stacked(rows, i, spec, variables) for i in range(len(variables.places))]
@@ -95,8 +95,8 @@ def jacobian(
     return evaluate
 
 
-def _agreed_spec(traced: Traced, weight: float, used: Channel) -> Spec:
-    """Return shape and dtype of J, or raise on all ranks."""
+def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -> Spec:
+    """Return shape and dtype of J, or raise on all ranks; also where the shapes of a shared variable differ."""
     value = traced.build(traced.values)
     problem = traced.problem
     spec = None
@@ -108,10 +108,13 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel) -> Spec:
             problem = problem or Problem(TypeError, f"the function returned {type(value).__name__}")
         if spec is not None and spec.dtype.kind not in "fiu":
             problem = problem or Problem(TypeError, f"the function returned dtype {spec.dtype}")
-    found = used.data.allgather((problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0))
+    told = problem, spec and spec.shape, spec and spec.dtype.str, weight != 0.0
+    found, copies = zip(*used.data.allgather((told, described(shapes))))
     problems = [f"rank {rank}: {problem.text}" for rank, (problem, *_) in enumerate(found) if problem]
     if any(problem and problem.kind is RequestError for problem, *_ in found):
         raise agreed(used, RequestError(f"jacobian: {'; '.join(problems)}"))
+    if len(set(copies)) > 1:
+        raise agreed(used, unlike_copies(copies, "jacobian"))
     # Ranks that don't count may return what they like, None too.
     shapes = {(shape, dtype) for _, shape, dtype, counts in found if counts}
     if problems or len(shapes) != 1 or None in next(iter(shapes)):

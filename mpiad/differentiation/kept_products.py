@@ -20,12 +20,14 @@ from typing import Any, NamedTuple
 from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.gradient import shared_sum, value_and_grad
+from mpiad.differentiation.objective import described
 from mpiad.differentiation.products import make_recorded_vjp, make_vjp, pulled, shaped
 from mpiad.differentiation.trace import Traced, Variables, no_derivative, trace_backwards, variables_of
 from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import current
 from mpiad.transport import channel
+from mpiad.transport.agreement import require_alike
 from mpiad.transport.recovery import recoverable
 
 
@@ -229,7 +231,9 @@ def make_hvp(
     def evaluate(*args: Any, **kwargs: Any) -> SecondOrder:
         variables = variables_of(args, argnum, "make_hvp")
         if shared:
-            require_equal_copies(variables, channel(comm, "make_hvp"), "make_hvp")
+            used = channel(comm, "make_hvp")
+            require_equal_copies(variables, used, "make_hvp")
+            require_alike(used, None, "make_hvp", described(variables.shapes()))
         pull, (value, gradient) = make_vjp(both, argnum)(*args, **kwargs)
 
         def completed(found: Tree) -> Tree:

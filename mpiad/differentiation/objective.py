@@ -7,8 +7,10 @@ around this one.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
@@ -16,13 +18,13 @@ import numpy as np
 from autograd.tracer import Box, getval
 
 import mpiad.errors as errors
-from mpiad._typing import Array, Scalar
+from mpiad._typing import Array, Scalar, Shape
 from mpiad.device import to_host
 from mpiad.primitives.catalogue import ALLREDUCE, Reduction
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Operation, communicate
 from mpiad.transport import SUM, Channel
-from mpiad.transport.agreement import agreed
+from mpiad.transport.agreement import agreed, fingerprint
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.prepared_messages import as_message
 
@@ -38,11 +40,16 @@ class Problem(NamedTuple):
     text: str
 
 
+Shapes = tuple[tuple[Shape, np.dtype], ...]
+
+
 class Sharing(NamedTuple):
-    """Where to share, and what is wrong on this rank."""
+    """Where to share, and what is wrong on this rank; the shapes and dtypes of a variable that all ranks hold."""
 
     channel: Channel
     problem: Problem | None
+    shapes: Shapes = ()
+    call: str = ""
 
 
 def check_objective(objective: object, call: str) -> str:
@@ -80,8 +87,10 @@ def problem_with(value: Array, weight: float, call: str) -> Problem | None:
     )
 
 
-def share(value: Array, weight: float, problem: Problem | None, channel: Channel) -> Scalar:
-    """Return J on all ranks; raise on all where there is a problem on one."""
+def share(
+    value: Array, weight: float, problem: Problem | None, channel: Channel, shapes: Shapes = (), call: str = ""
+) -> Scalar:
+    """Return J on all ranks; raise on all where there is a problem on one, or where `shapes`, if given, differ."""
     part: Any = 0.0
     if type(value) is not np.float64 and problem is None and is_device_array(getval(value)):
         value = to_host(value if value.shape == () else value.reshape(()))  # J decides what the host does
@@ -94,7 +103,7 @@ def share(value: Array, weight: float, problem: Problem | None, channel: Channel
     elif problem is None and type(value) in Box.types:
         # Plain autograd around this call runs the adjoint where the input is traced: on all ranks, or on none.
         part = anp.where(False, anp.reshape(value, ()), np.float64(0.0))
-    return communicate(SHARE, part, Sharing(channel, problem))
+    return communicate(SHARE, part, Sharing(channel, problem, shapes, call))
 
 
 class _Buffers(threading.local):
@@ -110,19 +119,60 @@ _buffers = _Buffers()
 
 
 def _forward(x: Array, p: Sharing) -> Scalar:
-    sent, shared = _buffers.sent, _buffers.shared
+    sent, shared, messages = _buffers.sent, _buffers.shared, _buffers.messages
+    if p.shapes:
+        sent, shared = _with_words(p), np.empty(2 + _WORDS)
+        messages = sent.view(complex), shared.view(complex)
     # A mistake travels with the number: in one message, and all ranks know before any goes on.
     sent[0], sent[1] = p.problem is not None, x
-    p.channel.data.Allreduce(*_buffers.messages)
+    p.channel.data.Allreduce(*messages)
     if shared[0]:
         raise_everywhere(p.channel, p.problem)
+    if p.shapes:
+        _require_same_shapes(p, shared[2:])
     return shared[1]
+
+
+_WORDS = 4
+
+
+@functools.lru_cache
+def _words(shapes: Shapes, size: int) -> list[int]:
+    # Two words of a digest and their squares, short enough for the sums over so many ranks to be exact.
+    digest, bits = fingerprint(shapes), (53 - size.bit_length()) // 2
+    return [word**power for word in (digest % 2**bits, (digest >> 32) % 2**bits) for power in (1, 2)]
+
+
+def _with_words(p: Sharing) -> np.ndarray:
+    return np.array([0.0, 0.0, *_words(p.shapes, p.channel.size)])
+
+
+def _require_same_shapes(p: Sharing, sums: np.ndarray) -> None:
+    """Raise on all ranks where shapes or dtypes differ, by the sums of words and of their squares."""
+    # (Σ w)² = P Σ w² holds only if all w are equal (Cauchy and Schwarz).
+    if any(int(sums[k]) ** 2 != p.channel.size * int(sums[k + 1]) for k in range(0, _WORDS, 2)):
+        every = p.channel.data.allgather(described(p.shapes))
+        raise agreed(p.channel, unlike_copies(every, p.call))
+
+
+def described(shapes: Shapes) -> str:
+    """Return the shapes and dtypes of a variable as a text."""
+    return ", ".join(f"{dtype} of shape {shape}" for shape, dtype in shapes)
+
+
+def unlike_copies(every: Sequence[str], call: str) -> ValueError:
+    """Return what is raised where the ranks' copies of a shared variable are described differently."""
+    other = next(rank for rank, found in enumerate(every) if found != every[0])
+    return ValueError(
+        f"{call}: shared=True says that all ranks hold the same variable, but on rank 0 it is {every[0]:.200}, and on rank "
+        f"{other} {every[other]:.200}. Give all ranks copies of the same shapes and dtypes."
+    )
 
 
 def _prepared(p: Sharing, x: Array, out: Array) -> Any:
     if p.problem is not None:
         return None
-    buffers: list[Any] = [np.zeros(2), np.zeros(2)]
+    buffers: list[Any] = [_with_words(p), np.zeros(2 + _WORDS)] if p.shapes else [np.zeros(2), np.zeros(2)]
     going, coming = (as_message(buffer.view(complex)) for buffer in buffers)
     # Numbers in memory are got and put in half the time that an array takes for it.
     (sent, shared), number, total = (memoryview(buffer) for buffer in buffers), memoryview(x), memoryview(out)
@@ -132,6 +182,8 @@ def _prepared(p: Sharing, x: Array, out: Array) -> Any:
         p.channel.data.Allreduce(going, coming)
         if shared[0]:
             raise_everywhere(p.channel, None)
+        if p.shapes:
+            _require_same_shapes(p, buffers[1][2:])
         # In place: later steps of the program read this array.
         total[()] = shared[1]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from autograd.tracer import Box, getval, new_box
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Shape, Tree
 from mpiad.differentiation.nodes import OrderedNode, TangentNode
 from mpiad.differentiation.objective import Problem
 from mpiad.differentiation.tape import OrderedTape, Recording, TangentTape, mark_unfinished
@@ -27,6 +27,10 @@ class Variables(NamedTuple):
     leaves: list[Any]
     places: list[int]
     build: Callable[[list[Any]], Tree]
+
+    def shapes(self) -> tuple[tuple[Shape, np.dtype], ...]:
+        """Return shape and dtype of each variable."""
+        return tuple([(self.leaves[place].shape, self.leaves[place].dtype) for place in self.places])
 
     def filled(self, values: Sequence[Any], otherwise: Callable[[Any], Any] | None = None) -> Tree:
         """Build the nest with these values in the place of the variables."""

@@ -7,6 +7,9 @@ from mpi4py import MPI
 from one_process import assert_close, gradients, inputs, objective
 
 import mpiad
+from mpiad.differentiation.trees import flatten
+from mpiad.transport.guarded import switch, watch_settings
+from mpiad.transport.guarded.watch_settings import Settings
 
 THETA = np.array([0.3, -1.1, 0.7])
 KINDS = ["root", "sum", "mean"]
@@ -117,3 +120,50 @@ def test_shared_beside_an_argument_of_each_rank(rank, size, rank_rng):
     expected = gradients(lambda zs: sum(model(zs[0], x) for x in zs[1:]) ** 2, [THETA, *xs])
     assert_close(by_theta, expected[0])
     assert_close(by_x, expected[1 + rank])
+
+
+def energy(x):
+    return sum(anp.sum(leaf**3) for leaf in flatten(x)[0])
+
+
+DIFFERENT = {
+    "lengths": lambda rank: np.ones(3 + rank),
+    "dtypes": lambda rank: np.ones(2, np.float32 if rank else np.float64),
+    "equal numbers of entries": lambda rank: np.ones((2, 3) if rank else (3, 2)),
+    "one leaf of two": lambda rank: {"a": np.ones(2), "b": np.ones(5 - rank)},
+    "equal sums of entries": lambda rank: [np.ones(1 + 2 * (rank % 2)), np.ones(3 - 2 * (rank % 2))],
+    "forms": lambda rank: [np.ones(2)] * (1 + rank % 2),
+}
+SHARED = {"shared": True, "objective": "sum"}
+CALLS = {
+    "value_and_grad": lambda x: mpiad.value_and_grad(energy, **SHARED)(x),
+    "jitted inside": lambda x: mpiad.grad(mpiad.jit(energy), **SHARED)(x),
+    "jitted": lambda x: mpiad.jit(mpiad.value_and_grad(energy, **SHARED))(x),
+    "hvp": lambda x: mpiad.hvp(energy, **SHARED)(x, x),
+    "make_hvp": lambda x: mpiad.make_hvp(energy, **SHARED)(x),
+    "jacobian": lambda x: mpiad.jacobian(energy, **SHARED)(x),
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("timeout", [None, 20.0])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("different", DIFFERENT)
+def test_copies_of_different_shapes_raise_on_all_ranks(different, call, timeout, rank, size):
+    before = watch_settings.present()
+    if timeout:
+        switch.apply(Settings(timeout=timeout))
+    with pytest.raises(ValueError, match=r"on rank 0 .* rank 1|rank 0 gave .* rank 1 gave"):
+        CALLS[call](DIFFERENT[different](rank))
+    assert mpiad.mpi_allreduce(1.0) == size
+    switch.restore(before)
+
+
+@pytest.mark.interpreted
+def test_copies_are_compared_in_replays_too(size):
+    evaluate = mpiad.jit(mpiad.value_and_grad(energy, **SHARED), strict=True)
+    for x in (np.array([1.0, 2.0]), np.array([0.5, -1.0]), np.ones(3), np.array([3.0, 1.0])):
+        value, g = evaluate(x)
+        assert_close(value, size * np.sum(x**3))
+        assert_close(g, 3 * size * x**2)
