@@ -22,9 +22,10 @@ from autograd.tracer import Box
 from mpiad._typing import Array
 from mpiad.device.assembly import stack
 from mpiad.differentiation.rules.scatter_add import Scatter
-from mpiad.differentiation.tape import Recording, mark_unfinished
+from mpiad.differentiation.tape import Recording
 from mpiad.primitives.cotangents import conform
 from mpiad.primitives.operation import Abreast, Together, current
+from mpiad.transport.agreement import mark_left
 from mpiad.transport.device_arrays import is_device_array
 
 _ndarray, _boxes = np.ndarray, Box.types
@@ -98,7 +99,7 @@ def run_backward(
         else:
             _sweep_telling(recording.nodes, totals, variables, keep, ready)
     except BaseException as error:
-        _mark(recording, error)
+        mark_left(recording.channels, error, "a reverse pass")
         raise
     return totals[:variables]
 
@@ -109,11 +110,6 @@ def _seeded(recording: Recording, seeds: Iterable[tuple[int, Any]]) -> list[Any]
     for place, g in seeds:
         totals[place] = g if totals[place] is None else totals[place] + g
     return totals
-
-
-def _mark(recording: Recording, error: BaseException) -> None:
-    # Other ranks may have sent what nobody takes any more: the next message would be mistaken for it.
-    mark_unfinished(recording.channels, f"{type(error).__name__} left a reverse pass with messages under way.")
 
 
 class Lane(NamedTuple):
@@ -132,7 +128,7 @@ def run_backward_together(
     try:
         sweep_together(nodes, lanes, len(nodes), variables)
     except BaseException as error:
-        _mark(recording, error)
+        mark_left(recording.channels, error, "a reverse pass")
         raise
     return [lane.totals[:variables] for lane in lanes]
 

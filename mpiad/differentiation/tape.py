@@ -23,7 +23,9 @@ from mpiad.differentiation.nodes import LastingNode, OrderedNode, TangentNode
 from mpiad.differentiation.refusals import explain
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Recorded, Tape, Together, current, suspended
-from mpiad.transport import Channel, Spec
+from mpiad.transport import Spec
+from mpiad.transport.agreement import mark_left
+from mpiad.transport.channels import Used, operator_body
 
 _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
@@ -32,7 +34,7 @@ class Recording(NamedTuple):
     """What a closed tape leaves behind."""
 
     nodes: list[Any]
-    channels: set[Channel]
+    channels: set[Used]
 
 
 class _Tape(Tape):
@@ -44,7 +46,7 @@ class _Tape(Tape):
         self.of_cotangents, self.passes = of_cotangents, passes
         self.record: Any = []
         self.requests: dict[int, Any] = {}
-        self.channels: set[Channel] = set()
+        self.channels: set[Used] = set()
 
     def __enter__(self) -> Any:
         self.outer: Tape | None = current.tape
@@ -60,22 +62,18 @@ class _Tape(Tape):
             explain(error, trace)
             # Ends the cycle of tape and nodes, and makes constants of what was traced.
             self.record = None
-            mark_unfinished(self.channels, f"{type(error).__name__} left a trace in which messages were under way.")
+            mark_left(self.channels, error, "a trace")
         elif outer is not None and self.channels:
             # The trace around this one runs these communications backwards too.
             outer.channels |= self.channels
+        elif self.channels and operator_body.channels is not None:
+            operator_body.channels.update([(channel, False) for channel, _ in self.channels])
 
     def close(self) -> Recording:
         """Hand over the record; what was traced is constant from now on."""
         recording = Recording(self.record, self.channels)
         self.record = None
         return recording
-
-
-def mark_unfinished(channels: set[Channel], reason: str) -> None:
-    """Refuse the further use of channels on which messages may be left."""
-    for channel in channels:
-        channel.mark(reason)
 
 
 class OrderedTape(_Tape):

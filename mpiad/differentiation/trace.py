@@ -11,7 +11,7 @@ from autograd.tracer import Box, getval, new_box
 from mpiad._typing import Array, Shape, Tree
 from mpiad.differentiation.nodes import OrderedNode, TangentNode
 from mpiad.differentiation.objective import Problem
-from mpiad.differentiation.tape import OrderedTape, Recording, TangentTape, mark_unfinished
+from mpiad.differentiation.tape import OrderedTape, Recording, TangentTape
 from mpiad.differentiation.trees import flatten, is_variable, refuse_objects
 from mpiad.errors import RequestError
 from mpiad.primitives.cotangents import conform, spec_like
@@ -213,7 +213,9 @@ def _unfinished(tape: Tape) -> Problem | None:
     # Not raised here: backwards the ranks agree first, so that all raise the same and none runs into the reverse pass.
     waiting = list(tape.requests.values())
     tape.requests.clear()
-    mark_unfinished(tape.channels, "A trace ended before its requests were waited for.")
+    for channel, messages in tape.channels:
+        if messages:
+            channel.mark("A trace ended before its requests were waited for.")
     listed = ", ".join(map(repr, waiting[:4])) + (", ..." if len(waiting) > 4 else "")
     # Whoever waits for one of them later is told that it is over, and not that its trace still goes on.
     for request in waiting:

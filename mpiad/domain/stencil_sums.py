@@ -34,7 +34,7 @@ class StencilSums:
     """
 
     def __init__(self, weights: np.ndarray, halo: Halo, sides: Sides):
-        self.weights, self.radius, self.halo, self.sides = weights, halo.widths, halo, sides
+        self.weights, self.radius, self.halo, self.sides, self.comm = weights, halo.widths, halo, sides, halo.comm
         self.terms: Terms = terms_of(weights)
         reached = np.argwhere(weights) != np.array(self.radius)
         # Where no term reaches two ways at once, corners aren't needed.

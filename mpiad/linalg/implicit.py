@@ -34,6 +34,8 @@ from mpiad.linalg.vectors import inner
 from mpiad.primitives import mpi_allreduce, stop
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
+from mpiad.transport import channel
+from mpiad.transport.agreement import agreed
 from mpiad.transport.user_failures import DeferredFailures
 
 DERIVED = "derived"
@@ -212,11 +214,11 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Se
     found, norm = np.sqrt(squares).tolist()
     # Beyond the tolerance, rounding keeps the true residual of an ill-conditioned system above the one of the iteration.
     if found > 10 * max(settings.rtol * norm, settings.atol) + np.finfo(g.dtype).eps ** 0.25 * norm:
-        raise ValueError(
+        raise agreed(channel(settings.comm, settings.call), ValueError(
             f"{settings.call}: {settings.method} needs a symmetric operator, but in the derivative A λ = g was solved and "
             f"Aᵀ λ - g has norm {found:.3e}, where g has {norm:.3e}: A isn't its own transpose, and the derivative would "
             "be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose."
-        )
+        ))  # fmt: skip
 
 
 def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]:

@@ -24,6 +24,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, Channel, channel
 from mpiad.transport.agreement import agreed, raising_together, require_same
 from mpiad.transport.collectives import allreduce
+from mpiad.transport.user_failures import DeferredFailures
 
 _CALL = "linalg.eigsh"
 _ASYMMETRY = 1e-3  # of a projected matrix, by its norm: products end at tolerances of solves
@@ -98,6 +99,8 @@ def eigsh(
     ------
     TypeError, ValueError
         On all ranks, where an argument on any of them is wrong or differs, or A or B isn't symmetric, or B not positive.
+    Exception
+        On all ranks, what a product raises on one: its own there, one of the same kind and text elsewhere.
 
     Ranks
     -----
@@ -144,19 +147,20 @@ def ritz_pairs(
     size = int(_summed(used, np.array([float(like.size)]))[0])
     if k > size:
         raise agreed(used, ValueError(f"{_CALL}: k must be at most {size}, the length of a vector, but got {k}."))
+    failures = DeferredFailures(comm, _CALL, apart=True)
     with suspended():
         if isinstance(seed, (int, np.integer)):
             generator = np.random.Generator(np.random.Philox(key=np.array([int(seed), used.rank], np.uint64)))
             seed = generator.standard_normal((k + oversample, *like.shape))
         samples = np.asarray(seed)[:size]
-        images = _products(used, "product", product, samples, batch)
-        ranged = images if mass_solve is None else _products(used, "mass_solve", mass_solve, images, batch)
+        images = _products(failures, "product", product, samples, batch)
+        ranged = images if mass_solve is None else _products(failures, "mass_solve", mass_solve, images, batch)
         # B times the range is known: the images themselves.
         basis = _combined(_orthonormal(used, ranged, images), ranged)
         for _ in range(2):  # once more, since Gram matrices lose half of the digits
-            weighed = basis if mass is None else _products(used, "mass", mass, basis, batch)
+            weighed = basis if mass is None else _products(failures, "mass", mass, basis, batch)
             basis = _combined(_orthonormal(used, basis, weighed), basis)
-        projected = _gram(used, basis, _products(used, "product", product, basis, batch))
+        projected = _gram(used, basis, _products(failures, "product", product, basis, batch))
         skew = np.linalg.norm(projected - projected.T)
         if not skew <= _ASYMMETRY * np.linalg.norm(projected):
             raise agreed(used, ValueError(
@@ -168,17 +172,25 @@ def ritz_pairs(
         return EigenPairs(values[order], _combined(vectors[:, order], basis)), float(values[0])
 
 
-def _products(used: Channel, name: str, product: Product, vectors: LocalArray, batch: bool) -> LocalArray:
+def _products(failures: DeferredFailures, name: str, product: Product, vectors: LocalArray, batch: bool) -> LocalArray:
     parts = [vectors[k : k + _TOGETHER] for k in range(0, len(vectors), _TOGETHER)] if batch else list(vectors)
-    found = [np.asarray(product(part), dtype=float) for part in parts]
-    with raising_together(used):
-        for each, part in zip(found, parts):
-            if each.shape != part.shape:
-                raise ValueError(
-                    f"{_CALL}: {name} must return an array of the shape of what it is given, {part.shape}, but returned "
-                    f"one of {each.shape}. Does it belong to another grid?"
-                )
+    found = [_product(failures, name, product, part) for part in parts]
+    failures.raise_together()
     return np.concatenate(found) if batch else np.stack(found)
+
+
+def _product(failures: DeferredFailures, name: str, product: Product, part: LocalArray) -> LocalArray:
+    """Return a product; where it raises or has another shape, the part, and the ranks are yet to learn of it."""
+    made = failures.attempt(
+        name, lambda v: np.asarray(product(v), dtype=float), part, again=lambda: np.zeros_like(part)
+    )  # fmt: skip
+    if made is not None and made.shape != part.shape:
+        failures.note(ValueError(
+            f"{_CALL}: {name} must return an array of the shape of what it is given, {part.shape}, but returned one of "
+            f"{made.shape}. Does it belong to another grid?"
+        ))  # fmt: skip
+        made = None
+    return part if made is None else made
 
 
 def _combined(coefficients: np.ndarray, vectors: LocalArray) -> LocalArray:

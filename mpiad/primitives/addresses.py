@@ -22,9 +22,9 @@ def point_to_point(comm: Comm, call: str) -> Channel:
     refuse_foreign_trace(tape, call)
     if tape is not None:
         # An exception in this trace then marks the channel, and later calls on it say that messages may be left over.
-        tape.channels.add(used)
+        tape.channels.add((used, True))
     elif operator_body.channels is not None:
-        operator_body.channels.add(used)
+        operator_body.channels.add((used, True))
     return used
 
 

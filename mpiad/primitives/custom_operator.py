@@ -110,7 +110,7 @@ class Communicating(Recorded):
     def _as_one_node(self, x: Array, fun: Function, *args: Any, **kwargs: Any) -> Any:
         call = calls.begin(self.__name__, x, None) if calls.is_noting() else None
         try:
-            with suspended():
+            with suspended(operator=True):
                 return fun(*args, **kwargs)
         finally:
             if call is not None:

@@ -26,8 +26,8 @@ from mpiad._typing import Array
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
 from mpiad.primitives.noting import note_forward, note_rules
-from mpiad.transport import Channel
-from mpiad.transport.channels import communications, operator_body
+from mpiad.transport.agreement import mark_left
+from mpiad.transport.channels import Used, communications, operator_body
 from mpiad.transport.recovery import interruptible
 from mpiad.transport.tracing import tracing
 
@@ -39,7 +39,7 @@ class Tape(Protocol):
 
     number: int  # that of its trace; the inner of two has the higher
     outer: Tape | None  # the one that was current before
-    channels: set[Channel]  # those with point-to-point messages, which an exception can leave unfinished
+    channels: set[Used]  # on which it has communicated
     requests: dict[int, Any]  # what was started and not yet waited for, by identity
     # Whether it records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent: what the
     # Jacobian depends on is constant.
@@ -101,10 +101,11 @@ class Abreast:
 class suspended:
     """A context in which the current tape is another one: none, where an operation's body is one node."""
 
-    __slots__ = ("_body", "_is_body", "_kept", "_tape")
+    __slots__ = ("_body", "_is_body", "_is_operator", "_kept", "_tape")
 
-    def __init__(self, tape: Tape | None = None, body: bool = True):
-        self._tape, self._is_body = tape, body
+    def __init__(self, tape: Tape | None = None, body: bool = True, operator: bool = False):
+        # What leaves a composite of the library's, which is no operator, all ranks raise.
+        self._tape, self._is_body, self._is_operator = tape, body, operator
 
     def __enter__(self) -> None:
         if self._is_body and tracing.recorder is not None:
@@ -114,10 +115,13 @@ class suspended:
         current.tape, operator_body.channels = self._tape, set()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:
-            for channel in operator_body.channels or ():
-                channel.mark(f"{kind.__name__} left an operator in which messages were under way.")
+        used = operator_body.channels
         current.tape, operator_body.channels = self._kept, self._body
+        if used and error is not None:
+            mark_left([each for each in used if self._is_operator or each[1]], error, "an operator")
+        around = self._body if self._kept is None else self._kept.channels
+        if used and around is not None:
+            around.update([(channel, False) for channel, _ in used])  # this rank's messages have ended with it
 
 
 class Recorded:
@@ -222,6 +226,10 @@ def communicate(operation: Operation, x: Array, params: object) -> Any:
     """Apply an operation, recorded on the current tape and on those around it."""
     next(communications)
     tape = current.tape
+    # Those of point-to-point calls are noted with their addresses.
+    used = operator_body.channels if tape is None else tape.channels
+    if used is not None and not operation.point_to_point:
+        used.add((getattr(params, "channel", params), False))  # type: ignore[arg-type]
     # Outside of all traces nothing is recorded: a test or two are all that is paid.
     if tape is None and type(x) not in _box_types:
         return run(operation, x, params)

@@ -18,8 +18,8 @@ from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced
 from mpiad.programs.trace_run import TraceRun
 from mpiad.programs.trace_translation import program_of
-from mpiad.transport import Channel, calls
-from mpiad.transport.channels import communications, is_watched
+from mpiad.transport import calls
+from mpiad.transport.channels import Used, communications, is_watched
 
 MOST_TRACES = 32
 """So many are made of a function at most."""
@@ -38,11 +38,11 @@ class Entry(NamedTuple):
     watch: Watch
     communications: int  # how many steps of a call are one; as many in the reverse pass
     communicates: bool  # whether it makes any, also in functions that aren't taken apart
-    channels: set[Channel]  # on which
+    channels: set[Used]  # on which
 
     def is_current(self) -> bool:
         """Tell whether it can be run: what it was made of is the same, and no message is left of an exception."""
-        for channel in self.channels:
+        for channel, _ in self.channels:
             if channel.fault:
                 return False
         return self.watch.is_the_same()

@@ -33,6 +33,7 @@ from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned
 from mpiad.programs.trace_run import PlayingBack, TraceRun, message_counts
 from mpiad.transport import calls
+from mpiad.transport.channels import operator_body
 from mpiad.transport.tracing import tracing
 from mpiad.transport.world import level_of_repeats
 
@@ -125,9 +126,11 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         if not kwargs and current.tape is None and tracing.recorder is None:
-            for _, call in self._short:
+            for entry, call in self._short:
                 made = call(args)
                 if made is not MISSED:
+                    if operator_body.channels is not None:
+                        operator_body.channels |= entry.channels
                     return made
         # Inside of another trace its operations are noted like the rest.
         if tracing.recorder is not None or not _can_compile():
@@ -201,6 +204,8 @@ class Jitted:
 
     def _replayed(self, entry: Entry, given: Arguments, args: tuple, kwargs: dict) -> Any:
         counts = message_counts() if entry.replays.last_look >= 0 else None
+        if operator_body.channels is not None:
+            operator_body.channels |= entry.channels
         try:
             made = entry.called([given.leaves[k] for k in given.traced])
         except Changed as change:

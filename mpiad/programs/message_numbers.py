@@ -14,6 +14,7 @@ import numpy as np
 
 from mpiad.programs.schedule import Loop, Schedule
 from mpiad.transport import Channel, Envelope
+from mpiad.transport.channels import Used
 
 _NOTHING = np.empty(0)
 
@@ -89,10 +90,11 @@ def is_numbered(params: Any) -> bool:
     return bool(envelopes_of(params)) or hasattr(params, "numbered")
 
 
-def channels_of(params: Any) -> set[Channel]:
+def channels_of(params: Any) -> set[Used]:
     """Return the channels among the parameters of an operation."""
     parts = params if isinstance(params, tuple) else (params,)
-    return {part for part in parts if isinstance(part, Channel)} | {part.channel for part in envelopes_of(params)}
+    messages = {(part.channel, True) for part in envelopes_of(params)}
+    return {(part, False) for part in parts if isinstance(part, Channel)} | messages
 
 
 class Answer(NamedTuple):

@@ -76,6 +76,6 @@ class Playback:
     def communicated_by_itself(self) -> None:
         """Let it communicate as it likes."""
 
-    def marked(self, channel: Any, reason: str) -> bool:
+    def marked(self, channel: Any, reason: str, messages: bool) -> bool:
         """Let channels be marked."""
         return False

@@ -22,9 +22,9 @@ from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.refused_calls import reason_against
 from mpiad.programs.steps import Abandoned, Ref, Step, hides_traced, on_host, plain
 from mpiad.programs.traced_array import with_entries
-from mpiad.transport import Channel, calls
+from mpiad.transport import calls, channel
 from mpiad.transport.calls import Site
-from mpiad.transport.channels import communications
+from mpiad.transport.channels import Used, communications
 from mpiad.transport.tracing import tracing
 
 _COMPILED_ROOMS = ("", "domain")
@@ -60,10 +60,10 @@ class Recorder(NotedValues):
         self.failed: BaseException | None = None
         self.log: list[Any] = []
         self.asked: int | None = None
-        self.channels: set[Channel] = set()
+        self.channels: set[Used] = set()
         self._inside = False
         self._any_sender = self._any_within = False
-        self._marks: list[tuple[Any, str]] = []
+        self._marks: list[tuple[Any, str, bool]] = []
 
     def refuse(self, reason: str) -> NoReturn:
         """Give the trace up: leave the function by Abandoned."""
@@ -167,8 +167,17 @@ class Recorder(NotedValues):
             self.refuse(f"it calls {operator.__name__} of mpiad.{_room(operator)}, which isn't compiled yet")
         if any(hides_traced(x) for x in (*args, *kwargs.values())):
             self.refuse(f"{operator.__name__} is given functions or objects that hold traced values")
+        self.channels |= self._channels_of(plain(args), operator.__name__)
         noted = self._noted(args), self._noted(kwargs)
         return self._recorded("operate", operator, *noted, self._operated(operator, plain(args), plain(kwargs)))
+
+    def _channels_of(self, args: tuple, call: str) -> set[Used]:
+        """Return the channels of an operator that takes what knows its communicator."""
+        tracing.recorder = None
+        try:
+            return {(channel(x.comm, call, collective=False), False) for x in args if hasattr(x, "comm")}
+        finally:
+            tracing.recorder = self
 
     def communicated_by_itself(self) -> None:
         """Refuse what ranks tell each other by messages that aren't noted, before there are any."""
@@ -193,15 +202,15 @@ class Recorder(NotedValues):
                 return step.site.text
         return ""
 
-    def marked(self, channel: Any, reason: str) -> bool:
+    def marked(self, channel: Any, reason: str, messages: bool) -> bool:
         """Take note of messages that an exception has left, which matters where it isn't the trace's own."""
-        self._marks.append((channel, reason))
+        self._marks.append((channel, reason, messages))
         return True
 
     def mark(self) -> None:
         """Mark the channels on which an exception of a communication has left messages."""
-        for channel, reason in self._marks:
-            channel.mark(reason)
+        for used, *fault in self._marks:
+            used.mark(*fault)
 
     # ---- what is done with the values
 

@@ -38,7 +38,7 @@ def short_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] |
         if type(x) is np.ndarray:
             names[f"d{k}"] = x.dtype
             others.append(f"a{k}.dtype is not d{k} or a{k}.shape != {x.shape}")
-    for k, channel in enumerate(entry.channels):
+    for k, (channel, _) in enumerate(entry.channels):
         names[f"c{k}"] = channel
         others.append(f"c{k}.fault")
     given = ", ".join(f"a{k}" for k in range(len(args)))

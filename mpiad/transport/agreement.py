@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from mpiad._typing import Comm
 from mpiad.errors import ConvergenceError, NotFiniteError, RemoteError
-from mpiad.transport.channels import Channel, on_any_rank
+from mpiad.transport.channels import Channel, Used, on_any_rank
 from mpiad.transport.exit_codes import code_of
 from mpiad.transport.tracing import settled
 
@@ -89,6 +89,17 @@ def agreed(group: Group, error: Exception) -> Exception:
 def agreed_among(error: BaseException) -> frozenset[int]:
     """Return the ranks of the world that raise this exception, or one like it, by agreement; none for others."""
     return getattr(error, "_agreed_among", frozenset())
+
+
+def mark_left(used: Iterable[Used], error: BaseException, what: str) -> None:
+    """Refuse the further use of channels on which an exception may have left ranks at different communications.
+
+    Where all ranks of a channel raise it by agreement, collectives have ended, and messages alone may be left.
+    """
+    agreed = agreed_among(error)
+    for channel, messages in used:
+        if messages or channel.size > 1 and not agreed.issuperset(channel.members):
+            channel.mark(f"{type(error).__name__} left {what} in which messages were under way.", messages)
 
 
 def forget_agreement(error: BaseException) -> None:

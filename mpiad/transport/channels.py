@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 import numpy as np
@@ -36,10 +36,14 @@ communications = count()
 """Each communication takes a number: whether there was any, or as many as before, is known by what it gives next."""
 
 
-class _Body(threading.local):
-    """Inside an operator that is one node, the channels of its point-to-point messages, which no tape notes; else None."""
+Used: TypeAlias = "tuple[Channel, bool]"
+"""A channel, and whether messages on it may be left even after all its ranks have met."""
 
-    channels: set[Channel] | None = None
+
+class _Body(threading.local):
+    """Inside an operator that is one node, the channels on which it has communicated, which no tape notes; else None."""
+
+    channels: set[Used] | None = None
 
 
 operator_body = _Body()
@@ -53,6 +57,7 @@ class Channel:
         self.rank, self.size = user.rank, user.size
         self.members, self.number, self.label = _named(user)
         self.fault: str | None = None
+        self.has_messages = False  # while there is a fault, as in `Used`
         self.alone = False
         self.lost: tuple[int, ...] = ()  # ranks whose processes died
         self.pairs_compared = False
@@ -196,12 +201,13 @@ class Channel:
         reason = f"{what} is evaluated by one rank ({advice}), and the other ranks take no part"
         return self.refusing(reason) if self.size > 1 else nullcontext()
 
-    def mark(self, reason: str) -> None:
-        """Refuse further use until `renew`."""
-        if tracing.recorder is not None and tracing.recorder.marked(self, reason):
+    def mark(self, reason: str, messages: bool = True) -> None:
+        """Refuse further use until `renew`; `messages` as in `Used`."""
+        if tracing.recorder is not None and tracing.recorder.marked(self, reason, messages):
             return
         if self.fault is None:
-            self.fault = reason
+            self.fault, self.has_messages = reason, False
+        self.has_messages |= messages
 
     def renew(self) -> None:
         """Replace the duplicates; collective. What was under way on the old ones is dropped."""

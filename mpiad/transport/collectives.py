@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Array, Op
 from mpiad.transport import chunked_collectives, exchanged_sums, extremes, pairwise_collectives
-from mpiad.transport.agreement import fingerprint, raise_first
+from mpiad.transport.agreement import agreed, fingerprint, raise_first
 from mpiad.transport.buffers import Spec, contiguous, copied, outgoing
 from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import arrays_of
@@ -137,7 +137,7 @@ def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wr
         shapes = channel.data.allgather(f"{shape} {dtype}")
         listed = ", ".join(f"rank {rank}: {shape}" for rank, shape in enumerate(shapes))
         free = "must be equal on all ranks" if axis is None else f"may differ along axis {axis} only"
-        raise ValueError(f"{call}: shapes and dtypes {free}, but got {listed}.")
+        raise agreed(channel, ValueError(f"{call}: shapes and dtypes {free}, but got {listed}."))
     return every[:, 0].tolist()
 
 

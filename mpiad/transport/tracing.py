@@ -53,7 +53,7 @@ class ProgramRecorder(Protocol):
     def communicated_by_itself(self) -> None:
         """Take note that a function communicates other than by an operation."""
 
-    def marked(self, channel: object, reason: str) -> bool:
+    def marked(self, channel: object, reason: str, messages: bool) -> bool:
         """Tell whether the trace decides later that messages were left on a channel: it may be run once more."""
         ...
 

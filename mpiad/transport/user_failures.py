@@ -26,6 +26,7 @@ from mpiad._typing import Comm, Function
 from mpiad.errors import ConvergenceError, DeadlockError, WorkerError
 from mpiad.transport.agreement import (
     Failures,
+    agreed,
     agreed_among,
     error_of,
     failures_among,
@@ -33,7 +34,7 @@ from mpiad.transport.agreement import (
     forget_agreement,
     raise_first,
 )
-from mpiad.transport.channels import communications, live_channels, operator_body
+from mpiad.transport.channels import communications, live_channels, operator_body, world_ranks
 from mpiad.transport.failure_detector import LATE, SOON, FailureDetector, LoneFailure
 from mpiad.transport.lookup import channel
 from mpiad.transport.recovery import recovers
@@ -82,6 +83,8 @@ class StageFailures:
         self._comm, self._room = comm, room
         self._detector = FailureDetector(comm, room, listens=not self._interrupts)
         self.broken, self.end_requested, self._call, self._complete = False, False, call, complete
+        self.members = tuple(getattr(comm, "members", None) or world_ranks(comm))
+        self._refused = [found for found in live_channels() if found.fault]  # by what came before
         self._mine, self._sums = np.zeros(4), np.zeros(4)
         self.error: Exception | None = None
         self.tolerates = False
@@ -132,12 +135,21 @@ class StageFailures:
             # Its notices travel on the same communicator: all ranks take theirs off before anything else is received there.
             self._detector.close(failed=True)
             self.error = verdict(failures_among(self._comm, failure), self._call)
+            if not self._interrupts:
+                agreed(self, self.error)
+                self._lift()
             raise self.error from failure
         if self._sums[_UNREACHED]:
             self._detector.close(failed=True)
             self._detector = FailureDetector(self._comm, self._room, listens=not self._interrupts)
             raise Unreached(f"{self._call}: a solver hasn't converged") from failure
         return float(self._sums[_TERM])
+
+    def _lift(self) -> None:
+        """Let channels be used again on which a rank's own exception may have left collectives: all ranks have met."""
+        for found in live_channels():
+            if found.fault and not found.has_messages and found not in self._refused:
+                found.fault = None
 
     def _tolerated(self, failure: BaseException | None) -> bool:
         return self.tolerates and isinstance(failure, ConvergenceError)
@@ -170,18 +182,21 @@ class DeferredFailures:
     """What this rank has run into, and the others don't know yet.
 
     A function that communicates may have raised before the other ranks got from it what they wait for. Where it has raised
-    before its first communication, and communicated when it was called before, it is called once more with an argument
-    that it can take, for the sake of its messages. What else may leave the others waiting ends the job after a while.
+    before its first communication, at its first call or after it communicated when it was called before, it is called once
+    more with an argument that it can take, for the sake of its messages. What else may leave the others waiting ends the
+    job after a while.
 
     - `comm`: the ranks that are to know.
     - `call`: name of the public function.
     - `talkers`: names of functions that have communicated, in this call or in others with the same functions; it grows.
+    - `apart`: whether they meet on a communicator of its own, where no function's communication is taken for it.
     - `error` (or None): the first one.
     """
 
-    def __init__(self, comm: Comm, call: str, talkers: set[str] | None = None):
+    def __init__(self, comm: Comm, call: str, talkers: set[str] | None = None, apart: bool = False):
         self.error: Exception | None = None
         self._used, self._call = channel(comm, call), call
+        self._meeting = self._used.aside() if apart else self._used.data
         self._talkers = set() if talkers is None else talkers
         self._usual: dict[str, int] = {}  # how often a function communicated when it was called last
         self._lone: LoneFailure | None = None
@@ -202,12 +217,14 @@ class DeferredFailures:
                 raise
             spent, usual = next(communications) - start - 1, self._usual.get(name)
             self.note(error, LATE if usual is not None and spent >= usual else SOON)
-            if again is not None and not spent and name in self._talkers:
+            if again is not None and not spent and (usual is None or name in self._talkers):
                 with contextlib.suppress(Exception):
                     fun(again())
             # A trace that it left has marked the channel, on which the ranks are yet to meet.
             if fault is None and self._used.fault is not None:
-                self._fault, self._used.fault = self._used.fault, None
+                # Of collectives none is left once all have met.
+                self._fault = self._used.fault if self._used.has_messages else self._fault
+                self._used.fault = None
             return None
         self._usual[name] = spent = next(communications) - start - 1
         if spent:
@@ -232,10 +249,10 @@ class DeferredFailures:
 
         All ranks call it: it costs one small reduction where no sum has told of it.
         """
-        under_way = self._fault is not None or self._used in (operator_body.channels or ())
+        under_way = self._fault is not None or (self._used, True) in (operator_body.channels or ())
         mine, every = np.array([self.error is not None, under_way], np.int32), np.empty(2, np.int32)
         with self:
-            self._used.data.Allreduce(mine, every)
+            self._meeting.Allreduce(mine, every)
         if self._lone is not None:
             self._lone.met()
         if not every[0]:

@@ -179,14 +179,74 @@ def test_only_the_communicators_that_were_used_are_refused(rank, size, rank_rng)
     comm.Free()
 
 
-def test_an_exception_with_nothing_under_way_needs_no_reset(rank, size, rank_rng):
+ring = mpiad.Domain(2 * MPI.COMM_WORLD.size, periodic=True)
+bare = mpiad.extend.communicating(lambda x: mpiad.mpi_allreduce(x))
+mpiad.extend.defadjoint(bare, bare)
+COMMUNICATE = {
+    "reduction": lambda x: mpiad.mpi_allreduce(x),
+    "broadcast": lambda x: mpiad.mpi_bcast(x),
+    "barrier": lambda x: mpiad.mpi_barrier(),
+    "gather": lambda x: mpiad.mpi_allgather(x),
+    "halo": lambda x: ring.exchange(x),
+    "jitted halo": mpiad.jit(lambda x: anp.sum(ring.exchange(x))),
+    "jitted": mpiad.jit(lambda x: mpiad.mpi_allreduce(x)),
+    "stencil": ring.stencil([1.0, -2.0, 1.0]),
+    "jitted stencil": mpiad.jit(ring.stencil([1.0, -2.0, 1.0])),
+    "operator": lambda x: bare(x),
+    "gradient": lambda x: mpiad.grad(lambda y: anp.sum(y**2))(x),
+    "loop": lambda x: mpiad.timestepping.scan(lambda u, k: mpiad.mpi_allreduce(u), x, 2, checkpoints=1),
+    "solve": lambda x: mpiad.linalg.solve(lambda u: 2 * u, x),
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("call", ["value_and_grad", "jvp", "hvp", "make_vjp"])
+@pytest.mark.parametrize("kind", COMMUNICATE)
+def test_an_exception_after_any_communication(kind, call, rank, size, rank_rng):
+    """The other ranks may wait in the next one, which this rank's next call mustn't meet; one rank alone waits for none."""
+
     def interrupted(x):
-        mpiad.mpi_allreduce(x)
+        COMMUNICATE[kind](x)
         raise InterruptedStep
 
-    with pytest.raises(InterruptedStep):
-        mpiad.grad(interrupted)(np.ones(2))
+    for _ in range(2):
+        with pytest.raises(InterruptedStep):
+            CALLS[call](interrupted, np.ones(2))
+        if size > 1:
+            with pytest.raises(UnfinishedMessagesError, match=r"InterruptedStep.*mpiad\.reset"):
+                mpiad.mpi_allreduce(1.0)
+        mpiad.reset()
     check_program(rank, size, rank_rng)
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("timeout", ["", "5"])
+@pytest.mark.parametrize(
+    "before", ["mpi_allreduce(x)", "domain.exchange(x)", "solve(lambda u: 2 * u, x)", "inner(x)"], ids=str
+)
+def test_no_wrong_number_where_one_rank_catches(before, timeout, mpirun):
+    """Rank 0 waits in the sum of the loss, and rank 1's next sum is refused: no rank prints one."""
+    program = f"""
+import autograd.numpy as np, os, mpiad
+from mpiad import mpi_allreduce, mpi_rank
+from mpiad.linalg import solve
+domain = mpiad.Domain(4, periodic=True)
+inner = mpiad.extend.communicating(lambda x: mpi_allreduce(x))
+mpiad.extend.defadjoint(inner, inner)
+def loss(x):
+    {before}
+    if mpi_rank() == 1:
+        raise ValueError("on one rank")
+    return mpi_allreduce(np.sum(x) * 8)
+try:
+    mpiad.value_and_grad(loss)(np.ones(2))
+except ValueError:
+    print("caught", flush=True)
+print("number", mpi_allreduce(1.0), flush=True)
+"""
+    done = mpirun(2, program, timeout=20, env={"MPIAD_TIMEOUT": timeout} if timeout else {})
+    assert done.returncode != 0 and "caught" in done.stdout and "number" not in done.stdout
+    assert "UnfinishedMessagesError: mpi_allreduce: ValueError left a trace" in done.stderr
 
 
 def test_requests_under_way_when_an_exception_comes(rank, size, rank_rng):
@@ -226,8 +286,8 @@ def test_the_trace_counter_is_restored(call, rank, size):
     assert trace_stack.top == before
 
 
-def test_an_inner_exception_that_is_caught_changes_nothing(rank, size, rank_rng):
-    """A step that fails and is done otherwise, in the middle of a trace."""
+def test_an_inner_exception_that_is_caught_on_all_ranks(rank, size, rank_rng):
+    """A step that fails and is done otherwise, in the middle of a trace, whose earlier sums have their adjoints."""
     xs = inputs(rank_rng, size)
 
     def interrupted(y):
@@ -239,6 +299,7 @@ def test_an_inner_exception_that_is_caught_changes_nothing(rank, size, rank_rng)
         try:
             step = mpiad.grad(interrupted)(x)
         except InterruptedStep:
+            mpiad.reset()
             step = mpiad.grad(lambda y: mpiad.mpi_allreduce(anp.sum(y**3)))(x)
         return mpiad.mpi_allreduce(anp.sum(step * x)) * total
 

@@ -5,6 +5,7 @@ import pytest
 import scipy.linalg
 from mpi4py import MPI
 
+import mpiad
 from mpiad.linalg import eigsh
 
 
@@ -54,6 +55,50 @@ def test_low_rank_and_no_mass(rank, size):
     product, mine = on_pieces((u * [5.0, 3.0, -1.0]) @ u.T, n, rank, size, [])
     pairs = eigsh(product, np.zeros((len(mine), 1))[:, 0], 2)
     np.testing.assert_allclose(pairs.values, [5.0, 3.0], rtol=1e-10)
+
+
+class Own(KeyError):
+    pass
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("which", ["product", "mass", "mass_solve"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_what_a_product_raises_on_one_rank_is_raised_on_all(number, which, where, batch, rank, size):
+    """Before or after its communication, at its first call or later; no sum of what doesn't belong together follows."""
+    a, calls = np.diag(np.arange(12.0)), []
+
+    def function(name):
+        def product(v):
+            calls.append(name)
+            fails = rank == size - 1 and name == which and calls.count(name) == number + 1
+            if fails and where == "before":
+                raise Own("on one rank")
+            total = mpiad.mpi_allreduce(v)
+            if fails:
+                raise Own("on one rank")
+            return total / size
+
+        return product
+
+    like = np.zeros(12)
+    with pytest.raises(KeyError, match="on one rank") as caught:
+        eigsh(
+            function("product"),
+            like,
+            3,
+            mass=function("mass"),
+            mass_solve=function("mass_solve"),
+            oversample=40,
+            batch=batch,
+        )
+    assert (type(caught.value) is Own) == (rank == size - 1)
+    assert mpiad.mpi_allreduce(1.0) == size
+    rows = np.array_split(np.arange(12), size)[rank]
+    pairs = eigsh(lambda v: a[rows] @ joined(v), np.zeros(len(rows)), 3, oversample=9)
+    np.testing.assert_allclose(pairs.values, [11.0, 10.0, 9.0], rtol=1e-10)
 
 
 def test_wrong_operators_are_refused_on_all_ranks(rank, size):

@@ -314,6 +314,7 @@ def test_exceptions_of_the_function_come_through(where, size):
             if state and where != "within":
                 with pytest.raises(Own, match=str(int(15 * (size if where == "after" else 1)))):
                     call(*given)
+                mpiad.reset()
             else:
                 assert_same(call(*given), plain[call](*given))
 
