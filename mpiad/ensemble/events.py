@@ -37,7 +37,7 @@ class StepEvents(NamedTuple):
 class CrossedSteps(NamedTuple):
     """Steps of some columns in which conditions have changed their signs, kept until they are looked at."""
 
-    # Shape (events, n). Which conditions have, and their values before and after the step.
+    # Shape (events, n). Which conditions have, and their values before and after the step; none without conditions.
     crossed: Array
     before: Array
     after: Array
@@ -90,11 +90,11 @@ class EventWatch:
         changed = (event.crossed(*pair, sides.get(e)) for e, (event, pair) in enumerate(zip(self._events, self.pairs)))
         return [step.accepted & mask for mask in changed]
 
-    def kept(self, step: Step, columns: Array, crossed: Sequence[Array]) -> CrossedSteps:
-        """Return the step of some columns, in which these conditions have changed their signs."""
+    def kept(self, step: Step, columns: Array, crossed: Sequence[Array], end: bool = False) -> CrossedSteps:
+        """Return the step of some columns, or its end alone, in which these conditions have changed their signs."""
         before, after = zip(*self.pairs)
         changed, old, new = (np.array([row[columns] for row in rows]) for rows in (crossed, before, after))
-        return CrossedSteps(changed, old, new, step.at(columns))
+        return CrossedSteps(changed, old, new, step.at_end(columns) if end else step.at(columns))
 
     def put_off(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
         """Look for the events of some columns later, for many at once: they end no step."""
@@ -183,15 +183,19 @@ class EventWatch:
         # What comes after a terminal event in the same step never happens.
         known, terminal = x <= last[columns], self._events[e].stops
         part = np.where(known, x, np.inf)
-        # All as doubles, which hold the numbers exactly: one table, and from a device one copy to the host.
-        rows = step.ids[columns], np.full_like(columns, e), step.number[columns], part, time
-        self._rows.append(np.stack([row.astype(float) for row in rows]))
         row = self._count + np.cumsum(np.full_like(columns, 1)) - 1
-        self._count += len(columns)
+        self.note(step, e, columns, part, time)
         if several:
             kept = np.flatnonzero((ender[columns] == e) if terminal else known)
             columns, x, time, row = columns[kept], x[kept], time[kept], row[kept]
         return LocatedEvent(e, terminal, columns, x, time, row) if len(columns) else None
+
+    def note(self, step: Step, e: int, columns: Array, part: Array, time: Array) -> None:
+        """Write an event in steps of some columns into the table."""
+        # All as doubles, which hold the numbers exactly: one table, and from a device one copy to the host.
+        rows = step.ids[columns], np.full_like(columns, e), step.number[columns], part, time
+        self._rows.append(np.stack([row.astype(float) for row in rows]))
+        self._count += len(columns)
 
     def rows(self) -> Array | None:
         """Return the table, shape (5, m); None where nothing happened."""

@@ -48,10 +48,11 @@ class Step(NamedTuple):
         return Step._make(taken)
 
     def at_end(self, columns: Array) -> Step:
-        """Return the ends of the steps of some columns, without what came before."""
-        ids, number, t_new, new = (np.take(x, columns, axis=-1) for x in (self.ids, self.number, self.t_new, self.new))
+        """Return the ends of the steps of some columns, and of what came before the times alone."""
+        taken = (self.ids, self.number, self.t, self.t_new, self.new)
+        ids, number, t, t_new, new = (np.take(x, columns, axis=-1) for x in taken)
         sign = None if self.sign is None else self.sign[columns]
-        return Step(ids, number, self.accepted[:0], self.t[:0], self.h[:0], t_new, self.u[:, :0], new, [], sign)
+        return Step(ids, number, self.accepted[:0], t, self.h[:0], t_new, self.u[:, :0], new, [], sign)
 
     def actual(self, times: Array) -> Array:
         """Return times, or signed steps, as f sees them."""

@@ -19,6 +19,9 @@ AT_ROOT, OF_WAY = 1e3, 1e-12
 AHEAD, AHEAD_OF_SHORT, LEAST_AHEAD = 1e-2, 0.25, 1e-6
 # In which part of tspan it must not be back, where what lay before was short, too.
 AT_ONCE, SHORT_PIECE = 1e-7, 1e-5
+# In a step of so small a part of tspan rounding may change the sign of a condition that was near its root.
+UNRESOLVED = 1e-9
+LEAST = 1e-300  # the value of a condition of which nothing is known but its sign
 # So many events in a row, each within so small a part of tspan after the one before, are without end.
 SHORT, MOST_SHORT = 1e-6, 10
 
@@ -33,9 +36,9 @@ class Departure(NamedTuple):
 
 
 def distance_ahead(gone: Array, span: Array) -> Array:
-    """Return how far ahead to look, by how long it is since the last events and the lengths of tspan."""
+    """Return how far ahead to look, by how long it is since the events acted last and the lengths of tspan."""
     least = LEAST_AHEAD * span
-    return np.where(gone > 0, np.minimum(AHEAD_OF_SHORT * gone, np.maximum(AHEAD * gone, least)), least)
+    return np.where(gone > UNRESOLVED * span, np.minimum(AHEAD_OF_SHORT * gone, np.maximum(AHEAD * gone, least)), least)
 
 
 def departure(values: tuple[Array, Array, Array, Array], direction: int, gone: Array, span: Array) -> Departure:

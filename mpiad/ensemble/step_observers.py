@@ -61,19 +61,22 @@ class StepObservers:
         if self._log is not None:
             self._log.note(step)
         acting = self._acting
-        crossed = [] if self._events is None else self._events.crossed(step, p, acting.sides if acting else {})
+        if acting is not None:
+            crossed = acting.crossed(step, p)
+        else:
+            crossed = [] if self._events is None else self._events.crossed(step, p)
         terminated = at_roots = at_times = NONE
         if acting is not None:
             at_roots = acting.at_roots(crossed)
             if at_roots.size:
-                acting.hold(at_roots, step, h, crossed)
+                acting.hold(at_roots, step, h, crossed, at_roots=True)
                 others = np.ones(len(step.ids), bool)
                 others[at_roots] = False
                 step, crossed = step._replace(accepted=step.accepted & others), [mask & others for mask in crossed]
                 done = done & others
             at_times = acting.at_given_times(step, done)
             if at_times.size:
-                acting.hold(at_times, step, h)
+                acting.hold(at_times, step, h, crossed)
         if crossed and (columns := np.flatnonzero(np.any(crossed, axis=0))).size:
             terminated = self._located(step, columns, crossed)
         if self._saves is not None:

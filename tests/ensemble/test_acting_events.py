@@ -17,6 +17,7 @@ from mpiad.ensemble import (
     ODEProblem,
     Rodas5P,
     Rosenbrock23,
+    Tsit5,
     Vern7,
     remake,
     solve,
@@ -43,6 +44,55 @@ def check(found, expected, argnums, args, tangent=True, exact=1e-10):
         )
         both = [mpiad.hvp(along(fun))(0.0, 1.0) for fun in (found, expected)]
         np.testing.assert_allclose(both[0], both[1], rtol=100 * exact)
+
+
+# ---- events at once
+
+TWO = {
+    kind: Event(lambda u, p, t, c=c: u[c], direction=-1, affect=lambda u, p, t, c=c: [*u[: c + 1], -u[c + 1], *u[c + 2 :]])
+    for kind, c in (("first", 0), ("second", 2))
+}
+
+
+def two_balls(u, p, t):
+    return [u[1], -9.81 + 0 * u[0], u[3], -9.81 + 0 * u[0]]
+
+
+@pytest.mark.parametrize("alg", [RK45(), Tsit5(), Vern7(), Rodas5P()], ids=lambda alg: type(alg).__name__)
+@pytest.mark.parametrize("order", [("first", "second"), ("second", "first")])
+def test_no_ball_falls_through_the_floor(alg, order):
+    apart = np.array([0.0, 1e-16, 1e-15, 3e-15, 1e-14, 1e-13, 1e-12, 1e-9])
+    u0 = np.stack([np.ones(8), np.zeros(8), 1 + apart, np.zeros(8)], axis=1)
+    ensemble = EnsembleProblem(ODEProblem(two_balls, u0[0], (0.0, 1.0)), u0=u0)
+    sol = solve(ensemble, alg, events=[TWO[kind] for kind in order], rtol=1e-9, atol=1e-11)
+    height, speed, _ = bouncing(1.0, 0.0, 9.81, 1.0, 0.0, 1.0)
+    np.testing.assert_allclose(sol.u_end, np.tile([height, speed], (8, 2)), rtol=0, atol=1e-7)
+    assert all(sorted(e for e, _ in found) == [0, 1] for found in sol.events.values())
+    # Of those at one time the first that is given comes first.
+    assert [e for e, _ in sol.events[0]] == [0, 1]
+
+
+def test_a_wall_that_is_reached_as_another_event_acts_ends_all():
+    rng, N = np.random.default_rng(1), 1000
+    p = np.stack([rates := rng.uniform(0.5, 2, N), times := rng.uniform(0.2, 2, N), rates * times, times**2], axis=1)
+    count = Event(lambda u, p, t: u[0] - p[2], direction=1, affect=lambda u, p, t: [u[0], u[1], u[2] + 1])
+    wall = Event(lambda u, p, t: u[1] - p[3], direction=1)
+    problem = ODEProblem(lambda u, p, t: [p[0] + 0 * u[0], 2 * t, 0 * u[0]], [0.0, 0.0, 0.0], (0.0, 3.0))
+    sol = solve(EnsembleProblem(problem, p=p), Tsit5(), events=(count, wall))
+    assert set(sol.retcode) == {"Terminated"}
+    np.testing.assert_allclose(sol.t_reached, times, rtol=1e-12)
+
+
+@pytest.mark.parametrize("direction", [1, 0])
+@pytest.mark.parametrize("alg", [RK45(), Tsit5(), Rodas5P()], ids=lambda alg: type(alg).__name__)
+def test_a_condition_that_vanishes_at_a_given_time_acts_once(alg, direction):
+    rng, N = np.random.default_rng(0), 1000
+    p = np.stack([rates := rng.uniform(0.5, 2, N), times := rng.uniform(0.2, 2, N), rates * times], axis=1)
+    reach = Event(lambda u, p, t: u[0] - p[2], direction=direction, affect=lambda u, p, t: [u[0], u[1] + 1, u[2]])
+    given = Event(times=lambda p: [p[1]], affect=lambda u, p, t: [u[0], u[1], u[2] + 1])
+    problem = ODEProblem(lambda u, p, t: [p[0] + 0 * u[0], 0 * u[1], 0 * u[2]], [0.0, 0.0, 0.0], (0.0, 3.0))
+    sol = solve(EnsembleProblem(problem, p=p), alg, events=(reach, given), rtol=1e-6, atol=1e-9)
+    np.testing.assert_array_equal(sol.u_end[:, 1:], 1.0)
 
 
 # ---- balls

@@ -143,10 +143,12 @@ while $due == now:
     @next_due
 $now = now
 $accepted = 0.0
+when affected: $unresolved = {unresolved} * abs(end[0 if one_span else i] - t)
 @conditions
 when acts:
-    $begun = now
+    each e: $begun[{e}] = now
     $met = now
+    $limit = now
     $short = 0.0
 each sided: $side[{sided}] = (1.0 if $condition[{sided}] > 0.0 else (-1.0 if $condition[{sided}] < 0.0 else 0.0))
 """
@@ -179,6 +181,7 @@ each j: each c:
     $du[{j}, {c}] = v{j}_{c}
 each e:
     c{e} = where(took, $condition_new[{e}], $condition[{e}])
+    when affected: c{e} = where((abs($condition[{e}]) <= {least_value}) & ($size <= $unresolved), $condition[{e}], c{e})
     $condition[{e}] = c{e}
 $number += $accepted
 now = where(took, $tn, $now)
@@ -237,8 +240,11 @@ when inside: inner[{last-1}, {d}]
 du[{m}, {d}] dnew[{m}, {d}]
 when inside: dk[{m}, {last+1}, {d}]
 when events: exact condition[{count}] condition_new[{count}] crossed[{count}] part[{count}]
-# When a trajectory went on after an event, when the last one was, and how many were short before.
-when acts: exact begun met short side[{count}]
+# When a trajectory began or each event acted last, when the last one was, how many were short before; and where the next
+# step ends at the latest, if that lies ahead.
+when acts: exact begun[{count}] met short side[{count}] limit
+# How long a step is that doesn't tell on which sides conditions are.
+when affected: exact unresolved
 """
 
 
@@ -254,7 +260,7 @@ def forward_source(form: Form, wide: bool) -> str:
     full = f" or row + {form.lanes} > rows.shape[0]" if form.record else ""
     full += f" or found + {form.lanes * len(form.events)} > crossings.shape[0]" if form.events else ""
     names |= {
-        "wide": wide, "fields": ", ".join(fields), "full": full, "affected": form.affects is not None,
+        "wide": wide, "fields": ", ".join(fields), "full": full,
         "sided": form.sided, "changed": "".join(f" + crossed{e}" for e in names["e"]),
         "rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step(),
         "unit_tangents": [

@@ -37,11 +37,6 @@ when acts:
         acted = True
         @state
         span = abs(end[0 if one_span else i] - start[0 if one_span else i])
-        gone = abs(tn - $begun)
-        # How far to look: by how long the last event is ago, and how long tspan is.
-        ahead = {least_ahead} * span
-        if gone > 0.0:
-            ahead = min({ahead_of_short} * gone, max({ahead} * gone, ahead))
         stopped = False
         @at_conditions
         $short = $short + 1.0 if abs(tn - $met) <= {short} * span else 0.0
@@ -78,11 +73,27 @@ if acted and code < 0 and tn != $end:
     each c: $last[{c}] = k0_{c}
     when remembers: $q2_before = {least_error}
     @conditions_there
-    when acts: $begun = tn
-    each sided:
-        $side[{sided}] = left{sided} if left{sided} != 0.0 else (
-            1.0 if $condition_new[{sided}] > 0.0 else (-1.0 if $condition_new[{sided}] < 0.0 else 0.0)
-        )
+    when acts:
+        if $limit > tn:
+            $next = min($next, $limit - tn)
+"""
+
+# The value of a condition with which a lane goes on, and on which side it is. Near its root, if affects leave it there,
+# rounding decides on its sign: it has the new one if its event has happened, the old one after a step that is too short.
+_GO_ON = """
+{value}
+old = $condition[{e}]
+when either_way: side = 1.0 if value > 0.0 else (-1.0 if value < 0.0 else 0.0)
+if value == $condition_new[{e}]:
+    if $part[{e}] < np.inf and $part[{e}] <= first:
+        value = -{least_value} if old > 0.0 else {least_value}
+        when either_way: side = -1.0 if old > 0.0 else 1.0
+    elif tn - $now <= $unresolved and (abs(old) <= {least_value} or value * old <= 0.0):
+        value = {least_value} if old > 0.0 else (-{least_value} if old < 0.0 else 0.0)
+        when either_way: side = $side[{e}]
+$condition_new[{e}] = value
+$condition[{e}] = value
+when either_way: $side[{e}] = left{e} if left{e} != 0.0 else side
 """
 
 # The state after the step, or after the last event, and the parameters.
@@ -117,6 +128,12 @@ if $part[{e}] <= first:
 # `root_departure`. They shorten the next step, keep the side on which the condition is `left`, and make the `code` of what
 # is back at once.
 _DEPARTURE = """
+gone = tn - $begun[{e}]
+$begun[{e}] = tn
+# How far to look: by how long it is since the event acted last, and how long tspan is.
+ahead = {least_ahead} * span
+if gone > $unresolved:
+    ahead = min({ahead_of_short} * gone, max({ahead} * gone, ahead))
 {rate_now}
 later = t + sign * ahead
 each c: k0_{c} = sign * k0_{c}
@@ -134,7 +151,7 @@ if abs(now_) <= max({at_root} * abs(was), {of_way} * abs(rise * gone / ahead)):
     if side * bend < 0.0{directed}:
         back = -ahead * rise / bend
         # Of fixed steps each is as long as all are.
-        when adaptive: $next = min($next, 0.25 * back)
+        when adaptive: $limit = min($limit if $limit > tn else np.inf, tn + 0.25 * back)
         if back <= {at_once} * span and (rise == 0.0 or gone <= {short_piece} * span):
             code = {Zeno}
 """
@@ -147,10 +164,11 @@ _CONSTANTS = {
 
 def jump_lines(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
     """Return lines of the forward kernel, whose templates have these names."""
-    names = names | _CONSTANTS | {
+    names = names | _CONSTANTS
+    names |= {
         "state": filled(_STATE, names), "behind": U + form.d,
         "finite": " and ".join(f"np.isfinite(w_{c})" for c in range(form.d)),
-        "conditions_there": steps.conditions("condition_new", "u", "t"),
+        "conditions_there": [line for e in range(len(form.events)) for line in _gone_on(form, steps, e, names)],
     }  # fmt: skip
     at_conditions, affects = [], []
     for e, acts in enumerate(form.acting):
@@ -167,6 +185,11 @@ def jump_lines(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
         following += [f"if {' or '.join(ending)}:", f"    code = {names['Terminated']}"]
     taken = filled(_TAKEN, names | {"following": following})
     return filled(_JUMP, names | {"at_conditions": at_conditions, "affects": affects, "taken": taken})
+
+
+def _gone_on(form: Form, steps: Steps, e: int, names: dict[str, Any]) -> list[str]:
+    own = {"e": e, "value": steps.condition(e, "value", "u", "t"), "either_way": e in form.sided}
+    return filled(_GO_ON, names | own)
 
 
 def _affect(steps: Steps, e: int) -> str:

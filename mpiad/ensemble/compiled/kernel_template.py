@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.outcome import ReturnCode
+from mpiad.ensemble.root_departure import LEAST, UNRESOLVED
 
 if TYPE_CHECKING:
     from mpiad.ensemble.compiled.kernel_form import Form
@@ -40,6 +41,7 @@ def names_of(form: Form, steps: Steps) -> dict[str, Any]:
         "m": len(form.directions), "count": len(form.events), "last": form.stages, "used": steps.used(),
         "tolerance": range(len(form.numbers) if form.tolerances else 1), "room": steps.room,
         "adaptive": form.tableau.error is not None, "remembers": form.remembers, "acts": form.acts,
+        "affected": form.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
     }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.kernel_rows import U
 from mpiad.ensemble.compiled.kernel_template import filled
 from mpiad.ensemble.compiled.step_text import Steps
+from mpiad.ensemble.root_departure import LEAST
 
 # On a lane where a state is to be saved, or where the trajectory ends.
 _PUT_OUT = """
@@ -105,6 +106,18 @@ for e in range({count}):
         when terminal:
             if ({ending}) and high < first:
                 first = high
+when terminal:
+    if first < np.inf:
+        x = first
+        @weights
+        @cut
+        tn = min($now + x * $size, tn)
+        $tn = tn
+        when affected:
+            each c: y_{c} = $new[{c}]
+            @conditions_at_cut
+            # What has changed its sign there wouldn't be seen to do so afterwards: see `ActingEvents`.
+            @late
 when acts: noted = found
 for e in range({count}):
     if $part[e] < np.inf and $part[e] <= first:
@@ -117,19 +130,12 @@ for e in range({count}):
         crossings[found, 6] = $sign * $size
         each c: crossings[found, {first+c}] = $u[{c}]
         found += 1
-when terminal:
-    if first < np.inf:
-        x = first
-        @weights
-        @cut
-        tn = min($now + x * $size, tn)
-        $tn = tn
 """
 
 
 def put_out(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
     """Return lines on a lane that has something to tell, in a kernel whose templates have these names."""
-    components, saved, cut, value = range(form.d), [], [], []
+    components, saved, cut, value, late = range(form.d), [], [], [], []
     for c in components if form.inside else ():
         saved += steps.interpolated(f"saved[i, place[l], {c}]", partial(_stage, form, c=c), f"$u[{c}]")
         cut += steps.interpolated(f"$new[{c}]", partial(_stage, form, c=c), f"$u[{c}]")
@@ -140,8 +146,11 @@ def put_out(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
     for e in range(len(form.events)):
         value += [f"{'el' if e else ''}if e == {e}:"]
         value += [f"    {steps.condition(e, 'value', 'y', '$sign * ($now + x * $size)')}"]
+        rests = f"abs($condition[{e}]) <= {LEAST} and tn - $now <= $unresolved"
+        late += [f"if $part[{e}] > first and {_changed(form, steps, e)} and not ({rests}):", f"    $part[{e}] = first"]
     terminal = [f"e == {e}" for e, (ends, _) in enumerate(form.events) if ends]
     names = names | {
+        "late": late, "conditions_at_cut": steps.conditions("condition_new", "y", "$sign * tn"),
         "terminal": bool(terminal), "ending": " or ".join(terminal), "first": U, "cut": cut,
         "weights": steps.weights() if form.inside else [], "interpolated": saved,
         "located": steps.located(partial(_stage, form), lambda c: f"$u[{c}]", value) if form.events else [],
@@ -160,10 +169,20 @@ def crossed(form: Form, steps: Steps) -> list[str]:
     """Return lines that tell whether conditions have changed their signs as asked."""
     lines = []
     for e in range(len(form.events)):
-        values = f"$condition[{e}]", f"$condition_new[{e}]"
-        changed = steps.changed(e, *values)
-        if e in form.sided:  # what leaves on one side comes back from there
-            up, down = (steps.changed(e, *values, way) for way in (1, -1))
-            changed = f"(({up} & ($side[{e}] <= 0.0)) | ({down} & ($side[{e}] >= 0.0)))"
-        lines += [f"crossed{e} = where({changed}, accepted, 0.0)", f"$crossed[{e}] = crossed{e}"]
+        lines += [f"crossed{e} = where({_changed(form, steps, e)}, accepted, 0.0)"]
+        if form.affects is not None:
+            # Near its root it stays on its side: a step as short as this one doesn't tell.
+            rests = f"(abs($condition[{e}]) <= {LEAST}) & ($size <= $unresolved)"
+            lines += [f"crossed{e} = where({rests}, 0.0, crossed{e})"]
+        lines += [f"$crossed[{e}] = crossed{e}"]
     return lines
+
+
+def _changed(form: Form, steps: Steps, e: int) -> str:
+    """Return whether a condition has changed its sign as asked for."""
+    values = f"$condition[{e}]", f"$condition_new[{e}]"
+    if e not in form.sided:
+        return steps.changed(e, *values)
+    # What leaves on one side comes back from there.
+    up, down = (steps.changed(e, *values, way) for way in (1, -1))
+    return f"(({up} & ($side[{e}] <= 0.0)) | ({down} & ($side[{e}] >= 0.0)))"
