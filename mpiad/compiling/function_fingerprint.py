@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import hashlib
 from functools import lru_cache, partial
 from itertools import takewhile
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -45,6 +46,27 @@ def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
     except Unknown:
         return None
     return tuple(reader.found)
+
+
+def text_of(f: Function) -> str:
+    """Return what a function does and reads beside its arguments as a text that other processes have, too.
+
+    What can't be followed is left out, and of arrays a digest stands for their entries.
+    """
+    reader = _PortableReader()
+    reader.read(f)
+    return repr(_portable(tuple(reader.found)))
+
+
+def _portable(value: object) -> object:
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, _portable(value.co_consts)
+    if isinstance(value, frozenset):
+        return sorted(map(repr, value))  # whose order is each process's own
+    if isinstance(value, tuple):
+        return tuple(map(_portable, value))
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
+    return value if name is None else name  # without its address
 
 
 class Unknown(Exception):
@@ -156,6 +178,20 @@ class _Reader:
             raise Unknown
         self._module(value.__self__)
         self.found.append(value)
+
+
+class _PortableReader(_Reader):
+    """Reads on where something is Unknown."""
+
+    def read(self, value: object) -> None:
+        """Note a value, and all that it leads to."""
+        try:
+            if type(value) is np.ndarray and value.dtype.kind in "biufc":
+                self.found.append((value.dtype.str, value.shape, hashlib.blake2b(value.tobytes()).digest()))
+            else:
+                super().read(value)
+        except Unknown:
+            self.found.append(type(value).__name__)
 
 
 _FUNCTIONS_OF_NUMPY = frozenset({np.ufunc, type(np.dot)})

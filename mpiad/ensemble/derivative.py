@@ -17,7 +17,8 @@ from mpiad.transport.device_arrays import is_device_array
 
 COUPLED = (
     "It is called with columns, u of shape (d, n) and t of shape (n,); it is usually a sum or a product over all of u "
-    "(np.sum(u), np.dot(u, u)), or a constant array, that must be written for columns (np.sum(u, axis=0))."
+    "(np.sum(u), np.dot(u, u)), or a constant array, that must be written for columns (np.sum(u, axis=0)). Of t, and of "
+    "parameters of which each trajectory has one number, p[0] and t[0] are the first trajectory's: write p and t."
 )
 
 

@@ -6,11 +6,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.ensemble.derivative import locked
+from mpiad.ensemble.problem import check_order
 from mpiad.transport.device_arrays import is_device_array
 
 
@@ -21,7 +23,7 @@ class Event:
     Parameters
     ----------
     condition : callable, optional
-        ``condition(u, p, t)`` returns a number for each column, as f is called.
+        ``condition(u, p, t)`` returns a real number for each column, as f is called. Booleans raise a TypeError.
     terminal : bool, optional
         Whether the trajectory ends there, with the return code Terminated; by default where nothing else happens, without
         an `affect`.
@@ -39,7 +41,7 @@ class Event:
     NotImplementedError
         Where times are traced.
     TypeError
-        Where the condition, or the affect, isn't a function, or times aren't numbers.
+        If the condition or the affect isn't a function of (u, p, t), or times aren't numbers.
     ValueError
         Where both a condition and times are given, or times and no affect.
 
@@ -66,6 +68,8 @@ class Event:
             object.__setattr__(self, "terminal", self.affect is None)
         if self.affect is not None and not callable(self.affect):
             raise TypeError(f"Event: affect must be a function, but got {type(self.affect).__name__}.")
+        for name in ("condition", "affect"):
+            check_order(f"Event: {name}", getattr(self, name))
         if self.times is not None:
             object.__setattr__(self, "times", self._given_times())
         elif not callable(self.condition):
@@ -91,6 +95,11 @@ class Event:
         if times.dtype.kind not in "iuf" or times.ndim != 1 or np.isnan(times).any():
             raise TypeError(f"Event: times must be a list of numbers, or a function of p, but got {self.times!r:.80}.")
         return tuple(times.astype(float).tolist())
+
+    def due(self, p: Tree) -> list[Any]:
+        """Return the given times for columns of parameters, which may be traced."""
+        given: Any = self.times(p) if callable(self.times) else self.times
+        return list(given) if isinstance(given, (list, tuple)) or anp.ndim(given) == 2 else [given]
 
     @property
     def acts(self) -> bool:
@@ -149,8 +158,8 @@ class Event:
 def _require_numbers(value: Array, shape: Shape) -> None:
     """Raise where a condition didn't return one real number for each column.
 
-    A NotImplementedError where it is traced by something around it, a TypeError where it is complex, a ValueError where it
-    has another shape.
+    A NotImplementedError if it is traced by something around it, a TypeError if it is complex or boolean, a ValueError if
+    it has another shape.
     """
     if isbox(value):
         raise NotImplementedError(
@@ -160,6 +169,11 @@ def _require_numbers(value: Array, shape: Shape) -> None:
         raise ValueError(
             f"Event: condition returned shape {np.shape(value)}, but one number for each column was expected: {shape}. "
             "It is called with columns as f is, u of shape (d, n); a norm or a sum must be taken along axis 0."
+        )
+    if (value if hasattr(value, "dtype") else np.asarray(value)).dtype.kind == "b":
+        raise TypeError(
+            "Event: condition returned True or False for each column, but a real number that changes its sign at the event "
+            "was expected. Write the difference: u[0] - 0.5 with direction=-1 for u[0] < 0.5."
         )
     if np.iscomplexobj(value):
         raise TypeError(

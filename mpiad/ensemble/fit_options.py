@@ -14,7 +14,7 @@ from mpiad._typing import Array
 from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.levenberg_marquardt import Stopping
-from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
 from mpiad.transport import Channel
 from mpiad.transport.agreement import alike_on_all
@@ -50,7 +50,7 @@ def planned_together(used: Channel, given: FitArguments) -> FitPlan:
         saveat = [] if plan.options.saveat is None else [np.asarray(plan.options.saveat, float)]
         shown = f"p0={given.p0!r:.60}, bounds={given.bounds!r:.60}, saveat={given.saveat!r:.60}, atol={given.atol!r:.60}"
         arrays = plan.start, plan.lower, plan.upper, np.asarray(plan.options.atol, float), *saveat
-        return [f"{shown}, {said}", said, *arrays]
+        return [f"{shown}, {said}", said, *arrays, digests_of(plan.options.problem)]
 
     return alike_on_all(used, lambda: planned(given), described, "fit")
 

@@ -47,11 +47,7 @@ class GivenTimes:
         """Return which event is when, a number or of shape (N,), by the batch's parameters, which may be traced."""
         found = []
         for e, event in self._events:
-            given: Any = event.times
-            if callable(given):
-                given = given(batch.p.build(batch.p.leaves))
-                given = given if isinstance(given, (list, tuple)) or anp.ndim(given) == 2 else [given]
-            for time in given:
+            for time in event.due(batch.p.build(batch.p.leaves)):
                 self._check(getval(time), batch.size)
                 found.append((e, time))
         return found

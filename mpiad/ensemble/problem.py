@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, ClassVar
@@ -15,6 +15,9 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Tree
+from mpiad.compiling.function_fingerprint import text_of
+from mpiad.differentiation.trees import flatten
+from mpiad.transport.agreement import fingerprint
 from mpiad.transport.device_arrays import is_device_array
 
 _NO_NUMBER = np.empty(1)
@@ -78,7 +81,7 @@ class ODEProblem(Readable):
     Raises
     ------
     TypeError
-        Where `f` isn't a function of three arguments.
+        If `f` isn't a function of three arguments, or takes time first: ``f(t, y, args)``.
 
     Examples
     --------
@@ -178,6 +181,33 @@ class EnsembleProblem(Readable):
             )
 
 
+def digests_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, int]:
+    """Return for each part of a problem, and for events, a number that ranks compare: what arrays hold and functions read.
+
+    Of arrays on a device it tells the shape and dtype only, as their entries would have to be copied to the host.
+    """
+    one = problem.problem if isinstance(problem, EnsembleProblem) else problem
+    parts = {"f": one.f, "u0 of the problem": one.u0, "tspan": one.tspan, "p of the problem": one.p}
+    if one is not problem:
+        parts |= {name: getattr(problem, name) for name in ("prob_func", "u0", "p")}
+    parts["events"] = [part for event in events for part in (event.written, event.affect, event.times)]
+    return {name: fingerprint(*_told(part)) for name, part in parts.items()}
+
+
+def _told(part: Any) -> list[Any]:
+    """Return texts and arrays on one argument."""
+    found: list[Any] = []
+    for leaf in map(getval, flatten(part)[0]):
+        if callable(leaf):
+            found.append(text_of(leaf))
+        elif is_device_array(leaf):
+            found.append((leaf.shape, leaf.dtype))
+        else:
+            array = np.asarray(leaf)
+            found += [(array.shape, array.dtype), *([array] if array.dtype.kind in "biufc" else [])]
+    return found
+
+
 def remake(problem: ODEProblem | EnsembleProblem, /, **changes: Any) -> Any:
     """Return a problem with some of its fields changed.
 
@@ -215,10 +245,23 @@ def remake(problem: ODEProblem | EnsembleProblem, /, **changes: Any) -> Any:
 def _check_derivative(f: object) -> None:
     if not callable(f):
         raise TypeError(f"ODEProblem: f must be a function f(u, p, t), but got {type(f).__name__} {f!r}.")
-    if _required(f) == 4:
+    check_order("ODEProblem: f", f)
+    names = _required(f)
+    if names is not None and len(names) == 4:
         raise TypeError(
             f"ODEProblem: f must be f(u, p, t) and return the derivative, but {f!r:.60} takes four arguments, as the form "
             "f(du, u, p, t) that writes into du. Return a list of the components instead."
+        )
+
+
+def check_order(what: str, fun: Function | None) -> None:
+    """Raise a TypeError if a function takes time first, by the names of its arguments."""
+    names = _required(fun) if fun is not None else None
+    if names and names[0] == "t" and "t" not in names[1:]:
+        raise TypeError(
+            f"{what} must be a function of (u, p, t), but {fun!r:.60} takes ({', '.join(names)}), the order of SciPy and "
+            f"diffrax. Give lambda u, p, t: {getattr(fun, '__name__', 'fun').replace('<lambda>', 'fun')}(t, u"
+            f"{', p' * (len(names) > 2)})."
         )
 
 
@@ -229,12 +272,14 @@ def _is_number(part: object) -> bool:
     return plain.ndim == 0 and plain.dtype.kind in "biufc"
 
 
-def _required(fun: Function) -> int | None:
+def _required(fun: Function) -> tuple[str, ...] | None:
+    """Return the names of the positional arguments without defaults; None if the function doesn't say."""
     if type(fun) is FunctionType and not fun.__dict__:
         # A training loop makes its problem anew in each step, and inspect takes its time.
-        return fun.__code__.co_argcount - len(fun.__defaults__ or ())
+        return fun.__code__.co_varnames[: fun.__code__.co_argcount - len(fun.__defaults__ or ())]
     try:
         kinds = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
         return None  # some built-in functions don't say
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in kinds)
+    positional = [p for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple(p.name for p in positional if p.default is p.empty)

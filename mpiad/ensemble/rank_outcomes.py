@@ -20,7 +20,7 @@ from mpiad.ensemble.outcome import ReturnCode, came_through
 from mpiad.ensemble.reduction import check_alike, joined_events, joined_times
 from mpiad.ensemble.solution import EnsembleSolution
 from mpiad.transport import Channel
-from mpiad.transport.agreement import fingerprint, raise_first
+from mpiad.transport.agreement import agreed, fingerprint, raise_first
 
 
 class _Share(NamedTuple):
@@ -41,6 +41,7 @@ class _Share(NamedTuple):
     traced: bool
     ends: bool
     said: str
+    given: dict[str, int]  # a digest of each argument
 
 
 @dataclass(frozen=True)
@@ -124,24 +125,32 @@ class RankOutcomes:
 
 def outcomes_of_all(
     used: Channel, share: EnsembleSolution | Exception, compiled: bool, traced: bool,
-    evaluated: Callable[[Array, Array], Array], said: str,
+    evaluated: Callable[[Array, Array], Array], said: str, given: dict[str, int],
 ) -> tuple[EnsembleSolution, RankOutcomes]:  # fmt: skip
     """Exchange what the ranks know, and return it with this rank's share; all ranks call it.
 
     The share is what this rank has solved, or why it couldn't: what went wrong on one is raised on all, and so is it where
-    their states aren't of one kind. `evaluated` is as in `RankOutcomes`, `said` what this rank has to say of f in the log.
+    their states aren't of one kind, or they were `given` different arguments (see `digests_of`). `evaluated` is as in
+    `RankOutcomes`, `said` what this rank has to say of f in the log.
     """
     if isinstance(share, Exception):
         used.data.allgather(None)
         raise_first(used, share)
-    every = used.data.allgather(_told(share, compiled, traced, said))
+    every = used.data.allgather(_told(share, compiled, traced, said, given))
     if any(told is None for told in every):
         raise_first(used, None)
     check_alike([told.kind for told in every], "ranks")
+    for rank, told in enumerate(every):
+        names = [name for name, digest in told.given.items() if digest != every[0].given.get(name)]
+        if names:
+            raise agreed(used, ValueError(
+                f"solve: all ranks must give the same arguments, but rank {rank} gave other {', '.join(names)} than 0, "
+                "or functions that read other values. Draw random numbers with one seed, or broadcast them."
+            ))  # fmt: skip
     return share, RankOutcomes(every, _times(used, share, every), evaluated)
 
 
-def _told(share: EnsembleSolution, compiled: bool, traced: bool, said: str) -> _Share:
+def _told(share: EnsembleSolution, compiled: bool, traced: bool, said: str, given: dict[str, int]) -> _Share:
     codes, reached = share.codes, getval(share.t_reached)
     return _Share(
         len(share), (share.u_end.shape[1:], share.u_end.dtype), fingerprint(share.t) if share.t.ndim == 1 else 0,
@@ -149,7 +158,7 @@ def _told(share: EnsembleSolution, compiled: bool, traced: bool, said: str) -> _
         np.asarray(codes, np.int8) if codes.any() else np.int8(0),
         reached[0] if len(reached) and same_for_all(reached) else reached,
         {i: [(event, getval(time)) for event, time in found] for i, found in share.events.items()},
-        share.converged, compiled, traced, share._start is not None, said,
+        share.converged, compiled, traced, share._start is not None, said, given,
     )  # fmt: skip
 
 

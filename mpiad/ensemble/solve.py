@@ -30,7 +30,7 @@ from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.device_run import run_of
 from mpiad.ensemble.outcome import ReturnCode, evaluations, failures
 from mpiad.ensemble.outputs import trees_of_all
-from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.rank_outcomes import RankOutcomes, outcomes_of_all
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import combined, joined, reduced
@@ -135,14 +135,15 @@ def solve(
     NotImplementedError
         Where `saveat`, or what f itself closes over, is traced.
     TypeError, ValueError
-        Where an argument can't be used, or f doesn't return the derivative of columns.
+        If an argument can't be used, f doesn't return the derivative of columns, or ranks give different arguments.
     IntegrationError
         With `throw`, where a trajectory fails.
 
     Ranks
     -----
     Each rank solves for itself; with `EnsembleMPI`, all ranks of its communicator call it with the same problem and solve
-    together.
+    together. What arrays on the host hold, and what functions read beside their arguments, is compared after the solve; an
+    object that a function reads can't be.
 
     Notes
     -----
@@ -198,7 +199,8 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
             share = error
     traced = not isinstance(share, Exception) and isbox(share.u_end)
     evaluated = partial(evaluations, alg=options.alg, given=options.dt is not None)
-    share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings)
+    given = digests_of(problem, options.events)
+    share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings, given)
     compiler.log_warnings(outcomes.said, used.rank)
     # Of all trajectories, the same on all ranks: they divide by it the next time, without a message.
     components = int(np.prod(share.u_end.shape[1:]))

@@ -22,7 +22,7 @@ from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.ensemble.members import columns_of, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.outcome import ConvergenceCode, report
-from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
 from mpiad.ensemble.solve_operator import solve_operator
@@ -263,6 +263,6 @@ def _checked_together(used: Channel, given: _Given) -> SolveOptions:
     def described(options: SolveOptions) -> list[Any]:
         said = ", ".join(f"{name}={getattr(given, name)}" for name in vars(given) if name not in ("problem", "atol"))
         said += f", {type(given.problem).__name__}, {options.trajectories} of them"
-        return [f"atol={given.atol!r:.60}, {said}", said, np.asarray(options.atol, float)]
+        return [f"atol={given.atol!r:.60}, {said}", said, np.asarray(options.atol, float), digests_of(given.problem)]
 
     return alike_on_all(used, lambda: _checked(given), described, "steady_state")

@@ -1,12 +1,14 @@
 """First calls of f and of the events' conditions, which show whether they are written for columns.
 
 A wrong axis is found by a number of columns that no other axis has. A sum over all of u has the right shape and would
-couple the trajectories without a word: it is found because the first column's value changes with those beside it.
+couple the trajectories without a word, and so would p[0] of parameters of shape (n,): they are found because the first
+trajectory's value changes with its column and with those beside it, whose states, parameters and times are others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -42,11 +44,13 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
         first = _columns(batch, numbers(width) % batch.size)
         derivative.check(*first)
         if len(batch.shape) < 2:  # matrices are handed to f one by one
-            moved = _moved(*_columns(batch, numbers(more) % 1))
+            moved = [_moved(batch, numbers(more), everything) for everything in (True, False)]
             _check_uncoupled(lambda *at: _written(derivative, *at), first, moved, "f")
             for event in events:
                 if event.condition is not None:
                     _check_uncoupled(event.value, first, moved, "a condition of the events")
+                if callable(event.times):
+                    _check_uncoupled(partial(_times, event), first, moved, "times(p) of the events")
                 if event.acts:
                     _check_uncoupled(partial(affected, event, batch), first, moved, "an affect of the events")
         if traced:
@@ -69,14 +73,33 @@ def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
     return locked(u), batch.p.columns(ids, len(batch.shape) > 1), locked(t)
 
 
-def _moved(u: Array, p: Tree, t: Array) -> tuple[Array, Any, Array]:
-    """Return the columns with all but the first at other places, each component its own way."""
-    home = arrays_of(u)
+def _moved(batch: Batch, numbers: Array, everything: bool) -> tuple[Array, Any, Array]:
+    """Return the first trajectory in the last column, beside others at other states; of `everything` p and t are, too."""
+    ids = (numbers + 1) % len(numbers) % batch.size
+    u, p, t = _columns(batch, ids)
+    if everything:
+        varying = zip(batch.p.chosen(ids), batch.p.varies)
+        p = batch.p.build([_elsewhere(leaf, np.abs(leaf) + 1) if own else leaf for leaf, own in varying])
+        t = _elsewhere(t, spread(batch.end - batch.start, batch.u0)[ids].astype(t.dtype))
+    return _elsewhere(u, np.abs(u) + 1), p, t
+
+
+def _elsewhere(x: Array, size: Array) -> Array:
+    """Return floating-point columns, moved by a part of a size, all but the last."""
+    if x.dtype.kind not in "fc":
+        return x
+    home = arrays_of(x)
     # Each number its own way: moved alike, a sum over columns could come out the same.
-    way = np.cos((np.arange if home is None else home.arange)(u.size).reshape(u.shape))
-    others = (u + MOVED * (1 + np.abs(u)) * way).astype(u.dtype)
-    others[:, 0] = u[:, 0]
-    return locked(others), p, t
+    way = np.abs(np.cos((np.arange if home is None else home.arange)(x.size).reshape(x.shape)))
+    others = (x + MOVED * size * way).astype(x.dtype)
+    others[..., -1] = x[..., -1]
+    return locked(others)
+
+
+def _times(event: Event, u: Array, p: Tree, t: Array) -> Array:
+    """Return the given times of an event for columns, shape (m, n), without those that `GivenTimes` refuses."""
+    due = [time for time in event.due(p) if np.shape(time) in ((), t.shape)]
+    return np.array([np.broadcast_to(time, t.shape) for time in due]).reshape(len(due), -1)
 
 
 def _written(derivative: Derivative, u: Array, p: Tree, t: Array) -> Array:
@@ -85,13 +108,15 @@ def _written(derivative: Derivative, u: Array, p: Tree, t: Array) -> Array:
     return out
 
 
-def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: tuple, name: str) -> None:
-    value = fun(*first)
-    try:
-        other = fun(*moved)
-    except Exception:  # noqa: BLE001 the moved states may lie where it isn't defined
+def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[tuple], name: str) -> None:
+    value, other = fun(*first), None
+    for at in moved:
+        with suppress(Exception):  # what is moved may lie where it isn't defined
+            other = fun(*at)
+            break
+    if other is None:
         return
-    alone, beside, home = value[..., 0], other[..., 0], arrays_of(value)
+    alone, beside, home = value[..., 0], other[..., -1], arrays_of(value)
     if home is not None:  # in one copy
         value = home.to_host(np.stack([alone, beside, np.max(np.abs(value), axis=-1).astype(value.dtype)]))
         alone, beside, other = value[0], value[1], value[:0]

@@ -6,9 +6,24 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 from autograd import grad as plain_grad
+from mpi4py import MPI
 
 import mpiad
-from mpiad.ensemble import RK4, RK45, EnsembleGPU, EnsembleProblem, Event, ODEProblem, remake, solve
+from mpiad.ensemble import (
+    RK4,
+    RK45,
+    EnsembleGPU,
+    EnsembleMPI,
+    EnsembleProblem,
+    EnsembleSerial,
+    EnsembleThreads,
+    EnsembleVectorized,
+    Event,
+    ODEProblem,
+    Rodas5P,
+    remake,
+    solve,
+)
 
 pytestmark = pytest.mark.serial
 
@@ -38,6 +53,94 @@ def test_parameters_taken_for_columns_are_found():
     # p has as many entries as a working set of one trajectory has columns.
     with pytest.raises(ValueError, match=r"can't compute with columns .*broadcast.*shape \(2, "):
         solve(remake(GOOD, f=lambda u, p, t: p * u, p=np.ones(2)))
+
+
+NUMBERS = np.array([1.0, 2.0, 3.0])
+DECAY = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0))
+OF_ALL = EnsembleProblem(DECAY, p=NUMBERS)
+COUNTED = remake(DECAY, f=lambda u, p, t: [-p * u[0]])
+FIRST_OF_ALL = {
+    "rows": (OF_ALL, {}),
+    "alike": (remake(OF_ALL, p=np.ones(3)), {}),
+    "one": (remake(OF_ALL, p=np.ones(1)), {}),
+    "integers": (remake(OF_ALL, p=np.array([1, 2, 3])), {}),
+    "serial": (OF_ALL, {"ensemblealg": EnsembleSerial()}),
+    "threads": (OF_ALL, {"ensemblealg": EnsembleThreads(2)}),
+    "over ranks": (OF_ALL, {"ensemblealg": EnsembleMPI(comm=MPI.COMM_SELF)}),
+    "Rodas5P": (OF_ALL, {"alg": Rodas5P()}),
+    "compiled": (OF_ALL, {"compile": True}),
+    "a number": (EnsembleProblem(DECAY, lambda one, i, repeat: remake(one, p=float(i))), {"trajectories": 3}),
+    "dict": (EnsembleProblem(remake(DECAY, f=lambda u, p, t: [-p["k"][0] * u[0]]), p={"k": NUMBERS}), {}),
+    "last": (EnsembleProblem(remake(DECAY, f=lambda u, p, t: [-p[-1] * u[0]]), p=NUMBERS), {}),
+    "sum": (EnsembleProblem(remake(DECAY, f=lambda u, p, t: [-np.sum(p) * u[0]]), p=NUMBERS), {}),
+    "first time": (EnsembleProblem(remake(COUNTED, f=lambda u, p, t: [-p * u[0] * t[0]]), p=NUMBERS), {}),
+    "mean time": (EnsembleProblem(remake(COUNTED, f=lambda u, p, t: [-p * u[0] + np.mean(t)]), p=NUMBERS), {}),
+    "condition": (remake(OF_ALL, problem=COUNTED), {"events": Event(lambda u, p, t: u[0] - p[0] / 4)}),
+    "affect": (
+        remake(OF_ALL, problem=COUNTED),
+        {"events": Event(lambda u, p, t: u[0] - 0.5, affect=lambda u, p, t: [u[0] + p[0]])},
+    ),
+    "given times": (
+        remake(OF_ALL, problem=COUNTED),
+        {"events": Event(times=lambda p: [p[0] / 4], affect=lambda u, p, t: [u[0] + 1.0])},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FIRST_OF_ALL)
+def test_what_is_the_first_trajectorys_in_all_is_found(case):
+    ensemble, more = FIRST_OF_ALL[case]
+    if more.get("compile"):
+        pytest.importorskip("llvmlite")
+    with pytest.raises(ValueError, match=r"trajectories must not depend on each other"):
+        solve(ensemble, **more)
+
+
+def test_what_is_the_first_trajectorys_in_all_is_found_where_it_is_differentiated():
+    with pytest.raises(ValueError, match=r"p\[0\] and t\[0\] are the first trajectory's"):
+        mpiad.grad(lambda p: np.sum(solve(remake(OF_ALL, p=p)).u_end))(NUMBERS)
+
+
+def test_numbers_as_parameters_are_each_trajectorys():
+    exact = np.exp(-NUMBERS)[:, None]
+    numbered = EnsembleProblem(COUNTED, lambda one, i, repeat: remake(one, p=float(i)))
+    for ensemble, more in ((remake(OF_ALL, problem=COUNTED), {}), (numbered, {"trajectories": 3})):
+        for way in (EnsembleSerial(), EnsembleVectorized()):
+            sol = solve(ensemble, ensemblealg=way, rtol=1e-9, atol=1e-11, **more)
+            np.testing.assert_allclose(sol.u_end, exact, rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "own, rows",
+    [([1.0], NUMBERS), (1.0, NUMBERS[:, None]), ([1.0, 2.0], np.ones((3, 4))), ({"a": 1.0}, {"a": NUMBERS, "b": NUMBERS})],
+    ids=["numbers", "arrays", "lengths", "parts"],
+)
+def test_rows_of_another_shape_than_the_problems_parameters(own, rows):
+    with pytest.raises(ValueError, match="each row of p= of the ensemble must have the shape of its problem's p"):
+        solve(EnsembleProblem(remake(DECAY, p=own), p=rows))
+
+
+def time_first(t, y, args):
+    return [-args[0] * y[0]]
+
+
+@pytest.mark.parametrize("fun", [time_first, lambda t, y: -y, lambda t, x, p: -x], ids=["diffrax", "SciPy", "lambda"])
+def test_time_as_the_first_argument(fun):
+    with pytest.raises(TypeError, match=r"f must be a function of \(u, p, t\), but .* takes \(t, .*SciPy and diffrax"):
+        ODEProblem(fun, [1.0], (0.0, 1.0))
+    for name in ("condition", "affect"):
+        with pytest.raises(TypeError, match=rf"Event: {name} must be a function of \(u, p, t\)"):
+            Event(**{"condition": lambda u, p, t: u[0], name: fun})
+
+
+@pytest.mark.parametrize(
+    "way", [EnsembleSerial(), EnsembleVectorized(), EnsembleThreads(2), EnsembleMPI(comm=MPI.COMM_SELF)]
+)
+@pytest.mark.parametrize("affect", [None, lambda u, p, t: [u[0] + 1.0]])
+def test_conditions_that_are_true_or_false(way, affect):
+    for condition in (lambda u, p, t: u[0] < 0.5, lambda u, p, t: np.logical_and(u[0] < 0.5, t > 0)):
+        with pytest.raises(TypeError, match=r"condition returned True or False.*u\[0\] - 0.5 with direction=-1"):
+            solve(remake(OF_ALL, problem=COUNTED), ensemblealg=way, events=Event(condition, affect=affect))
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,54 @@ def test_arguments_that_differ_between_ranks(case):
         solve(EnsembleProblem(GOOD, **changes), RK45(), EnsembleMPI(), trajectories=N, **more)
 
 
+def damped_by(value):
+    return lambda u, p, t: [u[1], -u[0] - value * u[1]]
+
+
+def from_rows(rows):
+    return lambda problem, i, repeat: remake(problem, u0=rows[i - 1])
+
+
+def crossing(level):
+    return {"events": Event(lambda u, p, t: u[0] - level, terminal=False)}
+
+
+def kicking(size):
+    return {"events": Event(times=[0.5], affect=lambda u, p, t: [u[0], u[1] + size])}
+
+
+# Of each rank: the changes of the problem and of the ensemble, and arguments.
+PROBLEMS = {
+    "what f closes over": lambda x: ({"f": damped_by(x)}, {"u0": U0}, {}),
+    "an array that f closes over": lambda x: ({"f": damped_by(np.full(3000, x)[0:1])}, {"u0": U0}, {}),
+    "p of the problem": lambda x: ({"p": {"a": [x], "b": 1.0}}, {"u0": U0}, {}),
+    "u0 of the problem": lambda x: ({"u0": [x, 1.0]}, {"u0": U0}, {}),
+    "tspan": lambda x: ({"tspan": (0.0, 1.0 + x)}, {"u0": U0}, {}),
+    "p": lambda x: ({}, {"p": np.linspace(0, x, N)[:, None]}, {}),
+    "u0": lambda x: ({}, {"u0": U0 + x}, {}),
+    "prob_func": lambda x: ({}, {"prob_func": from_rows(U0 + x)}, {}),
+    "a condition": lambda x: ({}, {"u0": U0}, crossing(0.5 + x)),
+    "an affect": lambda x: ({}, {"u0": U0}, kicking(x)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_problems_that_differ_between_ranks(case, gather):
+    def solved(x, **more):
+        changes, arrays, arguments = PROBLEMS[case](x)
+        ensemble = EnsembleProblem(remake(GOOD, **changes), **arrays)
+        return solve(ensemble, RK45(), **more, trajectories=N, **arguments)
+
+    over_ranks = EnsembleMPI(gather=gather)
+    alike = solved(0.25, ensemblealg=over_ranks)
+    found = alike.u_end if gather else np.concatenate(MPI.COMM_WORLD.allgather(alike.u_end))
+    np.testing.assert_array_equal(found, solved(0.25).u_end)
+    if SIZE > 1:
+        with pytest.raises(ValueError, match="all ranks must give the same arguments, but rank"):
+            solved(0.25 * (1 + 1e-15 * LAST), ensemblealg=over_ranks)
+
+
 @pytest.mark.columns("outputs are made of either's solutions")
 @pytest.mark.parametrize("count", [1, N])
 def test_outputs_that_cannot_be_sent(count):

@@ -368,7 +368,7 @@ def test_what_is_refused():
     weights = on_device(np.ones(3))[:, None]
     closed = remake(there, f=lambda u, p, t: -weights * u, p=None)
     refused(closed, TypeError, "on a device a Rosenbrock method needs the Jacobian")
-    opaque = remake(stiff, f=lambda u, p, t: [-float(u[0, 0]) * u[0], u[1], u[2]])
+    opaque = remake(stiff, f=lambda u, p, t: [-np.array(list(map(float, u[0]))) * u[0], u[1], u[2]])
     refused(remake(many, problem=opaque), TypeError, "needs the Jacobian of f", ensemblealg=mpi)
 
 
