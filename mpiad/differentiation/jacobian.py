@@ -116,12 +116,12 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
     if len(set(copies)) > 1:
         raise agreed(used, unlike_copies(copies, "jacobian"))
     # Ranks that don't count may return what they like, None too.
-    shapes = {(shape, dtype) for _, shape, dtype, counts in found if counts}
-    if problems or len(shapes) != 1 or None in next(iter(shapes)):
-        listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, shapes))}"
+    forms = {(shape, dtype) for _, shape, dtype, counts in found if counts}
+    if problems or len(forms) != 1 or None in next(iter(forms)):
+        listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, forms))}"
         text = f"jacobian: the ranks that count must return real arrays of one shape and dtype, but got {listed}."
         raise agreed(used, TypeError(text))
-    shape, dtype = shapes.pop()
+    shape, dtype = forms.pop()
     return Spec(shape, np.dtype(dtype), None if spec is None else spec.arrays)
 
 
