@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
         first = _columns(batch, numbers(width) % batch.size)
         derivative.check(*first)
         if len(batch.shape) < 2:  # matrices are handed to f one by one
-            moved = [_moved(batch, numbers(more), everything) for everything in (True, False)]
+            moved = [cache(partial(_moved, batch, numbers(more), everything)) for everything in (True, False)]
             _check_uncoupled(lambda *at: _written(derivative, *at), first, moved, "f")
             for event in events:
                 if event.condition is not None:
@@ -80,7 +80,7 @@ def _moved(batch: Batch, numbers: Array, everything: bool) -> tuple[Array, Any, 
     if everything:
         varying = zip(batch.p.chosen(ids), batch.p.varies)
         p = batch.p.build([_elsewhere(leaf, np.abs(leaf) + 1) if own else leaf for leaf, own in varying])
-        t = _elsewhere(t, spread(batch.end - batch.start, batch.u0)[ids].astype(t.dtype))
+        t = _elsewhere(t, spread(batch.end, batch.u0)[ids].astype(t.dtype) - t)
     return _elsewhere(u, np.abs(u) + 1), p, t
 
 
@@ -108,11 +108,11 @@ def _written(derivative: Derivative, u: Array, p: Tree, t: Array) -> Array:
     return out
 
 
-def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[tuple], name: str) -> None:
+def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callable[[], tuple]], name: str) -> None:
     value, other = fun(*first), None
     for at in moved:
         with suppress(Exception):  # what is moved may lie where it isn't defined
-            other = fun(*at)
+            other = fun(*at())
             break
     if other is None:
         return
