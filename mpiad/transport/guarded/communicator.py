@@ -20,7 +20,7 @@ from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.awaited import Gathering, Letter
 from mpiad.transport.guarded.call_agreement import Agreement, lane_of
 from mpiad.transport.guarded.descriptions import describe, fingerprint, raise_mismatch
-from mpiad.transport.guarded.requests import GuardedRequest
+from mpiad.transport.guarded.requests import GuardedRequest, StartedReduction
 from mpiad.transport.guarded.timed_waits import poll, poll_for
 
 # The thread that answers other ranks reads it while the program adds to it: a weak set can't be copied in one step.
@@ -71,6 +71,9 @@ def _nonblocking(name: str) -> Any:
     return method
 
 
+_iallreduce = _nonblocking("Iallreduce")
+
+
 class Guarded:
     """A communicator of mpi4py's under watch.
 
@@ -80,13 +83,14 @@ class Guarded:
     - `owner`: of which the channel is marked where a wait is given up; it returns None where there is none, or no longer.
     - `number`: of the channel, among those of the same ranks.
     - `reverse`: whether it carries the messages of adjoints.
+    - `post`: the communicator for what is said of calls.
     """
 
     def __init__(
         self, bare: Comm, label: str, members: tuple[int, ...], agreement: Agreement | None = None, owner: Any = None,
         number: int = 0, reverse: bool = False,
     ):  # fmt: skip
-        self.bare, self.label, self.members, self.agreement = bare, label, members, agreement
+        self.bare, self.post, self.label, self.members, self.agreement = bare, bare, label, members, agreement
         self.rank, self.size = bare.rank, bare.size
         self.number, self.reverse = number, reverse
         self.owner: Callable[[], Any] = weakref.ref(owner) if owner is not None else lambda: None
@@ -99,8 +103,7 @@ class Guarded:
             return
         agreement: Agreement = self.agreement  # type: ignore[assignment]
         array = array if hasattr(array, "dtype") else None
-        now = watch_settings.present()
-        said = (self.label, step, array, op, root, now.debug and now.call_sites)
+        said = (self.label, step, array, op, root, watch_settings.present().compares_lines)
         lane = lane_of(self.number)
 
         def make() -> Gathering:
@@ -136,9 +139,12 @@ class Guarded:
     Gatherv = _collective("Gatherv", lambda send, recv, root=0: (None, None, root))
     Scatterv = _collective("Scatterv", lambda send, recv, root=0: (None, None, root))
     Barrier = _collective("Barrier", lambda: (None, None, None))
-    # Started ones are counted when they start, and compared at their wait (see `requests`).
-    Iallreduce = _nonblocking("Iallreduce")
     Ibcast = _nonblocking("Ibcast")
+
+    def Iallreduce(self, array: Array, out: np.ndarray, op: Op = MPI.SUM) -> GuardedRequest:
+        """Start to reduce; what the ranks have started is compared when it is waited for (see `requests`)."""
+        start = _iallreduce if self.agreement is None else StartedReduction
+        return start(self, array, out, op)
 
     # ---- collectives of pickled objects: small and rare, so those of arrays serve, each with its deadline
     def allgather(self, value: object) -> list[Any]:

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Buffer, Comm, Op, Request, Status
+from mpiad._typing import Array, Buffer, Comm, Request, Status
 from mpiad.errors import MessageMismatch
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.awaited import Letter
 from mpiad.transport.guarded.communicator import Guarded
 from mpiad.transport.guarded.descriptions import caller, where
 from mpiad.transport.guarded.message_counts import MessageCounts
-from mpiad.transport.guarded.requests import GuardedRequest, StartedReduction
+from mpiad.transport.guarded.requests import GuardedRequest
 from mpiad.transport.guarded.timed_waits import poll
 from mpiad.transport.unreceived import drain
 
@@ -89,10 +89,6 @@ class HeadedMessages(Guarded):
         """Start to receive a header and the array."""
         name, site, call = caller()
         return HeadedReceive(self, buffer, source, tag, (name, where(call, site)))
-
-    def Iallreduce(self, array: Array, out: np.ndarray, op: Op = MPI.SUM) -> StartedReduction:
-        """Start to reduce; what the ranks have started is compared when it is waited for."""
-        return StartedReduction(self, array, out, op)
 
     def Mprobe(self, source: int, tag: int, status: Status = None) -> Any:
         """Wait for a message; it is compared when it is received."""

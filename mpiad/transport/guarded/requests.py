@@ -92,7 +92,7 @@ class StartedReduction(GuardedRequest):
 
 
 def _described(comm: Comm, out: np.ndarray, op: Op | None) -> Description:
-    said, call = describe(comm.label, "Iallreduce", out, op, None, watch_settings.present().call_sites), calls.current()
+    said, call = describe(comm.label, "Iallreduce", out, op, None, watch_settings.present().compares_lines), calls.current()
     # Of an array that goes in pieces, the first ones are alike where the ranks' lengths differ.
     return said if call is None or call.arguments.shape is None else said._replace(shape=call.arguments.shape)
 

@@ -118,7 +118,7 @@ def _in_common_order() -> tuple[list[Channel], dict[tuple[int, ...], int]]:
 def _put_on(channel: Channel) -> None:
     """Put guarded communicators into a channel; collective over its ranks."""
     checks = watch_settings.debug()
-    common = (channel.label, channel.members, _agreement(channel, checks), channel, channel.number)
+    common = (channel.label, channel.members, _agreement(channel), channel, channel.number)
     if checks:
         channel.data = HeadedMessages(channel.data, _post(channel), *common)
     else:
@@ -145,7 +145,7 @@ def _take_off(channel: Channel) -> None:
             setattr(channel, name, comm.bare)
 
 
-def _agreement(channel: Channel, starts: bool) -> Agreement:
+def _agreement(channel: Channel) -> Agreement:
     # Of the same ranks, in any order.
     key = tuple(sorted(channel.members))
     found = _agreements.get(key)
@@ -153,8 +153,7 @@ def _agreement(channel: Channel, starts: bool) -> Agreement:
         # Told to every rank: not thousands of numbers.
         label = f"agreement of {len(key)} ranks, {hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}"
         found = _agreements[key] = Agreement(channel.data.Dup(), channel.members, label)
-    if starts:  # those of nonblocking reductions are compared in debug mode
-        found.open()
+    found.open()
     return found
 
 

@@ -14,14 +14,19 @@ DEBUG_TIMEOUT = 300.0
 class Settings(NamedTuple):
     """What is watched."""
 
-    debug: bool = False  # whether ranks agree before they communicate
+    debug: bool = False  # whether messages are compared too, and lines
     timeout: float | None = None  # seconds that a wait may take
-    call_sites: bool = True  # whether ranks must call from the same line
+    call_sites: bool = True  # whether lines are, in debug mode
 
     @property
     def watches(self) -> bool:
         """Whether anything is."""
         return self.debug or self.timeout is not None
+
+    @property
+    def compares_lines(self) -> bool:
+        """Whether ranks must call from the same line now."""
+        return self.debug and self.call_sites
 
 
 _present = Settings()

@@ -97,28 +97,43 @@ def test_the_wrong_one_of_two_communicators(rank: int, size: int) -> None:
     second.Free()
 
 
-def test_a_nonblocking_reduction_is_compared_at_its_end(rank: int, size: int) -> None:
-    request = mpiad.mpi_iallreduce(np.ones(2 + (rank == 0)))
-    with pytest.raises(CommunicationMismatch, match="the shape differs"):
-        mpiad.mpi_wait(request)
-    mpiad.reset()
-    assert mpiad.mpi_wait(mpiad.mpi_iallreduce(1)) == size
+@pytest.mark.parametrize("watched", [mpiad.debug.checked, deadline_alone])
+@pytest.mark.parametrize(
+    ("name", "first", "other"),
+    [
+        ("shape", np.ones(3), np.ones(2)),
+        ("shape", np.ones((2, 3)), np.ones((3, 2))),
+        ("dtype", np.ones(2), np.ones(2, "f4")),
+    ],
+    ids=["length", "shape of the same size", "dtype"],
+)
+def test_a_nonblocking_reduction_is_compared_at_its_end(
+    name: str, first: Any, other: Any, watched: Any, rank: int, size: int
+) -> None:
+    with watched():
+        request = mpiad.mpi_iallreduce(first if rank == 0 else other)
+        with pytest.raises(CommunicationMismatch, match=f"the {name} differs"):
+            mpiad.mpi_wait(request)
+        mpiad.reset()
+        assert mpiad.mpi_wait(mpiad.mpi_iallreduce(1)) == size
 
 
-def test_a_nonblocking_reduction_needn_t_start_at_once(rank: int, size: int) -> None:
-    """A comparison that waits at the start would hang here."""
+@pytest.mark.parametrize("watched", [mpiad.debug.checked, deadline_alone])
+def test_a_nonblocking_reduction_needn_t_start_at_once(watched: Any, rank: int, size: int) -> None:
+    """A comparison that waits at the start would hang here; lines may differ with a deadline alone."""
 
     def start() -> Any:
         return mpiad.mpi_iallreduce(1)
 
-    if rank == 0:
-        request = start()
-        for peer in range(1, size):
-            mpiad.mpi_send(1.0, peer)
-    else:
-        mpiad.mpi_recv(0.0, 0)
-        request = start()
-    assert mpiad.mpi_wait(request) == size
+    with watched():
+        if rank == 0:
+            request = start() if watched is not deadline_alone else mpiad.mpi_iallreduce(1)
+            for peer in range(1, size):
+                mpiad.mpi_send(1.0, peer)
+        else:
+            mpiad.mpi_recv(0.0, 0)
+            request = start()
+        assert mpiad.mpi_wait(request) == size
 
 
 def test_a_reduction_started_on_one_rank_too_early(rank: int) -> None:
