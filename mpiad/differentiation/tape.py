@@ -40,7 +40,7 @@ class Recording(NamedTuple):
 class _Tape(Tape):
     """What tapes of both directions share: their number, their place in the nest, and what must be finished."""
 
-    __slots__ = ("_before", "channels", "number", "of_cotangents", "outer", "passes", "record", "requests")
+    __slots__ = ("_around", "_before", "channels", "number", "of_cotangents", "outer", "passes", "record", "requests")
 
     def __init__(self, of_cotangents: bool = False, passes: str = "several") -> None:
         self.of_cotangents, self.passes = of_cotangents, passes
@@ -51,12 +51,14 @@ class _Tape(Tape):
     def __enter__(self) -> Any:
         self.outer: Tape | None = current.tape
         self.number, self._before = _opened_number()
-        current.tape = self
+        self._around = operator_body.channels
+        current.tape, operator_body.channels = self, self.channels
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        outer = current.tape = self.outer
-        self.outer = None  # an ended tape must not keep the tapes around it
+        outer, around = self.outer, self._around
+        current.tape, operator_body.channels = outer, around
+        self.outer = self._around = None  # an ended tape must not keep the tapes around it
         _close_number(self.number, self._before)
         if error is not None:
             explain(error, trace)
@@ -66,8 +68,8 @@ class _Tape(Tape):
         elif outer is not None and self.channels:
             # The trace around this one runs these communications backwards too.
             outer.channels |= self.channels
-        elif self.channels and operator_body.channels is not None:
-            operator_body.channels.update([(channel, False) for channel, _ in self.channels])
+        elif self.channels and around is not None:
+            around.update([(channel, False) for channel, _ in self.channels])
 
     def close(self) -> Recording:
         """Hand over the record; what was traced is constant from now on."""

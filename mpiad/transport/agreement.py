@@ -12,7 +12,7 @@ import numpy as np
 
 from mpiad._typing import Comm
 from mpiad.errors import ConvergenceError, NotFiniteError, RemoteError
-from mpiad.transport.channels import Channel, Used, on_any_rank
+from mpiad.transport.channels import Channel, Used, note_use, on_any_rank
 from mpiad.transport.exit_codes import code_of
 from mpiad.transport.tracing import settled
 
@@ -118,6 +118,7 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
 
 
 def _raised_together(channel: Channel, error: Exception | None) -> None:
+    note_use(channel)
     # One number in any case; texts are pickled, and travel only where there is one.
     if on_any_rank(channel.data, error is not None):
         raise_first(channel, error)
@@ -154,6 +155,7 @@ def require_same(channel: Channel, described: str, call: str) -> None:
 
 
 def _required_same(channel: Channel, described: str, call: str) -> None:
+    note_use(channel)
     # The texts themselves, and no hash: arguments are short, and the error shows them.
     found = channel.data.allgather(described)
     for rank, other in enumerate(found):
@@ -196,6 +198,7 @@ def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T]
 
 
 def _required_alike(channel: Channel, error: Exception | None, fingerprint: int, described: str, call: str) -> None:
+    note_use(channel)
     every = np.empty((channel.size, 2), np.int64)
     channel.data.Allgather(np.array([error is not None, fingerprint], np.int64), every)
     if every[:, 0].any():

@@ -41,12 +41,18 @@ Used: TypeAlias = "tuple[Channel, bool]"
 
 
 class _Body(threading.local):
-    """Inside an operator that is one node, the channels on which it has communicated, which no tape notes; else None."""
+    """Inside a trace, or an operator that is one node, the channels on which it has communicated; else None."""
 
     channels: set[Used] | None = None
 
 
 operator_body = _Body()
+
+
+def note_use(channel: Channel) -> None:
+    """Note for the trace or operator around that it has communicated other than by operations."""
+    if operator_body.channels is not None:
+        operator_body.channels.add((channel, False))
 
 
 class Channel:

@@ -196,6 +196,8 @@ COMMUNICATE = {
     "gradient": lambda x: mpiad.grad(lambda y: anp.sum(y**2))(x),
     "loop": lambda x: mpiad.timestepping.scan(lambda u, k: mpiad.mpi_allreduce(u), x, 2, checkpoints=1),
     "solve": lambda x: mpiad.linalg.solve(lambda u: 2 * u, x),
+    "eigenpairs": lambda x: mpiad.linalg.eigsh(lambda u: 2 * u, np.ones(2), 1),
+    "agreement": lambda x: mpiad.Domain(2 * MPI.COMM_WORLD.size),
 }
 
 
@@ -222,14 +224,23 @@ def test_an_exception_after_any_communication(kind, call, rank, size, rank_rng):
 @pytest.mark.launches
 @pytest.mark.parametrize("timeout", ["", "5"])
 @pytest.mark.parametrize(
-    "before", ["mpi_allreduce(x)", "domain.exchange(x)", "solve(lambda u: 2 * u, x)", "inner(x)"], ids=str
+    "before",
+    [
+        "mpi_allreduce(x)",
+        "domain.exchange(x)",
+        "mpiad.mpi_sendrecv(x, 1, 0)",
+        "solve(lambda u: 2 * u, x)",
+        "eigsh(lambda u: 2 * u, x, 1)",
+        "inner(x)",
+    ],
+    ids=str,
 )
 def test_no_wrong_number_where_one_rank_catches(before, timeout, mpirun):
     """Rank 0 waits in the sum of the loss, and rank 1's next sum is refused: no rank prints one."""
     program = f"""
 import autograd.numpy as np, os, mpiad
 from mpiad import mpi_allreduce, mpi_rank
-from mpiad.linalg import solve
+from mpiad.linalg import eigsh, solve
 domain = mpiad.Domain(4, periodic=True)
 inner = mpiad.extend.communicating(lambda x: mpi_allreduce(x))
 mpiad.extend.defadjoint(inner, inner)
@@ -247,6 +258,35 @@ print("number", mpi_allreduce(1.0), flush=True)
     done = mpirun(2, program, timeout=20, env={"MPIAD_TIMEOUT": timeout} if timeout else {})
     assert done.returncode != 0 and "caught" in done.stdout and "number" not in done.stdout
     assert "UnfinishedMessagesError: mpi_allreduce: ValueError left a trace" in done.stderr
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("timeout", ["", "5"])
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_product_of_eigsh_raises_on_one_rank(traced, timeout, mpirun):
+    """The other rank doesn't wait in eigsh's next sum, which that of the program would meet."""
+    program = f"""
+import autograd.numpy as np, mpiad
+from mpiad import mpi_allreduce, mpi_rank
+calls = []
+def product(v):
+    calls.append(v)
+    total = mpi_allreduce(v) * 8
+    if mpi_rank() == 1 and len(calls) > 1:
+        raise ValueError("on one rank")
+    return total
+def loss(x):
+    mpi_allreduce(x)
+    return np.sum(mpiad.linalg.eigsh(product, x, 2).values) + mpi_allreduce(np.sum(x))
+try:
+    mpiad.value_and_grad(loss)(np.ones(2)) if {traced} else loss(np.ones(2))
+except ValueError:
+    print("caught", flush=True)
+print("number", mpi_allreduce(1.0), flush=True)
+"""
+    done = mpirun(2, program, timeout=20, env={"MPIAD_TIMEOUT": timeout} if timeout else {})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("caught") == done.stdout.count("number 2.0") == 2
 
 
 def test_requests_under_way_when_an_exception_comes(rank, size, rank_rng):
