@@ -102,6 +102,8 @@ def _remove_left_over(path: Path) -> None:
 
 def require_regular(path: Path) -> None:
     """Raise an OSError if there is a device, a pipe or a folder."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "It is no regular file", str(path))
 
