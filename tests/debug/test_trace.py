@@ -218,6 +218,7 @@ def test_an_exception_leaves_the_parts(rank, size, path):
 
     with pytest.raises(ArithmeticError), traced(path):
         mpiad.grad(loss)(1.0)
+    mpiad.reset()
     WORLD.Barrier()
     assert not os.path.exists(path)
     events = read(f"{path}.rank{rank}")
