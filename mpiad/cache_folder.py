@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
+import tempfile
 from pathlib import Path
 
 from mpiad.environment_variables import path
@@ -12,32 +14,58 @@ _log = logging.getLogger("mpiad")
 
 
 def cache_folder() -> Path | None:
-    """Return the folder that ``MPIAD_CACHE`` names, made where it is missing; None where nothing can be kept.
+    """Return the folder that ``MPIAD_CACHE`` names, made if it is missing; None if nothing can be kept.
 
-    By default that is the folder ``mpiad`` of the user's cache. ``MPIAD_CACHE=0`` keeps nothing. What is kept may be run as
-    code, so a folder that others than this user can write into isn't used.
+    By default that is the folder ``mpiad`` of the user's cache, and without a home directory one under the system's
+    temporary directory. ``MPIAD_CACHE=0`` keeps nothing. What is kept may be run as code, so a folder isn't used if others
+    than this user can write into it, or can put another one in its place.
     """
     given = path("MPIAD_CACHE")
     if given is None:
         return None
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(given) if given else Path(base) / "mpiad"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_private(folder) and os.access(folder, os.W_OK | os.X_OK):
+        folder = Path(given).expanduser() if given else _default_folder()
+        # With the parents that are made here: under a umask of 002 they were open to the group.
+        for missing in [f for f in (*reversed(folder.parents), folder) if not f.exists()]:
+            missing.mkdir(mode=0o700, exist_ok=True)
+        # As it is written, and as it is if symbolic links are followed.
+        parents = (*folder.absolute().parents, *folder.resolve().parents)
+        exposed = next(filter(_is_exposed, parents), None) if is_private(folder.stat()) else folder
+        if exposed is None and os.access(folder, os.W_OK | os.X_OK):
             return folder
-        why = "others than this user can write there, or this user can't"
-    except OSError as error:
+        why = f"others than this user can write into {exposed}" if exposed else "this user can't write there"
+    except (OSError, RuntimeError) as error:  # a RuntimeError if the user of ~user is unknown
         why = str(error)
-    _log.info("nothing is kept in %s: %s.", folder, why)
+    _log.info("nothing is kept in %s: %s.", given or "the user's cache", why)
     return None
 
 
-def is_private(folder: Path) -> bool:
-    """Tell whether a folder belongs to this user, and nobody else can write into it."""
-    facts = folder.stat()
+def _default_folder() -> Path:
+    home = os.environ.get("HOME") or os.environ.get("USERPROFILE")
+    base = os.environ.get("XDG_CACHE_HOME") or (home and os.path.join(home, ".cache"))
+    if base or not hasattr(os, "getuid"):
+        return Path(base or tempfile.gettempdir()) / "mpiad"
+    folder = Path(tempfile.gettempdir()) / f"mpiad-{os.getuid()}"
+    if folder.is_symlink():
+        raise OSError(f"{folder} is a symbolic link")
+    return folder
+
+
+def is_private(facts: os.stat_result) -> bool:
+    """Return whether a folder or file belongs to this user, and nobody else can write into it."""
     mine = not hasattr(os, "getuid") or facts.st_uid == os.getuid()
     return mine and not (os.name == "posix" and facts.st_mode & 0o022)
+
+
+def _is_exposed(parent: Path) -> bool:
+    """Return whether others than this user and root can rename what is in a folder."""
+    facts = parent.lstat()
+    if os.name != "posix":
+        return False
+    # In a container's user namespace root has another number.
+    foreign = facts.st_uid not in (0, os.getuid(), os.stat("/").st_uid)
+    is_open = facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX and not stat.S_ISLNK(facts.st_mode)
+    return foreign or bool(is_open)
 
 
 def first_time(what: str) -> bool:

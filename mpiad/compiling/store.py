@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,8 +29,8 @@ _log = logging.getLogger("mpiad")
 
 _SUFFIX, _UNFINISHED, _LOCK = ".kernel", "unfinished-", "lock-"
 _MOST_ENTRIES, _DAY = 256, 86_400.0
-# So long a process waits for one that makes the same entry, in seconds, and looks so often.
-_PATIENCE, _LOOK = 60.0, 0.01
+# So long after a lock was taken others wait for it, in seconds, and look so often: its holder may have been stopped.
+_PATIENCE, _LOOK = 10.0, 0.01
 
 
 class Store:
@@ -45,8 +46,8 @@ class Store:
         """Return the content of an entry, None where there is none that can be trusted."""
         path = self._path(key)
         try:
-            if is_private(path):
-                checksum, _, content = path.read_bytes().partition(b"\n")
+            with open(path, "rb", opener=_own_file) as file:
+                checksum, _, content = file.read().partition(b"\n")
                 if checksum == _checksum(content):
                     os.utime(path)
                     return content
@@ -70,12 +71,13 @@ class Store:
         end = time.monotonic() + _PATIENCE
         while fcntl is not None and time.monotonic() < end:
             try:
-                lock = path.open("a")
+                lock = open(path, "a", opener=_own_file)
             except OSError:
                 return None
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                    os.utime(path)
                     return lock
             except FileNotFoundError:  # it was removed, and is another one's by now
                 pass
@@ -83,6 +85,8 @@ class Store:
                 if not isinstance(error, BlockingIOError):  # a file system without locks
                     lock.close()
                     return None
+                if time.time() - os.fstat(lock.fileno()).st_mtime > _PATIENCE:
+                    end = 0.0
                 time.sleep(_LOOK)
             lock.close()
         return None
@@ -119,6 +123,16 @@ class Store:
         left = [path for path in used if path.name.startswith(_UNFINISHED) and time.time() - used[path] > _DAY]
         for path in (*left, *entries[:-_MOST_ENTRIES]):
             path.unlink(missing_ok=True)
+
+
+def _own_file(path: str, flags: int) -> int:
+    """Open a file of this user's own: what is checked is what is read, and neither a link nor a pipe."""
+    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
+    facts = os.fstat(descriptor)
+    if not is_private(facts) or not stat.S_ISREG(facts.st_mode):
+        os.close(descriptor)
+        raise PermissionError(f"{path} isn't a file of this user's alone")
+    return descriptor
 
 
 def _checksum(content: bytes) -> bytes:

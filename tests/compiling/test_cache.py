@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import launch
 import numpy as np
 import pytest
 
 from mpiad.compiling import cache
-from mpiad.compiling.store import store
+from mpiad.compiling.store import _PATIENCE, store
 
 pytestmark = pytest.mark.serial
 pytest.importorskip("llvmlite")
@@ -224,6 +226,121 @@ def test_a_folder_that_others_can_write_into_is_not_used(folder):
 def test_a_folder_of_somebody_else_is_not_used(folder):
     made()
     os.chown(folder, 12345, 12345)
+    assert store() is None and again() == "compiled"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
+def test_a_folder_that_others_can_replace_is_not_used(folder, monkeypatch, tmp_path, caplog):
+    """A parent that others can write into: they can rename the folder, and put another one in its place."""
+    above = tmp_path / "shared" / "mine"
+    above.mkdir(parents=True)
+    monkeypatch.setenv("MPIAD_CACHE", str(above / "kernels"))
+    for mode, kept in ((0o700, True), (0o770, False), (0o777, False), (0o1777, True)):
+        above.parent.chmod(mode)
+        with caplog.at_level("INFO", "mpiad"):
+            assert (store() is not None) is kept, oct(mode)
+        assert (f"others than this user can write into {above.parent}" in caplog.text) is not kept
+        caplog.clear()
+    # The same folder by a link elsewhere.
+    above.parent.chmod(0o777)
+    (tmp_path / "link").symlink_to(above)
+    monkeypatch.setenv("MPIAD_CACHE", str(tmp_path / "link" / "kernels"))
+    assert store() is None
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
+def test_folders_above_are_made_for_this_user_alone(folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("MPIAD_CACHE", str(tmp_path / "new" / "kernels"))
+    before = os.umask(0o002)
+    try:
+        assert made().origin == "compiled" and again() == "disk"
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and pipes are POSIX's")
+def test_links_and_pipes_are_not_read(folder, tmp_path):
+    made()
+    entry = the_entry(folder)
+    elsewhere = entry.rename(tmp_path / "elsewhere")
+    entry.symlink_to(elsewhere)
+    assert again() == "compiled" and not entry.is_symlink()
+    entry.unlink()
+    os.mkfifo(entry)
+    assert again() == "compiled" and again() == "disk"
+    # Nor is a file made at the other end of a link in the place of a lock.
+    (folder / "lock-some entry").symlink_to(tmp_path / "planted")
+    with store().locked("some entry"):
+        assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions are POSIX's")
+def test_what_is_checked_is_what_is_read(folder, monkeypatch):
+    """A file that is replaced after its mode was looked at: by path the new one was read."""
+    kept = store()
+    kept.keep("key", b"own")
+    kept.keep("other", b"planted")
+    looked = []
+
+    def replacing(look):
+        def replaced(what, **kwargs):
+            facts = look(what, **kwargs)
+            if os.path.lexists(folder / "other.kernel") and os.path.samestat(facts, os.lstat(folder / "key.kernel")):
+                looked.append((folder / "other.kernel").replace(folder / "key.kernel"))
+            return facts
+
+        return replaced
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", replacing(Path.stat))
+        patched.setattr(os, "fstat", replacing(os.fstat))
+        assert kept.find("key") == b"own" and looked
+    assert kept.find("key") == b"planted"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="there are no locks elsewhere")
+def test_a_lock_of_a_stopped_process_delays_all_others_together_once(folder, monkeypatch):
+    import fcntl
+
+    monkeypatch.setattr("mpiad.compiling.store._PATIENCE", 0.5)
+    folder.mkdir(mode=0o700, parents=True)
+    waited = []
+    with open(folder / "lock-some entry", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for _ in range(4):
+            begun = time.monotonic()
+            with store().locked("some entry"):
+                waited.append(time.monotonic() - begun)
+    assert waited[0] > 0.3 and sum(waited) < 1.0
+    # One that was left behind, and is held again, is waited for.
+    os.utime(folder / "lock-some entry", (1.0, 1.0))
+    with store().locked("some entry"):
+        assert time.time() - (folder / "lock-some entry").stat().st_mtime < 10.0
+
+
+def test_others_wait_ten_seconds_at_most():
+    assert _PATIENCE <= 10.0
+
+
+def test_the_users_own_folder_may_be_named_by_a_tilde(folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MPIAD_CACHE", "~/x")
+    assert made().origin == "compiled"
+    assert len(list((tmp_path / "home" / "x").iterdir())) == 1 and not (tmp_path / "~").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="numbers of users are POSIX's")
+def test_without_a_home_kernels_are_kept_among_temporary_files(folder, monkeypatch, tmp_path):
+    for name in ("MPIAD_CACHE", "XDG_CACHE_HOME", "HOME", "USERPROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made()
+    kept = tmp_path / f"mpiad-{os.getuid()}"
+    assert kept.stat().st_mode & 0o777 == 0o700 and again() == "disk"
+    kept.rename(tmp_path / "elsewhere")
+    kept.symlink_to(tmp_path / "elsewhere")  # as others could, before the first use
     assert store() is None and again() == "compiled"
 
 
