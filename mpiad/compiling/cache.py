@@ -30,6 +30,8 @@ _COMPILER = (
 )  # fmt: skip
 
 _lock = threading.RLock()
+# Those that were used longest ago go: a function that does something else at each call would fill the memory.
+_MOST_LOADED = 256
 # By text, name and signature: to hash a text that is the same object costs nothing, and each solve comes here.
 _loaded: dict[tuple[str, str, str, str], Kernel] = {}
 
@@ -63,7 +65,10 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
             how, seconds = "compiled" if origin == "compiled" else "loaded", _loaded[known].seconds
             level = logging.INFO if call else logging.DEBUG
             _log.log(level, "%s: the %s kernel was %s in %.2f s.", call or key[:12], name, how, seconds)
-        return _loaded[known]
+            if len(_loaded) > _MOST_LOADED:
+                del _loaded[next(iter(_loaded))]
+        kernel = _loaded[known] = _loaded.pop(known)
+        return kernel
 
 
 def functions_of(module: str, signatures: Mapping[str, str], fast: str = "") -> list[Callable[..., None]]:

@@ -31,6 +31,8 @@ UNSEEN = frozenset({"eval", "exec", "globals", "id", "input", "locals", "open", 
 _MOST_ENTRIES, _MOST_VALUES = 1024, 256
 _LOAD_LOCAL = ("LOAD_FAST", "LOAD_FAST_BORROW")
 _NOTHING = object()
+# What the entries of a fingerprint begin with that end in numbers.
+_NUMBERS = frozenset({float, complex, np.float64, np.complex128, "<f8", "<c16"})
 
 
 def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
@@ -67,6 +69,13 @@ def _portable(value: object) -> object:
         return tuple(map(_portable, value))
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
     return value if name is None else name  # without its address
+
+
+def kind_of(fingerprint: Fingerprint | None) -> Fingerprint | None:
+    """Return a fingerprint without the values of numbers that aren't integers: what else the function reads."""
+    if fingerprint is None:
+        return None
+    return tuple(x[:-1] if isinstance(x, tuple) and x[:1] and x[0] in _NUMBERS else x for x in fingerprint)
 
 
 class Unknown(Exception):

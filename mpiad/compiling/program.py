@@ -48,6 +48,25 @@ class Program:
         instructions = tuple((op, arguments, exact(value)) for op, arguments, value in self.instructions)
         return tuple(self.groups.items()), self.outputs, instructions
 
+    @cached_property
+    def numbers(self) -> dict[int, float]:
+        """Constants that are numbers, by those of their instructions; without exponents that become products and roots."""
+        exponents = {x.arguments[1] for x in self.instructions if x.operation == "power"}
+        constants = ((i, x.value) for i, x in enumerate(self.instructions) if x.operation == "constant")
+        found = {i: value for i, value in constants if isinstance(value, float)}
+        return {i: value for i, value in found.items() if i not in exponents or not (2 * value).is_integer()}
+
+    @cached_property
+    def structure(self) -> tuple:
+        """The content without `numbers`."""
+        kept = (None if i in self.numbers else x for i, x in enumerate(self.instructions))
+        return tuple(self.groups.items()), self.outputs, tuple(kept)
+
+    def with_inputs(self, inputs: Mapping[int, Input], groups: Mapping[str, int]) -> Program:
+        """Return the program with inputs in the place of some `numbers`, of groups that have as many more."""
+        made = (Instruction("input", (), inputs[i]) if i in inputs else x for i, x in enumerate(self.instructions))
+        return Program({**self.groups, **groups}, made, self.outputs)
+
     @property
     def cost(self) -> int:
         """The number of operations, inputs and constants not counted."""

@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Function, Shape
 from mpiad.compiling.builder import Builder
+from mpiad.compiling.function_fingerprint import fingerprint_of, kind_of
 from mpiad.compiling.program import Program
 from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol
@@ -26,7 +27,7 @@ from mpiad.compiling.trace_errors import Untraceable, place_of, where_raised
 
 # Programs of each function that came out the same twice. Constants that change from call to call mustn't fill the memory.
 _MOST_KNOWN = 16
-_repeated: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()
+_repeated: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
 # Of the largest term that may have been cancelled, in units of rounding.
 _ROUNDINGS = 1e4
 
@@ -45,12 +46,15 @@ def traced(
     with np.errstate(all="ignore"):
         program = _traced(fun, arguments, outputs, groups)
         known = _repeated.setdefault(identity_of(fun), set())
-        if program not in known:
+        # Other numbers that it reads need no second call: what they come from was seen to stay.
+        reads = kind_of(fingerprint_of(fun))
+        seen = program if reads is None else (reads, program.structure)
+        if seen not in known:
             if _traced(fun, arguments, outputs, groups) != program:
                 raise Untraceable("it computed something else when it was called again", place_of(fun))
             if len(known) >= _MOST_KNOWN:
                 known.clear()
-            known.add(program)
+            known.add(seen)
     return program
 
 

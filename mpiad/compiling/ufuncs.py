@@ -45,8 +45,11 @@ def scalar_function(ufunc: np.ufunc) -> Callable[..., Symbol] | None:
 
 def entrywise(like: SymbolicArray, function: Callable[..., Symbol], *inputs: Any) -> SymbolicArray:
     """Return a function of symbols of each entry, broadcast as NumPy does."""
-    arrays = np.broadcast_arrays(*(_objects(like, x) for x in inputs))
-    made = [function(*parts).number for parts in zip(*(array.ravel() for array in arrays))]
+    builder, arrays = like.builder, [numbers_of(like.builder, x) for x in inputs]
+    if any(array.shape != arrays[0].shape for array in arrays):
+        arrays = np.broadcast_arrays(*arrays)
+    entries = zip(*(array.ravel().tolist() for array in arrays))
+    made = [function(*(Symbol(builder, number) for number in parts)).number for parts in entries]
     return like.like(np.array(made, int).reshape(arrays[0].shape))
 
 

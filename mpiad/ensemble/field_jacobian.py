@@ -82,7 +82,7 @@ def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived
     """Return a derivative of what a batch's f computes, or why f can't be traced; what was found before is remembered."""
     batch = _on_host(batch)
 
-    def made() -> _Derived | str:
+    def made(_: bool) -> _Derived | str:
         try:
             program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
             verify(program, batch)

@@ -97,9 +97,14 @@ class Compiler:
         `given` is the batch before what is traced was made plain.
         """
 
-        def made() -> TracedProblem | None:
-            try_once(batch, settings.events, given.traced)
-            return problem_of(batch, settings.events, must, self.warn) if wanted else None
+        def made(tried: bool = False) -> TracedProblem | None:
+            # With other numbers f is compared with arrays, too, where it is traced.
+            if not tried:
+                try_once(batch, settings.events, given.traced)
+            found = problem_of(batch, settings.events, must, self.warn) if wanted else None
+            if tried and found is None:
+                try_once(batch, settings.events, given.traced)
+            return found
 
         if is_on_device(batch):
             self._check_on_device(batch, settings)

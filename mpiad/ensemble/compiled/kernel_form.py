@@ -11,11 +11,10 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import aligned, is_complex, real_dtype
-from mpiad.compiling.program import Program
 from mpiad.ensemble.batch import Batch, same_for_all
 from mpiad.ensemble.column_lu import entries_of
 from mpiad.ensemble.compiled.jacobian_programs import jacobian_program
-from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
+from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.controller import Controller, PIController
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.tableaus import Tableau
@@ -91,8 +90,9 @@ class Form(NamedTuple):
         return len(self.tableau.a)
 
 
-def form_of(program: Program, packing: ParameterPacking, batch: Batch, settings: Settings) -> Form:
-    """Return what the kernels of a batch, without derivatives, are generated for; `program` is what f computes."""
+def form_of(traced: TracedProblem, batch: Batch, settings: Settings) -> Form:
+    """Return what the kernels of a batch, without derivatives, are generated for."""
+    program, varying = traced.program, len(traced.packing.varying)
     events, acting = tuple((event.stops, event.direction) for event in settings.events), settings.acting
     # Which entries are zero is part of the form: elimination is written out for those that aren't.
     linear = jacobian_program(program)[1:] if settings.alg.tableau.implicit else ((), ())
@@ -102,7 +102,7 @@ def form_of(program: Program, packing: ParameterPacking, batch: Batch, settings:
         acts["acting"] = tuple(e if event.acts else -1 for e, event in zip(acting.found, settings.events))
         acts["ending"] = tuple(e for e, event in enumerate(acting.events) if event.acts and event.terminal)
     return Form(
-        program.groups["state"], len(packing.varying), len(packing.shared), settings.alg.tableau, settings.alg.controller,
+        program.groups["state"], varying, len(traced.names) - varying, settings.alg.tableau, settings.alg.controller,
         single=real_dtype(batch.u0.dtype) == np.float32, in_pairs=is_complex(batch.u0),
         inside=bool(events) or not _at_ends(batch, settings.saveat), tolerances=np.ndim(settings.atol) > 0,
         events=events, jacobian=linear[0], slopes=linear[1],

@@ -43,8 +43,9 @@ class Solver:
         self.batch, self.settings, self.threads = batch, settings, threads
         self.every = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
-        self.form = form_of(traced.program, traced.packing, batch, settings)
-        self.p, self.s = traced.packing.split(batch.p.leaves, batch.size, self.form.dtype)
+        self.form = form_of(traced, batch, settings)
+        self.p, shared = traced.packing.split(batch.p.leaves, batch.size, self.form.dtype)
+        self.s = argument(np.append(shared, traced.numbers), self.form.dtype) if traced.numbers else shared
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -17,8 +18,8 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.compiling.arguments import is_complex, real_dtype
-from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of
-from mpiad.compiling.program import Program
+from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of, kind_of
+from mpiad.compiling.program import Program, exact
 from mpiad.compiling.trace_errors import Untraceable, place_of
 from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.batch import Batch
@@ -38,14 +39,18 @@ FEW = 4
 MOST_COMPONENTS = 100
 # Of f: a step has four to eleven, and each is a few machine instructions for all lanes.
 MOST_OPERATIONS = 1500
-# An f whose constants change from solve to solve would be compiled in each.
+# An f that does something else from solve to solve would be compiled in each.
 _MOST_PROGRAMS = 8
 
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-_programs: WeakKeyDictionary[Any, set[Program]] = WeakKeyDictionary()
+# Without their numbers: those that change are parameters.
+_structures: WeakKeyDictionary[Any, set[tuple]] = WeakKeyDictionary()
+# Of each f, by structure: the numbers at first, which of them have changed since, and the problem with those as parameters.
+_first: WeakKeyDictionary[Any, dict[tuple, tuple[list[float], list[int], TracedProblem]]] = WeakKeyDictionary()
 # So that constants that change from solve to solve don't fill the memory.
 _MOST_KNOWN = 64
 _known: dict[Fingerprint, Any] = {}
+_kinds: dict[Fingerprint, None] = {}
 
 
 class TracedProblem(NamedTuple):
@@ -57,6 +62,8 @@ class TracedProblem(NamedTuple):
     # What the program's parameters are called in kernels: p0, p1, … those of each trajectory, s0, s1, … those of all.
     names: tuple[str, ...]
     affects: tuple[Program | None, ...]  # of all events; None for those that don't act
+    # Numbers that f and the others read beside their arguments, which change from solve to solve: the last of `names`.
+    numbers: tuple[float, ...] = ()
 
     def direction(self, j: int) -> tuple[str, int]:
         """Return the direction of one of the program's parameters, along which a tangent can be carried."""
@@ -76,11 +83,13 @@ class TracedProblem(NamedTuple):
         return tuple(found) if len(found) <= FEW or gradient == "tangent" else ()
 
 
-def remembered(make: Callable[[], _Found | None], batch: Batch, events: Sequence[Event], *asked: object) -> _Found | None:
+def remembered(
+    make: Callable[[bool], _Found | None], batch: Batch, events: Sequence[Event], *asked: object
+) -> _Found | None:
     """Return what a batch computes, as it was traced before for one like it, or else what `make` returns.
 
-    None isn't remembered. `asked` is what else it depends on, and by which what is made here differs from what others
-    remember.
+    `make` is told whether something was made before that differs by numbers alone. None isn't remembered. `asked` is what
+    else it depends on, and by which what is made here differs from what others remember.
     """
     # In the place of numbers their kind and shape, by which another program would be made; other leaves count by value.
     parts = {part.place: part for part in packing_of(batch.p).parts}
@@ -91,12 +100,14 @@ def remembered(make: Callable[[], _Found | None], batch: Batch, events: Sequence
     key = fingerprint_of(batch.f, functions, batch.p.build(forms), kinds)
     if key is not None and key in _known:
         return _known[key]
-    made = make()
-    if made is not None and key is not None:
-        if len(_known) >= _MOST_KNOWN:
-            # The oldest one: a loop that makes its f anew each time leaves one behind in every step.
-            _known.pop(next(iter(_known)))
-        _known[key] = made
+    kind = kind_of(key)
+    made = make(kind is not None and kind in _kinds)
+    if made is not None and key is not None and kind is not None:
+        _known[key], _kinds[kind] = made, None
+        for kept in (_known, _kinds):
+            if len(kept) > _MOST_KNOWN:
+                # The oldest one: a loop that makes its f anew each time leaves one behind in every step.
+                kept.pop(next(iter(kept)))
     return made
 
 
@@ -124,7 +135,44 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
             if affects[-1] is None:
                 return None
     packing = packing_of(batch.p)
-    return TracedProblem(program, tuple(conditions), packing, names_of(packing), tuple(affects))
+    return _changing(batch.f, TracedProblem(program, tuple(conditions), packing, names_of(packing), tuple(affects)))
+
+
+def _changing(f: Function, found: TracedProblem) -> TracedProblem:
+    """Return a problem with those numbers as parameters that were others in an earlier solve, so that one kernel has all.
+
+    The function was traced with the new ones: if Python decides otherwise by them, the structure is another one.
+    """
+    programs = [g for g in (found.program, *found.conditions, *found.affects) if g is not None]
+    structure = (found.names, tuple(g and g.structure for g in (found.program, *found.conditions, *found.affects)))
+    numbers = [number for g in programs for number in g.numbers.values()]
+    known = _first.setdefault(identity_of(f), {})
+    first, before, made = known.pop(structure, (numbers, [], found))
+    changed = [i for i, number in enumerate(numbers) if i in before or exact(number) != exact(first[i])]
+    if changed != before:
+        made = _with_parameters(found, changed)
+    known[structure] = first, changed, made
+    if len(known) > _MOST_PROGRAMS:
+        known.pop(next(iter(known)))
+    return made._replace(numbers=tuple(numbers[i] for i in changed)) if changed else found
+
+
+def _with_parameters(found: TracedProblem, changed: Sequence[int]) -> TracedProblem:
+    """Return a problem with further parameters, which all trajectories share, in the place of some numbers."""
+    size, shared, place = found.packing.size, len(found.packing.shared), count()
+    inputs = {i: ("parameter", size + k) for k, i in enumerate(changed)}
+
+    def lifted(program: Program | None) -> Program | None:
+        if program is None:
+            return None
+        numbered = {i: inputs.get(next(place)) for i in program.numbers}
+        taken = {i: given for i, given in numbered.items() if given is not None}
+        return program.with_inputs(taken, {"parameter": size + len(changed)})
+
+    programs = [lifted(g) for g in (found.program, *found.conditions, *found.affects)]
+    stop = 1 + len(found.conditions)
+    names = (*found.names, *(f"s{shared + k}" for k in range(len(changed))))
+    return TracedProblem(programs[0], tuple(programs[1:stop]), found.packing, names, tuple(programs[stop:]))  # type: ignore[arg-type]
 
 
 def _program_of(batch: Batch, must: bool, warn: Warn) -> Program | None:
@@ -147,16 +195,16 @@ def _program_of(batch: Batch, must: bool, warn: Warn) -> Program | None:
 
 
 def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
-    """Tell whether a function, `name` in the log, is another one in each solve: by numbers that it closes over."""
-    known = _programs.setdefault(identity_of(f), set())
-    known.add(program)
+    """Return whether a function, `name` in the log, does something else in each solve, whatever its numbers are."""
+    known = _structures.setdefault(identity_of(f), set())
+    known.add(program.structure)
     if len(known) <= _MOST_PROGRAMS:
         return False
-    # Not kept: where one of the first ones comes back, its kernel is used again.
-    known.discard(program)
+    # Not kept: if one of the first ones comes back, its kernel is used again.
+    known.discard(program.structure)
     warn(
-        f, f"{name} has had other constants in each of {len(known)} solves, and was compiled in each; now f is called "
-        "with arrays instead. Pass what changes as p"
+        f, f"{name} has done other operations in each of {len(known)} solves, and was compiled in each; now f is called "
+        "with arrays instead. Pass what changes as p, and decide by it with np.where"
     )  # fmt: skip
     return True
 

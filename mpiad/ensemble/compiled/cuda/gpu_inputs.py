@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Shape
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
+from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_device_array
 
@@ -38,11 +38,13 @@ class Inputs(NamedTuple):
     atol: Array  # shape (d,)
 
 
-def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, packing: ParameterPacking) -> Inputs:
+def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, traced: TracedProblem) -> Inputs:
     """Return the arguments on a device; host arrays of a few numbers are copied there together."""
     count, real, d = batch.size, batch.u0.dtype, len(batch.u0)
+    packing = traced.packing
     own = [_rows(arrays, batch.p.leaves[part.place], count, real) for part in packing.parts if part.varies]
     common = [batch.p.leaves[part.place] for part in packing.parts if not part.varies]
+    common += [np.array(traced.numbers)] if traced.numbers else []
     times = np.asarray(settings.saveat, float)
     spans = [np.asarray(x, float) for x in (batch.start, batch.end)]
     alike, one_start = all(map(_is_alike, spans)), _is_alike(batch.u0)

@@ -159,10 +159,10 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
     reason = _unsupported(compiler, given, batch, settings)
     if reason is None:
 
-        def made() -> TracedProblem | None:
+        def made(tried: bool) -> TracedProblem | None:
             host = sample_batch(batch) if is_on_device(batch) or not batch.size else batch
             traced = problem_of(host, settings.events, must, compiler.warn)
-            if traced is not None:
+            if traced is not None and not tried:
                 try_once(host, settings.events, given.traced)
             return traced
 

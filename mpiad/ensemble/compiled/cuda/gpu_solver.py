@@ -78,9 +78,9 @@ class Solver:
         self._gpu, self.arrays, self.settings, self.traced, self._kernels = gpu, arrays, settings, traced, kernels
         self._forward_kernels: dict[Directions, DeviceKernel] = {}
         self._launcher = launcher_of(arrays)
-        self.form = form_of(traced.program, traced.packing, batch, settings)._replace(record=True, tolerances=True)
+        self.form = form_of(traced, batch, settings)._replace(record=True, tolerances=True)
         self.d, self.real = self.form.d, batch.u0.dtype
-        self.inputs = inputs_of(arrays, batch, settings, traced.packing)
+        self.inputs = inputs_of(arrays, batch, settings, traced)
         self.count = batch.size
 
     # ---- forward

@@ -107,6 +107,20 @@ def test_numbers_are_those_of_the_kernels_on_the_cpu():
     assert_same(solve(ensemble(lorenz, u0, p), RK45(), EnsembleGPU(), saveat=TIMES), expected)
 
 
+def test_a_number_that_changes_from_solve_to_solve_is_an_argument():
+    sources = set()
+    for number in (2.5, 2.6, 2.7, 2.8):
+
+        def f(u, p, t):
+            return [p[0] * (u[1] - u[0]), u[0] * (number - u[2]) - u[1], u[0] * u[1] - 2.0 * u[2]]  # noqa: B023
+
+        problem = ensemble(f, states(41), parameters(41, (5, 10)))
+        sol = solve(problem, RK45(), EnsembleGPU(), saveat=TIMES)
+        assert_same(sol, solve(problem, RK45(), compile=False, saveat=TIMES))
+        sources.add(sol.problem.kernel_source())
+    assert len(sources) == 2
+
+
 def test_single_precision():
     u0, p = states(33, dtype=np.float32), parameters(33, dtype=np.float32)
     expected = solve(ensemble(lorenz, u0, p), saveat=TIMES, compile=False)
