@@ -11,9 +11,9 @@ isn't compiled.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,38 @@ def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) ->
     except Unknown as error:
         raise Unfollowed(reader.reading or str(error)) from None
     return reader.watch
+
+
+def closed_over_numbers(fun: Any) -> dict[str, float]:
+    """Return the floats among a function's variables of functions around it."""
+    if type(fun) is not FunctionType or not fun.__closure__:
+        return {}
+    cells = zip(fun.__code__.co_freevars, fun.__closure__)
+    return {name: cell.cell_contents for name, cell in cells if type(_held_by(cell)) in (float, np.float64)}
+
+
+def with_numbers(fun: FunctionType, numbers: Mapping[str, Any]) -> FunctionType:
+    """Return a function with other values of some variables of functions around it, and with all others its own."""
+    cells = zip(fun.__code__.co_freevars, fun.__closure__ or ())
+    around = tuple(CellType(numbers[name]) if name in numbers else cell for name, cell in cells)
+    made = FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, around)
+    made.__kwdefaults__, made.__dict__ = fun.__kwdefaults__, fun.__dict__
+    return made
+
+
+def are_alike(fun: FunctionType, other: FunctionType, numbers: Collection[str]) -> bool:
+    """Return whether two functions of one code read the same objects, some numbers around them aside."""
+    cells = zip(fun.__code__.co_freevars, fun.__closure__ or (), other.__closure__ or ())
+    around = all(name in numbers or _held_by(a) is _held_by(b) for name, a, b in cells)
+    names = "__globals__", "__defaults__", "__kwdefaults__", "__dict__"
+    return around and all(getattr(fun, name) is getattr(other, name) or not getattr(fun, name) for name in names)
+
+
+def _held_by(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _GONE
 
 
 class _Reader:

@@ -13,7 +13,8 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -24,7 +25,15 @@ from mpiad.differentiation.trees import flatten
 from mpiad.primitives.operation import current
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.changed_results import Changed
-from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, watch_of
+from mpiad.programs.closure import (
+    HoldsTraced,
+    Unfollowed,
+    Watch,
+    are_alike,
+    closed_over_numbers,
+    watch_of,
+    with_numbers,
+)
 from mpiad.programs.entry import MOST_TRACES, UNKNOWN, Entry, entry_by_shapes, entry_of, own
 from mpiad.programs.listing import Listing
 from mpiad.programs.recorder import Recorder
@@ -135,6 +144,10 @@ class Jitted:
         # Inside of another trace its operations are noted like the rest.
         if tracing.recorder is not None or not _can_compile():
             return self.fun(*args, **kwargs)
+        numbers = closed_over_numbers(self.fun)
+        by_numbers = _by_numbers(self.fun, numbers) if numbers else None
+        if by_numbers is not None:
+            return by_numbers.jitted(*(numbers[name] for name in by_numbers.names), *args, **kwargs)
         try:
             given = arguments_of(args, kwargs, self._asked)
         except TypeError as error:
@@ -338,6 +351,43 @@ class Jitted:
         if self.strict and key in self._reasons:
             raise TypeError(f"jit: {self.__name__} can't be compiled: {self._reasons[key]}.")
         return made
+
+
+class _ByNumbers(NamedTuple):
+    """A function whose numbers around it change from call to call: its first values, and the function of those that do."""
+
+    fun: Any  # FunctionType, which as an attribute would be a method to type checkers
+    first: dict[str, float]
+    names: list[str]
+    jitted: Jitted
+
+
+# By code, since a function may be defined again for each value. Few: each keeps what its function closes over.
+_changing: dict[CodeType, _ByNumbers] = {}
+_MOST_CHANGING = 16
+
+
+def _by_numbers(fun: FunctionType, numbers: dict[str, float]) -> _ByNumbers | None:
+    """Return a function with those numbers as arguments that have changed since the first call; None if it takes none.
+
+    So it is if none has changed, and if Python decides by one.
+    """
+    known = _changing.pop(fun.__code__, None)
+    if known is None or known.first.keys() != numbers.keys() or not are_alike(fun, known.fun, numbers):
+        known = _ByNumbers(with_numbers(fun, dict.fromkeys(numbers, 0.0)), numbers, [], Jitted(fun))
+    changed = [name for name in numbers if name in known.names or numbers[name] != known.first[name]]
+    if changed != known.names:
+        template = known.fun
+
+        def called(*given: Any, **kwargs: Any) -> Any:
+            return with_numbers(template, dict(zip(changed, given)))(*given[len(changed) :], **kwargs)
+
+        known = known._replace(names=changed, jitted=Jitted(functools.wraps(fun)(called)))
+        known.jitted._warned = True
+    _changing[fun.__code__] = known
+    if len(_changing) > _MOST_CHANGING:
+        del _changing[next(iter(_changing))]
+    return known if changed and not known.jitted._reasons else None
 
 
 @functools.cache

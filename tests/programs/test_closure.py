@@ -10,6 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
+from mpiad.compiling import cache
 from mpiad.programs.closure import Unfollowed, watch_of
 
 pytestmark = pytest.mark.serial
@@ -331,3 +332,88 @@ def test_a_traced_value_of_a_derivative_around_it():
     np.testing.assert_allclose((value, along), (np.sum(4 * b**3), np.sum(12 * b**2 * v)), rtol=1e-13)
     np.testing.assert_allclose(mpiad.grad(outer, objective="sum")(b), 12 * b**2, rtol=1e-13)
     np.testing.assert_allclose(mpiad.hvp(outer, objective="sum")(b, v), 24 * b * v, rtol=1e-13)
+
+
+def gradient_of(jitted, weights):
+    """Return value and gradient of Σ w exp(-k x) x², and what the jitted function must return, for a number k."""
+    value_and_grad = mpiad.value_and_grad(jitted)
+
+    def check(k):
+        value, bar = value_and_grad(X)
+        np.testing.assert_allclose(value, np.sum(weights * np.exp(-k * X) * X**2), rtol=1e-13)
+        np.testing.assert_allclose(bar, weights * np.exp(-k * X) * (2 * X - k * X**2), rtol=1e-12, atol=1e-15)
+        np.testing.assert_allclose(jitted(X), np.sum(weights * np.exp(-k * X) * X**2), rtol=1e-13)
+
+    return check
+
+
+@pytest.mark.parametrize("style", ["variable", "defined again"])
+def test_one_program_has_all_values_of_a_number(style, caplog):
+    pytest.importorskip("llvmlite")
+    cache.forget()
+    k, weights = 1.5, np.linspace(0.5, 1.0, 5)
+
+    def defined():
+        number = k
+        return mpiad.jit(lambda x: anp.sum(weights * anp.exp(-number * x) * x**2))
+
+    jitted = mpiad.jit(lambda x: anp.sum(weights * anp.exp(-k * x) * x**2))
+    made = []
+    for step in range(80):
+        k = 1.5 + 0.01 * step
+        gradient_of(jitted if style == "variable" else defined(), weights)(k)
+        made.append(len(cache._loaded))
+    assert made[2] == made[-1] and not caplog.records
+    # An array around is still looked at, also with a number that is an argument.
+    weights[2], k = 3.0, 1.2
+    gradient_of(jitted if style == "variable" else defined(), weights)(k)
+
+
+def test_arrays_of_functions_defined_again_are_their_own():
+    def defined(number, weights):
+        return mpiad.jit(lambda x: anp.sum(weights * anp.exp(-number * x) * x**2), strict=True)
+
+    functions = [(k, weights) for k in (0.5, 0.6, 0.7) for weights in (np.ones(5), np.arange(5.0))]
+    made = [(defined(*given), *given) for given in functions]
+    for _ in range(3):
+        for jitted, k, weights in made:
+            gradient_of(jitted, weights)(k)
+
+
+def test_numbers_that_python_decides_by_stay_constants(caplog):
+    k = 0.5
+
+    def f(x):
+        return anp.sum(x * k if k > 1.0 else x * k**2)
+
+    jitted = mpiad.jit(f, strict=True)
+    for k in (0.5, 0.7, 1.5, 1.7, 0.7):  # noqa: B007
+        for _ in range(2):
+            np.testing.assert_allclose(jitted(X), f(X), rtol=1e-13)
+            np.testing.assert_allclose(mpiad.grad(jitted)(X), k if k > 1.0 else k**2, rtol=1e-13)
+    assert not caplog.records
+
+
+def test_a_number_that_is_traced_has_its_derivative():
+    """Around the jitted function, after calls with plain numbers."""
+
+    def loss(k):
+        return mpiad.jit(lambda x: anp.sum(anp.exp(-k * x)))(X)
+
+    for k in (0.5, 0.6, 0.7):
+        np.testing.assert_allclose(loss(k), np.exp(-k * X).sum(), rtol=1e-13)
+        np.testing.assert_allclose(mpiad.grad(loss)(k), -(X * np.exp(-k * X)).sum(), rtol=1e-13)
+        np.testing.assert_allclose(mpiad.hvp(loss)(k, 1.0), (X**2 * np.exp(-k * X)).sum(), rtol=1e-12)
+
+
+def test_second_derivatives_keywords_and_other_types_of_a_number():
+    k = 0.5
+
+    def f(x, power=2):
+        return anp.sum(anp.exp(-k * x) * x**power)
+
+    jitted = mpiad.jit(f)
+    for k in (0.5, 0.6, np.float64(0.7), 1, 0.8, np.float32(0.5), True, 0.9):  # noqa: B007
+        np.testing.assert_allclose(jitted(X, power=3), f(X, 3), rtol=1e-6)
+        found = mpiad.hvp(lambda x: jitted(x))(X, np.ones(5))
+        np.testing.assert_allclose(found, np.exp(-k * X) * (2 - 4 * k * X + k**2 * X**2), rtol=1e-6, atol=1e-12)
