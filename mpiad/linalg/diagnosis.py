@@ -67,6 +67,8 @@ def diagnosis(system: System) -> str:
     scale = squares[2] + squares[3]
     if (squares[0] > 0.0).any() or (nonlinear.real > 1e-6 * scale).any():
         return "matvec isn't linear in u, as it must be. Does it add a boundary value or a source? That belongs into b."
+    if not squares[1:3].any():
+        return "the operator maps all fields to zero. Check the coefficients; if it is a derivative, start from another u."
     constant = (squares[1] <= _rounding_squared(system.dtype) * squares[2]).any()
     # In rows that are so small a constant's image says nothing beside the others, nor does a product's sign.
     contrast = _contrast(system, images[2], images[3], scale / system.length)

@@ -8,7 +8,6 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, LocalArray
 from mpiad.primitives.catalogue import ALLTOALL, Reduction
-from mpiad.primitives.checks import lengths_along
 from mpiad.primitives.operation import communicate
 from mpiad.transport import SUM, channel, collectives
 from mpiad.transport.buffers import outgoing
@@ -48,7 +47,12 @@ def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
     True
     """
     used = channel(comm, "mpi_alltoall")
-    lengths_along(None, None, outgoing(getval(x), "mpi_alltoall").shape, used, "mpi_alltoall")
+    shape = outgoing(getval(x), "mpi_alltoall").shape
+    if shape[:1] != (used.size,):
+        raise ValueError(
+            f"mpi_alltoall: the first axis of x must be the number of ranks, {used.size}, but x has "
+            f"shape {shape}. Reshape it to ({used.size}, ...), or pad it if its size isn't a multiple of {used.size}."
+        )
     return communicate(ALLTOALL, x, Reduction(used, SUM))  # only the channel counts
 
 

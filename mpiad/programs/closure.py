@@ -11,6 +11,7 @@ isn't compiled.
 from __future__ import annotations
 
 import builtins
+import dis
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -308,8 +309,13 @@ def _namespaces(value: Any) -> list[Any]:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Return the names that a code and the functions defined in it use."""
-    found = set(code.co_names)
+    """Return the attributes that a code and the functions defined in it read of what no name around them says."""
+    found, is_read = set(), False
+    for instruction in dis.get_instructions(code):
+        if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            is_read = instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF")  # and looked at itself, see `_used`
+        elif not is_read:
+            found.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             found |= _names_in(constant)

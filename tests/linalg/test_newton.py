@@ -231,3 +231,11 @@ def test_residuals_whose_squares_leave_the_range(rank_rng):
 
     expected = newton(residual, 0 * b, b, rtol=1e-5)
     np.testing.assert_allclose(newton(residual, 0 * b, b * size, rtol=1e-5) / size, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("start", [0.0, 1.0])
+def test_a_derivative_that_vanishes_is_not_taken_for_a_neumann_problem(start):
+    """u² + 1 = 0 has no root: from 1 the first step leads to 0, where the derivative is zero."""
+    with pytest.raises(ConvergenceError, match="the operator maps all fields to zero. .*start from another u") as raised:
+        newton(lambda u: u**2 + 1.0, np.full(4, start))
+    assert "Neumann" not in str(raised.value)

@@ -28,3 +28,9 @@ def test_first_axis_that_is_not_the_number_of_ranks(size):
         text = f"mpi_alltoall: .*first axis of x must be the number of ranks, {size}, but x has shape "
         with pytest.raises(ValueError, match=text + re.escape(str(shape))):
             mpiad.mpi_alltoall(np.ones(shape))
+
+
+def test_advice_names_no_argument_that_it_has_not(size):
+    with pytest.raises(ValueError, match=rf"Reshape it to \({size}, \.\.\.\), or pad it") as raised:
+        mpiad.mpi_alltoall(np.ones(2 * size + 1))
+    assert "axis=" not in str(raised.value)

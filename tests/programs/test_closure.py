@@ -417,3 +417,40 @@ def test_second_derivatives_keywords_and_other_types_of_a_number():
         np.testing.assert_allclose(jitted(X, power=3), f(X, 3), rtol=1e-6)
         found = mpiad.hvp(lambda x: jitted(x))(X, np.ones(5))
         np.testing.assert_allclose(found, np.exp(-k * X) * (2 - 4 * k * X + k**2 * X**2), rtol=1e-6, atol=1e-12)
+
+
+def scan(x):
+    return x * 2.0
+
+
+def reduce(x):
+    return x + 1.0
+
+
+def test_names_of_communication_are_those_of_a_communicators_methods_only():
+    """Functions, methods of others and functions of modules may be called as MPI's are, with a communicator in use."""
+    comm = MPI.COMM_SELF
+    domain = mpiad.Domain((5,), comm=comm)
+
+    def gather(x):
+        return x - 1.0
+
+    def f(x):
+        return gather(reduce(scan(x))) * np.add.reduce(WEIGHTS) + mpiad.mpi_allreduce(x, comm=comm) * comm.rank
+
+    def fields(x):
+        return domain.gather(domain.scatter(x)) * comm.size
+
+    for fun in (f, fields):
+        np.testing.assert_allclose(mpiad.jit(fun, strict=True)(X), fun(X), rtol=1e-14)
+
+
+@pytest.mark.parametrize("fun", [
+    lambda x, comm=MPI.COMM_SELF: comm.allreduce(x),
+    lambda x, comms=[MPI.COMM_SELF]: comms[0].allreduce(x),
+    lambda x, comms={"one": MPI.COMM_SELF}: [c.allreduce(x) for c in comms.values()][0],
+    lambda x, send=MPI.COMM_SELF: (lambda given: given.bcast(x))(send),
+])  # fmt: skip
+def test_communicators_under_other_names_communicate_still(fun):
+    with pytest.raises(Unfollowed, match="bare communication"):
+        watch_of(fun)

@@ -185,8 +185,8 @@ class NewtonCG:
         point.norm, point.square = math.sqrt(held + square), square
 
     def _require_symmetric(self, point: NewtonPoint) -> None:
-        for name, operator in (("preconditioner", self._precondition), ("inner product", self._represent)):
-            if operator is not None and not (name == "inner product" and operator is self._precondition):
+        for name, operator in (("inner product", self._represent), ("preconditioner", self._precondition)):
+            if operator is not None and not (name == "preconditioner" and operator is self._represent):
                 once = operator(point.gradient)
                 twice = operator(once)
                 pairs = (point.gradient, twice), (once, once), (point.gradient, point.gradient), (twice, twice)

@@ -54,7 +54,7 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
     """
     way, residual = gradient * 0.0, gradient.copy()
     z = system.precondition(residual)
-    square = _positive(system.dot(residual, z))
+    square = _positive(system, system.dot(residual, z))
     target, near = forcing**2 * system.square, system.slack * forcing**2 * square
     direction, length, across, along, decrease = -z, 0.0, 0.0, square, 0.0
     for count in range(limit):
@@ -77,7 +77,7 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
         if system.ended():
             return None
         z = system.precondition(residual)
-        before, square = square, _positive(system.dot(residual, z))
+        before, square = square, _positive(system, system.dot(residual, z))
         if square <= near and (square if system.measure is None else system.measure(residual)) <= target:
             break
         beta = square / before
@@ -90,9 +90,10 @@ def _ended(way: Array, decrease: float, length: float) -> Step:
     return Step(way, decrease, math.sqrt(length), False)
 
 
-def _positive(square: float) -> float:
+def _positive(system: System, square: float) -> float:
     if square >= 0.0:
         return square
+    name = "inner product" if system.measure is None else "preconditioner"  # one operator is both
     raise ValueError(
-        f"minimize: the preconditioner must be symmetric and positive definite, but r · P r = {square:.3e} of a residual r."
+        f"minimize: the {name} must be symmetric and positive definite, but r · P r = {square:.3e} of a residual r."
     )

@@ -368,6 +368,7 @@ def test_wrong_options_are_refused_on_all_ranks(rank: int, size: int) -> None:
     refused(ValueError, "preconditioner must be symmetric and positive", preconditioner=lambda r: -r)
     refused(ValueError, "inner product must be symmetric", inner_product=lambda g: -g)
     refused(ValueError, "preconditioner must be symmetric", preconditioner=_turned(rank, size))
+    refused(ValueError, "the inner product must be symmetric, but g", inner_product=_turned(rank, size))
     refused(TypeError, "option preconditioner returned", preconditioner=lambda r: np.append(r, 0.0) if last else r)
     with pytest.raises(TypeError, match="real residuals"):
         solve(lambda x: 1j * x, np.zeros(4), rank, size, options={"product": "gauss-newton"})
