@@ -108,6 +108,8 @@ class Jitted:
         self.fun, self.strict = fun, strict
         self.__name__ = getattr(fun, "__name__", type(fun).__name__)
         functools.update_wrapper(self, fun, updated=())
+        # The numbers around it that are constants of its programs.
+        self._constant: dict[str, float] = {}
         # By signature; None where it is interpreted.
         self._entries: dict[Any, Entry | None] = {}
         # The latest of those that are called without taking the arguments apart, which would take longer than a small
@@ -145,9 +147,11 @@ class Jitted:
         if tracing.recorder is not None or not _can_compile():
             return self.fun(*args, **kwargs)
         numbers = closed_over_numbers(self.fun)
-        by_numbers = _by_numbers(self.fun, numbers) if numbers else None
-        if by_numbers is not None:
-            return by_numbers.jitted(*(numbers[name] for name in by_numbers.names), *args, **kwargs)
+        if numbers != self._constant:
+            found = _by_numbers(self.fun, numbers)
+            self._constant = numbers if found is None else {}
+            if found is not None:
+                return found.jitted(*(numbers[name] for name in found.names), *args, **kwargs)
         try:
             given = arguments_of(args, kwargs, self._asked)
         except TypeError as error:
