@@ -359,6 +359,7 @@ def test_what_is_refused():
         # Of a sum all ranks' terms have derivatives; of copies rank 0's alone.
         second = mpiad.hvp(lambda u: anp.sum(solve(remake(decaying, u0=u), Rodas5P()).u_end ** 2), objective="sum")
         second(there.u0, there.u0)
+    mpiad.reset()
     refused(
         remake(there, p=on_device(stiff.p)),
         NotImplementedError,
