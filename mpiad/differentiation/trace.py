@@ -17,6 +17,7 @@ from mpiad.errors import RequestError
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import Tape
 from mpiad.transport.device_arrays import discover, is_device_array
+from mpiad.transport.tracing import restoring_state
 
 _box_types = Box.types
 
@@ -116,15 +117,16 @@ def trace_backwards(
     """Run a function with its variables traced, in reverse mode; `of_cotangents` and `passes` as `Tape` says."""
     discover()
     tape = OrderedTape(of_cotangents, passes)
-    with tape:
-        # Variables take the first places of the record: the reverse sweep ends where they begin.
-        boxes = [new_box(variables.leaves[place], tape.number, OrderedNode.variable(tape)) for place in variables.places]
-        out = fun(variables.filled(boxes))
-    # The tape is still open here: an ended one can't tell its own values from constants.
-    leaves, build = flatten(out)
-    found = [_unboxed(leaf, tape) for leaf in leaves]
-    places = [-1 if node is None else node.index for _, node in found]
-    recording = tape.close()
+    with restoring_state():
+        with tape:
+            # Variables take the first places of the record: the reverse sweep ends where they begin.
+            boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.variable(tape)) for k in variables.places]
+            out = fun(variables.filled(boxes))
+        # The tape is still open here: an ended one can't tell its own values from constants.
+        leaves, build = flatten(out)
+        found = [_unboxed(leaf, tape) for leaf in leaves]
+        places = [-1 if node is None else node.index for _, node in found]
+        recording = tape.close()
     return Traced([value for value, _ in found], places, build, recording, _unfinished(tape))
 
 
@@ -137,30 +139,32 @@ def trace_list(
     constant), and the record, whose first nodes are the variables.
     """
     tape = OrderedTape()
-    with tape:
-        number, variable = tape.number, OrderedNode.variable
-        found = [_unboxed(value, tape) for value in fun([new_box(x, number, variable(tape)) for x in variables])]
-    places = [-1 if node is None else node.index for _, node in found]
-    return [value for value, _ in found], places, tape.close()
+    with restoring_state():
+        with tape:
+            number, variable = tape.number, OrderedNode.variable
+            found = [_unboxed(value, tape) for value in fun([new_box(x, number, variable(tape)) for x in variables])]
+        places = [-1 if node is None else node.index for _, node in found]
+        return [value for value, _ in found], places, tape.close()
 
 
 def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: Sequence[Any]) -> tuple[Tree, Tree]:
     """Run a function with tangents carried along; return its result and the result's tangent."""
     discover()
     tape = TangentTape()
-    with tape:
-        boxes = [
-            new_box(variables.leaves[place], tape.number, TangentNode.placed(tape, tangent))
-            for place, tangent in zip(variables.places, tangents)
-        ]
-        out = fun(variables.filled(boxes))
-        problem = _unfinished(tape)
-        # Raised inside, so that the tape ends as after any other exception.
-        if problem is not None:
-            raise problem.kind(problem.text)
-    leaves, build = flatten(out)
-    found = [_unboxed(leaf, tape) for leaf in leaves]
-    tape.close()
+    with restoring_state():
+        with tape:
+            boxes = [
+                new_box(variables.leaves[place], tape.number, TangentNode.placed(tape, tangent))
+                for place, tangent in zip(variables.places, tangents)
+            ]
+            out = fun(variables.filled(boxes))
+            problem = _unfinished(tape)
+            # Raised inside, so that the tape ends as after any other exception.
+            if problem is not None:
+                raise problem.kind(problem.text)
+        leaves, build = flatten(out)
+        found = [_unboxed(leaf, tape) for leaf in leaves]
+        tape.close()
     return build([value for value, _ in found]), build([_tangent(value, node) for value, node in found])
 
 

@@ -10,7 +10,6 @@ one of them has the block's shape, there is a warning.
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, LocalArray, Rank, Shape
 from mpiad.differentiation.trees import flatten
+from mpiad.transport.tracing import restoring_state, tracing
 
 _log = logging.getLogger("mpiad")
 _INSTEAD = (
@@ -34,28 +34,20 @@ class _Solve:
         self.warned = False
 
 
-class _Current(threading.local):
-    """The innermost solve whose function runs in this thread; None outside of all."""
-
-    solve: _Solve | None = None
-
-
-_current = _Current()
-
-
 def of_root_copies(fun: Function) -> Function:
     """Return a function during which domains refuse its first argument, a nest of arrays, as blocks."""
     solve = _Solve()
 
     def run(x: Array, *args: Any) -> Any:
         # Solves nest: inside of two, copies of both are refused.
-        outer = _current.solve
+        outer = tracing.root_copies
         solve.arrays = (*(outer.arrays if outer else ()), *map(getval, flatten(x)[0]))
-        _current.solve = solve
-        try:
-            return fun(x, *args)
-        finally:
-            _current.solve, solve.arrays = outer, ()
+        with restoring_state():
+            tracing.root_copies = solve
+            try:
+                return fun(x, *args)
+            finally:
+                tracing.root_copies, solve.arrays = outer, ()
 
     return run
 
@@ -66,7 +58,7 @@ def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call:
     What isn't of shape (..., *shape) is no block. The grid is divided among so many ranks: where one has the whole grid,
     all may share it.
     """
-    solve = _current.solve
+    solve = tracing.root_copies
     if solve is None or ranks == 1:
         return
     block = getval(u)

@@ -21,6 +21,7 @@ from mpiad.differentiation.bundles import Bundle
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.linearization import Field, Tracing
 from mpiad.ensemble.outcome import ConvergenceCode
+from mpiad.transport.tracing import restoring_state
 
 # A step is taken up to the first contraction, and the next one aims at the second.
 _MOST_CONTRACTION, _AIM = 0.5, 0.25
@@ -62,7 +63,7 @@ class Equations:
         given[0] = u[:, both]
         given[1 + np.arange(d), np.arange(d)] = 1.0
         out = np.empty_like(given)
-        with Bundle() as bundle:
+        with restoring_state(), Bundle() as bundle:
             self._tracing.along(bundle, leaves, [])(out, given, t)
         return out[0, :, :n], np.ascontiguousarray(out[1:, :, :n].transpose(2, 1, 0))
 

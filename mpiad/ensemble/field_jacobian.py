@@ -26,6 +26,7 @@ from mpiad.ensemble.compiled.traced_problem import remembered
 from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, is_whole
 from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.tracing import restoring_state
 
 _Derived = TypeVar("_Derived")
 # Trajectories of a device's by which a program is compared with f.
@@ -149,7 +150,7 @@ class _TangentJacobian:
         """Write ∂f/∂u, and return ∂f/∂t."""
         d, slope = self._d, None
         unit = np.eye(d, dtype=u.dtype)[:, :, None] + np.zeros_like(u)
-        with Bundle() as bundle:
+        with restoring_state(), Bundle() as bundle:
             state = shortened(bundle.variable(u, [*unit, None]))
             time = shortened(bundle.variable(t, [None] * d + [np.ones_like(t)]))
             rows = self._field.bound(_leaves(p))(state, time)

@@ -12,6 +12,7 @@ from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.levenberg_marquardt import Evaluation
 from mpiad.ensemble.sensitivity import States, unit_tangents
+from mpiad.transport.tracing import restoring_state
 
 _CALLED = (
     "They are called with columns, u of shape (n_saved, d, n), p of shape (m, n), and data with the trajectories along the "
@@ -73,7 +74,7 @@ class Residuals:
 
     def _linearised(self, x: Array, u: Array, tangents: list[Array], ids: Array) -> tuple[Array, list[Array]]:
         """Return the residuals, shape (k, n), and their derivatives by each variable."""
-        with Bundle() as bundle:
+        with restoring_state(), Bundle() as bundle:
             try:
                 parts = self._called(bundle.variable(u, tangents), bundle.variable(x, unit_tangents(x)), ids)
             except TypeError as error:

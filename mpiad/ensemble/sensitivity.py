@@ -28,6 +28,7 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
+from mpiad.transport.tracing import restoring_state
 
 # A kernel that carries more numbers takes longer to compile than it saves: 64 take 5 s, 144 more than 20.
 _CARRIED = 64
@@ -77,7 +78,7 @@ class SensitivitySolve:
     def _along(self, x: Array, batch: Batch) -> _Along:
         """Put variables of shape (m, n) into a batch."""
         tangents = unit_tangents(x)
-        with Bundle() as bundle:
+        with restoring_state(), Bundle() as bundle:
             variables = bundle.variable(x, tangents)
             if self._generator is None:
                 p = Parameters([variables], [True], lambda leaves: leaves[0])
@@ -124,7 +125,7 @@ class SensitivitySolve:
 def _replayed(run: Run, along: _Along, m: int) -> Array:
     """Return the tangents of the saved states of a Rosenbrock method, where f can't be traced."""
     batch, none = run.batch, [None] * m
-    with Bundle() as bundle, np.errstate(all="ignore"):
+    with restoring_state(), Bundle() as bundle, np.errstate(all="ignore"):
         leaves = [
             bundle.variable(leaf, along.leaves[place]) if place in along.leaves else leaf
             for place, leaf in enumerate(batch.p.leaves)

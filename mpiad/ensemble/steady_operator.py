@@ -16,6 +16,7 @@ from mpiad.differentiation.bundles import Bundle
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.damped_newton import Equations, Roots, solved_each
 from mpiad.ensemble.linearization import Field, Tracing
+from mpiad.transport.tracing import restoring_state
 
 
 class SteadyStates:
@@ -62,7 +63,7 @@ class SteadyStates:
         along = [[np.take(g, columns, axis=-1) if varies[place] else g] for place, g in tangents.items()]
         given = np.stack([u, np.zeros_like(u)])
         out = np.empty_like(given)
-        with Bundle() as bundle:
+        with restoring_state(), Bundle() as bundle:
             Tracing(Field(self._batch), tuple(tangents), False).along(bundle, own, along)(out, given, t)
         found[ids] = -solved_each(self._jacobian[ids], out[1].T[: len(ids)])
         return found

@@ -18,6 +18,7 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.stage_systems import StageSystems
 from mpiad.ensemble.step_sweep import Saved, StepSweep, Visit
 from mpiad.ensemble.tangent_step import TangentRosenbrockStep, TangentStep
+from mpiad.transport.tracing import restoring_state
 
 
 class Directions(NamedTuple):
@@ -53,7 +54,7 @@ def push_run(run: Run, directions: Directions, taker: SavedTangents | None = Non
     """Return the tangents of the final states, shape (m, d, N), and hand those of saved ones over to `taker`, if any."""
     begin = run.masked(directions.u0)
     end = begin.copy()
-    with np.errstate(all="ignore"), Bundle() as bundle:
+    with np.errstate(all="ignore"), restoring_state(), Bundle() as bundle:
         along = partial(Tracing(run.field, tuple(directions.leaves), False).along, bundle)
         for sweep in run.sweeps():
             _Block(run, along, directions, sweep, taker).sweep(end)

@@ -19,7 +19,7 @@ from mpiad.primitives.operation import Recorded, apply, current, suspended
 from mpiad.transport import calls
 from mpiad.transport.channels import communications
 from mpiad.transport.device_arrays import arrays_of, is_device_array
-from mpiad.transport.tracing import tracing
+from mpiad.transport.tracing import restoring_state, tracing
 
 _box_types = Box.types
 
@@ -108,13 +108,14 @@ class Communicating(Recorded):
         self._as_one_node(buffer, self.in_place.run, buffer, *rest)  # type: ignore[union-attr]
 
     def _as_one_node(self, x: Array, fun: Function, *args: Any, **kwargs: Any) -> Any:
-        call = calls.begin(self.__name__, x, None) if calls.is_noting() else None
-        try:
-            with suspended(operator=True):
-                return fun(*args, **kwargs)
-        finally:
-            if call is not None:
-                calls.end(call)
+        with restoring_state():
+            call = calls.begin(self.__name__, x, None) if calls.is_noting() else None
+            try:
+                with suspended(operator=True):
+                    return fun(*args, **kwargs)
+            finally:
+                if call is not None:
+                    calls.end(call)
 
     def vjp(self, ans: Array, args: tuple, params: dict[str, Any], argnums: Sequence[int], level: int) -> Callable:
         """Return the function that maps the cotangent of the result to those of its traced arguments."""

@@ -15,6 +15,7 @@ from mpiad.transport import Channel, Envelope, calls
 from mpiad.transport.calls import Arguments, Call, Site
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.mpi_operations import name_of
+from mpiad.transport.tracing import restoring_state
 
 if TYPE_CHECKING:
     from mpiad.primitives.operation import Operation, Recorded
@@ -39,16 +40,18 @@ def _noted_forward(operation: Operation) -> Callable:
     name, forward = operation.__name__, operation.bare
 
     def noted(x: Array, params: object) -> Any:
-        return _during(calls.begin(name, x, params), forward, x, params)
+        return _during(calls.begin, (name, x, params), forward, x, params)
 
     return noted
 
 
-def _during(call: Call, fun: Callable, *args: Any) -> Any:
-    try:
-        return fun(*args)
-    finally:
-        calls.end(call)
+def _during(begin: Callable[..., Call], given: tuple, fun: Callable, *args: Any) -> Any:
+    with restoring_state():
+        call = begin(*given)
+        try:
+            return fun(*args)
+        finally:
+            calls.end(call)
 
 
 def note_rules(kind: type[Recorded]) -> None:
@@ -59,12 +62,12 @@ def note_rules(kind: type[Recorded]) -> None:
         rule = vjp(self, ans, args, params, argnums, level)
         # Now, while the forward call is on the stack; the adjoint runs far from it.
         called, site = _recorded(self.__name__)
-        return lambda g: _during(calls.begin_rule("adjoint", called, site, g, params), rule, g)
+        return lambda g: _during(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
 
     def noted_jvp(self: Recorded, tangents: dict, ans: Array, args: tuple, params: Any, level: int) -> Any:
         called, site = _recorded(self.__name__)
-        call = calls.begin_rule("tangent", called, site, args[0] if args else None, params)
-        return _during(call, jvp, self, tangents, ans, args, params, level)
+        given = "tangent", called, site, args[0] if args else None, params
+        return _during(calls.begin_rule, given, jvp, self, tangents, ans, args, params, level)
 
     def switch(on: bool) -> None:
         kind.vjp, kind.jvp = (noted_vjp, noted_jvp) if on else bare

@@ -14,7 +14,6 @@ is only what an operation must know of them: `number`, `outer` and `communicated
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
@@ -54,14 +53,7 @@ class Tape(Protocol):
         """Record a communication and return its node, None where its result isn't an array."""
 
 
-class _Current(threading.local):
-    """The current tape, and which of several reverse passes side by side is under way."""
-
-    tape: Tape | None = None
-    lane = 0
-
-
-current = _Current()
+current = tracing
 
 
 class Together:

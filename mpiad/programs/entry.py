@@ -98,7 +98,8 @@ def entry_by_shapes(
             if trace.recorder.complex_line():
                 return None
             return entry_of(trace.recorder, parts, build, watch)
-    except (Abandoned, Exception):  # noqa: BLE001
+    except (Abandoned, Exception) as error:  # noqa: BLE001
+        trace.raise_own(error)
         return None
 
 

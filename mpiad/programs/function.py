@@ -2,7 +2,8 @@
 
 The first call for a signature runs the function on traced arrays (`recorder`), and makes a program of what it did; later
 calls replay that. Where the trace has to be given up, the function is run once more on plain arrays, with what it had
-communicated until then played back to it, and is interpreted for this signature from then on.
+communicated until then played back to it, and is interpreted for this signature from then on. What the function itself, a
+communication or a signal handler raises is raised.
 
 Within a derivative of this library's the function is one node on the tape: see `calls_on_tape`.
 """
@@ -43,7 +44,7 @@ from mpiad.programs.steps import Abandoned
 from mpiad.programs.trace_run import PlayingBack, TraceRun, message_counts
 from mpiad.transport import calls
 from mpiad.transport.channels import operator_body
-from mpiad.transport.tracing import tracing
+from mpiad.transport.tracing import restoring_state, tracing
 from mpiad.transport.world import level_of_repeats
 
 _log = logging.getLogger("mpiad")
@@ -152,6 +153,10 @@ class Jitted:
             self._constant = numbers if found is None else {}
             if found is not None:
                 return found.jitted(*(numbers[name] for name in found.names), *args, **kwargs)
+        with restoring_state():
+            return self._called_by_signature(args, kwargs)
+
+    def _called_by_signature(self, args: tuple, kwargs: dict) -> Any:
         try:
             given = arguments_of(args, kwargs, self._asked)
         except TypeError as error:
@@ -272,6 +277,8 @@ class Jitted:
         try:
             self._entries[key] = entry_of(recorder, *made)
         except Exception as error:  # noqa: BLE001 (what can't be compiled runs all the same)
+            if calls.is_raised_by_user(error):
+                raise
             self._give_up(key, error)
             return
         line = recorder.complex_line()

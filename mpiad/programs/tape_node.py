@@ -33,7 +33,8 @@ class Lease:
         self.replays, self.replay = replays, replays.take()
 
     def __del__(self) -> None:
-        self.replays.give_back(self.replay)
+        if hasattr(self, "replay"):  # an interrupt may come before
+            self.replays.give_back(self.replay)
 
 
 def is_simple(tape: Any, boxes: Sequence[Any]) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, TypeAlias
 
@@ -17,7 +16,7 @@ from mpiad.programs.array_module import TracedArrays, let_arrays_be_traced
 from mpiad.programs.playback import Playback
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.signature import Arguments
-from mpiad.programs.steps import Abandoned
+from mpiad.programs.steps import Abandoned, Traced
 from mpiad.transport import calls
 from mpiad.transport.channels import Channel, live_channels, tell_recorders
 from mpiad.transport.tracing import tracing
@@ -51,65 +50,75 @@ class TraceRun:
             leaves[place] = self.recorder.input(as_value(plain), type(plain) in (int, float))
         return leaves
 
-    @contextmanager
-    def noting(self, part: int = 0) -> Iterator[None]:
-        """Note what is done with traced arrays."""
-        recorder, interrupted = self.recorder, True
-        recorder.open, recorder.part = True, part
-        tracing.recorder = recorder
-        calls.note(recorder)  # so that it is known whose adjoint it is that communicates
-        _count(1)
-        try:
-            yield
-            interrupted = False
-        except (Abandoned, Exception):
-            interrupted = False
-            raise
-        finally:
-            tracing.recorder = None
-            recorder.check_requests()
-            calls.forget(recorder)
-            _count(-1)
-            recorder.close()
-            if interrupted:  # which isn't caught, and the function doesn't run once more
-                recorder.mark()
-        # Where the function has caught it by itself.
-        if recorder.refused is not None:
-            raise recorder.refused
+    def noting(self, part: int = 0) -> Noting:
+        """Return a context in which it is noted what is done with traced arrays."""
+        return Noting(self.recorder, part)
 
     def raise_own(self, error: BaseException) -> None:
-        """Raise the exception under way where a communication has raised it: all others end the trace alone."""
-        if error is self.recorder.failed:
+        """Raise the exception under way if a communication, the function or a signal handler has raised it.
+
+        All others end the trace alone: the function runs once more. So it does to raise with plain values.
+        """
+        has_traced = any(isinstance(getval(part), Traced) for part in error.args)
+        if error is self.recorder.failed or not has_traced and calls.is_raised_by_user(error):
             self.recorder.mark()
             raise error
 
-    @contextmanager
-    def reread(self) -> Iterator[None]:
-        """Let its arrays be constants, for another reverse pass along its tape."""
-        self.recorder.reread = True
-        try:
-            with PlayingBack([]):
-                yield
-        finally:
-            self.recorder.reread = False
+    def reread(self) -> PlayingBack:
+        """Return a context in which its arrays are constants, for another reverse pass along its tape."""
+        return PlayingBack([], reread=self.recorder)
 
     def playing_back(self) -> PlayingBack:
         """Return a context in which the function runs again without a second communication."""
         return PlayingBack(self.recorder.log, self.counts)
 
 
+class Noting:
+    """A context in which it is noted what is done with traced arrays."""
+
+    def __init__(self, recorder: Recorder, part: int):
+        self._recorder, self._part = recorder, part
+
+    def __enter__(self) -> None:
+        recorder = self._recorder
+        recorder.open, recorder.part = True, self._part
+        self.around, tracing.contexts = tracing.contexts, self
+        calls.note(recorder)  # so that it is known whose adjoint it is that communicates
+        with _lock:
+            _recorders.add(recorder)
+            _tell(True)
+        tracing.recorder = recorder
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        tracing.recorder = None
+        self.end(error, trace)
+        tracing.contexts, self.around = self.around, None
+        # If the function has caught it by itself.
+        if error is None and self._recorder.refused is not None:
+            raise self._recorder.refused
+
+    def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End the trace; this may be done twice."""
+        recorder = self._recorder
+        recorder.check_requests()
+        calls.forget(recorder)
+        with _lock:
+            if _recorders == {recorder}:
+                _tell(False)
+            _recorders.discard(recorder)
+        recorder.close()
+        if not isinstance(error, (Abandoned, Exception, type(None))):  # isn't caught: the function doesn't run once more
+            recorder.mark()
+
+
 _lock = threading.Lock()
-_traces = 0
+_recorders: set[Recorder] = set()
 
 
-def _count(more: int) -> None:
-    """Let channels and autograd.numpy know of traces while there are any in any thread."""
-    global _traces
-    with _lock:
-        _traces += more
-        if _traces in (0, 1):
-            tell_recorders(_traces > 0)
-            let_arrays_be_traced(_traces > 0)
+def _tell(on: bool) -> None:
+    """Let channels and autograd.numpy know whether there are traces in any thread."""
+    tell_recorders(on)
+    let_arrays_be_traced(on)
 
 
 class PlayingBack:
@@ -119,12 +128,15 @@ class PlayingBack:
     them once.
     """
 
-    def __init__(self, log: Sequence[Any], counts: Sequence[_Counts] | None = None):
-        self._playback, self._before = Playback(log), counts
+    def __init__(self, log: Sequence[Any], counts: Sequence[_Counts] | None = None, reread: Recorder | None = None):
+        self._playback, self._before, self._reread = Playback(log), counts, reread
         self._later: list[_Counts] = []
 
     def __enter__(self) -> None:
         self._later = [] if self._before is None else message_counts()
+        self.around, tracing.contexts = tracing.contexts, self
+        if self._reread is not None:
+            self._reread.reread = True
         before = {channel: counts for channel, *counts in self._before or ()}
         for channel, *_ in self._later:  # one that was made in the trace had none
             channel.sent, channel.received = map(dict, before.get(channel, ({}, {})))
@@ -132,6 +144,13 @@ class PlayingBack:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         tracing.recorder = None
+        self.end(error, trace)
+        tracing.contexts, self.around = self.around, None
+
+    def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Count the messages again, as often as this is called."""
+        if self._reread is not None:
+            self._reread.reread = False
         for channel, *counts in self._later:
             for again, later in zip((channel.sent, channel.received), counts):
                 again.update({key: max(number, again.get(key, 0)) for key, number in later.items()})

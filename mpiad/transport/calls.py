@@ -13,14 +13,15 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-import threading
 from collections.abc import Callable, Hashable
+from dis import opmap
 from time import perf_counter
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from mpiad._typing import Array, Shape
 from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.tracing import tracing
 
 
 class Site:
@@ -140,12 +141,6 @@ class Observer(Protocol):
 observers: list[Observer] = []
 
 
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-
-
-_stack = _Stack()
 _owners: set[Hashable] = set()
 _switches: list[Callable[[bool], None]] = []
 
@@ -168,10 +163,10 @@ def note(owner: Hashable) -> None:
 def forget(owner: Hashable) -> None:
     """End what `note` began; the last owner switches it off."""
     if owner in _owners:
-        _owners.remove(owner)
-        if not _owners:
+        if len(_owners) == 1:
             for switch in _switches:
                 switch(False)
+        _owners.remove(owner)  # last: after an interrupt this can be done again
 
 
 def is_noting() -> bool:
@@ -181,33 +176,29 @@ def is_noting() -> bool:
 
 def current() -> Call | None:
     """Return the innermost call of this thread, None where there is none."""
-    calls = _stack.calls
-    return calls[-1] if calls else None
+    return tracing.call
 
 
 def begin(name: str, x: Array, params: object) -> Call:
     """Note a call; the caller ends it with `end`."""
-    calls = _stack.calls
-    if calls and calls[-1].direction != "forward":
+    outer = tracing.call
+    if outer is not None and outer.direction != "forward":
         # Part of an adjoint or tangent: it stands for the same line.
-        outer = calls[-1]
         call = Call(name, outer.direction, outer.site, outer.forward_name, outer.forward_site, x, params)
     else:
         site = site_of(sys._getframe(1))
         call = Call(site.named(name), "forward", site, None, None, x, params)
-    return _pushed(calls, call)
+    return _pushed(call)
 
 
 def begin_rule(direction: str, name: str, forward_site: Site, x: Array, params: object) -> Call:
     """Note an adjoint or tangent, with the name and site of its forward call; the caller ends it with `end`."""
-    calls = _stack.calls
-    return _pushed(calls, Call(name, direction, site_of(sys._getframe(1)), name, forward_site, x, params))
+    return _pushed(Call(name, direction, site_of(sys._getframe(1)), name, forward_site, x, params))
 
 
-def _pushed(calls: list[Call], call: Call) -> Call:
-    if calls:
-        call.outer = calls[-1]
-    calls.append(call)
+def _pushed(call: Call) -> Call:
+    call.outer = tracing.call
+    tracing.call = call
     if observers:
         for observer in tuple(observers):
             observer.began(call)
@@ -215,11 +206,9 @@ def _pushed(calls: list[Call], call: Call) -> Call:
 
 
 def end(call: Call) -> None:
-    """Take a call off the stack, with all that an exception left above it."""
+    """End a call, with all that an exception left open inside it."""
+    tracing.call = call.outer
     call.ended = perf_counter()
-    calls = _stack.calls
-    while calls and calls.pop() is not call:
-        pass
     if observers:
         for observer in tuple(observers):
             observer.ended(call)
@@ -301,6 +290,25 @@ def site_of_trace(trace: TracebackType | None) -> Site:
             found = Site(code.co_filename, trace.tb_lineno, code.co_name, "")
         trace = trace.tb_next
     return found
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Return whether a signal handler has raised an exception, or a `raise` in the user's program.
+
+    Errors by which code refuses an array of another kind than it knows (TypeError and the like) count for a handler only.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        frame, last = trace.tb_frame, trace.tb_lasti
+        # Python calls a handler with the frame that it interrupts.
+        given = frame.f_locals.values() if _kind(frame.f_code) != 1 else ()
+        parts = [part for x in given for part in (x if type(x) is tuple else (x,))]
+        if frame.f_back is not None and any(part is frame.f_back for part in parts):
+            return True
+        trace = trace.tb_next
+    if error.__traceback__ is None or isinstance(error, (TypeError, AttributeError, AssertionError, NotImplementedError)):
+        return False
+    return _kind(frame.f_code) == 0 and frame.f_code.co_code[last] == opmap["RAISE_VARARGS"]
 
 
 def entry(code: CodeType | None) -> str:

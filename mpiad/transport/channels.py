@@ -12,10 +12,11 @@ An exception that leaves messages under way marks the channel, since an old mess
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import count
+from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
@@ -40,13 +41,7 @@ Used: TypeAlias = "tuple[Channel, bool]"
 """A channel, and whether messages on it may be left even after all its ranks have met."""
 
 
-class _Body(threading.local):
-    """Inside a trace, or an operator that is one node, the channels on which it has communicated; else None."""
-
-    channels: set[Used] | None = None
-
-
-operator_body = _Body()
+operator_body = tracing
 
 
 def note_use(channel: Channel) -> None:
@@ -125,11 +120,22 @@ class Channel:
         """Hold the buffer of a send until MPI is done with it."""
         self.pending.append((request, array))
         # One thread looks, since two mustn't ask MPI for the same request; the others leave it to that one.
-        if len(self.pending) >= self._next_look and self._looking.acquire(blocking=False):
+        if len(self.pending) >= self._next_look:
+            held: list[bool] = []
             try:
-                self._drop_sent()
-            finally:
-                self._looking.release()
+                try:
+                    # In one step: no interrupt comes after the lock is taken and before that is known.
+                    held.extend(map(self._looking.acquire, (False,)))
+                    if held[0]:
+                        self._drop_sent()
+                finally:
+                    self._release(held)
+            finally:  # once more: an interrupt may come before the first is done
+                self._release(held)
+
+    def _release(self, held: list[bool]) -> None:
+        if held and held.pop():
+            self._looking.release()
 
     def _drop_sent(self) -> None:
         looked = len(self.pending)
@@ -191,15 +197,9 @@ class Channel:
     def _sends(self) -> list[Request]:
         return [request for request, _ in self.pending] + [held[1] for held in self.started.values() if held[0] == "send"]
 
-    @contextmanager
-    def refusing(self, reason: str) -> Iterator[None]:
+    def refusing(self, reason: str) -> Refusing:
         """Refuse this rank's calls in a context, in which the other ranks take no part: they would never end."""
-        kept = self.fault, self.alone
-        self.fault, self.alone = reason, True
-        try:
-            yield
-        finally:
-            self.fault, self.alone = kept
+        return Refusing(self, reason)
 
     def evaluating(self, what: str) -> AbstractContextManager[None]:
         """Refuse calls while this rank evaluates `what` by itself; a single rank may make them."""
@@ -225,7 +225,7 @@ class Channel:
         self.end()
         old, unended = self.duplicates(), self.unended
         self._open(self._duplicate())
-        self.fault = None
+        self.fault, self.alone = None, False
         give_back(old, on_any_rank(self.data, unended))
 
     def renew_beneath(self) -> None:
@@ -246,7 +246,7 @@ class Channel:
         if _watch is not None:
             _watch.start_anew(self)
         self._open(data)
-        self.fault = None
+        self.fault, self.alone = None, False
 
     def lose(self, ranks: list[int]) -> None:
         """Refuse further use for good, since processes have died."""
@@ -266,6 +266,26 @@ class Channel:
         _live.discard(self)
         self.data = self.reverse = self._backwards = _Freed()
         self._aside, self.derived = None, []
+
+
+class Refusing:
+    """A context in which a channel refuses this rank's calls."""
+
+    def __init__(self, channel: Channel, reason: str):
+        self._channel, self._reason = channel, reason
+
+    def __enter__(self) -> None:
+        self._kept = self._channel.fault, self._channel.alone
+        self.around, tracing.contexts = tracing.contexts, self
+        self._channel.fault, self._channel.alone = self._reason, True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.end(error, trace)
+        tracing.contexts, self.around = self.around, None
+
+    def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Let the channel be used again; this may be done twice."""
+        self._channel.fault, self._channel.alone = self._kept
 
 
 def tell_recorders(on: bool) -> None:

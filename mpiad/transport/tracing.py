@@ -1,6 +1,8 @@
-"""The trace of a compiled program that is under way in this thread, for what must be noted in it.
+"""What is under way in this thread: traces, the trace of a compiled program, operators, calls that are noted.
 
-`jit` sets it; what communicates looks at it. It stands on the lowest floor that both reach.
+Whoever changes it puts it back. An interrupt may arrive at any moment, also at the start of an `__exit__` or `finally`, and
+then nothing is put back. So each operation that changes the state runs in a second context, `restoring_state`, which an
+exception leaves with the state that it had at the start.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from mpiad._typing import Array
@@ -58,13 +61,49 @@ class ProgramRecorder(Protocol):
         ...
 
 
-class _Tracing(threading.local):
-    """The recorder, None where nothing is traced."""
+class _ThreadState(threading.local):
+    """The state of a thread.
 
-    recorder: ProgramRecorder | None = None
+    - `recorder`: of the compiled program that is traced; None if there is none.
+    - `tape`, `lane`: the current tape, and which of several reverse passes is under way.
+    - `channels`: inside an operator that is one node, the channels on which it has communicated, which no tape notes.
+    - `call`: the innermost call that is noted.
+    - `root_copies`: the innermost solve whose root holds the variables.
+    - `tapes`, `contexts`: the innermost tape that isn't closed, and the innermost other context that changes more than this
+      state; each refers to the next outer one as `around`.
+    """
+
+    def __init__(self) -> None:
+        self.recorder: ProgramRecorder | None = None
+        self.tape: Any = None
+        self.lane = 0
+        self.channels: Any = None
+        self.call: Any = None
+        self.root_copies: Any = None
+        self.tapes: Any = None
+        self.contexts: Any = None
 
 
-tracing = _Tracing()
+tracing = _ThreadState()
+
+
+class restoring_state:
+    """A context that an exception leaves with the thread's state as it was; what was left open inside is ended."""
+
+    __slots__ = ("_kept",)
+
+    def __enter__(self) -> None:
+        self._kept = tracing.__dict__.copy()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            return
+        kept, left = self._kept, tracing.__dict__.copy()
+        tracing.__dict__.update(kept)
+        for opened, known in ((left["contexts"], kept["contexts"]), (left["tapes"], kept["tapes"])):
+            while opened is not known and opened is not None:
+                opened.end(error, trace)
+                opened.around, opened = None, opened.around
 
 
 def settled(fun: Callable[..., T], *args: Any) -> T:

@@ -1,6 +1,9 @@
 """What can't be compiled runs as it is: the right result, one warning that names the line, no communication twice."""
 
+import contextlib
 import logging
+import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -375,3 +378,81 @@ def test_a_call_whose_result_has_another_shape_each_time():
     for _ in range(2):
         assert jitted(-x) == -4000.0
     assert jitted(x) == 4.0
+
+
+class Timeout(Exception):
+    pass
+
+
+def alarmed(signum, frame):
+    raise Timeout("too long")
+
+
+def passed(x):
+    return x
+
+
+@contextlib.contextmanager
+def alarm():
+    """Let a signal come, for which a handler raises `Timeout`, when `passed` is called for the first time."""
+
+    def called(frame, event, arg):
+        if frame.f_code is passed.__code__:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, alarmed)
+    sys.settrace(called)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+        signal.signal(signal.SIGUSR1, before)
+
+
+def once(action):
+    """Return a function of an array that does something at its first call only, and returns the array."""
+    left = [action]
+
+    def called(x):
+        if left:
+            left.pop()()
+        return x
+
+    return called
+
+
+def raise_own():
+    raise Own("of the function")
+
+
+@pytest.mark.parametrize("where", ["before", "after", "within", "backwards"])
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("kind", [Timeout, Own])
+def test_what_is_raised_once_in_a_trace_is_raised(kind, large, where, caplog):
+    """By a signal handler, or by the function, which wouldn't raise again; the next call is compiled."""
+    caplog.set_level(logging.WARNING, "mpiad")
+    x = np.linspace(0.0, 1.0, 200_000) if large else X
+    action = passed if kind is Timeout else once(raise_own)
+    identity = primitive(lambda x: x * 1.0)
+    defvjp(identity, lambda ans, x: lambda g: action(g))
+
+    def fun(x):
+        if where == "before":
+            action(x)
+        y = mpiad.mpi_allreduce(x)
+        if where == "after":
+            action(y)
+        return anp.sum(identity(y) if where == "backwards" else y**2)
+
+    evaluate = mpiad.value_and_grad(mpiad.jit(fun))
+    if where == "within":
+        evaluate = mpiad.jit(mpiad.value_and_grad(lambda x: fun(action(x))))
+    with alarm() if kind is Timeout else contextlib.nullcontext(), pytest.raises(kind, match="too long|of the function"):
+        evaluate(x)
+    mpiad.reset()
+    value, gradient = evaluate(x)
+    plain = mpiad.value_and_grad(fun)(x)
+    np.testing.assert_allclose(value, plain[0], rtol=1e-13)
+    np.testing.assert_allclose(gradient, plain[1], rtol=1e-13)
+    assert [record.getMessage() for record in caplog.records] == []

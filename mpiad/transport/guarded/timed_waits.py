@@ -116,14 +116,21 @@ def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
     thread = threading.get_ident()
     # A wait may be inside of another: where no thread answers, answers are sent from within.
     before = _by_thread.get(thread)
-    _by_thread[thread] = waiting
     try:
-        _nap_until(test, waiting)
-    finally:
-        if before is None:
-            del _by_thread[thread]
-        else:
-            _by_thread[thread] = before
+        try:
+            _by_thread[thread] = waiting
+            _nap_until(test, waiting)
+        finally:
+            _wait_again(thread, before)
+    finally:  # once more: an interrupt may come before the first is done
+        _wait_again(thread, before)
+
+
+def _wait_again(thread: int, before: Waiting | None) -> None:
+    if before is None:
+        _by_thread.pop(thread, None)
+    else:
+        _by_thread[thread] = before
 
 
 def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:

@@ -1,0 +1,681 @@
+"""Interrupt gradients, traces, replays and solves before each of their lines, and look at what is left.
+
+    python tests/interrupts.py --interrupts 10000 --seed 5
+
+Each program runs once to count the lines of the library that it comes to. Then it runs again and again, and a
+KeyboardInterrupt comes before a line, or at the entry of a function; all ranks are interrupted at the same one. Afterwards
+the thread's state is that of before, communications work, or a single error of the library's asks for `mpiad.reset`, and
+the same program and another gradient have their known values.
+
+No interrupt comes between the body of a `with` and the call of `__exit__`: there Python doesn't look for signals.
+"""
+
+import argparse
+import contextlib
+import dis
+import inspect
+import logging
+import random
+import sys
+import time
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import autograd.numpy as anp
+import numpy as np
+from autograd.extend import defvjp, primitive
+from autograd.tracer import trace_stack
+from mpi4py import MPI
+
+import mpiad
+from mpiad import errors
+from mpiad.differentiation import backward, bundles, tape, trace
+from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, ODEProblem, Rosenbrock23, solve
+from mpiad.extend import communicating, defadjoint
+from mpiad.linalg import solve as linear_solve
+from mpiad.primitives import custom_operator, operation
+from mpiad.programs import array_module, calls_on_tape, entry, function, playback, recorder, trace_run
+from mpiad.transport import calls, channel, channels, signals, tracing
+from mpiad.transport.guarded import timed_waits
+
+WORLD = MPI.COMM_WORLD
+OURS = str(Path(mpiad.__file__).parent)
+FILES = (OURS, contextlib.__file__)
+X = np.array([0.3, -0.7, 1.1])
+MINE = X * (WORLD.rank + 1)
+TOTAL = X * WORLD.size * (WORLD.size + 1) / 2
+
+
+@communicating
+def summed(x):
+    return WORLD.allreduce(x)
+
+
+defadjoint(summed, lambda g: summed(g))
+
+
+def of_total(x):
+    return anp.sum(anp.sin(mpiad.mpi_allreduce(x)))
+
+
+def gradient_of(f):
+    """Return the gradient of Σ sin(Σ_r x_r), by a function that computes this, and its closed form."""
+    return lambda: mpiad.grad(f)(MINE), np.cos(TOTAL)
+
+
+def gradient():
+    return gradient_of(of_total)
+
+
+def operator():
+    return gradient_of(lambda x: anp.sum(anp.sin(summed(x))))
+
+
+def product():
+    """Return a product with the Hessian, and its closed form."""
+    return lambda: mpiad.hvp(of_total)(MINE, MINE), -np.sin(TOTAL) * TOTAL
+
+
+def rows():
+    """Return a Jacobian, whose rows are computed together, and its closed form."""
+    return lambda: mpiad.jacobian(lambda x: anp.sin(mpiad.mpi_allreduce(x)))(MINE), np.diag(np.cos(TOTAL))
+
+
+def compiled():
+    """Return a compiled function, traced and then replayed, and its closed form."""
+    jitted = mpiad.jit(lambda x: anp.sin(mpiad.mpi_allreduce(x)))
+
+    def run():
+        jitted(MINE)
+        return jitted(MINE)
+
+    return run, np.sin(TOTAL)
+
+
+def compiled_on_tape():
+    """Return the gradient of a compiled function, traced and then replayed, and its closed form."""
+    evaluate = mpiad.grad(mpiad.jit(of_total))
+
+    def run():
+        evaluate(MINE)
+        return evaluate(MINE)
+
+    return run, np.cos(TOTAL)
+
+
+def compiled_gradient():
+    """Return a compiled gradient, traced and then replayed, and its closed form."""
+    evaluate = mpiad.jit(mpiad.grad(of_total))
+
+    def run():
+        evaluate(MINE)
+        return evaluate(MINE)
+
+    return run, np.cos(TOTAL)
+
+
+def deciding(x):
+    total = mpiad.mpi_allreduce(x)
+    return anp.sin(total) if float(mpiad.stop(anp.sum(total))) < 1e9 else total
+
+
+def interpreted():
+    """Return a function that leaves its trace, and runs once more, and its closed form."""
+    return lambda: mpiad.jit(deciding)(MINE), np.sin(TOTAL)
+
+
+def interpreted_on_tape():
+    return gradient_of(mpiad.jit(lambda x: anp.sum(deciding(x))))
+
+
+def ensemble(method, f, rtol=1e-6, **more):
+    """Return the gradient of a solve by each trajectory's rate p, u(t) = exp(-p t), and its closed form."""
+    p = np.array([[0.5], [1.5]])
+    problem = EnsembleProblem(ODEProblem(f, np.ones(1), (0.0, 1.0)), p=p)
+
+    def total(p):
+        return anp.sum(solve(remade(problem, p), method, rtol=rtol, atol=1e-9, compile=False, **more).u_end)
+
+    return lambda: mpiad.grad(total, comm=MPI.COMM_SELF)(p), -np.exp(-p)
+
+
+def remade(problem, p):
+    return mpiad.ensemble.remake(problem, p=p)
+
+
+def explicit_ensemble():
+    return ensemble(RK45(), lambda u, p, t: -p * u)
+
+
+def implicit_ensemble():
+    return ensemble(Rosenbrock23(), lambda u, p, t: [-p[0] * u[0]], rtol=1e-5)
+
+
+def tangents_of_ensemble():
+    return ensemble(RK45(), lambda u, p, t: [-p[0] * u[0]], gradient="tangent")
+
+
+def linear_system():
+    """Return the gradient of Σ u of all ranks, (D + 11ᵀ) u = b, by b, and its closed form."""
+    diagonal = 2.0 + np.arange(3.0)
+    inverse = np.linalg.inv(np.diag(np.tile(diagonal, WORLD.size)) + 1.0)
+
+    def matvec(u, d):
+        return d * u + mpiad.mpi_allreduce(anp.sum(u))
+
+    def total(b):
+        return mpiad.mpi_allreduce(anp.sum(linear_solve(matvec, b, diagonal, rtol=1e-12)))
+
+    return lambda: mpiad.grad(total)(MINE), inverse.sum(0)[3 * WORLD.rank : 3 * WORLD.rank + 3]
+
+
+class Failed(Exception):
+    pass
+
+
+@primitive
+def failing_backwards(x):
+    return x * 1.0
+
+
+def fail(g):
+    raise Failed
+
+
+defvjp(failing_backwards, lambda ans, x: fail)
+
+
+@primitive
+def deciding_backwards(x):
+    return x * 1.0
+
+
+defvjp(deciding_backwards, lambda ans, x: lambda g: g if float(anp.sum(g)) else 0 * g)
+
+
+@communicating
+def failing_operator(x):
+    mpiad.mpi_allreduce(x)
+    raise Failed
+
+
+def failing(f, call=mpiad.grad):
+    """Return a program in which a derivative fails, and ranks go on to another one."""
+
+    def run():
+        with contextlib.suppress(Failed):
+            call(f)(MINE)
+        mpiad.reset()
+        return mpiad.grad(of_total)(MINE)
+
+    return run, np.cos(TOTAL)
+
+
+def failing_trace():
+    return failing(lambda x: fail(mpiad.mpi_allreduce(x)))
+
+
+def failing_body():
+    return failing(lambda x: anp.sum(failing_operator(x)))
+
+
+def failing_pass():
+    return failing(lambda x: anp.sum(mpiad.mpi_allreduce(failing_backwards(x))))
+
+
+def failing_compiled():
+    return failing(mpiad.jit(lambda x: fail(mpiad.mpi_allreduce(x))))
+
+
+def twice_on_tape():
+    """Return the gradient of a compiled function of itself, traced by its first call alone, and its closed form."""
+    jitted = mpiad.jit(lambda x: anp.sin(mpiad.mpi_allreduce(x)))
+    evaluate = mpiad.grad(lambda x: anp.sum(jitted(jitted(x))))
+    total = WORLD.size * np.sin(TOTAL)
+    return lambda: evaluate(MINE), np.cos(total) * WORLD.size * np.cos(TOTAL)
+
+
+def interpreted_backwards():
+    """Return a gradient whose reverse pass leaves its trace, and its closed form."""
+    evaluate = mpiad.grad(mpiad.jit(lambda x: anp.sum(anp.sin(mpiad.mpi_allreduce(deciding_backwards(x))))))
+
+    def run():
+        evaluate(MINE)
+        return evaluate(MINE)
+
+    return run, np.cos(TOTAL)
+
+
+def interpreted_twice():
+    """Return a function that leaves its trace and communicates then, called twice, and its closed form."""
+    jitted = mpiad.jit(lambda x: mpiad.mpi_allreduce(deciding(x)))
+
+    def run():
+        jitted(MINE)
+        return jitted(MINE)
+
+    return run, WORLD.size * np.sin(TOTAL)
+
+
+def short():
+    """Return a compiled function that doesn't communicate, called often, and its closed form."""
+    jitted = mpiad.jit(lambda x: anp.sin(x) * 2.0)
+
+    def run():
+        return [jitted(MINE) for _ in range(4)][3] / 2
+
+    return run, np.sin(MINE)
+
+
+def pulled_together():
+    """Return a function's transposed Jacobian times several cotangents, and its closed form."""
+
+    def run():
+        pull, _ = mpiad.make_vjp(lambda x: anp.sin(mpiad.mpi_allreduce(x)))(MINE)
+        return pull(np.eye(3), batch=True) / WORLD.size
+
+    return run, np.diag(np.cos(TOTAL))
+
+
+def pulled_in_lanes():
+    """Return the same of an operator that takes one cotangent at a time."""
+
+    def run():
+        pull, _ = mpiad.make_vjp(lambda x: anp.sin(summed(x)))(MINE)
+        return pull(np.eye(3), batch=True) / WORLD.size
+
+    return run, np.diag(np.cos(TOTAL))
+
+
+def failing_lanes():
+    def pulled(f):
+        return lambda x: mpiad.make_vjp(f)(x)[0](np.eye(3), batch=True)
+
+    return failing(lambda x: mpiad.mpi_allreduce(failing_backwards(x)), pulled)
+
+
+def failing_compiled_body():
+    return failing(mpiad.jit(lambda x: anp.sum(failing_operator(x))))
+
+
+def failing_tangent():
+    return failing(lambda x: fail(mpiad.mpi_allreduce(x)), lambda f: lambda x: mpiad.jvp(f, x, x))
+
+
+def within_compiled():
+    """Return the gradient of a compiled function that calls another one, also in an operator, and its closed form."""
+    inner = mpiad.jit(lambda x: anp.sin(x) * 1.0)
+    inner(MINE), inner(MINE)
+    body = communicating(lambda x: WORLD.allreduce(inner(x)))
+    defadjoint(body, lambda g: summed(g))
+    outer = mpiad.jit(lambda x: anp.sum(inner(mpiad.mpi_allreduce(x))))
+
+    def run():
+        body(MINE)
+        return mpiad.grad(outer)(MINE)
+
+    return run, np.cos(TOTAL)
+
+
+def kept_values():
+    """Return a gradient that uses values kept of an ended trace, and integers, and its closed form."""
+    kept = []
+
+    def run():
+        kept.clear()
+        mpiad.grad(lambda x: kept.append(x) or of_total(x))(MINE)
+
+        def f(x):
+            mpiad.mpi_allreduce(kept[0])
+            mpiad.mpi_allreduce(anp.argmax(x))
+            return of_total(x) + 0 * anp.sum(kept[0])
+
+        return mpiad.grad(f)(MINE)
+
+    return run, np.cos(TOTAL)
+
+
+def catching():
+    """Return a compiled function that catches what ends its trace, and its closed form."""
+
+    def f(x):
+        y = anp.sin(mpiad.mpi_allreduce(x))
+        try:
+            float(y[0])
+        except BaseException:
+            return y
+        return y
+
+    jitted = mpiad.jit(f)
+    return lambda: jitted(MINE), np.sin(TOTAL)
+
+
+class Observer:
+    def began(self, call):
+        """Take note of nothing."""
+
+    ended = began
+
+
+def noted():
+    """Return a gradient whose calls are noted and observed, and its closed form."""
+
+    def run():
+        # By the program itself, twice: an interrupt may come before the first is done.
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                stack.callback(calls.forget, "test")
+                stack.callback(calls.observers.clear)
+            calls.observers.append(Observer())
+            calls.note("test")
+            return mpiad.grad(lambda x: anp.sum(anp.sin(summed(x))) + 0 * of_total(x))(MINE)
+
+    return run, np.cos(TOTAL)
+
+
+def single_solve():
+    p = np.array([0.5])
+
+    def total(p):
+        return anp.sum(solve(ODEProblem(lambda u, p, t: -p * u, np.ones(1), (0.0, 1.0), p), compile=False).u_end)
+
+    return lambda: mpiad.grad(total, comm=MPI.COMM_SELF)(p), -np.exp(-p)
+
+
+def solve_over_ranks():
+    return ensemble(RK45(), lambda u, p, t: -p * u, ensemblealg=EnsembleMPI(comm=MPI.COMM_SELF))
+
+
+def rows_compiled():
+    """Return the Jacobian of a compiled function, which is traced once and run backwards three times."""
+    jitted = mpiad.jit(lambda x: anp.sin(mpiad.mpi_allreduce(x)))
+    return lambda: mpiad.jacobian(jitted)(MINE), np.diag(np.cos(TOTAL))
+
+
+class Unhashable:
+    __hash__ = None
+
+
+def unhashable():
+    """Return a compiled function of an argument that can't be compared, and its closed form."""
+    jitted = mpiad.jit(lambda x, other: anp.sin(mpiad.mpi_allreduce(x)))
+    return lambda: jitted(MINE, Unhashable()), np.sin(TOTAL)
+
+
+def strict():
+    """Return a program in which a function can't be compiled and must be, and a gradient with its closed form."""
+    jitted = mpiad.jit(deciding, strict=True)
+
+    def run():
+        for _ in range(2):
+            with contextlib.suppress(TypeError):
+                jitted(MINE)
+        return mpiad.grad(of_total)(MINE)
+
+    return run, np.cos(TOTAL)
+
+
+def inner_values():
+    """Return a gradient that uses and returns values of a trace inside it that has ended, and its closed form."""
+
+    def f(x):
+        kept = []
+        mpiad.grad(lambda y: kept.append(anp.sum(y) * 0.0) or of_total(y))(np.ones(3))
+        mpiad.mpi_allreduce(kept[0])
+        x = x + kept[0]
+        kept.append(of_total(x))
+        mpiad.grad(lambda y: kept.append(kept[1] + anp.sum(y) * 0.0) or of_total(y))(np.ones(3))
+        return kept[2]
+
+    return lambda: mpiad.grad(f)(MINE), np.cos(TOTAL)
+
+
+def compiled_within():
+    """Return an operator that calls a compiled function that communicates, and its closed form."""
+    inner = mpiad.jit(lambda x: anp.sin(mpiad.mpi_allreduce(x)))
+    inner(MINE)
+    body = communicating(lambda x: inner(x))
+    return lambda: body(MINE), np.sin(TOTAL)
+
+
+def compiled_solve():
+    """Return a compiled function that solves a system, and so runs as it is, and its closed form."""
+
+    def matvec(u, d):
+        return d * u + mpiad.mpi_allreduce(anp.sum(u))
+
+    jitted = mpiad.jit(lambda b: linear_solve(matvec, b, 2.0 + np.arange(3.0), rtol=1e-12))
+    right = matvec(MINE, 2.0 + np.arange(3.0))
+    return lambda: jitted(right), MINE
+
+
+PROGRAMS = (
+    rows_compiled, unhashable, strict, inner_values, compiled_within, compiled_solve,
+    pulled_in_lanes, failing_lanes, failing_compiled_body, failing_tangent, within_compiled, kept_values, catching, noted,
+    single_solve, solve_over_ranks,
+    gradient, operator, product, rows, compiled, compiled_on_tape, compiled_gradient, interpreted, interpreted_on_tape,
+    failing_trace, failing_body, failing_pass, failing_compiled, twice_on_tape, interpreted_backwards, interpreted_twice,
+    short, pulled_together, explicit_ensemble, implicit_ensemble, tangents_of_ensemble, linear_system,
+)  # fmt: skip
+CLOSE = {
+    "compiled_solve": 1e-8,
+    "single_solve": 1e-2,
+    "solve_over_ranks": 1e-5,
+    "explicit_ensemble": 1e-5,
+    "implicit_ensemble": 1e-3,
+    "tangents_of_ensemble": 1e-5,
+    "linear_system": 1e-8,
+}
+
+# The functions of which the lines are counted: those that trace, run backwards, trace for jit, replay and solve.
+NAMED = {
+    trace: "trace_backwards trace_list trace_forwards _unboxed",
+    tape: "_Tape.__enter__ _Tape.__exit__ _Tape.close _Tape.end OrderedTape.lasting OrderedTape.communicated "
+    "TangentTape.communicated _open_number _close_number",
+    operation: "suspended.__enter__ suspended.__exit__ communicate apply run",
+    custom_operator: "Communicating.__call__ Communicating.run Communicating.body Communicating._as_one_node",
+    backward: "run_backward run_backward_together _seeded sweep sweep_together _pull_together",
+    tracing: "restoring_state.__enter__ restoring_state.__exit__",
+    bundles: "Bundle.__enter__ Bundle.__exit__ Bundle.variable",
+    trace_run: "TraceRun.run TraceRun.run_backwards TraceRun.raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
+    "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _tell message_counts",
+    function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced Jitted._noted "
+    "Jitted.entry_or_watch Jitted._run_again Jitted.as_it_is",
+    calls_on_tape: "_traced_on_tape",
+    entry: "Entry.called Entry.is_current entry_of count",
+    recorder: "Recorder.call Recorder._run Recorder._untold Recorder.close Recorder._step",
+    playback: "Playback.communicate Playback._next Playback._untold",
+    calls: "begin begin_rule _pushed end note forget",
+    array_module: "let_arrays_be_traced",
+    channels: "tell_recorders",
+    "mpiad.ensemble.solve": "solve",
+    "mpiad.linalg.solve": "solve",
+}  # fmt: skip
+
+
+@cache
+def named_lines():
+    """Return the lines of the named functions, by file and line."""
+    found = {}
+    for module, names in NAMED.items():
+        module = sys.modules[module] if isinstance(module, str) else module
+        for name in names.split():
+            target = module
+            for part in name.split("."):
+                target = inspect.getattr_static(target, part)
+            target = inspect.unwrap(target)
+            found[f"{module.__name__}.{name}"] = set(_lines_of(target.__code__))
+    return found
+
+
+def _lines_of(code):
+    first = code.co_firstlineno
+    instructions = list(dis.get_instructions(code))
+    for k, each in enumerate(instructions):
+        line = each.starts_line
+        if line and line > first and each.opname != "RESUME" and not _ends_with(instructions, k):
+            yield code.co_filename, line
+    for const in code.co_consts:
+        if hasattr(const, "co_code") and const.co_name not in ("<listcomp>", "<genexpr>", "<lambda>", "<setcomp>"):
+            yield from _lines_of(const)
+
+
+def _ends_with(instructions, k):
+    """Return whether the call of `__exit__` after the body of a `with` begins at an instruction."""
+    three = instructions[k : k + 3]
+    none = three[0].opname == "LOAD_CONST" and three[0].argval is None
+    same = all(each.opname in ("LOAD_CONST", "DUP_TOP", "COPY") and each.argval in (None, 1) for each in three[1:])
+    return (
+        none and same and len(instructions) > k + 3 and instructions[k + 3].opname in ("PRECALL", "CALL", "CALL_FUNCTION")
+    )
+
+
+@cache
+def _exits(code):
+    instructions = list(dis.get_instructions(code))
+    return {each.offset for k, each in enumerate(instructions) if _ends_with(instructions, k)}
+
+
+class Lines:
+    """Notes the lines that a program comes to, or interrupts it before one of them, the n-th time that it comes there."""
+
+    def __init__(self, line=None, times=1):
+        self.line, self.left, self.met, self.has_come = line, times, [], False
+
+    def __enter__(self):
+        sys.settrace(self._called)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+
+    def _called(self, frame, event, arg):
+        if not frame.f_code.co_filename.startswith(FILES):
+            return None
+        self._reached(frame, frame.f_code.co_firstlineno)
+        return self._at_line
+
+    def _at_line(self, frame, event, arg):
+        if event == "line" and frame.f_lasti not in _exits(frame.f_code):
+            self._reached(frame, frame.f_lineno)
+        return self._at_line
+
+    def _reached(self, frame, line):
+        place = frame.f_code.co_filename, line
+        if self.line is None:
+            self.met.append(place)
+        elif place == self.line:
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                self.has_come = True
+                raise KeyboardInterrupt
+
+
+def lines_of(make):
+    """Return how often a program comes to each line."""
+    for _ in range(2):  # what is done at the first use of anything is done before
+        run, _ = make()
+        run()
+    run, _ = make()
+    with Lines() as lines:
+        run()
+    counts = Counter(lines.met)
+    # All ranks are interrupted at the same place: at lines to which they come equally often.
+    every = WORLD.allgather(counts)
+    return {line: times for line, times in every[0].items() if all(each[line] == times for each in every)}
+
+
+def state():
+    """Return what an interrupt must leave as it was, with what it must be."""
+    used = channel(None, "state")
+    waits = timed_waits._by_thread
+    return {
+        "thread": dict(tracing.tracing.__dict__), "open traces": dict(tape._open), "counter": trace_stack.top,
+        "recorders": set(trace_run._recorders), "noting": calls.is_noting(), "told": "data" in vars(channels.Channel),
+        "forward": operation.communicate.__module__, "waits": dict(waits), "patience": list(signals._patience),
+        "alone": used.alone, "looking": used._looking.locked(),
+    }  # fmt: skip
+
+
+def interrupt(make, line, times, before):
+    """Interrupt a program, and return whether the interrupt came; raise an AssertionError if it leaves anything."""
+    run, expected = make()
+    close = CLOSE.get(make.__name__, 1e-12)
+    with Lines(line, times) as lines:
+        try:
+            run()
+        except KeyboardInterrupt:
+            pass
+    place = f"{make.__name__}, interrupted at {line} ({times})"
+    if mpiad_fails():
+        mpiad.reset()
+    after = state()
+    assert after == before, (place, {key: (before[key], after[key]) for key in before if before[key] != after[key]})
+    ours = mpiad.mpi_allreduce(1.0)
+    assert type(ours) is np.float64 and ours == WORLD.size, (place, ours)
+    np.testing.assert_allclose(mpiad.grad(of_total)(MINE), np.cos(TOTAL), rtol=1e-12, err_msg=place)
+    np.testing.assert_allclose(run(), expected, rtol=close, err_msg=place)
+    return lines.has_come
+
+
+def mpiad_fails():
+    """Return whether a communication is refused by an error of the library's."""
+    try:
+        mpiad.mpi_allreduce(1.0)
+    except errors.UnfinishedMessagesError:
+        return True
+    return False
+
+
+def campaign(number, seed, programs=PROGRAMS):
+    """Interrupt programs so many times; return the lines before which an interrupt came.
+
+    Each line that a program comes to is interrupted at its first time, as far as the number suffices; further times are
+    drawn.
+    """
+    logging.getLogger("mpiad").setLevel(logging.ERROR)  # of what is interpreted it is said each time
+    rng = random.Random(seed)
+    met = {make: lines_of(make) for make in programs}
+    mpiad.mpi_allreduce(1.0)
+    before, named = state(), set().union(*named_lines().values())
+    first = [(make, line, 1) for make, lines in met.items() for line in sorted(lines)]
+    rng.shuffle(first)
+    first.sort(key=lambda one: one[1] not in named)
+    every, hit = [(make, line) for make, line, _ in first], []
+    while len(hit) < number:
+        make, line, times = first.pop(0) if first else drawn(rng, every, met)
+        # The interrupt doesn't come where what is run depends on what was run before.
+        if all(WORLD.allgather(interrupt(make, line, times, before))):
+            hit.append(line)
+    return hit
+
+
+def drawn(rng, every, met):
+    make, line = rng.choice(every)
+    return make, line, rng.randint(1, met[make][line])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--interrupts", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=5)
+    given = parser.parse_args()
+    start = time.monotonic()
+    found = campaign(given.interrupts, given.seed)
+    if WORLD.rank:
+        return
+    hit, wanted = set(found), named_lines()
+    for name, lines in wanted.items():
+        missed = sorted(line for _, line in lines - hit)
+        print(f"{name}: {len(lines & hit)} of {len(lines)} lines" + (f", not {missed}" if missed else ""))
+    every = set().union(*wanted.values())
+    share = len(every & hit) / len(every)
+    print(f"{len(every & hit)} of {len(every)} lines of these functions were interrupted: {100 * share:.1f} %")
+    print(f"{len(found)} interrupts at {len(hit)} lines, no state was left, {time.monotonic() - start:.0f} s")
+    sys.exit(share < 0.95)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What an interrupt leaves: nothing, at whatever line it comes."""
+
+import sys
+
+import autograd.numpy as anp
+import interrupts
+import numpy as np
+import pytest
+from interrupts import MINE, TOTAL, WORLD
+
+import mpiad
+from mpiad.differentiation.tape import OrderedTape
+from mpiad.primitives.operation import suspended
+from mpiad.programs.trace_run import Noting
+
+EXITS = {
+    "a trace": (OrderedTape, interrupts.gradient),
+    "an operator": (suspended, interrupts.operator),
+    "a trace for jit": (Noting, interrupts.compiled_on_tape),
+}
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_an_interrupt_at_the_entry_of_an_exit(name):
+    """So that none of it has run."""
+    context, make = EXITS[name]
+    run, expected = make()
+
+    def interrupting(frame, event, arg):
+        if frame.f_code.co_name == "__exit__" and isinstance(frame.f_locals["self"], context):
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    sys.settrace(interrupting)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    finally:
+        sys.settrace(None)
+    if interrupts.mpiad_fails():
+        mpiad.reset()
+    assert type(mpiad.mpi_allreduce(1.0)) is np.float64
+    np.testing.assert_allclose(run(), expected, rtol=1e-12)
+    np.testing.assert_allclose(mpiad.grad(interrupts.of_total)(MINE), np.cos(TOTAL), rtol=1e-12)
+
+
+def test_values_kept_of_an_interrupted_trace_are_constants():
+    kept = []
+
+    def keeping(x):
+        kept.append(anp.sin(x))
+        return mpiad.mpi_allreduce(anp.sum(kept[0]))
+
+    def interrupting(frame, event, arg):
+        if frame.f_code is OrderedTape.lasting.__code__:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    sys.settrace(interrupting)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            mpiad.grad(keeping)(MINE)
+    finally:
+        sys.settrace(None)
+    if interrupts.mpiad_fails():
+        mpiad.reset()
+    found = mpiad.grad(lambda x: mpiad.mpi_allreduce(anp.sum(x * kept[0])))(MINE)
+    np.testing.assert_allclose(found, np.sin(MINE), rtol=1e-14)
+
+
+def test_interrupts_before_lines_leave_nothing():
+    """Some of those of `python tests/interrupts.py`, which interrupts every line of what traces, replays and solves."""
+    number, programs = (100, interrupts.PROGRAMS) if WORLD.size == 1 else (40, interrupts.PROGRAMS[:9])
+    assert len(interrupts.campaign(number, 7, programs)) == number
