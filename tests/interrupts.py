@@ -513,7 +513,7 @@ def _lines_of(code):
     first = code.co_firstlineno
     instructions = list(dis.get_instructions(code))
     for k, each in enumerate(instructions):
-        line = each.starts_line
+        line = each.starts_line and getattr(each, "line_number", each.starts_line)  # a bool from Python 3.13 on
         if line and line > first and each.opname != "RESUME" and not _ends_with(instructions, k):
             yield code.co_filename, line
     for const in code.co_consts:

@@ -170,6 +170,10 @@ def _close_number(tape: _Tape) -> None:
         thread = _open.get(tape)
         if thread is None:
             return
+        if len(_open) == 1:
+            trace_stack.top = _base
+            _open.clear()
+            return
         closed = [other for other, its in _open.items() if its == thread and other.number >= tape.number]
         if len(closed) == len(_open):
             trace_stack.top = _base
