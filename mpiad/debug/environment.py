@@ -24,6 +24,7 @@ from mpiad.transport.gpus import device_of, visible
 from mpiad.transport.guarded.rank_tables import rank_ranges
 from mpiad.transport.launcher import Launcher, launcher
 from mpiad.transport.library import Library, library
+from mpiad.transport.tracing import restoring_state
 
 
 class Environment(NamedTuple):
@@ -79,7 +80,7 @@ def environment(comm: Comm = None) -> Environment:
     >>> print(len(here.places) == size, here.selftest.passed)
     True True
     """
-    with suspended():
+    with restoring_state(), suspended():
         return _examined(channel(comm, "environment"), lambda stage: None)
 
 

@@ -16,6 +16,7 @@ from mpiad.debug.recording import Recording, latest
 from mpiad.debug.waits import wait_times
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
+from mpiad.transport.tracing import restoring_state
 
 _NOTHING = "nothing was recorded. Run it under MPIAD_TRACE=file.json, or put it into `with mpiad.debug.recorded():`."
 
@@ -136,7 +137,7 @@ def report(file: IO[str] | None = None) -> Report:
     [('mpi_allreduce', 32)]
     """
     recording, rank = latest(), channel(None, "report").rank
-    with suspended():
+    with restoring_state(), suspended():
         found = Report([], np.zeros(0), 0, []) if recording is None else _collected(recording)
     if rank == 0:
         out = sys.stdout if file is None else file

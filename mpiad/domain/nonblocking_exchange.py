@@ -25,6 +25,7 @@ from mpiad.primitives.operation import Operation, communicate, suspended
 from mpiad.primitives.request import Request, claim, started
 from mpiad.transport import Spec
 from mpiad.transport.buffers import copied, empty_beside
+from mpiad.transport.tracing import restoring_state
 
 _FIRST_TAG, _TAGS = 32512, 224  # below those of other halos; so many exchanges may be under way
 _BEGIN, _END = "Domain.begin_exchange", "Domain.end_exchange"
@@ -133,7 +134,7 @@ def _start(x: LocalArray, exchange: Exchange) -> Begun:
     else:
         values = empty_beside(x, x.shape[: x.ndim - len(halo.shape)] + halo.padded)
         values[halo.interior] = x
-    with suspended():
+    with restoring_state(), suspended():
         coming = post(values, stage.routes, exchange.backwards, exchange.tag, halo.comm)
     return Begun(exchange, values, coming)
 
@@ -145,10 +146,10 @@ def _finish(x: None, begun: Begun) -> LocalArray:
     halo = exchange.halo
     # From here on as the end of `fold_in_place` or, forwards, of `fill_in_place`.
     if exchange.backwards:
-        with suspended():
+        with restoring_state(), suspended():
             add(values, coming)
         return values[halo.interior]
-    with suspended():
+    with restoring_state(), suspended():
         put(values, coming)
     (local,) = halo.local(exchange.sides, exchange.scheme)
     fill_local(values, local, exchange.sides)

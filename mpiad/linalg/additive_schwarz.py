@@ -23,6 +23,7 @@ from mpiad.primitives import mpi_allgather
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together
+from mpiad.transport.tracing import restoring_state
 
 _CALL = "linalg.AdditiveSchwarz"
 
@@ -86,7 +87,7 @@ class AdditiveSchwarz:
                 raise ValueError(f"{_CALL}: overlap must be zero or more layers, but got {overlap!r}.")
         self.comm, self.rank, self.size = matrix.comm, used.rank, used.size
         self.rows, self.restricted, self._turned = matrix.local_shape[0], restricted, False
-        with suspended():
+        with restoring_state(), suspended():
             rows = matrix.local_rows()
             part, self._plan = _overlapping_part(matrix, rows, overlap, used)
             with raising_together(used):

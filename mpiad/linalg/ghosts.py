@@ -13,6 +13,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.buffers import empty_beside
 from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.tracing import restoring_state
 
 # Beside those of halos, below the 32767 that MPI guarantees.
 _TAG_INDICES, _TAG_FETCH, _TAG_GIVE = 32741, 32742, 32743
@@ -38,7 +39,7 @@ class GhostPlan:
         ]
         wanted = np.zeros(used.size, np.int64)
         wanted[ranks] = counts
-        with suspended():
+        with restoring_state(), suspended():
             asked = mpi_alltoall(wanted, comm=comm)
             # Receives first, so that no rank must keep others' lists until it looks for them.
             coming = [

@@ -36,6 +36,7 @@ from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.agreement import agreed
+from mpiad.transport.tracing import restoring_state
 from mpiad.transport.user_failures import DeferredFailures
 
 DERIVED = "derived"
@@ -206,7 +207,7 @@ defjvp_together(solution, _tangent)
 def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Settings, failures: DeferredFailures) -> None:
     """Raise on all ranks what one has raised, or where Aᵀ λ isn't g, though A λ is: A isn't its own transpose."""
     gap = (np.nan if transposed is None else transposed) - g
-    with suspended():
+    with restoring_state(), suspended():
         own = inner(*[(v.reshape(1, -1), v.reshape(1, -1)) for v in (gap, g)])
         squares = mpi_allreduce(np.real(own).ravel().astype(np.float64), comm=settings.comm)
     if not np.isfinite(squares).all():

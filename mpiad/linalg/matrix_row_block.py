@@ -27,6 +27,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.tracing import restoring_state
 
 
 class MatrixRowBlock:
@@ -151,7 +152,7 @@ class MatrixRowBlock:
         -----
         All ranks of the domain call it.
         """
-        with suspended():
+        with restoring_state(), suspended():
             rows, columns = operator_rows(matvec, domain, params)
         return cls(rows, columns=columns, comm=domain.comm)
 

@@ -24,6 +24,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, Channel, channel
 from mpiad.transport.agreement import agreed, raising_together, require_same
 from mpiad.transport.collectives import allreduce
+from mpiad.transport.tracing import restoring_state
 from mpiad.transport.user_failures import DeferredFailures
 
 _CALL = "linalg.eigsh"
@@ -148,7 +149,7 @@ def ritz_pairs(
     if k > size:
         raise agreed(used, ValueError(f"{_CALL}: k must be at most {size}, the length of a vector, but got {k}."))
     failures = DeferredFailures(comm, _CALL, apart=True)
-    with suspended():
+    with restoring_state(), suspended():
         if isinstance(seed, (int, np.integer)):
             generator = np.random.Generator(np.random.Philox(key=np.array([int(seed), used.rank], np.uint64)))
             seed = generator.standard_normal((k + oversample, *like.shape))

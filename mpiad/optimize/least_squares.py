@@ -28,6 +28,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.recovery import recoverable
+from mpiad.transport.tracing import restoring_state
 from mpiad.transport.user_failures import verdict
 
 _CALL = "least_squares"
@@ -143,7 +144,7 @@ def least_squares(
         "bounds": bounds, "method": method, "ftol": ftol, "xtol": xtol, "gtol": gtol, "x_scale": x_scale,
         "max_nfev": max_nfev, "tr_options": {} if tr_options is None else tr_options,
     }  # fmt: skip
-    with suspended():
+    with restoring_state(), suspended():
         start, weigh, kept = _agree_on_arguments(used, program, x0, (loss, f_scale, tr_solver, method), checkpoint)
         kind = partial(ResidualEvaluation, loss=weigh, solver=tr_solver, few=_FEW)
         solve = RootDriven(used, program, start, kind, _CALL)

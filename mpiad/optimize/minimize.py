@@ -30,6 +30,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.recovery import recoverable
+from mpiad.transport.tracing import restoring_state
 from mpiad.transport.user_failures import verdict
 
 
@@ -157,7 +158,7 @@ def minimize(
     used = channel(comm, "minimize")
     jac = None if jac is False else jac  # False is what SciPy takes for "none is given"
     program = Program(fun, jac, hessp, args if isinstance(args, tuple) else (args,), objective, root)
-    with suspended():
+    with restoring_state(), suspended():
         wishes = Wishes(bounds, constraints, tol, options, callback, checkpoint)
         start, wishes = _agree_on_arguments(used, program, method, x0, wishes)
         solve = Sharded(used, program, start) if isinstance(start, Piece) else RootDriven(used, program, start)

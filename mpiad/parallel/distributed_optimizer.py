@@ -25,6 +25,7 @@ from mpiad.transport import Channel, Spec, channel
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.threads import vdot
+from mpiad.transport.tracing import restoring_state
 
 
 class DistributedOptimizer:
@@ -160,7 +161,7 @@ class DistributedOptimizer:
             if state["steps"] + 1 < self.accumulate:
                 return self._kept(state, parts, count), params
             count += state["samples"]
-        with suspended():
+        with restoring_state(), suspended():
             self._plan = plan_of(specs, self.bucket_bytes, self._plan)
             used = channel(self.comm, "DistributedOptimizer.update")
             self._compare(used, state, params, "DistributedOptimizer.update")
@@ -224,7 +225,7 @@ class DistributedOptimizer:
         except ValueError as error:
             agree(problem=Problem(type(error), str(error)))
             raise
-        with suspended(), Sums(used, self._plan) as sums:
+        with restoring_state(), suspended(), Sums(used, self._plan) as sums:
 
             def ready(k: int, g: Array) -> None:
                 if held[k] is not None:

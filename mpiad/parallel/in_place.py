@@ -16,6 +16,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, channel
 from mpiad.transport.agreement import raise_together
 from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.tracing import restoring_state
 
 
 def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
@@ -48,7 +49,7 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     True [1. 1.]
     """
     arrays = _writable(x, "parallel.allreduce_", comm)
-    with suspended():
+    with restoring_state(), suspended():
         # All of them before the first is written: one that is in two places of the nest mustn't be added up again.
         for array, total in zip(arrays, [mpi_allreduce(array, op, comm=comm) for array in arrays]):
             array[...] = total
@@ -68,7 +69,7 @@ def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
     True
     """
     arrays = _writable(x, "parallel.reduce_", comm)
-    with suspended():
+    with restoring_state(), suspended():
         totals = [mpi_reduce(array, op, root, comm=comm) for array in arrays]
     if channel(comm, "parallel.reduce_").rank == root:
         for array, total in zip(arrays, totals):
@@ -86,7 +87,7 @@ def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     [0. 1. 2.]
     """
     for array in _writable(x, "parallel.bcast_", comm):
-        with suspended():
+        with restoring_state(), suspended():
             array[...] = mpi_bcast(array, root, comm=comm)
     return x
 
@@ -100,7 +101,7 @@ class Pending:
     def wait(self) -> Tree:
         """Wait until the sums are there, and return the nest that they were written into; a second time at once."""
         for array, request in zip(self._arrays, self._requests):
-            with suspended():
+            with restoring_state(), suspended():
                 array[...] = mpi_wait(request)
         # So that a second wait has nothing to write over what the program has computed since.
         self._arrays, self._requests = [], []
@@ -134,7 +135,7 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
     [1. 1.]
     """
     arrays = _writable(x, "parallel.iallreduce_", comm)
-    with suspended():
+    with restoring_state(), suspended():
         return Pending(x, arrays, [mpi_iallreduce(array, comm=comm) for array in arrays])
 
 

@@ -14,6 +14,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together
 from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.tracing import restoring_state
 
 
 def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
@@ -56,7 +57,7 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     kinds = {k: spec_like(leaves[k])[1:] for k in trained}  # dtype and place
     for kind in dict.fromkeys(kinds.values()):
         places = [k for k in trained if kinds[k] == kind]
-        with suspended():
+        with restoring_state(), suspended():
             whole = mpi_bcast(np.concatenate([np.ravel(leaves[k]) for k in places]), root, comm=comm)
         if used.rank == root:
             # Past the collective: the root's leaves are those given, not copies of them.

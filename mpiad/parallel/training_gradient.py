@@ -21,6 +21,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.recovery import recoverable
+from mpiad.transport.tracing import restoring_state
 
 
 def value_and_grad(
@@ -93,7 +94,7 @@ def value_and_grad(
         nonlocal plan
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
         agree = partial(totals, used, plan, "parallel.value_and_grad", count)
-        with suspended(), Sums(used, plan) as sums:
+        with restoring_state(), suspended(), Sums(used, plan) as sums:
             total = gradient_of_sum(loss, variables, batch, count, agree, sums.add, sums.begin if plan.several else None)
             # Divided once, at the end, by the samples of all ranks: a mean of means would weigh small batches more.
             found = dict(zip(places, sums.wait(total.batch)))

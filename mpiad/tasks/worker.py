@@ -16,6 +16,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport.agreement import Failure
 from mpiad.transport.object_messages import Line, PackedObject
 from mpiad.transport.polling import Backoff, wait_for_message
+from mpiad.transport.tracing import restoring_state
 
 TASK, RESULT, STOP, BYE = range(1, 5)  # the messages' kinds
 
@@ -58,7 +59,7 @@ def evaluated(fun: Callable[[Any], Any], batch: Batch, goes_on: bool, rank: Rank
     for index, item in batch:
         try:
             # What `fun` communicates (on other communicators) isn't recorded: other ranks' tapes know nothing of it.
-            with suspended():
+            with restoring_state(), suspended():
                 result = fun(item)
             require_plain(result, "fun returned")
         # sys.exit too: a rank that left here would be waited for.

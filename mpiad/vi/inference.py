@@ -18,6 +18,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.progress_line import ProgressLine
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import agreed, raising_together, require_same
+from mpiad.transport.tracing import restoring_state
 from mpiad.vi.elbo_gradient import Objective, has_closed_form
 from mpiad.vi.model_evaluation import Evaluations, Model, sorted_out
 from mpiad.vi.placement import device_of, require_one_place
@@ -195,7 +196,7 @@ class VI:
                 require_one_place(start, model.device, call)
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback, average)
         # Outside of a trace that may be around the run: nothing of it can be differentiated.
-        with suspended():
+        with restoring_state(), suspended():
             line = ProgressLine("epochs", n_epochs) if progress and training else None
             self._epochs(used, root, model, training, n_epochs, line)
             ended = used.data.bcast(None if training is None else training.ended(n_epochs), root)
@@ -309,7 +310,7 @@ class VI:
         # On the host everywhere, so that all ranks find the same, whatever devices they have.
         theta, log_q = (np.asarray(part) for part in self.posterior.draw(to_host(params), noise))
         model = Model(self.loss, data, False, device_of(self.devices, used, "VI.elbo"))
-        with suspended():
+        with restoring_state(), suspended():
             rows = model.evenly(theta if used.rank == root else None, self.posterior.dim, root, self.comm)
             found: Evaluations = sorted_out(used.data.bcast(rows, root))
         if not found.kept.any():

@@ -19,6 +19,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.tasks import mpi_map
 from mpiad.transport import channel
 from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.tracing import restoring_state
 
 _FINE, _RAISED, _NOT_FINITE, _COMMUNICATED = 0.0, 1.0, 2.0, 3.0
 
@@ -63,7 +64,7 @@ class Model:
             row[1] = _NOT_FINITE
             return row
         try:
-            with suspended():
+            with restoring_state(), suspended():
                 # A copy: where the root evaluates too, this may be a view of the draws that its update still needs.
                 row[0], row[2:] = self._evaluated(np.array(theta))
         except Exception as error:  # noqa: BLE001  whatever a model raises costs its draw, not the run

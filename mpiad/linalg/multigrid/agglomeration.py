@@ -9,6 +9,7 @@ from mpiad.linalg.multigrid.spread import Box, Spread
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
 from mpiad.transport.buffers import copied, empty_beside
+from mpiad.transport.tracing import restoring_state
 
 # Far from what users choose, and below the 32767 that MPI guarantees.
 _TAG_GATHER, _TAG_SCATTER = 32754, 32755
@@ -40,7 +41,7 @@ class Agglomeration:
         """
         if self._same:
             return block
-        with suspended():
+        with restoring_state(), suspended():
             return self._gathered(block)
 
     def _gathered(self, block: LocalArray) -> LocalArray:
@@ -71,7 +72,7 @@ class Agglomeration:
         """
         if self._same:
             return whole
-        with suspended():
+        with restoring_state(), suspended():
             return self._scattered(whole, beside)
 
     def _scattered(self, whole: Array, beside: LocalArray) -> LocalArray:

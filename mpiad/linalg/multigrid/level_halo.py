@@ -13,6 +13,7 @@ from mpiad.linalg.multigrid.spread import Spread
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
 from mpiad.transport.buffers import empty_beside
+from mpiad.transport.tracing import restoring_state
 
 # Far from what users choose, and below the 32767 that MPI guarantees.
 _TAG_UP, _TAG_DOWN = 32752, 32753
@@ -57,7 +58,7 @@ class LevelHalo:
             whole = {colour: self._layout.whole(array) for colour, array in arrays.items()}
             # One dimension after the other: what is sent along one holds the halo of those before, so corners arrive.
             # Suspended once more: an exception that comes after these messages has left none of them under way.
-            with suspended():
+            with restoring_state(), suspended():
                 for sides in self._sides:
                     self._fill_along(whole, sides)
 

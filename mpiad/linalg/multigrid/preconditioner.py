@@ -31,6 +31,7 @@ from mpiad.transport import SUM, channel
 from mpiad.transport.buffers import empty_beside
 from mpiad.transport.collectives import allreduce
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array
+from mpiad.transport.tracing import restoring_state
 
 # Levels that are visited twice where κ varies by more than that factor.
 _DOUBLED, _SMOOTH = 2, 100.0
@@ -102,7 +103,7 @@ class Multigrid:
         centred: bool = False,
         mean_zero: bool = False,
     ):
-        with suspended():
+        with restoring_state(), suspended():
             self.operator = Elliptic(domain, spacing=spacing, boundary=boundary, centred=centred)
             self.domain = self.operator.domain
             self._used = channel(domain.comm, "linalg.Multigrid")
@@ -143,7 +144,7 @@ class Multigrid:
             return (self(r.real) + 1j * self(r.imag)).astype(r.dtype)
         r = self._checked(r, "linalg.Multigrid")
         level = self._level_beside(r)
-        with suspended():
+        with restoring_state(), suspended():
             systems = self._systems(r)
             out = empty_beside(r, systems.shape)
             for start in range(0, len(systems), _TOGETHER):
@@ -213,7 +214,7 @@ class Multigrid:
             require_together(settings.call, b=b, x0=0.0 if x0 is None else x0)
         except (TypeError, ValueError) as found:
             error = found
-        with suspended():
+        with restoring_state(), suspended():
             settings = agree_on(settings, error)
             if not b.size:
                 self.history = [0.0]
