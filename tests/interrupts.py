@@ -635,7 +635,6 @@ def campaign(number, seed, programs=PROGRAMS):
     Each line that a program comes to is interrupted at its first time, as far as the number suffices; further times are
     drawn.
     """
-    logging.getLogger("mpiad").setLevel(logging.ERROR)  # of what is interpreted it is said each time
     rng = random.Random(seed)
     met = {make: lines_of(make) for make in programs}
     mpiad.mpi_allreduce(1.0)
@@ -658,6 +657,7 @@ def drawn(rng, every, met):
 
 
 def main():
+    logging.getLogger("mpiad").setLevel(logging.ERROR)  # of what is interpreted it is said each time
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--interrupts", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=5)

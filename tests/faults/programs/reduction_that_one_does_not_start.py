@@ -7,5 +7,5 @@
 import mpiad
 
 if mpiad.mpi_rank() == 1:
-    request = mpiad.mpi_iallreduce(1.0)
-    mpiad.mpi_wait(request)  # here
+    request = mpiad.mpi_iallreduce(1.0)  # here
+    mpiad.mpi_wait(request)
