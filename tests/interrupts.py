@@ -174,6 +174,10 @@ class Failed(Exception):
     pass
 
 
+class Left(BaseException):
+    pass
+
+
 @primitive
 def failing_backwards(x):
     return x * 1.0
@@ -204,7 +208,7 @@ def failing(f, call=mpiad.grad):
     """Return a program in which a derivative fails, and ranks go on to another one."""
 
     def run():
-        with contextlib.suppress(Failed):
+        with contextlib.suppress(Failed, Left):
             call(f)(MINE)
         mpiad.reset()
         return mpiad.grad(of_total)(MINE)
@@ -362,14 +366,17 @@ def noted():
     """Return a gradient whose calls are noted and observed, and its closed form."""
 
     def run():
-        # By the program itself, twice: an interrupt may come before the first is done.
-        with contextlib.ExitStack() as stack:
-            for _ in range(2):
-                stack.callback(calls.forget, "test")
-                stack.callback(calls.observers.clear)
-            calls.observers.append(Observer())
-            calls.note("test")
-            return mpiad.grad(lambda x: anp.sum(anp.sin(summed(x))) + 0 * of_total(x))(MINE)
+        # Whoever has calls noted ends it twice: an interrupt may come before the first is done.
+        try:
+            try:
+                calls.observers.append(Observer())
+                calls.note("test")
+                return mpiad.grad(lambda x: anp.sum(anp.sin(summed(x))) + 0 * of_total(x))(MINE)
+            finally:
+                calls.forget("test")
+        finally:
+            calls.forget("test")
+            calls.observers.clear()
 
     return run, np.cos(TOTAL)
 
@@ -385,6 +392,13 @@ def single_solve():
 
 def solve_over_ranks():
     return ensemble(RK45(), lambda u, p, t: -p * u, ensemblealg=EnsembleMPI(comm=MPI.COMM_SELF))
+
+
+def left_compiled():
+    def leave(x):
+        raise Left
+
+    return failing(mpiad.jit(lambda x: leave(mpiad.mpi_allreduce(x))))
 
 
 def rows_compiled():
@@ -450,7 +464,7 @@ def compiled_solve():
     return lambda: jitted(right), MINE
 
 
-PROGRAMS = (
+PROGRAMS = ( left_compiled,
     rows_compiled, unhashable, strict, inner_values, compiled_within, compiled_solve,
     pulled_in_lanes, failing_lanes, failing_compiled_body, failing_tangent, within_compiled, kept_values, catching, noted,
     single_solve, solve_over_ranks,

@@ -84,7 +84,7 @@ class Channel:
         self.pending: list[tuple[Any, np.ndarray]] = []
         self.started: dict[int, tuple[str, Any, Any]] = {}
         self.unended = False  # whether a collective was given up in its middle
-        self._next_look = 1
+        self._next_look, self.drained = 1, 0
         self._backwards: Comm | None = None
         self._aside: tuple[Comm, Comm] | None = None
         if _watch is not None:
@@ -153,14 +153,15 @@ class Channel:
         return self.started.pop(id(request), (None, None, None))[2]
 
     def end(self) -> None:
-        """End all messages, received or not; collective."""
+        """End all messages, received or not; collective. After an exception it may be called again."""
+        self.drained += 1
         for kind, request, _ in self.started.values():
             if kind == "receive":
                 cancel(request)
         # After the receives, which would take messages away from it; before the sends are waited for, which end only when
         # the other ranks have taken theirs in the same way.
         for comm in (self.data, self.reverse):
-            drain(comm, self.tag_limit)
+            drain(comm, self.tag_limit, self.drained)
         for request in self._sends():
             request.Wait()
         # A reduction that not all ranks have started never ends.
@@ -217,6 +218,7 @@ class Channel:
 
     def renew(self) -> None:
         """Replace the duplicates; collective. What was under way on the old ones is dropped."""
+        self.fault = self.fault or "a reset was interrupted."  # until its end
         if FAULT_TOLERANT:
             self.reopen(self.data.Shrink())
             return

@@ -7,6 +7,8 @@ sent, so each rank sends a last one to each, and receives from each until that h
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from mpi4py import MPI
 
@@ -15,34 +17,38 @@ from mpiad._typing import Comm, Request
 ABANDONED: list[tuple] = []
 """What MPI may still use: buffers, and communicators that can't be freed."""
 
-# Tells the last message from one of the user's with the same tag; each communicator is drained once.
-_LAST = np.frombuffer(b"mpiad: last one.", dtype=np.uint8)
 
-
-def drain(comm: Comm, tag: int) -> None:
+def drain(comm: Comm, tag: int, attempt: int = 1) -> None:
     """Receive and drop all messages on a communicator on which this rank has no receive posted; collective.
 
-    The last ones have the `tag`.
+    The last ones have the `tag`. An exception may end it before its end: the next `attempt` drops what that has left.
     """
     for part in getattr(comm, "parts", (comm,)):  # under watch, the messages and their headers
-        _drain(part, tag)
+        _drain(part, tag, attempt)
 
 
-def _drain(comm: Comm, tag: int) -> None:
-    sending = [comm.Isend(_LAST, peer, tag) for peer in range(comm.size)]
+@cache
+def _final(attempt: int) -> np.ndarray:
+    """Return a message that differs from the user's and from other attempts'; kept: MPI may send it after an exception."""
+    return np.frombuffer(b"mpiad: last one %d." % attempt, dtype=np.uint8)
+
+
+def _drain(comm: Comm, tag: int, attempt: int) -> None:
+    final = _final(attempt)
+    sending = [comm.Isend(final, peer, tag) for peer in range(comm.size)]
     for peer in range(comm.size):
-        _receive_until_last(comm, peer, tag)
+        _receive_until_last(comm, peer, tag, final)
     for request in sending:
         request.Wait()
 
 
-def _receive_until_last(comm: Comm, peer: int, tag: int) -> None:
+def _receive_until_last(comm: Comm, peer: int, tag: int, final: np.ndarray) -> None:
     status, last = MPI.Status(), False
     while not last:
         comm.Probe(peer, MPI.ANY_TAG, status)
         buffer = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
         comm.Recv(buffer, peer, status.tag, status)
-        last = status.tag == tag and np.array_equal(buffer, _LAST)
+        last = status.tag == tag and np.array_equal(buffer, final)
 
 
 def has_ended(reduction: Request) -> bool:
@@ -67,6 +73,8 @@ def give_back(comms: list[Comm], unended: bool) -> None:
 
 def cancel(receive: Request) -> None:
     """Cancel a receive, and wait for its end."""
+    if not receive:  # an exception came after its end
+        return
     receive.Cancel()
     try:
         receive.Wait()

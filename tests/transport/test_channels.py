@@ -12,8 +12,8 @@ from linear_primitives import LINEAR_PRIMITIVES
 from mpi4py import MPI
 
 import mpiad
-from mpiad.errors import CommunicatorError
-from mpiad.transport import Envelope, Spec, channel, messages
+from mpiad.errors import CommunicatorError, UnfinishedMessagesError
+from mpiad.transport import Envelope, Spec, channel, messages, unreceived
 
 WORLD = MPI.COMM_WORLD
 
@@ -292,3 +292,24 @@ def test_an_exchange_that_is_interrupted_holds_what_it_sends(monkeypatch, rank):
         messages.swap(x, there, Spec(x.shape, x.dtype), back, "test")
     assert any(array is x for _, array in comm.pending)
     receipts[0].request.Wait()
+
+
+def test_a_reset_can_be_repeated_after_an_interrupt(rank, size, monkeypatch):
+    """Between the last messages of the first and their receipt."""
+    mpiad.mpi_send(np.ones(3), (rank + 1) % size)
+    receive, left = unreceived._receive_until_last, [True]
+
+    def interrupted(*args):
+        if left:
+            left.pop()
+            raise KeyboardInterrupt
+        receive(*args)
+
+    monkeypatch.setattr(unreceived, "_receive_until_last", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mpiad.reset()
+    with pytest.raises(UnfinishedMessagesError, match="a reset was interrupted"):
+        mpiad.mpi_barrier()
+    mpiad.reset()
+    mpiad.mpi_send(np.full(3, float(rank)), (rank + 1) % size)
+    np.testing.assert_array_equal(mpiad.mpi_recv(np.zeros(3), (rank - 1) % size), (rank - 1) % size)
