@@ -27,7 +27,7 @@ from mpiad.primitives.cotangents import conform
 from mpiad.primitives.operation import Abreast, Together, current
 from mpiad.transport.agreement import mark_left
 from mpiad.transport.device_arrays import is_device_array
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.tracing import restore_state, tracing
 
 _ndarray, _boxes = np.ndarray, Box.types
 
@@ -94,13 +94,14 @@ def run_backward(
     cotangent.
     """
     totals = _seeded(recording, seeds)
+    kept = tracing.__dict__.copy()
     try:
-        with restoring_state():
-            if ready is None:
-                sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
-            else:
-                _sweep_telling(recording.nodes, totals, variables, keep, ready)
+        if ready is None:
+            sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
+        else:
+            _sweep_telling(recording.nodes, totals, variables, keep, ready)
     except BaseException as error:
+        restore_state(kept, error)
         mark_left(recording.channels, error, "a reverse pass")
         raise
     return totals[:variables]
@@ -127,10 +128,11 @@ def run_backward_together(
     """Return for each set of seeds what `run_backward` returns, of a record that is used again; as many on all ranks."""
     nodes = recording.nodes
     lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
+    kept = tracing.__dict__.copy()
     try:
-        with restoring_state():
-            sweep_together(nodes, lanes, len(nodes), variables)
+        sweep_together(nodes, lanes, len(nodes), variables)
     except BaseException as error:
+        restore_state(kept, error)
         mark_left(recording.channels, error, "a reverse pass")
         raise
     return [lane.totals[:variables] for lane in lanes]

@@ -17,7 +17,7 @@ from mpiad.errors import RequestError
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import Tape
 from mpiad.transport.device_arrays import discover, is_device_array
-from mpiad.transport.tracing import restoring_state
+from mpiad.transport.tracing import restore_state, restoring_state, tracing
 
 _box_types = Box.types
 
@@ -116,8 +116,8 @@ def trace_backwards(
 ) -> Traced:
     """Run a function with its variables traced, in reverse mode; `of_cotangents` and `passes` as `Tape` says."""
     discover()
-    tape = OrderedTape(of_cotangents, passes)
-    with restoring_state():
+    tape, kept = OrderedTape(of_cotangents, passes), tracing.__dict__.copy()
+    try:
         with tape:
             # Variables take the first places of the record: the reverse sweep ends where they begin.
             boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.variable(tape)) for k in variables.places]
@@ -127,6 +127,9 @@ def trace_backwards(
         found = [_unboxed(leaf, tape) for leaf in leaves]
         places = [-1 if node is None else node.index for _, node in found]
         recording = tape.close()
+    except BaseException as error:
+        restore_state(kept, error)
+        raise
     return Traced([value for value, _ in found], places, build, recording, _unfinished(tape))
 
 
@@ -138,13 +141,16 @@ def trace_list(
     The function neither communicates nor returns a nest. Returned are its results, where they are on the tape (-1:
     constant), and the record, whose first nodes are the variables.
     """
-    tape = OrderedTape()
-    with restoring_state():
+    tape, kept = OrderedTape(), tracing.__dict__.copy()
+    try:
         with tape:
             number, variable = tape.number, OrderedNode.variable
             found = [_unboxed(value, tape) for value in fun([new_box(x, number, variable(tape)) for x in variables])]
         places = [-1 if node is None else node.index for _, node in found]
         return [value for value, _ in found], places, tape.close()
+    except BaseException as error:
+        restore_state(kept, error)
+        raise
 
 
 def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: Sequence[Any]) -> tuple[Tree, Tree]:

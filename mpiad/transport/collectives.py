@@ -11,7 +11,7 @@ from mpiad.transport.agreement import agreed, fingerprint, raise_first
 from mpiad.transport.buffers import Spec, contiguous, copied, outgoing
 from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.device_settings import divides, exchanges, present
+from mpiad.transport.device_settings import LEAST_CHUNK, divides, exchanges, present
 from mpiad.transport.mpi_operations import name_of
 from mpiad.transport.staging import way_of
 
@@ -30,12 +30,13 @@ def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
 
 
 def _combined(channel: Channel, array: Array, op: Op) -> Array:
-    if divides(array.nbytes):
-        return chunked_collectives.allreduce(channel, array, op)
-    if exchanges(array.nbytes) and name_of(op) == "SUM":
-        return exchanged_sums.allreduce(channel, array)
-    if pairwise_collectives.are_two(channel, array, op):
-        return pairwise_collectives.allreduce(channel.data, array, op)
+    if array.nbytes > LEAST_CHUNK:
+        if divides(array.nbytes):
+            return chunked_collectives.allreduce(channel, array, op)
+        if exchanges(array.nbytes) and name_of(op) == "SUM":
+            return exchanged_sums.allreduce(channel, array)
+        if pairwise_collectives.are_two(channel, array, op):
+            return pairwise_collectives.allreduce(channel.data, array, op)
     if type(array) is np.ndarray:
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)

@@ -96,14 +96,21 @@ class restoring_state:
         self._kept = tracing.__dict__.copy()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
-            return
-        kept, left = self._kept, tracing.__dict__.copy()
-        tracing.__dict__.update(kept)
-        for opened, known in ((left["contexts"], kept["contexts"]), (left["tapes"], kept["tapes"])):
-            while opened is not known and opened is not None:
-                opened.end(error, trace)
-                opened.around, opened = None, opened.around
+        if error is not None:
+            restore_state(self._kept, error)
+
+
+def restore_state(kept: dict[str, Any], error: BaseException) -> None:
+    """Restore a copy of the thread's state after an exception, and end what was left open since.
+
+    What runs very often calls this itself instead of `restoring_state`, which costs as much as a simple operation.
+    """
+    left = tracing.__dict__.copy()
+    tracing.__dict__.update(kept)
+    for opened, known in ((left["contexts"], kept["contexts"]), (left["tapes"], kept["tapes"])):
+        while opened is not known and opened is not None:
+            opened.end(error, error.__traceback__)
+            opened.around, opened = None, opened.around
 
 
 def settled(fun: Callable[..., T], *args: Any) -> T:
