@@ -6,7 +6,7 @@ Each library has a program in `benchmarks/lorenz/` (`problem.py` there says what
 own, the peers in the environment that `make bench-peers` makes; one that isn't there is left out, and said so. The
 programs take turns, the smallest time counts, and all have the same thresholds of malloc. Compilation isn't counted.
 
-mpiad's rows are those of compiled kernels, where llvmlite is installed, and of its vectorised path; `lanes` is a kernel
+mpiad's rows are those of compiled kernels and of its vectorised path; `lanes` is a kernel
 written by hand for this problem alone.
 
 - `ms`, and that time over mpiad's and over that of the least that NumPy must do (`benchmarks/lorenz/side_numpy.py`);

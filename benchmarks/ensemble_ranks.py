@@ -24,7 +24,6 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -138,8 +137,7 @@ def main() -> None:
     if comm.rank == 0:
         heads = "".join(f"{head:>18}" for head in (f"{comm.size} ranks", "in shares", f"{comm.size} apart", "2 threads"))
         print(f"{'':28}{'N':>9}{'one, ms':>10}{heads}{'to reach':>10}", flush=True)
-    sizes = [(False, n) for n in options.n]
-    sizes += [(True, n) for n in options.compiled_n] if find_spec("llvmlite") else []
+    sizes = [(False, n) for n in options.n] + [(True, n) for n in options.compiled_n]
     for name, (compiled, n) in itertools.product(options.programs, sizes):
         for case, ways in cases(name, n, compiled).items():
             found = measure(ways, options.repeats, clock)

@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -59,7 +58,7 @@ def main() -> None:
     both = np.concatenate([EASY, HARD])
     print(f"steps of the hard one: {integrate(HARD).naccept[0]}")
     print(f"{'':20}{'easy, ms':>10}{'hard, ms':>10}{'both, ms':>10}{'ratio':>8}{'reach':>7}")
-    for compiled in (False, True) if find_spec("llvmlite") else (False,):
+    for compiled in (False, True):
         states = partial(integrate, compiled=compiled)
         gradient = mpiad.grad(lambda rho, states=states: np.sum(states(rho).u_end ** 2))
         for name, call in (("states", states), ("gradient", gradient)):

@@ -14,6 +14,5 @@ from mpi4py import MPI
 @pytest.mark.limit(150)
 @pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="MPICH plays nodes")
 def test_what_knows_of_nodes(mpirun: Callable[..., CompletedProcess], tmp_path: Path) -> None:
-    pytest.importorskip("llvmlite")
     done = mpirun(4, "tests/two_nodes.py", tmp_path, timeout=120, env={"MPIR_CVAR_ODD_EVEN_CLIQUES": "1"})
     assert done.returncode == 0 and done.stdout.count("all is right") == 4, done.stdout + done.stderr

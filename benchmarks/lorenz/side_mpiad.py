@@ -1,7 +1,7 @@
 """mpiad's own side: all trajectories advance together, each with its own step, in one process.
 
 `gradient` carries the derivative with respect to ρ along; `gradient, adjoint` sweeps back over the accepted steps. By
-kernels where llvmlite is installed; `vectorised` means without.
+kernels; `vectorised` means without.
 """
 
 from __future__ import annotations

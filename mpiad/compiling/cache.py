@@ -45,7 +45,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = "") -> Kernel:
-    """Return the function `name` of a text in the language of `translation`, compiled; an ImportError without llvmlite.
+    """Return the function `name` of a text in the language of `translation`, compiled.
 
     The signature is one of arrays and numbers, as ``void(int64, float64[:, ::1])``; with ``linked`` for ``void``, of a
     linked kernel. `fast` says how floating-point operations may be changed, as LLVM writes it; not at all by default. Each

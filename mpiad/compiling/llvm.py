@@ -1,6 +1,6 @@
 """LLVM on this machine, through llvmlite: what the processor can do, modules made object files, object files in memory.
 
-This is the only file that imports llvmlite, which is an extra, and takes a twentieth of a second to load.
+This is the only file that imports llvmlite, when it is first needed: it takes a twentieth of a second to load.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from mpiad.transport.gpus import gpus_of_node
 from mpiad.transport.malloc import huge_pages
 from mpiad.transport.threads import cores
 
-PACKAGES = ("mpiad", "numpy", "autograd", "scipy", "mpi4py")
-_OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "llvmlite", "petsc4py")
+PACKAGES = ("mpiad", "numpy", "autograd", "scipy", "mpi4py", "llvmlite")
+_OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "petsc4py")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import numpy as np
 
@@ -28,7 +27,7 @@ def is_compiled(out: LocalArray, terms: int, cells: Shape) -> bool:
     """Tell whether the sums of so many terms are compiled for such a block."""
     return (
         type(out) is np.ndarray and out.dtype in _DTYPES and len(cells) <= _AXES and math.prod(cells) >= _LARGE
-        and 0 < terms <= _MOST_TERMS and find_spec("llvmlite") is not None
+        and 0 < terms <= _MOST_TERMS
     )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -145,7 +144,7 @@ class Jitted:
                         operator_body.channels |= entry.channels
                     return made
         # Inside of another trace its operations are noted like the rest.
-        if tracing.recorder is not None or not _can_compile():
+        if tracing.recorder is not None:
             return self.fun(*args, **kwargs)
         numbers = closed_over_numbers(self.fun)
         if numbers != self._constant:
@@ -399,11 +398,3 @@ def _by_numbers(fun: FunctionType, numbers: dict[str, float]) -> _ByNumbers | No
     if len(_changing) > _MOST_CHANGING:
         del _changing[next(iter(_changing))]
     return known if changed and not known.jitted._reasons else None
-
-
-@functools.cache
-def _can_compile() -> bool:
-    if find_spec("llvmlite") is not None:
-        return True
-    _log.info("jit: llvmlite isn't installed, so functions run as they are: pip install mpiad[fast]")
-    return False

@@ -12,7 +12,6 @@ that make integers of 64 bits of doubles.
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 from math import comb
 
 import numpy as np
@@ -25,8 +24,8 @@ _RING = 8 * 512  # entries: eight rows of a stretch
 
 
 def are_there(dtype: np.dtype, size: int, width: int) -> bool:
-    """Tell whether rows of this width are worth it, and can be had."""
-    return dtype == np.float64 and size >= _LARGE and width >= _NARROWEST and find_spec("llvmlite") is not None
+    """Tell whether rows of this width are worth it."""
+    return dtype == np.float64 and size >= _LARGE and width >= _NARROWEST
 
 
 def weights(order: int) -> np.ndarray:

@@ -18,7 +18,6 @@ from mpiad.compiling import cache
 from mpiad.compiling.store import _PATIENCE, store
 
 pytestmark = pytest.mark.serial
-pytest.importorskip("llvmlite")
 
 TEXT = """
 

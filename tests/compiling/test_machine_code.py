@@ -22,7 +22,6 @@ from mpiad.compiling.translation import translated
 from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, solve
 
 pytestmark = pytest.mark.serial
-pytest.importorskip("llvmlite")
 
 SIGNATURE = "void(float64[::1], int64, float64, float64[:, :, ::1], boolean[::1], int8[::1])"
 TEXT = """

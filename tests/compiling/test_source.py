@@ -68,7 +68,6 @@ STATES = [[0.3, 0.7, -0.2], [0.7, 0.3, 0.0], [0.0, 0.5, 1.0], [0.5, 0.5, 1.0], [
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_compiled_each_operation_is_numpys(dtype):
-    pytest.importorskip("llvmlite")
     program = all_operations()
     name = np.dtype(dtype).name
     text, signature = function_text(program, dtype), f"void({name}[::1], {name}[::1])"

@@ -147,7 +147,6 @@ def comparable(name, u, expected):
 
 @pytest.mark.parametrize("d", TABLE)
 def test_numpys_values_and_autograds_derivatives(d):
-    pytest.importorskip("llvmlite")
     functions, points = TABLE[d]
     f = compiled(all_of(functions, d), d)
     found = onp.empty((len(functions), 1 + 2 * d))

@@ -7,9 +7,7 @@ import math
 import numpy as np
 import pytest
 
-pytest.importorskip("llvmlite")
-
-from mpiad.compiling.machine_code import code_of, function_of  # noqa: E402
+from mpiad.compiling.machine_code import code_of, function_of
 
 pytestmark = pytest.mark.serial
 

@@ -238,7 +238,6 @@ def test_leapfrog_is_what_it_is_short_for(rank_rng, rng, boundary, lead):
 )
 def test_compiled_sums_have_the_bits_of_numpys(shape, lead, dtype, rng, monkeypatch):
     """Of the stencil, of the step and of its reverse pass, whatever the order of arrays, also where no inside is left."""
-    pytest.importorskip("llvmlite")
     domain = Domain(shape, periodic=True)
     laplacian = domain.laplacian()
     # Strided; in the order of Fortran; contiguous.

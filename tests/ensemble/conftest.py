@@ -54,8 +54,6 @@ def _by_kernels(item):
 def solved_by(request, monkeypatch):
     """The module's `solve` compiles, or doesn't, where a test doesn't say otherwise."""
     kernels = request.param == "kernels"
-    if kernels:
-        pytest.importorskip("llvmlite")
     if request.param == "gpu":
         # Here, for on CuPy's arrays kernels are CuPy's own.
         from device_on_cpu import COMPILER, double

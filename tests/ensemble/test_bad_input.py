@@ -90,8 +90,6 @@ FIRST_OF_ALL = {
 @pytest.mark.parametrize("case", FIRST_OF_ALL)
 def test_what_is_the_first_trajectorys_in_all_is_found(case):
     ensemble, more = FIRST_OF_ALL[case]
-    if more.get("compile"):
-        pytest.importorskip("llvmlite")
     with pytest.raises(ValueError, match=r"trajectories must not depend on each other"):
         solve(ensemble, **more)
 

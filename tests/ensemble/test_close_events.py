@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -226,8 +225,6 @@ def test_random_programs(request):
     for k in range(-(-count // len(APART))):
         programs = drawn([seed, k])
         for way in WAYS:
-            if way == "kernels" and not find_spec("llvmlite"):
-                continue
             for alg in METHODS if thorough or way == "vectorized" else METHODS[k % len(METHODS) :][:1]:
                 found = programs.wrong(programs.solved(alg, way))
                 wrong += [f"{k} {type(alg).__name__} {way} {i}: {text}" for i, text in found]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 
 import autograd.numpy as anp
 import numpy as np
@@ -17,7 +16,7 @@ from mpiad.transport import channel
 
 RHO = np.linspace(0, 21, 29)[:, None]
 LORENZ = EnsembleProblem(ODEProblem(lorenz, [1.0, 0.0, 0.0], (0.0, 1.0)), p=RHO)
-KERNELS = [False, pytest.param(True, marks=pytest.mark.skipif(find_spec("llvmlite") is None, reason="needs llvmlite"))]
+KERNELS = [False, True]
 
 
 class Counting:

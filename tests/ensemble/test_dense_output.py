@@ -148,8 +148,6 @@ def loss(u0, p, ends, times, ask, **more):
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("argnum, kernels", [((1,), False), ((0, 1, 2), False), ((1,), True)])
 def test_derivatives_are_those_of_saved_values(argnum, kernels):
-    if kernels:
-        pytest.importorskip("llvmlite")
     x = np.random.default_rng(1).uniform(0.5, 1.5, (9, 3)), RHO, np.array([0.0, 1.0])
     times = np.array([0.0, 0.13, 0.5, 0.51, 1.0])
     found, expected = (mpiad.value_and_grad(loss, argnum)(*x, times, ask, compile=kernels) for ask in (True, False))

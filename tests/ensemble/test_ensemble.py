@@ -137,7 +137,6 @@ def test_progress_of_threads(capsys):
 
 
 def test_progress_of_kernels(capsys):
-    pytest.importorskip("llvmlite")
     still = remake(BASE, tspan=(0.0, 0.0))
     for problem in (BASE, still):
         solve(EnsembleProblem(problem), trajectories=50, progress=True, compile=True)

@@ -37,8 +37,6 @@ TIGHT = {"alg": Vern7(), "saveat": TIMES, "rtol": 1e-10, "atol": 1e-10, "ftol": 
 
 @pytest.fixture(params=[False, True], ids=["columns", "kernels"])
 def compiled(request):
-    if request.param:
-        pytest.importorskip("llvmlite")
     return request.param
 
 
@@ -320,8 +318,6 @@ SAVED = [0.0, 0.7, 1.0]
 )  # fmt: skip
 def test_saved_states_with_their_derivatives(way, saveat, name, monkeypatch):
     """Beside complex steps of the closed form: inside and at the ends, by whatever the variables are put into."""
-    if way == "kernels":
-        pytest.importorskip("llvmlite")
     x, seen = np.array([[0.6, 0.4], [1.1, 0.2], [1.7, 0.3]]), []
     states = SensitivitySolve.states
     monkeypatch.setattr(SensitivitySolve, "states", lambda *args: seen.append(states(*args)) or seen[-1])

@@ -84,8 +84,6 @@ def test_robertson_with_its_conservation():
 @pytest.mark.serial
 @pytest.mark.parametrize("options", [{"gradient": "adjoint"}, {"gradient": "tangent"}, {"compile": True}])
 def test_gradients(options):
-    if "compile" in options:
-        pytest.importorskip("llvmlite")
 
     def loss(p, start, ensemble, **more):
         # The third component starts where its equation has it.
@@ -106,7 +104,6 @@ def test_ways_to_the_gradient_agree():
     def ended(p, **options):
         return anp.sum(solve(remake(dae(), p=p), Rodas5P(), rtol=1e-4, **options).u_end ** 3)
 
-    pytest.importorskip("llvmlite")
     ways = [{"gradient": "adjoint"}, {"gradient": "tangent"}, {"compile": True}]
     found = [mpiad.grad(lambda p, way=way: ended(p, **way))(P) for way in ways]
     np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-9, atol=1e-12)
@@ -139,8 +136,6 @@ def test_an_inconsistent_start_is_made_consistent():
 @pytest.mark.serial
 @pytest.mark.parametrize("options", [{"gradient": "adjoint"}, {"gradient": "tangent"}, {"compile": True}])
 def test_derivatives_of_a_start_that_is_made_consistent(options):
-    if "compile" in options:
-        pytest.importorskip("llvmlite")
     u0 = np.array([[1.0, 0.2, 7.0], [0.5, 0.3, 7.0], [0.1, 1.0, 7.0]])
 
     def loss(u0, p, ensemble, **more):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 
 import autograd.numpy as anp
 import numpy as np
@@ -69,7 +68,6 @@ def test_a_gradient_after_they_were_changed(way, gradient):
 
 
 @pytest.mark.serial
-@pytest.mark.skipif(find_spec("llvmlite") is None, reason="needs llvmlite")
 def test_kernels():
     def loss(scale, changes):
         u0, p, *common = arrays()

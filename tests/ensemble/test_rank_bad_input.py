@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -168,7 +166,6 @@ def test_what_kernels_refuse_is_refused_on_all_ranks(solved_by):
 
 
 @pytest.mark.columns("kernels say why not, and raise")
-@pytest.mark.skipif(find_spec("llvmlite") is None, reason="nothing is compiled without llvmlite")
 def test_an_f_that_cannot_be_compiled_is_told_once_by_all_ranks(caplog, monkeypatch):
     monkeypatch.setattr(kernel_choice, "LEAST_TRAJECTORIES", N)
 

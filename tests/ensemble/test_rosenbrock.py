@@ -195,7 +195,6 @@ PAIRS = [
 @pytest.mark.limit(240)
 @pytest.mark.parametrize(("name", "system"), PAIRS)
 def test_kernels_take_the_same_steps(name, system):
-    pytest.importorskip("llvmlite")
     stiff = SYSTEMS[system]
     p = stiff.p * np.random.default_rng(0).uniform(0.5, 2.0, (20, len(stiff.p)))
     ensemble = EnsembleProblem(problem_of(stiff), p=p)
@@ -209,7 +208,6 @@ def test_kernels_take_the_same_steps(name, system):
 
 @pytest.mark.serial
 def test_kernels_in_single_precision():
-    pytest.importorskip("llvmlite")
     problem = ODEProblem(lambda u, p, t: [-p[0] * (u[0] - u[1]), -u[1] * t], np.ones(2, np.float32), (0.0, 1.0))
     ensemble = EnsembleProblem(problem, p=np.array([[1e2], [1e4]], np.float32))
     sol = solve(ensemble, Rodas5P(), compile=True, saveat=[0.5, 1.0])

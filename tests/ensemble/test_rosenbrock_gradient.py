@@ -116,7 +116,6 @@ SPRING = System(
 
 @pytest.mark.serial
 def test_gradients_by_the_ends_of_tspan_where_kernels_exchange_rows():
-    pytest.importorskip("llvmlite")
     alg, step = METHODS["Rosenbrock23"]
 
     def solved(start, end, **options):
@@ -140,8 +139,6 @@ def test_an_ill_conditioned_gradient_is_that_of_the_computed_states(name, way):
     # Of Van der Pol's equation at 1e3 the rounding of the states alone moves the gradient by 2e-8, so that two programs
     # agree no better; at the states that were computed, a tangent with more digits is the same to 1e-9.
     options = {"compile": True} if way == "kernel" else {"gradient": way}
-    if way == "kernel":
-        pytest.importorskip("llvmlite")
     stiff, alg, tolerances = SYSTEMS["Van der Pol"], METHODS[name][0], {"rtol": 1e-4, "atol": 1e-8}
     ensemble = EnsembleProblem(ODEProblem(stiff.f, stiff.u0, (0.0, stiff.end)), p=stiff.p[None])
     sol = solve(ensemble, alg, save_everystep=True, compile=way == "kernel", **tolerances)
@@ -203,7 +200,6 @@ def test_the_continuous_adjoint(name, backward, rtol, close):
 @pytest.mark.serial
 @pytest.mark.limit(240)
 def test_kernels_of_larger_systems():
-    pytest.importorskip("llvmlite")
     alg, step = METHODS["Rodas5P"]
     stiff = SYSTEMS["coupled"]
     u0 = stiff.u0 * np.array([[1.0], [0.9], [1.1]])

@@ -1,13 +1,7 @@
 """The kernels of a program come from the disk in a second process, and are compiled where there are none or wrong ones."""
 
-import logging
-
-import autograd.numpy as anp
 import numpy as np
 import pytest
-
-import mpiad
-from mpiad.programs import function
 
 PROGRAM = """
 import logging
@@ -44,25 +38,3 @@ def test_a_second_process_finds_them(mpirun, tmp_path):
         path.write_bytes(path.read_bytes()[:-7] + b"damaged")
     assert run() == first
     assert set(run(3)) >= {"disk"}
-
-
-@pytest.mark.serial
-def test_without_llvmlite_functions_run_as_they_are(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "mpiad")
-    monkeypatch.setattr(function, "find_spec", lambda name: None)
-    function._can_compile.cache_clear()
-    try:
-        calls = []
-
-        def fun(x):
-            calls.append(x)
-            return anp.sum(x * x)
-
-        for jitted in (mpiad.jit(fun), mpiad.jit(fun, strict=True)):
-            assert (jitted(np.ones(3)), jitted(np.ones(3))) == (3.0, 3.0)
-            np.testing.assert_array_equal(mpiad.grad(jitted)(np.ones(3)), [2.0, 2.0, 2.0])
-        assert len(calls) == 6
-        (record,) = caplog.records
-        assert record.levelname == "INFO" and "pip install mpiad[fast]" in record.getMessage()
-    finally:
-        function._can_compile.cache_clear()

@@ -19,8 +19,6 @@ RANDOM = np.random.default_rng(0)
 @pytest.fixture(params=["NumPy", "compiled"], autouse=True)
 def passes(request, monkeypatch):
     """Small fields take compiled passes, too, where they have rows of 32 entries, or NumPy's row by row."""
-    if request.param == "compiled":
-        pytest.importorskip("llvmlite")
     monkeypatch.setattr(difference_coding, "_WIDE", 100)
     monkeypatch.setattr(compiled_coding, "_LARGE", 0 if request.param == "compiled" else 1 << 60)
 

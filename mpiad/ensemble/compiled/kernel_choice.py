@@ -7,8 +7,6 @@ is solved one way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 
 from mpiad._typing import Function
 from mpiad.compiling.arguments import is_complex
@@ -30,11 +28,6 @@ def _threads_of(backend: EnsembleAlgorithm) -> int:
     if not isinstance(backend, EnsembleThreads):
         return 1
     return len(cores()) if backend.threads is None else max(1, backend.threads)
-
-
-@cache
-def _has_llvm() -> bool:
-    return find_spec("llvmlite") is not None
 
 
 def check_implicit(batch: Batch, settings: Settings, on_device: bool = False) -> None:
@@ -70,15 +63,10 @@ class Compiler:
         self._kept: list[tuple[Function, str]] = []
 
     def _is_wanted(self) -> bool:
-        """Tell whether an ensemble is to be compiled, where it can be: by what all ranks and batches of it have in common.
-
-        With ``compile=True`` an ImportError without llvmlite.
-        """
-        if self.compile is True and not _has_llvm():
-            raise ImportError("solve: compile=True needs llvmlite, which isn't installed: pip install mpiad[fast].")
+        """Return whether to compile an ensemble, if it can be: by what all its ranks and batches have in common."""
         if self.compile == "auto":
             vectorized = self.together or not isinstance(self.backend, EnsembleSerial)
-            return self._count >= LEAST_TRAJECTORIES and vectorized and _has_llvm()
+            return self._count >= LEAST_TRAJECTORIES and vectorized
         return self.compile is True
 
     def run(self, batch: Batch, settings: Settings, given: Batch) -> Outcome:

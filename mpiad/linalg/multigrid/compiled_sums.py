@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ _TABLES, _FLOATS = ("numbers", "sums", "terms"), ("coefficients", "right", "stat
 
 def are_compiled(points: int) -> bool:
     """Tell whether the cycles of a finest level with so many points are compiled."""
-    return points >= _LARGE and find_spec("llvmlite") is not None
+    return points >= _LARGE
 
 
 class CompiledSums(Sums):

@@ -1,4 +1,4 @@
-"""The passes of an iteration without bounds compiled, where llvmlite is installed and the piece is large.
+"""The passes of an iteration without bounds compiled, if the piece is large.
 
 BLAS multiplies rows of a tile with vectors at two thirds of the speed at which memory can be read, and each of NumPy's
 calls goes over its arrays again. Here each stretch is read once, seven rows at a time: one row alone is read at half of
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import math
-from importlib.util import find_spec
 
 import numpy as np
 
@@ -33,7 +32,7 @@ _AT_ONCE = 7
 
 def host_vectors(height: int, size: int, box: Box | None) -> HostVectors:
     """Return what a piece of this many variables is worked on with."""
-    compiled = size >= _LARGE and find_spec("llvmlite") is not None
+    compiled = size >= _LARGE
     return (CompiledVectors if compiled else HostVectors)(height, size, box)
 
 

@@ -14,7 +14,6 @@ from mpiad.compiling import cache
 from mpiad.ensemble import EnsembleProblem, Event, ODEProblem, Rodas5P, solve
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
-pytest.importorskip("llvmlite")
 
 P = onp.linspace(0.5, 1.0, 1000).reshape(-1, 1)
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}

@@ -14,7 +14,6 @@ from mpiad.ensemble import RK45, EnsembleProblem, EnsembleSerial, ODEProblem, so
 from mpiad.ensemble.compiled import kernel_choice, traced_problem
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
-pytest.importorskip("llvmlite")
 
 
 def decay(u, p, t):
@@ -90,13 +89,6 @@ def test_partial_functions_are_those_that_they_call(caplog, monkeypatch):
     functions = [lambda u, p, t: [-u[0]], lambda u, p, t: [-2 * u[0]]]
     assert all(is_compiled(solve(many(partial(f)))) for f in functions)
     assert not caplog.records
-
-
-def test_without_llvmlite(monkeypatch):
-    monkeypatch.setattr(kernel_choice, "_has_llvm", lambda: False)
-    assert not is_compiled(solve(many(decay)))
-    with pytest.raises(ImportError, match=r"pip install mpiad\[fast\]"):
-        solve(many(decay, 3), compile=True)
 
 
 def test_a_compilation_is_logged_when_it_happens(caplog, monkeypatch, tmp_path):

@@ -26,7 +26,6 @@ from mpiad.ensemble import (
 from mpiad.ensemble.compiled import kernel_rows, reverse_sweep, traced_problem, work_shares
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
-pytest.importorskip("llvmlite")
 
 N = 2000
 RNG = onp.random.default_rng(5)

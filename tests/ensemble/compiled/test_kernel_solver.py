@@ -27,7 +27,6 @@ from mpiad.ensemble.compiled import kernel_solver
 
 # Some tests compile many kernels, which takes long on a busy machine.
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
-pytest.importorskip("llvmlite")
 
 N = 41
 RNG = onp.random.default_rng(7)

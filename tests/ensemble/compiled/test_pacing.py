@@ -28,7 +28,6 @@ from mpiad.ensemble.compiled import kernel_rows, kernel_solver, work_shares
 
 # Kernels are compiled here, which takes long on a busy machine. An interrupt that didn't come through is met by the limit.
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
-pytest.importorskip("llvmlite")
 
 N = 83
 U0 = onp.random.default_rng(5).uniform(0.5, 2.0, (N, 2))

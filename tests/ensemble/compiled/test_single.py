@@ -11,7 +11,6 @@ import mpiad
 from mpiad.ensemble import RK4, EnsembleProblem, ODEProblem, solve
 
 pytestmark = [pytest.mark.serial, pytest.mark.limit(240)]
-pytest.importorskip("llvmlite")
 
 N = 19
 U0 = onp.random.default_rng(3).uniform(0.5, 1.5, (N, 3)).astype(onp.float32)

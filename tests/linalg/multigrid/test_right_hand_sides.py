@@ -1,7 +1,5 @@
 """Several right-hand sides in one solve, compiled and not, against sparse factorisations in one process."""
 
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
 from diffusion import Diffusion
@@ -23,7 +21,7 @@ CASES = {
 each_case = pytest.mark.parametrize(("shape", "settings", "periodic"), CASES.values(), ids=CASES)
 
 
-@pytest.fixture(params=["numpy", pytest.param("compiled", marks=pytest.mark.skipif(not find_spec("llvmlite"), reason=""))])
+@pytest.fixture(params=["numpy", "compiled"])
 def many_levels(request, monkeypatch):
     monkeypatch.setattr(levels, "_FACTORISED", {1: 3, 2: 8, 3: 8})
     monkeypatch.setattr(levels, "_SHORTEST", {1: 2, 2: 2, 3: 2})

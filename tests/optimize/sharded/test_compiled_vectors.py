@@ -14,7 +14,6 @@ from mpiad.optimize.sharded import compiled_vectors
 from mpiad.optimize.sharded.compiled_vectors import CompiledVectors, host_vectors
 from mpiad.optimize.sharded.host_vectors import LENGTH, HostVectors, Parts
 
-pytest.importorskip("llvmlite")
 RNG = np.random.default_rng(8)
 
 
