@@ -36,7 +36,7 @@ import mpiad.device.numpy as dnp
 from mpiad.device import select, to_device, to_host
 from mpiad.linalg import solve_elliptic
 from mpiad.parallel import SGD, DistributedOptimizer
-from mpiad.timestepping import Checkpoints, scan
+from mpiad.timestepping import CheckpointSchedule, scan
 
 comm = MPI.COMM_WORLD.Dup()
 Place = Callable[[Any], Any]  # puts arrays where the program runs
@@ -81,7 +81,7 @@ def wave(cells: int = 1024, steps: int = 100) -> Callable[[Place], Callable[[], 
             return laplacian.leapfrog(u, before, square), u
 
         def energy(square: Any) -> Any:
-            last, _ = scan(step, (start, start), steps, square, checkpoints=Checkpoints(10, recorded=10))
+            last, _ = scan(step, (start, start), steps, square, checkpoints=CheckpointSchedule(10, recorded=10))
             return domain.sum(last**2)
 
         return lambda: mpiad.value_and_grad(energy)(square)

@@ -89,7 +89,7 @@ def problem(cells, own, plain, clock):
     prepare = clock.timed(lambda kappa: None if plain else mpiad.linalg.Multigrid(domain, kappa, **cell))
 
     def loss(kappa):
-        levels = prepare(mpiad.stop(kappa))
+        levels = prepare(mpiad.stop_gradient(kappa))
         u = mpiad.linalg.solve(operator, f, kappa, preconditioner=levels)
         return domain.sum((u - observed) ** 2)
 

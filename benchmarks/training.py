@@ -49,7 +49,7 @@ def loss(params: Any, images: Any, labels: Any) -> Any:
     (w1, b1), (w2, b2) = params
     found = np.maximum(images @ w1 + b1, 0) @ w2 + b2
     # Less the highest, so that no exponential overflows: a constant, which the result doesn't depend on.
-    found = found - np.max(mpiad.stop(found), axis=1, keepdims=True)
+    found = found - np.max(mpiad.stop_gradient(found), axis=1, keepdims=True)
     return np.mean(np.log(np.sum(np.exp(found), axis=1)) - found[np.arange(len(labels)), labels])
 
 

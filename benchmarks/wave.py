@@ -31,7 +31,7 @@ from mpi4py import MPI
 from reaches import report
 
 import mpiad
-from mpiad.timestepping import Checkpoints, scan
+from mpiad.timestepping import CheckpointSchedule, scan
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--cells", type=int, default=512)
@@ -72,7 +72,7 @@ class Wave:
         u, before = state
         return self.laplacian.leapfrog(u, before, square), u
 
-    def energy(self, step: Callable, checkpoints: Checkpoints | int | None = None) -> Callable:
+    def energy(self, step: Callable, checkpoints: CheckpointSchedule | int | None = None) -> Callable:
         """Return the objective as a function of c²."""
 
         def objective(square: np.ndarray) -> float:
@@ -104,10 +104,10 @@ def measure(wave: Wave, step: Callable) -> dict[str, float]:
     found = {"plain": plain, "recorded forward": recorded, "reverse, stored": reverse}
     root = math.isqrt(wave.steps)
     ways = {
-        "√n": Checkpoints(root, recorded=root),
-        "√n float32": Checkpoints(root, recorded=root, dtype="float32"),
-        "√n compressed": Checkpoints(root, recorded=root, compress=True),
-        "√n stepwise": Checkpoints(root),
+        "√n": CheckpointSchedule(root, recorded=root),
+        "√n float32": CheckpointSchedule(root, recorded=root, dtype="float32"),
+        "√n compressed": CheckpointSchedule(root, recorded=root, compress=True),
+        "√n stepwise": CheckpointSchedule(root),
     }
     for name, count in ways.items():
         kept, (pull, _) = timed(lambda: mpiad.make_vjp(wave.energy(step, count))(wave.square))  # noqa: B023

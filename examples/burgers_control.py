@@ -54,7 +54,7 @@ class Flow:
         """Return the state after one step."""
         push = np.dot(amplitudes, self.shapes)
         return mpiad.linalg.newton(
-            self.residual, mpiad.stop(u), u, push, rtol=1e-12, atol=1e-12, preconditioner=self.precondition,
+            self.residual, mpiad.stop_gradient(u), u, push, rtol=1e-12, atol=1e-12, preconditioner=self.precondition,
             preconditioner_transpose=self.precondition_transposed,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ import numpy
 from mpi4py import MPI
 
 import mpiad
-from mpiad.extend import communicating, defadjoint
+from mpiad.extend import custom_operator, defadjoint
 from mpiad.testing import check_adjoint
 
 comm = MPI.COMM_WORLD.Dup()  # apart from the library's messages and from those of other operators
@@ -28,7 +28,7 @@ def swap(to_left, to_right):
     return got
 
 
-@communicating
+@custom_operator
 def with_halo(u):
     from_left, from_right = swap(u[:1].copy(), u[-1:].copy())
     return numpy.concatenate([[from_left], u, [from_right]])

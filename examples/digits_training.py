@@ -49,7 +49,7 @@ def loss(params, images, labels):
     """Return the mean cross entropy."""
     found = scores(params, images)
     # Less the highest, so that no exponential overflows: a constant, which the result doesn't depend on.
-    found = found - np.max(mpiad.stop(found), axis=1, keepdims=True)
+    found = found - np.max(mpiad.stop_gradient(found), axis=1, keepdims=True)
     return np.mean(np.log(np.sum(np.exp(found), axis=1)) - found[np.arange(len(labels)), labels])
 
 

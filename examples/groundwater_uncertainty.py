@@ -30,7 +30,7 @@ import scipy.ndimage
 from matplotlib import cbook
 
 import mpiad
-from mpiad.inverse import Bilaplacian, laplace
+from mpiad.inverse import Bilaplacian, laplace_approximation
 from mpiad.linalg import solve_elliptic
 
 TRANSMISSIVITY, RAIN = 200.0, 3e-4  # T, m² a day, and m a day (110 mm a year)
@@ -189,7 +189,7 @@ def main():
     def several(vs: numpy.ndarray) -> numpy.ndarray:  # products with the misfit's Hessian
         return kept.vjp(kept.jvp(vs, batch=True), batch=True)
 
-    posterior = laplace(several, result.x, prior, options.pairs, oversample=10, batch=True)
+    posterior = laplace_approximation(several, result.x, prior, options.pairs, oversample=10, batch=True)
     tell("its uncertainty, too")
     samples = posterior.predict(lambda m: aquifer.observed(m)[left_out], options.draws, seed=100)
     heads = Heads(aquifer.heads[left_out], samples)

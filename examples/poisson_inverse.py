@@ -46,7 +46,7 @@ class Poisson:
         """Return u for all sources, shape (3, ny, nx), of this rank's block of m = log κ."""
         kappa = np.exp(m)
         # Set up once for an evaluation: the derivative's solve uses the same levels.
-        levels = mpiad.linalg.Multigrid(self.domain, mpiad.stop(kappa), **self.cell)
+        levels = mpiad.linalg.Multigrid(self.domain, mpiad.stop_gradient(kappa), **self.cell)
         return mpiad.linalg.solve(self.operator, self.f, kappa, batch=1, preconditioner=levels, rtol=TOLERANCE)
 
     def roughness(self, v):

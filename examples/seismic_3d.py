@@ -26,9 +26,9 @@ import autograd.numpy as np
 import numpy
 
 import mpiad
-from mpiad.inverse import Bilaplacian, laplace
+from mpiad.inverse import Bilaplacian, laplace_approximation
 from mpiad.tasks import RankGroups, sum_over
-from mpiad.timestepping import Checkpoints, scan
+from mpiad.timestepping import CheckpointSchedule, scan
 
 parser = argparse.ArgumentParser(description="Recover a velocity model in 3-D, with its uncertainty.")
 parser.add_argument("--shape", type=int, nargs=3, default=(64, 96, 96), help="cells in depth and along the surface")
@@ -86,7 +86,7 @@ class Ground:
         self.compiled, self.seen = mpiad.jit(self.step), mpiad.jit(self.observe)
         self.steps = options.steps
         # With one for so many steps, whose records are held at once, each step is run twice for the gradient.
-        self.kept = Checkpoints(-(-self.steps // options.recorded), recorded=options.recorded, dtype="float32")
+        self.kept = CheckpointSchedule(-(-self.steps // options.recorded), recorded=options.recorded, dtype="float32")
         self.wavelet = STEP**2 * ricker(STEP * numpy.arange(options.steps)) / CELL**3
 
         edge = (self.layer + 2) * CELL
@@ -256,7 +256,7 @@ def main():
     tell("found in both ways")
     kept = mpiad.linearize(ground.residuals)(found.x)
     pairs = {"k": options.pairs, "oversample": max(options.pairs // 2, 2)}
-    posterior = laplace(lambda v: kept.vjp(kept.jvp(v)), found.x, prior, **pairs)
+    posterior = laplace_approximation(lambda v: kept.vjp(kept.jvp(v)), found.x, prior, **pairs)
     deviation = numpy.sqrt(posterior.variance)
     least, mean = model.min(deviation), model.mean(deviation)
     tell("its uncertainty, too")

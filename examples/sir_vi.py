@@ -54,7 +54,7 @@ def chosen(probability, noise):
     probability = np.clip(probability, 1e-12, 1 - 1e-12)
     logits = np.log(probability) - np.log(1 - probability) + noise
     soft = 1 / (1 + np.exp(-logits / TEMPERATURE))
-    return soft + mpiad.stop(np.round(mpiad.stop(soft)) - soft)
+    return soft + mpiad.stop_gradient(np.round(mpiad.stop_gradient(soft)) - soft)
 
 
 def epidemic(theta, graph, n_timesteps, rng):
@@ -81,13 +81,13 @@ def epidemic(theta, graph, n_timesteps, rng):
 
 def beside(theta, x):
     """Return constants where a draw is."""
-    plain = mpiad.stop(theta)
+    plain = mpiad.stop_gradient(theta)
     return to_device(x, like=plain) if is_device_array(plain) else x
 
 
 def generator_for(theta):
     """Return random numbers that belong to a draw, whichever rank runs it."""
-    return numpy.random.default_rng(numpy.frombuffer(to_host(mpiad.stop(theta)).tobytes(), numpy.uint32))
+    return numpy.random.default_rng(numpy.frombuffer(to_host(mpiad.stop_gradient(theta)).tobytes(), numpy.uint32))
 
 
 def draw_picture(path, result, predict, data, days):
@@ -129,7 +129,7 @@ def main():
         return csr_matrix(graph)
 
     def predict(theta):
-        own = graph_on_device() if is_device_array(mpiad.stop(theta)) else graph
+        own = graph_on_device() if is_device_array(mpiad.stop_gradient(theta)) else graph
         return epidemic(theta, own, options.n_timesteps, generator_for(theta))
 
     def loss(theta, data):

@@ -36,7 +36,7 @@ from mpiad.primitives import (
     mpi_wait,
     mpi_waitall,
     reset,
-    stop,
+    stop_gradient,
 )
 from mpiad.transport import world as _world
 
@@ -54,7 +54,7 @@ __all__ = [
     "mpi_finalize", "mpi_finalized", "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized", "mpi_irecv",
     "mpi_isend", "mpi_local_rank", "mpi_map", "mpi_optimize", "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce",
     "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait",
-    "mpi_waitall", "reset", "stop", "value_and_grad",
+    "mpi_waitall", "reset", "stop_gradient", "value_and_grad",
 ]  # fmt: skip
 
 # Loaded at their first use: `mpiad.debug` after `import mpiad` costs nothing where nobody looks. All of them would

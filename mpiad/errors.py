@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 __all__ = [
-    "CommunicationMismatch", "CommunicatorError", "ConvergenceError", "DeadlockError", "ForeignTraceError",
-    "IntegrationError", "MessageMismatch", "NotFiniteError", "RemoteError", "ReplicationError", "RequestError",
+    "CommunicationMismatchError", "CommunicatorError", "ConvergenceError", "DeadlockError", "ForeignTraceError",
+    "IntegrationError", "MessageMismatchError", "NotFiniteError", "RemoteError", "ReplicationError", "RequestError",
     "UnfinishedMessagesError", "WorkerError",
 ]  # fmt: skip
 
@@ -45,7 +45,7 @@ class RequestError(RuntimeError):
     """
 
 
-class CommunicationMismatch(RuntimeError):
+class CommunicationMismatchError(RuntimeError):
     """Report ranks that were about to communicate with each other in different calls; under ``MPIAD_DEBUG=1``.
 
     Attributes
@@ -61,7 +61,7 @@ class CommunicationMismatch(RuntimeError):
         self.table, self.ranks = table, tuple(ranks)
 
 
-class MessageMismatch(CommunicationMismatch, ValueError):
+class MessageMismatchError(CommunicationMismatchError, ValueError):
     """Report a message that differs from what it was received into; a ValueError too, as without ``MPIAD_DEBUG``."""
 
 

@@ -1,6 +1,6 @@
 """Operators of the user's own that communicate: ten lines of Python, with their adjoint beside them.
 
-`communicating` turns a function into an operator that the ordered tape treats like a built-in: one node, recorded
+`custom_operator` turns a function into an operator that the ordered tape treats like a built-in: one node, recorded
 whether or not an input is traced, visited always, on every rank. Its body runs on plain arrays with no tape current,
 and may use bare mpi4py (post the receives, post the sends, wait for all). `defvjp`, `defjvp` say its derivatives,
 `defadjoint` both at once for a linear map. Rules made of communicating operators can be differentiated again.
@@ -16,11 +16,11 @@ from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.custom_operator import Communicating, InPlace
 
 __all__ = [
-    "Communicating", "InPlace", "communicating", "defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_together",
+    "Communicating", "InPlace", "custom_operator", "defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_together",
 ]  # fmt: skip
 
 
-def communicating(fun: Function) -> Communicating:
+def custom_operator(fun: Function) -> Communicating:
     """Make an operator of a function that communicates.
 
     Parameters
@@ -47,8 +47,8 @@ def communicating(fun: Function) -> Communicating:
     A sum over the ranks in bare mpi4py, which is its own transpose:
 
     >>> from mpi4py import MPI
-    >>> from mpiad.extend import communicating, defadjoint
-    >>> @communicating
+    >>> from mpiad.extend import custom_operator, defadjoint
+    >>> @custom_operator
     ... def total(x):
     ...     return MPI.COMM_WORLD.allreduce(x)
     >>> _ = defadjoint(total, lambda y: total(y))
@@ -72,13 +72,13 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     Raises
     ------
     TypeError
-        Where `operator` wasn't made by `communicating`.
+        Where `operator` wasn't made by `custom_operator`.
 
     Examples
     --------
     >>> from mpi4py import MPI
-    >>> from mpiad.extend import communicating, defvjp
-    >>> @communicating
+    >>> from mpiad.extend import custom_operator, defvjp
+    >>> @custom_operator
     ... def scaled_total(x, c):
     ...     return c * MPI.COMM_WORLD.allreduce(x)
     >>> defvjp(scaled_total, lambda ans, x, c: lambda g: scaled_total(g, c), None)
@@ -107,13 +107,13 @@ def defvjp_together(operator: Communicating, maker: Callable) -> None:
     Raises
     ------
     TypeError
-        Where `operator` wasn't made by `communicating`.
+        Where `operator` wasn't made by `custom_operator`.
 
     Examples
     --------
     >>> from mpi4py import MPI
-    >>> from mpiad.extend import communicating, defvjp_together
-    >>> @communicating
+    >>> from mpiad.extend import custom_operator, defvjp_together
+    >>> @custom_operator
     ... def weighted_total(x, c):
     ...     return MPI.COMM_WORLD.allreduce(c * x)
     >>> def maker(ans, x, c):
@@ -141,13 +141,13 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
     Raises
     ------
     TypeError
-        Where `operator` wasn't made by `communicating`.
+        Where `operator` wasn't made by `custom_operator`.
 
     Examples
     --------
     >>> from mpi4py import MPI
-    >>> from mpiad.extend import communicating, defjvp
-    >>> @communicating
+    >>> from mpiad.extend import custom_operator, defjvp
+    >>> @custom_operator
     ... def total_square(x):
     ...     return MPI.COMM_WORLD.allreduce(x**2)
     >>> defjvp(total_square, lambda g, ans, x: MPI.COMM_WORLD.allreduce(2 * x * g))
@@ -181,13 +181,13 @@ def defjvp_together(operator: Communicating, rule: Callable) -> None:
     Raises
     ------
     TypeError
-        Where `operator` wasn't made by `communicating`.
+        Where `operator` wasn't made by `custom_operator`.
 
     Examples
     --------
     >>> from mpi4py import MPI
-    >>> from mpiad.extend import communicating, defjvp_together
-    >>> @communicating
+    >>> from mpiad.extend import custom_operator, defjvp_together
+    >>> @custom_operator
     ... def inner(x, y):
     ...     return MPI.COMM_WORLD.allreduce(x @ y)
     >>> def rule(gs, ans, x, y):
@@ -222,19 +222,19 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     Raises
     ------
     TypeError
-        Where `operator` wasn't made by `communicating`.
+        Where `operator` wasn't made by `custom_operator`.
 
     Examples
     --------
     >>> from mpi4py import MPI
-    >>> from mpiad.extend import communicating, defadjoint
-    >>> @communicating
+    >>> from mpiad.extend import custom_operator, defadjoint
+    >>> @custom_operator
     ... def total(x):
     ...     return MPI.COMM_WORLD.allreduce(x)
     >>> _ = defadjoint(total, lambda y: total(y))
     >>> _ = mpiad.testing.check_adjoint(total, np.ones(2))
     """
-    transpose = adjoint if isinstance(adjoint, Communicating) else communicating(adjoint)
+    transpose = adjoint if isinstance(adjoint, Communicating) else custom_operator(adjoint)
     _checked(operator, "defadjoint")
     # Each is the other's adjoint, so that second derivatives need no third operator.
     for one, other in ((operator, transpose), (transpose, operator)):
@@ -247,5 +247,6 @@ def _checked(operator: object, call: str) -> Communicating:
     if isinstance(operator, Communicating):
         return operator
     raise TypeError(
-        f"{call}: expected an operator made by mpiad.extend.communicating, but got {type(operator).__name__} {operator!r}."
+        f"{call}: expected an operator made by mpiad.extend.custom_operator, but got {type(operator).__name__} "
+        f"{operator!r}."
     )

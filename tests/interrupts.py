@@ -32,9 +32,10 @@ import mpiad
 from mpiad import errors
 from mpiad.differentiation import backward, bundles, tape, trace
 from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, ODEProblem, Rosenbrock23, solve
-from mpiad.extend import communicating, defadjoint
+from mpiad.extend import custom_operator, defadjoint
 from mpiad.linalg import solve as linear_solve
-from mpiad.primitives import custom_operator, operation
+from mpiad.primitives import custom_operator as custom_operators
+from mpiad.primitives import operation
 from mpiad.programs import array_module, calls_on_tape, entry, function, playback, recorder, trace_run
 from mpiad.transport import calls, channel, channels, signals, tracing
 from mpiad.transport.guarded import timed_waits
@@ -47,7 +48,7 @@ MINE = X * (WORLD.rank + 1)
 TOTAL = X * WORLD.size * (WORLD.size + 1) / 2
 
 
-@communicating
+@custom_operator
 def summed(x):
     return WORLD.allreduce(x)
 
@@ -117,7 +118,7 @@ def compiled_gradient():
 
 def deciding(x):
     total = mpiad.mpi_allreduce(x)
-    return anp.sin(total) if float(mpiad.stop(anp.sum(total))) < 1e9 else total
+    return anp.sin(total) if float(mpiad.stop_gradient(anp.sum(total))) < 1e9 else total
 
 
 def interpreted():
@@ -198,7 +199,7 @@ def deciding_backwards(x):
 defvjp(deciding_backwards, lambda ans, x: lambda g: g if float(anp.sum(g)) else 0 * g)
 
 
-@communicating
+@custom_operator
 def failing_operator(x):
     mpiad.mpi_allreduce(x)
     raise Failed
@@ -311,7 +312,7 @@ def within_compiled():
     """Return the gradient of a compiled function that calls another one, also in an operator, and its closed form."""
     inner = mpiad.jit(lambda x: anp.sin(x) * 1.0)
     inner(MINE), inner(MINE)
-    body = communicating(lambda x: WORLD.allreduce(inner(x)))
+    body = custom_operator(lambda x: WORLD.allreduce(inner(x)))
     defadjoint(body, lambda g: summed(g))
     outer = mpiad.jit(lambda x: anp.sum(inner(mpiad.mpi_allreduce(x))))
 
@@ -449,7 +450,7 @@ def compiled_within():
     """Return an operator that calls a compiled function that communicates, and its closed form."""
     inner = mpiad.jit(lambda x: anp.sin(mpiad.mpi_allreduce(x)))
     inner(MINE)
-    body = communicating(lambda x: inner(x))
+    body = custom_operator(lambda x: inner(x))
     return lambda: body(MINE), np.sin(TOTAL)
 
 
@@ -488,7 +489,7 @@ NAMED = {
     tape: "_Tape.__enter__ _Tape.__exit__ _Tape.close _Tape.end OrderedTape.lasting OrderedTape.communicated "
     "TangentTape.communicated _open_number _close_number",
     operation: "suspended.__enter__ suspended.__exit__ communicate apply run",
-    custom_operator: "Communicating.__call__ Communicating.run Communicating.body Communicating._as_one_node",
+    custom_operators: "Communicating.__call__ Communicating.run Communicating.body Communicating._as_one_node",
     backward: "run_backward run_backward_together _seeded sweep sweep_together _pull_together",
     tracing: "restoring_state.__enter__ restoring_state.__exit__",
     bundles: "Bundle.__enter__ Bundle.__exit__ Bundle.variable",

@@ -13,7 +13,7 @@ _PROGRAM = """
 import os, signal, sys
 import autograd.numpy as np
 import mpiad
-from mpiad.optimize import Checkpoint, least_squares
+from mpiad.optimize import CheckpointFile, least_squares
 
 path, kill, rank, count = sys.argv[1], int(sys.argv[2]), mpiad.mpi_rank(), [0]
 
@@ -22,7 +22,7 @@ def counted(x):
     if rank == 1 and count[0] == kill:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0 and count[0] == 1 and os.path.exists(path):
-        assert np.array_equal(np.load(path)["x"], mpiad.stop(x))
+        assert np.array_equal(np.load(path)["x"], mpiad.stop_gradient(x))
 {own}
 print("ended", result.success, bool(np.allclose(result.x, 1.0, atol=1e-4)), len(result.history.loss))
 """

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 NEVER_ENDS = "(never ends)"
 FENCE = re.compile(r"^(`{3,})([^\n`]*)\n(.*?)^\1 *$", re.MULTILINE | re.DOTALL)
 HEADER = re.compile(r"# mpiexec -n (\d+) python (\w+\.py)\n")
-ERROR = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Mismatch)\b.*", re.MULTILINE)
+ERROR = re.compile(r"^(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit)\b.*", re.MULTILINE)
 
 
 class PageError(ValueError):

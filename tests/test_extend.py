@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import ForeignTraceError, UnfinishedMessagesError
-from mpiad.extend import communicating, defadjoint, defjvp, defjvp_together, defvjp, defvjp_together
+from mpiad.extend import custom_operator, defadjoint, defjvp, defjvp_together, defvjp, defvjp_together
 from mpiad.testing import check_adjoint, check_grads
 
 COMM = MPI.COMM_WORLD.Dup()
@@ -24,7 +24,7 @@ def shift(x, dest, source):
 
 def shift_operator():
     """Return a ring shift with its adjoint."""
-    operator = communicating(lambda x: shift(x, RIGHT, LEFT))
+    operator = custom_operator(lambda x: shift(x, RIGHT, LEFT))
     defadjoint(operator, lambda y: shift(y, LEFT, RIGHT))
     return operator
 
@@ -78,7 +78,7 @@ def test_it_is_visited_where_its_input_is_not_traced(rank, size):
 
 
 def test_rules_for_several_arguments(rng, rank):
-    product = communicating(lambda a, b, weight=1.0: COMM.allreduce(float(weight * a @ b)))
+    product = custom_operator(lambda a, b, weight=1.0: COMM.allreduce(float(weight * a @ b)))
     total = lambda g: mpiad.mpi_allreduce(g)  # noqa: E731
     defvjp(
         product,
@@ -90,7 +90,7 @@ def test_rules_for_several_arguments(rng, rank):
         lambda g, ans, a, b, weight=1.0: mpiad.mpi_allreduce(anp.sum(g * b)) * weight,
         lambda g, ans, a, b, weight=1.0: mpiad.mpi_allreduce(anp.sum(g * a)) * weight,
     )
-    together = communicating(lambda a, b: COMM.allreduce(float(a @ b)))
+    together = custom_operator(lambda a, b: COMM.allreduce(float(a @ b)))
     defvjp_together(together, lambda ans, a, b: lambda g: (lambda s: (s * b, s * a))(total(g)))
     a, b = rng.standard_normal(3), rng.standard_normal(3)
     everything = COMM.allreduce(a @ b)
@@ -111,7 +111,7 @@ def test_a_body_is_one_node():
             x = mpiad.mpi_allreduce(x) / COMM.size
         return x
 
-    operator = communicating(body)
+    operator = custom_operator(body)
     defadjoint(operator, body)
     np.testing.assert_allclose(mpiad.grad(lambda x: anp.sum(operator(x) ** 2))(np.ones(2)), np.full(2, 2.0 / COMM.size))
     # Forward once and backward once, both on plain arrays.
@@ -120,7 +120,7 @@ def test_a_body_is_one_node():
 
 def test_a_traced_variable_from_outside_is_refused():
     def loss(x):
-        operator = communicating(lambda y: y * x)
+        operator = custom_operator(lambda y: y * x)
         defadjoint(operator, lambda y: y)
         return anp.sum(operator(np.ones(2)))
 
@@ -129,7 +129,7 @@ def test_a_traced_variable_from_outside_is_refused():
 
 
 def test_one_tangent_rule_for_all_arguments(rng):
-    product = communicating(lambda a, b: COMM.allreduce(float(a @ b)))
+    product = custom_operator(lambda a, b: COMM.allreduce(float(a @ b)))
     calls = []
 
     def rule(gs, ans, a, b):
@@ -151,7 +151,7 @@ def test_an_exception_between_messages_in_a_body_marks_the_communicator(rank, si
         mpiad.mpi_send(x, RIGHT)
         raise KeyError("between send and receive")
 
-    operator = communicating(body)
+    operator = custom_operator(body)
     defadjoint(operator, body)
     with pytest.raises(KeyError):
         mpiad.grad(lambda x: anp.sum(operator(x)))(np.ones(2))
@@ -162,7 +162,7 @@ def test_an_exception_between_messages_in_a_body_marks_the_communicator(rank, si
 
 
 def test_operators_without_rules_and_rules_without_operators():
-    operator = communicating(lambda x: x)
+    operator = custom_operator(lambda x: x)
     assert operator(3.0) == 3.0
     with pytest.raises(NotImplementedError, match="has no adjoint"):
         mpiad.grad(lambda x: anp.sum(operator(x)))(np.ones(2))
@@ -194,7 +194,7 @@ def test_bodies_get_contiguous_arrays(rank, size):
         COMM.Sendrecv(x, dest, 5, got, source, 5)
         return got
 
-    operator = communicating(lambda x: moved(x, RIGHT, LEFT))
+    operator = custom_operator(lambda x: moved(x, RIGHT, LEFT))
     defadjoint(operator, lambda y: moved(y, LEFT, RIGHT))
     weights = [np.arange(6.0).reshape(3, 2) * (r + 1) for r in range(size)]
     g = mpiad.grad(lambda x: anp.sum(operator(x).T * weights[rank]), objective="sum")(np.ones((2, 3)))
@@ -209,9 +209,9 @@ def test_bodies_cannot_write_to_what_others_hold(rank):
 
     x = np.arange(3.0)
     with pytest.raises(ValueError, match="read-only"):
-        communicating(in_place)(x)
+        custom_operator(in_place)(x)
     np.testing.assert_array_equal(x, np.arange(3.0))
-    same = communicating(lambda x: x)
+    same = custom_operator(lambda x: x)
     out = same(x)
     out += 1.0  # the result is the caller's own
     np.testing.assert_array_equal(x, np.arange(3.0))
@@ -219,8 +219,8 @@ def test_bodies_cannot_write_to_what_others_hold(rank):
 
 def test_results_and_cotangents_of_another_form_are_refused():
     with pytest.raises(TypeError, match="must return one array, a number or None, but returned tuple"):
-        communicating(lambda x: (x, x))(np.ones(2))
-    bare, scalar, long = (communicating(lambda a, b: a + b) for _ in range(3))
+        custom_operator(lambda x: (x, x))(np.ones(2))
+    bare, scalar, long = (custom_operator(lambda a, b: a + b) for _ in range(3))
     defvjp_together(bare, lambda ans, a, b: lambda g: g)
     defvjp(scalar, lambda ans, a, b: lambda g: g.sum())
     defvjp_together(long, lambda ans, a, b: lambda g: (g, g, g))
@@ -234,7 +234,7 @@ def test_results_and_cotangents_of_another_form_are_refused():
 
 
 def test_rules_of_none_give_zeros():
-    operator = communicating(lambda x: x * 2.0)
+    operator = custom_operator(lambda x: x * 2.0)
     defvjp(operator, None)
     defjvp(operator, None)
     g = mpiad.grad(lambda x: anp.sum(operator(x) + x), objective="sum")(np.ones(2))

@@ -122,7 +122,7 @@ def watching(watched, rank, size, interrupted=False):
         total = mpiad.mpi_allreduce(y)
         z = mpiad.mpi_exchange(total * y, (rank + 1) % size, (rank - 1) % size)
         for value in (y, total, z):
-            watched.append(weakref.ref(mpiad.stop(value)))
+            watched.append(weakref.ref(mpiad.stop_gradient(value)))
         if interrupted:
             raise InterruptedStep
         return anp.sum(z**2)
@@ -164,7 +164,7 @@ def test_a_reverse_pass_returns_memory_on_the_way(no_collector, rank):
     def half(x):
         for _ in range(10):
             x = anp.sin(x) * x
-            watched.append(weakref.ref(mpiad.stop(x)))
+            watched.append(weakref.ref(mpiad.stop_gradient(x)))
         return x
 
     def look(g):

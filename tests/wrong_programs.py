@@ -7,7 +7,7 @@ A program's header, the comments at its top, says how it is run and what its use
     # environment: MPIAD_DEBUG=1 MPIAD_TIMEOUT=2        none
     # arguments: -m pytest                              of the interpreter, before the program's name
     # within: 20                                        seconds, from start to end; 20
-    # raises: CommunicationMismatch                     the last error of a rank; there may be none
+    # raises: CommunicationMismatchError                     the last error of a rank; there may be none
     # says: rank 1.*mpi_bcast.*{here}                   a regular expression, in standard error; one or more
     # says on Open MPI: signal 9                        where the launcher speaks, and each its own language
     # prints: 1 failed                                  the same, in standard output

@@ -10,7 +10,7 @@ import numpy
 import timing
 
 import mpiad
-from mpiad.timestepping import Checkpoints, scan
+from mpiad.timestepping import CheckpointSchedule, scan
 
 options = acoustics.arguments()
 start, square = acoustics.fields(options.cells)
@@ -58,7 +58,7 @@ def check():
 gradients = {
     "gradient, jitted": gradient(compiled),
     "gradient, interpreted": gradient(step),
-    "gradient from √n checkpoints, jitted": gradient(compiled, Checkpoints(root, recorded=root)),
+    "gradient from √n checkpoints, jitted": gradient(compiled, CheckpointSchedule(root, recorded=root)),
 }
 cases = {
     "forward, jitted": lambda: energy(compiled)(square),

@@ -23,7 +23,7 @@ PREFIXES = ["", "mpiad.", "mpiad.linalg.", "mpiad.ensemble.", "mpiad.timesteppin
 OBJECTS = {"domain.": "mpiad.Domain.", "Domain.": "mpiad.Domain.", "np.": "numpy.", "MPI.": "mpi4py.MPI.",
            "mpi4py.MPI.COMM_WORLD.": "mpi4py.MPI.Comm."}  # fmt: skip
 AUTOGRAD = "https://github.com/HIPS/autograd/blob/master/docs/tutorial.md"
-TOO_COMMON = {"solve", "scan", "stop", "reset", "value", "step", "traced", "report", "array"}
+TOO_COMMON = {"solve", "scan", "reset", "value", "step", "traced", "report", "array"}
 
 
 class LinkedNames(SphinxPostTransform):

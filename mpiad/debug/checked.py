@@ -26,9 +26,9 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
 
     Raises
     ------
-    CommunicationMismatch
+    CommunicationMismatchError
         Inside, on all ranks of a communicator that are about to do different things; where a message differs from what it
-        is received into (`MessageMismatch`).
+        is received into (`MessageMismatchError`).
     DeadlockError
         Inside, where a wait takes longer.
     ValueError

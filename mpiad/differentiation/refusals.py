@@ -12,7 +12,7 @@ from typing import Any
 
 import autograd.numpy as anp
 
-_STOPPED = "pass mpiad.stop(x), the value without its derivative."
+_STOPPED = "pass mpiad.stop_gradient(x), the value without its derivative."
 _ASSIGNED = (
     "Traced arrays can't be changed, and other arrays can't hold traced values: make a new array by np.concatenate, "
     "np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np)."
@@ -73,7 +73,7 @@ def _cure_of(text: str) -> str | None:
     name = method[1]
     if hasattr(anp, name):
         return f"Call autograd.numpy's function, np.{name}(x, ...)."
-    return f"The plain value has it, without a derivative: mpiad.stop(x).{name}."
+    return f"The plain value has it, without a derivative: mpiad.stop_gradient(x).{name}."
 
 
 def refuse_pickling(node: object, protocol: object) -> Any:

@@ -14,7 +14,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Shape
 from mpiad.domain.decomposition import per_dimension
 from mpiad.domain.partition import Partition
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 
 _ROUNDING = 1e-9  # in cells: points at the very end of the grid, computed by other ways, are inside
 
@@ -79,7 +79,7 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
     A TypeError where points aren't numbers; a ValueError where they have another number of coordinates than the grid, or
     one lies outside.
     """
-    ndim, plain = len(partition.shape), np.asarray(stop(points))
+    ndim, plain = len(partition.shape), np.asarray(stop_gradient(points))
     if plain.dtype.kind not in "fiu":
         raise TypeError(f"{call}: points must be an array of numbers, but got {type(points).__name__} of {plain.dtype}.")
     if plain.shape[-1:] != (ndim,):
@@ -89,8 +89,8 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
         )
     firsts, steps = np.array(lattice.firsts), np.array(lattice.steps)
     place = ((points if isbox(points) else plain) - firsts) / steps  # in cells, from cell 0
-    _require_inside(plain, np.asarray(stop(place)), lattice, partition, call)
-    base = np.floor(np.asarray(stop(place))).astype(np.intp)
+    _require_inside(plain, np.asarray(stop_gradient(place)), lattice, partition, call)
+    base = np.floor(np.asarray(stop_gradient(place))).astype(np.intp)
     # A point on the last cell lies between the one before and it, with weight one, and needs no cell beyond the grid.
     last = np.maximum(np.array(partition.shape) - 2, 0)
     base = np.where(np.array(partition.periodic), base, np.clip(base, 0, last))

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.domain.decomposition import Decomposition
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.array_files import Layout, read_block, write_block
 from mpiad.transport.device_arrays import is_device_array
@@ -43,9 +43,9 @@ class FieldFiles(Decomposition):
         """
         call = "Domain.save"
         with raising_together(self._channel, Exception):
-            if is_device_array(stop(u)):
+            if is_device_array(stop_gradient(u)):
                 raise TypeError(f"{call}: expected an array on the host. Copy it with mpiad.device.to_host.")
-            block = np.ascontiguousarray(stop(self._checked(u, self.local_shape, call)))
+            block = np.ascontiguousarray(stop_gradient(self._checked(u, self.local_shape, call)))
             if block.dtype.kind in "OV":
                 kind = "Python's objects" if block.dtype.hasobject else f"structures, {block.dtype}"
                 raise TypeError(f"{call}: expected numbers, but got an array of {kind}.")

@@ -17,7 +17,7 @@ from mpiad.domain.boundary import ZERO, Side, Sides, homogeneous
 from mpiad.domain.halo_messages import PreparedStage, add, post, put
 from mpiad.domain.partition import Partition
 from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
-from mpiad.extend import InPlace, communicating, defjvp, defvjp
+from mpiad.extend import InPlace, custom_operator, defjvp, defvjp
 from mpiad.transport.buffers import copied, empty_beside
 
 # Far from what users choose, and below the 32767 that MPI guarantees.
@@ -91,7 +91,7 @@ class Halo:
         return Local(index(self.geometry.layers(axis, 2 * place - 1)), copied, axis, place)
 
 
-@communicating
+@custom_operator
 def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
     """Return the block u (..., *halo.shape) with its halo, (..., *halo.padded), by what lies beyond physical sides.
 
@@ -131,7 +131,7 @@ def _fill_copies(out: LocalArray, local: list[Local], sides: Sides) -> None:
             out[cells.ghost] = cells.side(sides).filled(out[cells.copied])
 
 
-@communicating
+@custom_operator
 def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
     """Add what belongs to halo cells to the cells that they are copies of: of g (..., *halo.padded) to (..., *halo.shape).
 

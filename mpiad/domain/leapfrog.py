@@ -20,13 +20,13 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import LocalArray
 from mpiad.domain.stencil_sums import StencilSums, apply_stencil, transposed_stencil
 from mpiad.domain.weighted_sum import Finish
-from mpiad.extend import communicating, defjvp, defjvp_together, defvjp, defvjp_together
+from mpiad.extend import custom_operator, defjvp, defjvp_together, defvjp, defvjp_together
 from mpiad.primitives.cotangents import tangent_of
 from mpiad.primitives.operation import current
 from mpiad.transport.buffers import empty_beside, zeros_beside
 
 
-@communicating
+@custom_operator
 def advance(u: LocalArray, before: LocalArray, factor: LocalArray, stencil: StencilSums, kept: list | None) -> LocalArray:
     """Return 2 u - before + factor S u, and append S u to what is kept."""
     factors = np.broadcast_to(factor, u.shape)
@@ -37,7 +37,7 @@ def advance(u: LocalArray, before: LocalArray, factor: LocalArray, stencil: Sten
     return out
 
 
-@communicating
+@custom_operator
 def retreat(g: LocalArray, factor: LocalArray, stencil: StencilSums) -> LocalArray:
     """Return 2 g + Sᵀ (factor g), the cotangent of u."""
     factors = np.broadcast_to(factor, g.shape)

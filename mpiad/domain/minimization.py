@@ -65,7 +65,7 @@ class Minimization(Decomposition):
         objective : {"root", "sum", "mean"}
             What is minimised: the L_r of rank 0, as where `fun` returns `Domain.sum`; the sum of all L_r; or their mean.
         args : tuple
-        checkpoint : path or mpiad.optimize.Checkpoint, optional
+        checkpoint : path or mpiad.optimize.CheckpointFile, optional
             As in `minimize`: each rank writes files of its own beside this name. Any number of ranks can go on from them.
         progress : bool
             Whether rank 0 writes its progress to standard error.
@@ -110,9 +110,9 @@ class Minimization(Decomposition):
                 self._checked(leaf, self.local_shape, _CALL)
         # The optimizers know nothing of domains, and lie above them: they are loaded where somebody asks for them.
         optimize = import_module("mpiad.optimize")
-        kept: Any = optimize.Checkpoint(checkpoint) if isinstance(checkpoint, (str, PathLike)) else checkpoint
+        kept: Any = optimize.CheckpointFile(checkpoint) if isinstance(checkpoint, (str, PathLike)) else checkpoint
         # So that the file holds the whole grid, and can be read on another number of ranks.
-        if isinstance(kept, optimize.Checkpoint) and kept.blocks is None:
+        if isinstance(kept, optimize.CheckpointFile) and kept.blocks is None:
             kept = kept._replace(blocks=self.owned)
         return optimize.minimize(
             fun, x0, method=method, jac=jac, hessp=hessp, bounds=bounds, comm=self.comm, tol=tol, options=options,

@@ -25,7 +25,7 @@ from mpiad.device.constants import Constants
 from mpiad.device.transfer import array_to_device
 from mpiad.domain.coordinates import Lattice, Location, located
 from mpiad.domain.partition import Partition
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.transport import Spec
 from mpiad.transport.device_arrays import arrays_of
 
@@ -99,7 +99,7 @@ def _corner_weight(fraction: Array, step: tuple[int, ...]) -> Array:
 
 def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray:
     """Return a field's values at this rank's points, zeros at those of others, where its padded block lives."""
-    home, weights = arrays_of(stop(padded)), table.weights
+    home, weights = arrays_of(stop_gradient(padded)), table.weights
     lead, cells = padded.shape[: padded.ndim - ndim], math.prod(padded.shape[padded.ndim - ndim :])
     if isinstance(weights, Constants):
         (weights,) = weights.on(home)

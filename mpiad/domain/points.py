@@ -21,7 +21,7 @@ from mpiad.domain.coordinates import Lattice, Location, lattice_of, located
 from mpiad.domain.decomposition import Decomposition
 from mpiad.domain.halo import Halo, fill_halo
 from mpiad.domain.point_tables import PointTable, PointTables, interpolated
-from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_reduce_scatter, stop
+from mpiad.primitives import mpi_allgather, mpi_allreduce, mpi_reduce_scatter, stop_gradient
 from mpiad.transport import Channel
 from mpiad.transport.agreement import agreed, raising_together
 from mpiad.transport.device_arrays import arrays_of, named
@@ -127,7 +127,7 @@ class Points(Decomposition):
         lattice = lattice_of(self.shape, self.periodic, spacing, origin, extent, centred)
         # There, also of points on a device: where each is decides how arrays are indexed.
         found = located(_on_host(points), lattice, self._partition, "Domain.locate")
-        home = arrays_of(stop(points))
+        home = arrays_of(stop_gradient(points))
         return found if home is None else Location(*[array_to_device(part, home) for part in found])
 
     def interpolate(
@@ -200,7 +200,7 @@ class Points(Decomposition):
         _require_place(u, points, call)
         points = _on_host(points)
         if watch_settings.debug():
-            named_points = [("points", np.asarray(stop(points)))]
+            named_points = [("points", np.asarray(stop_gradient(points)))]
             settled(require_replicated, self._channel, named_points, f"{call}: {_SAME}", _HOW_TO_AGREE)
         share, table = self._share(u, points, lattice, call)
         if result == "share":
@@ -208,9 +208,9 @@ class Points(Decomposition):
         # With the values travels how many ranks own each point: points that differ between ranks have none, or several.
         (owned,) = table.owned.beside(share)
         flat = anp.reshape(share, (-1,))
-        total = mpi_allreduce(concatenate([flat, owned.astype(stop(share).dtype)]), comm=self.comm)
-        settled(_require_one_owner, stop(total)[stop(flat).size :], self._channel, call)
-        return anp.reshape(total[: stop(flat).size], share.shape)
+        total = mpi_allreduce(concatenate([flat, owned.astype(stop_gradient(share).dtype)]), comm=self.comm)
+        settled(_require_one_owner, stop_gradient(total)[stop_gradient(flat).size :], self._channel, call)
+        return anp.reshape(total[: stop_gradient(flat).size], share.shape)
 
     def _share(self, u: LocalArray, points: Array, lattice: Lattice, call: str) -> tuple[LocalArray, PointTable]:
         """Return the values at the points that this rank owns, and zeros at the others; and their table."""
@@ -226,7 +226,7 @@ class Points(Decomposition):
             _require_place(u, points, call)
             points = _on_host(points)
             located(points, lattice, self._partition, call)
-        ndim, shape = len(self.shape), np.shape(stop(points))[:-1]
+        ndim, shape = len(self.shape), np.shape(stop_gradient(points))[:-1]
         # As floats, also where some ranks give integers: what is gathered has one dtype.
         flat = anp.reshape(points, (-1, ndim)) * 1.0
         counts = [int(n) for n in mpi_allgather(np.array([math.prod(shape)]), axis=0, comm=self.comm)]
@@ -250,7 +250,7 @@ class Points(Decomposition):
 
 def _on_host(points: Array) -> Array:
     """Return points where they are looked for; traced ones with their trace."""
-    return points if arrays_of(stop(points)) is None else array_to_host(points)
+    return points if arrays_of(stop_gradient(points)) is None else array_to_host(points)
 
 
 def _require_one_owner(counts: Array, channel: Channel, call: str) -> None:
@@ -268,9 +268,9 @@ def _require_one_owner(counts: Array, channel: Channel, call: str) -> None:
 
 def _require_place(u: LocalArray, points: Array, call: str) -> None:
     """Raise a TypeError where points are on another device than the field, which may be on the host."""
-    home = arrays_of(stop(points))
-    if home is not None and home != arrays_of(stop(u)):
+    home = arrays_of(stop_gradient(points))
+    if home is not None and home != arrays_of(stop_gradient(u)):
         raise TypeError(
-            f"{call}: points must be on the host, or where u is, but points are {named(stop(points))} and u is "
-            f"{named(stop(u))}. Nothing is copied unasked: see mpiad.device.to_device and to_host."
+            f"{call}: points must be on the host, or where u is, but points are {named(stop_gradient(points))} and u is "
+            f"{named(stop_gradient(u))}. Nothing is copied unasked: see mpiad.device.to_device and to_host."
         )

@@ -20,7 +20,7 @@ from mpiad.domain.halo import Halo, fill_local, fold_in_place
 from mpiad.domain.halo_messages import post, put
 from mpiad.domain.routes import FACES, TOGETHER
 from mpiad.domain.weighted_sum import Box, Finish, Terms, terms_of, weighted_sum
-from mpiad.extend import communicating, defjvp, defvjp
+from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.transport.buffers import empty_beside, zeros_beside
 
 _TAG = 32749
@@ -116,13 +116,13 @@ class StencilSums:
         return total[halo.interior]
 
 
-@communicating
+@custom_operator
 def apply_stencil(u: LocalArray, stencil: StencilSums) -> LocalArray:
     """Return the stencil's sums; see `Stencil`."""
     return stencil.summed(u)
 
 
-@communicating
+@custom_operator
 def spread_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
     """Return the transpose of `apply_stencil`, whose adjoint is its linear part."""
     return stencil.spread(g)

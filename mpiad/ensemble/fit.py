@@ -172,7 +172,7 @@ def _fitted(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: ran
     if batch.traced or is_on_device(batch):
         raise NotImplementedError(
             "fit: the ensemble has traced values or device arrays, through which nothing can be differentiated or solved "
-            "here. Pass mpiad.stop(x), or bring them to the host with mpiad.device.to_host."
+            "here. Pass mpiad.stop_gradient(x), or bring them to the host with mpiad.device.to_host."
         )
     settings = settings_of(options, batch, save_times(options.saveat, batch, numbers.start), record=True)
     solves = SensitivitySolve(compiler, batch, settings, given.prob_generator)

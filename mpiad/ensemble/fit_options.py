@@ -106,7 +106,9 @@ def _check_functions(given: FitArguments, ensemble: EnsembleProblem) -> None:
 
 def _check_plain(name: str, x: Array) -> None:
     if isbox(x):
-        raise NotImplementedError(f"fit: {name} is traced, but a fit has no derivative here. Pass mpiad.stop({name}).")
+        raise NotImplementedError(
+            f"fit: {name} is traced, but a fit has no derivative here. Pass mpiad.stop_gradient({name})."
+        )
     if is_device_array(x):
         raise NotImplementedError(
             f"fit: {name} is a device array, but fits run on the host. Pass mpiad.device.to_host({name})."

@@ -20,7 +20,7 @@ def times_of(t: Array, count: int | None) -> Array:
     if isbox(t) or (isinstance(t, (list, tuple)) and any(map(isbox, t))):
         raise NotImplementedError(
             "sol(t): t is traced, but states have no derivative here by the times at which they are looked at. Pass "
-            "mpiad.stop(t), or let tspan end at the time that moves: u_end has a derivative by it."
+            "mpiad.stop_gradient(t), or let tspan end at the time that moves: u_end has a derivative by it."
         )
     times = np.asarray(t)
     if times.dtype.kind not in "iuf":

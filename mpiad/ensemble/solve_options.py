@@ -193,7 +193,7 @@ def _check_untraced(saveat: Array) -> None:
     if any(map(isbox, parts)):
         raise NotImplementedError(
             "solve: saveat is traced, but states have no derivative here by the times at which they are saved. Pass "
-            "mpiad.stop(saveat), or let tspan end at the time that moves: u_end has a derivative by it."
+            "mpiad.stop_gradient(saveat), or let tspan end at the time that moves: u_end has a derivative by it."
         )
 
 

@@ -225,7 +225,7 @@ def _batch(options: SolveOptions, numbers: range) -> Batch:
         seed = master_seed(problem.seed) if problem.prob_func else 0
         batch, _ = own_members(problem, range(numbers.start + 1, numbers.stop + 1), 1, seed, options.trajectories)
     if isbox(batch.start) or isbox(batch.end):
-        raise NotImplementedError("steady_state: tspan is traced, but has no derivative here. Pass mpiad.stop(t).")
+        raise NotImplementedError("steady_state: tspan is traced, but has no derivative here. Pass mpiad.stop_gradient(t).")
     if is_on_device(batch.plain()):
         raise NotImplementedError(
             "steady_state: the states or parameters are device arrays, but Newton's method runs on the host. Bring them "

@@ -21,7 +21,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray, ReplicatedArray
 from mpiad.domain import Domain
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same
 
@@ -152,7 +152,7 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
             for each in value if several else [value]:
                 positive(each, f"{call}: {name}")
         for k, (name, value) in enumerate(fields.items()):
-            block = np.asarray(stop(value), dtype=float)
+            block = np.asarray(stop_gradient(value), dtype=float)
             if block.shape not in ((), domain.local_shape):
                 raise ValueError(
                     f"{call}: {name} must be a number or a block of shape {domain.local_shape}, but has shape "

@@ -27,7 +27,7 @@ _ZERO, _ROUNDING = 1e-3, 1e-6
 
 
 class Posterior:
-    """The Gaussian that `laplace` returns.
+    """The Gaussian that `laplace_approximation` returns.
 
     Attributes
     ----------
@@ -41,11 +41,12 @@ class Posterior:
 
     Examples
     --------
-    >>> from mpiad.inverse import Bilaplacian, laplace
+    >>> from mpiad.inverse import Bilaplacian, laplace_approximation
     >>> domain = mpiad.Domain(32)
     >>> prior = Bilaplacian(domain, correlation_length=8.0)
     >>> measured = np.arange(32)[domain.owned] == 16
-    >>> posterior = laplace(lambda v: measured * v / 0.5**2, np.zeros(domain.local_shape), prior, k=2, oversample=4)
+    >>> product = lambda v: measured * v / 0.5**2
+    >>> posterior = laplace_approximation(product, np.zeros(domain.local_shape), prior, k=2, oversample=4)
     >>> print(round(posterior.information_gain(), 4), round(0.5 * (np.log(5.0) - 4 / 5), 4))
     0.4047 0.4047
     """
@@ -86,7 +87,7 @@ class Posterior:
         return np.tensordot(weights, blocks, 1)
 
 
-def laplace(
+def laplace_approximation(
     product: Callable[[LocalArray], LocalArray], m: LocalArray, prior: GaussianPrior, k: int, *, oversample: int = 20,
     seed: int = 0, batch: bool = False,
 ) -> Posterior:  # fmt: skip
@@ -130,28 +131,30 @@ def laplace(
 
     Examples
     --------
-    >>> from mpiad.inverse import Bilaplacian, laplace
+    >>> from mpiad.inverse import Bilaplacian, laplace_approximation
     >>> domain = mpiad.Domain(32)
     >>> prior = Bilaplacian(domain, correlation_length=8.0)
     >>> measured = np.arange(32)[domain.owned] % 8 == 0
-    >>> posterior = laplace(lambda v: measured * v / 0.1**2, np.zeros(domain.local_shape), prior, k=6, oversample=8)
+    >>> product = lambda v: measured * v / 0.1**2
+    >>> posterior = laplace_approximation(product, np.zeros(domain.local_shape), prior, k=6, oversample=8)
     >>> print(posterior.values.shape, domain.max(np.where(measured, posterior.variance, 0.0)) < 0.011)
     (4,) True
     """
-    own_block(prior.domain, m, "laplace")
+    own_block(prior.domain, m, "laplace_approximation")
     directions = prior.domain.normal(seed, (k + oversample,))
     pairs, least = ritz_pairs(product, m, k, prior.apply, prior.solve, oversample, directions, batch, prior.domain.comm)
     if least < -max(_ZERO, _ROUNDING * pairs.values[0]):
         warnings.warn(
-            f"laplace: product has Ritz values from {least:.3g} to {pairs.values[0]:.3g} in the prior's inner product. "
-            "Negative ones are taken as zero, as if the data said nothing there. If all are negative, product has the "
-            "wrong sign: it must be with the Hessian of the negative log-likelihood. Otherwise this is indefinite at m: "
-            "take Gauss-Newton's product, JᵀJ.", RuntimeWarning, stacklevel=2,
+            f"laplace_approximation: product has Ritz values from {least:.3g} to {pairs.values[0]:.3g} in the prior's "
+            "inner product. Negative ones are taken as zero, as if the data said nothing there. If all are negative, "
+            "product has the wrong sign: it must be with the Hessian of the negative log-likelihood. Otherwise this is "
+            "indefinite at m: take Gauss-Newton's product, JᵀJ.", RuntimeWarning, stacklevel=2,
         )  # fmt: skip
     if len(pairs.values) == k and pairs.values[-1] > 1.0:
         warnings.warn(
-            f"laplace: the last of {len(pairs.values)} eigenvalues is {pairs.values[-1]:.3g}, where those below 1 are the "
-            "prior's more than the data's. The variance is too large: raise k.", RuntimeWarning, stacklevel=2,
+            f"laplace_approximation: the last of {len(pairs.values)} eigenvalues is {pairs.values[-1]:.3g}, where those "
+            "below 1 are the prior's more than the data's. The variance is too large: raise k.",
+            RuntimeWarning, stacklevel=2,
         )  # fmt: skip
     # Negative values are those of an indefinite Hessian, with a warning, or errors of the products.
     return Posterior(m, prior, np.maximum(pairs.values, 0.0), pairs.vectors)

@@ -2,13 +2,13 @@
 
 from mpiad.linalg import petsc
 from mpiad.linalg.additive_schwarz import AdditiveSchwarz
-from mpiad.linalg.matrix_row_block import MatrixRowBlock
+from mpiad.linalg.distributed_matrix import DistributedMatrix
 from mpiad.linalg.multigrid import Elliptic, Multigrid, solve_elliptic
 from mpiad.linalg.newton import newton
 from mpiad.linalg.randomised_eigenpairs import EigenPairs, eigsh
 from mpiad.linalg.solve import solve
 
 __all__ = [
-    "AdditiveSchwarz", "EigenPairs", "Elliptic", "MatrixRowBlock", "Multigrid", "eigsh", "newton", "petsc", "solve",
+    "AdditiveSchwarz", "EigenPairs", "Elliptic", "DistributedMatrix", "Multigrid", "eigsh", "newton", "petsc", "solve",
     "solve_elliptic",
 ]  # fmt: skip

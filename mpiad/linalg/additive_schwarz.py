@@ -15,10 +15,10 @@ import numpy as np
 import scipy.sparse
 
 from mpiad._typing import LocalArray
+from mpiad.linalg.distributed_matrix import DistributedMatrix
 from mpiad.linalg.gathered_factors import factors_of
 from mpiad.linalg.ghosts import GhostPlan
 from mpiad.linalg.host_and_device import through_host
-from mpiad.linalg.matrix_row_block import MatrixRowBlock
 from mpiad.primitives import mpi_allgather
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
@@ -33,7 +33,7 @@ class AdditiveSchwarz:
 
     Parameters
     ----------
-    matrix : MatrixRowBlock
+    matrix : DistributedMatrix
         Square, its rows and columns divided alike.
     overlap : int
         Layers of the neighbours' rows in each part; 0 is block Jacobi.
@@ -65,18 +65,18 @@ class AdditiveSchwarz:
     Examples
     --------
     >>> import scipy.sparse
-    >>> from mpiad.linalg import AdditiveSchwarz, MatrixRowBlock
+    >>> from mpiad.linalg import AdditiveSchwarz, DistributedMatrix
     >>> whole = scipy.sparse.diags_array([-1.0, 2.0, -1.0], offsets=[-1, 0, 1], shape=(24, 24)).tocsr()
     >>> rows = slice(24 * rank // size, 24 * (rank + 1) // size)
-    >>> matrix = MatrixRowBlock(whole[rows])
+    >>> matrix = DistributedMatrix(whole[rows])
     >>> x = matrix.solve(np.ones(rows.stop - rows.start), method="cg", preconditioner=AdditiveSchwarz(matrix))
     >>> print(round(float(mpiad.mpi_allreduce(np.sum(x))), 6))
     1300.0
     """
 
-    def __init__(self, matrix: MatrixRowBlock, *, overlap: int = 1, restricted: bool = False, coarse: bool = True):
-        if not isinstance(matrix, MatrixRowBlock):
-            raise TypeError(f"{_CALL}: matrix must be a MatrixRowBlock, but got {type(matrix).__name__}.")
+    def __init__(self, matrix: DistributedMatrix, *, overlap: int = 1, restricted: bool = False, coarse: bool = True):
+        if not isinstance(matrix, DistributedMatrix):
+            raise TypeError(f"{_CALL}: matrix must be a DistributedMatrix, but got {type(matrix).__name__}.")
         used = channel(matrix.comm, _CALL)
         with raising_together(used):
             if matrix.shape[0] != matrix.shape[1] or (matrix.offsets[0] != matrix.offsets[1]).any():
@@ -155,7 +155,7 @@ class AdditiveSchwarz:
         return np.ascontiguousarray(self._factors.solve(flat, "T" if self._turned else "N").T).reshape(r.shape)
 
 
-def _overlapping_part(matrix: MatrixRowBlock, rows: LocalArray, overlap: int, used: Channel) -> tuple[Any, GhostPlan]:
+def _overlapping_part(matrix: DistributedMatrix, rows: LocalArray, overlap: int, used: Channel) -> tuple[Any, GhostPlan]:
     """Return the matrix of this rank's rows and of some layers around them, and where the latter come from."""
     own = np.arange(matrix.owned_rows.start, matrix.owned_rows.stop)
     around, plan = np.zeros(0, np.int64), GhostPlan(np.zeros(0, np.int64), matrix.offsets[0], matrix.comm)
@@ -181,7 +181,7 @@ def _rows_of_others(rows: LocalArray, plan: GhostPlan, used: Channel) -> Any:
     return scipy.sparse.vstack(found, format="csr")
 
 
-def _coarse_inverse(matrix: MatrixRowBlock, values: np.ndarray, size: int) -> np.ndarray:
+def _coarse_inverse(matrix: DistributedMatrix, values: np.ndarray, size: int) -> np.ndarray:
     """Return the inverse of what the matrix is on fields that are constant on each rank; pseudo, where that is singular."""
     owners = np.searchsorted(matrix.offsets[1], matrix.indices[1], side="right") - 1
     row = np.zeros(size, values.dtype)

@@ -15,7 +15,7 @@ from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together
 
 if TYPE_CHECKING:
-    from mpiad.linalg.matrix_row_block import MatrixRowBlock
+    from mpiad.linalg.distributed_matrix import DistributedMatrix
 
 
 class GatheredFactors:
@@ -24,13 +24,13 @@ class GatheredFactors:
     A ValueError on all ranks, where the matrix is singular.
     """
 
-    def __init__(self, matrix: MatrixRowBlock):
+    def __init__(self, matrix: DistributedMatrix):
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
         whole, self._factors, self._kind = matrix.gathered(), None, "N"
         # Only rank 0 can find that there are no factors, and the others would wait for its solutions.
-        with raising_together(channel(matrix.comm, "MatrixRowBlock.solve")):
+        with raising_together(channel(matrix.comm, "DistributedMatrix.solve")):
             if whole is not None:
-                self._factors = factors_of(whole.tocsc(), f"MatrixRowBlock.solve: the matrix {matrix.shape}")
+                self._factors = factors_of(whole.tocsc(), f"DistributedMatrix.solve: the matrix {matrix.shape}")
 
     @property
     def T(self) -> GatheredFactors:

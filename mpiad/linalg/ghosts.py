@@ -29,7 +29,7 @@ class GhostPlan:
     """
 
     def __init__(self, needed: np.ndarray, offsets: np.ndarray, comm: Comm):
-        used = channel(comm, "MatrixRowBlock")
+        used = channel(comm, "DistributedMatrix")
         self.comm, self.count = comm, len(needed)
         owners = np.searchsorted(offsets, needed, side="right") - 1
         # Sorted places have sorted owners, so the ghosts of one owner follow one another.

@@ -23,7 +23,7 @@ import numpy as np
 
 from mpiad._typing import Array, Function, LocalArray, Tree
 from mpiad.differentiation import make_jvp, make_vjp
-from mpiad.extend import communicating, defjvp_together, defvjp_together
+from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.bicgstab import bicgstab
 from mpiad.linalg.conjugate_gradients import conjugate_gradients
 from mpiad.linalg.gmres import gmres
@@ -31,7 +31,7 @@ from mpiad.linalg.iteration import Method, iterate
 from mpiad.linalg.solver_settings import Settings
 from mpiad.linalg.system import System
 from mpiad.linalg.vectors import inner
-from mpiad.primitives import mpi_allreduce, stop
+from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
@@ -122,7 +122,7 @@ class Problem(NamedTuple):
         return DeferredFailures(self.settings.comm, self.settings.call, self.talkers)
 
 
-@communicating
+@custom_operator
 def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     """Return this rank's block of the solution, of the shape of `b`, where `leaves` are the parameters'; raises as `solve`.
 
@@ -141,7 +141,7 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
         failures = problem.new_failures()
 
         def pull_at(u: LocalArray) -> Any:
-            zero = spec_like(stop(u)).zeros()
+            zero = spec_like(stop_gradient(u)).zeros()
             return failures.attempt("matvec", lambda u: make_vjp(problem.product)([u, *leaves])[0], u, again=lambda: zero)
 
         # λᵀ A u is the same number from both sides: the user's operator is differentiated in either case.
@@ -167,7 +167,7 @@ def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Proble
     """
     found = failures.attempt("adjoint", pull, left) or [None]
     if problem.hermitian:
-        require_transpose(stop(found[0]), stop(g), problem.settings, failures)
+        require_transpose(stop_gradient(found[0]), stop_gradient(g), problem.settings, failures)
     else:
         failures.raise_together()  # no sum follows that could tell the others
     return list(found[1:])
@@ -185,7 +185,7 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
     """Return the derivative of the solution along tangents of b and of the leaves."""
     residual, failures = tangent_of(b, gs[0]), problem.new_failures()
     if leaves:
-        zero = spec_like(stop(ans)).zeros()
+        zero = spec_like(stop_gradient(ans)).zeros()
         along = [zero, *[direction_of(leaf, g) for leaf, g in zip(leaves, gs[1:])]]
         change = failures.attempt(
             "matvec", lambda u: make_jvp(problem.own_product)([u, *leaves])(along)[1], ans, again=lambda: zero
@@ -197,7 +197,7 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
 def direction_of(leaf: Array, tangent: Array) -> Array:
     """Return the tangent of a leaf of the parameters as `make_jvp` takes it, zero where there is none."""
     # A number without a tangent stays a plain zero: it has no dtype of its own to give one.
-    return tangent_of(leaf, tangent) if np.ndim(stop(leaf)) or tangent is not None else 0.0
+    return tangent_of(leaf, tangent) if np.ndim(stop_gradient(leaf)) or tangent is not None else 0.0
 
 
 defvjp_together(solution, _adjoint)

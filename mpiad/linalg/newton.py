@@ -15,11 +15,11 @@ import numpy as np
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.differentiation.trees import flatten
-from mpiad.extend import communicating, defjvp_together, defvjp_together
+from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.implicit import METHODS, Problem, direction_of, pulled_back, solution, solution_of_adjoint
 from mpiad.linalg.newton_iteration import find_root
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import is_device_array
@@ -118,7 +118,7 @@ def newton(
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
     # The tolerance is that of derivatives; steps bring their own (see `Problem.step`).
     linear = settings._replace(rtol=rtol or _OF_DERIVATIVES, atol=0.0, maxiter=linear_maxiter, callback=None)
-    settings = agree_on(settings, _mistake(residual, stop(u0), preconditioner, linear, settings), preconditioner)
+    settings = agree_on(settings, _mistake(residual, stop_gradient(u0), preconditioner, linear, settings), preconditioner)
     linear = linear._replace(preconditioned=settings.preconditioned)
     leaves, build = flatten(params)
     jacobian = Problem(
@@ -126,7 +126,7 @@ def newton(
         lambda all_leaves: (all_leaves[0], *build(all_leaves[1:])),
         linear, preconditioner_transpose=preconditioner_transpose, talkers=set(),
     )  # fmt: skip
-    return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop(u0), jacobian))
+    return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop_gradient(u0), jacobian))
 
 
 class NonlinearProblem(NamedTuple):
@@ -143,7 +143,7 @@ class NonlinearProblem(NamedTuple):
         return self.residual(all_leaves[0], *self.build(all_leaves[1:]))
 
 
-@communicating
+@custom_operator
 def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
     """Return u with residual zero: `newton` as one operator of the leaves of its parameters; its adjoint as there."""
     failures = problem.jacobian.new_failures()
@@ -171,7 +171,7 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
 
 def _tangent(gs: list, ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> LocalArray:
     """Return the derivative of the root along tangents of the leaves."""
-    along = [spec_like(stop(ans)).zeros(), *[direction_of(leaf, g) for leaf, g in zip(leaves, gs)]]
+    along = [spec_like(stop_gradient(ans)).zeros(), *[direction_of(leaf, g) for leaf, g in zip(leaves, gs)]]
     failures = problem.jacobian.new_failures()
     moved = failures.attempt(
         "residual", lambda u: make_jvp(problem.at)([u, *leaves])(along)[1], ans, again=lambda: problem.start

@@ -16,13 +16,13 @@ import numpy as np
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten
+from mpiad.linalg.distributed_matrix import DistributedMatrix
 from mpiad.linalg.host_and_device import require_host
 from mpiad.linalg.implicit import Problem, solution
 from mpiad.linalg.iteration import Method
-from mpiad.linalg.matrix_row_block import MatrixRowBlock
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in
 from mpiad.linalg.system import System
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.transport import Channel, channel
 from mpiad.transport.recovery import recoverable
 
@@ -32,7 +32,7 @@ _prefixes = itertools.count()  # a prefix for each solve: PETSc's options are on
 
 @recoverable(_CALL)
 def solve(
-    operator: Function | MatrixRowBlock,
+    operator: Function | DistributedMatrix,
     b: LocalArray,
     *params: Tree,
     options: dict[str, Any] | None = None,
@@ -47,13 +47,13 @@ def solve(
 
     Parameters
     ----------
-    operator : callable or MatrixRowBlock
+    operator : callable or DistributedMatrix
         ``operator(u, *params)`` as `solve` takes it, which PETSc sees as a shell matrix; or a sparse matrix, which every
         preconditioner of PETSc's can use.
     b : array
         Of PETSc's scalar type, float64 or complex128 by how it was built.
     *params : pytree of arrays
-        What the operator depends on; none with a MatrixRowBlock, whose values take their place.
+        What the operator depends on; none with a DistributedMatrix, whose values take their place.
     options : dict, optional
         As on PETSc's command line, without the dash: ``{"ksp_type": "gmres", "pc_type": "gamg"}``.
     rtol, atol, maxiter, x0, verify, comm
@@ -81,15 +81,15 @@ def solve(
     One solve with the transposed operator and the same options.
     """
     petsc = _imported()
-    matrix = operator if isinstance(operator, MatrixRowBlock) else None
+    matrix = operator if isinstance(operator, DistributedMatrix) else None
     comm = matrix.comm if matrix is not None else comm
     used = channel(comm, _CALL)
     settings = Settings("petsc", rtol, atol, maxiter, comm, None, verify=verify, call=_CALL)
-    settings = agree_on(settings, _mistake(petsc, operator, stop(b), params, settings))
+    settings = agree_on(settings, _mistake(petsc, operator, stop_gradient(b), params, settings))
     matvec: Any = operator if matrix is None else matrix.operator()
     leaves, build = flatten(params if matrix is None else (matrix.values,))
     method = _method(petsc, used, matrix, dict(options or {}))
-    start = None if x0 is None else stop(x0)
+    start = None if x0 is None else stop_gradient(x0)
     return solution(b, *leaves, problem=Problem(matvec, None, build, settings, start, solver=method))
 
 
@@ -106,12 +106,12 @@ def _imported() -> Any:
 
 def _mistake(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, settings: Settings) -> Exception | None:
     scalar = np.dtype(petsc.ScalarType)
-    if not callable(operator) and not isinstance(operator, MatrixRowBlock):
-        return TypeError(f"{_CALL}: operator must be a function or a MatrixRowBlock, but got {type(operator).__name__}.")
-    if isinstance(operator, MatrixRowBlock) and params:
-        return ValueError(f"{_CALL}: a MatrixRowBlock takes no params, but got {len(params)}.")
+    if not callable(operator) and not isinstance(operator, DistributedMatrix):
+        return TypeError(f"{_CALL}: operator must be a function or a DistributedMatrix, but got {type(operator).__name__}.")
+    if isinstance(operator, DistributedMatrix) and params:
+        return ValueError(f"{_CALL}: a DistributedMatrix takes no params, but got {len(params)}.")
     try:
-        require_host(_CALL, b, *([stop(operator.values)] if isinstance(operator, MatrixRowBlock) else []))
+        require_host(_CALL, b, *([stop_gradient(operator.values)] if isinstance(operator, DistributedMatrix) else []))
     except TypeError as error:
         return error
     if not isinstance(b, np.ndarray) or b.dtype != scalar:
@@ -121,7 +121,7 @@ def _mistake(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, 
 
 
 def _method(
-    petsc: ModuleType, used: Channel, matrix: MatrixRowBlock | None, options: dict[str, Any]
+    petsc: ModuleType, used: Channel, matrix: DistributedMatrix | None, options: dict[str, Any]
 ) -> Callable[..., Method]:
     """Return what makes the method of one system, given its values and whether it is the transposed one."""
 
@@ -154,7 +154,7 @@ def _shell(petsc: ModuleType, used: Channel, system: System) -> Any:
     return petsc.Mat().createPython((size, size), Context(), comm=used.user)
 
 
-def _assembled(petsc: ModuleType, used: Channel, matrix: MatrixRowBlock, values: LocalArray, transposed: bool) -> Any:
+def _assembled(petsc: ModuleType, used: Channel, matrix: DistributedMatrix, values: LocalArray, transposed: bool) -> Any:
     rows = matrix.with_values(values).local_rows()
     size = tuple((matrix.local_shape[k], matrix.shape[k]) for k in (0, 1))
     kind = petsc.IntType

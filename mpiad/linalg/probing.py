@@ -21,7 +21,7 @@ from mpiad.transport import channel
 from mpiad.transport.agreement import raise_together
 from mpiad.transport.user_failures import DeferredFailures
 
-_CALL = "MatrixRowBlock.from_operator"
+_CALL = "DistributedMatrix.from_operator"
 
 
 def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any, int]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm, LocalArray
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, Channel, channel
 from mpiad.transport.agreement import agreed, raising_together, require_same
@@ -128,7 +128,7 @@ def ritz_pairs(
 ) -> tuple[EigenPairs, float]:  # fmt: skip
     """Return what `eigsh` does, and the smallest of all k + oversample Ritz values."""
     used = channel(comm, _CALL)
-    like = np.asarray(stop(like))
+    like = np.asarray(stop_gradient(like))
     with raising_together(used):
         if like.dtype.kind != "f":
             raise TypeError(f"{_CALL}: like must be an array of real numbers, but got dtype {like.dtype}.")

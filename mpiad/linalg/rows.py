@@ -18,12 +18,12 @@ from mpiad.transport.agreement import raise_together, raising_together
 def local_rows(used: Channel, rows: object, columns: int | None) -> tuple:
     """Return this rank's rows in CSR form, its slices of rows and columns, all ranks' offsets, and the row pointers.
 
-    Raises on all ranks as `MatrixRowBlock`.
+    Raises on all ranks as `DistributedMatrix`.
     """
     with raising_together(used):
-        _require_matrix(rows, "MatrixRowBlock: rows")
+        _require_matrix(rows, "DistributedMatrix: rows")
         if columns is not None and (not isinstance(columns, (int, np.integer)) or columns < 0):
-            raise ValueError(f"MatrixRowBlock: columns must be zero or more, but got {columns!r}.")
+            raise ValueError(f"DistributedMatrix: columns must be zero or more, but got {columns!r}.")
     matrix: Any = scipy.sparse.csr_matrix(rows)
     if not matrix.has_canonical_format:
         # A copy, because entries named twice are added up in place, and the matrix is the caller's.
@@ -53,26 +53,26 @@ def _require_matrix(matrix: Array, what: str) -> None:
 def _misfit(every: np.ndarray, columns: int | None) -> Exception | None:
     rows, parts, totals = (every[:, k].tolist() for k in range(3))
     if len(set(totals)) > 1:
-        return ValueError(f"MatrixRowBlock: rows of all ranks must have one number of columns, but got {totals}.")
+        return ValueError(f"DistributedMatrix: rows of all ranks must have one number of columns, but got {totals}.")
     if sum(parts) != totals[0]:
         said = f"the ranks' rows, {rows}, add up to {sum(rows)}"
         if columns is not None:
             said = f"columns={parts} adds up to {sum(parts)}"
         return ValueError(
-            f"MatrixRowBlock: {said}, but the matrix has {totals[0]} columns. Say with columns= how many of them "
+            f"DistributedMatrix: {said}, but the matrix has {totals[0]} columns. Say with columns= how many of them "
             "belong to each rank."
         )
     return None
 
 
 def rows_of(used: Channel, matrix: Any, root: Rank, counts: Sequence[int] | None) -> tuple[Any, int]:
-    """Return this rank's rows of the root's matrix, and its number of columns; raises as `MatrixRowBlock.from_scipy`."""
+    """Return this rank's rows of the root's matrix, and its number of columns; raises as `DistributedMatrix.from_scipy`."""
     if not 0 <= root < used.size:
-        raise ValueError(f"MatrixRowBlock.from_scipy: root must be a rank from 0 to {used.size - 1}, but got {root!r}.")
+        raise ValueError(f"DistributedMatrix.from_scipy: root must be a rank from 0 to {used.size - 1}, but got {root!r}.")
     pieces = None
     with raising_together(used):
         if used.rank == root:
-            _require_matrix(matrix, "MatrixRowBlock.from_scipy: matrix")
+            _require_matrix(matrix, "DistributedMatrix.from_scipy: matrix")
             _require_counts(counts, used.size, matrix.shape[0])
             pieces = _cut(scipy.sparse.csr_matrix(matrix), used.size, counts)
     return used.data.scatter(pieces, root)
@@ -87,7 +87,7 @@ def _require_counts(counts: Sequence[int] | None, size: int, total: int) -> None
         rows = []
     if not (len(rows) == size and min(rows) >= 0 and sum(rows) == total):
         raise ValueError(
-            f"MatrixRowBlock.from_scipy: counts must be {size} numbers, none negative, that add up to {total} rows, but "
+            f"DistributedMatrix.from_scipy: counts must be {size} numbers, none negative, that add up to {total} rows, but "
             f"got {counts!r}."
         )
 

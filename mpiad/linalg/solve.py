@@ -11,7 +11,7 @@ from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.differentiation.trees import flatten
 from mpiad.linalg.implicit import DERIVED, METHODS, Problem, solution
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
@@ -127,7 +127,7 @@ def solve(
     }  # fmt: skip
     settings = agree_on(settings, _mistake(functions, b, x0, settings), preconditioner)
     leaves, build = flatten(params)
-    start = None if x0 is None else stop(x0)
+    start = None if x0 is None else stop_gradient(x0)
     problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose, talkers=set())
     return solution(b, *leaves, problem=problem)
 
@@ -138,9 +138,9 @@ def _mistake(functions: dict[str, Any], b: Array, x0: Array, settings: Settings)
             continue
         if not callable(fun) and (fun is not None or name == "matvec"):
             return TypeError(f"linalg.solve: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
-    plain = stop(b)
+    plain = stop_gradient(b)
     return (
-        _wrong_array(plain, stop(x0))
+        _wrong_array(plain, stop_gradient(x0))
         or mistake_in(settings, METHODS, np.ndim(plain))
         or unfit_preconditioner(functions.values(), plain)
     )

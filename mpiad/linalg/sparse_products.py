@@ -18,13 +18,13 @@ import scipy.sparse
 
 from mpiad._typing import Function, LocalArray
 from mpiad.device.constants import Constants
-from mpiad.extend import communicating, defjvp, defvjp
+from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.linalg.ghosts import GhostPlan
 from mpiad.transport.buffers import contiguous
 from mpiad.transport.device_arrays import arrays_of
 
 if TYPE_CHECKING:  # the matrix makes its transpose, and so imports this file
-    from mpiad.linalg.matrix_row_block import MatrixRowBlock
+    from mpiad.linalg.distributed_matrix import DistributedMatrix
 
 
 class Pattern:
@@ -66,7 +66,7 @@ class Pattern:
         return np.concatenate([x, self.plan.fetch(x)], axis=-1)
 
 
-@communicating
+@custom_operator
 def product(values: LocalArray, x: LocalArray, pattern: Pattern) -> LocalArray:
     """Return this rank's part of A x, shape (..., rows), of the values of A's entries and x, shape (..., columns)."""
     extended = pattern.extended(x)
@@ -77,7 +77,7 @@ def product(values: LocalArray, x: LocalArray, pattern: Pattern) -> LocalArray:
     return pattern.by_row(_entries(values, extended[..., columns]))
 
 
-@communicating
+@custom_operator
 def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray:
     """Return this rank's part of Aᵀ y, shape (..., columns), of the values of A's entries and y, shape (..., rows)."""
     own, home = pattern.shape[1], arrays_of(values)
@@ -92,7 +92,7 @@ def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> L
     return out
 
 
-@communicating
+@custom_operator
 def values_product(x: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray:
     """Return x_col(k) y_row(k) of each entry k of this rank's rows, shape (nnz,), added up over leading axes."""
     home = arrays_of(x)
@@ -165,7 +165,7 @@ class ProductWith:
 class Transposed:
     """The transpose of a matrix: `matvec`, `rmatvec` and `solve` with it, and its `T`."""
 
-    def __init__(self, matrix: MatrixRowBlock):
+    def __init__(self, matrix: DistributedMatrix):
         self.T = matrix
         self.shape, self.local_shape = matrix.shape[::-1], matrix.local_shape[::-1]
 
@@ -173,11 +173,11 @@ class Transposed:
         return f"{self.T!r}.T"
 
     def matvec(self, x: LocalArray) -> LocalArray:
-        """Return this rank's part of Aᵀ x, as `MatrixRowBlock.rmatvec`."""
+        """Return this rank's part of Aᵀ x, as `DistributedMatrix.rmatvec`."""
         return self.T.rmatvec(x)
 
     def rmatvec(self, y: LocalArray) -> LocalArray:
-        """Return this rank's part of A y, as `MatrixRowBlock.matvec`."""
+        """Return this rank's part of A y, as `DistributedMatrix.matvec`."""
         return self.T.matvec(y)
 
     def __matmul__(self, x: LocalArray) -> LocalArray:
@@ -186,7 +186,7 @@ class Transposed:
     def solve(
         self, b: LocalArray, *, method: str = "gmres", preconditioner: Function | None = None, **settings: Any
     ) -> LocalArray:
-        """Solve Aᵀ x = b; otherwise as `MatrixRowBlock.solve`, with a preconditioner for the transpose."""
+        """Solve Aᵀ x = b; otherwise as `DistributedMatrix.solve`, with a preconditioner for the transpose."""
         return self.T._solve(self.T.operator(transposed=True), b, method, preconditioner, settings)
 
 

@@ -203,7 +203,7 @@ def _problem_with(out: Array, name: str, shape: tuple[int, ...], dtype: np.dtype
         return TypeError(
             f"{call}: {name} uses a traced variable from outside itself (it returned a {type(out).__name__}), "
             "through which no derivative can flow. Pass it to solve among the params, and take it as an argument; "
-            "mpiad.stop(x) gives its plain value where no derivative is wanted."
+            "mpiad.stop_gradient(x) gives its plain value where no derivative is wanted."
         )
     if is_device_array(out) != there or not (there or isinstance(out, np.ndarray)):
         where = "on the device of b" if there else "on the host, as b is"

@@ -1,9 +1,9 @@
 """Optimisation of distributed objectives: the root drives, or each rank keeps its own variables."""
 
-from mpiad.optimize.checkpoint import Checkpoint
+from mpiad.optimize.checkpoint import CheckpointFile
 from mpiad.optimize.history import History
 from mpiad.optimize.least_squares import least_squares
 from mpiad.optimize.minimize import minimize, mpi_optimize
 from mpiad.optimize.minimize_many import Minima, minimize_many
 
-__all__ = ["Checkpoint", "History", "Minima", "least_squares", "minimize", "minimize_many", "mpi_optimize"]
+__all__ = ["CheckpointFile", "History", "Minima", "least_squares", "minimize", "minimize_many", "mpi_optimize"]

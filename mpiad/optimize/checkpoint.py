@@ -18,7 +18,7 @@ from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import Packing
 
 
-class Checkpoint(NamedTuple):
+class CheckpointFile(NamedTuple):
     """What `minimize` takes as its `checkpoint`; a path alone stands for the defaults.
 
     Attributes
@@ -39,7 +39,7 @@ class Checkpoint(NamedTuple):
     >>> import tempfile
     >>> loss = lambda x: mpiad.mpi_allreduce(np.sum((x - 1.0) ** 2)) / size
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     saved = mpiad.optimize.Checkpoint(f"{folder}/run.npz", every=5)
+    ...     saved = mpiad.optimize.CheckpointFile(f"{folder}/run.npz", every=5)
     ...     result = mpiad.minimize(loss, np.zeros(2), checkpoint=saved)
     >>> print(result.x.round(4))
     [1. 1.]
@@ -56,17 +56,17 @@ class Checkpoint(NamedTuple):
         return Path(self.path).absolute()
 
 
-def as_checkpoint(given: Any, call: str, writes: bool = True) -> Checkpoint | None:
+def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile | None:
     """Return what the user's argument says; a TypeError or ValueError where that can't be done.
 
     Where `writes` is false this rank writes nothing, and may run where the folder isn't seen, as on another node's disk.
     """
     if given is None:
         return None
-    found = given if isinstance(given, Checkpoint) else Checkpoint(given)
+    found = given if isinstance(given, CheckpointFile) else CheckpointFile(given)
     if not isinstance(found.path, (str, PathLike)):
         raise TypeError(
-            f"{call}: checkpoint must be a path or an mpiad.optimize.Checkpoint, but got {type(given).__name__} "
+            f"{call}: checkpoint must be a path or an mpiad.optimize.CheckpointFile, but got {type(given).__name__} "
             f"{given!r:.60}."
         )
     if not (isinstance(found.every, (int, np.integer)) and found.every >= 1):
@@ -133,7 +133,7 @@ class RootCheckpoint:
     `problem`: what the iterates belong to. `call`: name of the public function.
     """
 
-    def __init__(self, checkpoint: Checkpoint | None, problem: dict[str, Any], call: str = "minimize"):
+    def __init__(self, checkpoint: CheckpointFile | None, problem: dict[str, Any], call: str = "minimize"):
         self._checkpoint, self._problem, self._written, self._call = checkpoint, problem, -1, call
         self._x, self._counts, self._failures = np.zeros(0), np.zeros(0), WriteFailures(call)
 

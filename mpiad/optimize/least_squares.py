@@ -15,7 +15,7 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
-from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
+from mpiad.optimize.checkpoint import CheckpointFile, as_checkpoint
 from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Program, check_program
 from mpiad.optimize.packing import tellable_variables
@@ -57,7 +57,7 @@ def least_squares(
     root: Rank = 0,
     comm: Comm = None,
     args: tuple = (),
-    checkpoint: str | PathLike[str] | Checkpoint | None = None,
+    checkpoint: str | PathLike[str] | CheckpointFile | None = None,
     progress: bool = False,
 ) -> scipy.optimize.OptimizeResult:
     """Minimise half the sum of the squares of all ranks' residuals, by Gauss-Newton steps in a trust region.
@@ -100,7 +100,7 @@ def least_squares(
     comm : mpi4py intracommunicator, optional
     args : tuple
         Further arguments of `fun` and `jac`: this rank's own.
-    checkpoint : path or Checkpoint, optional
+    checkpoint : path or CheckpointFile, optional
         As in `minimize`: the root writes the last iterate, and the same call starts anew from there. `max_nfev` counts the
         evaluations of all runs.
     progress : bool
@@ -156,7 +156,7 @@ def least_squares(
 
 def _agree_on_arguments(
     used: Channel, program: Program, x0: Tree, shared: tuple, checkpoint: object
-) -> tuple[Tree, Loss | None, Checkpoint | None]:
+) -> tuple[Tree, Loss | None, CheckpointFile | None]:
     """Check the arguments on all ranks; return the root's x0 as a nest of variables, the loss and the checkpoint."""
     loss, scale, solver, method = shared
     with raising_together(used, Exception):

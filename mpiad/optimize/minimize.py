@@ -18,7 +18,7 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
-from mpiad.optimize.checkpoint import Checkpoint, as_checkpoint
+from mpiad.optimize.checkpoint import CheckpointFile, as_checkpoint
 from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Program, check_program
 from mpiad.optimize.packing import as_variables, tellable_variables
@@ -51,7 +51,7 @@ def minimize(
     callback: Function | None = None,
     objective: str = "root",
     args: tuple = (),
-    checkpoint: str | PathLike[str] | Checkpoint | None = None,
+    checkpoint: str | PathLike[str] | CheckpointFile | None = None,
     progress: bool = False,
 ) -> scipy.optimize.OptimizeResult:
     """Minimise the objective of all ranks, with the variables on the root or in pieces on their ranks.
@@ -106,8 +106,8 @@ def minimize(
         What is minimised: L_root, the sum of all L_r, or their mean.
     args : tuple
         Further arguments of `fun`, `jac` and `hessp`: this rank's own.
-    checkpoint : path or Checkpoint, optional
-        File for the state of the solve, written every 10 iterations (`mpiad.optimize.Checkpoint` says otherwise) and at
+    checkpoint : path or CheckpointFile, optional
+        File for the state of the solve, written every 10 iterations (`mpiad.optimize.CheckpointFile` says otherwise) and at
         the end, whole or not at all. Where it exists, the solve goes on from it: with sharded methods, whose ranks write
         files of their own beside this name, as if it had never stopped, bit for bit, and on another number of
         ranks but for rounding; else from the last iterate. After SIGTERM on any rank the state is written, and all return
@@ -217,7 +217,7 @@ def mpi_optimize(
     callback: Function | None = None,
     objective: str = "root",
     args: tuple = (),
-    checkpoint: str | PathLike[str] | Checkpoint | None = None,
+    checkpoint: str | PathLike[str] | CheckpointFile | None = None,
     progress: bool = False,
 ) -> scipy.optimize.OptimizeResult:
     """Minimise f with its gradient g, evaluated by all ranks when the root asks for one or the other.

@@ -190,7 +190,7 @@ class Evaluation:
         if type(value) in Box.types:
             raise WrongValueError(
                 "minimize: fun returned a traced value, but no derivative is taken through a solve. Give it plain values "
-                "(mpiad.stop) of what it takes from the trace around the solve."
+                "(mpiad.stop_gradient) of what it takes from the trace around the solve."
             )
         value = to_host(value)
         return float(value if np.ndim(value) == 0 else np.reshape(value, ())) * self._weight

@@ -68,7 +68,9 @@ def as_variables(x0: Tree, call: str = "minimize") -> Tree:
         x0 = x0.astype(float) if isinstance(x0, np.ndarray) else float(x0)  # type: ignore[arg-type]
     leaves = flatten(x0)[0]
     if any(type(leaf) in Box.types for leaf in leaves):
-        raise TypeError(f"{call}: x0 belongs to a trace, but no derivative is taken through a solve. Pass mpiad.stop(x0).")
+        raise TypeError(
+            f"{call}: x0 belongs to a trace, but no derivative is taken through a solve. Pass mpiad.stop_gradient(x0)."
+        )
     if not any(is_variable(leaf) for leaf in leaves):
         raise TypeError(
             f"{call}: x0 must hold real or complex numbers or arrays of them on the root, but got "

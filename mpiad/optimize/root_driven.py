@@ -12,7 +12,7 @@ from mpiad._typing import Tree
 from mpiad.differentiation.refusals import explain
 from mpiad.domain.root_copies import of_root_copies
 from mpiad.errors import DeadlockError
-from mpiad.optimize.checkpoint import Checkpoint
+from mpiad.optimize.checkpoint import CheckpointFile
 from mpiad.optimize.conclusion import finished
 from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Evaluation, Program
@@ -39,7 +39,7 @@ class Solve:
         self.agreement = StageFailures(self._comm, call, "mpiad.optimize", explain)
 
     @contextmanager
-    def ending(self, checkpoint: Checkpoint | None, progress: Progress | None) -> Iterator[None]:
+    def ending(self, checkpoint: CheckpointFile | None, progress: Progress | None) -> Iterator[None]:
         """Let SIGTERM wait where a state is written; free what the solve has, and renew what an evaluation has left."""
         try:
             # Where no state would be written, SIGTERM does at once what it always does.

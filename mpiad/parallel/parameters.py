@@ -31,7 +31,7 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     if any(map(isbox, others)):
         raise TypeError(
             f"{call}: got traced values, but a step of a training carries no derivative. Call it outside of the function "
-            "that is differentiated, or give it mpiad.stop(x)."
+            "that is differentiated, or give it mpiad.stop_gradient(x)."
         )
     if len(places) < len(leaves):
         refuse_objects(tree, "params" if required else "tree", call)

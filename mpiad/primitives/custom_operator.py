@@ -59,13 +59,13 @@ class InPlace(NamedTuple):
 
 
 class Communicating(Recorded):
-    """An operator that communicates; made by `communicating`.
+    """An operator that communicates; made by `custom_operator`.
 
     Examples
     --------
     >>> from mpi4py import MPI
-    >>> from mpiad.extend import Communicating, communicating
-    >>> total = communicating(lambda x: MPI.COMM_WORLD.allreduce(x))
+    >>> from mpiad.extend import Communicating, custom_operator
+    >>> total = custom_operator(lambda x: MPI.COMM_WORLD.allreduce(x))
     >>> print(isinstance(total, Communicating), total(1.0) == size)
     True True
     """

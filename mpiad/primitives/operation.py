@@ -275,8 +275,8 @@ def refuse_suspended(node: object, call: str) -> None:
     if tape is not None and tape.record is not None:
         raise TypeError(
             f"{call}: got a traced value inside the body of an operator that is one node (a solve, or a function made by "
-            "mpiad.extend.communicating), so its derivative would be lost. Pass it to the operator as an argument; "
-            "mpiad.stop(x) gives its plain value where no derivative is wanted."
+            "mpiad.extend.custom_operator), so its derivative would be lost. Pass it to the operator as an argument; "
+            "mpiad.stop_gradient(x) gives its plain value where no derivative is wanted."
         )
 
 

@@ -149,7 +149,7 @@ def reset(comm: Comm = None) -> None:
     renew(comm, "reset")
 
 
-def stop(x: Array) -> Any:
+def stop_gradient(x: Array) -> Any:
     """Return the plain value behind a traced one, through which no derivative flows.
 
     Parameters
@@ -163,14 +163,14 @@ def stop(x: Array) -> Any:
 
     Examples
     --------
-    >>> print(mpiad.grad(lambda x: mpiad.stop(x) * x, objective="sum")(3.0))
+    >>> print(mpiad.grad(lambda x: mpiad.stop_gradient(x) * x, objective="sum")(3.0))
     3.0
     """
     if isinstance(x, dict):
         # A class with a constructor of its own (a defaultdict) may not take pairs.
         kind = type(x) if type(x).__init__ is dict.__init__ else dict
-        return kind((key, stop(part)) for key, part in x.items())
+        return kind((key, stop_gradient(part)) for key, part in x.items())
     if isinstance(x, (list, tuple)):
-        parts = map(stop, x)
+        parts = map(stop_gradient, x)
         return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
     return getval(x)

@@ -76,7 +76,7 @@ def require_plain(value: object, source: str) -> None:
     if any(map(isbox, flatten(value)[0])):
         raise TypeError(
             f"mpi_map: {source} a value of a derivative that is being taken, but items are evaluated without derivatives. "
-            "mpiad.stop(x) gives its plain value; take derivatives inside fun, or use mpi_scatter and mpi_gather."
+            "mpiad.stop_gradient(x) gives its plain value; take derivatives inside fun, or use mpi_scatter and mpi_gather."
         )
 
 

@@ -19,8 +19,8 @@ class AdjointError(AssertionError):
 
     Examples
     --------
-    >>> from mpiad.extend import communicating, defadjoint
-    >>> wrong = communicating(lambda x: 2 * x)
+    >>> from mpiad.extend import custom_operator, defadjoint
+    >>> wrong = custom_operator(lambda x: 2 * x)
     >>> _ = defadjoint(wrong, lambda y: 3 * y)
     >>> try:
     ...     mpiad.testing.check_adjoint(wrong, np.ones(2))

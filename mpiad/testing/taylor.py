@@ -29,8 +29,8 @@ class GradientError(AssertionError):
 
     Examples
     --------
-    >>> from mpiad.extend import communicating, defvjp
-    >>> wrong = communicating(lambda x: x**2)
+    >>> from mpiad.extend import custom_operator, defvjp
+    >>> wrong = custom_operator(lambda x: x**2)
     >>> defvjp(wrong, lambda ans, x: lambda g: 3 * x * g)  # it should be 2 x g
     >>> try:
     ...     mpiad.testing.check_grads(lambda x: mpiad.mpi_allreduce(wrong(x)), 1.0, order=1, modes=("rev",))

@@ -1,4 +1,4 @@
-"""`Checkpoints`: how many states a loop may keep, and where."""
+"""`CheckpointSchedule`: how many states a loop may keep, and where."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 
-class Checkpoints(NamedTuple):
+class CheckpointSchedule(NamedTuple):
     """How many states are kept for the gradient of a loop, in memory and in files.
 
     Parameters
@@ -35,8 +35,8 @@ class Checkpoints(NamedTuple):
     --------
     A state kept every ten of 100 steps, and ten steps recorded at a time: each step is run twice.
 
-    >>> mpiad.timestepping.Checkpoints(memory=10, recorded=10)
-    Checkpoints(memory=10, disk=0, directory=None, recorded=10, dtype=None, compress=False, host=False)
+    >>> mpiad.timestepping.CheckpointSchedule(memory=10, recorded=10)
+    CheckpointSchedule(memory=10, disk=0, directory=None, recorded=10, dtype=None, compress=False, host=False)
     """
 
     memory: int = 0
@@ -48,18 +48,18 @@ class Checkpoints(NamedTuple):
     host: bool = False
 
 
-def checkpoints_of(given: Any, call: str) -> Checkpoints | None:
-    """Return what a user gave as checkpoints, a number or `Checkpoints`, in one form.
+def checkpoints_of(given: Any, call: str) -> CheckpointSchedule | None:
+    """Return what a user gave as checkpoints, a number or `CheckpointSchedule`, in one form.
 
     A TypeError or ValueError where it is something else, or no state may be kept.
     """
     if given is None:
         return None
-    kept = given if isinstance(given, Checkpoints) else Checkpoints(given)
+    kept = given if isinstance(given, CheckpointSchedule) else CheckpointSchedule(given)
     for name, number in (("memory", kept.memory), ("disk", kept.disk)):
         if not isinstance(number, Integral) or isinstance(number, bool):
             raise TypeError(
-                f"{call}: checkpoints must be None, an integer or Checkpoints(memory=..., disk=...), "
+                f"{call}: checkpoints must be None, an integer or CheckpointSchedule(memory=..., disk=...), "
                 f"but {name} is {type(number).__name__} {number!r:.60}."
             )
         if number < 0:

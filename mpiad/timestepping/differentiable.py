@@ -17,10 +17,10 @@ from mpiad._typing import Array
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.trace import Variables, trace_backwards
-from mpiad.extend import communicating, defjvp_together, defvjp_together
+from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.operation import current
-from mpiad.timestepping.checkpoints import Checkpoints
+from mpiad.timestepping.checkpoints import CheckpointSchedule
 from mpiad.timestepping.loop import Loop
 from mpiad.timestepping.stepping import Arguments, Stepping, TangentStepping
 
@@ -31,7 +31,7 @@ class LoopOperator:
     `args`: tell how many leaves there are of each kind.
     """
 
-    def __init__(self, stepping: Stepping, steps: int, kept: Checkpoints, args: Arguments):
+    def __init__(self, stepping: Stepping, steps: int, kept: CheckpointSchedule, args: Arguments):
         self._stepping, self._steps, self._kept, self._like = stepping, steps, kept, args
         self._loop = Loop(stepping, steps, kept)
         leaves = args.all()
@@ -100,12 +100,12 @@ class LoopOperator:
         return tangent, self._cotangents.vector([tangent_of(leaves[k], part) for k, part in zip(self.active, found)])
 
 
-@communicating
+@custom_operator
 def _run(*leaves: Any, loop: LoopOperator) -> Array:
     return loop.forwards(leaves)
 
 
-@communicating
+@custom_operator
 def _reversed(g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) -> Array:
     return loop.backwards(g, leaves)
 

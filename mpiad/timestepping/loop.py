@@ -13,7 +13,7 @@ from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards
 from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.timestepping.checkpoints import Checkpoints
+from mpiad.timestepping.checkpoints import CheckpointSchedule
 from mpiad.timestepping.schedule import Advance, Keep, Restore, Reverse, actions
 from mpiad.timestepping.snapshots import Snapshots, own
 from mpiad.timestepping.stepping import Arguments, Span, Stepping, spans
@@ -26,7 +26,7 @@ class Loop:
     `steps`: how many, one at least. `seen`: of what is observed in one step; None until it has been run.
     """
 
-    def __init__(self, stepping: Stepping, steps: int, kept: Checkpoints):
+    def __init__(self, stepping: Stepping, steps: int, kept: CheckpointSchedule):
         self.stepping, self.steps, self.kept = stepping, steps, kept
         self.seen: list[Spec] | None = None
         self._begun: _Course | None = None
@@ -68,8 +68,8 @@ class Loop:
             if any(map(isbox, state)) or any(isbox(leaf) for each in seen for leaf in each):
                 raise TypeError(
                     "timestepping.scan: step uses a traced variable from outside itself, through which no derivative can "
-                    "flow. Pass it to scan among the params, and take it as an argument; mpiad.stop(x) gives its plain "
-                    "value where no derivative is wanted."
+                    "flow. Pass it to scan among the params, and take it as an argument; mpiad.stop_gradient(x) gives its "
+                    "plain value where no derivative is wanted."
                 )
             if observed is not None:
                 for number, each in zip(range(*part), seen if seen else [[]] * (part.stop - part.first)):

@@ -11,7 +11,7 @@ import numpy as np
 from mpiad._typing import Function, Tree
 from mpiad.device.assembly import stack
 from mpiad.differentiation.trees import is_variable, named_leaves
-from mpiad.timestepping.checkpoints import Checkpoints, checkpoints_of
+from mpiad.timestepping.checkpoints import CheckpointSchedule, checkpoints_of
 from mpiad.timestepping.differentiable import LoopOperator
 from mpiad.timestepping.snapshots import own
 from mpiad.timestepping.stepping import UserStepping, spans
@@ -27,7 +27,7 @@ def scan(
     *params: Tree,
     inputs: Tree = None,
     observe: Function | None = None,
-    checkpoints: int | Checkpoints | None = None,
+    checkpoints: int | CheckpointSchedule | None = None,
 ) -> Any:
     """Step a state forward in time; its gradient keeps as many states as allowed and computes the others again.
 
@@ -47,10 +47,10 @@ def scan(
         the params costs as much as it is long.
     observe : callable, optional
         ``observe(u, k, *params)`` is called with the state that step k returned, and returns a nest of arrays of floats.
-    checkpoints : int or Checkpoints, optional
-        How many states are kept for the gradient, the first one counted; `Checkpoints` also allows files. Between them
-        the steps are run again, as few as can be. By default everything that the steps compute is kept, and nothing run
-        again. With `n_steps` or more, each state is kept, and each step run twice.
+    checkpoints : int or CheckpointSchedule, optional
+        How many states are kept for the gradient, the first one counted; `CheckpointSchedule` also allows files. Between
+        them the steps are run again, as few as can be. By default everything that the steps compute is kept, and nothing
+        run again. With `n_steps` or more, each state is kept, and each step run twice.
 
     Returns
     -------

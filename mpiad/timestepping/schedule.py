@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from math import comb
 from typing import NamedTuple
 
-from mpiad.timestepping.checkpoints import Checkpoints
+from mpiad.timestepping.checkpoints import CheckpointSchedule
 
 
 class Keep(NamedTuple):
@@ -44,7 +44,7 @@ class Restore(NamedTuple):
     last: bool
 
 
-def actions(steps: int, kept: Checkpoints) -> Iterator[Keep | Advance | Reverse | Restore]:
+def actions(steps: int, kept: CheckpointSchedule) -> Iterator[Keep | Advance | Reverse | Restore]:
     """Yield what to do, from the first step to the adjoint of the first step, where at least one state is kept."""
     length = kept.recorded
     blocks = -(-steps // length)
@@ -91,7 +91,7 @@ def _farthest(steps: int, states: int) -> int:
     return min(max(steps - behind - further, most - behind, 1), most)
 
 
-def _places(steps: int, kept: Checkpoints) -> list[bool]:
+def _places(steps: int, kept: CheckpointSchedule) -> list[bool]:
     """Return for each place of the stack whether it is on disk."""
     # The state before the last step is at hand when the way back begins, and needn't be kept.
     states = min(kept.memory + kept.disk, steps - 1)

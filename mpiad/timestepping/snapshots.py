@@ -11,7 +11,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.device import to_host
-from mpiad.timestepping.checkpoints import Checkpoints
+from mpiad.timestepping.checkpoints import CheckpointSchedule
 from mpiad.timestepping.difference_coding import SMALLEST, Coded, coded
 from mpiad.transport.device_arrays import arrays_of
 
@@ -41,7 +41,7 @@ class Packed(NamedTuple):
         return self.arrays[0] if self.dtype is None else self.arrays[0].astype(self.dtype)
 
 
-def _packed(leaf: Array, before: Any, kept: Checkpoints) -> Packed:
+def _packed(leaf: Array, before: Any, kept: CheckpointSchedule) -> Packed:
     """Return a leaf as it is to be kept: itself, or a copy in less; where it is compressed all are on the host."""
     dtype = getattr(leaf, "dtype", None)
     if kept.compress and isinstance(leaf, np.ndarray) and leaf.size >= SMALLEST:
@@ -59,7 +59,7 @@ def _packed(leaf: Array, before: Any, kept: Checkpoints) -> Packed:
 class Snapshots:
     """The states of one loop that are kept, by the number of steps before them."""
 
-    def __init__(self, where: Checkpoints):
+    def __init__(self, where: CheckpointSchedule):
         self._where = where
         self._memory: dict[int, list[Packed]] = {}
         self._files: dict[int, tuple[str, list[Packed]]] = {}  # the arrays of those are in the file
@@ -80,7 +80,7 @@ class Snapshots:
         except FloatingPointError as error:
             raise FloatingPointError(
                 f"timestepping.scan: the state before step {number} has entries beyond {np.finfo(np.float32).max:.2e}, "
-                "which don't fit into Checkpoints(dtype='float32'). Scale the state, or leave dtype out."
+                "which don't fit into CheckpointSchedule(dtype='float32'). Scale the state, or leave dtype out."
             ) from error
         leaves = [each._replace(home=home) for each, home in zip(leaves, homes)]
         if on_disk:
@@ -126,7 +126,7 @@ class Snapshots:
             place = self._folder.name if self._folder is not None else self._where.directory
             raise OSError(
                 error.errno, f"timestepping.scan: the state before step {number} can't be written in {place}: "
-                f"{error.strerror}. Checkpoints(directory=...) says where else.",
+                f"{error.strerror}. CheckpointSchedule(directory=...) says where else.",
             ) from error  # fmt: skip
         homes = [each.home or arrays_of(each.arrays[0]) for each in leaves]
         return name, [each._replace(arrays=[None] * len(each.arrays), home=home) for each, home in zip(leaves, homes)]

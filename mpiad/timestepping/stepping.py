@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.differentiation.trees import flatten, is_variable, named_leaves
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Spec
 from mpiad.transport.tracing import tracing
@@ -156,7 +156,7 @@ class UserStepping:
         for leaf, spec, name in zip(leaves, self._specs, self._names):
             if not is_variable(leaf) or _spec(leaf) != spec:
                 # Its plain value: a trace in a message would say nothing to the user.
-                raise _wrong_state(stop(leaf), spec, name, number)
+                raise _wrong_state(stop_gradient(leaf), spec, name, number)
         return leaves
 
 

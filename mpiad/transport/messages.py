@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Request, Status
-from mpiad.errors import MessageMismatch
+from mpiad.errors import MessageMismatchError
 from mpiad.transport import device_messages
 from mpiad.transport.buffers import Spec
 from mpiad.transport.envelopes import Envelope
@@ -119,7 +119,7 @@ def _matched(spec: Spec, envelope: Envelope, status: Status, call: str) -> Array
 def _refused(message: Any, dropped: np.ndarray, buffer: Buffer, spec: Spec, envelope: Envelope) -> None:
     try:
         message.refuse(dropped, buffer)
-    except MessageMismatch:
+    except MessageMismatchError:
         _drop_pieces(dropped, dropped.size, spec, envelope)
         raise
 
@@ -177,7 +177,7 @@ def _completed(receipt: Receipt, status: Status, call: str) -> Array:
 def _await(receipt: Receipt, status: Status, call: str) -> None:
     try:
         receipt.request.Wait(status)
-    except MessageMismatch:  # under watch its header is looked at
+    except MessageMismatchError:  # under watch its header is looked at
         _answered(receipt.envelope, status)
         _drop_pieces(receipt.buffer, status.Get_count(MPI.BYTE), receipt.spec, receipt.envelope)
         raise

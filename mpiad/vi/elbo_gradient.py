@@ -20,7 +20,7 @@ from mpiad.device import to_host
 from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.differentiation.trees import flatten, is_variable
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.vi.model_evaluation import Evaluations
 from mpiad.vi.placement import placed
 from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian, Posterior
@@ -79,7 +79,7 @@ class Objective(NamedTuple):
             # The same noise makes the same draws as before, now as functions of the variational parameters.
             theta_of, log_q = self.posterior.draw(params, noise)
             divergence = self._divergence(params, theta_of, log_q)
-            parts.append(float(to_host(stop(divergence))))
+            parts.append(float(to_host(stop_gradient(divergence))))
             model = self._model_term(params, theta_of, found)
             return model + self.w * divergence if self.w else model
 
@@ -92,12 +92,12 @@ class Objective(NamedTuple):
         if self.gradient == "pathwise":
             # Linear in θ, with the model's gradients as constants: its derivative by φ is the chain rule, and no model
             # runs twice.
-            return np.sum(placed(gradients, stop(theta_of)) * theta_of) / len(values)
+            return np.sum(placed(gradients, stop_gradient(theta_of)) * theta_of) / len(values)
         # Each draw's baseline is the mean of the others; one draw alone has none.
         count = len(values)
         others = (np.sum(values) - values) / (count - 1) if count > 1 else 0.0
         # At the draws as constants: the score is the derivative of log q by φ at a fixed θ.
-        constant = stop(theta_of)
+        constant = stop_gradient(theta_of)
         return np.mean(placed(values - others, constant) * self.posterior.log_prob(params, constant))
 
     def _divergence(self, params: Tree, theta_of: Array, log_q: Array) -> Array:
@@ -105,9 +105,9 @@ class Objective(NamedTuple):
             return closed_form(self.posterior, params, self.prior)
         if self.divergence == "path":
             # By constant parameters, so that only the path's part of the gradient is left.
-            log_q = self.posterior.log_prob(stop(params), theta_of)
+            log_q = self.posterior.log_prob(stop_gradient(params), theta_of)
         log_p = self.prior.log_prob(theta_of)
-        outside = int(to_host(numpy.sum(numpy.isneginf(stop(log_p))))) if self.w else 0
+        outside = int(to_host(numpy.sum(numpy.isneginf(stop_gradient(log_p))))) if self.w else 0
         if outside:
             raise FloatingPointError(
                 f"VI: the prior's density is zero at {outside} of {len(theta_of)} draws, so that KL(q‖prior) is infinite. "

@@ -55,7 +55,7 @@ class VI:
     divergence : {"auto", "closed", "draws", "path"}
         KL in closed form, or from the epoch's draws; "path" from draws without the part of its gradient that is zero in the
         mean, which removes the noise near an exact posterior. "auto" is closed where both are normal, else draws.
-    handout : {"even", "dynamic"}
+    schedule : {"even", "dynamic"}
         Every rank, the root too, gets an even share of the draws; or whichever rank but the root is free gets the next one,
         for models whose runs take different times.
     devices : sequence of str, optional
@@ -98,14 +98,14 @@ class VI:
         *,
         gradient: str = "pathwise",
         divergence: str = "auto",
-        handout: str = "even",
+        schedule: str = "even",
         devices: Sequence[str] | None = None,
         seed: int = 0,
         root: Rank = 0,
         comm: Comm = None,
     ):
         _check_objects(loss, posterior, optimizer)
-        _check_choices(gradient=gradient, divergence=divergence, handout=handout)
+        _check_choices(gradient=gradient, divergence=divergence, schedule=schedule)
         if not isinstance(w, Real) or not 0 <= w < math.inf:
             raise ValueError(f"VI: w must be zero or more, but got {w!r}.")
         _require_count(n_samples_per_epoch, "n_samples_per_epoch")
@@ -114,7 +114,7 @@ class VI:
             raise ValueError(f"VI: seed must be an integer, zero or more, but got {seed!r}.")
         self.loss, self.posterior, self.prior = loss, posterior, prior_of(prior, posterior.dim)
         self.optimizer, self.w, self.n_samples_per_epoch = optimizer, float(w), int(n_samples_per_epoch)
-        self.gradient, self.handout, self.seed, self.root, self.comm = gradient, handout, seed, root, comm
+        self.gradient, self.schedule, self.seed, self.root, self.comm = gradient, schedule, seed, root, comm
         self.devices = devices
         known = has_closed_form(posterior, self.prior)
         if divergence == "closed" and not known:
@@ -236,7 +236,7 @@ class VI:
             line.close()
 
     def _rows(self, model: Model, theta: Array | None, root: Rank) -> Array:
-        if self.handout == "dynamic":
+        if self.schedule == "dynamic":
             return model.dynamically(theta, root, self.comm)
         return model.evenly(theta, self.posterior.dim, root, self.comm)
 
@@ -263,7 +263,7 @@ class VI:
         # What decides how often ranks meet, and what they draw by themselves.
         require_same(
             used, f"n_samples_per_epoch={self.n_samples_per_epoch}, n_epochs={n_epochs}, gradient={self.gradient!r}, "
-            f"divergence={self.divergence!r}, handout={self.handout!r}, w={self.w}, seed={self.seed}, root={self.root}, "
+            f"divergence={self.divergence!r}, schedule={self.schedule!r}, w={self.w}, seed={self.seed}, root={self.root}, "
             f"dim={self.posterior.dim}, n_samples={n_samples}, average={average}, devices={self.devices!r}", "VI.run",
         )  # fmt: skip
         if used.rank == self.root and self.n_samples_per_epoch < used.size:
@@ -332,7 +332,7 @@ def _check_objects(loss: object, posterior: object, optimizer: object) -> None:
 def _check_choices(**given: Any) -> None:
     choices = {
         "gradient": ("pathwise", "score"), "divergence": ("auto", "closed", "draws", "path"),
-        "handout": ("even", "dynamic"),
+        "schedule": ("even", "dynamic"),
     }  # fmt: skip
     for name, value in given.items():
         if value not in choices[name]:

@@ -14,7 +14,7 @@ from autograd.extend import defvjp, primitive
 from mpiad._typing import Array
 from mpiad.device import to_device, to_host
 from mpiad.device.constants import Constants
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 
 _LOG_2PI = float(numpy.log(2 * numpy.pi))
 # Of a central difference of a smooth function in float64, in units of the distribution's scale.
@@ -78,7 +78,7 @@ class Prior:
             return np.sum(-0.5 * ((theta - mean) / sd) ** 2 + constant, axis=1)
         points = to_host(theta)
         found = sum(_log_density(points[:, k], one) for k, one in enumerate(self.marginals))
-        return found if points is theta else to_device(found, like=stop(theta))
+        return found if points is theta else to_device(found, like=stop_gradient(theta))
 
     @functools.cached_property
     def _joint_terms(self) -> Constants:

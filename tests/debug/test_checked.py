@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.errors import CommunicationMismatch, DeadlockError, UnfinishedMessagesError
+from mpiad.errors import CommunicationMismatchError, DeadlockError, UnfinishedMessagesError
 from mpiad.primitives.catalogue import ALLREDUCE
 from mpiad.transport import channel
 from mpiad.transport.guarded import watch_settings
@@ -23,7 +23,7 @@ def test_only_the_part_is_watched(rank, size):
     bare = used.data, used.reverse, ALLREDUCE.forward
     with mpiad.debug.checked():
         assert watch_settings.debug()
-        with pytest.raises(CommunicationMismatch, match="the shape differs"):
+        with pytest.raises(CommunicationMismatchError, match="the shape differs"):
             mpiad.mpi_allreduce(np.ones(2 + rank))
         assert mpiad.mpi_allreduce(1) == size
     assert watch_settings.present() == before
@@ -44,7 +44,7 @@ def test_lines_may_be_left_out(rank, size):
 
     with mpiad.debug.checked():
         assert meet() == size
-        with pytest.raises(CommunicationMismatch, match="the call site differs"):
+        with pytest.raises(CommunicationMismatchError, match="the call site differs"):
             meet_on_two_lines()
     with mpiad.debug.checked(call_sites=False):
         assert meet_on_two_lines() == size

@@ -13,7 +13,7 @@ from mpiad.debug import recorded, recording, report
 from mpiad.debug.advice import Totals, advice
 from mpiad.debug.computing import Place, Stretch
 from mpiad.debug.report import Row
-from mpiad.extend import communicating
+from mpiad.extend import custom_operator
 
 WORLD = MPI.COMM_WORLD
 LATE = 0.03  # seconds at least; a busy machine makes it more
@@ -98,7 +98,7 @@ def test_computing_by_line(rank, size):
 
 
 def test_what_an_operator_differentiates_counts_once(rank):
-    @communicating
+    @custom_operator
     def slope(x):
         time.sleep(LATE * (1 + rank) / 4)
         return mpiad.grad(lambda x: mpiad.mpi_allreduce(x**2))(x)
@@ -278,5 +278,5 @@ def test_of_the_whole_program(setting, mpirun, tmp_path):
 def test_a_rank_that_does_not_take_part_is_named_in_debug_mode(call, mpirun, tmp_path):
     program = f"import mpiad\nif mpiad.mpi_rank():\n    mpiad.mpi_allreduce(1.0)\nelse:\n    {call}\n"
     done = mpirun(2, program, env={"MPIAD_DEBUG": "1", "MPIAD_TRACE": "t.json"}, cwd=tmp_path)
-    assert done.returncode != 0 and "CommunicationMismatch" in done.stderr
+    assert done.returncode != 0 and "CommunicationMismatchError" in done.stderr
     assert any(line.split()[:2] == ["0", call.split(".")[2].partition("(")[0]] for line in done.stderr.splitlines())

@@ -182,7 +182,7 @@ def test_what_autograd_makes_of_numpys_arrays_is_refused_by_name(devices, rng):
             with pytest.raises(TypeError, match=said):
                 trace(lambda x, call=call: anp.sum(call(x)))(*[x] * (1 + (trace is mpiad.hvp)))
     with pytest.raises(TypeError, match="^Implicit conversion"):
-        mpiad.grad(lambda x: anp.sum(onp.asarray(mpiad.stop(x)) + x))(x)
+        mpiad.grad(lambda x: anp.sum(onp.asarray(mpiad.stop_gradient(x)) + x))(x)
     with pytest.raises(TypeError, match="array 1 is a ndarray on the host"):
         np.concatenate([x, onp.ones((3, 4))])
 

@@ -18,7 +18,7 @@ def test_float32_data_with_float64_weights(rank, size, rank_rng):
 
     def program(x, w):
         came = mpiad.mpi_exchange(x[:2], right, left)  # float32 travels
-        assert mpiad.stop(came).dtype == np.float32
+        assert mpiad.stop_gradient(came).dtype == np.float32
         mixed = anp.sum(came) * anp.sum(x * w)  # float64 from here
         return mpiad.mpi_allreduce(mixed) + mpiad.mpi_allreduce(anp.sum(x**2))
 
@@ -115,7 +115,7 @@ def test_a_variable_used_in_two_precisions(rank, size):
 
     def program(x):
         low = mpiad.mpi_allreduce(x.astype(np.float32))
-        assert mpiad.stop(low).dtype == np.float32
+        assert mpiad.stop_gradient(low).dtype == np.float32
         return mpiad.mpi_allreduce(anp.sum(low * x))
 
     g = mpiad.grad(program)(x)

@@ -180,7 +180,7 @@ def test_only_the_communicators_that_were_used_are_refused(rank, size, rank_rng)
 
 
 ring = mpiad.Domain(2 * MPI.COMM_WORLD.size, periodic=True)
-bare = mpiad.extend.communicating(lambda x: mpiad.mpi_allreduce(x))
+bare = mpiad.extend.custom_operator(lambda x: mpiad.mpi_allreduce(x))
 mpiad.extend.defadjoint(bare, bare)
 COMMUNICATE = {
     "reduction": lambda x: mpiad.mpi_allreduce(x),
@@ -242,7 +242,7 @@ import autograd.numpy as np, os, mpiad
 from mpiad import mpi_allreduce, mpi_rank
 from mpiad.linalg import eigsh, solve
 domain = mpiad.Domain(4, periodic=True)
-inner = mpiad.extend.communicating(lambda x: mpi_allreduce(x))
+inner = mpiad.extend.custom_operator(lambda x: mpi_allreduce(x))
 mpiad.extend.defadjoint(inner, inner)
 def loss(x):
     {before}

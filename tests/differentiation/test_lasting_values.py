@@ -47,8 +47,8 @@ def logged(rank, size, rank_rng):
 def test_outside_they_are_numbers(logged):
     log, plain = logged
     for kept, number in zip(log, plain):
-        assert_close(mpiad.stop(kept), number)
-        assert_close(mpiad.stop(kept * 2 + anp.sum(kept)), number * 2 + np.sum(number))
+        assert_close(mpiad.stop_gradient(kept), number)
+        assert_close(mpiad.stop_gradient(kept * 2 + anp.sum(kept)), number * 2 + np.sum(number))
         assert_close(mpiad.mpi_exchange(kept, None, None), number * 0)
     assert_close(mpiad.mpi_allreduce(log[0]), plain[0] * mpiad.mpi_size())
 
@@ -64,8 +64,8 @@ def test_a_log_of_losses_over_many_gradients(rank, size, rank_rng):
         value, g = mpiad.value_and_grad(logging_loss(log[-1]))(x)
         values.append(value)
         x = x - 0.1 * g
-    assert_close(np.array([mpiad.stop(kept[0]) for kept in log]), np.array(values))
-    assert_close(mpiad.stop(sum(kept[0] for kept in log)), np.float64(sum(values)))
+    assert_close(np.array([mpiad.stop_gradient(kept[0]) for kept in log]), np.array(values))
+    assert_close(mpiad.stop_gradient(sum(kept[0] for kept in log)), np.float64(sum(values)))
 
 
 USES = {
@@ -123,8 +123,8 @@ def test_of_an_inner_trace_in_the_outer(use, rank, size, rng):
 
     def outer(z, plain):
         log = []
-        mpiad.grad(logging_loss(log))(mpiad.stop(z))
-        kept = mpiad.stop(log[0]) if plain else log[0]
+        mpiad.grad(logging_loss(log))(mpiad.stop_gradient(z))
+        kept = mpiad.stop_gradient(log[0]) if plain else log[0]
         later = grad(lambda w: USES[use](w, kept))(z)
         return USES[use](z, kept) + anp.sum(later * v)
 
@@ -181,7 +181,7 @@ def test_a_kept_loss_holds_no_part_of_the_graph():
 
     def loss(x):
         big = x * 2.0
-        gone.append(weakref.ref(mpiad.stop(big)))
+        gone.append(weakref.ref(mpiad.stop_gradient(big)))
         log.append(anp.dot(big, big))
         log.append(anp.dot(big, np.ones(1000)))  # nothing depends on this one
         return log[0]
@@ -192,4 +192,4 @@ def test_a_kept_loss_holds_no_part_of_the_graph():
         assert gone[0]() is None
     finally:
         gc.enable()
-    assert_close(mpiad.stop(log[0]), np.float64(4000.0))
+    assert_close(mpiad.stop_gradient(log[0]), np.float64(4000.0))

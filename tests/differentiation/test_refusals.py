@@ -66,7 +66,12 @@ WRONG: dict[str, tuple[Callable, type[Exception], str, str]] = {
     "buffer and type": (lambda x: COMM.Bcast([x, MPI.DOUBLE]), TypeError, "bytes-like object", PRIMITIVE),
     "buffer of objects": (lambda x: COMM.Bcast(np.array(x)), KeyError, "cannot map 'O'", PRIMITIVE),
     "method": (lambda x: x.dot(x), AttributeError, "no attribute 'dot'", r"np\.dot\(x"),
-    "method of plain values": (lambda x: x.tolist()[0], AttributeError, "no attribute 'tolist'", r"stop\(x\)\.tolist"),
+    "method of plain values": (
+        lambda x: x.tolist()[0],
+        AttributeError,
+        "no attribute 'tolist'",
+        r"stop_gradient\(x\)\.tolist",
+    ),
 }
 
 

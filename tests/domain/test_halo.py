@@ -14,7 +14,7 @@ from mpiad.domain import Domain
 from mpiad.domain import boundary as boundaries
 from mpiad.domain.boundary import ZERO, Side
 from mpiad.domain.halo import fill_halo
-from mpiad.extend import communicating, defjvp, defvjp
+from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.testing import check_adjoint, check_grads
 
 ROUNDING = 1e-12
@@ -107,7 +107,7 @@ def test_dot_product(rng, boundary):
 def test_adjoint_that_crops_the_halo_is_caught(rng):
     domain = Domain((9, 8))
 
-    @communicating
+    @custom_operator
     def wrong(u):
         return fill_halo(u, domain._halo, ((ZERO, ZERO), (ZERO, ZERO)))
 

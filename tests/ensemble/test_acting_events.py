@@ -112,7 +112,7 @@ def bouncing(height, speed, gravity, restitution, ground, end):
     """Return height and speed at the end, and when the ball was on the ground."""
     time = (speed + anp.sqrt(speed**2 + 2 * gravity * (height - ground))) / gravity
     up, times = restitution * (gravity * time - speed), [time]
-    while mpiad.stop(times[-1] + 2 * up / gravity) < end:
+    while mpiad.stop_gradient(times[-1] + 2 * up / gravity) < end:
         times.append(times[-1] + 2 * up / gravity)
         up = restitution * up
     left = end - times[-1]
@@ -120,7 +120,7 @@ def bouncing(height, speed, gravity, restitution, ground, end):
 
 
 def bounced(u0, p, **more):
-    ensemble = EnsembleProblem(ODEProblem(falling, np.ones_like(mpiad.stop(u0)[0]), (0.0, 3.0)), u0=u0, p=p)
+    ensemble = EnsembleProblem(ODEProblem(falling, np.ones_like(mpiad.stop_gradient(u0)[0]), (0.0, 3.0)), u0=u0, p=p)
     return solve(ensemble, **{"events": BOUNCE, "rtol": 1e-9, "atol": 1e-11, **more})
 
 
@@ -167,7 +167,9 @@ def test_a_ball_that_comes_to_rest_has_a_code_of_its_own(ground, restitution, ca
     def total(p):
         sol = bounced(u0, p, rtol=1e-6, atol=1e-9, saveat=[1.0, 2.9])
         assert sol.retcode.tolist() == ["Success", "Zeno", "Success"]
-        return sol, anp.sum(anp.where(np.isfinite(mpiad.stop(sol.u)), sol.u, 0.0)) + anp.sum(sol.u_end) + sol.t_reached[1]
+        return sol, anp.sum(anp.where(np.isfinite(mpiad.stop_gradient(sol.u)), sol.u, 0.0)) + anp.sum(
+            sol.u_end
+        ) + sol.t_reached[1]
 
     sol = total(p)[0]
     rest = np.sqrt(2 / 9.81) * (1 + restitution) / (1 - restitution)
@@ -212,18 +214,24 @@ def flown(u, start, p, t):
 
 def on_plate(u, p, span, seen):
     """Return the state at the end, those that are seen, and when the ball was on the plate or kicked."""
-    (start, end), plain = span, mpiad.stop(p)
-    way, goals, times, saved = np.sign(mpiad.stop(end - start)), [p[4], end], [], []
+    (start, end), plain = span, mpiad.stop_gradient(p)
+    way, goals, times, saved = np.sign(mpiad.stop_gradient(end - start)), [p[4], end], [], []
     while True:
-        ahead = mpiad.stop(start) + np.linspace(1e-4, 1, 2000) * mpiad.stop(goals[0] - start)
-        gap = flown([mpiad.stop(c) for c in u], mpiad.stop(start), plain, ahead)[0] - 0.1 * np.sin(plain[2] * ahead)
+        ahead = mpiad.stop_gradient(start) + np.linspace(1e-4, 1, 2000) * mpiad.stop_gradient(goals[0] - start)
+        gap = flown([mpiad.stop_gradient(c) for c in u], mpiad.stop_gradient(start), plain, ahead)[0] - 0.1 * np.sin(
+            plain[2] * ahead
+        )
         below = np.flatnonzero(gap < 0)
         time = ahead[below[0]] if below.size else goals.pop(0)
         for k in range(9 if below.size else 0):  # Newton's steps, the last of which bring the derivatives
             height, speed = flown(u, start, p, time)
-            step = (height - 0.1 * anp.sin(p[2] * time)) / mpiad.stop(speed - 0.1 * p[2] * anp.cos(p[2] * time))
-            time = time - (step if k > 5 else mpiad.stop(step))
-        saved += [flown(u, start, p, t) for t in seen if way * mpiad.stop(start) <= way * t < way * mpiad.stop(time)]
+            step = (height - 0.1 * anp.sin(p[2] * time)) / mpiad.stop_gradient(speed - 0.1 * p[2] * anp.cos(p[2] * time))
+            time = time - (step if k > 5 else mpiad.stop_gradient(step))
+        saved += [
+            flown(u, start, p, t)
+            for t in seen
+            if way * mpiad.stop_gradient(start) <= way * t < way * mpiad.stop_gradient(time)
+        ]
         u = flown(u, start, p, time)
         if not goals:
             return u, saved, times
@@ -284,14 +292,14 @@ def concentrations(u0, p, seen=SAVED):
     k, dose, first = p
     c, now, found = u0, 0.0, []
     kinds = [(first, 0), (first + 2, 0), (6.0, 0), (first - 1, 0), (4.0, 1), (3.0 * first, 1), (0.0, 1)]
-    coming = sorted(kinds, key=lambda pair: (float(mpiad.stop(pair[0])), pair[1]))
+    coming = sorted(kinds, key=lambda pair: (float(mpiad.stop_gradient(pair[0])), pair[1]))
     for t in seen:
-        while coming and mpiad.stop(coming[0][0]) <= t:
+        while coming and mpiad.stop_gradient(coming[0][0]) <= t:
             time, kind = coming.pop(0)
-            if mpiad.stop(time) >= 0:
+            if mpiad.stop_gradient(time) >= 0:
                 c = c * anp.exp(-k * (time - now))
                 c, now = (c + 0.5 * dose * c if kind else c + dose), time
-        found.append(c if mpiad.stop(now) == t else c * anp.exp(-k * (t - now)))  # after a dose, whenever that is
+        found.append(c if mpiad.stop_gradient(now) == t else c * anp.exp(-k * (t - now)))  # after a dose, whenever that is
     return found
 
 
@@ -388,19 +396,23 @@ def spikes(v, p, end):
     """Return when a neuron fires, and its potential at the end: roots by bisection, their derivatives by Newton's steps."""
     times, start, grid = [], 0.0, np.linspace(0, 1, 4001)
     while True:
-        ahead = mpiad.stop(start) + grid * (end - mpiad.stop(start))
-        above = np.flatnonzero(potential(*map(mpiad.stop, (v, start, p)), ahead) >= mpiad.stop(p[2]))
+        ahead = mpiad.stop_gradient(start) + grid * (end - mpiad.stop_gradient(start))
+        above = np.flatnonzero(potential(*map(mpiad.stop_gradient, (v, start, p)), ahead) >= mpiad.stop_gradient(p[2]))
         if not above.size:
             return times, potential(v, start, p, end)
         low, high = ahead[above[0] - 1], ahead[above[0]]
         for _ in range(60):
             middle = 0.5 * (low + high)
-            below = potential(*map(mpiad.stop, (v, start, p)), middle) < mpiad.stop(p[2])
+            below = potential(*map(mpiad.stop_gradient, (v, start, p)), middle) < mpiad.stop_gradient(p[2])
             low, high = (middle, high) if below else (low, middle)
         time = high
         for _ in range(2):
             value = potential(v, start, p, time)
-            slope = -mpiad.stop(value) + mpiad.stop(p[0]) + mpiad.stop(p[1]) * np.sin(3.0 * mpiad.stop(time))
+            slope = (
+                -mpiad.stop_gradient(value)
+                + mpiad.stop_gradient(p[0])
+                + mpiad.stop_gradient(p[1]) * np.sin(3.0 * mpiad.stop_gradient(time))
+            )
             time = time - (value - p[2]) / slope
         times.append(time)
         v, start = p[3], time
@@ -513,8 +525,10 @@ def same_digits(problem, p, options):
     np.testing.assert_allclose(gradient[live], alone, rtol=1e-10 if p.dtype == float else 1e-4)
     assert not gradient[~live].any()
     for name in ("u", "u_end", "t_reached", "naccept", "nreject", "nf", "retcode"):
-        assert mpiad.stop(getattr(plain, name)).tobytes() == mpiad.stop(getattr(pieces, name)).tobytes(), name
-    assert plain.events == {i: [(e, float(mpiad.stop(t))) for e, t in found] for i, found in pieces.events.items()}
+        assert (
+            mpiad.stop_gradient(getattr(plain, name)).tobytes() == mpiad.stop_gradient(getattr(pieces, name)).tobytes()
+        ), name
+    assert plain.events == {i: [(e, float(mpiad.stop_gradient(t))) for e, t in found] for i, found in pieces.events.items()}
     return plain
 
 

@@ -238,7 +238,7 @@ def test_what_f_closes_over_is_refused(gradient, shape):
 
 def test_a_traced_time_to_save_at_is_refused():
     for saveat in (lambda x: x, lambda x: [0.1, x], lambda x: anp.array([[0.1, x]])):
-        with pytest.raises(NotImplementedError, match="saveat is traced.*mpiad.stop"):
+        with pytest.raises(NotImplementedError, match="saveat is traced.*mpiad.stop_gradient"):
             mpiad.grad(lambda x: anp.sum(solve(EnsembleProblem(GOOD), trajectories=1, saveat=saveat(x)).u))(0.5)  # noqa: B023
 
 

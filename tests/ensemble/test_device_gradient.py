@@ -285,7 +285,7 @@ def _watched(there, tspan, alg, settings):
         ensemble = EnsembleProblem(ODEProblem(predators, [1.0, 1.0], tspan), u0=put(x["u0"]), p=put(x["p"]))
         sol = solve(ensemble, alg, EnsembleVectorized(), compile=False, **settings)
         assert {"MaxIters" if "max_steps" in settings else "Success", "Terminated"} <= set(sol.retcode)
-        u, ended, alive = out(sol.u), mpiad.stop(sol.t_reached), sol.survivors
+        u, ended, alive = out(sol.u), mpiad.stop_gradient(sol.t_reached), sol.survivors
         reached = np.abs(np.broadcast_to(sol.t, u.shape[:2]) - tspan[0]) <= np.abs(ended - tspan[0])[:, None]
         happened = [(i + 1, *event) for i, found in sol.events.items() if alive[i] for event in found]
         assert {event for _, event, _ in happened} >= {0, 1}
@@ -330,7 +330,7 @@ def test_derivatives_by_tspan_through_events_are_those_of_the_host():
             ensemble = EnsembleProblem(ODEProblem(predators, [1.0, 1.0], (x["start"], x["end"])), u0=put(u0), p=put(p))
             sol = solve(ensemble, RK45(), EnsembleVectorized(), compile=False, events=(RARE, OFTEN), saveat=[2.9])
             assert {"Success", "Terminated"} <= set(sol.retcode)
-            kept = anp.where(np.isnan(mpiad.stop(out(sol.u))), 0.0, out(sol.u))
+            kept = anp.where(np.isnan(mpiad.stop_gradient(out(sol.u))), 0.0, out(sol.u))
             times = sum(i * time**2 for i, found in sol.events.items() for _, time in found)
             return anp.sum(kept**2) + anp.sum(out(sol.u_end) ** 3) + anp.sum(sol.t_reached**2) + times
 

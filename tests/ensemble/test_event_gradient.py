@@ -75,7 +75,7 @@ def test_tangents_where_times_move(argnum, monkeypatch):
 
         ensemble = EnsembleProblem(ODEProblem(falling, np.ones(2), (0.0, 20.0)), prob_func=member)
         sol = solve(ensemble, trajectories=3, gradient=way, saveat=[0.9, 1.8], **{**TIGHT, "events": events})
-        saved = anp.where(np.isnan(mpiad.stop(sol.u)), 0.0, sol.u)
+        saved = anp.where(np.isnan(mpiad.stop_gradient(sol.u)), 0.0, sol.u)
         return anp.sum(W * sol.t_reached**2) + anp.sum(W[:, None] * anp.sin(sol.u_end)) + anp.sum(saved**2)
 
     args = U0, P, np.array([0.01, 0.03])
@@ -106,7 +106,7 @@ def test_saved_states_before_the_event_and_trajectories_without_one():
     def partly(u0):
         sol = landed(u0, P, saveat=[0.0, 0.1, 15.0])
         saved = sol.u[:, 1:2]
-        return anp.sum(saved**2) + anp.sum(anp.where(np.isnan(mpiad.stop(sol.u)), 0.0, sol.u))
+        return anp.sum(saved**2) + anp.sum(anp.where(np.isnan(mpiad.stop_gradient(sol.u)), 0.0, sol.u))
 
     def exact(u0):
         at = u0[:, 0] + 0.1 * u0[:, 1] - 0.005 * P[:, 0], u0[:, 1] - 0.1 * P[:, 0]

@@ -274,7 +274,7 @@ def test_a_failure_on_one_rank():
 
 @pytest.mark.serial
 def test_traced_arguments():
-    with pytest.raises(NotImplementedError, match=r"p0 is traced.*mpiad.stop"):
+    with pytest.raises(NotImplementedError, match=r"p0 is traced.*mpiad.stop_gradient"):
         autograd.grad(lambda p0: fit(DECAY, weighted, p0, saveat=T).p.sum())(START)
     with pytest.raises(NotImplementedError, match="traced"):
         autograd.grad(lambda u0: fitted_from(u0))(np.ones((8, 1)))

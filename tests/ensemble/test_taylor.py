@@ -60,7 +60,7 @@ def solved(u0, p, span, alg, backend, way, events):
 
 def loss(u0, p, span, alg="RK4", backend=None, way=None, events=()):
     sol = solved(u0, p, span, alg, backend or EnsembleVectorized(), way, events)
-    saved = anp.where(np.isnan(mpiad.stop(sol.u)), 0.0, sol.u)
+    saved = anp.where(np.isnan(mpiad.stop_gradient(sol.u)), 0.0, sol.u)
     value = anp.sum(anp.sin(saved) ** 2) + anp.sum(sol.u_end**3)
     if not events:
         return value
@@ -108,7 +108,7 @@ def test_both_ways(way):
 @pytest.mark.serial
 def test_a_wrong_gradient_is_caught():
     def wrong(u0, p):
-        return loss(u0, p, SPAN) + 1e-3 * anp.sum(mpiad.stop(p) * u0)
+        return loss(u0, p, SPAN) + 1e-3 * anp.sum(mpiad.stop_gradient(p) * u0)
 
     with pytest.raises(testing.GradientError):
         testing.check_grads(wrong, U0, P, argnum=1, order=1, step=1e-2)

@@ -8,7 +8,7 @@ from elliptic_matrix import elliptic_matrix
 from mpi4py import MPI
 
 import mpiad
-from mpiad.inverse import Bilaplacian, laplace
+from mpiad.inverse import Bilaplacian, laplace_approximation
 from mpiad.timestepping import scan
 
 SHAPE, H, CELLS = (6, 5), 0.1, 30
@@ -43,7 +43,9 @@ def test_conjugate_case(linear, size):
         options={"product": "gauss-newton", "regularizer": prior, "inner_product": prior, "grtol": 1e-9, "gtol": 0.0},
     )  # fmt: skip
     kept = mpiad.linearize(residuals)(result.x)
-    posterior = laplace(lambda vs: kept.vjp(kept.jvp(vs, batch=True), batch=True), result.x, prior, 20, batch=True)
+    posterior = laplace_approximation(
+        lambda vs: kept.vjp(kept.jvp(vs, batch=True), batch=True), result.x, prior, 20, batch=True
+    )
     dense = np.linalg.inv(operator.T @ operator + np.linalg.inv(covariance))
     mean = 0.2 + dense @ operator.T @ (data - operator @ np.full(CELLS, 0.2))
     np.testing.assert_allclose(whole(domain, result.x).ravel(), mean, atol=1e-6)
@@ -84,7 +86,7 @@ def test_a_loop_in_time_needs_no_adjoint_of_the_users(linear):
         return 20.0 * records[2::3] * (mpiad.mpi_rank() == 0)
 
     kept = mpiad.linearize(residuals)(prior.mean)
-    posterior = laplace(lambda v: kept.vjp(kept.jvp(v)), prior.mean, prior, 7, oversample=4)
+    posterior = laplace_approximation(lambda v: kept.vjp(kept.jvp(v)), prior.mean, prior, 7, oversample=4)
     matrix = np.eye(CELLS) - 0.2 * elliptic_matrix(np.ones(SHAPE), 0.0, (1.0, 1.0), fixed=False).toarray()
     operator = 20.0 * np.concatenate([seen @ np.linalg.matrix_power(matrix, n) for n in (3, 6)])
     dense = np.linalg.inv(operator.T @ operator + np.linalg.inv(covariance))
@@ -100,10 +102,10 @@ def test_too_few_pairs_are_warned_of(linear):
         return np.tensordot(domain.gram(rows, v[None])[:, 0], rows, 1)
 
     with pytest.warns(RuntimeWarning, match="raise k"):
-        laplace(product, prior.mean, prior, 3)
+        laplace_approximation(product, prior.mean, prior, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        laplace(product, prior.mean, prior, 20)
+        laplace_approximation(product, prior.mean, prior, 20)
 
 
 @pytest.mark.parametrize("least, warned", [(-4.0, True), (-0.02, True), (-1e-9, False), (0.0, False)])
@@ -120,9 +122,9 @@ def test_negative_curvature_is_warned_of(linear, least, warned):
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        posterior = laplace(product, prior.mean, prior, 5, oversample=8)
+        posterior = laplace_approximation(product, prior.mean, prior, 5, oversample=8)
     np.testing.assert_allclose(posterior.values, wanted[:5], rtol=1e-6)
     assert [("JᵀJ" in str(w.message) and f"from {least:.3g} to 50" in str(w.message)) for w in caught] == [True] * warned
     with pytest.warns(RuntimeWarning, match="from -50 .*wrong sign"):
-        reverse = laplace(lambda v: product(v, -1.0), prior.mean, prior, 5, oversample=8)
+        reverse = laplace_approximation(lambda v: product(v, -1.0), prior.mean, prior, 5, oversample=8)
     assert np.max(reverse.values) == pytest.approx(-least, abs=1e-6)

@@ -8,7 +8,7 @@ from elliptic_matrix import elliptic_matrix
 from mpi4py import MPI
 
 import mpiad
-from mpiad.inverse import H1, Bilaplacian, TotalVariation, laplace
+from mpiad.inverse import H1, Bilaplacian, TotalVariation, laplace_approximation
 
 GRIDS = {
     "1-D": {"shape": (16,), "spacing": 0.1},
@@ -212,7 +212,7 @@ def test_a_block_of_another_grid_is_refused_on_all_ranks(kind):
     """On two ranks one of them has a block of the same shape, and would wait for the other."""
     prior, domain = kind(mpiad.Domain((8, 6)), 2.0), mpiad.Domain((9, 6))
     given = np.ones(domain.local_shape)
-    for call in (prior.solve, prior.precondition, lambda g: laplace(lambda v: v, g, prior, 2)):
+    for call in (prior.solve, prior.precondition, lambda g: laplace_approximation(lambda v: v, g, prior, 2)):
         with pytest.raises(ValueError, match=r"block of a field on a grid of \(8, 6\) cells.*but got one of shape"):
             call(given)
     with pytest.raises(mpiad.errors.WorkerError, match=r"grid of \(8, 6\) cells"):

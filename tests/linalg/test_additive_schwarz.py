@@ -8,7 +8,7 @@ import scipy.sparse.linalg
 from transport_matrix import matrix
 
 import mpiad
-from mpiad.linalg import AdditiveSchwarz, MatrixRowBlock
+from mpiad.linalg import AdditiveSchwarz, DistributedMatrix
 
 SHAPE = (8, 6)
 N = 48
@@ -19,7 +19,7 @@ def divided(rank_rng, size):
     whole = matrix(SHAPE, 1.0, 0.5 * rng.standard_normal(SHAPE), 0.01 * np.ones(SHAPE))
     # Uneven rows, some blocks of few.
     counts = np.diff([0, *np.sort(rng.choice(np.arange(4, N - 4), size - 1, replace=False)), N]).tolist()
-    return whole, counts, MatrixRowBlock.from_scipy(sp.csr_matrix(whole), counts=counts)
+    return whole, counts, DistributedMatrix.from_scipy(sp.csr_matrix(whole), counts=counts)
 
 
 def dense(whole, counts, overlap, restricted, coarse):
@@ -55,7 +55,7 @@ def test_definition(rank_rng, rank, size, overlap, restricted, coarse):
 
 def test_ranks_without_rows(rank_rng, rank, size):
     whole, n, last = matrix(SHAPE, 1.0, np.zeros(SHAPE), 0.01 * np.ones(SHAPE)), N, rank == size - 1
-    a = MatrixRowBlock.from_scipy(sp.csr_matrix(whole), counts=[0] * (size - 1) + [n])
+    a = DistributedMatrix.from_scipy(sp.csr_matrix(whole), counts=[0] * (size - 1) + [n])
     b = rank_rng(7).standard_normal(n)
     mine = b if last else b[:0]
     precondition, ones = AdditiveSchwarz(a), np.ones(n)
@@ -70,7 +70,7 @@ def test_what_it_saves(rank_rng, size):
     whole = matrix(SHAPE, 1.0, np.zeros(SHAPE), 0.01 * np.ones(SHAPE))
     # Parts of nearly the same size: parts of a few rows save little.
     divisions = [N // size + (r < N % size) for r in range(size)]
-    a = MatrixRowBlock.from_scipy(sp.csr_matrix(whole), counts=divisions)
+    a = DistributedMatrix.from_scipy(sp.csr_matrix(whole), counts=divisions)
     b, counts = rank_rng(7).standard_normal(N), {}
     jacobi, schwarz = ({"overlap": n, "restricted": False, "coarse": n > 0} for n in (0, 2))
     for name, settings in {"none": None, "jacobi": jacobi, "schwarz": schwarz}.items():
@@ -104,13 +104,15 @@ def test_gradient_with_the_transpose(rank_rng, size):
 
 def test_what_is_refused(rank_rng, rank, size):
     (_, _, a), last = divided(rank_rng, size), rank == size - 1
-    with pytest.raises(TypeError, match="matrix must be a MatrixRowBlock, but got ndarray"):
+    with pytest.raises(TypeError, match="matrix must be a DistributedMatrix, but got ndarray"):
         AdditiveSchwarz(np.eye(3))
     with pytest.raises(ValueError, match="overlap must be zero or more layers, but got -1"):
         AdditiveSchwarz(a, overlap=-1 if rank == size - 1 else 1)
-    with pytest.raises(ValueError, match=r"must be square, its rows and columns divided alike, but is MatrixRowBlock\(3"):
+    with pytest.raises(
+        ValueError, match=r"must be square, its rows and columns divided alike, but is DistributedMatrix\(3"
+    ):
         rows = 3 if last else 0
-        AdditiveSchwarz(MatrixRowBlock(sp.csr_matrix((rows, 5)), columns=5 if last else 0))
+        AdditiveSchwarz(DistributedMatrix(sp.csr_matrix((rows, 5)), columns=5 if last else 0))
     with pytest.raises(ValueError, match=r"the part of rank \d, .* can't be factorised"):
         AdditiveSchwarz(a.with_values(0 * a.values), overlap=0)
     with pytest.raises(ValueError, match="right-hand side|must return an array of the shape of b"):

@@ -10,7 +10,7 @@ from device_double import DeviceArray, on_device, on_host, transfers
 
 import mpiad
 from mpiad.device import to_device, to_host
-from mpiad.linalg import AdditiveSchwarz, MatrixRowBlock
+from mpiad.linalg import AdditiveSchwarz, DistributedMatrix
 from mpiad.linalg.gathered_factors import GatheredFactors
 from mpiad.linalg.sparse_products import SegmentSums
 
@@ -37,7 +37,7 @@ def _counts():
 
 
 def _divided(whole, put):
-    a = MatrixRowBlock.from_scipy(sp.csr_matrix(whole), counts=_counts())
+    a = DistributedMatrix.from_scipy(sp.csr_matrix(whole), counts=_counts())
     return a.with_values(put(a.values))
 
 
@@ -63,7 +63,7 @@ def test_products(dtype, lead):
 
 def test_a_matrix_that_is_not_square():
     whole = _whole()[:, : _N - 6]
-    a = MatrixRowBlock.from_scipy(sp.csr_matrix(whole))
+    a = DistributedMatrix.from_scipy(sp.csr_matrix(whole))
     there = a.with_values(on_device(a.values))
     x, y = np.random.default_rng(2).standard_normal(_N - 6), np.random.default_rng(3).standard_normal(_N)
     found = there @ on_device(x[a.owned_columns])

@@ -10,7 +10,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.domain import Domain
 from mpiad.errors import UnfinishedMessagesError
-from mpiad.linalg import MatrixRowBlock, Multigrid, newton, solve, solve_elliptic
+from mpiad.linalg import DistributedMatrix, Multigrid, newton, solve, solve_elliptic
 from mpiad.transport import channel
 
 D = np.arange(2.0, 7.0)
@@ -131,7 +131,9 @@ FORWARD = {
     "newton-residual-7": lambda t, b, n: newton(root(t, b, n, first=True), 0 * b),
     "newton-callback-1": lambda t, b, n: newton(root(t, b, n), 0 * b, callback=t.around("callback", lambda norm: None)),
     "newton-preconditioner-2": lambda t, b, n: newton(root(t, b, n), 0 * b, preconditioner=half(t)),
-    "from_operator-matvec-2": lambda t, b, n: MatrixRowBlock.from_operator(tridiagonal(t, n, first=True), Domain((5 * n,))),
+    "from_operator-matvec-2": lambda t, b, n: DistributedMatrix.from_operator(
+        tridiagonal(t, n, first=True), Domain((5 * n,))
+    ),
     "multigrid-callback-1": lambda t, b, n: Multigrid(blocks(n)[0], 1.0).solve(
         blocks(n)[1], callback=t.around("callback", lambda norm: None)
     ),

@@ -13,7 +13,7 @@ from transport_matrix import gradient, matrix
 import mpiad
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
-from mpiad.linalg import MatrixRowBlock, petsc
+from mpiad.linalg import DistributedMatrix, petsc
 
 SHAPE = (5, 6)
 INSTALLED = importlib.util.find_spec("petsc4py") is not None
@@ -68,7 +68,7 @@ def test_operator(rank_rng, backend):
 def test_matrix(rank_rng, backend):
     case = Case(rank_rng)
     whole = matrix(SHAPE, case.nu, case.w, case.c)
-    a = MatrixRowBlock.from_scipy(sp.csr_matrix(whole))
+    a = DistributedMatrix.from_scipy(sp.csr_matrix(whole))
     b = case.b.ravel()[a.owned_rows]
 
     def loss(values, b):
@@ -87,7 +87,7 @@ def test_matrix(rank_rng, backend):
 
 def test_options_are_handed_over_and_taken_back(rank_rng, monkeypatch):
     petsc_stand_in.install(monkeypatch)
-    a = MatrixRowBlock.from_scipy(sp.identity(8, format="csr") * 2.0)
+    a = DistributedMatrix.from_scipy(sp.identity(8, format="csr") * 2.0)
     b = np.ones(a.local_shape[0])
     np.testing.assert_allclose(petsc.solve(a, b, options={"ksp_type": "cg", "pc_type": "gamg"}), 0.5 * b)
     assert set(petsc_stand_in.Options.seen) == {("ksp_type", "cg"), ("pc_type", "gamg")}
@@ -98,13 +98,13 @@ def test_options_are_handed_over_and_taken_back(rank_rng, monkeypatch):
     assert petsc_stand_in.Options.database == {}
     with pytest.raises(TypeError, match="b must be an array of float64, as this PETSc was built for, but got complex128"):
         petsc.solve(a, b + 0j)
-    with pytest.raises(ValueError, match="a MatrixRowBlock takes no params, but got 1"):
+    with pytest.raises(ValueError, match="a DistributedMatrix takes no params, but got 1"):
         petsc.solve(a, b, 1.0)
 
 
 @pytest.mark.parametrize("as_function", [False, True])
 def test_under_watch(rank_rng, backend, as_function):
-    a = MatrixRowBlock.from_scipy(sp.identity(8, format="csr") * 2.0)
+    a = DistributedMatrix.from_scipy(sp.identity(8, format="csr") * 2.0)
     b = np.ones(a.local_shape[0])
     operator = (lambda u: 2.0 * u) if as_function else a
     with mpiad.debug.checked():
@@ -116,7 +116,7 @@ def test_a_device_array_on_one_rank_is_refused_on_all(rank_rng, size, monkeypatc
     b = on_device(np.ones(3)) if mpiad.mpi_rank() == size - 1 else np.ones(3)
     with pytest.raises(TypeError, match="petsc.solve works on the host, but got DeviceArray on device 0 .* of shape"):
         petsc.solve(lambda u: u, b)
-    a = MatrixRowBlock.from_scipy(sp.identity(8, format="csr") * 2.0)
+    a = DistributedMatrix.from_scipy(sp.identity(8, format="csr") * 2.0)
     with pytest.raises(TypeError, match="petsc.solve works on the host, but got DeviceArray"):
         petsc.solve(a.with_values(on_device(a.values)), np.ones(a.local_shape[0]))
 

@@ -5,7 +5,7 @@ import pytest
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.linalg import AdditiveSchwarz, MatrixRowBlock, solve
+from mpiad.linalg import AdditiveSchwarz, DistributedMatrix, solve
 
 
 def weighted(domain, dtype=float):
@@ -37,7 +37,7 @@ CASES = [
 def test_matrix_of_an_operator(rank_rng, rank, given, dtype):
     domain = Domain(**given)
     matvec = weighted(domain, dtype)
-    a = MatrixRowBlock.from_operator(matvec, domain, 1.5)
+    a = DistributedMatrix.from_operator(matvec, domain, 1.5)
     u = rank_rng(rank).standard_normal(domain.local_shape)
     assert a.shape == (np.prod(domain.shape),) * 2
     np.testing.assert_allclose(a @ u.ravel(), matvec(u, 1.5).ravel(), 1e-12, 1e-12)
@@ -53,7 +53,7 @@ def test_preconditioner_of_a_domain(rank_rng):
         right = (k[1:-1, 1:] + k[1:-1, :-1]) * (v[1:-1, 1:] - v[1:-1, :-1])
         return down[:-1] - down[1:] + right[:, :-1] - right[:, 1:]
 
-    schwarz = AdditiveSchwarz(MatrixRowBlock.from_operator(matvec, domain, kappa), overlap=2)
+    schwarz = AdditiveSchwarz(DistributedMatrix.from_operator(matvec, domain, kappa), overlap=2)
     b = np.ones(domain.local_shape)
 
     def precondition(r):
@@ -67,9 +67,9 @@ def test_preconditioner_of_a_domain(rank_rng):
 def test_what_is_refused(rank, size):
     domain, wide = Domain((11, 8)), Domain((11, 8), halo=2)
     with pytest.raises(ValueError, match=r"depends on points beyond the halo of \(1, 1\), or isn't linear"):
-        MatrixRowBlock.from_operator(lambda u: u + wide.exchange(u)[4:, 2:-2], domain)
+        DistributedMatrix.from_operator(lambda u: u + wide.exchange(u)[4:, 2:-2], domain)
     with pytest.raises(ValueError, match="isn't linear"):
-        MatrixRowBlock.from_operator(lambda u: u + 1.0, domain)
+        DistributedMatrix.from_operator(lambda u: u + 1.0, domain)
     with pytest.raises(TypeError, match="matvec must return an array of floats of shape .* but returned list"):
-        MatrixRowBlock.from_operator(lambda u: [1.0] if rank == size - 1 else u, domain)
+        DistributedMatrix.from_operator(lambda u: [1.0] if rank == size - 1 else u, domain)
     assert mpiad.mpi_allreduce(1) == size

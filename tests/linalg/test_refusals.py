@@ -8,7 +8,7 @@ import scipy.sparse
 import mpiad
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
-from mpiad.linalg import AdditiveSchwarz, Elliptic, MatrixRowBlock, Multigrid, newton, solve
+from mpiad.linalg import AdditiveSchwarz, DistributedMatrix, Elliptic, Multigrid, newton, solve
 
 SHAPE = (9, 8)
 
@@ -106,7 +106,7 @@ def test_preconditioners_made_for_other_blocks(rank, size, kind):
     else:
         n = 3 * size + 1
         rows = scipy.sparse.eye_array(n, format="csr")[other.owned[0]]
-        b, made = np.ones(domain.local_shape[0]), AdditiveSchwarz(MatrixRowBlock(rows))
+        b, made = np.ones(domain.local_shape[0]), AdditiveSchwarz(DistributedMatrix(rows))
         match = r"has 4 rows on rank 0, but the residual there has shape \(3,\)"
     for method in ("cg", "gmres"):
         with pytest.raises(ValueError, match=match):
@@ -219,7 +219,7 @@ def test_traced_value_from_around_the_operator(domain, rank_rng):
         mpiad.jvp(around_matvec, 2.0, 1.0)
 
     def stopped(scale):
-        return domain.sum(solve(matvec, b, scale, preconditioner=lambda r: r * mpiad.stop(scale)))
+        return domain.sum(solve(matvec, b, scale, preconditioner=lambda r: r * mpiad.stop_gradient(scale)))
 
     assert np.isfinite(mpiad.grad(stopped)(2.0))
 

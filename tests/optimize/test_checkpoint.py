@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import WorkerError
-from mpiad.optimize import Checkpoint
+from mpiad.optimize import CheckpointFile
 from mpiad.transport import signals
 
 START = np.array([0.3, 0.5, -0.2, 0.1])
@@ -48,12 +48,12 @@ def solve(checkpoint: Any, fun: Any = valley, **keywords: Any) -> Any:
 
 @pytest.mark.parametrize("method", mostly_on_one_rank(*METHODS))
 def test_goes_on_from_the_last_iterate(method: str, folder: Path) -> None:
-    checkpoint = Checkpoint(folder / "run.npz", every=3)
+    checkpoint = CheckpointFile(folder / "run.npz", every=3)
     limit = {"maxfun": 40} if method == "TNC" else {"maxiter": 7}
     first = solve(checkpoint, method=method, options=limit)
     written = np.load(checkpoint.file)["x"]
     begun: list[np.ndarray] = []
-    second = solve(checkpoint, lambda x: begun.append(np.array(mpiad.stop(x))) or valley(x), method=method)
+    second = solve(checkpoint, lambda x: begun.append(np.array(mpiad.stop_gradient(x))) or valley(x), method=method)
     np.testing.assert_array_equal(begun[0], written)
     np.testing.assert_allclose(second.x, 1.0, atol=1e-3)
     rows = len(first.history.loss)
@@ -105,7 +105,7 @@ def test_an_exception_leaves_what_was_written(folder: Path, rank: int, size: int
             raise ZeroDivisionError("no way")
         return valley(x)
 
-    checkpoint = Checkpoint(folder / "run.npz", every=4)
+    checkpoint = CheckpointFile(folder / "run.npz", every=4)
     with pytest.raises(WorkerError, match="no way"):
         solve(checkpoint, fails)
     assert len(np.load(checkpoint.file)["history"]) in (5, 9, 13)
@@ -119,7 +119,7 @@ def fun(x):
     return mpiad.mpi_sum(sum(100.0 * (x[k + 1] - x[k] ** 2) ** 2 + (1.0 - x[k]) ** 2 for k in range(rank, 3, 2)))
 
 start = np.array([0.3, 0.5, -0.2, 0.1])
-result = mpiad.minimize(fun, start, tol=1e-9, checkpoint=Checkpoint(path, every=3))
+result = mpiad.minimize(fun, start, tol=1e-9, checkpoint=CheckpointFile(path, every=3))
 """
 
 
@@ -182,7 +182,7 @@ def test_a_disk_that_takes_nothing_does_not_end_the_solve(
     monkeypatch.setattr(os, "fsync", refused)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        result = solve(Checkpoint(folder / "run.npz", every=3))
+        result = solve(CheckpointFile(folder / "run.npz", every=3))
     assert result.success and result.nit > 10
     texts = [str(warning.message) for warning in said if "wasn't written" in str(warning.message)]
     assert len(texts) == (rank == 0) and all(os.strerror(number) in text and remedy in text for text in texts)
@@ -193,7 +193,7 @@ def test_a_disk_that_takes_nothing_does_not_end_the_solve(
 def test_more_often_on_one_rank_is_refused(folder: Path, rank: int, size: int) -> None:
     if size > 1:
         with pytest.raises(ValueError, match="checkpoint every"):
-            solve(Checkpoint(folder / "run.npz", every=1 + rank))
+            solve(CheckpointFile(folder / "run.npz", every=1 + rank))
 
 
 @pytest.mark.parametrize("method", mostly_on_one_rank(*METHODS))
@@ -203,7 +203,7 @@ def test_goes_on_no_worse_than_it_ended(method: str, folder: Path) -> None:
     ended: list[float] = []
     for limit in (5, 5, 12, 12, 14):
         result = mpiad.minimize(
-            valley, start, method=method, objective="mean", checkpoint=Checkpoint(folder / "run.npz", every=1),
+            valley, start, method=method, objective="mean", checkpoint=CheckpointFile(folder / "run.npz", every=1),
             options={"maxfun": limit},
         )  # fmt: skip
         ended.append(result.fun)
@@ -233,7 +233,8 @@ def test_evaluations_of_all_runs_are_counted(method: str, folder: Path) -> None:
     for limit in (1, 2, 3, 7, 7, 12):
         found = mpiad.minimize(
             value, START, jac=gradient, hessp=hessp if method in ("Newton-CG", "trust-ncg", "trust-constr") else None,
-            method=method, objective="mean", checkpoint=Checkpoint(folder / "run.npz", every=1), options={"maxfun": limit},
+            method=method, objective="mean", checkpoint=CheckpointFile(folder / "run.npz", every=1),
+            options={"maxfun": limit},
         )  # fmt: skip
         assert found.nfev == len(called) <= limit
 

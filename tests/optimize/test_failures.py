@@ -222,7 +222,7 @@ def test_traced_start_is_refused() -> None:
     def outer(a: Any) -> Any:
         return bowl(minimize(bowl, a).x)
 
-    with pytest.raises(TypeError, match="mpiad.stop"):
+    with pytest.raises(TypeError, match="mpiad.stop_gradient"):
         mpiad.grad(outer)(np.zeros(3))
 
 

@@ -166,7 +166,7 @@ def test_each_point_once(solver: str, rank: int, size: int) -> None:
     calls: list[bytes] = []
 
     def fun(x: Any) -> Any:
-        calls.append(mpiad.stop(x).tobytes())
+        calls.append(mpiad.stop_gradient(x).tobytes())
         return decay(x, *((TIMES, DATA) if rank == size - 1 else (TIMES[:0], DATA[:0])))
 
     result = least_squares(fun, START, tr_solver=solver, jac=None)
@@ -288,7 +288,7 @@ def test_residuals_that_are_not_finite(solver: str, value: float, rank: int, siz
     outside = []
 
     def fun(x: Any) -> Any:  # a long first step leaves the domain
-        inside = bool(np.all(mpiad.stop(x) > 0.0))
+        inside = bool(np.all(mpiad.stop_gradient(x) > 0.0))
         outside.append(not inside)
         return anp.log(x) + 6.0 if inside else np.full(2, value)
 

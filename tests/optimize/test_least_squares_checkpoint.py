@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import WorkerError
-from mpiad.optimize import Checkpoint, least_squares
+from mpiad.optimize import CheckpointFile, least_squares
 from mpiad.transport import signals
 
 START = np.array([-1.2, 1.0, 0.4])
@@ -44,11 +44,11 @@ def solve(checkpoint: Any, fun: Any = residuals, **keywords: Any) -> Any:
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("loss", ["linear", "cauchy"])
 def test_goes_on_from_the_last_iterate(solver: str, loss: str, folder: Path) -> None:
-    checkpoint, kind = Checkpoint(folder / "run.npz", every=3), {"tr_solver": solver, "loss": loss}
+    checkpoint, kind = CheckpointFile(folder / "run.npz", every=3), {"tr_solver": solver, "loss": loss}
     first = solve(checkpoint, max_nfev=7, **kind)
     assert first.status == 0 and first.nfev == 7
     written, begun = np.load(checkpoint.file)["x"], []
-    second = solve(checkpoint, lambda x: begun.append(np.array(mpiad.stop(x))) or residuals(x), **kind)
+    second = solve(checkpoint, lambda x: begun.append(np.array(mpiad.stop_gradient(x))) or residuals(x), **kind)
     np.testing.assert_array_equal(begun[0], written)
     np.testing.assert_array_equal(written, first.x)
     np.testing.assert_allclose(second.x, 1.0, atol=1e-6)
@@ -125,7 +125,7 @@ def test_wrong_arguments(folder: Path, rank: int, size: int) -> None:
         solve(3.5)
     if size > 1:
         with pytest.raises(ValueError, match="checkpoint every"):
-            solve(Checkpoint(folder / "run.npz", every=1 + rank))
+            solve(CheckpointFile(folder / "run.npz", every=1 + rank))
 
 
 def test_an_exception_leaves_what_was_written(folder: Path, rank: int, size: int) -> None:
@@ -137,7 +137,7 @@ def test_an_exception_leaves_what_was_written(folder: Path, rank: int, size: int
             raise ZeroDivisionError("no way")
         return residuals(x)
 
-    checkpoint = Checkpoint(folder / "run.npz", every=2)
+    checkpoint = CheckpointFile(folder / "run.npz", every=2)
     with pytest.raises(WorkerError, match="no way"):
         solve(checkpoint, fails)
     written = len(np.load(checkpoint.file)["history"])
@@ -151,7 +151,7 @@ def fun(x):
     return np.array([10.0 * (x[rank + 1] - x[rank] ** 2), 1.0 - x[rank]])
 
 start = np.array([-1.2, 1.0, 0.4])
-result = least_squares(fun, start, checkpoint=Checkpoint(path, every=2))
+result = least_squares(fun, start, checkpoint=CheckpointFile(path, every=2))
 """
 
 

@@ -109,7 +109,7 @@ def test_root_s_variables_count(rank: int, size: int) -> None:
     seen = []
 
     def fun(x: Any) -> Any:
-        seen.append(np.array(mpiad.stop(x)))
+        seen.append(np.array(mpiad.stop_gradient(x)))
         return anp.sum((x - 3.0) ** 2)
 
     minimize(fun, np.full(3, 1.0 + rank) if rank == size - 1 else None, root=size - 1, objective="mean")
@@ -264,7 +264,7 @@ def test_groups_solve_apart(rank: int, size: int) -> None:
 def test_solve_inside_a_trace_is_constant(rank: int) -> None:
     def outer(a: Any) -> Any:
         inner = minimize(lambda x: mpiad.mpi_sum((x - 2.0) ** 2), 0.0)
-        return mpiad.mpi_sum(a * mpiad.stop(inner.x))
+        return mpiad.mpi_sum(a * mpiad.stop_gradient(inner.x))
 
     value, gradient = mpiad.value_and_grad(outer)(3.0)
     assert gradient == pytest.approx(2.0)

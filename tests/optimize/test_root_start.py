@@ -91,5 +91,5 @@ def test_many_starts(size: int) -> None:
     assert "sharded" not in str(error)
     refused(lambda given: minimize_many(bowl, given), 0, starts, starts[:2])
     refused(lambda given: minimize_many(bowl, given), 0, starts, 3.0)
-    found = minimize_many(lambda x: mpiad.stop(x) @ x, starts if COMM.rank == 0 else starts.tolist())
+    found = minimize_many(lambda x: mpiad.stop_gradient(x) @ x, starts if COMM.rank == 0 else starts.tolist())
     assert len(found.results) == 3

@@ -86,7 +86,7 @@ def test_running_means_are_written_inside_a_loss_without_being_differentiated():
     mean, root = np.zeros(2), COMM.size - 1
 
     def loss(p, x):
-        mean[:] = mpiad.stop(p * x)
+        mean[:] = mpiad.stop_gradient(p * x)
         pending = iallreduce_(mean)
         reduce_(np.ones(1), root=root)
         pending.wait()

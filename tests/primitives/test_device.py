@@ -399,7 +399,7 @@ def test_other_lengths_in_pieces_are_found_under_watch(rank, size):
     x = np.arange(30.0) if rank == 0 else on_device(np.arange(29.0))
     with travelling("pieces"), mpiad.debug.checked():
         for call in (mpiad.mpi_allreduce, mpiad.mpi_sum, mpiad.mpi_scan):
-            with pytest.raises(mpiad.errors.CommunicationMismatch, match=r"the shape differs[\s\S]*on a device"):
+            with pytest.raises(mpiad.errors.CommunicationMismatchError, match=r"the shape differs[\s\S]*on a device"):
                 call(x)
         total = mpiad.mpi_allreduce(x[:29])
         np.testing.assert_array_equal(on_host(total), size * np.arange(29.0))
@@ -414,7 +414,7 @@ def test_under_watch(rngs, size, way):
             check(beside(call), make([SHAPE] * size), arrays(rngs, SHAPE), rngs)
         for call, make in ((mpiad.mpi_alltoall, reference.alltoall), (mpiad.mpi_exscan, reference.exscan)):
             check(through_device(call), make([(size, 3)] * size), arrays(rngs, (size, 3)), rngs)
-        with pytest.raises(mpiad.errors.MessageMismatch, match=r"shape \(5, 3\), dtype float64, 120 bytes"):
+        with pytest.raises(mpiad.errors.MessageMismatchError, match=r"shape \(5, 3\), dtype float64, 120 bytes"):
             mpiad.mpi_send(on_device(np.zeros(SHAPE)), RIGHT)
             mpiad.mpi_recv(on_device(np.zeros((3, 5))), LEFT)
 

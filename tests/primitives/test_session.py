@@ -34,12 +34,12 @@ def test_init_prepares_a_communicator_once(rank, size):
 @pytest.mark.interpreted
 def test_stop(rank):
     x = np.ones(3)
-    assert mpiad.stop(x) is x and mpiad.stop("text") == "text"
+    assert mpiad.stop_gradient(x) is x and mpiad.stop_gradient("text") == "text"
     seen = []
 
     def fun(x):
-        seen.append(mpiad.stop(x))
-        return anp.sum(x * mpiad.stop(x))
+        seen.append(mpiad.stop_gradient(x))
+        return anp.sum(x * mpiad.stop_gradient(x))
 
     def outer(x):
         return anp.sum(mpiad.grad(fun, objective="sum")(x) ** 2)
@@ -138,5 +138,5 @@ def test_stop_reaches_into_nests():
     pair = namedtuple("pair", "a b")
     nests = (lambda x: [x], lambda x: (3, {"a": x}), lambda x: pair(x, 2), lambda x: OrderedDict(a=[x]))
     for nest, part in zip(nests, (lambda n: n[0], lambda n: n[1]["a"], lambda n: n.a, lambda n: n["a"][0])):
-        g = mpiad.grad(lambda x, nest=nest, part=part: anp.sum(x * part(mpiad.stop(nest(x)))), objective="sum")(x)
+        g = mpiad.grad(lambda x, nest=nest, part=part: anp.sum(x * part(mpiad.stop_gradient(nest(x)))), objective="sum")(x)
         np.testing.assert_array_equal(g, x)

@@ -18,7 +18,8 @@ def on_arrays(single):
     real = np.float32 if single else np.float64
     return SimpleNamespace(
         sin=anp.sin, cos=anp.cos, exp=anp.exp, tanh=anp.tanh, real=anp.real, imag=anp.imag, conj=anp.conj,
-        concatenate=anp.concatenate, stack=anp.stack, reshape=anp.reshape, dot=anp.dot, total=anp.sum, stop=mpiad.stop,
+        concatenate=anp.concatenate, stack=anp.stack, reshape=anp.reshape, dot=anp.dot, total=anp.sum,
+        stop=mpiad.stop_gradient,
         constant=lambda x: np.asarray(x, real),
     )  # fmt: skip
 

@@ -35,7 +35,7 @@ from programs.steps import (
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.extend import communicating, defadjoint
+from mpiad.extend import custom_operator, defadjoint
 from mpiad.linalg import newton, solve
 from mpiad.timestepping import scan
 
@@ -239,7 +239,7 @@ def recv(state, step, comm, source, place):
     if step.recv == "recv" or step.partner == "any":  # mpi_irecv wants its sender named
         use(mpiad.mpi_recv(like, source, tag=tag, comm=comm))
     else:
-        request = mpiad.mpi_irecv(mpiad.stop(like), source, tag=tag, comm=comm)
+        request = mpiad.mpi_irecv(mpiad.stop_gradient(like), source, tag=tag, comm=comm)
         state.agenda.add(place + step.late + step.waits[1], (request, use))
 
 
@@ -316,7 +316,7 @@ def solve_system(state, step):
     if step.call == "solve":
         u = solve(product, b, diagonal, rtol=rtol, comm=comm)
     else:
-        u = newton(lambda u, c, b: product(u, c) + u**3 - b, 0 * mpiad.stop(b), diagonal, b, rtol=rtol, comm=comm)
+        u = newton(lambda u, c, b: product(u, c) + u**3 - b, 0 * mpiad.stop_gradient(b), diagonal, b, rtol=rtol, comm=comm)
     if step.used[WORLD.rank]:
         state.put(step.out, u)
 
@@ -326,7 +326,7 @@ def domain():
     return Domain(LENGTH * WORLD.size, periodic=True)
 
 
-total = communicating(lambda x: WORLD.allreduce(x))
+total = custom_operator(lambda x: WORLD.allreduce(x))
 defadjoint(total, total)
 
 

@@ -371,7 +371,7 @@ def test_a_call_whose_result_has_another_shape_each_time():
     def distinct(x):
         return x[: 2 if x[0] > 0 else 2000] * 1.0
 
-    operator = mpiad.extend.communicating(distinct)
+    operator = mpiad.extend.custom_operator(distinct)
     jitted = mpiad.jit(lambda x: anp.sum(operator(x) * 2.0))
     x = np.ones(3000)
     assert (jitted(x), jitted(x * 2)) == (4.0, 8.0)

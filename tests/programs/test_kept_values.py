@@ -29,7 +29,9 @@ USES = {
     "outside, of a gradient": lambda: outside(lambda fun: mpiad.jit(mpiad.grad(fun))),
     "communicated": lambda: mpiad.mpi_allreduce(outside(mpiad.jit) / 2.0),
     "as numbers": lambda: np.asarray(outside(mpiad.jit)),
-    "plain autograd": lambda: autograd.grad(lambda x: mpiad.jit(keeping)(mpiad.stop(x)) + anp.sum(x * KEPT["y"]))(X),
+    "plain autograd": lambda: autograd.grad(lambda x: mpiad.jit(keeping)(mpiad.stop_gradient(x)) + anp.sum(x * KEPT["y"]))(
+        X
+    ),
     "another jitted function": lambda: (mpiad.grad(mpiad.jit(keeping))(X), mpiad.jit(lambda x: x + KEPT["y"])(X)),
 }
 AROUND = {

@@ -42,7 +42,7 @@ try:
     for turn in range(3):
         compiled(numpy.ones(3), turn == 2 and rank == 1)
     raise SystemExit("a mistake wasn't seen")
-except mpiad.errors.CommunicationMismatch as error:
+except mpiad.errors.CommunicationMismatchError as error:
     for part in ("mpi_allreduce", "mpi_scan", ":LINE in mistaken"):
         assert part in str(error), error
 mpiad.reset()

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mpiad
-from mpiad.extend import communicating, defadjoint
+from mpiad.extend import custom_operator, defadjoint
 from mpiad.testing import AdjointError, check_adjoint
 
 
@@ -30,7 +30,7 @@ def test_ghosts_that_are_cropped_are_caught(rank, size):
     def halo(u):
         return np.concatenate((mpiad.mpi_exchange(u[-1:], right, left), u))
 
-    operator = communicating(halo)
+    operator = custom_operator(halo)
     defadjoint(operator, lambda y: y[1:])
     with pytest.raises(AdjointError, match=rf"over {size} ranks"):
         check_adjoint(operator, np.ones(4))
@@ -38,7 +38,7 @@ def test_ghosts_that_are_cropped_are_caught(rank, size):
 
 @pytest.mark.mpi(min_size=2)
 def test_the_identity_is_not_the_transpose_of_allreduce(size):
-    operator = communicating(mpiad.mpi_allreduce)
+    operator = custom_operator(mpiad.mpi_allreduce)
     defadjoint(operator, lambda y: y)
     with pytest.raises(AdjointError):
         check_adjoint(operator, np.ones(3))

@@ -6,7 +6,7 @@ import pytest
 from autograd.extend import defjvp, defvjp, primitive
 
 import mpiad
-from mpiad.extend import communicating
+from mpiad.extend import custom_operator
 from mpiad.extend import defjvp as operator_jvp
 from mpiad.extend import defvjp as operator_vjp
 from mpiad.testing import GradientError, check_grads
@@ -45,7 +45,7 @@ def test_a_wrong_factor_is_caught_on_all_ranks(rng, mode, factor):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_term_lost_on_one_rank_is_caught(rng, rank, size):
-    lossy = communicating(lambda x: x)
+    lossy = custom_operator(lambda x: x)
     operator_vjp(lossy, lambda ans, x: lambda g: 0.0 * g if rank == size - 1 else g)
     operator_jvp(lossy, lambda g, ans, x: g)
     with pytest.raises(GradientError, match="'rev'"):

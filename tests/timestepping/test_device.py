@@ -8,7 +8,7 @@ import pytest
 from device_double import DeviceArray, on_device, on_host, transfers
 
 import mpiad
-from mpiad.timestepping import Checkpoints, scan
+from mpiad.timestepping import CheckpointSchedule, scan
 from mpiad.timestepping.snapshots import Snapshots
 
 _STEPS, _N = 12, 5
@@ -38,7 +38,9 @@ def _arguments(put):
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("checkpoints", [None, 3, Checkpoints(memory=1, disk=2), Checkpoints(memory=3, recorded=2), _STEPS])
+@pytest.mark.parametrize(
+    "checkpoints", [None, 3, CheckpointSchedule(memory=1, disk=2), CheckpointSchedule(memory=3, recorded=2), _STEPS]
+)
 def test_derivatives_are_those_of_the_host(checkpoints):
     everything = (0, 1, 2)
     value, gradient = mpiad.value_and_grad(_loss(np.asarray, checkpoints), everything)(*_arguments(np.asarray))
@@ -63,12 +65,14 @@ def test_states_in_memory_stay_on_the_device():
     # The value of the loss.
     assert transfers.copies <= 1
     transfers.reset()
-    mpiad.grad(_loss(on_device, Checkpoints(memory=0, disk=3)), 2)(*arguments)
+    mpiad.grad(_loss(on_device, CheckpointSchedule(memory=0, disk=3)), 2)(*arguments)
     assert 6 <= transfers.d2h <= 2 * _STEPS and 6 <= transfers.h2d <= 3 * _STEPS
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("kept", [Checkpoints(3, host=True), Checkpoints(1, 2, host=True), Checkpoints(3, compress=True)])
+@pytest.mark.parametrize(
+    "kept", [CheckpointSchedule(3, host=True), CheckpointSchedule(1, 2, host=True), CheckpointSchedule(3, compress=True)]
+)
 def test_states_are_kept_on_the_host_where_asked(kept, monkeypatch):
     """A state is copied when it is kept and each time that it is taken; 300 entries are more than a block."""
     homes = []

@@ -9,14 +9,24 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.testing import check_grads
-from mpiad.timestepping import Checkpoints, scan
+from mpiad.timestepping import CheckpointSchedule, scan
 
 STEPS = 7
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 COUNTS = [3 + rank % 2 for rank in range(SIZE)]
 CELLS = sum(COUNTS)
 MINE = slice(sum(COUNTS[:RANK]), sum(COUNTS[: RANK + 1]))
-KEPT = [1, 2, 4, STEPS - 1, STEPS, 50, Checkpoints(1, 2), Checkpoints(0, 3), Checkpoints(2, recorded=3)]
+KEPT = [
+    1,
+    2,
+    4,
+    STEPS - 1,
+    STEPS,
+    50,
+    CheckpointSchedule(1, 2),
+    CheckpointSchedule(0, 3),
+    CheckpointSchedule(2, recorded=3),
+]
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
 
 
@@ -88,7 +98,7 @@ def test_value_and_gradient_are_those_of_the_whole_grid(kept):
     agrees(found, whole.gradient(whole.point))
 
 
-@pytest.mark.parametrize("kept", [None, 2, Checkpoints(1, 1), Checkpoints(1, recorded=2)])
+@pytest.mark.parametrize("kept", [None, 2, CheckpointSchedule(1, 1), CheckpointSchedule(1, recorded=2)])
 def test_tangent_and_curvature_are_those_of_the_whole_grid(kept):
     whole = Whole()
     fun = lambda args: loss(args, kept)  # noqa: E731
@@ -167,7 +177,7 @@ def test_a_rank_that_differentiates_by_nothing_takes_part_in_the_adjoint(kept):
         return 0.5 * anp.sin(u) + c * mpiad.mpi_exchange(u, (RANK + 1) % SIZE, (RANK - 1) % SIZE)
 
     def fun(u, c, kept):
-        u, c = (mpiad.stop(u), mpiad.stop(c)) if RANK == SIZE - 1 else (u, c)
+        u, c = (mpiad.stop_gradient(u), mpiad.stop_gradient(c)) if RANK == SIZE - 1 else (u, c)
         return anp.sum(scan(advance, u, STEPS, c, checkpoints=kept) ** 2)
 
     start = np.array([0.3 + RANK, 0.7])
@@ -183,7 +193,7 @@ def test_without_a_trace_nothing_is_kept_and_the_value_is_the_same():
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("kept", [None, 1, 3, Checkpoints(1, 2)])
+@pytest.mark.parametrize("kept", [None, 1, 3, CheckpointSchedule(1, 2)])
 def test_state_of_several_dtypes(kept):
     """A complex amplitude beside a single-precision one, against the complex step of NumPy's own loop."""
 
@@ -240,7 +250,7 @@ def test_a_step_may_write_into_one_buffer_of_its_own():
     buffer = np.empty(3)
 
     def advance(u, k, c):
-        if mpiad.stop(c) is not c:
+        if mpiad.stop_gradient(c) is not c:
             return u + c * anp.cos(u)
         np.add(u, c * np.cos(u), out=buffer)
         return buffer
@@ -254,7 +264,7 @@ def test_a_step_may_write_into_one_buffer_of_its_own():
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("kept", [None, 1, 2, 6, Checkpoints(1, 2)])
+@pytest.mark.parametrize("kept", [None, 1, 2, 6, CheckpointSchedule(1, 2)])
 def test_a_step_may_write_into_the_state_that_it_gets(kept):
     """Where nothing is traced `u += ...` writes into the array; the caller's and those that are kept stay as they are."""
 

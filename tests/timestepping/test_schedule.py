@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mpiad
-from mpiad.timestepping import Checkpoints, scan
+from mpiad.timestepping import CheckpointSchedule, scan
 from mpiad.timestepping.loop import Loop
 from mpiad.timestepping.schedule import Advance, Keep, Restore, Reverse, actions
 
@@ -36,7 +36,7 @@ def least(steps, kept):
 @pytest.mark.parametrize("memory, disk", [(1, 0), (2, 0), (3, 0), (1, 2), (0, 2), (22, 0), (40, 0), (5, 40)])
 def test_schedules_reverse_each_step_once_with_the_least_work(steps, memory, disk):
     at, advanced, backwards, kept = 0, 0, steps, {}
-    for action in actions(steps, Checkpoints(memory, disk)):
+    for action in actions(steps, CheckpointSchedule(memory, disk)):
         if isinstance(action, Keep):
             assert action.number == at
             kept[at] = action.on_disk
@@ -64,7 +64,7 @@ def test_schedules_reverse_each_step_once_with_the_least_work(steps, memory, dis
 def test_schedules_run_and_keep_as_few_as_can_be(kept):
     """Against a search of all schedules, and for longer loops the closed form r n - β(s + 1, r - 1)."""
     for steps in [*range(1, 45), 333, 1000]:
-        found = list(actions(steps, Checkpoints(kept)))
+        found = list(actions(steps, CheckpointSchedule(kept)))
         advanced = sum(action.stop - action.first for action in found if isinstance(action, Advance))
         states = min(kept, steps - 1) or 1
         repeats = next(r for r in range(steps + 1) if math.comb(states + r, r) >= steps)
@@ -78,7 +78,7 @@ def test_schedules_run_and_keep_as_few_as_can_be(kept):
 def test_states_on_disk_are_those_that_cost_the_least(steps, memory, disk):
     """Against all choices of the places in the stack of kept states."""
     costs, stack, found = [0] * (memory + disk), [], 0
-    for action in actions(steps, Checkpoints(memory, disk)):
+    for action in actions(steps, CheckpointSchedule(memory, disk)):
         if isinstance(action, Keep):
             stack.append(action.on_disk)
         if isinstance(action, (Keep, Restore)):
@@ -90,7 +90,8 @@ def test_states_on_disk_are_those_that_cost_the_least(steps, memory, disk):
 
 
 @pytest.mark.parametrize("steps, kept, plain", [
-    (20, Checkpoints(4, recorded=5), 15 + 5), (23, Checkpoints(5, recorded=5), 20 + 3), (9, Checkpoints(1, recorded=20), 9),
+    (20, CheckpointSchedule(4, recorded=5), 15 + 5), (23, CheckpointSchedule(5, recorded=5), 20 + 3),
+    (9, CheckpointSchedule(1, recorded=20), 9),
 ])  # fmt: skip
 @pytest.mark.interpreted
 def test_blocks_that_are_recorded_together_are_run_twice_only(steps, kept, plain):
@@ -98,7 +99,7 @@ def test_blocks_that_are_recorded_together_are_run_twice_only(steps, kept, plain
     calls = {"plain": 0, "traced": 0}
 
     def advance(u, k, c):
-        calls["plain" if mpiad.stop(u) is u else "traced"] += 1
+        calls["plain" if mpiad.stop_gradient(u) is u else "traced"] += 1
         return u * c + anp.sin(u) * k
 
     found = mpiad.grad(lambda c: scan(advance, 1.0, steps, c, checkpoints=kept))(0.3)
@@ -109,7 +110,7 @@ def test_blocks_that_are_recorded_together_are_run_twice_only(steps, kept, plain
 @pytest.mark.parametrize("steps, length", [(20, 5), (23, 4), (7, 3)])
 def test_schedules_of_blocks_count_their_states_in_steps(steps, length):
     at, blocks = 0, []
-    for action in actions(steps, Checkpoints(2, recorded=length)):
+    for action in actions(steps, CheckpointSchedule(2, recorded=length)):
         if isinstance(action, (Keep, Restore)):
             assert action.number % length == 0
             at = action.number if isinstance(action, Restore) else at
@@ -128,7 +129,7 @@ def test_steps_are_called_as_often_as_the_schedule_says(steps, kept):
     calls = {"plain": 0, "traced": 0}
 
     def advance(u, k, c):
-        calls["plain" if mpiad.stop(u) is u else "traced"] += 1
+        calls["plain" if mpiad.stop_gradient(u) is u else "traced"] += 1
         return u * c + k
 
     mpiad.grad(lambda c: scan(advance, 1.0, steps, c, checkpoints=kept))(0.9)
@@ -153,7 +154,7 @@ def test_products_with_a_kept_jacobian_run_the_steps_once(kept):
     assert mpiad.grad(lambda c: mpiad.linearize(cubic)(c).jvp(1.0))(0.5) == 6.0 * 0.5
 
 
-@pytest.mark.parametrize("kept, most", [(3, 3), (Checkpoints(2, 4), 2)])
+@pytest.mark.parametrize("kept, most", [(3, 3), (CheckpointSchedule(2, 4), 2)])
 def test_states_in_memory_stay_within_their_number(monkeypatch, kept, most):
     seen = []
     from mpiad.timestepping import snapshots

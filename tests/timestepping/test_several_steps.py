@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.timestepping import Checkpoints, scan
+from mpiad.timestepping import CheckpointSchedule, scan
 
 pytestmark = pytest.mark.interpreted  # the steps are compiled, what is around them isn't
 COMM = MPI.COMM_WORLD
@@ -50,7 +50,9 @@ def derivative(*directions):
     return whole(*[x + 1e-30j * d for x, d in zip((START, FORCE, RATES), directions)]).imag / 1e-30
 
 
-@pytest.mark.parametrize("checkpoints", [None, 5, Checkpoints(3, recorded=6), Checkpoints(2, recorded=20)], ids=str)
+@pytest.mark.parametrize(
+    "checkpoints", [None, 5, CheckpointSchedule(3, recorded=6), CheckpointSchedule(2, recorded=20)], ids=str
+)
 def test_values_and_derivatives(checkpoints):
     """The first gradient traces a step, or several; the third replays all. Each with respect to all that moves."""
     mine = DOMAIN.owned[0]

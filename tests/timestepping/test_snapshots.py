@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpiad
-from mpiad.timestepping import Checkpoints, scan
+from mpiad.timestepping import CheckpointSchedule, scan
 from mpiad.timestepping.snapshots import Snapshots
 
 pytestmark = pytest.mark.serial
@@ -29,7 +29,7 @@ def test_files_are_written_where_asked_and_removed(tmp_path):
         seen.append(sorted(name for _, _, names in os.walk(tmp_path) for name in names))
         return advance(u, k, c)
 
-    kept = Checkpoints(1, 3, tmp_path)
+    kept = CheckpointSchedule(1, 3, tmp_path)
     found = mpiad.grad(lambda c: anp.sum(scan(watched, start(), 20, c, checkpoints=kept)["a"]))(0.8)
     expected = mpiad.grad(lambda c: anp.sum(scan(advance, start(), 20, c)["a"]))(0.8)
     assert found == pytest.approx(expected, rel=1e-14)
@@ -43,11 +43,11 @@ def test_files_are_written_where_asked_and_removed(tmp_path):
     "kept, size, close",
     [
         # Per cell two doubles and one complex number, in half their bytes, and four bytes that were single already.
-        (Checkpoints(4, dtype="float32"), 256 * 20, 1e-5),
-        (Checkpoints(1, 3, dtype="float32"), 256 * 20, 1e-5),
+        (CheckpointSchedule(4, dtype="float32"), 256 * 20, 1e-5),
+        (CheckpointSchedule(1, 3, dtype="float32"), 256 * 20, 1e-5),
         # Five numbers in two bytes each, and the first few of each in four.
-        (Checkpoints(4, compress=True), 256 * 10, 1e-5),
-        (Checkpoints(1, 3, compress=True), 256 * 10, 1e-5),
+        (CheckpointSchedule(4, compress=True), 256 * 10, 1e-5),
+        (CheckpointSchedule(1, 3, compress=True), 256 * 10, 1e-5),
     ],
 )
 def test_states_in_fewer_bytes_hardly_change_the_gradient(kept, size, close, monkeypatch):
@@ -89,7 +89,7 @@ def test_states_in_fewer_bytes_hardly_change_the_gradient(kept, size, close, mon
 
 
 def test_a_state_beyond_single_precision_is_named():
-    kept = Checkpoints(9, dtype="float32")
+    kept = CheckpointSchedule(9, dtype="float32")
     with pytest.raises(FloatingPointError, match=r"before step 3 has entries beyond 3.40e\+38.*Scale the state"):
         mpiad.grad(lambda c: scan(lambda u, k, c: u * c, np.float64(1e30), 9, c, checkpoints=kept))(1e3)
 
@@ -109,14 +109,16 @@ def test_an_exception_in_a_step_leaves_no_files(tmp_path, failing, call):
     gc.disable()
     try:
         with pytest.raises(KeyError):
-            mpiad.grad(lambda c: anp.sum(scan(watched, start(), 9, c, checkpoints=Checkpoints(1, 3, tmp_path))["a"]))(0.8)
+            mpiad.grad(
+                lambda c: anp.sum(scan(watched, start(), 9, c, checkpoints=CheckpointSchedule(1, 3, tmp_path))["a"])
+            )(0.8)
         assert os.listdir(tmp_path) == []
     finally:
         gc.enable()
 
 
 def test_a_gradient_that_nobody_asks_for_leaves_no_files(tmp_path):
-    kept = Checkpoints(1, 3, tmp_path)
+    kept = CheckpointSchedule(1, 3, tmp_path)
     gc.disable()
     try:
         pull, _ = mpiad.make_vjp(lambda c: anp.sum(scan(advance, start(), 9, c, checkpoints=kept)["a"]))(0.8)
@@ -133,7 +135,9 @@ def test_a_file_that_cannot_be_written_says_where(tmp_path, monkeypatch):
 
     monkeypatch.setattr(np, "save", full)
     with pytest.raises(OSError, match=rf"step 0 can't be written in {tmp_path}.*No space left"):
-        mpiad.grad(lambda c: anp.sum(scan(advance, start(), 9, c, checkpoints=Checkpoints(0, 2, tmp_path))["a"]))(0.8)
+        mpiad.grad(lambda c: anp.sum(scan(advance, start(), 9, c, checkpoints=CheckpointSchedule(0, 2, tmp_path))["a"]))(
+            0.8
+        )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ def test_a_file_that_cannot_be_written_says_where(tmp_path, monkeypatch):
         ({"checkpoints": -1}, ValueError, "memory=-1"),
         ({"checkpoints": 2.5}, TypeError, "float 2.5"),
         ({"checkpoints": True}, TypeError, "bool True"),
-        ({"checkpoints": Checkpoints(1, 1, "nowhere/at/all")}, ValueError, "nowhere/at/all"),
+        ({"checkpoints": CheckpointSchedule(1, 1, "nowhere/at/all")}, ValueError, "nowhere/at/all"),
         ({"n_steps": -3}, ValueError, "-3"),
         ({"n_steps": 2.0}, TypeError, "float 2.0"),
         ({"step": 5}, TypeError, "int 5"),
@@ -159,10 +163,18 @@ def test_a_file_that_cannot_be_written_says_where(tmp_path, monkeypatch):
         ({"observe": lambda u, k: u[: k + 1]}, TypeError, r"after step 1 it returned float64 of shape \(2,\)"),
         ({"observe": lambda u, k: 3}, TypeError, "arrays of floats"),
         ({"n_steps": 0, "observe": lambda u, k: u}, ValueError, "nothing to observe"),
-        ({"checkpoints": Checkpoints(2, dtype="float16")}, ValueError, r"dtype='float32'\), but got dtype='float16'"),
-        ({"checkpoints": Checkpoints(2, dtype="float32", compress=True)}, ValueError, "give one of them"),
-        ({"checkpoints": Checkpoints(2, host=1)}, TypeError, "host must be True or False, but got int 1"),
-        ({"checkpoints": Checkpoints(2, recorded=0)}, ValueError, "recorded must be an integer above zero, but got 0"),
+        (
+            {"checkpoints": CheckpointSchedule(2, dtype="float16")},
+            ValueError,
+            r"dtype='float32'\), but got dtype='float16'",
+        ),
+        ({"checkpoints": CheckpointSchedule(2, dtype="float32", compress=True)}, ValueError, "give one of them"),
+        ({"checkpoints": CheckpointSchedule(2, host=1)}, TypeError, "host must be True or False, but got int 1"),
+        (
+            {"checkpoints": CheckpointSchedule(2, recorded=0)},
+            ValueError,
+            "recorded must be an integer above zero, but got 0",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused(wrong, kind, text):

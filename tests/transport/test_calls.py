@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mpiad
-from mpiad.extend import Communicating, communicating, defadjoint
+from mpiad.extend import Communicating, custom_operator, defadjoint
 from mpiad.primitives.catalogue import ALLREDUCE
 from mpiad.primitives.operation import Operation
 from mpiad.transport import calls
@@ -92,7 +92,7 @@ def test_second_order_keeps_the_first_line(witness: Witness) -> None:
 
 
 def test_operators_of_the_users_own_are_named(witness: Witness) -> None:
-    @communicating
+    @custom_operator
     def total(x: Any) -> Any:
         return mpiad.mpi_allreduce(x)
 

@@ -202,7 +202,7 @@ def test_under_watch_what_is_refused_is_dropped(rank):
         if rank == 0:
             mpiad.mpi_send(on_device(values(0)), 1)
         if rank == 1:
-            with pytest.raises(mpiad.errors.MessageMismatch, match=r"shape \(61,\)"):
+            with pytest.raises(mpiad.errors.MessageMismatchError, match=r"shape \(61,\)"):
                 mpiad.mpi_recv(on_device(np.zeros(60)), 0)
         assert not lookup.channel(None, "test").has_unfinished()
         mpiad.mpi_barrier()

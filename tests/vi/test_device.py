@@ -18,8 +18,8 @@ def loss(theta, data):
     return 0.5 * anp.sum((data["x"] - theta) ** 2)
 
 
-def _fitted(put, gradient="pathwise", handout="even"):
-    settings = {"n_samples_per_epoch": 6, "gradient": gradient, "handout": handout}
+def _fitted(put, gradient="pathwise", schedule="even"):
+    settings = {"n_samples_per_epoch": 6, "gradient": gradient, "schedule": schedule}
     vi = VI(loss, MeanFieldGaussian(2), ("norm", 0.0, 2.0), Adam(0.1), **settings)
     return vi, vi.run({"x": put(_DATA), "name": "data"}, n_epochs=15)
 
@@ -34,7 +34,7 @@ def test_a_fit_is_that_of_the_host(gradient):
 
 @pytest.mark.mpi(min_size=2)
 def test_draws_that_are_handed_out():
-    host, found = _fitted(np.asarray, handout="dynamic")[1], _fitted(on_device, handout="dynamic")[1]
+    host, found = _fitted(np.asarray, schedule="dynamic")[1], _fitted(on_device, schedule="dynamic")[1]
     np.testing.assert_allclose(found.best_params["mean"], host.best_params["mean"], rtol=1e-8)
 
 
@@ -43,7 +43,7 @@ def test_a_draw_copies_itself_its_value_and_its_gradient():
     seen = []
 
     def watched(theta, data):
-        seen.append(type(mpiad.stop(theta)))
+        seen.append(type(mpiad.stop_gradient(theta)))
         return loss(theta, data)
 
     data = {"x": on_device(_DATA)}

@@ -29,7 +29,7 @@ def two_gpus(monkeypatch):
 
 
 def bowl(theta, data):
-    where = mpiad.stop(theta)
+    where = mpiad.stop_gradient(theta)
     scales = on_device(SCALES) if isinstance(where, DeviceArray) else SCALES
     return anp.sum(scales * (theta - 0.5) ** 4)
 
@@ -41,22 +41,22 @@ def run(loss=bowl, names=None, **options):
 
 
 @pytest.mark.parametrize("gradient", ["pathwise", "score"])
-@pytest.mark.parametrize("handout", ["even", "dynamic"])
-def test_a_rank_on_a_device_finds_what_one_on_the_cpu_finds(two_gpus, gradient, handout):
+@pytest.mark.parametrize("schedule", ["even", "dynamic"])
+def test_a_rank_on_a_device_finds_what_one_on_the_cpu_finds(two_gpus, gradient, schedule):
     names = ["cuda:0" if rank % 2 == 0 else "cpu" for rank in range(COMM.size)]
     kinds = set()
 
     def loss(theta, data):
-        kinds.add(type(mpiad.stop(theta)))
+        kinds.add(type(mpiad.stop_gradient(theta)))
         return bowl(theta, data)
 
-    exact, _ = run(gradient=gradient, handout=handout)
+    exact, _ = run(gradient=gradient, schedule=schedule)
     transfers.reset()
-    found, _ = run(loss, names, gradient=gradient, handout=handout)
+    found, _ = run(loss, names, gradient=gradient, schedule=schedule)
     np.testing.assert_allclose(found.history["objective"], exact.history["objective"], rtol=1e-13)
     np.testing.assert_allclose(found.params["below"], exact.params["below"], rtol=1e-12)
     assert kinds <= {DeviceArray if names[COMM.rank] == "cuda:0" else np.ndarray}
-    assert kinds or handout == "dynamic"
+    assert kinds or schedule == "dynamic"
     if not kinds or names[COMM.rank] == "cpu":
         assert transfers.copies == 0
 

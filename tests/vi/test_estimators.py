@@ -48,10 +48,10 @@ def first_step(posterior, count, **options):
     return noise, np.array(posterior.initial(None)[0]) - result.params[0], result
 
 
-@pytest.mark.parametrize("handout", ["even", "dynamic"])
+@pytest.mark.parametrize("schedule", ["even", "dynamic"])
 @pytest.mark.parametrize("count", [2, 7])
-def test_scores_are_weighed_with_the_mean_of_the_other_draws(count, handout):
-    noise, g, _ = first_step(Moved(), count, gradient="score", w=0.0, handout=handout)
+def test_scores_are_weighed_with_the_mean_of_the_other_draws(count, schedule):
+    noise, g, _ = first_step(Moved(), count, gradient="score", w=0.0, schedule=schedule)
     values = np.array([bowl(theta, None) for theta in np.array([0.3, -0.2]) + noise])
     exact = [(values[s] - np.delete(values, s).mean()) * noise[s] for s in range(count)]  # d log q / d mean is the noise
     np.testing.assert_allclose(g, np.mean(exact, axis=0), rtol=1e-12)
@@ -80,7 +80,7 @@ def test_the_path_estimator_leaves_out_the_densitys_own_dependence(divergence, o
 @pytest.mark.parametrize("gradient", ["pathwise", "score"])
 def test_draws_that_are_dropped_count_in_no_mean(gradient):
     def loss(theta, data):
-        if mpiad.stop(theta)[0] > 0.5:
+        if mpiad.stop_gradient(theta)[0] > 0.5:
             raise RuntimeError("not here")
         return bowl(theta, data)
 
@@ -138,15 +138,15 @@ class Failing(Moved):
         return (theta[:, 0], log_q) if self.where == "shape" else (theta, log_q)
 
 
-@pytest.mark.parametrize("handout", ["even", "dynamic"])
+@pytest.mark.parametrize("schedule", ["even", "dynamic"])
 @pytest.mark.parametrize("where", ["initial", "draw", "shape", "callback"])
 @pytest.mark.parametrize("error", [KeyError("on the root"), Odd("one", "two")], ids=["KeyError", "Odd"])
-def test_what_fails_on_the_root_ends_the_run_on_all_ranks(where, error, handout):
+def test_what_fails_on_the_root_ends_the_run_on_all_ranks(where, error, schedule):
     def callback(epoch, objective, params):
         if where == "callback":
             raise error
 
-    inference = VI(bowl, Failing(where, error), ("norm",), Adam(0.1), root=ROOT, handout=handout)
+    inference = VI(bowl, Failing(where, error), ("norm",), Adam(0.1), root=ROOT, schedule=schedule)
     kinds = (type(error), RuntimeError) if where != "shape" else (ValueError,)
     with pytest.raises(kinds, match="on the root|one and two|shape") as found:
         inference.run(None, 9, callback=callback)

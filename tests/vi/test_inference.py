@@ -116,17 +116,26 @@ def test_flows_reach_it_too():
     assert model.evidence - 0.05 - 3 * error < estimate < model.evidence + 3 * error
 
 
-def short_run(comm=None, root=0, handout="even", samples=5):
+def short_run(comm=None, root=0, schedule="even", samples=5):
     model = Conjugate(2)
     inference = VI(
-        model.loss, FullRankGaussian(2), model.prior, Adam(0.1), 0.7, samples, comm=comm, root=root, handout=handout, seed=9
+        model.loss,
+        FullRankGaussian(2),
+        model.prior,
+        Adam(0.1),
+        0.7,
+        samples,
+        comm=comm,
+        root=root,
+        schedule=schedule,
+        seed=9,
     )
     return inference.run(model.y, 7, n_samples=6)
 
 
-@pytest.mark.parametrize("handout", ["even", "dynamic"])
-def test_runs_do_not_depend_on_the_number_of_ranks(handout):
-    result, alone = short_run(None, ROOT, handout), short_run(MPI.COMM_SELF)
+@pytest.mark.parametrize("schedule", ["even", "dynamic"])
+def test_runs_do_not_depend_on_the_number_of_ranks(schedule):
+    result, alone = short_run(None, ROOT, schedule), short_run(MPI.COMM_SELF)
     for column in ("objective", "loss", "divergence"):
         np.testing.assert_allclose(result.history[column], alone.history[column], rtol=1e-13)
     np.testing.assert_allclose(result.samples, alone.samples, rtol=1e-12)
@@ -153,7 +162,7 @@ def test_each_epoch_has_draws_of_its_own():
     seen = []
 
     def loss(theta, data):
-        seen.append(tuple(mpiad.stop(theta)))
+        seen.append(tuple(mpiad.stop_gradient(theta)))
         return anp.sum(theta)
 
     VI(loss, MeanFieldGaussian(2), ("norm",), Adam(1e-300), 1.0, 1, seed=4, root=ROOT).run(None, 3)
@@ -210,8 +219,8 @@ def test_a_callback_may_end_the_run():
     assert seen == ([0, 1, 2] if COMM.rank == ROOT else [])
 
 
-@pytest.mark.parametrize("handout", ["even", "dynamic"])
-def test_draws_whose_model_fails_are_dropped_and_counted(handout):
+@pytest.mark.parametrize("schedule", ["even", "dynamic"])
+def test_draws_whose_model_fails_are_dropped_and_counted(schedule):
     model = Conjugate(2)
 
     def loss(theta, y):
@@ -221,7 +230,7 @@ def test_draws_whose_model_fails_are_dropped_and_counted(handout):
             return anp.sum(theta) * np.nan
         return model.loss(theta, y)
 
-    result = VI(loss, MeanFieldGaussian(2), model.prior, Adam(1e-6), 1.0, 40, seed=5, handout=handout).run(model.y, 2)
+    result = VI(loss, MeanFieldGaussian(2), model.prior, Adam(1e-6), 1.0, 40, seed=5, schedule=schedule).run(model.y, 2)
     theta = np.random.default_rng([5, 0]).standard_normal((40, 2))
     bad = (theta[:, 0] > 0.7) | (theta[:, 1] > 1.0)
     assert result.history["dropped"][0] == bad.sum() > 5
@@ -416,7 +425,7 @@ def test_the_start_is_independent_of_the_first_noise():
             return super().initial(rng)
 
         def draw(self, params, noise):
-            drawn.append(np.ravel(mpiad.stop(noise))[:4])
+            drawn.append(np.ravel(mpiad.stop_gradient(noise))[:4])
             return super().draw(params, noise)
 
     started, drawn, model = [], [], Conjugate(2)
@@ -441,11 +450,11 @@ def normal_loss(comm):
 
 
 @pytest.mark.skipif(COMM.size == 1, reason="one rank may communicate with itself")
-@pytest.mark.parametrize("handout", ["even", "dynamic"])
+@pytest.mark.parametrize("schedule", ["even", "dynamic"])
 @pytest.mark.parametrize("draws", [8, 9])
-def test_a_loss_that_communicates_raises_on_all_ranks(draws, handout):
+def test_a_loss_that_communicates_raises_on_all_ranks(draws, schedule):
     """It gave a wrong posterior, or hung if ranks had different numbers of draws."""
-    kept = {"n_samples_per_epoch": draws, "handout": handout, "root": ROOT}
+    kept = {"n_samples_per_epoch": draws, "schedule": schedule, "root": ROOT}
     for loss in (normal_loss(None), lambda theta, data: normal_loss(None)(theta, data) if theta[0] > 0 else theta[0] ** 2):
         inference = VI(loss, MeanFieldGaussian(1), ("norm", 0.0, 1.0), Adam(0.1), **kept)
         with pytest.raises(WorkerError, match="is evaluated by one rank .*communicate on MPI.COMM_SELF"):

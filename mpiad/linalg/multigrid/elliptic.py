@@ -13,7 +13,7 @@ from mpiad.device.constants import Constants
 from mpiad.domain import Domain
 from mpiad.domain.decomposition import per_dimension
 from mpiad.linalg.host_and_device import require_together
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.device_arrays import arrays_of
@@ -144,16 +144,16 @@ class Elliptic:
         -------
         To u the operator itself, which is symmetric; to κ and c what the product rule gives.
         """
-        require_together("linalg.Elliptic", u=stop(u), kappa=stop(kappa), c=stop(c))
-        home = arrays_of(stop(u))
-        if np.shape(stop(kappa)) == ():
+        require_together("linalg.Elliptic", u=stop_gradient(u), kappa=stop_gradient(kappa), c=stop_gradient(c))
+        home = arrays_of(stop_gradient(u))
+        if np.shape(stop_gradient(kappa)) == ():
             shape = self.domain.local_shape
             kappa = kappa * (np.ones(shape) if home is None else home.full(shape, 1, np.float64))
-        if stop(kappa).dtype != stop(u).dtype:
-            kappa = kappa.astype(stop(u).dtype)
+        if stop_gradient(kappa).dtype != stop_gradient(u).dtype:
+            kappa = kappa.astype(stop_gradient(u).dtype)
         # Beside a given value the flux is κ u over the spacing: a multiple of u at the last points.
         (walls,) = self._walls.on(home)
-        total = (walls.astype(stop(u).dtype) * kappa + c) * u
+        total = (walls.astype(stop_gradient(u).dtype) * kappa + c) * u
         # Beyond a side without flux u is continued by itself; what a given value adds is in the walls.
         padded, medium = self.domain.exchange([u, kappa], "edge", corners=False)
         ndim = len(self.sides.spacing)

@@ -15,11 +15,11 @@ from mpiad._typing import LocalArray
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.domain.root_copies import require_own_block
-from mpiad.extend import communicating, defjvp_together, defvjp_together
+from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.host_and_device import require_together
 from mpiad.linalg.implicit import direction_of
 from mpiad.linalg.multigrid.preconditioner import Multigrid
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import current
 from mpiad.transport import channel
@@ -95,19 +95,25 @@ def solve_elliptic(
     0.0734
     """
     levels = Multigrid(
-        domain, stop(kappa), stop(c), spacing=spacing, boundary=boundary, centred=centred, mean_zero=mean_zero
+        domain,
+        stop_gradient(kappa),
+        stop_gradient(c),
+        spacing=spacing,
+        boundary=boundary,
+        centred=centred,
+        mean_zero=mean_zero,
     )
     used = channel(domain.comm, _CALL)
     with raising_together(used):
-        require_together(_CALL, b=stop(b), kappa=stop(kappa), c=stop(c))
+        require_together(_CALL, b=stop_gradient(b), kappa=stop_gradient(kappa), c=stop_gradient(c))
         for field in (b, kappa, c):
             require_own_block(field, domain.local_shape, used.size, used.rank, _CALL)
     # What the solves of derivatives share; their start is zero, and they are nobody's news.
     settings = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
-    return _solution(b, kappa, c, levels=levels, settings=settings, start={"x0": stop(x0), "callback": callback})
+    return _solution(b, kappa, c, levels=levels, settings=settings, start={"x0": stop_gradient(x0), "callback": callback})
 
 
-@communicating
+@custom_operator
 def _solution(
     b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict, start: dict | None = None,
     linear: bool = False,
@@ -152,7 +158,7 @@ def _tangent(
     """Return the derivative of the solution along tangents of b, κ and c."""
     along = [direction_of(value, g) for value, g in zip((kappa, c), gs[1:])]
     push = make_jvp(_product(levels))([ans, kappa, c])
-    change = push([spec_like(stop(ans)).zeros(), *along])[1]
+    change = push([spec_like(stop_gradient(ans)).zeros(), *along])[1]
     return _solution(tangent_of(b, gs[0]) - change, kappa, c, levels=levels, settings=settings)
 
 

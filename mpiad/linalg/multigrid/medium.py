@@ -76,8 +76,8 @@ def _check_rings(domain: Domain) -> None:
 def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> LocalArray:
     if isbox(value):
         raise TypeError(
-            f"{_CALL}: {name} is traced, and no derivative flows through a preconditioner: give it mpiad.stop({name}). "
-            "linalg.solve_elliptic differentiates by it."
+            f"{_CALL}: {name} is traced, and no derivative flows through a preconditioner: give it "
+            f"mpiad.stop_gradient({name}). linalg.solve_elliptic differentiates by it."
         )
     found = np.asarray(on_host(value))
     if found.dtype.kind not in "fiu":

@@ -25,7 +25,7 @@ from mpiad.linalg.multigrid.multigrid_cg import Tolerance, conjugate, over_syste
 from mpiad.linalg.multigrid.spread import Spread, spread_of
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in
 from mpiad.linalg.vectors import on_host
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import SUM, channel
 from mpiad.transport.buffers import empty_beside
@@ -117,7 +117,7 @@ class Multigrid:
 
     def matvec(self, u: LocalArray) -> LocalArray:
         """Return the operator's product with this rank's block; differentiable by `u`."""
-        return self.operator(u, *self._medium.on(arrays_of(stop(u))))
+        return self.operator(u, *self._medium.on(arrays_of(stop_gradient(u))))
 
     def __call__(self, r: LocalArray) -> LocalArray:
         """Return an approximation of the solution for a right-hand side: one symmetric V-cycle.

@@ -14,7 +14,7 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Function
-from mpiad.optimize.checkpoint import Checkpoint, RootCheckpoint, fingerprint, problem_of
+from mpiad.optimize.checkpoint import CheckpointFile, RootCheckpoint, fingerprint, problem_of
 from mpiad.optimize.conclusion import STOPPED
 from mpiad.optimize.evaluated_points import INTERRUPTED, Ending, Left, Point
 from mpiad.optimize.iterates import Iterates
@@ -34,7 +34,7 @@ class Aims(NamedTuple):
     keywords: dict[str, Any]  # for SciPy: bounds, tolerances and the like
     robust: dict[str, Any]  # for SciPy too, where the residuals are gathered: the loss and its scale
     callback: Function | None
-    checkpoint: Checkpoint | None
+    checkpoint: CheckpointFile | None
     program: Program
     solver: str | None
 

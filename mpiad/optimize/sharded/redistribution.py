@@ -16,7 +16,7 @@ import numpy as np
 
 from mpiad._typing import Comm
 from mpiad.checkpoint_files import read, read_description, require_problem
-from mpiad.optimize.checkpoint import Checkpoint
+from mpiad.optimize.checkpoint import CheckpointFile
 from mpiad.optimize.sharded.host_vectors import untiled
 
 Box = list[list[int]]
@@ -58,7 +58,7 @@ class OldState(NamedTuple):
         return found
 
 
-def layout_of(specs: Sequence[tuple], checkpoint: Checkpoint, comm: Comm) -> Layout | None:
+def layout_of(specs: Sequence[tuple], checkpoint: CheckpointFile, comm: Comm) -> Layout | None:
     """Return where this rank's variables, arrays of these shapes and dtypes, lie; None where nobody says so. Collective.
 
     The checkpoint's `blocks` say it; without them arrays with one axis are parts of whole ones, one behind the other by

@@ -17,7 +17,7 @@ from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import DevicePacking, PiecePacking
 from mpiad.optimize.root_exchange import Totals
 from mpiad.optimize.sharded.convergence import NewtonSettings
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Channel
 from mpiad.transport.user_failures import StageFailures, WrongValueError
@@ -118,7 +118,7 @@ class SecondOrderEvaluation:
         def noted(x: Tree) -> Any:
             nonlocal own
             found = self._regularizer(x)  # type: ignore[misc]
-            own = to_host(stop(found))
+            own = to_host(stop_gradient(found))
             return found
 
         other = self._packed(self._differentiated(noted, x))

@@ -10,7 +10,7 @@ import scipy
 from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_host
 from mpiad.optimize.box_constraints import Box, box_of
-from mpiad.optimize.checkpoint import Checkpoint, problem_of
+from mpiad.optimize.checkpoint import CheckpointFile, problem_of
 from mpiad.optimize.evaluated_points import Ending
 from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import PieceIterates
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     packing: PiecePacking | DevicePacking
     box: Box | None
     settings: Settings | NewtonSettings
-    checkpoint: Checkpoint | None
+    checkpoint: CheckpointFile | None
 
     def problem(self, program: Program, start: np.ndarray, ranks: int) -> dict[str, Any]:
         """Return what a state of this solve belongs to: what its iterates depend on, as far as it can be said."""
@@ -50,7 +50,12 @@ class Piece(NamedTuple):
 
 
 def piece_of(
-    method: str, start: Tree, bounds: object, tol: float | None, options: dict | None, checkpoint: Checkpoint | None = None
+    method: str,
+    start: Tree,
+    bounds: object,
+    tol: float | None,
+    options: dict | None,
+    checkpoint: CheckpointFile | None = None,
 ) -> Piece:
     """Check this rank's arguments; a ValueError where one can't be."""
     packing = packing_of_piece(start)

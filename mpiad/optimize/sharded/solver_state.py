@@ -16,7 +16,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.checkpoint_files import files_of_ranks, read, read_description, require_problem, write
-from mpiad.optimize.checkpoint import Checkpoint, WriteFailures
+from mpiad.optimize.checkpoint import CheckpointFile, WriteFailures
 from mpiad.optimize.sharded.redistribution import Layout, newest_state
 from mpiad.transport import Channel
 from mpiad.transport.agreement import agreed, raising_together
@@ -73,7 +73,7 @@ class StateFiles:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint | None, problem: dict[str, Any], anywhere: dict[str, Any], layout: Layout | None,
+        self, checkpoint: CheckpointFile | None, problem: dict[str, Any], anywhere: dict[str, Any], layout: Layout | None,
         used: Channel, agreement: StageFailures,
     ):  # fmt: skip
         self._checkpoint, self._problem, self._used, self._agreement = checkpoint, problem, used, agreement
@@ -166,7 +166,7 @@ class StateFiles:
             raise ValueError(
                 f"minimize: the checkpoint {others[0]} was written by another number of ranks than the "
                 f"{self._used.size} of this call, and nothing says where their pieces lie. Start as many, name another "
-                "file, or delete it; Checkpoint(blocks=...) says it for further ones."
+                "file, or delete it; CheckpointFile(blocks=...) says it for further ones."
             )
         if file.exists():
             raise ValueError(

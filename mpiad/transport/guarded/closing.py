@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-from mpiad.errors import CommunicationMismatch
+from mpiad.errors import CommunicationMismatchError
 from mpiad.transport import channels, lookup
 from mpiad.transport.departure import await_others
 from mpiad.transport.guarded import message_counts, switch, watch_settings
@@ -23,7 +23,7 @@ _KILLED_WITHIN, _GRACE = 3.0, 5.0  # seconds
 def close(close_world: Callable[[], None]) -> None:
     """Close the world, when all ranks have come to its end.
 
-    In debug mode a CommunicationMismatch on all ranks, where messages or requests are left over.
+    In debug mode a CommunicationMismatchError on all ranks, where messages or requests are left over.
     """
     if not watch_settings.present().watches:
         await_others()
@@ -47,7 +47,7 @@ def close(close_world: Callable[[], None]) -> None:
             close_world()
     switch.stop_answering(all_have_left=not given_up)
     if left_over:
-        raise CommunicationMismatch(
+        raise CommunicationMismatchError(
             "the program ended with communication left over. Receive what is sent, with its tag and from its sender, and "
             "wait for each request.\n" + "\n".join(left_over)
         )
@@ -83,7 +83,7 @@ def _left_over() -> list[str]:
 
 def _end_job(error: Exception) -> None:
     # One rank shows it; all know the same.
-    if MPI.COMM_WORLD.rank == 0 or not isinstance(error, CommunicationMismatch):
+    if MPI.COMM_WORLD.rank == 0 or not isinstance(error, CommunicationMismatchError):
         end_by(error)
     else:
         time.sleep(_KILLED_WITHIN)

@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from mpiad._typing import Op
-from mpiad.errors import CommunicationMismatch
+from mpiad.errors import CommunicationMismatchError
 from mpiad.transport import calls
 from mpiad.transport.agreement import Group, agreed
 from mpiad.transport.calls import Call, Site
@@ -159,7 +159,7 @@ def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoRetur
     # Where operations differ, all that follows differs too, and says nothing.
     name = different[0] if different else "step"
     others = f" ({', '.join(different[1:])} too)" if len(different) > 1 and name != "operation" else ""
-    error = CommunicationMismatch(
+    error = CommunicationMismatchError(
         f"the ranks were about to communicate in different calls: the {name} differs{others}. {_ADVICE[name]}\n{table}",
         table,
         tuple(sorted(group.members)),

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Request, Status
-from mpiad.errors import MessageMismatch
+from mpiad.errors import MessageMismatchError
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.awaited import Letter
 from mpiad.transport.guarded.communicator import Guarded
@@ -119,7 +119,7 @@ class HeadedMessages(Guarded):
 
     def _refuse(self, sent: str, sender: str, buffer: np.ndarray, source: int, by: tuple[str, str]) -> None:
         name, place = by
-        raise MessageMismatch(
+        raise MessageMismatchError(
             f"{name}: rank {source} {sent}, but the array it is received into has shape {buffer.shape} and dtype "
             f"{buffer.dtype}: {buffer.nbytes} bytes. It was sent by {sender}, and received by {name} at {place}. "
             "Give a template (`like`) with the shape and dtype of what is sent.",

@@ -9,7 +9,7 @@ import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array, Tree
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.vi.posterior import checked_dimension
 
 _LOG_2PI = float(numpy.log(2 * numpy.pi))
@@ -172,7 +172,7 @@ class Planar:
         u, along = _invertible(params)
         w, b = params["w"], params["b"]
         target = x @ w
-        a = _root(stop(target), stop(along), stop(b))
+        a = _root(stop_gradient(target), stop_gradient(along), stop_gradient(b))
         for _ in range(_NEWTON_STEPS):  # for the last digits, and for the derivative of the root
             bend = np.tanh(a + b)
             a = a - (a + along * bend - target) / (1 + along * (1 - bend**2))

@@ -14,7 +14,7 @@ import numpy
 
 from mpiad._typing import Array, Tree
 from mpiad.device.numpy import concatenate
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.vi.flows.coupling import evaluated, initial_network, joined, length_of, masked_network, parted
 
 # The least part of the interval that a bin covers, and the least slope: what keeps the inverse well conditioned.
@@ -179,8 +179,8 @@ def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) 
     slopes = concatenate([ends, inner, ends], axis=-1)
     lefts, bottoms = _starts(widths, bound), _starts(heights, bound)
     # Which bin a point is in is constant almost everywhere, so nothing flows through the search.
-    starts = stop(bottoms if of_values else lefts)
-    plain = stop(x)
+    starts = stop_gradient(bottoms if of_values else lefts)
+    plain = stop_gradient(x)
     # A point is in the last bin whose start it has reached, and in the first where it has reached none.
     reached = plain[..., None] >= starts[..., 1:]
     first, none = numpy.ones_like(plain[..., None], dtype=bool), numpy.zeros_like(plain[..., None], dtype=bool)

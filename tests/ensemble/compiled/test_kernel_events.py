@@ -128,7 +128,7 @@ def loss(u0, p, **more):
     rows = slice(0, len(u0))
     sol = solve(waves(rows, u0, p), trajectories=len(u0), saveat=TIMES[rows], **TIGHT, **more)
     weights = np.cos(np.arange(sol.u.size)).reshape(sol.u.shape)
-    saved = np.where(onp.isnan(mpiad.stop(sol.u)), 0.0, sol.u)
+    saved = np.where(onp.isnan(mpiad.stop_gradient(sol.u)), 0.0, sol.u)
     on_the_way = sum(np.sin(time) * (1 + event) for found in sol.events.values() for event, time in found)
     return np.sum(weights * saved**2) + np.sum(sol.u_end**3) + np.sum(sol.t_reached**2) + on_the_way
 
@@ -172,7 +172,7 @@ def test_gradients_where_every_step_is_saved_or_the_ends_move(more):
             lambda prob, i, repeat: remake(prob, u0=u0[i - 1], tspan=(0.1 * end, end)),
         )
         sol = solve(problem, trajectories=len(u0), compile=compile, **{**TIGHT, **more})
-        saved = np.where(onp.isnan(mpiad.stop(sol.u)), 0.0, sol.u)
+        saved = np.where(onp.isnan(mpiad.stop_gradient(sol.u)), 0.0, sol.u)
         return np.sum(sol.u_end**2) + np.sum(sol.t_reached) + np.sum(saved[:, 1:3])
 
     for argnums in ((0,), (0, 1)):

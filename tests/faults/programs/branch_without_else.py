@@ -1,7 +1,7 @@
 # A branch on the rank, and one rank is at the next collective already.
 # together: yes
 # environment: MPIAD_DEBUG=1
-# raises: mpiad.errors.CommunicationMismatch
+# raises: mpiad.errors.CommunicationMismatchError
 # says: 0 +mpi_allreduce [^\n]*{inside}
 # says: 1 +mpi_allreduce [^\n]*{after}
 

@@ -1,7 +1,7 @@
 # The ranks differentiate different functions, and one communicates.
 # together: yes
 # environment: MPIAD_DEBUG=1
-# raises: mpiad.errors.CommunicationMismatch
+# raises: mpiad.errors.CommunicationMismatchError
 # says: 0 +mpi_allreduce [^\n]*{here}
 
 import autograd.numpy as np

@@ -1,7 +1,7 @@
 # Two communicators of the same ranks, used in another order on one.
 # together: yes
 # environment: MPIAD_DEBUG=1
-# raises: mpiad.errors.CommunicationMismatch
+# raises: mpiad.errors.CommunicationMismatchError
 # says: 0 +mpi_allreduce [^\n]*communicator \d of ranks \[0, 1\][^\n]*{here}
 # says: 1 +mpi_allreduce [^\n]*communicator \d of ranks \[0, 1\][^\n]*{here}
 # says: the communicator differs

@@ -1,6 +1,6 @@
 # An integer isn't traced: the backward pass of one rank would have a communication more. The call itself says so before.
 # environment: MPIAD_TIMEOUT=2
-# raises: mpiad.errors.CommunicationMismatch
+# raises: mpiad.errors.CommunicationMismatchError
 # says: the dtype differs[^$]*mpi_allreduce[^\n]*int64[^\n]*{here}
 
 import mpiad

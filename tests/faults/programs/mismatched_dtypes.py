@@ -1,7 +1,7 @@
 # Sums of single and double precision.
 # together: yes
 # environment: MPIAD_DEBUG=1
-# raises: mpiad.errors.CommunicationMismatch
+# raises: mpiad.errors.CommunicationMismatchError
 # says: the dtype differs
 # says: 0 +mpi_allreduce [^\n]*float32[^\n]*{here}
 # says: 1 +mpi_allreduce [^\n]*float64[^\n]*{here}

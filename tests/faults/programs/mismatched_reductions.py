@@ -1,7 +1,7 @@
 # One rank asks for the sum, the other for the maximum.
 # together: yes
 # environment: MPIAD_DEBUG=1
-# raises: mpiad.errors.CommunicationMismatch
+# raises: mpiad.errors.CommunicationMismatchError
 # says: the reduction differs
 # says: 0 +mpi_allreduce [^\n]*{here}
 # says: 1 +mpi_allreduce [^\n]*MAX[^\n]*{here}

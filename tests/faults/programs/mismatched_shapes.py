@@ -1,7 +1,7 @@
 # Sums of arrays of different shapes.
 # ranks: 3
 # environment: MPIAD_DEBUG=1
-# raises: mpiad.errors.CommunicationMismatch
+# raises: mpiad.errors.CommunicationMismatchError
 # says: the shape differs
 # says: 0 +mpi_allreduce [^\n]*\(3,\)[^\n]*{here}
 # says: 2 +mpi_allreduce [^\n]*\(4,\)[^\n]*{here}

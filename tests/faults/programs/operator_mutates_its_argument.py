@@ -7,10 +7,10 @@ import autograd.numpy as np
 from mpi4py import MPI
 
 import mpiad
-from mpiad.extend import communicating, defadjoint
+from mpiad.extend import custom_operator, defadjoint
 
 
-@communicating
+@custom_operator
 def total(x):
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, x)  # here
     x += 1.0

@@ -1,22 +1,22 @@
 # The adjoint of an operator communicates on one rank only.
 # together: yes
 # environment: MPIAD_DEBUG=1
-# raises: mpiad.errors.CommunicationMismatch
+# raises: mpiad.errors.CommunicationMismatchError
 # says: adjoint
 # says: {there}
 
 import autograd.numpy as np
 
 import mpiad
-from mpiad.extend import communicating, defadjoint
+from mpiad.extend import custom_operator, defadjoint
 
 
-@communicating
+@custom_operator
 def total(x):
     return mpiad.mpi_allreduce(x)
 
 
-@communicating
+@custom_operator
 def spread(x):
     return mpiad.mpi_bcast(x) if mpiad.mpi_rank() == 0 else mpiad.mpi_allreduce(x)  # there
 

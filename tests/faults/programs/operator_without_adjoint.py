@@ -7,10 +7,10 @@ import numpy as np
 from mpi4py import MPI
 
 import mpiad
-from mpiad.extend import communicating
+from mpiad.extend import custom_operator
 
 
-@communicating
+@custom_operator
 def total(x):
     return MPI.COMM_WORLD.allreduce(x)
 

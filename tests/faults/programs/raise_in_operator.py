@@ -6,10 +6,10 @@ import numpy as np
 from mpi4py import MPI
 
 import mpiad
-from mpiad.extend import communicating, defadjoint
+from mpiad.extend import custom_operator, defadjoint
 
 
-@communicating
+@custom_operator
 def solve(b):
     MPI.COMM_WORLD.barrier()
     if mpiad.mpi_rank() == 1:

@@ -1,6 +1,6 @@
 # A receive that was started outside of any trace, and never waited for.
 # environment: MPIAD_DEBUG=1
-# raises: mpiad.errors.CommunicationMismatch
+# raises: mpiad.errors.CommunicationMismatchError
 # says: Rank 1 started mpi_irecv at {here} and never waited for it
 
 import numpy as np

@@ -1,6 +1,6 @@
 # A send that was started outside of any trace, and never waited for.
 # environment: MPIAD_DEBUG=1
-# raises: mpiad.errors.CommunicationMismatch
+# raises: mpiad.errors.CommunicationMismatchError
 # says: Rank 0 started mpi_isend at {here} and never waited for it
 
 import numpy as np

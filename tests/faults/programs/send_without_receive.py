@@ -1,6 +1,6 @@
 # A message that nobody receives.
 # environment: MPIAD_DEBUG=1
-# raises: mpiad.errors.CommunicationMismatch
+# raises: mpiad.errors.CommunicationMismatchError
 # says: Rank 0 sent a message to rank 1 with tag 0 at {here}, not received there
 
 import numpy as np

@@ -1,7 +1,7 @@
 # Two sums of the same kind in another order: every number would be wrong, and nothing hang.
 # together: yes
 # environment: MPIAD_DEBUG=1
-# raises: mpiad.errors.CommunicationMismatch
+# raises: mpiad.errors.CommunicationMismatchError
 # says: the call site differs
 # says: 0 +mpi_allreduce [^\n]*{mass}
 # says: 1 +mpi_allreduce [^\n]*{energy}

@@ -1,7 +1,7 @@
 # Two collectives in another order on one rank.
 # together: yes
 # environment: MPIAD_DEBUG=1
-# raises: mpiad.errors.CommunicationMismatch
+# raises: mpiad.errors.CommunicationMismatchError
 # says: the operation differs
 # says: 0 +mpi_bcast [^\n]*{first}
 # says: 1 +mpi_allreduce [^\n]*{other}

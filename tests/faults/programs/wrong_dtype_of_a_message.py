@@ -1,7 +1,7 @@
 # A message of another dtype, with the same number of bytes.
 # environment: MPIAD_DEBUG=1
-# raises: mpiad.errors.MessageMismatch
-# says: {here}.*MessageMismatch: mpi_recv: rank 0 sent
+# raises: mpiad.errors.MessageMismatchError
+# says: {here}.*MessageMismatchError: mpi_recv: rank 0 sent
 # says: float64
 # says: int64
 

@@ -142,7 +142,7 @@ def test_gauss_newton_beside_least_squares(rank: int, size: int) -> None:
     np.testing.assert_allclose(both.fun, expected.fun, rtol=1e-12)
 
 
-@pytest.mark.parametrize("number", [lambda u: u, lambda u: float(mpiad.stop(u))], ids=["traced", "plain"])
+@pytest.mark.parametrize("number", [lambda u: u, lambda u: float(mpiad.stop_gradient(u))], ids=["traced", "plain"])
 def test_a_scalar_is_no_residual(number: Any, rank: int, size: int) -> None:
     """The squared sum of all, once for each rank, would be minimized instead of the sum of squares."""
     domain = mpiad.Domain(12)
@@ -299,7 +299,7 @@ def test_trial_points_that_fail_on_one_rank(where: str, method: str, way: str | 
     beyond = []
 
     def fun(x: Any) -> Any:
-        out = bool(np.max(np.abs(mpiad.stop(x))) > 2.0)
+        out = bool(np.max(np.abs(mpiad.stop_gradient(x))) > 2.0)
         beyond.append(out)
         if out and where == "value":
             return anp.sum(x) * (np.nan if rank == size - 1 else 1.0)

@@ -29,7 +29,7 @@ def test_limit_of_evaluations_is_hard(limit: int) -> None:
     values = []
 
     def fun(x: Any) -> Any:
-        values.append(float(mpiad.stop(value := valley(x))))
+        values.append(float(mpiad.stop_gradient(value := valley(x))))
         return value
 
     result = solve(fun, options={"maxfun": limit})

@@ -17,7 +17,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.optimize import Checkpoint
+from mpiad.optimize import CheckpointFile
 from mpiad.transport import signals
 
 METHOD = "L-BFGS-sharded"
@@ -115,14 +115,14 @@ def test_a_failed_solve_goes_on(folder: Path, rank: int, size: int, unbroken: An
             raise ZeroDivisionError("no way")
         return value
 
-    checkpoint = Checkpoint(folder / "run.npz", every=4)
+    checkpoint = CheckpointFile(folder / "run.npz", every=4)
     with pytest.raises(mpiad.errors.WorkerError, match="no way"):
         solve(checkpoint, fails)
     assert_same(solve(checkpoint), unbroken)
 
 
 def test_the_newest_iteration_that_all_ranks_have(folder: Path, rank: int, size: int, unbroken: Any) -> None:
-    checkpoint = Checkpoint(folder / "run.npz", every=5)
+    checkpoint = CheckpointFile(folder / "run.npz", every=5)
     solve(checkpoint, options={"maxiter": 10})
     # The last rank's newest file is gone, as if it had been killed before it was renamed.
     files = sorted(folder.glob(f"run.rank{size - 1}of{size}.*.npz"))
@@ -254,19 +254,19 @@ def test_what_cannot_go_on_with_another_number_of_ranks_is_refused(folder: Path,
 
 
 def test_a_damaged_file_of_one_rank_is_refused_on_all(folder: Path, rank: int, size: int) -> None:
-    solve(Checkpoint(folder / "run.npz", every=2), options={"maxiter": 4})
+    solve(CheckpointFile(folder / "run.npz", every=2), options={"maxiter": 4})
     MPI.COMM_WORLD.Barrier()
     if rank == size - 1:
         file = folder / f"run.rank{rank}of{size}.b.npz"
         file.write_bytes(file.read_bytes()[:-100])
     MPI.COMM_WORLD.Barrier()
     with pytest.raises(ValueError, match=rf"rank{size - 1}of{size}\.b\.npz is damaged.*Delete it"):
-        solve(Checkpoint(folder / "run.npz", every=2))
+        solve(CheckpointFile(folder / "run.npz", every=2))
 
 
 @pytest.mark.mpi(min_size=2)
 def test_lost_files_of_one_rank_are_missed(folder: Path, rank: int, size: int) -> None:
-    solve(Checkpoint(folder / "run.npz", every=2), options={"maxiter": 4})
+    solve(CheckpointFile(folder / "run.npz", every=2), options={"maxiter": 4})
     MPI.COMM_WORLD.Barrier()
     if rank == size - 1:
         for file in folder.glob(f"run.rank{rank}of{size}.*"):
@@ -277,7 +277,7 @@ def test_lost_files_of_one_rank_are_missed(folder: Path, rank: int, size: int) -
 
 
 def test_a_full_disk_of_one_rank(folder: Path, rank: int, size: int, unbroken: Any) -> None:
-    checkpoint = Checkpoint(folder / "run.npz", every=3)
+    checkpoint = CheckpointFile(folder / "run.npz", every=3)
     solve(checkpoint, options={"maxiter": 6})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == size - 1:
@@ -301,7 +301,7 @@ def test_a_full_disk_of_one_rank(folder: Path, rank: int, size: int, unbroken: A
     [
         (3, TypeError, "checkpoint must be a path"),
         ("no/such/run.npz", ValueError, "folder that doesn't exist"),
-        (Checkpoint("run.npz", every=0), ValueError, "every=0"),
+        (CheckpointFile("run.npz", every=0), ValueError, "every=0"),
     ],
 )
 def test_wrong_checkpoint_of_one_rank(given: Any, error: type, words: str, folder: Path, rank: int, size: int) -> None:
@@ -313,7 +313,7 @@ KILLED = """
 import os, random, signal, sys, threading, time
 import numpy as np
 import mpiad
-from mpiad.optimize import Checkpoint
+from mpiad.optimize import CheckpointFile
 
 path, out, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 rank, size, chance = mpiad.mpi_rank(), mpiad.mpi_size(), random.Random(seed)
@@ -343,7 +343,7 @@ if seed and rank == victim and kind == 3:
     threading.Timer(chance.uniform(0.0, 0.2), die).start()
 result = mpiad.minimize(
     fun, np.tile([-1.2, 1.0], 2 + rank), method="L-BFGS-sharded", options={"gtol": 1e-8, "ftol": 0.0, "m": 4},
-    checkpoint=Checkpoint(path, every=2) if path != "none" else None,
+    checkpoint=CheckpointFile(path, every=2) if path != "none" else None,
 )
 history = np.array([result.history.loss, result.history.gradient_norm, result.history.step, result.history.evaluations])
 np.savez(f"{out}.{rank}.npz", x=result.x, jac=result.jac, counts=[result.nit, result.nfev], fun=result.fun, history=history)

@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.errors import CommunicationMismatch
+from mpiad.errors import CommunicationMismatchError
 from mpiad.transport.guarded import switch, watch_settings
 from mpiad.transport.guarded.watch_settings import Settings
 
@@ -62,7 +62,7 @@ def without_lines() -> Any:
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_what_differs_is_named_on_all_ranks(case: str, watched: Any, rank: int, size: int) -> None:
     name, first, other = DIFFERENT[case]
-    with watched(), pytest.raises(CommunicationMismatch, match=f"the {name} differs") as caught:
+    with watched(), pytest.raises(CommunicationMismatchError, match=f"the {name} differs") as caught:
         (first if rank == 0 else other)()
     every = MPI.COMM_WORLD.allgather(str(caught.value))
     assert every == [every[0]] * size
@@ -80,7 +80,7 @@ def test_lines_may_differ_with_a_deadline_alone(rank: int, size: int) -> None:
 
 
 def test_sums_are_named_beside_other_reductions(rank: int) -> None:
-    with pytest.raises(CommunicationMismatch) as caught:
+    with pytest.raises(CommunicationMismatchError) as caught:
         mpiad.mpi_allreduce(X, MPI.MAX if rank == 0 else MPI.SUM)
     first, second = caught.value.table.splitlines()[1:3]
     assert "op=MAX, shape (3,)" in first and "op=SUM, shape (3,)" in second
@@ -90,7 +90,7 @@ def test_the_wrong_one_of_two_communicators(rank: int, size: int) -> None:
     first, second = MPI.COMM_WORLD.Dup(), MPI.COMM_WORLD.Dup()
     mpiad.mpi_init(first)
     mpiad.mpi_init(second)
-    with pytest.raises(CommunicationMismatch, match="the communicator differs"):
+    with pytest.raises(CommunicationMismatchError, match="the communicator differs"):
         mpiad.mpi_allreduce(1.0, comm=first if rank == 0 else second)
     assert mpiad.mpi_allreduce(1, comm=first) + mpiad.mpi_allreduce(1, comm=second) == 2 * size
     first.Free()
@@ -112,7 +112,7 @@ def test_a_nonblocking_reduction_is_compared_at_its_end(
 ) -> None:
     with watched():
         request = mpiad.mpi_iallreduce(first if rank == 0 else other)
-        with pytest.raises(CommunicationMismatch, match=f"the {name} differs"):
+        with pytest.raises(CommunicationMismatchError, match=f"the {name} differs"):
             mpiad.mpi_wait(request)
         mpiad.reset()
         assert mpiad.mpi_wait(mpiad.mpi_iallreduce(1)) == size
@@ -138,11 +138,11 @@ def test_a_nonblocking_reduction_needn_t_start_at_once(watched: Any, rank: int, 
 
 def test_a_reduction_started_on_one_rank_too_early(rank: int) -> None:
     requests = [mpiad.mpi_iallreduce(1)] if rank == 0 else []
-    with pytest.raises(CommunicationMismatch, match="number of mpi_iallreduce calls before differs"):
+    with pytest.raises(CommunicationMismatchError, match="number of mpi_iallreduce calls before differs"):
         mpiad.mpi_allreduce(1)
     if rank > 0:
         requests.append(mpiad.mpi_iallreduce(1))
-    with pytest.raises(CommunicationMismatch, match="call site differs"):
+    with pytest.raises(CommunicationMismatchError, match="call site differs"):
         mpiad.mpi_waitall(requests)
     mpiad.reset()
 
@@ -150,7 +150,7 @@ def test_a_reduction_started_on_one_rank_too_early(rank: int) -> None:
 def test_a_reset_forgets_reductions_that_one_rank_has_started(rank: int, size: int) -> None:
     if rank == 0:
         mpiad.mpi_iallreduce(1)
-    with pytest.raises(CommunicationMismatch) as caught:
+    with pytest.raises(CommunicationMismatchError) as caught:
         mpiad.mpi_allreduce(1)
     first, second = caught.value.table.splitlines()[1:3]
     assert "after 1 mpi_iallreduce" in first and "after 0 mpi_iallreduce" in second
@@ -162,7 +162,7 @@ def test_ranks_in_another_order_are_named_as_in_the_world(rank: int, size: int) 
     mpiad.mpi_allreduce(1)  # the world's order comes first
     turned = MPI.COMM_WORLD.Split(0, -rank)
     request = mpiad.mpi_iallreduce(np.ones(2 + (rank == 0)), comm=turned)
-    with pytest.raises(CommunicationMismatch) as caught:
+    with pytest.raises(CommunicationMismatchError) as caught:
         mpiad.mpi_wait(request)
     assert "shape (3,)" in caught.value.table.splitlines()[1]
     assert "shape (2,)" in caught.value.table.splitlines()[2]
@@ -211,7 +211,7 @@ def test_an_adjoint_is_named_by_its_forward_call(rank: int, size: int) -> None:
         return anp.sum(y * z)
 
     vjp, _ = mpiad.make_vjp(loss)(X)
-    with pytest.raises(CommunicationMismatch) as caught:
+    with pytest.raises(CommunicationMismatchError) as caught:
         if rank == 0:
             mpiad.mpi_barrier()
         else:

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.errors import MessageMismatch
+from mpiad.errors import MessageMismatchError
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -28,7 +28,7 @@ def neighbours(rank: int, size: int) -> tuple[int, int]:
 def test_both_lines_are_named(sent: Any, like: Any, source: str, neighbours: tuple[int, int]) -> None:
     right, left = neighbours
     mpiad.mpi_send(sent, right, 4)
-    with pytest.raises(MessageMismatch, match="Give a template") as caught:
+    with pytest.raises(MessageMismatchError, match="Give a template") as caught:
         mpiad.mpi_recv(like, left if source == "named" else MPI.ANY_SOURCE, 4)
     text = str(caught.value)
     assert f"shape {np.shape(sent)}, dtype {np.result_type(sent)}" in text and f"shape {np.shape(like)}" in text
@@ -41,11 +41,11 @@ def test_both_lines_are_named(sent: Any, like: Any, source: str, neighbours: tup
 
 def test_exchange_and_requests(neighbours: tuple[int, int]) -> None:
     right, left = neighbours
-    with pytest.raises(MessageMismatch, match="sent by mpi_exchange.*received by mpi_exchange"):
+    with pytest.raises(MessageMismatchError, match="sent by mpi_exchange.*received by mpi_exchange"):
         mpiad.mpi_exchange(np.ones(3), right, left, like=np.ones(3, "i8"))
     request = mpiad.mpi_irecv(np.ones(3, "i8"), left)
     mpiad.mpi_wait(mpiad.mpi_isend(np.ones(3), right))
-    with pytest.raises(MessageMismatch, match="received by mpi_irecv at test_message_headers.py"):
+    with pytest.raises(MessageMismatchError, match="received by mpi_irecv at test_message_headers.py"):
         mpiad.mpi_wait(request)
 
 

@@ -405,7 +405,7 @@ def test_events_are_those_of_the_vectorised_path(options, place, device):
 
 def by_events(backend, u0, p, shared=None, **options):
     sol = solve(ensemble(swing, u0, p, shared, (0.0, 2.0)), RK45(), backend, saveat=[0.0, 0.4, 0.41, 2.0], **options)
-    alive, ended = sol.survivors, mpiad.stop(sol.t_reached)
+    alive, ended = sol.survivors, mpiad.stop_gradient(sol.t_reached)
     kept = anp.where((alive[:, None] & (sol.t <= ended[:, None]))[..., None], sol.u, 0.0)
     times = sum((i + event) * time**2 for i, found in sol.events.items() if alive[i] for event, time in found)
     ends = anp.where(alive[:, None], sol.u_end, 0.0)

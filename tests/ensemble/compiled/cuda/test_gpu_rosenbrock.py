@@ -72,7 +72,7 @@ def test_steps_counts_and_events_are_those_of_columns(alg, place, device):
 def loss(backend, alg, u0, p, problem=None, **options):
     given = ensemble(u0, p) if problem is None else remake(problem, u0=u0, p=p)
     sol = solve(given, alg, backend, saveat=TIMES, **TOLERANCES, **options)
-    alive, ended = sol.survivors, mpiad.stop(sol.t_reached)
+    alive, ended = sol.survivors, mpiad.stop_gradient(sol.t_reached)
     kept = anp.where((alive[:, None] & (sol.t <= ended[:, None]))[..., None], sol.u, 0.0)
     times = sum((i + event) * time for i, found in sol.events.items() if alive[i] for event, time in found)
     return anp.sum(kept**2) + anp.sum(anp.sin(anp.where(alive[:, None], sol.u_end, 0.0))) + times

@@ -1,4 +1,4 @@
-"""`MatrixRowBlock` against SciPy's matrix in one process: products, solves, their derivatives, and what is refused."""
+"""`DistributedMatrix` against SciPy's matrix in one process: products, solves, their derivatives, and what is refused."""
 
 import autograd.numpy as anp
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 import scipy.sparse as sp
 
 import mpiad
-from mpiad.linalg import MatrixRowBlock
+from mpiad.linalg import DistributedMatrix
 from mpiad.testing import check_adjoint, check_grads
 
 N = 23
@@ -36,7 +36,7 @@ class Case:
         self.columns = self.counts if shape[0] == shape[1] else cuts(shape[1], size, rng)
         self.rank = rank
         rows = self.part(np.arange(shape[0]), 0)
-        self.matrix = MatrixRowBlock(self.whole[rows], columns=self.columns[rank])
+        self.matrix = DistributedMatrix(self.whole[rows], columns=self.columns[rank])
         self.mine = slice(self.whole.indptr[rows[0]], self.whole.indptr[rows[-1] + 1]) if len(rows) else slice(0, 0)
         self.x, self.y = (self.vector(rng, n, dtype) for n in shape[::-1])
 
@@ -155,7 +155,7 @@ def test_several_right_hand_sides(case):
 def test_matrix_of_the_root(rank_rng, rank, size, even):
     rng, root = rank_rng(100), size - 1
     whole, counts = random_matrix(rng, (N, N)), None if even else cuts(N, size, rng)
-    a = MatrixRowBlock.from_scipy(whole if rank == root else None, root=root, counts=counts)
+    a = DistributedMatrix.from_scipy(whole if rank == root else None, root=root, counts=counts)
     lengths = [len(part) for part in np.array_split(np.arange(N), size)] if even else counts
     start = sum(lengths[:rank])
     assert a.owned_rows == a.owned_columns == slice(start, start + lengths[rank])
@@ -165,7 +165,7 @@ def test_matrix_of_the_root(rank_rng, rank, size, even):
     assert (back is None) == (rank != root)
     if back is not None:
         np.testing.assert_array_equal(back.toarray(), whole.toarray())
-    wide = MatrixRowBlock.from_scipy(whole[:7] if rank == root else None, root=root)
+    wide = DistributedMatrix.from_scipy(whole[:7] if rank == root else None, root=root)
     np.testing.assert_allclose(wide @ x[wide.owned_columns], (whole[:7] @ x)[wide.owned_rows], **CLOSE)
 
 
@@ -173,9 +173,9 @@ def test_only_ghosts_travel(rank, size, monkeypatch):
     # A chain: each rank needs one entry of each neighbour.
     n = 40
     whole = sp.diags([np.full(n - 1, -1.0), np.full(n, 2.0), np.full(n - 1, -1.0)], [-1, 0, 1], format="csr")
-    a = MatrixRowBlock.from_scipy(whole)
+    a = DistributedMatrix.from_scipy(whole)
     inner = (rank > 0) + (rank < size - 1)
-    assert repr(a).startswith("MatrixRowBlock(40 x 40, float64; rank ") and f", {inner} ghosts)" in repr(a)
+    assert repr(a).startswith("DistributedMatrix(40 x 40, float64; rank ") and f", {inner} ghosts)" in repr(a)
     sent = []
 
     def counting(x, dest, tag, comm):
@@ -192,11 +192,11 @@ def test_entries_given_twice(rank, size):
     rows = [rank] if rank < size - 1 else [rank, rank + 1]
     places = np.repeat(np.arange(len(rows)), 3), [k for r in rows for k in (r, 0, r)]
     local = sp.coo_matrix((np.ones(3 * len(rows)), places), (len(rows), n))
-    a = MatrixRowBlock(local)
+    a = DistributedMatrix(local)
     np.testing.assert_array_equal(a @ np.ones(len(rows)), np.full(len(rows), 3.0))
     assert a.values.sum() == 3.0 * len(rows)
     local = sp.csr_array((np.arange(3.0 * len(rows)), places[1], 3 * np.arange(len(rows) + 1)), (len(rows), n))
-    a, expected = MatrixRowBlock(local), local.toarray()
+    a, expected = DistributedMatrix(local), local.toarray()
     np.testing.assert_array_equal(a.local_rows().toarray(), expected)
     # The caller's matrix keeps its entries, though they are added up.
     assert local.nnz == 3 * len(rows) > a.values.size
@@ -211,23 +211,23 @@ def test_what_is_refused(rank_rng, rank, size):
         (ValueError, f"rows of all ranks must have one number of columns|the ranks' rows, .* add up to {N}", good[:, :-1]),
     ]:
         with pytest.raises(error, match=match):
-            MatrixRowBlock(wrong if rank == last else good)
+            DistributedMatrix(wrong if rank == last else good)
     for columns in (-1, 2.5):
         with pytest.raises(ValueError, match=f"columns must be zero or more, but got {columns}"):
-            MatrixRowBlock(good, columns=columns if rank == last else case.columns[rank])
+            DistributedMatrix(good, columns=columns if rank == last else case.columns[rank])
     with pytest.raises(ValueError, match=rf"columns=\[.*\] adds up to {N + size}, but the matrix has {N}"):
-        MatrixRowBlock(good, columns=case.columns[rank] + 1)
-    square = MatrixRowBlock.from_scipy(sp.eye(N, format="csr") if rank == 0 else None)
+        DistributedMatrix(good, columns=case.columns[rank] + 1)
+    square = DistributedMatrix.from_scipy(sp.eye(N, format="csr") if rank == 0 else None)
     for method in ("gmres", "direct"):
-        with pytest.raises(ValueError, match=rf"MatrixRowBlock.solve: .* rank {last}'s part of {N}"):
+        with pytest.raises(ValueError, match=rf"DistributedMatrix.solve: .* rank {last}'s part of {N}"):
             square.solve(np.ones(square.local_shape[0] + (rank == last)), method=method)
     with pytest.raises(ValueError, match=f"counts must be {size} numbers, none negative, that add up to {N} rows, but got"):
-        MatrixRowBlock.from_scipy(case.whole if rank == 0 else None, counts=[1] * size)
+        DistributedMatrix.from_scipy(case.whole if rank == 0 else None, counts=[1] * size)
     with pytest.raises(ValueError, match=f"root must be a rank from 0 to {size - 1}, but got {size}"):
-        MatrixRowBlock.from_scipy(case.whole, root=size)
+        DistributedMatrix.from_scipy(case.whole, root=size)
     for counts in (N, [float(N), *[0.0] * (size - 1)], [N + 1, *[-1] * (size - 1)], "rows"):
         with pytest.raises(ValueError, match=rf"counts must be {size} numbers, none negative, that add up to"):
-            MatrixRowBlock.from_scipy(case.whole if rank == 0 else None, counts=counts)
+            DistributedMatrix.from_scipy(case.whole if rank == 0 else None, counts=counts)
     with pytest.raises(ValueError, match=rf"shape \(\.\.\., {case.columns[rank]}\), rank {rank}'s part of {N}, but got"):
         case.matrix @ np.ones(case.columns[rank] + 1)
     with pytest.raises(TypeError, match="expected an array of floats .* but got list"):
@@ -236,7 +236,7 @@ def test_what_is_refused(rank_rng, rank, size):
         case.matrix.with_values(np.ones(len(case.matrix.values) + 1))
     with pytest.raises(ValueError, match="solve: the matrix must be square, .* but has shape"):
         Case(rank_rng, rank, size, shape=(N, 5)).matrix.solve(np.ones(case.counts[rank]))
-    singular = MatrixRowBlock(sp.csr_matrix(good.shape))
+    singular = DistributedMatrix(sp.csr_matrix(good.shape))
     with pytest.raises(ValueError, match=r"the matrix \(23, 23\) can't be factorised"):
         singular.solve(case.part(case.y, 0), method="direct")
     assert mpiad.mpi_allreduce(1) == size

@@ -1,4 +1,4 @@
-"""`MatrixRowBlock`: a sparse matrix whose rows are divided among the ranks, SciPy's within each."""
+"""`DistributedMatrix`: a sparse matrix whose rows are divided among the ranks, SciPy's within each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpiad.linalg.rows import local_rows, rows_of
 from mpiad.linalg.solve import solve
 from mpiad.linalg.sparse_products import Pattern, ProductWith, Transposed, product, transposed_product
 from mpiad.linalg.vectors import on_host
-from mpiad.primitives import stop
+from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together
@@ -30,7 +30,7 @@ from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.tracing import restoring_state
 
 
-class MatrixRowBlock:
+class DistributedMatrix:
     """Hold this rank's rows of a sparse matrix, and multiply and solve with the whole.
 
     Parameters
@@ -69,13 +69,13 @@ class MatrixRowBlock:
     --------
     >>> import scipy.sparse
     >>> rows = scipy.sparse.diags_array(np.full(2, 4.0), offsets=2 * rank, shape=(2, 2 * size))
-    >>> matrix = mpiad.linalg.MatrixRowBlock(rows.tocsr())  # 4 on the diagonal; this rank's two rows
+    >>> matrix = mpiad.linalg.DistributedMatrix(rows.tocsr())  # 4 on the diagonal; this rank's two rows
     >>> print(matrix.solve(np.ones(2)))
     [0.25 0.25]
     """
 
     def __init__(self, rows: object, *, columns: int | None = None, comm: Comm = None):
-        used = channel(comm, "MatrixRowBlock")
+        used = channel(comm, "DistributedMatrix")
         matrix, own, offsets, starts = local_rows(used, rows, columns)
         self.comm, self._channel = comm, used
         self.shape = int(offsets[0][-1]), int(offsets[1][-1])
@@ -94,7 +94,7 @@ class MatrixRowBlock:
     @classmethod
     def from_scipy(
         cls, matrix: object, *, root: Rank = 0, counts: Sequence[int] | None = None, comm: Comm = None
-    ) -> MatrixRowBlock:
+    ) -> DistributedMatrix:
         """Divide the root's matrix among the ranks.
 
         Parameters
@@ -109,7 +109,7 @@ class MatrixRowBlock:
 
         Returns
         -------
-        MatrixRowBlock
+        DistributedMatrix
 
         Raises
         ------
@@ -120,11 +120,11 @@ class MatrixRowBlock:
         -----
         All ranks call it.
         """
-        rows, columns = rows_of(channel(comm, "MatrixRowBlock.from_scipy"), matrix, root, counts)
+        rows, columns = rows_of(channel(comm, "DistributedMatrix.from_scipy"), matrix, root, counts)
         return cls(rows, columns=columns, comm=comm)
 
     @classmethod
-    def from_operator(cls, matvec: Function, domain: Domain, *params: Any) -> MatrixRowBlock:
+    def from_operator(cls, matvec: Function, domain: Domain, *params: Any) -> DistributedMatrix:
         """Find the matrix of an operator on a domain, by products with (2 halo + 1) fields for each dimension.
 
         Parameters
@@ -137,7 +137,7 @@ class MatrixRowBlock:
 
         Returns
         -------
-        MatrixRowBlock
+        DistributedMatrix
             Its vectors are the blocks, flattened: ``A @ u.ravel()`` is ``matvec(u, *params).ravel()``.
 
         Raises
@@ -159,11 +159,11 @@ class MatrixRowBlock:
     def __repr__(self) -> str:
         rows, nnz = self.owned_rows, len(self._pattern.columns)
         return (
-            f"MatrixRowBlock({self.shape[0]} x {self.shape[1]}, {getval(self.values).dtype}; rank {self._channel.rank} of "
-            f"{self._channel.size}: rows {rows.start} to {rows.stop}, {nnz} entries, {self._pattern.plan.count} ghosts)"
+            f"DistributedMatrix({self.shape[0]} x {self.shape[1]}, {getval(self.values).dtype}; rank {self._channel.rank} "
+            f"of {self._channel.size}: rows {rows.start} to {rows.stop}, {nnz} entries, {self._pattern.plan.count} ghosts)"
         )
 
-    def with_values(self, values: LocalArray) -> MatrixRowBlock:
+    def with_values(self, values: LocalArray) -> DistributedMatrix:
         """Return a matrix with the same pattern and other values, which may be traced.
 
         Parameters
@@ -180,7 +180,7 @@ class MatrixRowBlock:
         expected, found = (len(self._pattern.columns),), np.shape(getval(values))
         if found != expected:
             raise ValueError(
-                f"MatrixRowBlock.with_values: values must have shape {expected}, one for each entry of the rows of rank "
+                f"DistributedMatrix.with_values: values must have shape {expected}, one for each entry of the rows of rank "
                 f"{self._channel.rank}, but got {found}."
             )
         other = object.__new__(type(self))  # not by the constructor: it would find the pattern anew, with messages
@@ -303,7 +303,7 @@ class MatrixRowBlock:
 
     def local_rows(self) -> Any:
         """Return this rank's rows as SciPy's CSR with all columns; values alone, without derivatives."""
-        plain = on_host(stop(self.values)), self.indices[1], self._pattern.starts
+        plain = on_host(stop_gradient(self.values)), self.indices[1], self._pattern.starts
         return scipy.sparse.csr_matrix(plain, (self.local_shape[0], self.shape[1]))
 
     def gathered(self, root: Rank = 0) -> Any:
@@ -314,20 +314,20 @@ class MatrixRowBlock:
     def _require_square(self, call: str) -> None:
         if self.shape[0] != self.shape[1] or (self.offsets[0] != self.offsets[1]).any():  # all know them, so all raise
             raise ValueError(
-                f"MatrixRowBlock.{call}: the matrix must be square, with rows and columns divided alike, but has shape "
+                f"DistributedMatrix.{call}: the matrix must be square, with rows and columns divided alike, but has shape "
                 "{}, and rank {} has {} rows and {} columns.".format(self.shape, self._channel.rank, *self.local_shape)
             )
 
     def _checked(self, x: Array, axis: int, call: str) -> Any:
         found, length = getval(x), self.local_shape[axis]
         if type(found) is not np.ndarray or found.dtype.kind not in "fc":
-            require_floats(f"MatrixRowBlock.{call}", found, length)
+            require_floats(f"DistributedMatrix.{call}", found, length)
         values = getval(self.values)
         if type(found) is not type(values) or arrays_of(found) != arrays_of(values):
-            require_together(f"MatrixRowBlock.{call}", x=found, values=values)
+            require_together(f"DistributedMatrix.{call}", x=found, values=values)
         if not found.ndim or found.shape[-1] != length:
             raise ValueError(
-                f"MatrixRowBlock.{call}: expected an array of shape (..., {length}), rank {self._channel.rank}'s part of "
-                f"{self.shape[axis]}, but got {found.shape}."
+                f"DistributedMatrix.{call}: expected an array of shape (..., {length}), rank {self._channel.rank}'s part "
+                f"of {self.shape[axis]}, but got {found.shape}."
             )
         return x
