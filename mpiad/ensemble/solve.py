@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ from mpiad.ensemble.differentiable import differentiable
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.hybrid_solve import solved_with_events
-from mpiad.ensemble.job_progress import JobProgress
 from mpiad.ensemble.members import columns_of, initial_states, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
 from mpiad.ensemble.on_device.device_run import run_of
@@ -40,7 +39,7 @@ from mpiad.ensemble.solution import EnsembleSolution, solution_of, unshared
 from mpiad.ensemble.solve_options import SolveOptions, check_place_of, checked_options, checked_together, settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.errors import IntegrationError
-from mpiad.progress_line import ProgressLine
+from mpiad.progress import progress_bar
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together
 
@@ -122,7 +121,7 @@ def solve(
         compiled and nothing is asked for that kernels don't do; True raises where it can't be. Numbers agree to rounding.
     progress : bool
         Whether to show on standard error how many trajectories have ended, and how long the rest takes if they are alike;
-        over ranks, how many of all, on rank 0.
+        over ranks, those of rank 0.
     throw : bool
         Whether to raise where a trajectory fails. By default it has a return code, and the log one line for all.
 
@@ -172,8 +171,7 @@ def solve(
     elif together is not None:
         sol = _over_ranks(options, compiler, together)
     else:
-        with closing(ProgressLine("trajectories", count)) if progress else nullcontext() as line:
-            sol = _ensemble(options, compiler, range(1, count + 1), None if line is None else line.advance)
+        sol = _ensemble(options, compiler, range(1, count + 1), progress)
     _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, together is None or together.rank == 0)
     # It knows the kernels that solved it, and not those of a solution that it comes from.
     solved = problem.read_from(compiler.kernels) if compiler.kernels or problem._kernels else problem
@@ -192,11 +190,10 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     bounds = mpi.bounds(count, used.size)
     first, last = int(bounds[used.rank]), int(bounds[used.rank + 1])
     share: EnsembleSolution | Exception
-    with closing(JobProgress(used, count)) if options.progress else nullcontext() as shown:
-        try:
-            share = _ensemble(options, compiler, range(first + 1, last + 1), shown)
-        except Exception as error:  # noqa: BLE001 of which the others must learn
-            share = error
+    try:
+        share = _ensemble(options, compiler, range(first + 1, last + 1), options.progress and used.rank == 0)
+    except Exception as error:  # noqa: BLE001 of which the others must learn
+        share = error
     traced = not isinstance(share, Exception) and isbox(share.u_end)
     evaluated = partial(evaluations, alg=options.alg, given=options.dt is not None)
     given = digests_of(problem, options.events)
@@ -219,17 +216,20 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     return gathered(used, share, outcomes, start, bool(options.events), made)
 
 
-def _ensemble(
-    options: SolveOptions, compiler: Compiler, numbers: range, shown: Callable[[int], None] | None
-) -> EnsembleSolution:
+def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progress: bool) -> EnsembleSolution:
     """Solve some trajectories, counted from 1."""
     problem = options.problem
     # One for all batches and repeats, so that a trajectory's generator doesn't depend on how they are cut.
     seed = master_seed(problem.seed) if problem.prob_func else 0
 
+    def ended(count: int) -> None:
+        with bar.get_lock():  # shares may run in threads
+            bar.update(count)
+
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
+        shown = ended if progress and repeat == 1 else None
         batch, typical = own_members(problem, numbers, repeat, seed, options.trajectories)
-        sol = _solved(options, compiler, batch, None if repeat > 1 else shown, numbers)
+        sol = _solved(options, compiler, batch, shown, numbers)
         if typical is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
             # So that ranks needn't send each other their saved times where all have the same.
             sol.t = save_times(options.saveat, typical.plain())
@@ -237,10 +237,11 @@ def _ensemble(
 
     size = max(1, options.batch_size or len(numbers))
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]
-    if problem.output_func is None and problem.reduction is None:
-        parts = [solved(numbers) for numbers in batches]
-        return parts[0] if len(parts) == 1 else joined(parts)
-    return reduced(problem, batches, solved)
+    with progress_bar("trajectories", len(numbers)) if progress else nullcontext() as bar:
+        if problem.output_func is None and problem.reduction is None:
+            parts = [solved(numbers) for numbers in batches]
+            return parts[0] if len(parts) == 1 else joined(parts)
+        return reduced(problem, batches, solved)
 
 
 def _solved(

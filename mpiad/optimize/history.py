@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mpiad.progress_line import ProgressLine
+from mpiad.progress import progress_bar
 
 
 class Iterate(Protocol):
@@ -136,31 +136,32 @@ class Progress:
 
     def __init__(self, options: dict[str, Any] | None):
         self._options = options
-        self._line: ProgressLine | None = None
+        self._bar: Any = None
         self._by_evaluations = False
 
     def show(self, row: Row) -> None:
         """Show an iterate."""
-        if self._line is None:
-            self._line = self._begin(row)
+        if self._bar is None:
+            self._bar = self._begin(row)
         done, other = row.iteration, f"{row.evaluations} evaluations"
         if self._by_evaluations:
             done, other = row.evaluations, f"iteration {row.iteration}"
-        self._line.show(done, f"loss {row.loss:.6e}, |gradient| {row.gradient_norm:.2e}, {other}")
+        self._bar.set_postfix_str(f"loss {row.loss:.6e}, |gradient| {row.gradient_norm:.2e}, {other}", refresh=False)
+        self._bar.update(done - self._bar.n)
 
-    def _begin(self, row: Row) -> ProgressLine:
+    def _begin(self, row: Row) -> Any:
         iterations, evaluations = self._limit("maxiter"), self._limit("maxfun") or self._limit("max_nfev")
         self._by_evaluations = iterations is None and evaluations is not None
         count = row.evaluations if self._by_evaluations else row.iteration
         unit = "evaluations" if self._by_evaluations else "iterations"
         # What was done before the first row, by an earlier run too, says nothing of the time from here.
-        return ProgressLine(unit, evaluations if self._by_evaluations else iterations, done=count)
+        return progress_bar(unit, evaluations if self._by_evaluations else iterations, count)
 
     def _limit(self, name: str) -> int | None:
         found = (self._options or {}).get(name)
         return int(found) if isinstance(found, (int, float, np.integer)) and found < math.inf else None
 
     def close(self) -> None:
-        """End the line."""
-        if self._line is not None:
-            self._line.close()
+        """End the bar's line."""
+        if self._bar is not None:
+            self._bar.close()

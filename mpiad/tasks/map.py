@@ -11,7 +11,7 @@ from typing import Any
 
 from mpiad._typing import Comm, Rank
 from mpiad.primitives.checks import root_of
-from mpiad.progress_line import ProgressLine
+from mpiad.progress import progress_bar
 from mpiad.tasks.scheduler import Scheduler
 from mpiad.tasks.worker import Outcome, work
 from mpiad.tasks.worker_group import WorkerGroup
@@ -153,11 +153,11 @@ def _run(
     place = group.place_of(root)
     if used.rank != root:
         return work(group.line, place, fun, goes_on, used.rank)
-    line = ProgressLine("items", _count(items)) if progress else None
-    scheduler = Scheduler(group, items, fun, batch, goes_on, line)
+    bar = progress_bar("items", _count(items)) if progress else None
+    scheduler = Scheduler(group, items, fun, batch, goes_on, bar)
     scheduler.run()
-    if line is not None:
-        line.close()
+    if bar is not None:
+        bar.close()
     failed, index = scheduler.failed or (None, None)
     # In the items' order, whichever rank was done first.
     results = None if failed is not None else [scheduler.results[k] for k in range(len(scheduler.results))]

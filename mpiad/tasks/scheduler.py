@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from mpiad._typing import Rank
-from mpiad.progress_line import ProgressLine
 from mpiad.tasks.worker import BYE, RESULT, STOP, TASK, Batch, Ended, Failed, Outcome, evaluated, require_plain
 from mpiad.tasks.worker_group import WorkerGroup
 from mpiad.transport.agreement import Failure
@@ -33,12 +32,12 @@ class _Packed(NamedTuple):
 class Scheduler:
     """One map, seen from the root.
 
-    `goes_on`: whether failures stand among the results. `progress`: is told after each batch.
+    `goes_on`: whether failures stand among the results. `progress`: a bar, updated after each batch, or None.
     """
 
     def __init__(
         self, group: WorkerGroup, items: Iterator[Any], fun: Callable[[Any], Any], batch: int, goes_on: bool,
-        progress: ProgressLine | None,
+        progress: Any,
     ):  # fmt: skip
         self._group, self._line, self._fun = group, group.line, fun
         self._items, self._batch, self._goes_on, self._progress = items, batch, goes_on, progress
@@ -159,7 +158,8 @@ class Scheduler:
 
     def _tell(self) -> None:
         if self._progress is not None:
-            self._progress.show(len(self.results), total=self._taken if self._exhausted else None)
+            self._progress.total = self._taken if self._exhausted else self._progress.total
+            self._progress.update(len(self.results) - self._progress.n)
 
     def _fail(self, failed: Failed, index: int | None) -> None:
         if self.failed is None:

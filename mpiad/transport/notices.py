@@ -9,7 +9,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Comm, Rank
-from mpiad.transport.polling import Backoff
 
 
 def threads_may_communicate() -> bool:
@@ -37,18 +36,6 @@ class Notices:
         status = MPI.Status()
         if not self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
             return None
-        self._receive(status.source, status.tag)
-        return status.source, status.tag
-
-    def await_next(self) -> tuple[Rank, int]:
-        """Wait for the next notice, and return its sender and kind."""
-        status = MPI.Status()
-        if isinstance(self._comm, MPI.Comm):
-            patience = Backoff()
-            while not self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-                patience.pause()
-        else:  # under watch, where waits have their limit
-            self._comm.Probe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
         self._receive(status.source, status.tag)
         return status.source, status.tag
 

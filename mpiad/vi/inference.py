@@ -15,7 +15,7 @@ from mpiad.device import to_host
 from mpiad.errors import WorkerError
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.operation import suspended
-from mpiad.progress_line import ProgressLine
+from mpiad.progress import progress_bar
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import agreed, raising_together, require_same
 from mpiad.transport.tracing import restoring_state
@@ -197,8 +197,8 @@ class VI:
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback, average)
         # Outside of a trace that may be around the run: nothing of it can be differentiated.
         with restoring_state(), suspended():
-            line = ProgressLine("epochs", n_epochs) if progress and training else None
-            self._epochs(used, root, model, training, n_epochs, line)
+            bar = progress_bar("epochs", n_epochs) if progress and training else None
+            self._epochs(used, root, model, training, n_epochs, bar)
             ended = used.data.bcast(None if training is None else training.ended(n_epochs), root)
         # No epoch has this number, so these draws are independent of the fit's; all ranks make the same, and send none.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
@@ -210,9 +210,7 @@ class VI:
             self.posterior, found, best, ended.history, ended.epochs, ended.best_epoch, ended.message, samples, average
         )
 
-    def _epochs(
-        self, used: Channel, root: Rank, model: Model, training: Training | None, n_epochs: int, line: ProgressLine | None
-    ) -> None:
+    def _epochs(self, used: Channel, root: Rank, model: Model, training: Training | None, n_epochs: int, bar: Any) -> None:
         for epoch in range(n_epochs):
             noise = theta = None
             if training is not None:
@@ -223,8 +221,9 @@ class VI:
             if training is not None:
                 with used.evaluating("an update of VI"):
                     training.learn(noise, theta, sorted_out(rows))
-                if line is not None:
-                    line.show(epoch + 1, f"objective {training.history['objective'][-1]:.6g}")
+                if bar is not None:
+                    bar.set_postfix_str(f"objective {training.history['objective'][-1]:.6g}", refresh=False)
+                    bar.update()
             # Whether another epoch follows is decided once.
             verdict = used.data.bcast(None if training is None else training.verdict, root)
             if verdict.error is not None:
@@ -232,8 +231,8 @@ class VI:
                 self._fail(used, model, verdict.error if training is None or training.failure is None else training.failure)
             if verdict.ends:
                 break
-        if line is not None:
-            line.close()
+        if bar is not None:
+            bar.close()
 
     def _rows(self, model: Model, theta: Array | None, root: Rank) -> Array:
         if self.schedule == "dynamic":

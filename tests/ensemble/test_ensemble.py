@@ -125,22 +125,22 @@ def test_single_solutions():
 
 def test_progress(capsys):
     sol = solve(EnsembleProblem(BASE, prob_func=numbered), trajectories=50, progress=True, batch_size=20)
-    assert len(sol) == 50 and "50 of 50 trajectories, " in capsys.readouterr().err.splitlines()[-1]
+    assert len(sol) == 50 and "trajectories: 100%" in capsys.readouterr().err.splitlines()[-1]
     stops = EnsembleProblem(BASE, prob_func=numbered, reduction=lambda u, batch, I: (u + batch, True))
     solve(stops, trajectories=50, progress=True, batch_size=20)
-    assert "20 of 50 trajectories, " in capsys.readouterr().err.splitlines()[-1]
+    assert "| 20/50 [" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_progress_of_threads(capsys):
     solve(EnsembleProblem(BASE, prob_func=numbered), ensemblealg=EnsembleThreads(3), trajectories=50, progress=True)
-    assert "50 of 50 trajectories" in capsys.readouterr().err.splitlines()[-1]
+    assert "| 50/50 [" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_progress_of_kernels(capsys):
     still = remake(BASE, tspan=(0.0, 0.0))
     for problem in (BASE, still):
         solve(EnsembleProblem(problem), trajectories=50, progress=True, compile=True)
-        assert "50 of 50 trajectories" in capsys.readouterr().err.splitlines()[-1]
+        assert "| 50/50 [" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["prob_func", "output_func", "reduction"])
@@ -152,4 +152,4 @@ def test_what_is_no_function_is_refused(name):
 def test_progress_counts_what_has_no_way_to_go(capsys):
     still = EnsembleProblem(BASE, lambda prob, i, repeat: remake(prob, tspan=(0.0, i - 1.0)))
     solve(still, trajectories=3, progress=True)
-    assert "3 of 3 trajectories" in capsys.readouterr().err.splitlines()[-1]
+    assert "| 3/3 [" in capsys.readouterr().err.splitlines()[-1]

@@ -251,7 +251,7 @@ class _Launch:
         return Tape(first, stop, rows[:row], before[:row])
 
     def _tell(self, first: int, waiting: int, busy: int, told: int) -> int:
-        """Tell the progress line how many more of a share have ended; return how many have."""
+        """Tell the progress bar how many more of a share have ended; return how many have."""
         progress, batch = self._solver.settings.progress, self._solver.batch
         if progress is None:
             return 0

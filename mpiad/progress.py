@@ -1,0 +1,36 @@
+"""The bar of tqdm that long calls write to standard error."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Any
+
+
+class _StandardError:
+    """Standard error, of which failed writes are dropped: nobody reads it any more, but the computation goes on."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.flush()
+
+
+def progress_bar(unit: str, total: int | None = None, done: int = 0) -> Any:
+    """Return a bar of tqdm that counts from `done` to `total`; if that is None, without an end."""
+    from tqdm.auto import tqdm  # takes as long to import as the rest of mpiad
+
+    # Under mpiexec standard error is a pipe, where each update is text that stays: at most one per second.
+    return tqdm(
+        desc=unit, total=total, initial=done, file=_StandardError(), disable=sys.stderr is None, miniters=1,
+        mininterval=1.0, dynamic_ncols=True,
+    )  # fmt: skip
