@@ -23,7 +23,6 @@ from mpiad.differentiation.rules import (
     indexing,
     matrix_products,
     moments,
-    on_device,
     padding,
     powers,
     rearrangements,
@@ -36,7 +35,7 @@ from mpiad.differentiation.rules import (
 )
 from mpiad.differentiation.rules.protocol import JvpMaker, Primitive, VjpMaker
 
-__all__ = ["JVP_RULES", "VJP_RULES", "on_device"]
+__all__ = ["JVP_RULES", "VJP_RULES"]
 
 _FAMILIES = (
     arithmetic, stacking, einsum, elementwise, extrema, indexing, padding, powers, matrix_products, reductions, reshaping,

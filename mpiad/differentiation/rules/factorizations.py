@@ -1,4 +1,4 @@
-"""Factors and inverses of matrices, norms: for matrices on the host and on devices.
+"""Factors and inverses of matrices, norms, traces, singular values: for matrices on the host and on devices.
 
 A complex matrix has complex cotangents g, paired with a change dx as in Re Σ g dx, without a conjugate; which is why the
 formulas of the references have a conjugate less or more here.
@@ -24,7 +24,7 @@ from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.constant_arrays import identity, lower_triangle
 from mpiad.differentiation.rules.expansion import kept_shape
-from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, bound, checked, refusal
+from mpiad.differentiation.rules.protocol import DEVICE_VJPS, Argnums, Primitive, Vjp, bound, checked, refusal
 
 
 def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -142,6 +142,27 @@ def norm_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) 
 
 _NORM: Primitive = getattr(linalg, "_primitive_norm", linalg.norm)
 _VECTORS_ONLY = np.lib.NumpyVersion(np.__version__) >= "2.0.0"
+
+
+def trace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Repeat the cotangent along the diagonal."""
+    given = dict(zip(("a", "offset", "axis1", "axis2"), args), **kwargs)
+    shape = given["a"].shape
+    if len(shape) != 2 or given.keys() - {"a", "offset"}:
+        raise NotImplementedError("on devices the derivative of trace is available for matrices; use diagonal and sum")
+    ones = identity(given["a"], *shape, k=given.get("offset", 0))
+    return lambda g: (ones * g,)
+
+
+def svd_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Put the cotangent of the singular values between their vectors; those of the vectors aren't available."""
+    given = dict(zip(("a", "full_matrices", "compute_uv"), args), **kwargs)
+    if given.get("compute_uv", True):
+        raise NotImplementedError("on devices the derivative of svd is available for compute_uv=False; use eigh of xᵀx")
+    left, _, right = linalg.svd(args[0], full_matrices=False)
+    return lambda g: (anp.matmul(anp.conj(left) * g[..., None, :], anp.conj(right)),)
+
+
 VJPS = {
     linalg.cholesky: cholesky_vjp,
     linalg.eigh: eigh_vjp,
@@ -151,3 +172,4 @@ VJPS = {
     _NORM: norm_vjp,
 }
 JVPS = {_NORM: norm_jvp}
+DEVICE_VJPS.update({anp.trace: trace_vjp, linalg.svd: svd_vjp})

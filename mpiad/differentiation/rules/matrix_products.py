@@ -1,6 +1,12 @@
-"""Products of vectors and matrices: `dot` and `matmul` of factors with one or two axes each; outer and cross products."""
+"""Products: `dot` and `matmul` of factors with one or two axes each; outer and cross products.
+
+On devices also sums over axes of factors with any numbers of axes, as `dot`, `inner` and `tensordot` take them.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from autograd.tracer import getval
@@ -9,6 +15,7 @@ from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
+    DEVICE_VJPS,
     Argnums,
     Primitive,
     Vjp,
@@ -20,6 +27,8 @@ from mpiad.differentiation.rules.protocol import (
     two_unchanged,
 )
 from mpiad.transport.device_arrays import is_device_array
+
+Axes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _product_vjp(fun: Primitive) -> VjpMaker:
@@ -119,6 +128,73 @@ def cross_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: tuple([part(i, g) for i in argnums])
 
 
+def _contraction_vjp(axes_of: Callable[[tuple, dict, int, int], Axes]) -> VjpMaker:
+    def contraction_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+        """Contract the cotangent with the other factor, over the axes which that one gave to the result."""
+        x, y = args[0], args[1]
+        rank_x, rank_y = len(anp.shape(x)), len(anp.shape(y))
+        if rank_x == 0 or rank_y == 0:
+            return lambda g: tuple([_of_scaling(g, (x, y)[1 - i], (x, y)[i]) for i in argnums])
+        axes_x, axes_y = axes_of(args, kwargs, rank_x, rank_y)
+        parts = {
+            0: lambda g: _of_first(g, y, axes_x, axes_y, rank_x),
+            1: lambda g: _of_second(g, x, axes_x, axes_y, rank_y),
+        }
+        return lambda g: tuple([_matched(parts[i](g), args[i]) for i in argnums])
+
+    return contraction_vjp
+
+
+def _of_scaling(g: Array, other: Array, factor: Array) -> Array:
+    product = g * other
+    return _matched(product if anp.shape(factor) else anp.sum(product), factor)
+
+
+def _of_first(g: Array, y: Array, axes_x: Sequence[int], axes_y: Sequence[int], rank: int) -> Array:
+    """Return the cotangent of the first factor: its free axes come from `g`, the others from `y`, in the order of `y`'s."""
+    free_x = [i for i in range(rank) if i not in axes_x]
+    free_y = [j for j in range(len(anp.shape(y))) if j not in axes_y]
+    out = anp.tensordot(g, y, (tuple(range(len(free_x), len(free_x) + len(free_y))), tuple(free_y)))
+    return _in_order(out, [*free_x, *[axes_x[axes_y.index(j)] for j in sorted(axes_y)]])
+
+
+def _of_second(g: Array, x: Array, axes_x: Sequence[int], axes_y: Sequence[int], rank: int) -> Array:
+    free_x = [i for i in range(len(anp.shape(x))) if i not in axes_x]
+    free_y = [j for j in range(rank) if j not in axes_y]
+    out = anp.tensordot(x, g, (tuple(free_x), tuple(range(len(free_x)))))
+    return _in_order(out, [*[axes_y[axes_x.index(i)] for i in sorted(axes_x)], *free_y])
+
+
+def _in_order(out: Array, axes: list[int]) -> Array:
+    """Transpose an array whose axes are those of a factor in another order."""
+    back = tuple(sorted(range(len(axes)), key=axes.__getitem__))
+    return out if back == tuple(range(len(axes))) else anp.transpose(out, back)
+
+
+def _matched(part: Array, factor: Array) -> Array:
+    return anp.real(part) if anp.iscomplexobj(part) and not anp.iscomplexobj(factor) else part
+
+
+def _of_dot(args: tuple, kwargs: dict, rank_x: int, rank_y: int) -> Axes:
+    return (rank_x - 1,), (max(rank_y - 2, 0),)
+
+
+def _of_inner(args: tuple, kwargs: dict, rank_x: int, rank_y: int) -> Axes:
+    return (rank_x - 1,), (rank_y - 1,)
+
+
+def _of_tensordot(args: tuple, kwargs: dict, rank_x: int, rank_y: int) -> Axes:
+    axes: Any = args[2] if len(args) > 2 else kwargs.get("axes", 2)
+    if isinstance(axes, int):
+        return tuple(range(rank_x - axes, rank_x)), tuple(range(axes))
+    first, second = ([axis] if isinstance(axis, int) else axis for axis in axes)
+    return tuple([int(i) % rank_x for i in first]), tuple([int(j) % rank_y for j in second])
+
+
 VJPS = {anp.dot: _product_vjp(anp.dot), anp.matmul: _product_vjp(anp.matmul)}
 VJPS.update({anp.outer: outer_vjp, anp.kron: kron_vjp, anp.cross: cross_vjp})
 JVPS: dict = {}
+DEVICE_VJPS.update({
+    anp.dot: _contraction_vjp(_of_dot), anp.inner: _contraction_vjp(_of_inner),
+    anp.tensordot: _contraction_vjp(_of_tensordot),
+})  # fmt: skip

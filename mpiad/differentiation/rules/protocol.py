@@ -31,11 +31,18 @@ primitive_mean: Primitive = getattr(autograd.numpy.numpy_wrapper, "_primitive_me
 primitive_where: Primitive = getattr(autograd.numpy, "_original_where", anp.where)
 
 
-# Filled by `on_device`: rules where autograd's own make arrays of NumPy's, and what has none.
+# Rules for device arrays, if autograd's own make arrays of NumPy's; the families fill it. Each is a formula of functions of
+# `autograd.numpy`, so that it can be differentiated again, and neither copies to the host nor waits for the device.
 DEVICE_VJPS: dict[Primitive, VjpMaker] = {}
-DEVICE_JVPS: dict[Primitive, JvpMaker] = {}
-DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {}
-
+_ASSEMBLY = "it makes an array of NumPy's. Import mpiad.device.numpy in place of autograd.numpy"
+# What has no derivative on devices, and what to do instead.
+DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
+    anp.concatenate_args: ("concatenate", _ASSEMBLY),
+    anp.array_from_args: ("array", _ASSEMBLY),
+    anp.make_diagonal: ("make_diagonal", "multiply by a mask, as in x[..., None] * identity"),
+    anp.real_if_close: ("real_if_close", "the host doesn't know the values. Use real"),
+    anp.linalg.eig: ("linalg.eig", "copy the matrix with mpiad.device.to_host"),
+}
 
 _NUMBERS = (float, complex, np.inexact)
 # Other primitives, made by users of autograd or by mpiad, may return cotangents that broadcast.
@@ -45,7 +52,7 @@ _UNFORESEEN = (TypeError, ValueError, LookupError, AttributeError, AssertionErro
 
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Make the adjoint by autograd's own rule; for device arrays by the one of `on_device`, where there is one.
+    """Make the adjoint by autograd's own rule; for device arrays by that of `DEVICE_VJPS`, if there is one.
 
     Cotangents of functions of NumPy's get the shape of their argument, and are real where that is.
     """
@@ -68,14 +75,14 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
 
 
 def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Compute the tangent by autograd's own rule; for device arrays by the one of `on_device`, where there is one.
+    """Compute the tangent by autograd's own rule.
 
     Tangents of functions of NumPy's get the shape of the result, and are real where that is.
     """
     on_host = type(ans) is np.ndarray or _place(ans) is None
     if not on_host and fun in DEVICE_REFUSALS:
         refuse_on_device(fun, ans)
-    rule: Any = not on_host and DEVICE_JVPS.get(fun) or primitive_jvps.get(fun)
+    rule: Any = primitive_jvps.get(fun)
     return checked_tangent(fun, rule, argnums, gs, ans, args, kwargs)
 
 

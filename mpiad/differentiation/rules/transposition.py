@@ -15,7 +15,6 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Scalar
 from mpiad.differentiation.rules import VJP_RULES
 from mpiad.differentiation.rules.protocol import (
-    DEVICE_JVPS,
     Argnums,
     JvpMaker,
     Primitive,
@@ -31,7 +30,7 @@ from mpiad.transport.device_arrays import is_device_array
 
 def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
     """Return what makes the tangent of a function that has no rule of ours; a NotImplementedError where nothing does."""
-    if fun in primitive_jvps or fun in DEVICE_JVPS and is_device_array(getval(value)):
+    if fun in primitive_jvps:
         return partial(inherited_jvp, fun)
     if (fun in primitive_vjps or fun in VJP_RULES) and hasattr(value, "dtype"):
         return partial(checked_tangent, fun, partial(_by_transposition, VJP_RULES.get(fun) or partial(inherited_vjp, fun)))
