@@ -25,7 +25,8 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import Recorded, Tape, Together, current, suspended
 from mpiad.transport import Spec
 from mpiad.transport.agreement import mark_left
-from mpiad.transport.channels import Used, operator_body
+from mpiad.transport.channels import Used
+from mpiad.transport.tracing import tracing
 
 _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
@@ -62,15 +63,15 @@ class _Tape(Tape):
     def __enter__(self) -> Any:
         self.outer: Tape | None = current.tape
         self.around: _Tape | None = current.tapes
-        self.noted = operator_body.channels
+        self.noted = tracing.channels
         current.tapes = self  # first, so that it is ended if an interrupt comes
         _open_number(self)
-        current.tape, operator_body.channels = self, self.channels
+        current.tape, tracing.channels = self, self.channels
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         outer, noted = self.outer, self.noted
-        current.tape, operator_body.channels = outer, noted
+        current.tape, tracing.channels = outer, noted
         if error is not None:
             self.end(error, trace)
             current.tapes, self.around = self.around, None

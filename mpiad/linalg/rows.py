@@ -10,9 +10,9 @@ import numpy as np
 import scipy.sparse
 
 from mpiad._typing import Array, Rank
-from mpiad.primitives.checks import even_lengths
 from mpiad.transport import Channel
 from mpiad.transport.agreement import raise_together, raising_together
+from mpiad.transport.buffers import even_lengths
 
 
 def local_rows(used: Channel, rows: object, columns: int | None) -> tuple:

@@ -13,7 +13,7 @@ from mpiad.primitives.foreign import refuse_foreign_trace
 from mpiad.primitives.operation import current
 from mpiad.transport import Channel, Envelope, Spec, channel, spec_of
 from mpiad.transport.buffers import require_sendable
-from mpiad.transport.channels import operator_body
+from mpiad.transport.tracing import tracing
 
 
 def point_to_point(comm: Comm, call: str) -> Channel:
@@ -23,8 +23,8 @@ def point_to_point(comm: Comm, call: str) -> Channel:
     if tape is not None:
         # An exception in this trace then marks the channel, and later calls on it say that messages may be left over.
         tape.channels.add((used, True))
-    elif operator_body.channels is not None:
-        operator_body.channels.add((used, True))
+    elif tracing.channels is not None:
+        tracing.channels.add((used, True))
     return used
 
 

@@ -10,7 +10,7 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.transport import ANY_SOURCE, ANY_TAG, PROC_NULL, SUM, Channel, Op, Spec, collectives
-from mpiad.transport.buffers import outgoing
+from mpiad.transport.buffers import even_lengths, outgoing
 from mpiad.transport.mpi_operations import defined_for, name_of
 from mpiad.transport.tracing import settled
 
@@ -120,12 +120,6 @@ def lengths_along(
             f"(shape {shape}) along axis {axis}; but got {lengths}, which add up to {sum(lengths)}."
         )
     return lengths
-
-
-def even_lengths(length: int, size: int) -> list[int]:
-    """Return the ranks' shares of a length as numpy.array_split divides it: the first ranks take one more."""
-    share, longer = divmod(length, size)
-    return [share + (rank < longer) for rank in range(size)]
 
 
 def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:

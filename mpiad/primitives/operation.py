@@ -26,7 +26,7 @@ from mpiad.primitives.cotangents import conform, spec_like, tangent_of
 from mpiad.primitives.foreign import checked_adjoint, raise_for_foreign
 from mpiad.primitives.noting import note_forward, note_rules
 from mpiad.transport.agreement import mark_left
-from mpiad.transport.channels import Used, communications, operator_body
+from mpiad.transport.channels import Used, communications
 from mpiad.transport.recovery import interruptible
 from mpiad.transport.tracing import tracing
 
@@ -103,12 +103,12 @@ class suspended:
         if self._is_body and tracing.recorder is not None:
             tracing.recorder.entered_body()
         # A set of its own for the channels of messages, which no tape notes meanwhile.
-        self._kept, self._body = current.tape, operator_body.channels
-        current.tape, operator_body.channels = self._tape, set()
+        self._kept, self._body = current.tape, tracing.channels
+        current.tape, tracing.channels = self._tape, set()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        used = operator_body.channels
-        current.tape, operator_body.channels = self._kept, self._body
+        used = tracing.channels
+        current.tape, tracing.channels = self._kept, self._body
         if used and error is not None:
             mark_left([each for each in used if self._is_operator or each[1]], error, "an operator")
         around = self._body if self._kept is None else self._kept.channels
@@ -219,7 +219,7 @@ def communicate(operation: Operation, x: Array, params: object) -> Any:
     next(communications)
     tape = current.tape
     # Those of point-to-point calls are noted with their addresses.
-    used = operator_body.channels if tape is None else tape.channels
+    used = tracing.channels if tape is None else tape.channels
     if used is not None and not operation.point_to_point:
         used.add((getattr(params, "channel", params), False))  # type: ignore[arg-type]
     # Outside of all traces nothing is recorded: a test or two are all that is paid.

@@ -42,7 +42,6 @@ from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned
 from mpiad.programs.trace_run import PlayingBack, TraceRun, message_counts
 from mpiad.transport import calls
-from mpiad.transport.channels import operator_body
 from mpiad.transport.tracing import restoring_state, tracing
 from mpiad.transport.world import level_of_repeats
 
@@ -140,8 +139,8 @@ class Jitted:
             for entry, call in self._short:
                 made = call(args)
                 if made is not MISSED:
-                    if operator_body.channels is not None:
-                        operator_body.channels |= entry.channels
+                    if tracing.channels is not None:
+                        tracing.channels |= entry.channels
                     return made
         # Inside of another trace its operations are noted like the rest.
         if tracing.recorder is not None:
@@ -225,8 +224,8 @@ class Jitted:
 
     def _replayed(self, entry: Entry, given: Arguments, args: tuple, kwargs: dict) -> Any:
         counts = message_counts() if entry.replays.last_look >= 0 else None
-        if operator_body.channels is not None:
-            operator_body.channels |= entry.channels
+        if tracing.channels is not None:
+            tracing.channels |= entry.channels
         try:
             made = entry.called([given.leaves[k] for k in given.traced])
         except Changed as change:

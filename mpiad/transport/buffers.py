@@ -164,3 +164,9 @@ def spec_of(like: Array, call: str, argument: str = "like") -> Spec:
         f"{call}: {argument} says the shape and dtype of what is received and must be {_ALLOWED}, "
         f"but got {type(like).__name__} ({_shortened(like)})."
     )
+
+
+def even_lengths(length: int, size: int) -> list[int]:
+    """Return the ranks' shares of a length as numpy.array_split divides it: the first ranks take one more."""
+    share, longer = divmod(length, size)
+    return [share + (rank < longer) for rank in range(size)]

@@ -41,13 +41,10 @@ Used: TypeAlias = "tuple[Channel, bool]"
 """A channel, and whether messages on it may be left even after all its ranks have met."""
 
 
-operator_body = tracing
-
-
 def note_use(channel: Channel) -> None:
     """Note for the trace or operator around that it has communicated other than by operations."""
-    if operator_body.channels is not None:
-        operator_body.channels.add((channel, False))
+    if tracing.channels is not None:
+        tracing.channels.add((channel, False))
 
 
 class Channel:

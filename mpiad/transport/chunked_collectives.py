@@ -52,7 +52,7 @@ def allreduce(channel: Channel, array: Array, op: Op) -> Array:
     """Combine every rank's array, with the result on all ranks."""
     compare(channel.data, "Allreduce", array, op)
     pieces = _cut(array)
-    passage, two = passing(array, pieces), pairwise_collectives.combine_pieces(channel, array, op)
+    passage, two = passing(array, pieces), pairwise_collectives.exchanges_pieces(channel, array, op)
 
     def combine(k: int) -> None:
         if two:

@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array
-from mpiad.transport.buffers import Spec
+from mpiad.transport.buffers import Spec, even_lengths
 from mpiad.transport.channels import Channel
 from mpiad.transport.chunked_collectives import compare
 from mpiad.transport.device_arrays import arrays_of
@@ -28,7 +28,7 @@ def reduce_scatter(channel: Channel, array: Array, counts: list[int], block: Spe
 def allreduce(channel: Channel, array: Array) -> Array:
     """Sum every rank's array, with the result on all ranks."""
     compare(channel.data, "Allreduce", array, MPI.SUM)
-    counts = _blocks(channel, array)
+    counts = even_lengths(array.size, channel.size)
     block, way = _own_block(channel, array, counts), way_of(arrays_of(array))
     room = way.room(array.shape, array.dtype)
     channel.data.Allgatherv(way.lent(block), [way.buffer(room), counts])
@@ -38,7 +38,7 @@ def allreduce(channel: Channel, array: Array) -> Array:
 def reduce(channel: Channel, array: Array, root: int) -> Array:
     """Sum every rank's array on the root; zeros elsewhere."""
     compare(channel.data, "Reduce", array, MPI.SUM, root)
-    counts = _blocks(channel, array)
+    counts = even_lengths(array.size, channel.size)
     block, way = _own_block(channel, array, counts), way_of(arrays_of(array))
     if channel.rank != root:
         channel.data.Gatherv(way.lent(block), None, root)
@@ -46,11 +46,6 @@ def reduce(channel: Channel, array: Array, root: int) -> Array:
     room = way.room(array.shape, array.dtype)
     channel.data.Gatherv(way.lent(block), [way.buffer(room), counts], root)
     return way.home(room)
-
-
-def _blocks(channel: Channel, array: Array) -> list[int]:
-    whole, rest = divmod(array.size, channel.size)
-    return [whole + (rank < rest) for rank in range(channel.size)]
 
 
 def _own_block(channel: Channel, array: Array, counts: list[int]) -> Array:

@@ -25,10 +25,10 @@ def are_two(channel: Channel, whole: Array, op: Op = MPI.SUM) -> bool:
     """Tell whether a collective goes this way, the same on both ranks; `whole` is as long on both."""
     # If a rank may have arrays on a device, all go the general way: the other rank's array may be one.
     settings = present()
-    return not (settings.expected or settings.exchanged) and combine_pieces(channel, whole, op)
+    return not (settings.expected or settings.exchanged) and exchanges_pieces(channel, whole, op)
 
 
-def combine_pieces(channel: Channel, whole: Array, op: Op) -> bool:
+def exchanges_pieces(channel: Channel, whole: Array, op: Op) -> bool:
     """Return whether the pieces of an array, copied to the host, are combined by `allreduce_in_place`."""
     # Not under watch: there calls are known by their names.
     return (

@@ -34,11 +34,12 @@ from mpiad.transport.agreement import (
     forget_agreement,
     raise_first,
 )
-from mpiad.transport.channels import communications, live_channels, operator_body, world_ranks
+from mpiad.transport.channels import communications, live_channels, world_ranks
 from mpiad.transport.failure_detector import LATE, SOON, FailureDetector, LoneFailure
 from mpiad.transport.lookup import channel
 from mpiad.transport.recovery import recovers
 from mpiad.transport.signals import requested
+from mpiad.transport.tracing import tracing
 
 T = TypeVar("T")
 
@@ -249,7 +250,7 @@ class DeferredFailures:
 
         All ranks call it: it costs one small reduction where no sum has told of it.
         """
-        under_way = self._fault is not None or (self._used, True) in (operator_body.channels or ())
+        under_way = self._fault is not None or (self._used, True) in (tracing.channels or ())
         mine, every = np.array([self.error is not None, under_way], np.int32), np.empty(2, np.int32)
         with self:
             self._meeting.Allreduce(mine, every)

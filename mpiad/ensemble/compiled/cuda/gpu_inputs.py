@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,13 +77,12 @@ def _is_alike(x: Array) -> bool:
 
 def _copied_together(arrays: ArrayModule, parts: list[np.ndarray]) -> list[Array]:
     """Return arrays of the host on the device, by one copy of all."""
-    ends = np.cumsum([-(-part.nbytes // 8) * 8 for part in parts])  # so that each begins at a multiple of eight bytes
-    buffer = np.zeros(int(ends[-1]), np.uint8)
-    places = [slice(int(end) - -(-part.nbytes // 8) * 8, int(end)) for part, end in zip(parts, ends)]
-    for part, place in zip(parts, places):
-        buffer[place][: part.nbytes] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+    starts = [0, *accumulate(-(-part.nbytes // 8) * 8 for part in parts)]  # each is a multiple of eight bytes
+    buffer = np.zeros(starts[-1], np.uint8)
+    for part, start in zip(parts, starts):
+        buffer[start : start + part.nbytes] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
     copy = arrays.to_device(buffer)
-    return [copy[place][: part.nbytes].view(part.dtype).reshape(part.shape) for part, place in zip(parts, places)]
+    return [copy[a : a + part.nbytes].view(part.dtype).reshape(part.shape) for part, a in zip(parts, starts)]
 
 
 def placed(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
