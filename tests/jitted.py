@@ -7,7 +7,7 @@ import autograd.numpy as anp
 import numpy as np
 
 import mpiad
-from mpiad.differentiation.trees import flatten
+from mpiad.pytrees import flatten
 
 
 def assert_same(found: Any, expected: Any, rounding: float = 1e-12) -> None:

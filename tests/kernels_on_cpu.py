@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad.compiling.program import Program
-from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.jacobian_programs import jacobian_program
 from mpiad.ensemble.compiled.kernel_form import Form
@@ -22,6 +21,7 @@ from mpiad.ensemble.compiled.kernel_texts import cuda_text
 from mpiad.ensemble.compiled.parameter_packing import names_of, packing_of
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.problem import ODEProblem
+from mpiad.pytrees import flatten
 
 COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 LONG = 50_000  # bytes

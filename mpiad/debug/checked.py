@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpiad._typing import Comm, Tree
-from mpiad.differentiation.trees import named_leaves
+from mpiad.pytrees import named_leaves
 from mpiad.transport import channel
 from mpiad.transport.guarded import switch, watch_settings
 from mpiad.transport.guarded.watch_settings import DEBUG_TIMEOUT, Settings

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import numpy as np
-from autograd.builtins import DictBox, SequenceBox
 from autograd.extend import defjvp, defvjp, primitive
-from autograd.tracer import Box, getval
+from autograd.tracer import getval
 
 from mpiad._typing import Array, Tree
+from mpiad.pytrees import map_leaves
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.tracing import tracing
 
@@ -62,7 +61,7 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
             found.append(_cupy_arrays(device))
         return array_to_device(leaf, found[0])
 
-    return _mapped(x, move)
+    return map_leaves(move, x)
 
 
 def to_host(x: Tree) -> Tree:
@@ -91,20 +90,7 @@ def to_host(x: Tree) -> Tree:
     >>> print(mpiad.device.to_host({"x": np.ones(2), "name": "already here"}))
     {'x': array([1., 1.]), 'name': 'already here'}
     """
-    return _mapped(x, lambda leaf: leaf if arrays_of(getval(leaf)) is None else array_to_host(leaf))
-
-
-def _mapped(tree: Tree, move: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, (dict, DictBox)):
-        items = {key: _mapped(tree[key], move) for key in tree.keys()}  # noqa: SIM118 (a traced one has no iterator)
-        # A kind of dict with a constructor of its own, as defaultdict, may take other arguments than items.
-        return items if isinstance(tree, Box) or type(tree).__init__ is not dict.__init__ else type(tree)(items)
-    if isinstance(tree, (list, tuple, SequenceBox)):
-        parts = [_mapped(tree[i], move) for i in range(len(tree))]
-        if hasattr(tree, "_fields"):
-            return type(tree)(*parts)
-        return parts if isinstance(tree, list) else tuple(parts) if isinstance(tree, Box) else type(tree)(parts)
-    return move(tree)
+    return map_leaves(lambda leaf: leaf if arrays_of(getval(leaf)) is None else array_to_host(leaf), x)
 
 
 @primitive

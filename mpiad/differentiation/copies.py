@@ -12,7 +12,7 @@ from autograd.tracer import getval
 from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.differentiation.trace import Variables
-from mpiad.differentiation.trees import named_leaves
+from mpiad.pytrees import named_leaves
 from mpiad.transport import MIN, Channel
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.replication import require_replicated

@@ -23,9 +23,9 @@ from mpiad.differentiation.gradient import shared_sum, value_and_grad
 from mpiad.differentiation.objective import described
 from mpiad.differentiation.products import make_recorded_vjp, make_vjp, pulled, shaped
 from mpiad.differentiation.trace import Traced, Variables, no_derivative, trace_backwards, variables_of
-from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import current
+from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import channel
 from mpiad.transport.agreement import require_alike
 from mpiad.transport.recovery import recoverable

@@ -8,8 +8,8 @@ from typing import Any
 from mpiad._typing import Array, Comm, Function, Rank, Tree
 from mpiad.differentiation.gradient import cotangents_of_variables, grad, several_cotangents_of_variables
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, trace_forwards, variables_of
-from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.pytrees import flatten, is_variable
 from mpiad.transport.recovery import recoverable
 
 

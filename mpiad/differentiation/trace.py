@@ -12,10 +12,10 @@ from mpiad._typing import Array, Shape, Tree
 from mpiad.differentiation.nodes import OrderedNode, TangentNode
 from mpiad.differentiation.objective import Problem
 from mpiad.differentiation.tape import OrderedTape, Recording, TangentTape
-from mpiad.differentiation.trees import flatten, is_variable, refuse_objects
 from mpiad.errors import RequestError
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import Tape
+from mpiad.pytrees import flatten, is_variable, refuse_objects
 from mpiad.transport.device_arrays import discover, is_device_array
 from mpiad.transport.tracing import restore_state, restoring_state, tracing
 

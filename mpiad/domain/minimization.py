@@ -10,8 +10,8 @@ from typing import Any
 import scipy
 
 from mpiad._typing import Function, LocalArray, Tree
-from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.domain.decomposition import Decomposition
+from mpiad.pytrees import flatten, is_variable
 from mpiad.transport.agreement import raising_together
 from mpiad.transport.device_arrays import is_array
 

@@ -16,7 +16,7 @@ import numpy as np
 from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, LocalArray, Rank, Shape
-from mpiad.differentiation.trees import flatten
+from mpiad.pytrees import flatten
 from mpiad.transport.tracing import restoring_state, tracing
 
 _log = logging.getLogger("mpiad")

@@ -17,7 +17,6 @@ from mpiad.compiling.trace_errors import Refusal, Untraceable
 from mpiad.device.transfer import to_host
 from mpiad.differentiation.bundles import Bundle
 from mpiad.differentiation.shortcuts import shortened
-from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.compiled.jacobian_programs import JacobianProgram, jacobian_program
 from mpiad.ensemble.compiled.parameter_packing import ParameterPacking, packing_of
@@ -25,6 +24,7 @@ from mpiad.ensemble.compiled.trace import trace, verify
 from mpiad.ensemble.compiled.traced_problem import remembered
 from mpiad.ensemble.derivative import Columns
 from mpiad.ensemble.linearization import Field, is_whole
+from mpiad.pytrees import flatten
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import restoring_state
 

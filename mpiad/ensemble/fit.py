@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from mpiad._typing import Array, Function, Tree
-from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.batch import is_on_device, save_times
 from mpiad.ensemble.compiled.kernel_choice import Compiler
@@ -21,6 +20,7 @@ from mpiad.ensemble.residuals import Residuals
 from mpiad.ensemble.sensitivity import Generator, SensitivitySolve
 from mpiad.ensemble.solve_options import settings_of
 from mpiad.ensemble.tableaus import Algorithm
+from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raising_together
 

@@ -11,11 +11,11 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
-from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.levenberg_marquardt import Stopping
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.solve_options import SolveOptions, checked_options
+from mpiad.pytrees import flatten
 from mpiad.transport import Channel
 from mpiad.transport.agreement import alike_on_all
 from mpiad.transport.device_arrays import is_device_array

@@ -12,9 +12,9 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.device.assembly import stack
-from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.pytrees import flatten
 from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 

@@ -10,8 +10,8 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Shape, Tree
-from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives import mpi_allgather
+from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Channel
 from mpiad.transport.agreement import raise_first
 

@@ -16,7 +16,7 @@ from autograd.tracer import getval, isbox
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.compiling.function_fingerprint import text_of
-from mpiad.differentiation.trees import flatten
+from mpiad.pytrees import flatten
 from mpiad.transport.agreement import fingerprint
 from mpiad.transport.device_arrays import is_device_array
 

@@ -8,10 +8,10 @@ import numpy as np
 
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.differentiation.bundles import Bundle
-from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.levenberg_marquardt import Evaluation
 from mpiad.ensemble.sensitivity import States, unit_tangents
+from mpiad.pytrees import flatten
 from mpiad.transport.tracing import restoring_state
 
 _CALLED = (

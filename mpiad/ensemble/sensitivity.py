@@ -13,7 +13,6 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array
 from mpiad.differentiation.bundles import Bundle
-from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.compiled.jacobian_programs import bend_program
 from mpiad.ensemble.compiled.kernel_choice import Compiler
@@ -28,6 +27,7 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
+from mpiad.pytrees import flatten
 from mpiad.transport.tracing import restoring_state
 
 # A kernel that carries more numbers takes longer to compile than it saves: 64 take 5 s, 144 more than 20.

@@ -282,7 +282,7 @@ def _trajectories(options: SolveOptions) -> int:
 
 def _check_rows(problem: EnsembleProblem) -> None:
     """Raise a ValueError if rows of p= have other shapes than the problem's own p, if it has one."""
-    from mpiad.differentiation.trees import flatten
+    from mpiad.pytrees import flatten
 
     if problem.p is None or problem.problem.p is None:
         return
@@ -295,7 +295,7 @@ def _check_rows(problem: EnsembleProblem) -> None:
 
 
 def _length(tree: Array) -> int:
-    from mpiad.differentiation.trees import flatten
+    from mpiad.pytrees import flatten
 
     leaves, _ = flatten(tree)
     lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in leaves}  # -1: without rows

@@ -14,13 +14,13 @@ import numpy as np
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.differentiation import make_jvp, make_vjp
-from mpiad.differentiation.trees import flatten
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.implicit import METHODS, Problem, direction_of, pulled_back, solution, solution_of_adjoint
 from mpiad.linalg.newton_iteration import find_root
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
+from mpiad.pytrees import flatten
 from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
-from mpiad.differentiation.trees import flatten
 from mpiad.linalg.distributed_matrix import DistributedMatrix
 from mpiad.linalg.host_and_device import require_host
 from mpiad.linalg.implicit import Problem, solution
@@ -23,6 +22,7 @@ from mpiad.linalg.iteration import Method
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in
 from mpiad.linalg.system import System
 from mpiad.primitives import stop_gradient
+from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
 from mpiad.transport.recovery import recoverable
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
-from mpiad.differentiation.trees import flatten
 from mpiad.linalg.implicit import DERIVED, METHODS, Problem, solution
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop_gradient
+from mpiad.pytrees import flatten
 from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable

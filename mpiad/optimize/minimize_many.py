@@ -15,14 +15,13 @@ import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Tree
-from mpiad.differentiation.trees import flatten, named_leaves
 from mpiad.errors import DeadlockError, WorkerError
 from mpiad.optimize.checkpoint import as_checkpoint
-from mpiad.optimize.device_leaves import fetched, lies_on_device, own_home, put
 from mpiad.optimize.minimize import minimize
 from mpiad.optimize.packing import require_tellable
-from mpiad.optimize.root_start import as_given, require_roots
+from mpiad.optimize.root_start import as_given, own_home, require_roots
 from mpiad.optimize.scipy_methods import is_sharded
+from mpiad.pytrees import fetched, flatten, leaf_on_device, named_leaves, put
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together, raising_together, require_same
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_device_array
@@ -250,7 +249,7 @@ def _on_host(nest: Tree) -> Tree:
     """Return a nest with arrays of the host's for those on a device."""
     leaves, build = flatten(nest)
     # A nest that is all on the host stays the object that it is.
-    return build(fetched(leaves)) if lies_on_device(leaves) else nest
+    return build(fetched(leaves)) if leaf_on_device(nest) is not None else nest
 
 
 def home_of(starts: list[Start], *given: Any) -> ArrayModule | None:

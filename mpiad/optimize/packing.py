@@ -5,15 +5,25 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Array, Tree
-from mpiad.differentiation.trees import flatten, is_variable, refuse_objects
-from mpiad.optimize.device_leaves import Elsewhere, fetched, lies_on_device, put
+from mpiad._typing import Array, Shape, Tree
 from mpiad.primitives.cotangents import spec_like
+from mpiad.pytrees import fetched, flatten, is_variable, leaf_on_device, named_leaves, put, refuse_objects, split
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """An array on the root's device, as other ranks know it; `arrays` makes those of this rank."""
+
+    shape: Shape
+    dtype: np.dtype
+    fingerprint: bytes
+    arrays: ArrayModule | None = None
 
 
 class BufferPool:
@@ -121,9 +131,9 @@ class Packing:
         self.specs = [(shape, np.dtype(dtype.str)) for shape, dtype, *_ in map(spec_like, found)]
         self.homes = [leaf.arrays if type(leaf) is Elsewhere else arrays_of(leaf) for leaf in found]
         self._away = any(home is not None for home in self.homes)
-        self._lengths = [int(np.prod(shape)) * (1 + (dtype.kind == "c")) for shape, dtype in self.specs]
         # A complex number is two variables, its real and its imaginary part, since methods know real ones.
-        self.size = sum(self._lengths)
+        self._lengths = [(int(np.prod(shape)) * (1 + (dtype.kind == "c")),) for shape, dtype in self.specs]
+        self.size = sum(length for (length,) in self._lengths)
         # One array of doubles lies in memory as its vector does.
         self._plain = len(self.specs) == 1 and self.specs[0][1] == np.float64 and len(self.specs[0][0]) > 0
         self._plain = self._plain and not self._away
@@ -148,25 +158,37 @@ class Packing:
         return self._packed(tree, np.conj)  # autograd's gradient by x + iy is ∂/∂x - i ∂/∂y
 
     def _packed(self, tree: Tree, view: Callable[[Array], Array], into: np.ndarray | None = None) -> np.ndarray:
+        out = np.empty(self.size) if into is None else into
+        for leaf, (_, dtype), piece in zip(self._arrays(tree), self.specs, split(out, self._lengths)):
+            if dtype.kind == "c":
+                piece.view(complex)[:] = view(leaf).reshape(-1)
+            else:
+                piece[:] = leaf.reshape(-1)
+        return out
+
+    def _arrays(self, tree: Tree) -> list[Array]:
+        """Return a nest's arrays of variables, where the vector is; a TypeError if they aren't those of the template."""
         leaves = flatten(tree)[0]
         if len(leaves) != len(self._leaves):
             raise TypeError(f"minimize: expected a nest of {len(self._leaves)} arrays like x0, but got {len(leaves)}.")
         # All at once: arrays of one device travel as one copy.
         leaves = fetched(leaves) if self._away else leaves
-        out, start = np.empty(self.size) if into is None else into, 0
-        for place, (shape, dtype), length in zip(self._places, self.specs, self._lengths):
-            leaf = np.asarray(leaves[place])
-            if leaf.shape != shape:
-                raise TypeError(f"minimize: expected shape {shape}, that of x0, but got {leaf.shape}.")
+        found = [self._array(leaves[place], place, shape) for place, (shape, _) in zip(self._places, self.specs)]
+        for leaf, place, (_, dtype) in zip(found, self._places, self.specs):
             if leaf.dtype.kind == "c" and dtype.kind != "c":
-                raise TypeError(f"minimize: expected {dtype}, like x0, but got {leaf.dtype}. Return its real part.")
-            piece = out[start : start + length]
-            if dtype.kind == "c":
-                piece.view(complex)[:] = view(leaf).reshape(-1)
-            else:
-                piece[:] = leaf.reshape(-1)
-            start += length
-        return out
+                path = self._path(place)
+                raise TypeError(f"minimize: expected {dtype}, like {path}, but got {leaf.dtype}. Return its real part.")
+        return found
+
+    def _array(self, leaf: Array, place: int, shape: Shape) -> Array:
+        array = np.asarray(leaf)
+        if array.shape != shape:
+            raise TypeError(f"minimize: expected shape {shape}, that of {self._path(place)}, but got {array.shape}.")
+        return array
+
+    def _path(self, place: int) -> str:
+        numbered = self._build(list(range(len(self._leaves))))
+        return next(path for path, number in named_leaves(numbered, "x0") if number == place)
 
     def unpack(self, vector: np.ndarray) -> Tree:
         """Return the nest of a vector, in new memory."""
@@ -185,12 +207,11 @@ class Packing:
         return self._unpacked(vector, np.conj)
 
     def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
-        found, start = [], 0
-        for (shape, dtype), length in zip(self.specs, self._lengths):
-            piece = vector[start : start + length]
-            piece = view(piece.view(complex)) if dtype.kind == "c" else piece
+        found = []
+        for (shape, dtype), piece in zip(self.specs, split(vector, self._lengths)):
+            # Copied, because complex numbers on a device begin at a multiple of their size.
+            piece = view(piece.copy().view(complex)) if dtype.kind == "c" else piece
             found.append(piece.astype(dtype).reshape(shape))
-            start += length
         leaves = list(self._leaves)
         for place, array in zip(self._places, put(found, self.homes) if self._away else found):
             leaves[place] = array if array.ndim else array[()]
@@ -249,6 +270,7 @@ class DevicePacking(Packing):
     def __init__(self, template: Tree):
         super().__init__(template)
         self.home: ArrayModule = self.homes[0]  # type: ignore[assignment]
+        self._away = False  # from the vector
 
     def lend(self) -> None:
         """Return None: the function gets new memory, which costs nothing there."""
@@ -259,35 +281,25 @@ class DevicePacking(Packing):
         return self.unpack(vector)
 
     def _packed(self, tree: Tree, view: Callable[[Array], Array], into: object = None) -> Array:
-        leaves = flatten(tree)[0]
-        if len(leaves) != len(self._leaves):
-            raise TypeError(f"minimize: expected a nest of {len(self._leaves)} arrays like x0, but got {len(leaves)}.")
         pieces = []
-        for place, (shape, dtype) in zip(self._places, self.specs):
-            leaf = leaves[place]
-            if arrays_of(leaf) != self.home or leaf.shape != shape:
-                found = f"{type(leaf).__name__} of shape {np.shape(leaf)}"
-                raise TypeError(f"minimize: expected an array of shape {shape} on the device of x0, but got {found}.")
-            if leaf.dtype.kind == "c" and dtype.kind != "c":
-                raise TypeError(f"minimize: expected {dtype}, like x0, but got {leaf.dtype}. Return its real part.")
+        for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):
             if dtype.kind == "c":
                 leaf = self.home.contiguous(view(leaf).astype(complex)).reshape(-1).view(float)
             pieces.append(leaf.reshape(-1).astype(float))
         return np.concatenate(pieces)
 
-    def _unpacked(self, vector: Array, view: Callable[[Array], Array]) -> Tree:
-        leaves, start = list(self._leaves), 0
-        for place, (shape, dtype), length in zip(self._places, self.specs, self._lengths):
-            piece = vector[start : start + length]
-            piece = view(piece.copy().view(complex)) if dtype.kind == "c" else piece
-            leaves[place] = piece.astype(dtype).reshape(shape)
-            start += length
-        return self._build(leaves)
+    def _array(self, leaf: Array, place: int, shape: Shape) -> Array:
+        if arrays_of(leaf) != self.home or leaf.shape != shape:
+            raise TypeError(
+                f"minimize: expected an array of shape {shape} on the device of {self._path(place)}, but got "
+                f"{type(leaf).__name__} of shape {np.shape(leaf)}."
+            )
+        return leaf
 
 
 def packing_of_piece(start: Tree) -> PiecePacking | DevicePacking:
     """Return how a rank's own piece lies in a vector, on the host or on its device; a TypeError where it lies in both."""
-    if not lies_on_device(flatten(start)[0]):
+    if leaf_on_device(start) is None:
         return PiecePacking(start)
     packing = DevicePacking(start)
     if len(set(packing.homes)) > 1:

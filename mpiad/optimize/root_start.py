@@ -6,22 +6,25 @@ result would be wrong wherever the shapes agree.
 
 from __future__ import annotations
 
+import hashlib
 import math
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from mpiad._typing import Array, Rank, Tree
-from mpiad.differentiation.trees import flatten, named_leaves
+from mpiad.device import to_device
 from mpiad.errors import ReplicationError
-from mpiad.optimize.device_leaves import Elsewhere, at_home, described, fetched, fingerprint
 from mpiad.optimize.objective_evaluation import Program
-from mpiad.optimize.packing import as_variables
+from mpiad.optimize.packing import Elsewhere, as_variables
+from mpiad.pytrees import fetched, flatten, leaf_on_device, map_leaves, named_leaves
 from mpiad.transport import Channel
 from mpiad.transport.agreement import agreed, raising_together
 from mpiad.transport.channels import on_any_rank
 from mpiad.transport.copy_differences import Difference, compare, listed
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 Leaves = list[tuple[str, Any]]
 
@@ -42,14 +45,42 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
     if used.size == 1:
         return start
     leads = used.rank == program.root
-    template = used.data.bcast(described(start) if leads else None, program.root)
+    template = used.data.bcast(_without_devices(start) if leads else None, program.root)
     if any(type(leaf) is Elsewhere for leaf in flatten(template)[0]):
         with raising_together(used, ImportError):
-            template = template if leads else at_home(template, x0, program.args)
+            if not leads:
+                home = own_home(x0, program.args)
+                template = map_leaves(
+                    lambda leaf: replace(leaf, arrays=home) if type(leaf) is Elsewhere else leaf, template
+                )
     mine = None if x0 is None else named_leaves(as_given(x0), "x0")
     said = f"{call}: x0 counts on the root only"
     require_roots(used, program.root, mine, named_leaves(template, "x0"), said, _ADVICE)
     return start if leads else template
+
+
+def _without_devices(start: Tree) -> Tree:
+    """Return the root's variables as they are told to other ranks: without what is on a device."""
+    leaves, build = flatten(start)
+    return build([
+        leaf if arrays_of(leaf) is None else Elsewhere(leaf.shape, leaf.dtype, _fingerprint(on_host))
+        for leaf, on_host in zip(leaves, fetched(leaves))
+    ])  # fmt: skip
+
+
+def _fingerprint(array: np.ndarray) -> bytes:
+    """Return a hash of an array's values, in which equal ones of two precisions, both zeros and all NaNs are the same."""
+    values = np.array(array, complex if array.dtype.kind == "c" else float)
+    parts = values.reshape(-1).view(float)
+    parts += 0.0  # makes -0.0 a 0.0
+    parts[np.isnan(parts)] = np.nan
+    return hashlib.blake2b(parts.data, digest_size=16).digest()
+
+
+def own_home(*given: object) -> ArrayModule | None:
+    """Return this rank's device: that of what it was given, else the current one; an ImportError without CuPy."""
+    # The root's device number says nothing on another node; this rank's own arrays do.
+    return arrays_of(leaf_on_device(list(given))) or arrays_of(to_device(np.zeros(0)))
 
 
 def as_given(x0: Tree) -> Tree:
@@ -100,7 +131,7 @@ def _of_leaf(path: str, mine: Array, theirs: Array, root: Rank) -> Difference | 
     if here != there:
         return _told(path, f"{path} is {here}, but rank {root}'s is {there}")
     if isinstance(theirs, Elsewhere):
-        same = fingerprint(mine) == theirs.fingerprint
+        same = _fingerprint(mine) == theirs.fingerprint
         return None if same else _told(path, f"{path}, {here}, has other values than rank {root}'s, which is on a device")
     a, b = np.asarray(mine), np.asarray(theirs)
     if a.dtype.kind not in _KINDS:

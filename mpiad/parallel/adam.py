@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.differentiation.trees import flatten, refuse_objects
-from mpiad.parallel.leaf_arithmetic import in_blocks
 from mpiad.parallel.parameters import each, matching, require_state, zeros_like
 from mpiad.parallel.sgd import checked_rate, rate_at
+from mpiad.pytrees import flatten, in_blocks, refuse_objects
 
 
 @dataclass(frozen=True)

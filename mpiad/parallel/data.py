@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Comm, Tree
-from mpiad.differentiation.trees import flatten
 from mpiad.parallel.samples import Items, latest
 from mpiad.primitives import mpi_rank, mpi_size
+from mpiad.pytrees import flatten
 from mpiad.transport.device_arrays import arrays_of, is_array
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Comm, Op, Rank, Tree
-from mpiad.differentiation.trees import named_leaves
 from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_iallreduce, mpi_reduce, mpi_wait
 from mpiad.primitives.operation import suspended
+from mpiad.pytrees import named_leaves
 from mpiad.transport import SUM, channel
 from mpiad.transport.agreement import raise_together
 from mpiad.transport.device_arrays import is_device_array

@@ -10,8 +10,8 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Array, Tree
 from mpiad.differentiation.trace import Variables
-from mpiad.differentiation.trees import flatten, is_variable, named_leaves, refuse_objects
 from mpiad.primitives.cotangents import spec_like
+from mpiad.pytrees import flatten, is_variable, map_leaves, named_leaves, refuse_objects
 from mpiad.transport import Spec
 
 
@@ -43,8 +43,7 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
 
 def each(fun: Callable[[Array], Array], tree: Tree) -> Tree:
     """Return the nest with the trained leaves replaced by a function of them."""
-    leaves, build = flatten(tree)
-    return build([fun(leaf) if is_variable(leaf) else leaf for leaf in leaves])
+    return map_leaves(lambda leaf: fun(leaf) if is_variable(leaf) else leaf, tree)
 
 
 def described(spec: Spec) -> str:

@@ -11,9 +11,9 @@ import numpy as np
 from mpiad._typing import Tree
 from mpiad.differentiation.copies import compares_copies
 from mpiad.differentiation.objective import Problem, raise_everywhere
-from mpiad.differentiation.trees import flatten, is_variable, named_leaves
 from mpiad.parallel.buckets import Plan
 from mpiad.parallel.parameters import described
+from mpiad.pytrees import flatten, is_variable, named_leaves
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed
 from mpiad.transport.channels import on_any_rank

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from mpiad._typing import Comm, Rank, Tree
-from mpiad.differentiation.trees import flatten, named_leaves
 from mpiad.parallel.parameters import described, variables_of
 from mpiad.primitives import mpi_bcast
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
+from mpiad.pytrees import flatten, join, named_leaves, places_by_kind, split
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together
 from mpiad.transport.device_arrays import is_device_array
@@ -54,20 +54,15 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     used = channel(comm, "parallel.synchronize")
     root = root_of(root, used, "parallel.synchronize")
     leaves, trained = _agreed_leaves(used, tree, root)
-    kinds = {k: spec_like(leaves[k])[1:] for k in trained}  # dtype and place
-    for kind in dict.fromkeys(kinds.values()):
-        places = [k for k in trained if kinds[k] == kind]
+    for places in places_by_kind(leaves, trained):
         with restoring_state(), suspended():
-            whole = mpi_bcast(np.concatenate([np.ravel(leaves[k]) for k in places]), root, comm=comm)
+            whole = mpi_bcast(join([leaves[k] for k in places]), root, comm=comm)
         if used.rank == root:
             # Past the collective: the root's leaves are those given, not copies of them.
             continue
-        start = 0
-        for k in places:
-            stop = start + np.size(leaves[k])
+        for k, part in zip(places, split(whole, [np.shape(leaves[k]) for k in places])):
             # Copied, because a view would keep the whole message in memory as long as one leaf lives.
-            leaves[k] = whole[start:stop].reshape(np.shape(leaves[k])).copy()[()]
-            start = stop
+            leaves[k] = part.copy()[()]
     return flatten(tree)[1](leaves)
 
 

@@ -10,15 +10,15 @@ import numpy as np
 
 from mpiad._typing import Comm, Rank, Tree
 from mpiad.checkpoint_files import read, remedy, write
-from mpiad.differentiation.trees import flatten
-from mpiad.parallel.nests import described, rebuilt
 from mpiad.parallel.parameters import matching, same_form
 from mpiad.primitives.checks import root_of
+from mpiad.pytrees import flatten, leaf_on_device
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together
-from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 _KIND = "training"
+_GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 
 
 class TrainingCheckpoint(NamedTuple):
@@ -70,8 +70,8 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
     # Before the gather, in which all would wait for a rank that has raised.
     with raising_together(used, Exception):
         if used.rank == root:
-            file, said = _file(path, call), described(tree, "tree", arrays)
-        mine = described(own, f"own/{used.rank}", of_mine), of_mine
+            file, said = _file(path, call), _described(tree, "tree", arrays)
+        mine = _described(own, f"own/{used.rank}", of_mine), of_mine
     every = used.data.gather(mine, root)
     with raising_together(used, Exception):
         if used.rank == root:
@@ -141,11 +141,11 @@ def load_checkpoint(
     description, arrays = found
     own = description["own"]
     # Devices are this rank's own, and no file can say which; so one of the caller's arrays does.
-    home = next(filter(None, map(arrays_of, flatten(like)[0])), None)
+    home = arrays_of(leaf_on_device(like))
     with raising_together(used):
         try:
-            mine = rebuilt(own[used.rank], arrays, home) if len(own) == used.size else None
-            restored = TrainingCheckpoint(rebuilt(description["tree"], arrays, home), mine)
+            mine = _rebuilt(own[used.rank], arrays, home) if len(own) == used.size else None
+            restored = TrainingCheckpoint(_rebuilt(description["tree"], arrays, home), mine)
             if like is not None:
                 _require_like(restored, like)
             return restored
@@ -187,3 +187,78 @@ def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]
             "parts of the ranks' own."
         )
     return description, arrays
+
+
+def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[Any]:
+    """Return the description of a nest, and put its arrays among the others.
+
+    A TypeError where it holds something else than arrays, numbers, strings, None, generators of NumPy's, dicts, lists and
+    tuples.
+    """
+    if value is None or isinstance(value, (bool, str)):  # bool before int, of which it is a kind
+        return ["plain", value]
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:  # objects would need pickle
+        name = _unused(path, arrays)
+        arrays[name] = np.asarray(value)
+        return ["array" if isinstance(value, np.ndarray) else "number", name]
+    home = arrays_of(value)
+    if home is not None:
+        name = _unused(path, arrays)
+        arrays[name] = home.to_host(value)
+        return ["device array", name]
+    if isinstance(value, int):
+        return ["int", str(value)]  # of any size
+    if isinstance(value, float):
+        return ["float", value.hex()]  # every bit
+    if isinstance(value, complex):
+        return ["complex", value.real.hex(), value.imag.hex()]
+    # Exactly: of a subclass (a Counter, a NamedTuple below) another type would come back.
+    if type(value) is dict:
+        parts = [[_described(key, path, arrays), _described(part, f"{path}/{key}", arrays)] for key, part in value.items()]
+        return ["dict", parts]
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return [type(value).__name__, [_described(part, f"{path}/{k}", arrays) for k, part in enumerate(value)]]
+    if isinstance(value, np.random.Generator) and type(value.bit_generator).__name__ in _GENERATORS:
+        return ["generator", _described(value.bit_generator.state, path, arrays)]
+    raise TypeError(
+        f"parallel.save_checkpoint: {path} is {type(value).__name__} {value!r:.60}, but a checkpoint holds arrays, "
+        "numbers, strings, None, NumPy's generators, and dicts, lists and tuples of them. Save what it is made of."
+    )
+
+
+def _unused(path: str, arrays: dict[str, np.ndarray]) -> str:
+    # Paths that read alike may mean different places: the keys 1 and "1", or "a/b" and b within a.
+    while path in arrays:
+        path += "'"
+    return path
+
+
+def _rebuilt(said: list[Any], arrays: dict[str, np.ndarray], home: ArrayModule | None = None) -> Tree:
+    """Return the nest of a description; what was on a device goes where `home` makes arrays: a ValueError without one."""
+    kind, rest = said[0], said[1:]
+    if kind == "plain":
+        return rest[0]
+    if kind in ("array", "number"):
+        return arrays[rest[0]] if kind == "array" else arrays[rest[0]][()]
+    if kind == "device array":
+        if home is None:
+            raise ValueError(
+                f"{rest[0]} was saved from a device. Pass like=, any nest with an array on the device that it is to go to, "
+                "as the parameters that the training would begin with."
+            )
+        return home.to_device(arrays[rest[0]])
+    if kind == "int":
+        return int(rest[0])
+    if kind == "float":
+        return float.fromhex(rest[0])
+    if kind == "complex":
+        return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
+    if kind == "dict":
+        return {_rebuilt(key, arrays, home): _rebuilt(part, arrays, home) for key, part in rest[0]}
+    if kind in ("list", "tuple"):
+        parts = [_rebuilt(part, arrays, home) for part in rest[0]]
+        return parts if kind == "list" else tuple(parts)
+    state: dict[str, Any] = _rebuilt(rest[0], arrays)
+    bits = getattr(np.random, state["bit_generator"])()
+    bits.state = state
+    return np.random.Generator(bits)

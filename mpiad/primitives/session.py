@@ -7,6 +7,7 @@ from typing import Any
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Rank
+from mpiad.pytrees import map_leaves
 from mpiad.transport import member, prepare, renew, world
 
 
@@ -166,11 +167,4 @@ def stop_gradient(x: Array) -> Any:
     >>> print(mpiad.grad(lambda x: mpiad.stop_gradient(x) * x, objective="sum")(3.0))
     3.0
     """
-    if isinstance(x, dict):
-        # A class with a constructor of its own (a defaultdict) may not take pairs.
-        kind = type(x) if type(x).__init__ is dict.__init__ else dict
-        return kind((key, stop_gradient(part)) for key, part in x.items())
-    if isinstance(x, (list, tuple)):
-        parts = map(stop_gradient, x)
-        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
-    return getval(x)
+    return map_leaves(getval, x) if isinstance(x, (dict, list, tuple)) else getval(x)

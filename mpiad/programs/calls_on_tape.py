@@ -14,7 +14,6 @@ from autograd.tracer import Box, getval
 from mpiad._typing import Function
 from mpiad.differentiation.tape import OrderedTape, TangentTape
 from mpiad.differentiation.trace import Variables, trace_forwards
-from mpiad.differentiation.trees import flatten
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import current, suspended
 from mpiad.programs.changed_results import Changed
@@ -36,6 +35,7 @@ from mpiad.programs.tape_node import (
     with_tangents,
 )
 from mpiad.programs.trace_run import TraceRun, as_value, message_counts
+from mpiad.pytrees import flatten
 
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted

@@ -21,7 +21,6 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Function
-from mpiad.differentiation.trees import flatten
 from mpiad.primitives.operation import current
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.changed_results import Changed
@@ -41,6 +40,7 @@ from mpiad.programs.short_calls import MISSED, short_call
 from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned
 from mpiad.programs.trace_run import PlayingBack, TraceRun, message_counts
+from mpiad.pytrees import flatten
 from mpiad.transport import calls
 from mpiad.transport.tracing import restoring_state, tracing
 from mpiad.transport.world import level_of_repeats

@@ -18,12 +18,12 @@ from mpiad._typing import Function
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.tape import TangentTape
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, trace_forwards
-from mpiad.differentiation.trees import flatten
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import current, suspended
 from mpiad.programs.steps import Traced as TracedArray
 from mpiad.programs.steps import hides_traced
 from mpiad.programs.tape_node import is_simple, placed, with_tangents
+from mpiad.pytrees import flatten
 from mpiad.transport import Spec
 from mpiad.transport.channels import communications
 from mpiad.transport.tracing import tracing

@@ -16,13 +16,13 @@ from mpiad._typing import Function
 from mpiad.differentiation.backward import Lane, accumulate, run_backward, sweep, sweep_together
 from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.tape import OrderedTape
-from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.steps import Traced
 from mpiad.programs.tape_node import conformed
 from mpiad.programs.trace_run import TraceRun
+from mpiad.pytrees import is_variable
 
 _boxes = Box.types
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from autograd.tracer import Box, getval
 
-from mpiad.differentiation.trees import flatten
+from mpiad.pytrees import flatten
 
 _boxes = Box.types
 _MOST = 2**62

@@ -19,7 +19,6 @@ from autograd.tracer import Box, getval, new_box
 from mpiad._typing import Function
 from mpiad.differentiation.nodes import TangentNode
 from mpiad.differentiation.tape import TangentTape
-from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import current, suspended
 from mpiad.programs.closure import HoldsTraced, Unfollowed, watch_of
@@ -36,6 +35,7 @@ from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Traced
 from mpiad.programs.tape_node import Lease, apart, backwards, placed, require_of
 from mpiad.programs.trace_run import TraceRun, as_value
+from mpiad.pytrees import is_variable
 
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted

@@ -11,12 +11,12 @@ from autograd.tracer import Box, new_box
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.nodes import OrderedNode, TangentNode
 from mpiad.differentiation.tape import OrderedTape, TangentTape
-from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import Abreast, current
 from mpiad.programs.replay import Replays
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Traced
+from mpiad.pytrees import is_variable
 from mpiad.transport import Spec
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from autograd.tracer import isbox
 
 from mpiad._typing import Rank
-from mpiad.differentiation.trees import flatten
 from mpiad.errors import WorkerError
 from mpiad.primitives.operation import suspended
+from mpiad.pytrees import flatten
 from mpiad.transport.agreement import Failure
 from mpiad.transport.object_messages import Line, PackedObject
 from mpiad.transport.polling import Backoff, wait_for_message

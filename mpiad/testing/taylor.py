@@ -15,8 +15,8 @@ import numpy as np
 from mpiad._typing import Array, Comm, Function, Rank
 from mpiad.device import to_host
 from mpiad.differentiation import grad, hvp, jvp, value_and_grad
-from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives.cotangents import spec_like
+from mpiad.pytrees import flatten, is_variable
 from mpiad.testing.adjoint import noise_like
 from mpiad.transport import channel
 

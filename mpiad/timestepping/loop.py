@@ -11,8 +11,8 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards
-from mpiad.differentiation.trees import is_variable
 from mpiad.primitives.cotangents import conform, spec_like
+from mpiad.pytrees import is_variable
 from mpiad.timestepping.checkpoints import CheckpointSchedule
 from mpiad.timestepping.schedule import Advance, Keep, Restore, Reverse, actions
 from mpiad.timestepping.snapshots import Snapshots, own

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpiad._typing import Function, Tree
 from mpiad.device.assembly import stack
-from mpiad.differentiation.trees import is_variable, named_leaves
+from mpiad.pytrees import is_variable, named_leaves
 from mpiad.timestepping.checkpoints import CheckpointSchedule, checkpoints_of
 from mpiad.timestepping.differentiable import LoopOperator
 from mpiad.timestepping.snapshots import own

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.differentiation.trace import Variables, trace_forwards
-from mpiad.differentiation.trees import flatten, is_variable, named_leaves
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
+from mpiad.pytrees import flatten, is_variable, named_leaves
 from mpiad.transport import Spec
 from mpiad.transport.tracing import tracing
 

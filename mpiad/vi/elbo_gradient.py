@@ -16,13 +16,12 @@ import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array, Tree
-from mpiad.device import to_host
+from mpiad.device import to_device, to_host
 from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.trace import Variables, trace_backwards
-from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.primitives import stop_gradient
+from mpiad.pytrees import flatten, is_variable, leaf_on_device
 from mpiad.vi.model_evaluation import Evaluations
-from mpiad.vi.placement import placed
 from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian, Posterior
 from mpiad.vi.prior import Prior
 
@@ -115,3 +114,14 @@ class Objective(NamedTuple):
                 "a prior without bounds."
             )
         return np.mean(log_q - log_p)
+
+
+def on_device(params: Tree) -> Array | None:
+    """Return an array of variational parameters that lies on a device, None where all are on the host."""
+    return leaf_on_device([leaf for leaf in flatten(params)[0] if is_variable(leaf)])
+
+
+def placed(x: Array, params: Tree) -> Array:
+    """Return an array of the host's where variational parameters lie."""
+    there = on_device(params)
+    return x if there is None else to_device(x, like=there)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -11,17 +12,18 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, Rank, Tree
-from mpiad.device import to_host
+from mpiad.device import select, to_host
 from mpiad.errors import WorkerError
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
+from mpiad.pytrees import flatten, is_variable, refuse_objects
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import agreed, raising_together, require_same
+from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.tracing import restoring_state
 from mpiad.vi.elbo_gradient import Objective, has_closed_form
 from mpiad.vi.model_evaluation import Evaluations, Model, sorted_out
-from mpiad.vi.placement import device_of, require_one_place
 from mpiad.vi.posterior import Posterior
 from mpiad.vi.prior import prior_of
 from mpiad.vi.result import VIResult
@@ -183,7 +185,7 @@ class VI:
         used, call = channel(self.comm, "VI.run"), "VI.run"
         root = root_of(self.root, used, call)
         self._agree(used, data, n_epochs, max_epochs_without_improvement, n_samples, average)
-        model = Model(self.loss, data, self.gradient == "pathwise", device_of(self.devices, used, call))
+        model = Model(self.loss, data, self.gradient == "pathwise", _device_of(self.devices, used, call))
         objective = Objective(self.posterior, self.prior, self.w, self.gradient, self.divergence)
         training = None
         # After these all ranks do the same, so what only the root does comes first and is agreed upon: whatever the
@@ -193,7 +195,7 @@ class VI:
                 # Not default_rng(seed): that is the stream of [seed, 0], epoch 0's noise.
                 fresh = np.random.default_rng([self.seed, 2**32 + 2])
                 start = self.posterior.initial(fresh) if params is None else params
-                require_one_place(start, model.device, call)
+                _require_one_place(start, model.device, call)
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback, average)
         # Outside of a trace that may be around the run: nothing of it can be differentiated.
         with restoring_state(), suspended():
@@ -308,7 +310,7 @@ class VI:
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
         # On the host everywhere, so that all ranks find the same, whatever devices they have.
         theta, log_q = (np.asarray(part) for part in self.posterior.draw(to_host(params), noise))
-        model = Model(self.loss, data, False, device_of(self.devices, used, "VI.elbo"))
+        model = Model(self.loss, data, False, _device_of(self.devices, used, "VI.elbo"))
         with restoring_state(), suspended():
             rows = model.evenly(theta if used.rank == root else None, self.posterior.dim, root, self.comm)
             found: Evaluations = sorted_out(used.data.bcast(rows, root))
@@ -341,3 +343,56 @@ def _check_choices(**given: Any) -> None:
 def _require_count(value: object, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"VI: {name} must be an integer above zero, but got {value!r}.")
+
+
+def _require_one_place(params: Tree, device: int | None, call: str) -> None:
+    """Raise if variational parameters lie in several places, not on this rank's device, or in an object of the user's."""
+    refuse_objects(params, "params", call)
+    leaves = [leaf for leaf in flatten(params)[0] if is_variable(leaf)]
+    homes = [arrays_of(leaf) for leaf in leaves]
+    there = next((home for home in homes if home is not None), None)
+    if there is None:
+        return
+    if any(home != there for home in homes):
+        places = ["on the host" if home is None else f"on device {home.device}" for home in homes]
+        raise TypeError(
+            f"{call}: variational parameters must all be on the host or on one device, but they are "
+            f"{', '.join(places)}. Bring them together with mpiad.device.to_device or mpiad.device.to_host."
+        )
+    if device is not None and there.device != device:
+        raise ValueError(
+            f"{call}: variational parameters are on device {there.device}, but devices= gives the root cuda:{device}. Pass "
+            f"mpiad.device.to_device(params, {device})."
+        )
+
+
+def _device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | None:
+    """Make this rank's GPU, of the `names` "cpu", "cuda:0" and so on, the current one; return its number, None on the cpu.
+
+    All ranks call it. A TypeError or ValueError on all, where there are more names or fewer than ranks, or one has no such
+    device.
+    """
+    if names is None:
+        return None
+    with raising_together(used):
+        return _number(_own_name(names, used, call), used, call)
+
+
+def _own_name(names: object, used: Channel, call: str) -> str:
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{call}: devices must be a list of names, one for each rank, as ['cpu', 'cuda:0'], not {names!r}.")
+    if len(names) != used.size:
+        raise ValueError(f"{call}: devices has {len(names)} names, but there are {used.size} ranks: give one for each.")
+    return names[used.rank]
+
+
+def _number(name: str, used: Channel, call: str) -> int | None:
+    if name == "cpu":
+        return None
+    found = re.fullmatch(r"cuda:(\d+)", name)
+    if found is None:
+        raise ValueError(f"{call}: rank {used.rank} has no device {name!r}: names are 'cpu', 'cuda:0', 'cuda:1' and so on.")
+    try:
+        return select(int(found[1]))
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{call}: rank {used.rank} has no device {name!r}: {error}") from error

@@ -12,13 +12,12 @@ from mpiad.device import to_device, to_host
 from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.objective import problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
-from mpiad.differentiation.trees import flatten
 from mpiad.errors import CommunicatorError
 from mpiad.primitives import mpi_gather, mpi_rank, mpi_scatter
 from mpiad.primitives.operation import suspended
+from mpiad.pytrees import leaf_on_device
 from mpiad.tasks import mpi_map
 from mpiad.transport import channel
-from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import restoring_state
 
 _FINE, _RAISED, _NOT_FINITE, _COMMUNICATED = 0.0, 1.0, 2.0, 3.0
@@ -47,7 +46,7 @@ class Model:
     def __init__(self, loss: Function, data: Tree, differentiated: bool, device: int | None = None):
         self._loss, self._data, self._differentiated, self.device = loss, data, differentiated, device
         # Without a device of its own a draw goes where the data are.
-        self._like = None if device is not None else next(filter(is_device_array, flatten(data)[0]), None)
+        self._like = None if device is not None else leaf_on_device(data)
         self.trace: str | None = None
 
     def beside(self, *nests: Tree) -> tuple[Tree, ...]:

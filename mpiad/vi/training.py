@@ -11,11 +11,11 @@ import numpy as np
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_host
-from mpiad.differentiation.trees import flatten, is_variable
 from mpiad.errors import WorkerError
-from mpiad.vi.elbo_gradient import Objective
+from mpiad.pytrees import flatten, is_variable, map_leaves
+from mpiad.transport.device_arrays import is_array, is_device_array
+from mpiad.vi.elbo_gradient import Objective, on_device, placed
 from mpiad.vi.model_evaluation import Evaluations
-from mpiad.vi.placement import all_finite, copied, on_device, placed
 
 
 class Optimizer(Protocol):
@@ -64,7 +64,7 @@ class Training:
     ):  # fmt: skip
         self._objective, self._optimizer, self._patience, self._callback = objective, optimizer, patience, callback
         # Copies, because an optimizer of the user's may overwrite the parameters that it gets.
-        self._params, self._best = copied(params), params
+        self._params, self._best = _copied(params), params
         self._average = Average() if average else None
         self._state = optimizer.setup(self._params)
         self._lowest, self._best_epoch, self._message = math.inf, 0, ""
@@ -137,11 +137,11 @@ class Training:
         self._note(value, terms.loss, terms.divergence, found.raised + found.not_finite)
         # The value is that of the parameters which the draws came from, before this epoch's update.
         if value < self._lowest:
-            self._lowest, self._best, self._best_epoch = value, copied(self._params), epoch
+            self._lowest, self._best, self._best_epoch = value, _copied(self._params), epoch
         elif self._patience is not None and epoch - self._best_epoch >= self._patience:
             self._end(f"no improvement in {self._patience} epochs")
         self._state, self._params = self._optimizer.update(self._state, self._params, gradient)
-        if not all_finite(self._params):
+        if not _all_finite(self._params):
             raise FloatingPointError(
                 f"VI: after epoch {epoch} variational parameters aren't finite. Lower the learning rate."
             )
@@ -193,7 +193,7 @@ class Average:
         """Let the mean go its part of the way to further parameters; these may be overwritten afterwards."""
         self._count += 1
         if self._count == 1:
-            self.params = copied(params)
+            self.params = _copied(params)
             return
         part = (_ETA + 1) / (self._count + _ETA)
         means, build = flatten(self.params)
@@ -203,3 +203,17 @@ class Average:
             else:
                 means[k] = leaf
         self.params = build(means)
+
+
+def _copied(params: Tree) -> Tree:
+    """Return variational parameters in memory of their own."""
+    return map_leaves(lambda leaf: leaf.copy() if is_array(leaf) else leaf, params)
+
+
+def _all_finite(params: Tree) -> bool:
+    """Return whether all variational parameters are finite: on a device by one number that is copied."""
+    flags: list[Any] = [np.all(np.isfinite(leaf)) for leaf in flatten(params)[0] if is_variable(leaf)]
+    there = [flag for flag in flags if is_device_array(flag)]
+    here = all(bool(flag) for flag in flags if not is_device_array(flag))
+    # One flag for all leaves of a device: each copy to the host waits.
+    return here and (not there or bool(to_host(np.all(np.stack(there)))))

@@ -14,11 +14,11 @@ from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.partials import PARTIALS
 from mpiad.compiling.program import evaluated
-from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.problem import ODEProblem
+from mpiad.pytrees import flatten
 
 pytestmark = pytest.mark.serial
 

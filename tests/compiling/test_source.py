@@ -21,10 +21,10 @@ from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import evaluated
 from mpiad.compiling.source import function_source, lines, numbered
 from mpiad.compiling.translation import translated
-from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.problem import ODEProblem
+from mpiad.pytrees import flatten
 
 pytestmark = pytest.mark.serial
 

@@ -7,7 +7,7 @@ from mpi4py import MPI
 from one_process import assert_close, gradients, inputs, objective
 
 import mpiad
-from mpiad.differentiation.trees import flatten
+from mpiad.pytrees import flatten
 from mpiad.transport.guarded import switch, watch_settings
 from mpiad.transport.guarded.watch_settings import Settings
 

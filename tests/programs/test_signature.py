@@ -137,12 +137,12 @@ def test_results_share_no_memory():
         results = []
         for _ in range(3):
             results.append(jitted(x, y))
-            parts = [part for out in results for part in mpiad.differentiation.trees.flatten(out)[0]] + [x, y, table]
+            parts = [part for out in results for part in mpiad.pytrees.flatten(out)[0]] + [x, y, table]
             arrays = [part for part in parts if isinstance(part, np.ndarray)]
             for k, a in enumerate(arrays):
                 assert not any(np.shares_memory(a, b) for b in arrays[:k])
             kept = interpreted(x.copy(), y.copy())
             assert_same(results[-1], kept)
-            for part in mpiad.differentiation.trees.flatten(results[-1])[0]:
+            for part in mpiad.pytrees.flatten(results[-1])[0]:
                 if isinstance(part, np.ndarray):
                     part[...] = np.nan

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.parallel import Adam
-from mpiad.vi import VI, FullRankGaussian, MeanFieldGaussian, model_evaluation, placement
+from mpiad.vi import VI, FullRankGaussian, MeanFieldGaussian, inference, model_evaluation
 
 COMM = MPI.COMM_WORLD
 ROOT = COMM.size - 1
@@ -24,7 +24,7 @@ def two_gpus(monkeypatch):
             raise ValueError(f"select: ids={number} names GPU {number}, but this process sees 2.")
         return number
 
-    monkeypatch.setattr(placement, "select", select)
+    monkeypatch.setattr(inference, "select", select)
     monkeypatch.setattr(model_evaluation, "to_device", lambda x, device, like: on_device(x))
 
 
@@ -123,6 +123,6 @@ def test_the_epidemic_among_agents_runs_on_a_device(monkeypatch):
 
 
 def test_the_cpu_costs_nothing(monkeypatch):
-    monkeypatch.setattr(placement, "select", None)
+    monkeypatch.setattr(inference, "select", None)
     posterior = MeanFieldGaussian(2)
     assert VI(bowl, posterior, ("norm",), Adam(0.1), devices=["cpu"] * COMM.size).run(None, 1).epochs == 1

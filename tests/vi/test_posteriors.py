@@ -5,7 +5,7 @@ import pytest
 import scipy.stats
 from autograd import jacobian
 
-from mpiad.differentiation.trees import flatten
+from mpiad.pytrees import flatten
 from mpiad.vi import (
     AffineCoupling,
     Flow,

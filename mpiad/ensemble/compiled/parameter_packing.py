@@ -16,8 +16,8 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Shape
 from mpiad.compiling.arguments import argument, is_complex, parts, row_parts
-from mpiad.differentiation.trees import is_variable
 from mpiad.ensemble.batch import Parameters
+from mpiad.pytrees import is_variable
 from mpiad.transport.device_arrays import is_device_array
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.parameter_packing import packing_of
+from mpiad.pytrees import flatten
 
 pytestmark = pytest.mark.serial
 

@@ -14,12 +14,12 @@ from traced_right_hand_sides import MATRIX, SYSTEMS
 from mpiad.compiling import builder
 from mpiad.compiling.program import evaluated
 from mpiad.compiling.trace_errors import Untraceable
-from mpiad.differentiation.trees import flatten
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.trace import trace
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.problem import ODEProblem
+from mpiad.pytrees import flatten
 
 pytestmark = pytest.mark.serial
 

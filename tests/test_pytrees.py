@@ -1,10 +1,12 @@
-"""Formulas applied to many leaves at once, against NumPy leaf by leaf."""
+"""Pytrees; formulas applied to many leaves at once, against NumPy leaf by leaf."""
+
+from collections import namedtuple
 
 import numpy as np
 import pytest
 
 from mpiad.parallel import SGD, Adam
-from mpiad.parallel.leaf_arithmetic import in_blocks
+from mpiad.pytrees import flatten, in_blocks, join, map_leaves, named_leaves, places_by_kind, refuse_objects, split
 
 pytestmark = pytest.mark.serial
 
@@ -73,3 +75,33 @@ def test_updates_are_the_same_bits_as_those_of_whole_arrays(dtype):
         assert state["first"][k].tobytes() == m.tobytes()
         assert state["second"][k].tobytes() == v.tobytes()
         assert moved[k].tobytes() == (x - 0.1 * (g + 0.9 * g)).tobytes()
+
+
+Pair = namedtuple("Pair", "left right")
+TREE = {"b": [1.0, np.arange(6.0).reshape(2, 3)], "a": Pair(np.zeros(2, np.float32), None), "c": ()}
+
+
+def test_leaves_have_paths_and_every_kind_of_nest_comes_back():
+    leaves, build = flatten(TREE)
+    paths = [path for path, leaf in named_leaves(TREE, "x") if not isinstance(leaf, str)]
+    assert paths == ["x['a'].left", "x['a'].right", "x['b'][0]", "x['b'][1]"]
+    assert all(leaf is part for leaf, part in zip(leaves, [*TREE["a"], *TREE["b"]]))
+    for same in (build(leaves), map_leaves(lambda leaf: leaf, TREE)):
+        assert repr(same) == repr(TREE) and list(same) == ["b", "a", "c"]
+    assert map_leaves(type, TREE) == {"b": [float, np.ndarray], "a": Pair(np.ndarray, type(None)), "c": ()}
+
+
+def test_what_is_joined_is_split_again():
+    leaves = flatten(TREE)[0]
+    assert places_by_kind(leaves, [0, 2, 3]) == [[0], [2, 3]]
+    whole = join(leaves[2:])
+    np.testing.assert_array_equal(whole, [1.0, 0, 1, 2, 3, 4, 5])
+    number, array = split(whole, [(), (2, 3)])
+    assert type(number) is np.float64 and number == 1.0
+    np.testing.assert_array_equal(array, leaves[3])
+    assert np.shares_memory(array, whole) and np.shares_memory(join(leaves[3:]), leaves[3])
+
+
+def test_the_path_of_another_object_is_named():
+    with pytest.raises(TypeError, match=r"fit: x\['w'\]\[1\] is object <object .*strings and None are expected"):
+        refuse_objects({"w": [1.0, object()]}, "x", "fit")

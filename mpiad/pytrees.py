@@ -1,0 +1,234 @@
+"""Pytrees, nested dicts, lists and tuples: their leaves in an order that all ranks agree on, and back.
+
+- Walks: `flatten`, `map_leaves`, `named_leaves` with the path of each leaf.
+- Leaves: which can be differentiated, which are refused, which lie on a device.
+- Arrays laid one behind the other in a flat one, and taken apart again: for messages, for copies to and from devices, and
+  for arithmetic on many small leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Number
+from typing import Any
+
+import numpy as np
+from autograd.builtins import DictBox, SequenceBox
+from autograd.numpy.numpy_boxes import ArrayBox
+from autograd.tracer import Box, getval
+
+from mpiad._typing import Array, Shape, Tree
+from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
+
+_NO_NESTS = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
+_LONG = 1 << 13  # numbers; laying shorter arrays behind one another costs less than a formula's calls for each
+_PIECE = 1 << 14  # with what a formula holds in between this fills a second-level cache
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
+    """Return the leaves of a pytree, and the function that builds the pytree of other leaves."""
+    if type(tree) in _NO_NESTS:  # as most functions take and return
+        return [tree], _only
+    leaves: list[Any] = []
+    build = _walk(tree, leaves)
+    return leaves, lambda new: build(iter(new))
+
+
+def _only(leaves: list[Any]) -> Any:
+    return leaves[0]
+
+
+def _walk(tree: Tree, leaves: list[Any]) -> Callable:
+    kind = type(tree)
+    if kind in _NO_NESTS:
+        leaves.append(tree)
+        return next
+    if kind is list or kind is tuple:  # most nests, walked in every step of a training
+        parts = [_walk(part, leaves) for part in tree]
+        return lambda new: kind([part(new) for part in parts])
+    if isinstance(tree, (dict, DictBox)):
+        return _walk_dict(tree, leaves)
+    if isinstance(tree, (list, tuple, SequenceBox)):
+        parts = [_walk(tree[i], leaves) for i in range(len(tree))]
+        make = _maker(tree)
+        return lambda new: make([part(new) for part in parts])
+    leaves.append(tree)
+    return next
+
+
+def _walk_dict(tree: Tree, leaves: list[Any]) -> Callable:
+    keys = list(tree.keys())
+    parts = [(key, _walk(tree[key], leaves)) for key in _in_order(tree)]
+    # A class with a constructor of its own (a defaultdict) may not take pairs.
+    kind = type(tree) if isinstance(tree, dict) and type(tree).__init__ is dict.__init__ else dict
+
+    def build(new: object) -> dict:
+        # Leaves come in the order that ranks agree on, and the dict is built in the order of the user's.
+        found = {key: part(new) for key, part in parts}
+        return kind((key, found[key]) for key in keys)
+
+    return build
+
+
+def _in_order(tree: Tree) -> list[Any]:
+    keys = list(tree.keys())
+    try:
+        return sorted(keys)  # two ranks may have filled theirs in different orders
+    except TypeError:
+        return keys
+
+
+def _maker(tree: Tree) -> Callable[[list[Any]], Any]:
+    if hasattr(tree, "_fields"):  # a named tuple
+        return lambda items: type(tree)(*items)
+    # A traced sequence has lost its type; of tuple and list the one that can't be changed.
+    if isinstance(tree, SequenceBox):
+        return tuple
+    return type(tree)
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
+    """Return a pytree with a function of each leaf in its place."""
+    leaves, build = flatten(tree)
+    return build([function(leaf) for leaf in leaves])
+
+
+def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
+    """Return the plain values of the leaves, in the order of `flatten`, each with its path: ``x['w'][0]``.
+
+    An empty one counts as a leaf, so that its path is compared, too.
+    """
+    if isinstance(tree, (dict, DictBox)):
+        parts = [(f"{name}[{key!r}]", tree[key]) for key in _in_order(tree)]
+    elif isinstance(tree, (list, tuple, SequenceBox)):
+        fields = getattr(tree, "_fields", None)
+        parts = [(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", tree[i]) for i in range(len(tree))]
+    else:
+        return [(name, getval(tree))]
+    # It has no leaves, but ranks that compare theirs must see that it is there.
+    if not parts:
+        return [(name, "an empty nest")]
+    return [leaf for path, part in parts for leaf in named_leaves(part, path)]
+
+
+def refuse_objects(tree: Tree, name: str, call: str) -> None:
+    """Raise a TypeError if a leaf is an object of another kind, whose numbers would stay as they are without a word."""
+    for path, leaf in named_leaves(tree, name):
+        plain = isinstance(leaf, (Number, str, bytes, np.generic, type(None))) or is_array(leaf)
+        if not plain or getattr(leaf, "dtype", np.dtype(float)).hasobject:
+            raise TypeError(
+                f"{call}: {path} is {type(leaf).__name__} {leaf!r:.60}, but dicts, lists and tuples of arrays, numbers, "
+                "strings and None are expected: what is inside another object can't be varied. Pass its numbers in a "
+                "dict, as dataclasses.asdict returns it, or the object as another argument."
+            )
+
+
+def is_variable(leaf: Array) -> bool:
+    """Return whether a leaf can be differentiated: a real or complex number or array of them, traced or not."""
+    if isinstance(leaf, (float, complex, np.inexact)):
+        return True
+    if isinstance(leaf, np.ndarray) or type(leaf) in Box.types or is_device_array(leaf):
+        return getattr(leaf, "dtype", np.dtype(object)).kind in "fc"
+    return False
+
+
+def leaf_on_device(tree: Tree) -> Any:
+    """Return the first leaf that lies on a device, None if all are on the host."""
+    return next(filter(is_device_array, flatten(tree)[0]), None)
+
+
+def places_by_kind(leaves: Sequence[Any], places: Iterable[int]) -> list[list[int]]:
+    """Return the places of numbers and arrays in groups of equal dtype and device, which can lie in one array."""
+    groups: dict[Any, list[int]] = {}
+    for k in places:
+        leaf = leaves[k]
+        groups.setdefault(leaf.dtype if type(leaf) is np.ndarray else _kind(leaf), []).append(k)
+    return list(groups.values())
+
+
+def _kind(leaf: Array) -> Any:
+    arrays = arrays_of(leaf)
+    return np.result_type(leaf) if arrays is None else (leaf.dtype, arrays)
+
+
+def join(parts: Sequence[Array]) -> Array:
+    """Return numbers and arrays one behind the other in a flat array; one alone isn't copied."""
+    return np.ravel(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=None)
+
+
+def split(whole: Array, shapes: Iterable[Shape]) -> list[Any]:
+    """Return the parts of a flat array that have these shapes, one behind the other: views, but numbers for ()."""
+    parts, start = [], 0
+    for shape in shapes:
+        if shape:
+            stop = start + (shape[0] if len(shape) == 1 else math.prod(shape))
+            part = whole[start:stop]
+            parts.append(part if len(shape) == 1 else part.reshape(shape))
+        else:
+            stop = start + 1
+            parts.append(whole[start])
+        start = stop
+    return parts
+
+
+def fetched(leaves: Sequence[Any]) -> list[Any]:
+    """Return leaves with host arrays for those on a device: one copy for each device and dtype."""
+    return _moved(leaves, [arrays_of(leaf) for leaf in leaves], lambda arrays, whole: arrays.to_host(whole))
+
+
+def put(leaves: Sequence[Any], devices: Sequence[ArrayModule | None]) -> list[Any]:
+    """Return host arrays with those for which a device is given on it: one copy for each device and dtype."""
+    return _moved(leaves, devices, lambda arrays, whole: arrays.to_device(whole))
+
+
+def _moved(leaves: Sequence[Any], devices: Sequence[Any], move: Callable[[ArrayModule, Array], Array]) -> list[Any]:
+    found, groups = list(leaves), dict[Any, list[int]]()
+    for k, arrays in enumerate(devices):
+        if arrays is not None:
+            groups.setdefault((arrays, leaves[k].dtype), []).append(k)
+    for (arrays, _), places in groups.items():
+        parts = [leaves[k] for k in places]
+        for k, part in zip(places, split(move(arrays, join(parts)), [part.shape for part in parts])):
+            found[k] = part
+    return found
+
+
+def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], results: Sequence[int]) -> list[list[Any]]:
+    """Return new leaves, a list for each result, computed from those at the same places in few calls.
+
+    ``formula(*inputs, *outputs)``, on flat arrays of equal length, writes the outputs entry by entry. Small arrays lie
+    one behind the other, because a call of NumPy's costs as much as some thousand numbers; long ones are taken in pieces,
+    so that what the formula needs in between stays in the cache. Leaves of the first column that aren't floats or arrays
+    of floats are left out: results have what the columns have there. `results` says for each result which column's leaves
+    it resembles in shape and dtype.
+    """
+    out, short = [list(columns[k]) for k in results], list[int]()
+    for place, leaf in enumerate(columns[0]):
+        plain = type(leaf) is np.ndarray and leaf.dtype.kind in "fc"
+        if plain and leaf.size >= _LONG:
+            inputs = [np.ravel(column[place]) for column in columns]
+            for new, flat in zip(out, _applied(formula, inputs, results)):
+                new[place] = flat.reshape(leaf.shape)
+        elif plain or is_variable(leaf):
+            short.append(place)
+    for places in places_by_kind(columns[0], short):
+        inputs = [join([column[k] for k in places]) for column in columns]
+        shapes = [np.shape(columns[0][k]) for k in places]
+        for new, flat in zip(out, _applied(formula, inputs, results)):
+            for place, part in zip(places, split(flat, shapes)):
+                new[place] = part
+    return out
+
+
+def _applied(formula: Callable[..., None], inputs: list[np.ndarray], results: Sequence[int]) -> list[np.ndarray]:
+    # All of the whole length, so that pieces are written where they stay: only a formula's own values are short.
+    outputs = [np.empty_like(inputs[k]) for k in results]
+    every = inputs + outputs
+    if len(inputs[0]) <= _PIECE or type(inputs[0]) is not np.ndarray:  # a device has its own ways
+        formula(*every)
+        return outputs
+    for start in range(0, len(inputs[0]), _PIECE):
+        piece = slice(start, start + _PIECE)
+        formula(*[array[piece] for array in every])
+    return outputs
