@@ -88,7 +88,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Kernels are compiled once in a launch, for all its jobs, their processes and what these start.
         os.environ["MPIAD_CACHE"] = os.environ[launch.KERNELS]
     short_turns.take()
-    os.environ[launch.SLEEPS] = "1"
+    # For the programs that tests start, so that other tests have the cores; this process has initialized its MPI.
+    os.environ |= launch.SLEEPING_WAITS
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         return  # it hands the tests out to other processes, which keep their times
     gc.disable()  # until the tests are collected: the objects that stay would be looked through again and again

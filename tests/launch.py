@@ -34,7 +34,14 @@ STARTUP = Path(__file__).parent / "startup"
 CURRENT_TEST = "current-test"  # in a job's folder while pytest runs, and what has failed by then
 FAILURES = "failures"  # of several processes, each with its name behind it
 KERNELS = "LAUNCH_KERNELS"  # a folder that all jobs of one launch have in common
-SLEEPS = "LAUNCH_SLEEPS"  # a job's ranks sleep while they wait (see `startup/sleeping_yields.py`)
+# A rank that waits inside MPI polls, and takes as much of a core as one that computes. With these it sleeps for some 50 us
+# between polls, which delays each message by as much.
+SLEEPING_WAITS = {
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",  # MPICH 4 and later
+    "OMPI_MCA_mpi_yield_when_idle": "1",  # Open MPI 5 and later
+    "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
+    "OMPI_MCA_threads_pthreads_nanosleep_time": "1",  # in ns; Linux adds 50 us
+}
 EXPIRED = 124  # as coreutils' timeout returns
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 RUNNER_FRAME = re.compile(r'^  File ".*/site-packages/(_pytest|pytest|pluggy)/|^  File "<frozen runpy>"')

@@ -1,8 +1,7 @@
 """Let the launcher ask any Python program that it started for its stacks (SIGUSR1).
 
 Python imports this at start-up because `launch.py` puts the folder on PYTHONPATH, so the programs
-themselves need no preparation. The name of the file says who writes: `rank.pid`. What tests start also sleeps while it
-waits.
+themselves need no preparation. The name of the file says who writes: `rank.pid`.
 """
 
 import faulthandler
@@ -25,8 +24,3 @@ def _report_file():
 report_file = _report_file()
 if report_file is not None:
     faulthandler.register(signal.SIGUSR1, file=report_file)
-
-if "LAUNCH_SLEEPS" in os.environ:
-    import sleeping_yields
-
-    sleeping_yields.take()
