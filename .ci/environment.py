@@ -1,6 +1,10 @@
 """Make the virtual environment that the Makefile's targets run in, with an MPI.
 
     python3 .ci/environment.py --mpi auto .venv
+    python3 .ci/environment.py --mpi auto --extra test .venv
+
+What is installed is what the lock file beside this program names: versions and hashes, the same in a year. An environment
+of another lock file is made again.
 
 Which MPI (`--mpi`):
 
@@ -15,13 +19,15 @@ Only the standard library is used here: nothing is installed yet.
 from __future__ import annotations
 
 import argparse
+import configparser
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-MPI4PY = "mpi4py>=4"
+LOCK = Path(__file__).with_name("requirements.lock")
 COUNT_RANKS = "from mpi4py import MPI; c = MPI.COMM_WORLD; c.rank or print(c.size, MPI.get_vendor()[0])"
 
 
@@ -38,36 +44,68 @@ def system_mpi() -> tuple[str, str] | None:
     return (mpiexec, mpicc) if mpiexec and mpicc else None
 
 
-def make(folder: Path) -> Path:
-    """Make the environment where there is none and return its interpreter."""
+def requirements(extras: tuple[str, ...]) -> set[str]:
+    """Return the names of the packages that setup.cfg asks for, with these extras."""
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[1] / "setup.cfg")
+    lines = setup["options"]["install_requires"].split()
+    for extra in extras:
+        lines += setup["options.extras_require"][extra].split()
+    own = re.compile(r"mpiad\[(.*)\]")
+    names = {re.split(r"[^\w.-]", line)[0] for line in lines if not own.match(line)}
+    return names.union(*(requirements((found[1],)) for found in map(own.match, lines) if found))
+
+
+def locked(names: set[str]) -> str:
+    """Return what the lock file says of these packages and of those that they need, which its comments name."""
+    entries = [(re.match(r"[\w.-]+", text), text) for text in re.split(r"\n(?=\S)", LOCK.read_text())]
+    found = [(name[0], set(re.findall(r"# +(?:via )?([\w.-]+)", text)), text) for name, text in entries if name]
+    if missing := names - {name for name, _, _ in found}:
+        raise SystemExit(f"{LOCK} lacks {', '.join(sorted(missing))}: `make lock` writes it again")
+    kept, before = names, set()
+    while kept != before:
+        before, kept = kept, kept | {name for name, needed_by, _ in found if needed_by & kept}
+    return "\n".join(text for name, _, text in found if name in kept) + "\n"
+
+
+def make(folder: Path) -> tuple[Path, bool]:
+    """Make the environment unless there is one of this lock file; return its interpreter, and whether it is new."""
     if sys.version_info < (3, 10):  # noqa: UP036 - the interpreter that this checks is the user's
         version = sys.version.split()[0]
         raise SystemExit(f"mpiad needs Python 3.10 or later; {sys.executable} is {version}: make PYTHON=...")
     python = folder / "bin" / "python"
-    if not python.exists():
+    made_from = folder / LOCK.name
+    new = not (python.exists() and made_from.exists() and made_from.read_bytes() == LOCK.read_bytes())
+    if new:
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-    return python
+    return python, new
 
 
-def pip(python: Path, *arguments: str, **environment: str) -> None:
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments]
-    subprocess.run(command, check=True, env={**os.environ, **environment})
+def pip(python: Path, *arguments: str, packages: str = "", **environment: str) -> None:
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", *arguments]
+    subprocess.run(command, check=True, input=packages, text=True, env={**os.environ, **environment})
+
+
+def install(python: Path, names: set[str], *arguments: str, **environment: str) -> None:
+    """Install packages, and those that they need, as the lock file has them."""
+    from_lock = ("--require-hashes", "--requirement", "/dev/stdin")
+    pip(python, *arguments, *from_lock, packages=locked(names), **environment)
 
 
 def install_system(python: Path, mpiexec: str, mpicc: str) -> None:
     """Build mpi4py against the machine's MPI, and stand its mpiexec beside the interpreter."""
     print(f"building mpi4py with {mpicc} (a few minutes, once; MPI=mpich takes a wheel)", flush=True)
     # A cached build of mpi4py may belong to another MPI.
-    pip(python, "--no-cache-dir", "--no-binary=mpi4py", MPI4PY, MPICC=mpicc, PATH=machine_path())
+    flags = ("--no-cache-dir", "--no-binary=mpi4py", "--no-build-isolation")
+    install(python, {"cython"})
+    install(python, {"mpi4py"}, *flags, MPICC=mpicc, PATH=machine_path())
     beside = python.with_name("mpiexec")
     beside.write_text(f'#!/bin/sh\nexec "{mpiexec}" "$@"\n')
     beside.chmod(0o755)
 
 
 def install_mpi(python: Path, choice: str) -> None:
-    """Install mpi4py and an MPI, with an `mpiexec` beside the interpreter, where that has not been done."""
-    if python.with_name("mpiexec").exists():
-        return
+    """Install mpi4py and an MPI, with an `mpiexec` beside the interpreter."""
     found = system_mpi() if choice in ("auto", "system") else None
     if choice == "system" and not found:
         raise SystemExit("MPI=system, but mpiexec and mpicc are not both on PATH: MPI=mpich takes a wheel")
@@ -78,7 +116,7 @@ def install_mpi(python: Path, choice: str) -> None:
             if choice == "system":
                 raise SystemExit(f"mpi4py cannot be built with {found[1]} (its output is above)") from None
             print(f"mpi4py cannot be built with {found[1]}: taking the MPICH wheel instead", file=sys.stderr)
-    pip(python, MPI4PY, "mpich" if choice == "auto" else choice)
+    install(python, {"mpi4py", "mpich" if choice == "auto" else choice})
 
 
 def check_mpi(python: Path) -> str:
@@ -99,12 +137,20 @@ def check_mpi(python: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mpi", choices=("auto", "system", "mpich", "openmpi"), default="auto")
+    parser.add_argument("--extra", action="append", default=["plot", "progress"], help="packages of this extra, too")
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
-    python = make(options.folder.absolute())
-    install_mpi(python, options.mpi)
-    pip(python, "--editable", ".[plot,progress]")
-    print(f"{options.folder}: ready, with {check_mpi(python)}")
+    folder = options.folder.absolute()
+    python, new = make(folder)
+    if new:
+        install(python, {"setuptools"})
+        install_mpi(python, options.mpi)
+        shutil.copy(LOCK, folder)
+    # The MPI's package has been chosen, and mpi4py may have been built for it.
+    install(python, requirements(tuple(options.extra)) - {"mpi4py"})
+    pip(python, "--no-build-isolation", "--editable", ".")
+    if new:
+        print(f"{options.folder}: ready, with {check_mpi(python)}")
 
 
 if __name__ == "__main__":
