@@ -2,6 +2,7 @@
 
 import io
 import os
+import subprocess
 import sys
 
 import pytest
@@ -44,3 +45,29 @@ def test_a_closed_standard_error_does_not_end_the_call(stream, monkeypatch: pyte
     if gone is not None and not gone.closed:
         with pytest.raises(BrokenPipeError):
             gone.close()
+
+
+CALLS = """
+import sys
+import autograd.numpy as np
+import mpiad
+
+squares = mpiad.mpi_map(lambda k: k * k, range(20), progress=True)
+found = mpiad.minimize(lambda x: np.sum((x - 2.0) ** 2), np.zeros(3), progress=True)
+print(sum(squares), found.x.round(6).tolist())
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("kind", ["closed", "nobody reads it"])
+def test_a_standard_error_that_takes_nothing_does_not_end_the_program(kind: str) -> None:
+    def leave() -> None:
+        if kind == "closed":
+            os.close(2)
+        else:
+            read, write = os.pipe()
+            os.dup2(write, 2)
+            os.close(read)
+
+    done = subprocess.run([sys.executable, "-c", CALLS], stdout=subprocess.PIPE, preexec_fn=leave, timeout=60, text=True)
+    assert (done.returncode, done.stdout) == (0, "2470 [2.0, 2.0, 2.0]\n")
