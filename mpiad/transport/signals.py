@@ -1,9 +1,10 @@
 """End the job, and say where the rank was, when one is told to end: SIGTERM, and SIGINT that can't be raised.
 
 Python runs its handlers between two instructions of the main thread, and a thread that waits inside MPI has none. So
-Python's wakeup file tells a second thread, which finds the place and ends the job. Whoever has a handler of his own,
-installed before or after, or a wakeup file, keeps it. SIGINT stays a KeyboardInterrupt; only where the main thread has
-not moved for a second after it does the job end here.
+Python's wakeup file tells a second thread, which finds the place and ends the job. There is one such file in a process, and
+asyncio takes it (`add_signal_handler`): what is set by `signal.set_wakeup_fd`, before or after, is set here, and the second
+thread writes there what it reads. Whoever has a handler of his own, installed before or after, keeps it. SIGINT stays a
+KeyboardInterrupt; only where the main thread has not moved for a second after it does the job end here.
 
 Who wants to end in good order (write a checkpoint, return) runs inside `postponed` and looks at `requested` between
 two steps.
@@ -29,7 +30,11 @@ _RAISED_WITHIN = 1.0
 # In code of the user's own a communication by bare mpi4py can't be told from a long computation.
 _RAISED_WITHIN_FOREIGN = 10.0
 
+_set_wakeup_fd = signal.set_wakeup_fd
 _mask = threading.local()
+_mouth = -1
+_others = -1  # the wakeup file that others have set
+_forwarding = threading.RLock()  # a handler may set the file while it is being set
 _requested: int | None = None
 _patience: list[float] = []  # of those who have postponed the end, the innermost last
 
@@ -78,14 +83,23 @@ def install_signal_handlers() -> bool:
 def _listen() -> None:
     ear, mouth = os.pipe()
     os.set_blocking(mouth, False)  # Python insists on it
-    others = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
-    if others != -1:  # somebody listens already
-        signal.set_wakeup_fd(others)
-        os.close(ear)
-        os.close(mouth)
-        return
+    global _mouth, _others
+    _mouth, _others = mouth, _set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    signal.set_wakeup_fd = _set_others
     thread = threading.Thread(target=_hear, args=(ear, threading.get_ident()), name="mpiad-signals", daemon=True)
     thread.start()
+
+
+def _set_others(fd: int, *, warn_on_full_buffer: bool = True) -> int:
+    """Take the place of `signal.set_wakeup_fd`: signals are written to this file, too."""
+    global _others
+    with _forwarding:  # once this returns, nothing is written to the file before, which may be closed then
+        try:
+            _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)  # refuses what it can't use
+        finally:
+            _set_wakeup_fd(_mouth, warn_on_full_buffer=False)
+        before, _others = _others, fd
+    return before
 
 
 def _hold_back() -> None:
@@ -98,7 +112,8 @@ def _let_come() -> None:
 
 
 def _forget() -> None:
-    signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd = _set_wakeup_fd
+    _set_wakeup_fd(-1)
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _let_come()
@@ -106,7 +121,11 @@ def _forget() -> None:
 
 def _hear(ear: int, main: int) -> None:
     while True:
-        for number in os.read(ear, 64):
+        numbers = os.read(ear, 64)
+        with _forwarding, contextlib.suppress(OSError):  # it is full, or closed
+            if _others != -1:
+                os.write(_others, numbers)
+        for number in numbers:
             if number == signal.SIGTERM and signal.getsignal(number) is _on_sigterm:
                 _answer(_interrupted(sys._current_frames().get(main)))
             elif number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:

@@ -152,6 +152,50 @@ mpiad.mpi_recv(0.0, 1 - mpiad.mpi_rank())
     assert f"rank 1 was told to end by SIGTERM at program_0.py:{line_of(theirs)}." in done.stderr
 
 
+ASYNCIO = """
+import asyncio, os, signal
+async def serve():
+    heard = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, heard.set)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    await asyncio.wait_for(heard.wait(), 20)
+    print("heard", flush=True)
+"""
+IN_A_LOOP = {
+    "before": ("loop = asyncio.new_event_loop()\nloop.run_until_complete(serve())\n", ""),
+    "after": ("", "loop = asyncio.new_event_loop()\nloop.run_until_complete(serve())\n"),
+    "removed": ("", "asyncio.run(serve())\n"),
+    "before and after": ("loop = asyncio.new_event_loop()\nloop.run_until_complete(serve())\n", "asyncio.run(serve())\n"),
+}
+
+
+@launches
+@pytest.mark.parametrize("when", IN_A_LOOP)
+def test_sigterm_beside_handlers_of_asyncio(when, mpirun):
+    """asyncio is told of its signals by the same file; it reads them only in its loop, which a wait in MPI holds up."""
+    before, after = IN_A_LOOP[when]
+    program = ASYNCIO + before + START + after + "if rank == 1:\n    tell_soon(15)\nmpiad.mpi_recv(0.0, 1 - rank)  # here"
+    done = mpirun(2, program)
+    assert done.returncode == 143
+    assert done.stdout.count("heard") == 2 * (2 if "and" in when else 1)
+    assert f"mpiad: rank 1 was told to end by SIGTERM at program_0.py:{line_of(program)}, in mpi_recv" in done.stderr
+
+
+@pytest.mark.serial
+def test_a_wakeup_file_that_cannot_be_used_is_refused(monkeypatch):
+    before = signals._set_wakeup_fd(-1)
+    monkeypatch.setattr(signals, "_mouth", before)
+    ear, mouth = os.pipe()
+    try:
+        with pytest.raises(ValueError, match="must be in non-blocking mode"):
+            signals._set_others(mouth)
+        assert signals._set_others(-1) == -1
+    finally:
+        os.close(ear)
+        os.close(mouth)
+        signals._set_wakeup_fd(before)
+
+
 @launches
 def test_children_have_python_s_own_handlers(mpirun):
     children = """
