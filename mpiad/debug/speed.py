@@ -10,6 +10,7 @@ import numpy as np
 
 from mpiad._typing import Comm
 from mpiad.transport import Channel
+from mpiad.transport.channels import make_communicator
 
 _LARGE = 4 << 20  # bytes
 _ENOUGH = 0.15  # seconds for each kind
@@ -34,7 +35,7 @@ def speed_of(channel: Channel) -> Speed | None:
     if channel.size == 1:
         return None
     # On a duplicate of its own: no message of the program's may meet these.
-    comm = channel.user.Dup()
+    comm = make_communicator(channel.user.Dup)
     try:
         small, large = (_fastest(comm, _ping_pong, np.zeros(count)) / 2 for count in (1, _LARGE // 8))
         reduction = _fastest(comm, lambda comm, array: comm.Allreduce(array, np.empty_like(array)), np.zeros(1))

@@ -24,6 +24,7 @@ from mpiad.optimize.scipy_methods import is_sharded
 from mpiad.pytrees import fetched, flatten, leaf_on_device, named_leaves, put
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together, raising_together, require_same
+from mpiad.transport.channels import make_communicator
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_device_array
 from mpiad.transport.fault_tolerance import is_interruption
 
@@ -109,7 +110,8 @@ def minimize_many(
     groups = max(1, min(used.size // group_size, len(points)))
     mine = used.rank // group_size
     # Of the user's own communicator, since `fun` gets a part of it: our duplicate may be under watch. All have just met.
-    group = used.user.Split(min(mine, groups), used.rank)  # ranks without a group make one of their own: a split takes all
+    # Ranks without a group make one of their own: a split takes all.
+    group = make_communicator(used.user.Split, min(mine, groups), used.rank)
     found, wrong = {}, None
     try:
         if mine < groups:

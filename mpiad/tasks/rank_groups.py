@@ -10,6 +10,7 @@ import numpy as np
 from mpiad._typing import Comm
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import require_alike
+from mpiad.transport.channels import make_communicator
 
 _CALL = "tasks.RankGroups"
 _kept: WeakKeyDictionary[Channel, dict[int, RankGroups]] = WeakKeyDictionary()
@@ -57,8 +58,8 @@ class RankGroups:
         self.count, self.whole = int(count), comm
         self.index, place = divmod(used.rank, used.size // self.count)
         # Of the user's own communicator, since functions of the user's get it: our duplicate may be under watch.
-        self.comm: Any = used.user.Split(self.index, place)
-        self.across: Any = used.user.Split(place, self.index)
+        self.comm: Any = make_communicator(used.user.Split, self.index, place)
+        self.across: Any = make_communicator(used.user.Split, place, self.index)
         for made in (self.comm, self.across):
             channel(made, _CALL)  # prepared, also for messages from rank to rank
 

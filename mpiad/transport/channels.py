@@ -25,7 +25,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Comm, Request
 from mpiad.errors import CommunicatorError
-from mpiad.transport.fault_tolerance import FAULT_TOLERANT
+from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_interruption
 from mpiad.transport.tracing import tracing
 from mpiad.transport.unreceived import ABANDONED, cancel, drain, give_back, has_ended
 
@@ -47,6 +47,22 @@ def note_use(channel: Channel) -> None:
         tracing.channels.add((channel, False))
 
 
+def make_communicator(make: Callable[..., Comm], *arguments: Any) -> Comm:
+    """Return a communicator that MPI makes, or raise an error that says what to free if MPI has none left; collective."""
+    try:
+        return make(*arguments)
+    except MPI.Exception as error:
+        if is_interruption(error):
+            raise
+        raise CommunicatorError(
+            f"MPI could not make a communicator ({str(error).strip().splitlines()[-1]}). mpiad makes two duplicates of "
+            "each communicator that it communicates on, one for messages and collectives, one for the messages of reverse "
+            "passes, so that none is taken for the program's own or for one in the other direction: "
+            f"there are {2 * len(_live)} now, and MPICH has 2,048 in all. "
+            "Free communicators that are no longer needed: comm.Free() on all their ranks frees their duplicates too."
+        ) from error
+
+
 class Channel:
     """Duplicates and message numbers of one communicator."""
 
@@ -63,14 +79,19 @@ class Channel:
         self.headers: Comm | None = None  # for those of messages under watch
         self._order = next(_numbers)
         self._looking = threading.Lock()
-        self._open(self._duplicate())
+        self._open(make_communicator(self._duplicate))
         _live.add(self)
 
     def _duplicate(self) -> Comm:
         return self.user.Dup() if _watch is None else _watch.duplicate(self)
 
     def _open(self, data: Comm) -> None:
-        self.data, self.reverse = data, data.Dup()
+        try:
+            reverse = make_communicator(data.Dup)
+        except CommunicatorError:
+            data.Free()
+            raise
+        self.data, self.reverse = data, reverse
         self.renewals += 1
         self.derived: list[Comm] = []
         # MPI promises this attribute on the world alone.
@@ -90,7 +111,7 @@ class Channel:
     def backwards(self) -> Comm:
         """Return a duplicate with its ranks in reverse order (suffix sums are prefix sums there); collective at first."""
         if self._backwards is None:
-            self._backwards = self.data.Split(0, self.size - 1 - self.rank)
+            self._backwards = make_communicator(self.data.Split, 0, self.size - 1 - self.rank)
         return self._backwards
 
     def aside(self) -> Comm:
@@ -99,12 +120,12 @@ class Channel:
         if self._aside is None or self._aside[0] is not self.data:
             if self._aside is not None:
                 self._aside[1].Free()
-            self._aside = self.data, self.data.Dup()
+            self._aside = self.data, make_communicator(self.data.Dup)
         return self._aside[1]
 
     def derive(self, survivors: bool = False) -> Comm:
         """Return a duplicate, of the ranks that are left if so wanted; given up with this channel's own; collective."""
-        self.derived.append(self.data.Shrink() if survivors else self.data.Dup())
+        self.derived.append(self.data.Shrink() if survivors else make_communicator(self.data.Dup))
         return self.derived[-1]
 
     def drop(self, comm: Comm) -> None:
@@ -223,7 +244,7 @@ class Channel:
             _watch.start_anew(self)
         self.end()
         old, unended = self.duplicates(), self.unended
-        self._open(self._duplicate())
+        self._open(make_communicator(self._duplicate))
         self.fault, self.alone = None, False
         give_back(old, on_any_rank(self.data, unended))
 

@@ -14,6 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Comm
+from mpiad.transport.channels import make_communicator
 from mpiad.transport.polling import wait_gently
 
 _ASK, _ANSWER = 1, 2
@@ -24,7 +25,7 @@ class SharedCounter:
     """Count from 0 over all ranks: a context that all of them enter and leave. MPI must allow threads."""
 
     def __init__(self, comm: Comm):
-        self._comm: Any = comm.Dup()
+        self._comm: Any = make_communicator(comm.Dup)
         self._count, self._counting, self._ended = 0, threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._answer, name="mpiad-counter", daemon=True)
         if comm.rank == 0 and comm.size > 1:

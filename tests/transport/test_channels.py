@@ -191,6 +191,32 @@ def test_freed_communicators_give_their_numbers_back(rank, few_numbers_left):
         sub.Free()
 
 
+@pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="others have millions")
+@pytest.mark.parametrize("odd", [False, True], ids=["none", "one of two"])
+def test_without_numbers_left_the_error_says_what_to_free(odd, few_numbers_left):
+    comms = [WORLD.Dup() for _ in range(60 + odd)]
+    prepared = 0
+    with pytest.raises(mpiad.errors.CommunicatorError, match=r"Too many communicators.*two duplicates.*comm\.Free\(\)"):
+        for comm in comms:
+            mpiad.mpi_init(comm)
+            prepared += 1
+    assert 10 < prepared < 25
+    with pytest.raises(mpiad.errors.CommunicatorError, match="Too many communicators"):
+        mpiad.reset(comms[2])  # which makes the new ones first
+    for comm in comms[:2]:
+        comm.Free()
+    mpiad.reset(comms[2])
+    assert mpiad.mpi_allreduce(1.0, comm=comms[2]) == WORLD.size
+    # A call that failed holds none, and what was freed is there again: two for users, and four.
+    for comm in comms[prepared : prepared + 2]:
+        assert mpiad.mpi_allreduce(1.0, comm=comm) == WORLD.size
+    with pytest.raises(mpiad.errors.CommunicatorError, match="Too many communicators"):
+        mpiad.mpi_init(comms[-1])
+        mpiad.mpi_init(comms[-2])
+    for comm in comms[2:]:
+        comm.Free()
+
+
 def test_a_communicator_freed_before_the_reverse_pass(rank):
     def loss(x):
         sub = MPI.COMM_WORLD.Split(0, rank)

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpiad import environment_variables
 from mpiad._typing import Comm
 from mpiad.transport import calls, channels
-from mpiad.transport.channels import Channel, Watch
+from mpiad.transport.channels import Channel, Watch, make_communicator
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.call_agreement import Agreement
 from mpiad.transport.guarded.communicator import Guarded
@@ -131,7 +131,7 @@ def _post(channel: Channel) -> Comm:
     """Return a communicator for headers, with none left on it; collective over the channel's ranks."""
     found = channel.headers
     if found is None or found == MPI.COMM_NULL:
-        found = channel.headers = channel.data.Dup()
+        found = channel.headers = make_communicator(channel.data.Dup)
     else:
         drain(found, channel.tag_limit)
     return found
@@ -152,7 +152,7 @@ def _agreement(channel: Channel) -> Agreement:
     if found is None:
         # Told to every rank: not thousands of numbers.
         label = f"agreement of {len(key)} ranks, {hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}"
-        found = _agreements[key] = Agreement(channel.data.Dup(), channel.members, label)
+        found = _agreements[key] = Agreement(make_communicator(channel.data.Dup), channel.members, label)
     found.open()
     return found
 
