@@ -21,7 +21,7 @@ import numpy as np
 from mpiad._typing import LocalArray
 from mpiad.linalg.diagnosis import require_iterations
 from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
-from mpiad.linalg.vectors import beside, column, on_host
+from mpiad.linalg.vectors import column, combined, on_host, products
 
 
 class _Basis:
@@ -43,7 +43,7 @@ class _Basis:
         s, square = self._products(system, known, last, w)
         # Two passes of Gram-Schmidt in one: s - (G s - s), by the Gram matrix of the basis instead of a second product.
         h = 2.0 * s - np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], s)
-        w = w - _combined(known, h)
+        w = w - combined(known, h)
         seen = np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], h)
         # |w - V h|² by Pythagoras, from sums that are there already.
         rest = square - 2.0 * np.sum(h.conj() * s, axis=1).real + np.sum(h.conj() * seen, axis=1).real
@@ -60,9 +60,8 @@ class _Basis:
         self.complete |= active & (norm == 0.0)
 
     def _products(self, system: System, known: LocalArray, last: LocalArray, w: LocalArray) -> tuple:
-        conjugated = known.conj() if known.dtype.kind == "c" else known
         squares = np.einsum("kn,kn->k", w.conj(), w)
-        local = [(conjugated @ v[:, :, None])[:, :, 0].ravel() for v in (last, w)]
+        local = [products(known, v).ravel() for v in (last, w)]
         total = system.sums(on_host(np.concatenate([*local, squares])))
         if not np.isfinite(total).all():
             system.require_finite(complex(total.sum()), w, "a product with matvec or preconditioner")
@@ -73,11 +72,9 @@ class _Basis:
         return s, np.real(total[-len(w) :])
 
     def _again(self, system: System, known: LocalArray, w: LocalArray, h: np.ndarray, square: np.ndarray) -> tuple:
-        conjugated = known.conj() if known.dtype.kind == "c" else known
-        local = (conjugated @ w[:, :, None])[:, :, 0]
-        total = system.sums(on_host(np.concatenate([local.ravel(), np.einsum("kn,kn->k", w.conj(), w)])))
+        total = system.sums(on_host(np.concatenate([products(known, w).ravel(), np.einsum("kn,kn->k", w.conj(), w)])))
         s, left = total[: -len(w)].reshape(len(w), -1), np.real(total[-len(w) :])
-        w = w - _combined(known, s)
+        w = w - combined(known, s)
         rest = left - np.sum(np.abs(s) ** 2, axis=1)
         # Nothing but rounding is left where the space holds the solution.
         floor = (10.0 * np.finfo(w.dtype).eps) ** 2 * square
@@ -106,13 +103,8 @@ class _Basis:
         """Return the vectors with the least residuals, of shape (k, n)."""
         out = np.zeros_like(self.vectors[:, 0])
         for c, steps in enumerate(self.steps):
-            out[c] = beside(out, self._least(c)[0].astype(out.dtype)) @ self.vectors[c, :steps]
+            out[c] = combined(self.vectors[c : c + 1, :steps], self._least(c)[0].astype(out.dtype)[None])[0]
         return out
-
-
-def _combined(known: LocalArray, numbers: np.ndarray) -> LocalArray:
-    """Return the combination of each system's vectors, shape (k, n)."""
-    return (beside(known, numbers)[:, None] @ known)[:, 0]
 
 
 def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from mpiad._typing import Array, LocalArray
 from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.threads import vdot
+from mpiad.transport.threads import combination, vdot, vdots
 
 
 def beside(rows: LocalArray, numbers: np.ndarray) -> Array:
@@ -42,6 +42,20 @@ def inner(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
     if all(type(x) is np.ndarray for x, _ in pairs):
         return np.array([[vdot(one, other) for one, other in zip(x, y)] for x, y in pairs])
     return on_host(np.stack([np.vdot(x[c], y[c]) for x, y in pairs for c in range(len(x))])).reshape(len(pairs), -1)
+
+
+def products(known: LocalArray, v: LocalArray) -> LocalArray:
+    """Return this rank's share of the inner products of each system's vectors (k, j, n), conjugated, with its row of v."""
+    if type(known) is np.ndarray:
+        return np.stack([vdots(vectors, x) for vectors, x in zip(known, v)])
+    return ((known.conj() if known.dtype.kind == "c" else known) @ v[:, :, None])[:, :, 0]
+
+
+def combined(known: LocalArray, numbers: np.ndarray) -> LocalArray:
+    """Return the combination of each system's vectors (k, j, n) with its numbers (k, j), shape (k, n)."""
+    if type(known) is np.ndarray:
+        return np.stack([combination(coefficients, vectors) for coefficients, vectors in zip(numbers, known)])
+    return (beside(known, numbers)[:, None] @ known)[:, 0]
 
 
 def lengths(x: LocalArray) -> np.ndarray:

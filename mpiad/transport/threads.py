@@ -52,6 +52,35 @@ def vdot(x: Array, y: Array) -> Any:
     return sum(np.vdot(x[k : k + _ON_ONE_THREAD], y[k : k + _ON_ONE_THREAD]) for k in range(0, x.size, _ON_ONE_THREAD))
 
 
+def _by_blas(rows: np.ndarray, length: int | None) -> bool:
+    """Return whether a product with a matrix is left to BLAS: it is short, or its vectors are worth more threads."""
+    return rows.size <= _ON_ONE_THREAD or (length or rows.shape[1]) >= _LONG
+
+
+def vdots(rows: np.ndarray, x: np.ndarray, length: int | None = None) -> np.ndarray:
+    """Return the inner product of each row, conjugated, with x; on the calling thread as `vdot`.
+
+    `length`: that of the whole vectors, if these are stretches of them.
+    """
+    if _by_blas(rows, length):
+        return (rows.conj() if rows.dtype.kind == "c" else rows) @ x
+    return np.array([vdot(row, x) for row in rows])
+
+
+def combination(numbers: np.ndarray, rows: np.ndarray, length: int | None = None, out: Array = None) -> np.ndarray:
+    """Return the sum of the rows times their numbers; see `vdots`."""
+    if _by_blas(rows, length):
+        return np.matmul(numbers, rows, out=out)
+    return np.einsum("i,in->n", numbers, rows, out=out)
+
+
+def gram(rows: np.ndarray) -> np.ndarray:
+    """Return the inner products of real rows with each other; on the calling thread."""
+    width = max(1, _ON_ONE_THREAD // len(rows))
+    stretches = [rows[:, k : k + width] for k in range(0, rows.shape[1], width)]
+    return sum((stretch @ stretch.T for stretch in stretches), np.zeros((len(rows), len(rows))))
+
+
 def limit_threads(ranks_on_node: int) -> None:
     """Limit each rank's thread pools to its share of the node's cores, unless the user has set them; collective.
 

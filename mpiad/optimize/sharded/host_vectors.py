@@ -15,7 +15,7 @@ import numpy as np
 
 from mpiad.optimize.box_constraints import Box
 from mpiad.optimize.sharded.correction_pairs import Ring
-from mpiad.transport.threads import vdot
+from mpiad.transport.threads import combination, gram, vdot, vdots
 
 # Two stretches fit a core's own cache; a call for a whole tile takes little beside its arithmetic.
 LENGTH = 16384
@@ -104,13 +104,13 @@ class HostVectors:
                 np.subtract(tile[row], tile[before], out=tile[before])
             square += float(vdot(tile[row], tile[row]))
             for rows, places in parts:
-                out[places] += tile[rows] @ tile[before]
+                out[places] += vdots(tile[rows], tile[before], self.size)
         return square
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Write the combination of rows with coefficients into another row."""
         for _, tile in self:
-            _combine(tile, parts, coefficients, tile[row])
+            self._combine(tile, parts, coefficients, tile[row])
 
     def advance(
         self, parts: Parts, coefficients: np.ndarray, row: int, here: np.ndarray, step: float,
@@ -124,11 +124,17 @@ class HostVectors:
         for part, tile in self:
             way, there = tile[row], out[part]
             if parts:
-                _combine(tile, parts, coefficients, way)
+                self._combine(tile, parts, coefficients, way)
             np.multiply(way, step, out=there)
             there += here[part]
             if copy is not None:
                 np.copyto(copy[part], there)
+
+    def _combine(self, tile: np.ndarray, parts: Parts, coefficients: np.ndarray, out: np.ndarray) -> None:
+        first, *others = parts
+        combination(coefficients[first[1]], tile[first[0]], self.size, out)
+        for rows, places in others:
+            out += combination(coefficients[places], tile[rows], self.size)
 
     @np.errstate(over="ignore", invalid="ignore")  # at a trial point nothing need be finite: the line search looks
     def take(self, gradient: np.ndarray, way: int, out: int) -> tuple[float, float, float]:
@@ -169,8 +175,7 @@ class HostVectors:
             free = box.free(x[part], gradient, norm, part)  # type: ignore[union-attr]
             way = box.way(x[part], gradient, part)  # type: ignore[union-attr]
             of_held += vdot(gradient, np.where(free, 0.0, way))
-            block = tile[rows] * free
-            products += block @ block.T
+            products += gram(tile[rows] * free)
         return products, of_held
 
     def turn(self, ring: Ring, x: np.ndarray, norm: float) -> None:
@@ -230,13 +235,6 @@ def _largest(gradient: np.ndarray) -> float:
     # Two passes that make no array, as np.abs would; a NaN comes through both.
     size = max(float(gradient.max()), -float(gradient.min()))
     return size if size < math.inf else math.inf
-
-
-def _combine(tile: np.ndarray, parts: Parts, coefficients: np.ndarray, out: np.ndarray) -> None:
-    first, *others = parts
-    np.matmul(coefficients[first[1]], tile[first[0]], out=out)
-    for rows, places in others:
-        out += coefficients[places] @ tile[rows]
 
 
 def untiled(memory: np.ndarray, size: int) -> np.ndarray:
