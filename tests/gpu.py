@@ -25,7 +25,7 @@ def main(flags: list[str]) -> int:
     # Those in transport/ are about the stand-in itself.
     files = sorted(map(str, (path for path in TESTS.glob("*/**/test_device*.py") if "transport" not in path.parts)))
     # Those that go both ways, of which the host's is tested elsewhere.
-    names = ("events", "event_gradient", "continuous", "matrix_states")
+    names = ("events", "event_gradient", "matrix_states")
     ensembles = [str(TESTS / "ensemble" / f"test_{name}.py") for name in names]
     cupy = {**os.environ, "DEVICE_ARRAYS": "cupy"}
     ends = []

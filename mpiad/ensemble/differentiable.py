@@ -20,7 +20,6 @@ from mpiad.ensemble.adjoint import Cotangents, pull_run
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.jacobian_programs import curvature_program
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
-from mpiad.ensemble.continuous import pull_continuous
 from mpiad.ensemble.directions import Number, contracted, in_common, numbers, numbers_of, pushed
 from mpiad.ensemble.events import by_trajectory, traced_times
 from mpiad.ensemble.field_jacobian import derived
@@ -81,7 +80,7 @@ class _SolvedRun:
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
         saved, end, *times = self.layout.parts(g)
         run, seeds = self._run, self._run.seeds(saved, end, times)
-        if self._untraced and self._asked.gradient != "tangent" and self._asked.adjoint == "discrete":
+        if self._untraced and self._asked.gradient != "tangent":
             return dict(zip(argnums, self.pull_traced(argnums, args, g)))
         places = [k - LEAVES for k in argnums if k >= LEAVES]
         timed = not {START, END, DUE}.isdisjoint(argnums)
@@ -100,15 +99,13 @@ class _SolvedRun:
 
     def _adjoint(self, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
         solver = self._run.outcome.solver
-        if self._asked.adjoint == "continuous":
-            return pull_continuous(self._run, seeds, places, timed)
         if solver is None or (self._run.jumps is not None and np.iscomplexobj(self._run.batch.u0)):
             return pull_run(self._run, seeds, places, timed)
         return pull_compiled(solver, self._run, seeds, places, timed)
 
     def _by_tangent(self, by_u0: bool, timed: bool, places: Sequence[int]) -> bool:
         asked, run = self._asked, self._run
-        if asked.gradient is not None or asked.adjoint != "discrete":
+        if asked.gradient is not None:
             return asked.gradient == "tangent"
         # Whether an event came or not: a trajectory's last bits don't depend on what becomes of others.
         if timed or run.settings.events:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from mpiad._typing import Array, Function, Tree
+from mpiad._typing import Array, Tree
 from mpiad.compiling.program import Program, evaluated
 from mpiad.compiling.trace_errors import Refusal, Untraceable
 from mpiad.device.transfer import to_host
@@ -44,25 +44,8 @@ class Jacobian(Protocol):
         ...
 
 
-class OwnJacobian:
-    """A right-hand side of the library's own that brings its Jacobian along; both are functions of columns."""
-
-    def __init__(self, f: Function, jacobian: Callable[[Array, Array, Tree, Array], Array | None]):
-        self._f, self._jacobian = f, jacobian
-
-    def __call__(self, u: Array, p: Tree, t: Array) -> Any:
-        """Return what f does."""
-        return self._f(u, p, t)
-
-    def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
-        """Write ∂f/∂u, and return ∂f/∂t: see `Jacobian`."""
-        return self._jacobian(out, u, p, t)
-
-
 def jacobian_of(batch: Batch) -> Jacobian:
     """Return the Jacobian of a batch's f; a TypeError where that can neither be traced nor be differentiated."""
-    if isinstance(batch.f, OwnJacobian):
-        return batch.f
     found = derived(jacobian_program, batch)
     if isinstance(found, JacobianProgram):
         return _ProgramJacobian(found, packing_of(batch.p))

@@ -205,17 +205,6 @@ class Run:
         crossed = crossed if crossed is not None and crossed.any() else None
         return Seeds(end.T, saved if saved.any() else None, reached, crossed)
 
-    def saved_on_the_way(self, ends: Callable[[Array, Array], Array]) -> Array:
-        """Return when values were saved in steps, shape (N, n_saved), on the host; NaN elsewhere.
-
-        ``ends(ids, numbers)`` returns when steps of trajectories ended.
-        """
-        found = np.full(self.save_step.shape, np.nan)
-        ids, place = np.nonzero(self.save_step >= 0)
-        due = self.due(ids, place)
-        found[ids, place] = ends(ids, self.save_step[ids, place]) if due is None else due
-        return found
-
     @cached_property
     def entries(self) -> Entries:
         """All values that trajectories save on their way."""

@@ -70,7 +70,6 @@ class Settings(NamedTuple):
     # {"tangent", "adjoint"} or None. How plain gradients are computed: by tangents or by an adjoint; None: by the number of
     # directions.
     gradient: str | None = None
-    adjoint: str = "discrete"  # {"discrete", "continuous"}
     acting: Acting | None = None  # of a solve with events that act
 
     def share(self, rows: slice) -> Settings:

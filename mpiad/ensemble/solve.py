@@ -66,7 +66,6 @@ def solve(
     events: Event | tuple[Event, ...] = (),
     batch_size: int | None = None,
     gradient: str | None = None,
-    adjoint: str = "discrete",
     checkpoints: int | None = None,
     compile: str | bool = "auto",
     progress: bool = False,
@@ -108,9 +107,6 @@ def solve(
         How a gradient is computed in reverse mode: by tangents carried along, or by an adjoint sweep back over the steps.
         By default by tangents where a trajectory is differentiated by at most two numbers, not by tspan, and there are no
         events. Both give the same. By tspan and with events, tangents are those of a replay, one direction after the other.
-    adjoint : {"discrete", "continuous"}
-        The adjoint of the steps that were taken, exact for what was computed; or that of the differential equation, solved
-        backwards beside the interpolated states to the same tolerance.
     checkpoints : int, optional
         Of a gradient: keep the states before every so many steps only (and the times and sizes of all), and compute those
         between again, which costs about one more solve. Kernels keep the steps of one in so many trajectories at a time.

@@ -44,7 +44,6 @@ class SolveOptions(NamedTuple):
     events: Any = ()
     batch_size: Any = None
     gradient: Any = None
-    adjoint: Any = "discrete"
     checkpoints: Any = None
     dense_output: bool = False
     progress: bool = False
@@ -73,12 +72,8 @@ def checked_options(options: SolveOptions) -> SolveOptions:
             raise TypeError(f"solve: events must be mpiad.ensemble.Event, but got {event!r}. Make one: Event(condition).")
     if options.gradient not in (None, "tangent", "adjoint"):
         raise ValueError(f"solve: gradient must be 'tangent' or 'adjoint', but got {options.gradient!r}.")
-    if options.adjoint not in ("discrete", "continuous"):
-        raise ValueError(f"solve: adjoint must be 'discrete' or 'continuous', but got {options.adjoint!r}.")
     if options.compile not in ("auto", True, False):
         raise ValueError(f"solve: compile must be 'auto', True or False, but got {options.compile!r}.")
-    if options.adjoint == "continuous" and options.gradient == "tangent":
-        raise ValueError("solve: gradient='tangent' has no adjoint; leave out adjoint='continuous', or gradient=.")
     if options.save_everystep and options.saveat is not None:
         raise ValueError(
             f"solve: give either saveat or save_everystep=True, not both, but got saveat={options.saveat!r:.60} as well."
@@ -133,7 +128,7 @@ def settings_of(
     return Settings(
         options.alg, options.rtol, atol, options.dt, options.dtmax, options.max_steps, events, saveat, record,
         None if options.save_everystep else options.checkpoints, progress, ends, mass,
-        gradient=options.gradient, adjoint=options.adjoint,
+        gradient=options.gradient,
     )  # fmt: skip
 
 
@@ -179,11 +174,6 @@ def _mass_of(options: SolveOptions) -> Array | None:
         raise ValueError(
             f"solve: the problem has a mass_matrix, which {type(options.alg).__name__} doesn't take. Take Rodas5P(), or "
             "multiply f by its inverse."
-        )
-    if options.adjoint == "continuous":
-        raise NotImplementedError(
-            "solve: adjoint='continuous' isn't there for problems with a mass_matrix. Leave it out: the discrete adjoint "
-            "is exact for what was computed."
         )
     return mass
 

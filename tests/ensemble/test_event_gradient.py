@@ -178,8 +178,6 @@ def test_times_on_the_way_move_with_the_start():
         return 3 * start + first + 2 * second
 
     np.testing.assert_allclose(mpiad.grad(at)(0.4), mpiad.grad(exact)(0.4), rtol=1e-9)
-    with pytest.raises(NotImplementedError, match="times of events"):
-        mpiad.grad(lambda u0: landed(u0, P, events=LEVELS[:1], adjoint="continuous").events[0][0][1])(U0)
 
 
 def test_start_of_tspan():

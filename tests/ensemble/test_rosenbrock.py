@@ -344,8 +344,6 @@ def test_what_is_refused():
     stiff = problem_of(SYSTEMS["Robertson"])
     many = EnsembleProblem(stiff, p=np.tile(stiff.p, (6, 1)))
     mpi = EnsembleMPI()
-    massive = remake(many, problem=remake(stiff, mass_matrix=np.eye(3)))
-    refused(massive, NotImplementedError, "adjoint='continuous'", ensemblealg=mpi, adjoint="continuous")
     turning = remake(many, problem=remake(stiff, u0=stiff.u0 + 0j))
     refused(turning, NotImplementedError, "dense_output=True for complex", ensemblealg=mpi, dense_output=True)
     few = remake(turning, problem=remake(turning.problem, f=lambda u, p, t: u[:2]))
@@ -358,12 +356,6 @@ def test_what_is_refused():
         second = mpiad.hvp(lambda u: anp.sum(solve(remake(decaying, u0=u), Rodas5P()).u_end ** 2), objective="sum")
         second(there.u0, there.u0)
     mpiad.reset()
-    refused(
-        remake(there, p=on_device(stiff.p)),
-        NotImplementedError,
-        "has adjoint='continuous' on the host only",
-        adjoint="continuous",
-    )
     weights = on_device(np.ones(3))[:, None]
     closed = remake(there, f=lambda u, p, t: -weights * u, p=None)
     refused(closed, TypeError, "on a device a Rosenbrock method needs the Jacobian")

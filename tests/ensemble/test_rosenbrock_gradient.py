@@ -159,43 +159,6 @@ def test_an_ill_conditioned_gradient_is_that_of_the_computed_states(name, way):
     assert slope == pytest.approx(float(along.imag[0] / 1e-30), rel=5e-9)
 
 
-def driven(u, p, t):
-    return [-p[0] * (u[0] - anp.cos(t)), p[1] * u[1] * (1 - u[1]) * (1 + anp.sin(t))]
-
-
-def driven_exactly(u0, p, times):
-    """Return the states at times after 0, shape (N, n, 2): one is pulled to a cosine, the other is logistic."""
-    k, r = p[:, :1], p[:, 1:]
-    pulled = lambda t: (k**2 * np.cos(t) + k * np.sin(t)) / (k**2 + 1)  # noqa: E731
-    odds = u0[:, 1:] / (1 - u0[:, 1:]) * anp.exp(r * (times - np.cos(times) + 1))
-    return pulled(times) + (u0[:, :1] - pulled(0.0)) * anp.exp(-k * times), odds / (1 + odds)
-
-
-@pytest.mark.serial
-@pytest.mark.parametrize(
-    "name, backward, rtol, close", [("Rosenbrock23", False, 1e-5, 5e-3), ("Rodas5P", True, 1e-7, 2e-5)]
-)
-def test_the_continuous_adjoint(name, backward, rtol, close):
-    times = np.array([0.4, 1.0, 1.7])
-    u0, p = np.array([[0.5, 0.3], [2.0, 0.6]]), np.array([[50.0, 0.7], [2e3, 1.5]]) * [-1 if backward else 1, 1]
-    # Backwards, of the equation with another sign of its time, comes the same.
-    sign = -1.0 if backward else 1.0
-    f = (lambda u, p, t: [-x for x in driven(u, [-p[0], p[1]], -t)]) if backward else driven
-    ensemble = EnsembleProblem(ODEProblem(f, u0[0], (0.0, sign * 1.7)), u0=u0)
-
-    def found(u0, p):
-        given = remake(ensemble, u0=u0, p=p)
-        sol = solve(given, METHODS[name][0], saveat=sign * times, rtol=rtol, atol=1e-3 * rtol, adjoint="continuous")
-        return anp.sum(sol.u**2 * np.array([1.0, 3.0]))
-
-    def expected(u0, p):
-        first, second = driven_exactly(u0, p * np.array([sign, 1.0]), times)
-        return anp.sum(first**2) + 3 * anp.sum(second**2)
-
-    for a, b in zip(mpiad.grad(found, (0, 1))(u0, p), mpiad.grad(expected, (0, 1))(u0, p)):
-        np.testing.assert_allclose(a, b, rtol=close, atol=close * 1e-3)
-
-
 @pytest.mark.thorough
 @pytest.mark.serial
 @pytest.mark.limit(240)

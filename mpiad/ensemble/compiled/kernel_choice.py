@@ -39,12 +39,10 @@ def check_implicit(batch: Batch, settings: Settings, on_device: bool = False) ->
         raise NotImplementedError(
             f"solve: {name} takes real states, but u0 is {batch.u0.dtype}. Give real and imaginary parts as components."
         )
-    continuous, mass = settings.adjoint == "continuous", settings.mass is not None
-    if on_device and (continuous or mass):
-        missing = "adjoint='continuous'" if continuous else "a mass matrix"
+    if on_device and settings.mass is not None:
         raise NotImplementedError(
-            f"solve: {name} has {missing} on the host only, but this solve is by arrays on a device. Bring u0 and p to the "
-            "host with mpiad.device.to_host, and take EnsembleVectorized()."
+            f"solve: {name} has a mass matrix on the host only, but this solve is by arrays on a device. Bring u0 and "
+            "p to the host with mpiad.device.to_host, and take EnsembleVectorized()."
         )
 
 

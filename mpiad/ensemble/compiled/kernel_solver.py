@@ -77,7 +77,7 @@ class Solver:
         asked = self.settings
         # With events the ends move, too.
         moved = isbox(given.start) or isbox(given.end) or asked.events or asked.acting is not None
-        if asked.adjoint != "discrete" or moved or self.form.tableau.implicit:
+        if moved or self.form.tableau.implicit:
             return ()
         return self.traced.carried(given, asked.gradient)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -84,13 +84,6 @@ class DeviceRun(Run):
             padded = np.zeros_like(saved, shape=(saved.shape[0], self.slots, saved.shape[2]))
             padded[:, :-1] = np.where(np.isnan(saved), 0, saved)  # of what wasn't reached
         return Seeds(np.swapaxes(end, 0, 1), padded, *times)
-
-    def saved_on_the_way(self, ends: Callable[[Array, Array], Array]) -> np.ndarray:
-        """Return when values were saved in steps, shape (N, n_saved), on the host; NaN elsewhere."""
-        times = self.settings.saveat if self.settings.saveat is not None else self.outcome.saved_times
-        due = np.broadcast_to(times, (self.batch.size, self.n_saved))  # type: ignore[arg-type]
-        inside = (self.counts > 0)[:, None] & ~(self._saved_at(True) | self._saved_at(False))
-        return np.where(inside, due, np.nan)
 
     def _saved_at(self, at_start: bool) -> np.ndarray:
         saves = self.record.saves

@@ -215,11 +215,6 @@ def test_forward_mode_and_second_order_after_a_kernel():
         onp.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-8 * onp.abs(a).max())
 
 
-def test_continuous_adjoint_after_a_kernel():
-    a, b = (mpiad.grad(loss, 2)(U0, OWN, SHARED, SPANS, compile=choice, adjoint="continuous") for choice in (False, True))
-    onp.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
-
-
 def test_a_record_that_outgrows_its_room(monkeypatch):
     wide = mpiad.grad(loss, 2)(U0, OWN, SHARED, SPANS, compile=True, gradient="adjoint")
     monkeypatch.setattr(kernel_solver, "_STEPS", 1)

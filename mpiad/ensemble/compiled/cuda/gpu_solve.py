@@ -180,8 +180,6 @@ def _unsupported(compiler: Compiler, given: Batch, batch: Batch, settings: Setti
         return "p has complex numbers, and kernels on GPUs compute with real ones"
     if settings.saveat is None:
         return "kernels don't save for save_everystep=True"
-    if given.traced and settings.adjoint != "discrete":
-        return f"kernels don't compute adjoint={settings.adjoint!r}"
     if isbox(given.start) or isbox(given.end):
         return "it is differentiated by tspan, and kernels aren't"
     if len(_traces(given)) > 1:
