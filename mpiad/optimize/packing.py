@@ -99,14 +99,14 @@ def tellable_variables(x0: Tree, call: str) -> Tree:
     return start
 
 
-def require_tellable(nest: Tree, call: str, said: str = "x0 is") -> None:
+def require_tellable(nest: Tree, call: str) -> None:
     """Raise a TypeError where the other ranks can't be told of a nest: its form, and what in it is no variable."""
     leaves, build = flatten(nest)
     try:
         pickle.dumps(build([None if is_variable(leaf) else leaf for leaf in leaves]))
     except Exception as error:  # noqa: BLE001 - pickling runs code of the user's
         raise TypeError(
-            f"{call}: {said} told to all ranks, but holds what can't be pickled ({error}). Give functions and the like in "
+            f"{call}: x0 is told to all ranks, but holds what can't be pickled ({error}). Give functions and the like in "
             "args, and define classes at the top of a module."
         ) from error
 

@@ -49,13 +49,12 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
     if any(type(leaf) is Elsewhere for leaf in flatten(template)[0]):
         with raising_together(used, ImportError):
             if not leads:
-                home = own_home(x0, program.args)
+                home = _own_device(x0, program.args)
                 template = map_leaves(
                     lambda leaf: replace(leaf, arrays=home) if type(leaf) is Elsewhere else leaf, template
                 )
-    mine = None if x0 is None else named_leaves(as_given(x0), "x0")
-    said = f"{call}: x0 counts on the root only"
-    require_roots(used, program.root, mine, named_leaves(template, "x0"), said, _ADVICE)
+    mine = None if x0 is None else named_leaves(_as_given(x0), "x0")
+    _require_roots(used, program.root, mine, named_leaves(template, "x0"), call)
     return start if leads else template
 
 
@@ -77,13 +76,13 @@ def _fingerprint(array: np.ndarray) -> bytes:
     return hashlib.blake2b(parts.data, digest_size=16).digest()
 
 
-def own_home(*given: object) -> ArrayModule | None:
+def _own_device(*given: object) -> ArrayModule | None:
     """Return this rank's device: that of what it was given, else the current one; an ImportError without CuPy."""
     # The root's device number says nothing on another node; this rank's own arrays do.
     return arrays_of(leaf_on_device(list(given))) or arrays_of(to_device(np.zeros(0)))
 
 
-def as_given(x0: Tree) -> Tree:
+def _as_given(x0: Tree) -> Tree:
     """Return x0 as `as_variables` makes it of the root's; what can't be varied as it is."""
     try:
         return as_variables(x0)
@@ -91,13 +90,12 @@ def as_given(x0: Tree) -> Tree:
         return x0
 
 
-def require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves, said: str, advice: str) -> None:
+def _require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves, call: str) -> None:
     """Raise a ReplicationError on all ranks where one gave something else than the root: in form, or in a number's value.
 
     Values are compared as ``==`` does, but a NaN is equal to a NaN; reals of single and of double precision may be equal.
-    What this rank was given, None for nothing, and what the root was, come as parts, each with its path. The text begins
-    with `said`, the call and the argument; it says which ranks differ, where first, and by how much, and ends with
-    `advice`. All ranks call it.
+    `mine`, `roots` : parts of what this rank (None for nothing) and the root were given, each with its path. All ranks
+    call it.
     """
     found = None if mine is None or used.rank == root else _difference(mine, roots, root)
     if not on_any_rank(used.data, found is not None):
@@ -107,8 +105,8 @@ def require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves,
     differences = {rank: difference for rank, difference in enumerate(every) if difference is not None}
     ranks, first = list(differences), next(iter(differences.values()))
     raise agreed(used, ReplicationError(
-        f"{said}, rank {root}, but what rank(s) {ranks} of {used.size} gave differs from it. {advice}"
-        f"{listed(differences)}",
+        f"{call}: x0 counts on the root only, rank {root}, but what rank(s) {ranks} of {used.size} gave differs from it. "
+        f"{_ADVICE}{listed(differences)}",
         ranks, first.path, first.index, first.absolute, first.relative,
     ))  # fmt: skip
 

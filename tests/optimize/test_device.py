@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import ReplicationError
-from mpiad.optimize import least_squares, minimize, minimize_many, mpi_optimize
+from mpiad.optimize import least_squares, minimize, mpi_optimize
 
 COMM = MPI.COMM_WORLD
 _RANK, _SIZE = COMM.rank, COMM.size
@@ -133,27 +133,3 @@ def test_a_solve_goes_on_from_its_checkpoint(tmp_path):
     assert not first.success
     again = minimize(valley, _start(on_device), root=_ROOT, checkpoint=path)
     assert again.success and again.nit > 3 and type(again.x["a"]) is DeviceArray
-
-
-@pytest.mark.parametrize("rows", [True, False])
-def test_many_starts(rows):
-    points = np.array([[-1.2, 1.0], [2.0, 0.5], [0.3, -0.4]])
-    args = (on_device(np.ones(1)),)
-
-    def solved(put, args):
-        starts = put(points) if rows else [{"x": put(point), "name": "start"} for point in points]
-
-        def valley(x, *args):
-            x = x if rows else x["x"]
-            return 5.0 * (x[1] - x[0] ** 2) ** 2 + (1 - x[0]) ** 2
-
-        return minimize_many(valley, starts if _RANK == 0 else None, args=args)
-
-    host, found = solved(np.asarray, ()), solved(on_device, args)
-    for one, other in zip(host.results, found.results):
-        assert other.nit == one.nit and other.success
-        where = [(other.x, one.x), (other.jac, one.jac)]
-        for there, here in where if rows else [(a["x"], b["x"]) for a, b in where]:
-            assert type(there) is DeviceArray
-            np.testing.assert_allclose(on_host(there), here, rtol=1e-6, atol=1e-9)
-    assert found.best.fun == min(result.fun for result in found.results)

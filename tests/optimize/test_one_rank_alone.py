@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import WorkerError
-from mpiad.optimize import least_squares, minimize, minimize_many
+from mpiad.optimize import least_squares, minimize
 
 
 def bowl(x: Any) -> Any:
@@ -104,22 +104,6 @@ def test_options_and_files_that_cannot_be(rank: int, size: int, tmp_path: Path) 
         minimize(bowl, np.zeros(3), method="L-BFGS-sharded", objective="sum", checkpoint=path)
 
 
-def test_many_starts_that_cannot_be(rank: int, size: int, tmp_path: Path) -> None:
-    def fun(x: Any, comm: Any) -> Any:
-        return mpiad.mpi_allreduce(bowl(x), comm=comm)
-
-    def starts() -> Iterator[np.ndarray]:
-        yield np.zeros(3)
-        raise RuntimeError("no more")
-
-    with pytest.raises(RuntimeError, match="no more"):
-        minimize_many(fun, starts() if rank == 0 else None)  # type: ignore[arg-type]
-    folder = MPI.COMM_WORLD.bcast(tmp_path, 0)
-    path = "/not/there/run.npz" if rank == 0 else folder / "run.npz"
-    with pytest.raises(ValueError, match="a folder that doesn't exist"):
-        minimize_many(fun, [np.zeros(3)] * 2, group_size=size, checkpoint=path)
-
-
 def test_start_without_numbers() -> None:
     for method in ("L-BFGS", "BFGS", "trust-constr"):
         with pytest.raises(ValueError, match="one number at least"):
@@ -166,5 +150,3 @@ def test_start_that_cannot_be_told_to_others(rank: int, size: int) -> None:
             minimize(lambda x: 0.0, mine, root=root)
         with pytest.raises(TypeError, match=text):
             least_squares(lambda x: np.zeros(2), mine, root=root)
-        with pytest.raises(TypeError, match="starts are told to all ranks, but .* can't be pickled"):
-            minimize_many(bowl, [np.zeros(3), start] if rank == 0 else None)

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-import mpiad
 from mpiad.errors import ReplicationError
-from mpiad.optimize import least_squares, minimize, minimize_many, mpi_optimize
+from mpiad.optimize import least_squares, minimize, mpi_optimize
 
 COMM = MPI.COMM_WORLD
 
@@ -79,17 +78,3 @@ def test_equal_starts_are_taken(of_root: Any, of_others: Any, rank: int) -> None
     seen = []
     minimize(lambda x: seen.append(x) or 0.0, of_root if rank == 0 else of_others, jac=lambda x: x, options={"maxfun": 1})
     assert len(seen) >= 1
-
-
-@pytest.mark.mpi(min_size=2)
-def test_many_starts(size: int) -> None:
-    starts = np.random.default_rng(0).normal(size=(3, 2))
-    other = starts.copy()
-    other[1, 1] += 1.0
-    error = refused(lambda given: minimize_many(bowl, given), 0, starts, other)
-    assert (error.path, error.index) == ("starts[1]", (1,)) and str(error).startswith("minimize_many: starts")
-    assert "sharded" not in str(error)
-    refused(lambda given: minimize_many(bowl, given), 0, starts, starts[:2])
-    refused(lambda given: minimize_many(bowl, given), 0, starts, 3.0)
-    found = minimize_many(lambda x: mpiad.stop_gradient(x) @ x, starts if COMM.rank == 0 else starts.tolist())
-    assert len(found.results) == 3
