@@ -1,7 +1,7 @@
 """What knows of nodes, on four ranks of which the even ones are on one node and the odd ones on another.
 
 MPICH plays the nodes (MPIR_CVAR_ODD_EVEN_CLIQUES=1). Each gets what nodes have of their own: the first argument is a folder
-in which memory that is shared, and compiled kernels, have a place for each node.
+in which compiled kernels have a place for each node.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from unittest import mock
 
 import autograd.numpy as anp
 import numpy as np
@@ -20,8 +19,6 @@ import mpiad
 from mpiad import mpi_allreduce, mpi_local_rank, mpi_recv, mpi_send, value_and_grad
 from mpiad.compiling import cache
 from mpiad.ensemble import EnsembleMPI, EnsembleProblem, ODEProblem, solve
-from mpiad.optimize.root_exchange import ThroughMemory, exchange_of
-from mpiad.transport import shared_memory
 
 WORLD = MPI.COMM_WORLD
 RANK, NODE = WORLD.rank, WORLD.rank % 2
@@ -37,10 +34,9 @@ def of_one_node() -> MPI.Comm:
     return node
 
 
-def minimise(comm: MPI.Comm, ranks: list[int], through_memory: bool) -> None:
+def minimise(comm: MPI.Comm, ranks: list[int]) -> None:
     """Find the least Σ (1 + r) |x - c_r|² of some ranks, where the last one drives: the mean of c_r with these weights."""
     root = comm.size - 1
-    assert isinstance(exchange_of(comm, root, LONG), ThroughMemory) == through_memory
     centres = {r: np.sin(np.arange(LONG) * (1.0 + r)) for r in ranks}
     found = mpiad.minimize(
         lambda x: (1.0 + RANK) * anp.sum((x - centres[RANK]) ** 2), np.zeros(LONG), objective="sum", root=root, comm=comm,
@@ -105,11 +101,8 @@ def main() -> None:
     node = of_one_node()
     (OWN / "kernels").mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ["MPIAD_CACHE"] = str(OWN / "kernels")
-    minimise(WORLD, [0, 1, 2, 3], through_memory=True)  # it is one machine's memory, after all
-    os.chdir(OWN)
-    with mock.patch.object(shared_memory, "_FOLDER", "."):  # a name that is found on one node isn't on another
-        minimise(WORLD, [0, 1, 2, 3], through_memory=False)
-        minimise(node, [NODE, NODE + 2], through_memory=True)
+    minimise(WORLD, [0, 1, 2, 3])
+    minimise(node, [NODE, NODE + 2])
     for color, ranks in ((RANK // 2, [RANK - NODE, RANK - NODE + 1]), (NODE, [NODE, NODE + 2])):
         pair = WORLD.Split(color, RANK)
         exchange_in_pairs(pair, ranks)

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Function, Rank, Scalar, Tree
+from mpiad._typing import Comm, Function, Rank, Scalar, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import make_hvp
 from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
 from mpiad.optimize.packing import Packing
-from mpiad.optimize.root_exchange import ByMessages, OwnParts
+from mpiad.optimize.root_exchange import total_on_root
 from mpiad.optimize.root_instructions import BOTH, GRADIENT, VALUE
 from mpiad.primitives.checks import root_of
 from mpiad.transport import Channel
@@ -29,20 +29,20 @@ class Evaluation:
     """The stages of evaluations: every rank calls the same method with the root's variables.
 
     - `used`: the user's communicator.
-    - `sums`: what adds up gradients; `OwnParts` where every rank passes variables of its own, so that those which the user
-      computes are those of J.
+    - `comm`: the solve's own, over which gradients are added up; None if every rank passes variables of its own, so that
+      the gradients which the user computes are those of J.
     - `agreement`: of the ranks on each stage.
     - `only_both`: whether value and gradient can't be had apart.
     - `separate`: whether the gradient doesn't need the value's forward pass.
     """
 
     def __init__(
-        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, sums: ByMessages | OwnParts
+        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm | None = None
     ):
         self._program, self._packing, self.agreement = program, packing, agreement
-        self._used, self._sums = used, sums
+        self._used, self._comm = used, comm
         self._weight = weight_of(program.objective, used, program.root)
-        self._gradient_weight = 1.0 if isinstance(sums, OwnParts) else self._weight  # of what `jac` returns
+        self._gradient_weight = 1.0 if comm is None else self._weight  # of what `jac` returns
         self._nothing = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
         self._forward: tuple[Traced, Variables] | None = None  # ready to be run backwards once
         self._hessian: tuple[bytes, Callable] | None = None
@@ -101,15 +101,15 @@ class Evaluation:
         if self.separate:
             x = self._packing.nest_in(vector)
             jac, args = self._program.jac, self._program.args
-            return self._sums.total(self.agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
-        return self._sums.total(self.agreement.run(self._backward))
+            return self._total(self.agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
+        return self._total(self.agreement.run(self._backward))
 
     def _backward(self) -> np.ndarray:
         traced, variables = self._forward  # type: ignore[misc]
         self._forward = None
         # All ranks run it, also those whose weight is zero: the cotangents of the others pass through them.
         found = gradients_of_term(traced, self._weight, variables)
-        return self._sums.hand_in(self._flat(variables.filled(found, lambda leaf: None)))
+        return self._flat(variables.filled(found, lambda leaf: None))
 
     def _flat(self, gradient: Tree) -> np.ndarray:
         """Return this rank's part of a gradient as a vector; where it is sent at once, in memory that isn't ours."""
@@ -127,7 +127,7 @@ class Evaluation:
         x = self._packing.nest_in(vector)
         # The values travel with the agreement, since no trace is to end first.
         (_, local), value = self.agreement.summed(lambda: self._pair_at(x), lambda pair: self._term(pair[0]))
-        return value, self._sums.total(local)
+        return value, self._total(local)
 
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
         """Return the product of the Hessian with a direction, on the root; kept for further ones at that point."""
@@ -147,11 +147,14 @@ class Evaluation:
             objective=self._program.objective, root=self._program.root, comm=self._used.user,
         )  # fmt: skip
         product = self.agreement.run(lambda: evaluate(x).product)
-        return lambda v: self._multiplied(lambda v: self._sums.hand_in(self._packing.pack_gradient(product(v))), v)
+        return lambda v: self._multiplied(lambda v: self._packing.pack_gradient(product(v)), v)
 
     def _multiplied(self, multiply: Callable[[Tree], np.ndarray], direction: np.ndarray) -> np.ndarray | None:
         v = self._packing.unpack(direction)
-        return self._sums.total(self.agreement.run(lambda: multiply(v)))
+        return self._total(self.agreement.run(lambda: multiply(v)))
+
+    def _total(self, part: np.ndarray) -> np.ndarray | None:
+        return part if self._comm is None else total_on_root(self._comm, self._program.root, part)
 
     def value_at(self, x: Tree) -> Scalar:
         """Return this rank's number: a part of a stage."""
@@ -161,7 +164,7 @@ class Evaluation:
     def _pair_at(self, x: Tree) -> tuple[Any, np.ndarray]:
         out = self._program.fun(x, *self._program.args)
         if out is None and self._gradient_weight == 0.0:
-            return None, self._sums.hand_in(self._nothing)
+            return None, self._nothing
         if not isinstance(out, tuple) or len(out) != 2:
             raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
         return self._checked(out[0]), self._weighted(out[1], "fun")
@@ -175,13 +178,13 @@ class Evaluation:
     def _weighted(self, local: Tree, source: str) -> np.ndarray:
         """Return this rank's part of a gradient that the user computes."""
         if self._gradient_weight == 0.0:
-            return self._sums.hand_in(self._nothing)
+            return self._nothing
         try:
             packed = self._flat(local)
         except TypeError as error:
             raise WrongValueError(f"{error} It was returned by {source}.") from None
         # Not in place: it may be the user's own array.
-        return self._sums.hand_in(packed if self._gradient_weight == 1.0 else packed * self._gradient_weight)
+        return packed if self._gradient_weight == 1.0 else packed * self._gradient_weight
 
     def _term(self, value: Scalar) -> float:
         """Return what a rank's own number adds to the objective."""

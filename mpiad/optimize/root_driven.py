@@ -17,7 +17,6 @@ from mpiad.optimize.conclusion import finished
 from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import Packing
-from mpiad.optimize.root_exchange import exchange_of
 from mpiad.optimize.root_instructions import FINISH, Instructions, Refusal, serve
 from mpiad.transport import Channel, renew
 from mpiad.transport.fault_tolerance import is_interruption
@@ -88,11 +87,10 @@ class RootDriven(Solve):
     ):
         super().__init__(used, call)
         self._start, self._packing, self._leads = start, Packing(start), used.rank == program.root
-        exchange = exchange_of(self._comm, program.root, self._packing.size)
         # On one rank the root's copy is the only one, and may be anything.
         program = program if used.size == 1 else program._replace(fun=of_root_copies(program.fun))
-        self._evaluation = kind(program, self._packing, self.agreement, used, exchange)
-        self._instructions = Instructions(exchange, program.root, self._packing.size)
+        self._evaluation = kind(program, self._packing, self.agreement, used, self._comm)
+        self._instructions = Instructions(self._comm, program.root, self._packing.size)
 
     def run(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> scipy.optimize.OptimizeResult:
         """Drive on the root, serve elsewhere; return the outcome, or raise, on all ranks alike."""

@@ -1,8 +1,7 @@
 """The root instructs, the others wait: what is evaluated next, and when it ends.
 
-An instruction is a broadcast of one number, in whose receive the others wait; `root_exchange` brings the variables that it
-is about, and a direction where the instruction is a product with one. The end is one pickled outcome. All of it travels on
-the solve's own duplicate.
+An instruction is a broadcast of one number, in whose receive the others wait. Further broadcasts bring the variables, and
+the direction of a product. The end is one pickled outcome. All of it travels on the solve's own duplicate.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Rank
+from mpiad._typing import Comm, Rank
 from mpiad.errors import WorkerError
 from mpiad.optimize.packing import BufferPool
-from mpiad.optimize.root_exchange import ByMessages
 from mpiad.transport.agreement import Failure
 from mpiad.transport.polling import wait_gently
 
@@ -27,11 +25,11 @@ _WITH_DIRECTION = (PRODUCT, TANGENT)
 class Instructions:
     """Both ends of the broadcast.
 
-    `exchange`: what brings vectors. `size`: number of variables.
+    `comm`: the solve's own. `size`: number of variables.
     """
 
-    def __init__(self, exchange: ByMessages, root: Rank, size: int):
-        self.comm, self.root, self._exchange = exchange.comm, root, exchange
+    def __init__(self, comm: Comm, root: Rank, size: int):
+        self.comm, self.root = comm, root
         self._kind, self._direction = np.zeros(1, np.int64), np.empty(size)
         self._pool = BufferPool(size)
 
@@ -40,10 +38,10 @@ class Instructions:
         if self.comm.size == 1:
             return
         self._kind[0] = kind
-        vectors = [array for array in (vector, direction) if array is not None]
-        self._exchange.lay_out(*vectors)
         self.comm.Ibcast(self._kind, self.root).Wait()  # the other half of `await_next`'s, which mustn't block
-        self._exchange.send(*vectors)
+        for array in (vector, direction):
+            if array is not None:
+                self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)
 
     def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
         """Return the root's next instruction; the others call this. The variables are the caller's to keep or change."""
@@ -52,7 +50,9 @@ class Instructions:
         direction = self._direction if kind in _WITH_DIRECTION else None
         if kind != FINISH:
             # Everyone is awake now, so it may block.
-            self._exchange.receive(*([vector] if direction is None else [vector, direction]))
+            for array in (vector, direction):
+                if array is not None:
+                    self.comm.Bcast(array, self.root)
         return kind, vector, direction
 
     def share_outcome(self, outcome: object = None, cause: BaseException | None = None) -> Any:

@@ -1,10 +1,7 @@
-"""Long vectors go through memory that ranks share: nothing else differs."""
+"""Long vectors of variables and gradients between the root and all ranks."""
 
 from __future__ import annotations
 
-import mmap
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import autograd.numpy as anp
@@ -15,19 +12,10 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import WorkerError
-from mpiad.optimize import root_driven
-from mpiad.optimize.root_exchange import ByMessages, ThroughMemory, exchange_of
 
 WORLD = MPI.COMM_WORLD
 N = 5003  # a stride of its own, and no multiple of 2, 3 or 4 ranks
 SCALE = np.linspace(1.0, 30.0, N)
-
-
-@pytest.fixture
-def exchanges(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ByMessages]]:
-    made: list[ByMessages] = []
-    monkeypatch.setattr(root_driven, "exchange_of", lambda *given: made.append(exchange_of(*given)) or made[-1])
-    yield made
 
 
 def centre(rank: int) -> np.ndarray:
@@ -44,38 +32,8 @@ def own(x: Any, rank: int) -> Any:
     return (1.0 + rank) * anp.sum((x - centre(rank)[: len(x)]) ** 2)
 
 
-@pytest.mark.also_on(2)  # whose root adds the other's part by itself
-def test_sums_and_places_over_many_rounds(rank: int, size: int, rng: np.random.Generator) -> None:
-    """Ranks that come at any time get every round's own vectors; sums are made in the order of ranks."""
-    root = size - 1
-    exchange = exchange_of(WORLD, root, N)
-    assert isinstance(exchange, ThroughMemory) == (size > 1)
-    for k in range(20):
-        given = [np.arange(N) * (k + 1.0), np.cos(np.arange(N) + k)]
-        if rank == root:
-            exchange.lay_out(*given)
-        WORLD.bcast(k, root)
-        if rank == root:
-            exchange.send(*given)
-        else:
-            x, v = np.empty(N), np.empty(N)
-            time.sleep(rng.uniform(0.0, 2e-3))
-            exchange.receive(x, v)
-            assert np.array_equal(x, given[0]) and np.array_equal(v, given[1])
-        parts = [np.exp(np.sin(np.arange(N) * (r + 1.0) + k) * 20.0) for r in range(size)]
-        exchange.hand_in(parts[rank])
-        WORLD.allreduce(1)
-        total = exchange.total(parts[rank])
-        expected = parts[0]
-        for part in parts[1:]:
-            expected = expected + part
-        assert total is None if rank != root else total is not None and np.array_equal(total, expected)
-
-
 @pytest.mark.parametrize("method, given", [("L-BFGS", True), ("L-BFGS", False), ("Newton-CG", False), ("Newton-CG", True)])
-def test_minimum_of_what_all_ranks_hold(
-    method: str, given: bool, rank: int, size: int, exchanges: list[ByMessages]
-) -> None:
+def test_minimum_of_what_all_ranks_hold(method: str, given: bool, rank: int, size: int) -> None:
     keywords: dict[str, Any] = {"hessp": lambda x, v: 2.0 * (1.0 + rank) * v} if method == "Newton-CG" else {}
     if given:
         keywords["jac"] = lambda x: 2.0 * (1.0 + rank) * (x - centre(rank))
@@ -85,7 +43,6 @@ def test_minimum_of_what_all_ranks_hold(
     found = mpiad.minimize(
         lambda x: own(x, rank), np.zeros(N), method=method, objective="sum", root=size - 1, options=options, **keywords
     )
-    assert all(isinstance(exchange, ThroughMemory) == (size > 1) for exchange in exchanges) and exchanges
     np.testing.assert_allclose(found.x, minimum(size), rtol=0.0, atol=1e-9)
     assert WORLD.allreduce(found.x.tobytes() == WORLD.bcast(found.x.tobytes()), MPI.MIN)
 
@@ -134,30 +91,8 @@ def test_solves_after_one_that_failed(first_fails: bool, rank: int, size: int) -
         np.testing.assert_allclose(found.x, minimum(size)[:length], rtol=0.0, atol=1e-9)
 
 
-@pytest.mark.parametrize("because", ["one can not map it", "calls are watched"])
-def test_messages_where_memory_is_not_shared(
-    because: str, rank: int, size: int, exchanges: list[ByMessages], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def solved() -> scipy.optimize.OptimizeResult:
-        return mpiad.minimize(lambda x: own(x, rank), np.zeros(N), objective="sum", options={"gtol": 1e-8, "ftol": 0.0})
-
-    def refuse(*given: Any) -> None:
-        raise OSError("refused")
-
-    if because == "calls are watched":
-        with mpiad.debug.checked():
-            found = solved()
-    else:
-        if rank == size - 1:
-            monkeypatch.setattr(mmap, "mmap", refuse)
-        found = solved()
-    assert [type(exchange) for exchange in exchanges] == [ByMessages]
-    np.testing.assert_allclose(found.x, minimum(size), rtol=0.0, atol=1e-9)
-
-
-def test_products_of_least_squares(rank: int, size: int, exchanges: list[ByMessages]) -> None:
+def test_products_of_least_squares(rank: int, size: int) -> None:
     found = mpiad.optimize.least_squares(
         lambda x: np.sqrt(1.0 + rank) * (x - centre(rank)), np.zeros(N), tr_solver="lsmr", gtol=1e-10
     )
-    assert isinstance(exchanges[0], ThroughMemory) == (size > 1)
     np.testing.assert_allclose(found.x, minimum(size), rtol=0.0, atol=1e-8)

@@ -14,16 +14,16 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Array, Tree
+from mpiad._typing import Array, Comm, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import linearize, make_jvp
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.residuals.loss import Loss
-from mpiad.optimize.root_exchange import ByMessages
+from mpiad.optimize.root_exchange import total_on_root
 from mpiad.optimize.root_instructions import COTANGENT, FACTOR, RESIDUALS
 from mpiad.primitives.cotangents import spec_like
-from mpiad.transport import SUM, Channel
+from mpiad.transport import Channel
 from mpiad.transport.user_failures import StageFailures, WrongValueError
 
 
@@ -39,11 +39,11 @@ class ResidualEvaluation:
     """
 
     def __init__(
-        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, exchange: ByMessages,
+        self, program: Program, packing: Packing, agreement: StageFailures, used: Channel, comm: Comm,
         loss: Loss | None, solver: str | None, few: int,
     ):  # fmt: skip
         self._program, self._packing, self.agreement = program, packing, agreement
-        self._comm, self._exchange = exchange.comm, exchange
+        self._comm = comm
         self._leads = used.rank == program.root
         self.loss = loss
         self.gathers = packing.size > few if solver is None else solver == "lsmr"
@@ -66,9 +66,7 @@ class ResidualEvaluation:
         """Return on the root the sums over all residuals of twice the cost and of the squares in its model, shape (2,)."""
         f = self._residuals(vector)
         local = np.array(self.agreement.run(lambda: self._weighed(f)[:2]))
-        total = np.empty_like(local) if self._leads else None
-        self._comm.Reduce(local, total, SUM, self._program.root)
-        return total
+        return total_on_root(self._comm, self._program.root, local)
 
     def _weighed(self, f: np.ndarray) -> tuple[float, float, np.ndarray, np.ndarray | None]:
         twice, model, factors = (0.0, f, None) if self.loss is None else self.loss.weighed(f)
@@ -156,12 +154,11 @@ class ResidualEvaluation:
         self._comm.Scatterv((weights, self.counts) if self._leads else None, own, self._program.root)
         if callable(self._program.jac):
             rows = self._jacobian(vector)
-            return self._exchange.total(self.agreement.run(lambda: self._exchange.hand_in(rows.T @ own)))
+            return total_on_root(self._comm, self._program.root, self.agreement.run(lambda: rows.T @ own))
         f = self._residuals(vector)
         kept = self._kept[1]  # type: ignore[index]
-        return self._exchange.total(
-            self.agreement.run(lambda: self._exchange.hand_in(self._packing.pack_gradient(kept.vjp(own.reshape(f.shape)))))
-        )
+        part = self.agreement.run(lambda: self._packing.pack_gradient(kept.vjp(own.reshape(f.shape))))
+        return total_on_root(self._comm, self._program.root, part)
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
         """Return this rank's residuals, shape (m_r,); those of the last point are kept, ready to be run backwards."""

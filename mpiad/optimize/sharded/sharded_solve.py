@@ -17,7 +17,7 @@ from mpiad.optimize.iterates import PieceIterates
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import DevicePacking, PiecePacking, packing_of_piece
 from mpiad.optimize.root_driven import Solve
-from mpiad.optimize.root_exchange import OwnParts, Totals
+from mpiad.optimize.root_exchange import Totals
 from mpiad.optimize.sharded.compiled_vectors import host_vectors
 from mpiad.optimize.sharded.convergence import NewtonSettings, Settings, newton_settings_of, settings_of
 from mpiad.optimize.sharded.correction_pairs import Ring
@@ -72,7 +72,7 @@ class Sharded(Solve):
     def __init__(self, used: Channel, program: Program, piece: Piece):
         super().__init__(used, "minimize")
         self._program, self._piece, self._totals = program, piece, Totals(self._comm, program.root)
-        self._evaluation = Evaluation(program, piece.packing, self.agreement, used, OwnParts())
+        self._evaluation = Evaluation(program, piece.packing, self.agreement, used)
 
     def run(self, callback: Function | None, progress: Progress | None) -> scipy.optimize.OptimizeResult:
         """Descend; return the result, or raise, on all ranks alike."""
