@@ -17,7 +17,6 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleV
 from mpiad.ensemble.batch import Batch, is_on_device, placed, save_times
 from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
 from mpiad.ensemble.compiled.kernel_choice import Compiler
-from mpiad.ensemble.complex_states import complex_solution, needs_parts, of_parts
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.dense_output import DenseOutput
 from mpiad.ensemble.differentiable import differentiable
@@ -244,9 +243,6 @@ def _solved(
     options: SolveOptions, compiler: Compiler, given: Batch, shown: Callable[[int], None] | None,
     numbers: range = range(1, 2),
 ) -> EnsembleSolution:  # fmt: skip
-    if needs_parts(options, given):
-        real, parts = of_parts(options, given)
-        return complex_solution(_solved(real, compiler, parts, shown, numbers), given.shape)
     record = options.save_everystep or options.dense_output or given.traced
     # What is asked of the steps later is asked of the same parameters.
     given = given.own() if record else given

@@ -11,6 +11,7 @@ import numpy as np
 from autograd.tracer import isbox
 
 from mpiad._typing import Array
+from mpiad.compiling.arguments import is_complex
 from mpiad.ensemble.backends import EnsembleAlgorithm
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.event import Event
@@ -106,9 +107,15 @@ def settings_of(
 ) -> Settings:  # fmt: skip
     """Return what the trajectories of a batch of plain arrays have in common: options, where needed in their precision.
 
-    A ValueError where `atol` or the mass matrix doesn't fit the shape of a state.
+    A NotImplementedError if the method doesn't take complex states, a ValueError if `atol` or the mass matrix doesn't fit
+    the shape of a state.
     """
     atol, mass, d = options.atol, options.mass, len(batch.u0)
+    if options.alg.tableau.implicit and is_complex(batch.u0):
+        raise NotImplementedError(
+            f"solve: {type(options.alg).__name__} takes real states, but u0 is {batch.u0.dtype}. Take a Runge-Kutta "
+            "method, such as RK45(), or give the real and imaginary parts as components of a real state."
+        )
     if np.ndim(atol):
         if np.shape(atol) != batch.shape:
             raise ValueError(

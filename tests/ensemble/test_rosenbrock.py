@@ -344,10 +344,6 @@ def test_what_is_refused():
     stiff = problem_of(SYSTEMS["Robertson"])
     many = EnsembleProblem(stiff, p=np.tile(stiff.p, (6, 1)))
     mpi = EnsembleMPI()
-    turning = remake(many, problem=remake(stiff, u0=stiff.u0 + 0j))
-    refused(turning, NotImplementedError, "dense_output=True for complex", ensemblealg=mpi, dense_output=True)
-    few = remake(turning, problem=remake(turning.problem, f=lambda u, p, t: u[:2]))
-    refused(few, ValueError, "returned 2 components, but states have 3", ensemblealg=mpi)
     there = remake(stiff, u0=to_device(stiff.u0, like=on_device(0.0)))
     refused(remake(there, mass_matrix=np.eye(3)), NotImplementedError, "has a mass matrix on the host only")
     with pytest.raises(NotImplementedError, match="second derivatives of a Rosenbrock method are there on the host only"):
@@ -380,3 +376,20 @@ def test_tables_with_mistakes_are_refused(change):
     assert rosenbrock(**given).a == Rosenbrock23.tableau.a
     with pytest.raises(ValueError, match="table"):
         rosenbrock(**{**given, **change})
+
+
+@pytest.mark.parametrize("alg", [Rosenbrock23(), Rodas5P()])
+def test_complex_states_are_refused(alg):
+    stiff = problem_of(SYSTEMS["Robertson"])
+    turning = remake(stiff, u0=stiff.u0 + 0j)
+    many = EnsembleProblem(turning, p=np.tile(stiff.p, (6, 1)))
+    text = rf"{type(alg).__name__} takes real states, but u0 is complex128. Take a Runge-Kutta .* real and imaginary parts"
+    there = remake(turning, u0=to_device(turning.u0, like=on_device(0.0)), p=on_device(stiff.p))
+    for problem, options in (
+        (turning, {}), (many, {"ensemblealg": EnsembleMPI()}), (many, {"compile": True}), (many, {"dense_output": True}),
+        (remake(turning, mass_matrix=np.eye(3)) if alg.tableau.takes_mass else turning, {}), (there, {}),
+    ):  # fmt: skip
+        refused(problem, NotImplementedError, text, alg, **options)
+    with pytest.raises(NotImplementedError, match=text):
+        mpiad.grad(lambda p: anp.sum(anp.abs(solve(remake(turning, p=p), alg).u_end)))(stiff.p)
+    mpiad.reset()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpiad._typing import Function
-from mpiad.compiling.arguments import is_complex
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads
 from mpiad.ensemble.batch import Batch, check_place, is_on_device
 from mpiad.ensemble.compiled.kernel_solver import Solver
@@ -35,10 +34,6 @@ def check_implicit(batch: Batch, settings: Settings, on_device: bool = False) ->
     name = type(settings.alg).__name__
     if not settings.alg.tableau.implicit:
         return
-    if is_complex(batch.u0):
-        raise NotImplementedError(
-            f"solve: {name} takes real states, but u0 is {batch.u0.dtype}. Give real and imaginary parts as components."
-        )
     if on_device and settings.mass is not None:
         raise NotImplementedError(
             f"solve: {name} has a mass matrix on the host only, but this solve is by arrays on a device. Bring u0 and "
