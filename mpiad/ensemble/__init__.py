@@ -1,7 +1,7 @@
 """Ensembles of ordinary differential equations: each trajectory with its own time, step and error control."""
 
 from mpiad.ensemble.backends import EnsembleSerial, EnsembleThreads, EnsembleVectorized
-from mpiad.ensemble.controller import IController, PIController
+from mpiad.ensemble.controller import PIController
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.fit import fit
 from mpiad.ensemble.fit_result import FitResult
@@ -9,7 +9,6 @@ from mpiad.ensemble.gpu import EnsembleGPU
 from mpiad.ensemble.methods.bogacki_shampine import BS3
 from mpiad.ensemble.methods.classic import RK4
 from mpiad.ensemble.methods.dormand_prince import RK45
-from mpiad.ensemble.methods.fehlberg import Fehlberg45
 from mpiad.ensemble.methods.shampine_reichelt import Rosenbrock23
 from mpiad.ensemble.methods.steinebach import Rodas5P
 from mpiad.ensemble.methods.tsitouras import Tsit5
@@ -23,7 +22,7 @@ from mpiad.ensemble.steady_state import SteadyStateSolution, steady_state
 
 __all__ = [
     "BS3", "RK4", "RK45", "ConvergenceCode", "EnsembleGPU", "EnsembleMPI", "EnsembleProblem", "EnsembleSerial",
-    "EnsembleSolution", "EnsembleThreads", "EnsembleVectorized", "Event", "Fehlberg45", "FitResult", "IController",
-    "ODEProblem", "ODESolution", "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "SteadyStateSolution", "Tsit5",
+    "EnsembleSolution", "EnsembleThreads", "EnsembleVectorized", "Event", "FitResult", "ODEProblem",
+    "ODESolution", "PIController", "ReturnCode", "Rodas5P", "Rosenbrock23", "SteadyStateSolution", "Tsit5",
     "Vern7", "fit", "remake", "solve", "steady_state",
 ]  # fmt: skip

@@ -57,23 +57,9 @@ def tolerance(u: Array, rtol: float, atol: Array | float) -> Array:
 
 @dataclass(frozen=True)
 class IController:
-    """SciPy's controller: the factor is safety · q^(-1/order), and at most 1 after a rejection.
+    """SciPy's controller, the default: the factor is safety · q^(-1/order), and at most 1 after a rejection.
 
-    Parameters
-    ----------
-    safety, least, most : float
-        The safety factor, and the bounds of the factor.
-
-    References
-    ----------
     E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential Equations I, II.4.
-
-    Examples
-    --------
-    >>> from mpiad.ensemble import RK45, IController, ODEProblem, solve
-    >>> decay = ODEProblem(lambda u, p, t: [-u[0]], [1.0], (0.0, 2.0))
-    >>> print(solve(decay, RK45(controller=IController(safety=0.8))).retcode)
-    Success
     """
 
     safety: float = 0.9
@@ -109,7 +95,7 @@ class PIController:
     safety, least, most : float
         The safety factor, and the bounds of the factor.
     beta : float
-        Weight of the error before, times the order; 0 gives `IController`.
+        Weight of the error before, times the order; 0 gives SciPy's controller, the default of all methods.
 
     References
     ----------

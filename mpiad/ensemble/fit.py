@@ -67,7 +67,7 @@ def fit(
         the end.
     p0 : array, shape (N, m)
         Where to start; a trajectory's number is its row.
-    alg : RK45, Tsit5, BS3, Fehlberg45, Vern7, RK4, Rosenbrock23 or Rodas5P
+    alg : RK45, Tsit5, BS3, Vern7, RK4, Rosenbrock23 or Rodas5P
         The last two are for stiff problems.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads or EnsembleMPI
         With `EnsembleMPI` each rank fits its share, and nothing is communicated until all are done.

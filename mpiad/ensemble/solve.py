@@ -75,7 +75,7 @@ def solve(
     Parameters
     ----------
     problem : ODEProblem or EnsembleProblem
-    alg : RK45, Tsit5, BS3, Fehlberg45, Vern7, RK4, Rosenbrock23 or Rodas5P
+    alg : RK45, Tsit5, BS3, Vern7, RK4, Rosenbrock23 or Rodas5P
         `RK45` by default; the last two are for stiff problems.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads, EnsembleGPU or EnsembleMPI
         How an ensemble is run, all together by default; the results are equal bit for bit, those of GPUs to rounding.

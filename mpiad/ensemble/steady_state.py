@@ -115,7 +115,7 @@ def steady_state(
     ----------
     problem : ODEProblem or EnsembleProblem
         Where f depends on time, it is taken at the end of tspan. f is written with the functions of autograd.numpy.
-    alg : RK45, Tsit5, BS3, Fehlberg45, Vern7, RK4, Rosenbrock23 or Rodas5P
+    alg : RK45, Tsit5, BS3, Vern7, RK4, Rosenbrock23 or Rodas5P
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads or EnsembleMPI
     trajectories : int, optional
         As for `solve`.

@@ -111,5 +111,5 @@ def _hermite(b: Sequence[float]) -> Array:
 class Algorithm:
     """A Runge-Kutta method and how its steps are chosen."""
 
-    controller: Controller = IController()  # IController or PIController; SciPy's by default
+    controller: Controller = IController()
     tableau: ClassVar[Tableau]

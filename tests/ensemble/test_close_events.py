@@ -24,7 +24,6 @@ from mpiad.ensemble import (
     EnsembleThreads,
     EnsembleVectorized,
     Event,
-    Fehlberg45,
     ODEProblem,
     Rodas5P,
     Rosenbrock23,
@@ -36,7 +35,7 @@ from mpiad.ensemble import (
 pytestmark = pytest.mark.serial
 
 APART = (0.0, 1e-16, 1e-15, 1e-12)
-METHODS = (RK45(), Tsit5(), BS3(), Fehlberg45(), Vern7(), RK4(), Rosenbrock23(), Rodas5P())
+METHODS = (RK45(), Tsit5(), BS3(), Vern7(), RK4(), Rosenbrock23(), Rodas5P())
 WAYS = {
     "serial": {"ensemblealg": EnsembleSerial(), "compile": False},
     "vectorized": {"ensemblealg": EnsembleVectorized(), "compile": False},

@@ -8,12 +8,12 @@ from math import prod
 import numpy as np
 import pytest
 
-from mpiad.ensemble import BS3, RK4, RK45, Fehlberg45, Tsit5, Vern7
+from mpiad.ensemble import BS3, RK4, RK45, Tsit5, Vern7
 
 pytestmark = pytest.mark.serial
 
 # Of each the orders of both solutions, and of the states between steps.
-METHODS = {RK45: (5, 4, 4), Tsit5: (5, 4, 4), RK4: (4, None, 3), BS3: (3, 2, 3), Fehlberg45: (4, 5, 3), Vern7: (7, 6, 5)}
+METHODS = {RK45: (5, 4, 4), Tsit5: (5, 4, 4), RK4: (4, None, 3), BS3: (3, 2, 3), Vern7: (7, 6, 5)}
 every_method = pytest.mark.parametrize("method", METHODS)
 
 

@@ -16,7 +16,7 @@ class BS3(Algorithm):
 
     Parameters
     ----------
-    controller : IController or PIController
+    controller : PIController, optional
 
     References
     ----------

@@ -16,7 +16,7 @@ class RK45(Algorithm):
 
     Parameters
     ----------
-    controller : IController or PIController
+    controller : PIController, optional
 
     References
     ----------

@@ -21,7 +21,7 @@ class Rosenbrock23(Algorithm):
 
     Parameters
     ----------
-    controller : IController or PIController
+    controller : PIController, optional
 
     Notes
     -----

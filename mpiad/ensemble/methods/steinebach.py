@@ -33,7 +33,7 @@ class Rodas5P(Algorithm):
 
     Parameters
     ----------
-    controller : IController or PIController
+    controller : PIController, optional
 
     Notes
     -----

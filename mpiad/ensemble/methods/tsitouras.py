@@ -16,7 +16,7 @@ class Tsit5(Algorithm):
 
     Parameters
     ----------
-    controller : IController or PIController
+    controller : PIController, optional
 
     References
     ----------

@@ -16,7 +16,7 @@ class Vern7(Algorithm):
 
     Parameters
     ----------
-    controller : IController or PIController
+    controller : PIController, optional
 
     Notes
     -----
