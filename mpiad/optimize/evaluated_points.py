@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad.optimize.objective_evaluation import Evaluation
-from mpiad.optimize.root_instructions import BOTH, GRADIENT, PRODUCT, VALUE, Instructions
+from mpiad.optimize.root_instructions import BOTH, GRADIENT, NOT_FINITE, PRODUCT, VALUE, Instructions
 
 # A line search may accept a point that isn't the last one it tried.
 _REMEMBERED = 4
@@ -118,6 +118,7 @@ class Points:
         self.maxfun: float | None = None
         self.excess: Callable[[np.ndarray], float] | None = None
         self.best: Point | None = None
+        self._first: Point | None = None
         self.iterate: Point | None = None
         self.interruptible = self._begun = False
         self._least = math.inf
@@ -213,6 +214,7 @@ class Points:
             raise self.limit_reached()
         if self.interruptible and self.iterate is not None and self._evaluation.agreement.end_requested:
             raise Left(INTERRUPTED)
+        self._first = self._first or point
         self._begun = True
         value, gradient = self._carry_out(kind, _NAMES[kind], x)
         self._last_valued = point if kind == VALUE else None  # a gradient, or both at once, uses the forward pass up
@@ -234,6 +236,14 @@ class Points:
             return False
         excess = 0.0 if self.excess is None else self.excess(x)
         return (self._least, self.best.value) < (excess, value)
+
+    def not_finite_at_start(self) -> str:
+        """Return a sentence on the ranks where the objective or its gradient isn't finite at x0; "" if both are."""
+        first = self._first
+        if first is None or all(np.all(np.isfinite(known)) for known in (first.value, first.gradient) if known is not None):
+            return ""
+        self._instructions.give(NOT_FINITE, first.x)
+        return self._evaluation.carry_out(NOT_FINITE, first.x, None)
 
     @property
     def foremost(self) -> Point | None:

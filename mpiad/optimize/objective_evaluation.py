@@ -17,8 +17,10 @@ from mpiad.differentiation.objective import check_objective, problem_with, share
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_exchange import total_on_root
-from mpiad.optimize.root_instructions import BOTH, GRADIENT, VALUE
+from mpiad.optimize.root_instructions import BOTH, GRADIENT, NOT_FINITE, VALUE
+from mpiad.primitives import stop_gradient
 from mpiad.primitives.checks import root_of
+from mpiad.pytrees import named_leaves
 from mpiad.transport import Channel
 from mpiad.transport.user_failures import StageFailures, Unreached, WrongValueError
 
@@ -47,6 +49,7 @@ class Evaluation:
         self._forward: tuple[Traced, Variables] | None = None  # ready to be run backwards once
         self._hessian: tuple[bytes, Callable] | None = None
         self._begun = self._unreached = False
+        self.at_start = StartValues()
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
@@ -57,7 +60,13 @@ class Evaluation:
             return None, self.gradient(vector)
         if kind == BOTH:
             return self.both(vector)
+        if kind == NOT_FINITE:
+            return self.not_finite_at_start()
         return self.product(vector, direction)  # type: ignore[arg-type]
+
+    def not_finite_at_start(self) -> str:
+        """Return a sentence on what isn't finite at x0, and on which ranks; collective."""
+        return self.at_start.not_finite(self._used.data, self._program.args)
 
     def value(self, vector: np.ndarray) -> float:
         """Return the objective, on all ranks; keep the forward pass for `gradient`, where that needs it.
@@ -113,7 +122,9 @@ class Evaluation:
 
     def _flat(self, gradient: Tree) -> np.ndarray:
         """Return this rank's part of a gradient as a vector; where it is sent at once, in memory that isn't ours."""
-        return self._packing.pack_gradient(gradient) if self._used.size == 1 else self._packing.gradient_to_send(gradient)
+        flat = self._packing.pack_gradient(gradient) if self._used.size == 1 else self._packing.gradient_to_send(gradient)
+        self.at_start.note("entries of the gradient", flat)
+        return flat
 
     def both(self, vector: np.ndarray) -> tuple[float, np.ndarray | None]:
         """Return the objective, on all ranks, and its gradient, on the root."""
@@ -173,6 +184,8 @@ class Evaluation:
         problem = problem_with(value, self._weight, "minimize")
         if problem is not None:
             raise WrongValueError(problem.text)
+        if self._weight != 0.0:
+            self.at_start.note("values of fun", value)
         return value
 
     def _weighted(self, local: Tree, source: str) -> np.ndarray:
@@ -197,6 +210,28 @@ class Evaluation:
             )
         value = to_host(value)
         return float(value if np.ndim(value) == 0 else np.reshape(value, ())) * self._weight
+
+
+class StartValues:
+    """How many of this rank's values aren't finite where a solve starts."""
+
+    def __init__(self):
+        self._counts: dict[str, tuple[int, int]] = {}
+
+    def note(self, name: str, values: Any) -> None:
+        """Count values at the first evaluation; further ones are trial points."""
+        if name not in self._counts:
+            array = np.asarray(to_host(stop_gradient(values)))
+            self._counts[name] = int(np.sum(~np.isfinite(array))), array.size
+
+    def not_finite(self, comm: Comm, args: tuple) -> str:
+        """Return a sentence on the ranks whose values, or numbers in `args`, aren't finite; collective."""
+        for path, leaf in named_leaves(args, "args"):
+            if getattr(getattr(leaf, "dtype", None), "kind", None) in ("f", "c"):
+                self.note(f"values of {path}", leaf)
+        said = ", ".join(f"{bad} of {size} {name}" for name, (bad, size) in self._counts.items() if bad)
+        ranks = [f"on rank {rank} {found}" for rank, found in enumerate(comm.allgather(said)) if found]
+        return f" NaN or infinite at x0: {'; '.join(ranks)}." if ranks else ""
 
 
 class Program(NamedTuple):

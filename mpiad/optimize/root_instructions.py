@@ -17,7 +17,7 @@ from mpiad.optimize.packing import BufferPool
 from mpiad.transport.agreement import Failure
 from mpiad.transport.polling import wait_gently
 
-VALUE, GRADIENT, BOTH, PRODUCT, FINISH, RESIDUALS, FACTOR, TANGENT, COTANGENT = range(9)
+VALUE, GRADIENT, BOTH, PRODUCT, FINISH, RESIDUALS, FACTOR, TANGENT, COTANGENT, NOT_FINITE = range(10)
 # A second vector of the variables' length follows these.
 _WITH_DIRECTION = (PRODUCT, TANGENT)
 

@@ -75,6 +75,8 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
             raise
         said = f"ABNORMAL: the objective or its gradient isn't finite where the method has come, which raised {error!r}."
         result = cut_short(Ending(3, said), points, iterates.count, at_best=True)
+    if not result.success:
+        result.message += points.not_finite_at_start()
     iterates.keep(ended=True)
     return outcome_of(result, iterates.record.history(), points.counts)
 

@@ -146,6 +146,21 @@ def test_start_that_is_not_finite(method: str, value: float, rank: int, size: in
     assert not result.success and "finite" in result.message
 
 
+@pytest.mark.parametrize("method", [*METHODS, "L-BFGS-sharded", "Newton-CG-sharded"])
+def test_data_that_are_not_finite_are_reported_by_rank_and_count(method: str, rank: int, size: int) -> None:
+    data = np.ones(4)
+    if rank == size - 1:
+        data[1:3] = np.nan, np.inf
+
+    def fun(x: Any, data: np.ndarray) -> Any:
+        return anp.sum((x - data) ** 2)
+
+    with np.errstate(all="ignore"):
+        result = minimize(fun, np.zeros(4), args=(data,), method=method, objective="sum")
+    expected = f"NaN or infinite at x0: on rank {size - 1} 1 of 1 values of fun, 2 of 4 entries of the gradient, "
+    assert not result.success and result.message.endswith(f"{expected}2 of 4 values of args[0].")
+
+
 class Seen:
     """Stands for the root's points."""
 

@@ -17,11 +17,11 @@ from autograd.tracer import Box
 from mpiad._typing import Array, Comm, Tree
 from mpiad.device import to_host
 from mpiad.differentiation import linearize, make_jvp
-from mpiad.optimize.objective_evaluation import Program
+from mpiad.optimize.objective_evaluation import Program, StartValues
 from mpiad.optimize.packing import Packing
 from mpiad.optimize.residuals.loss import Loss
 from mpiad.optimize.root_exchange import total_on_root
-from mpiad.optimize.root_instructions import COTANGENT, FACTOR, RESIDUALS
+from mpiad.optimize.root_instructions import COTANGENT, FACTOR, NOT_FINITE, RESIDUALS
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Channel
 from mpiad.transport.user_failures import StageFailures, WrongValueError
@@ -51,6 +51,7 @@ class ResidualEvaluation:
         self.counts: list[int] = []
         self._kept: tuple[bytes, Any, np.ndarray] | None = None
         self._rows: tuple[bytes, np.ndarray] | None = None
+        self._at_start = StartValues()
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
         """Carry out an instruction."""
@@ -58,6 +59,8 @@ class ResidualEvaluation:
             return self.gathered(vector) if self.gathers else self.cost(vector)
         if kind == FACTOR:
             return self.factor(vector)
+        if kind == NOT_FINITE:
+            return self._at_start.not_finite(self._comm, self._program.args)
         if kind == COTANGENT:
             return self.cotangent(vector)
         return self.tangent(vector, direction)  # type: ignore[arg-type]
@@ -173,6 +176,7 @@ class ResidualEvaluation:
             else:
                 kept, f = None, self.agreement.run(lambda: self._piece(x))
             self._kept = key, kept, np.ascontiguousarray(f, dtype=float)
+            self._at_start.note("residuals", f)
         return self._kept[2]
 
     def _piece(self, x: Tree) -> Array:

@@ -21,7 +21,7 @@ from mpiad.optimize.iterates import Iterates
 from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.residuals.residual_evaluation import ResidualEvaluation
 from mpiad.optimize.root_driven import Leader
-from mpiad.optimize.root_instructions import COTANGENT, FACTOR, RESIDUALS, TANGENT
+from mpiad.optimize.root_instructions import COTANGENT, FACTOR, NOT_FINITE, RESIDUALS, TANGENT
 
 # With SciPy's statuses.
 _STOPPED = Ending(-2, STOPPED.message)
@@ -102,7 +102,9 @@ class _Problem:
         """Return what SciPy takes for the Jacobian at x: at x0, and at each new iterate, where it has the residuals."""
         first, self._again = self._again, False  # of a run that goes on: noted already
         if (self.place is None or first) and not np.all(np.isfinite(self.seen)):
-            raise ValueError("least_squares: the residuals aren't finite at x0. Start where they are.")
+            self._instructions.give(NOT_FINITE, x)
+            found = self._evaluation.carry_out(NOT_FINITE, x, None)
+            raise ValueError(f"least_squares: the residuals aren't finite at x0. Start where they are.{found}")
         self.place = Point(x, self._cost)
         found = self._operator(self.place) if self._evaluation.gathers else self._matrix(self.place)
         if not first:

@@ -149,6 +149,7 @@ class SecondOrderEvaluation:
                 f"are added up, but got the number {out!r:.60}. Return the residuals before their squares and sums are "
                 "taken; for an objective that is a number take product='full'."
             )
+        self._evaluation.at_start.note("residuals", array)
         return array
 
 

@@ -19,7 +19,7 @@ from mpiad.optimize.packing import DevicePacking, PiecePacking, packing_of_piece
 from mpiad.optimize.root_driven import Solve
 from mpiad.optimize.root_exchange import Totals
 from mpiad.optimize.sharded.compiled_vectors import host_vectors
-from mpiad.optimize.sharded.convergence import NewtonSettings, Settings, newton_settings_of, settings_of
+from mpiad.optimize.sharded.convergence import NOT_FINITE, NewtonSettings, Settings, newton_settings_of, settings_of
 from mpiad.optimize.sharded.correction_pairs import Ring
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.lbfgs import LBFGS, Trials
@@ -142,14 +142,17 @@ class Sharded(Solve):
         self, point: Point | NewtonPoint, gradient: np.ndarray, ending: Ending, count: int, iterates: PieceIterates,
         products: int = 0,
     ) -> scipy.optimize.OptimizeResult:  # fmt: skip
-        history = iterates.record.history()
+        history, message = iterates.record.history(), ending.message
+        if ending is NOT_FINITE:
+            self._evaluation.at_start.note("entries of the gradient", gradient)
+            message += self._evaluation.not_finite_at_start()
         result = scipy.optimize.OptimizeResult(
             x=self._piece.packing.unpack(point.x),
             fun=point.value,
             jac=self._piece.packing.unpack_gradient(gradient),
             success=ending.status == 0,
             status=ending.status,
-            message=ending.message,
+            message=message,
             nit=len(history.loss) - 1,
             nfev=count,
             njev=count,
