@@ -67,7 +67,10 @@ def weight_of(objective: str, channel: Channel, root: int) -> float:
     return 1.0 if objective == "sum" else 1.0 / channel.size
 
 
-def problem_with(value: Array, weight: float, call: str) -> Problem | None:
+_WANTED = "the function must return one real number (None is allowed off the root of objective='root')"
+
+
+def problem_with(value: Array, weight: float, call: str, wanted: str = _WANTED) -> Problem | None:
     """Return what is wrong with a rank's own number, None where nothing is."""
     if isinstance(value, (float, np.floating, np.integer)) or (isinstance(value, int) and abs(value) < _HUGE):
         return None
@@ -82,8 +85,7 @@ def problem_with(value: Array, weight: float, call: str) -> Problem | None:
         got += " (plain NumPy's, made of traced values? Use autograd.numpy)"
     return Problem(
         TypeError,
-        f"{call}: the function must return one real number (None is allowed off the root of objective='root'), "
-        f"but returned {got}. Reduce it to a scalar, or use mpiad.jacobian for arrays.",
+        f"{call}: {wanted}, but returned {got}. Reduce it to a scalar, or use mpiad.jacobian for arrays.",
     )
 
 

@@ -166,7 +166,7 @@ class DistributedOptimizer:
             used = channel(self.comm, "DistributedOptimizer.update")
             self._compare(used, state, params, "DistributedOptimizer.update")
             # Before the sums: ranks whose plans differ would add up other arrays under one another.
-            total = totals(used, self._plan, "DistributedOptimizer.update", count, problem=problem)
+            total = totals(used, self._plan, params, "DistributedOptimizer.update", count, problem=problem)
             with Sums(used, self._plan) as sums:
                 sums.add_all(parts)
                 return self._updated(state, params, variables, sums, total.all)
@@ -219,7 +219,7 @@ class DistributedOptimizer:
         last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
         parts: list[Any] = [None] * len(specs)
         self._plan = plan_of(specs, self.bucket_bytes, self._plan)
-        agree = partial(totals, used, self._plan, "DistributedOptimizer.step", count, state.get("samples", 0))
+        agree = partial(totals, used, self._plan, params, "DistributedOptimizer.step", count, state.get("samples", 0))
         try:
             held = _accumulated(state, specs, "DistributedOptimizer.step") or [None] * len(specs)
         except ValueError as error:

@@ -77,8 +77,9 @@ class Totals(NamedTuple):
 
 
 def totals(
-    used: Channel, plan: Plan, call: str, count: int, before: int = 0, loss: float = 0.0, problem: Problem | None = None
-) -> Totals:
+    used: Channel, plan: Plan, params: Tree, call: str, count: int, before: int = 0, loss: float = 0.0,
+    problem: Problem | None = None,
+) -> Totals:  # fmt: skip
     """Return the ranks' sums, after seeing that they are about to add up the same arrays: in one message of all ranks.
 
     They are of the samples, those of batches accumulated before, and the sum of the samples' losses; `problem` is what is
@@ -93,7 +94,7 @@ def totals(
     # larger than what floats hold exactly.
     if used.size * int(squares) != int(digests) ** 2:
         # `found` is the same on all ranks, so all come here, or none, and may talk about what differs.
-        raise agreed(used, _difference(used, plan, call))
+        raise agreed(used, _difference(used, plan, params, call))
     if total < 1:
         raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample to learn from."))
     if problems:
@@ -101,16 +102,17 @@ def totals(
     return Totals(int(total), int(accumulated), sum_of_losses)
 
 
-def _difference(used: Channel, plan: Plan, call: str) -> ValueError:
-    mine = list(map(described, plan.specs))
+def _difference(used: Channel, plan: Plan, params: Tree, call: str) -> ValueError:
+    paths = (path for path, leaf in named_leaves(params, "params") if is_variable(leaf))
+    mine = [f"{path} has {described(spec)}" for path, spec in zip(paths, plan.specs)]
     every = used.data.allgather((mine, plan.limit))
     for rank, (theirs, limit) in enumerate(every):
         first, first_limit = every[0]
-        for place, (one, other) in enumerate(zip(first, theirs)):
+        for one, other in zip(first, theirs):
             if one != other:
                 return ValueError(
-                    f"{call}: the parameters must be alike on all ranks, but the array number {place} among those that are "
-                    f"trained has {one} on rank 0, and {other} on rank {rank}."
+                    f"{call}: the parameters must have the same form, shapes and dtypes on all ranks, but {one} on rank 0, "
+                    f"and {other} on rank {rank}."
                 )
         if (len(theirs), limit) != (len(first), first_limit):
             return ValueError(

@@ -93,7 +93,7 @@ def value_and_grad(
         # Kept from step to step: a training reduces the same arrays each time.
         nonlocal plan
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
-        agree = partial(totals, used, plan, "parallel.value_and_grad", count)
+        agree = partial(totals, used, plan, params, "parallel.value_and_grad", count)
         with restoring_state(), suspended(), Sums(used, plan) as sums:
             total = gradient_of_sum(loss, variables, batch, count, agree, sums.add, sums.begin if plan.several else None)
             # Divided once, at the end, by the samples of all ranks: a mean of means would weigh small batches more.
@@ -133,7 +133,8 @@ def gradient_of_sum(
     traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=leaves))
     value = traced.build(traced.values)
     # Before the reverse pass, in which sums may start: whoever has no loss to differentiate can't leave the others in them.
-    problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad")
+    wanted = "loss must return one real number"
+    problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", wanted)
     found = agree(problem=problem) if problem else agree(loss=float(np.reshape(to_host(getval(value)), ())) * count)
     # By the number of samples: what a mean divides by it is whole again.
     spec = spec_like(value)

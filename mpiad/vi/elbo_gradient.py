@@ -106,12 +106,18 @@ class Objective(NamedTuple):
             # By constant parameters, so that only the path's part of the gradient is left.
             log_q = self.posterior.log_prob(stop_gradient(params), theta_of)
         log_p = self.prior.log_prob(theta_of)
-        outside = int(to_host(numpy.sum(numpy.isneginf(stop_gradient(log_p))))) if self.w else 0
+        wrong = int(to_host(numpy.sum(~numpy.isfinite(stop_gradient(log_p))))) if self.w else 0
+        outside = int(to_host(numpy.sum(numpy.isneginf(stop_gradient(log_p))))) if wrong else 0
         if outside:
             raise FloatingPointError(
                 f"VI: the prior's density is zero at {outside} of {len(theta_of)} draws, so that KL(q‖prior) is infinite. "
                 "Take a posterior that keeps within the prior's support (let the loss transform unbounded parameters), or "
                 "a prior without bounds."
+            )
+        if wrong:  # the draws are finite, and so it isn't the learning rate's fault
+            raise FloatingPointError(
+                f"VI: the prior's log density is NaN or infinite at {wrong} of {len(theta_of)} draws, which are finite. "
+                "Correct log_prob of the prior."
             )
         return np.mean(log_q - log_p)
 

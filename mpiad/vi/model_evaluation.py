@@ -90,7 +90,7 @@ class Model:
         return _plain_number(traced.values[0]), to_host(gradient)
 
     def _require_number(self, value: object) -> None:
-        problem = problem_with(value, 1.0, "VI")
+        problem = problem_with(value, 1.0, "VI", "loss must return one real number")
         if problem is not None:
             raise problem.kind(problem.text)
 

@@ -54,6 +54,8 @@ class Prior:
         if self.joint is not None:
             if self.joint.dim != dim:
                 raise ValueError(f"VI: the posterior has dimension {dim}, but the prior {self.joint.dim}.")
+            if not (numpy.isfinite(self.joint.mean).all() and numpy.isfinite(self.joint.cov).all()):
+                raise ValueError("VI: mean and covariance of the prior must be finite.")
             return
         # A tuple that begins with a name is one distribution, not a sequence of them.
         many = isinstance(distribution, Sequence) and not (distribution and isinstance(distribution[0], str))
@@ -61,6 +63,12 @@ class Prior:
         if len(given) != dim:
             raise ValueError(f"VI: the posterior has dimension {dim}, but the prior is of {len(given)} distributions.")
         self.marginals = [_frozen(one) for one in given]
+        for k, one in enumerate(self.marginals):
+            if not numpy.isfinite(one.median()):  # SciPy's answer to arguments out of range
+                raise ValueError(
+                    f"VI: the prior of parameter {k} must have arguments that scipy.stats.{one.dist.name} takes, but got "
+                    f"{[float(v) for v in (*one.args, *one.kwds.values())]}, with which its density is NaN."
+                )
 
     def log_prob(self, theta: Array) -> Array:
         """Return the log densities of points of shape (S, dim); a function of them that traces see.

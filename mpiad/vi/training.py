@@ -142,6 +142,11 @@ class Training:
             self._end(f"no improvement in {self._patience} epochs")
         self._state, self._params = self._optimizer.update(self._state, self._params, gradient)
         if not _all_finite(self._params):
+            if math.isfinite(value) and not _all_finite(gradient):
+                raise FloatingPointError(
+                    f"VI: in epoch {epoch} the gradient isn't finite, but draws, objective and the model's gradients are. "
+                    "Correct the derivative of the log density of the prior, or of the posterior."
+                )
             raise FloatingPointError(
                 f"VI: after epoch {epoch} variational parameters aren't finite. Lower the learning rate."
             )

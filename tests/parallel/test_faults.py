@@ -80,13 +80,17 @@ def test_what_raises_before_any_sum_needs_no_reset(comm):
 
 @pytest.mark.skipif(COMM.size < 2, reason="needs two ranks")
 def test_parameters_that_differ_in_form_are_refused_on_all_ranks(comm):
-    text = rf"array number 1 .* has shape \(2,\) and dtype float64 on rank 0, and shape \(3,\) .* on rank {ROOT}"
-    params = [np.ones(4), np.ones(3 if COMM.rank == ROOT else 2)]
+    text = r"but params\['layers'\]\[1\] has shape \(2,\) and dtype float64 on rank 0, and params\['layers'\]\[1\] has "
+    text += rf"shape \(3,\) .* on rank {ROOT}"
+    # Neither an integer nor an empty list is trained.
+    params = {"epoch": 3, "frozen": [], "layers": [np.ones(4), np.ones(3 if COMM.rank == ROOT else 2)]}
     with pytest.raises(ValueError, match=text):
-        value_and_grad(lambda p: anp.sum(p[0]) + anp.sum(p[1]), comm=comm)(params)
+        value_and_grad(lambda p: anp.sum(p["layers"][0]) + anp.sum(p["layers"][1]), comm=comm)(params)
     optimizer = DistributedOptimizer(SGD(0.1), comm=comm)
     with pytest.raises(ValueError, match=text):
         optimizer.update(optimizer.setup(params), params, params)
+    with pytest.raises(ValueError, match=text):
+        optimizer.step(optimizer.setup(params), params, lambda p: anp.sum(p["layers"][0]))
     params = [np.ones(1)] * (2 if COMM.rank == ROOT else 1)
     with pytest.raises(ValueError, match=rf"rank 0 has 1 and \d+, and rank {ROOT} has 2"):
         optimizer.step(optimizer.setup(params), params, lambda p: anp.sum(p[0]))

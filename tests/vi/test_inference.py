@@ -253,13 +253,50 @@ def test_a_model_that_always_fails_ends_the_run_with_its_traceback():
 
     with pytest.raises(WorkerError, match="failure number 1\n"):
         VI(worse, MeanFieldGaussian(2), ("norm",), Adam(), root=ROOT).run(None, 3)
-    with pytest.raises(WorkerError, match=r"the function must return one real number.*shape \(2,\)"):
+    with pytest.raises(WorkerError, match=r"VI: loss must return one real number, but returned .*shape \(2,\)"):
         VI(lambda theta, data: theta, MeanFieldGaussian(2), ("norm",), Adam(), root=ROOT).run(None, 3)
     with pytest.raises(WorkerError, match=r"VI.elbo: the model failed for all draws. The first was on rank \d:\nTrace"):
         make(loss=lambda theta, data: worse(theta, data)).elbo(MeanFieldGaussian(2).initial(np.random.default_rng(0)))
     with pytest.raises(WorkerError, match="returned NaN or infinity for 10"):
         VI(lambda theta, data: anp.sum(theta) * np.inf, MeanFieldGaussian(2), ("norm",), Adam()).run(None, 3)
     assert VI(lambda theta, data: anp.sum(theta**2), MeanFieldGaussian(2), ("norm",), Adam()).run(None, 1).epochs == 1
+
+
+class OwnPrior:
+    """A prior whose log density is computed by a function."""
+
+    dim = 1
+
+    def __init__(self, log_prob):
+        self.log_prob = log_prob
+
+
+@pytest.mark.parametrize(
+    ("log_prob", "words"),
+    [
+        (lambda theta: anp.sum(theta * np.nan, axis=1), "prior's log density is NaN or infinite at 10 of 10 draws"),
+        (lambda theta: anp.sum(anp.sqrt(theta * 0.0), axis=1), "derivative of the log density of the prior"),
+    ],
+)
+def test_a_prior_that_is_not_finite_is_named_not_the_learning_rate(log_prob, words):
+    inference = VI(lambda theta, data: anp.sum(theta**2), MeanFieldGaussian(1), OwnPrior(log_prob), Adam(), root=ROOT)
+    with np.errstate(all="ignore"), pytest.raises(FloatingPointError, match=words) as error:
+        inference.run(None, 3)
+    assert "earning rate" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("prior", "words"),
+    [
+        (("norm", 0.0, np.nan), r"prior of parameter 0 .* scipy.stats.norm takes, but got \[0.0, nan\]"),
+        (("norm", 0.0, -1.0), r"scipy.stats.norm takes, but got \[0.0, -1.0\]"),
+        ([("expon",), ("gamma", np.inf)], "prior of parameter 1 .* scipy.stats.gamma"),
+        (scipy.stats.multivariate_normal([np.nan, 0.0]), "mean and covariance of the prior must be finite"),
+    ],
+)
+def test_priors_with_arguments_out_of_range_are_refused(prior, words):
+    with pytest.raises(ValueError, match=words):
+        Prior(prior, 2)
 
 
 def test_steps_that_are_too_long_say_so_on_all_ranks():
