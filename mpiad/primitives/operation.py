@@ -273,6 +273,15 @@ def refuse_suspended(node: object, call: str) -> None:
     """Raise a TypeError for a value of a trace that goes on outside the body of an operator, where it was used."""
     tape = getattr(node, "tape", None)
     if tape is not None and tape.record is not None:
+        opened = tracing.tapes
+        while opened is not None and opened is not tape:
+            opened = opened.around
+        if opened is None:
+            raise TypeError(
+                f"{call}: got a traced value in another thread than the traced function, so its derivative "
+                "would be lost. Communicate in that thread, or take the plain value, mpiad.stop(x), if no derivative is "
+                "wanted."
+            )
         raise TypeError(
             f"{call}: got a traced value inside the body of an operator that is one node (a solve, or a function made by "
             "mpiad.extend.custom_operator), so its derivative would be lost. Pass it to the operator as an argument; "

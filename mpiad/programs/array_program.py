@@ -70,6 +70,12 @@ class Node(NamedTuple):
     part: int = 0  # of the program: reverse passes are run later than the rest
 
 
+def described(node: Node) -> str:
+    """Return the operation of an array, and the user's line."""
+    operation = node.data[0] if node.kind in ("elementwise", "reduce") else node.kind
+    return operation if node.site is None else f"{operation} at {node.site.text}"
+
+
 class ArrayProgram:
     """A program, and while it is made its builder.
 

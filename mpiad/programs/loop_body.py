@@ -11,7 +11,7 @@ from mpiad._typing import Array
 from mpiad.compiling.builder import Builder
 from mpiad.compiling.source import lines
 from mpiad.compiling.symbols import Symbol, choose
-from mpiad.programs.array_program import BOOLEAN
+from mpiad.programs.array_program import BOOLEAN, described
 from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, shifted, within
 from mpiad.programs.schedule import Fold
 
@@ -111,7 +111,7 @@ class LoopBody:
             return self._joined(node.inputs, node.data, map)
         if node.kind == "update":
             return self._updated(node.inputs, node.data, map)
-        raise AssertionError(f"{node} isn't computed in loops")
+        raise AssertionError(f"{described(node)} isn't computed in loops")
 
     def _joined(self, parts: Sequence[int], axis: int, map: IndexMap) -> Symbol:
         start, made = 0, []

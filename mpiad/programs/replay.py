@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpiad.compiling.cache import kernel_of
+from mpiad.compiling.cache import Kernel, kernel_of
+from mpiad.programs.array_program import described
 from mpiad.programs.changed_results import is_looked_at
 from mpiad.programs.loops import NAME, LoopText, text_of
 from mpiad.programs.memory_plan import Scratch, homes_of, spans_of, written_over
@@ -39,7 +40,7 @@ class Replays:
             for at, step in enumerate(schedule.steps)
         ]
         self.texts: list[LoopText | None] = written_over(schedule, texts)
-        self.kernels = [None if text is None else kernel_of(text.text, NAME, text.signature, _FAST) for text in self.texts]
+        self.kernels = list(map(self._kernel, schedule.steps, self.texts))
         self.homes = homes_of(schedule, self.texts)
         self.scratch = Scratch(self.homes)
         self.results: dict[int, list[int]] = {}
@@ -53,6 +54,14 @@ class Replays:
         self.logged = schedule.program.logged
         self.last_look = max((at for at in range(len(schedule.steps)) if is_looked_at(schedule, at)), default=-1)
         self.free: dict[bool, list[Replay]] = {False: [], True: []}
+
+    def _kernel(self, step: Any, text: LoopText | None) -> Kernel | None:
+        try:
+            return None if text is None else kernel_of(text.text, NAME, text.signature, _FAST)
+        except NotImplementedError as error:  # whose message is of the kernel's text
+            nodes = [self.schedule.program.nodes[item.node] for item in step.items]
+            said = ", ".join(dict.fromkeys(map(described, nodes)))
+            raise NotImplementedError(f"no kernel can compute {said}") from error
 
     def take(self) -> Replay:
         """Return one that nobody uses."""

@@ -165,6 +165,31 @@ def test_an_exception_in_one_thread_leaves_the_others_right():
     assert trace_stack.top == before
 
 
+@pytest.mark.parametrize("derivative", [mpiad.grad, mpiad.jacobian, lambda f: lambda x: mpiad.jvp(f, x, x)])
+@pytest.mark.parametrize("of_its_own", [False, True])
+def test_a_traced_value_in_another_thread_is_refused_as_such(derivative, of_its_own):
+    caught, comm = [], MPI.COMM_SELF
+
+    def elsewhere(x):
+        try:
+            if of_its_own:  # a trace of the other thread's own
+                mpiad.grad(lambda y: anp.sum(y * mpiad.mpi_allreduce(x, comm=comm)), comm=comm)(np.ones(2))
+            else:
+                mpiad.mpi_allreduce(x, comm=comm)
+        except Exception as error:
+            caught.append(error)
+
+    def program(x):
+        thread = threading.Thread(target=elsewhere, args=(x,))
+        thread.start()
+        thread.join(30)
+        return anp.sum(x**2)
+
+    derivative(program)(np.ones(2))
+    assert [type(error) for error in caught] == [TypeError]
+    assert "in another thread" in str(caught[0]) and "operator" not in str(caught[0])
+
+
 def test_a_thread_inside_a_trace(rank):
     """A pool started by the differentiated function: what its threads differentiate is theirs."""
     results = {}

@@ -183,6 +183,20 @@ def test_strict_raises_with_the_line_and_the_reason(fun):
         mpiad.jit(fun, strict=True)(X.copy())
 
 
+def test_a_kernel_that_fails_is_reported_by_the_users_operation_and_line(monkeypatch):
+    def refuse(*given):
+        raise NotImplementedError("line 3 of a kernel: np.float64(a1[0])")
+
+    def fun(x):
+        return anp.sin(x) * 2.0
+
+    monkeypatch.setattr("mpiad.programs.replay.kernel_of", refuse)
+    line = fun.__code__.co_firstlineno + 1
+    with pytest.raises(TypeError, match=f"can't be compiled: .* no kernel can compute multiply at .*py:{line} in") as error:
+        mpiad.jit(fun, strict=True)(X)
+    assert "a1" not in str(error.value)
+
+
 def test_an_array_that_is_made_and_changed_is_compiled():
     def fun(x):
         total = anp.zeros(7) + mutates(x)[0] * 0
