@@ -37,7 +37,7 @@ from mpiad.linalg import solve as linear_solve
 from mpiad.primitives import custom_operator as custom_operators
 from mpiad.primitives import operation
 from mpiad.programs import array_module, calls_on_tape, entry, function, playback, recorder, trace_run
-from mpiad.transport import calls, channel, channels, signals, tracing
+from mpiad.transport import calls, channel, channels, messages, nonblocking_sums, signals, tracing
 from mpiad.transport.guarded import timed_waits
 
 WORLD = MPI.COMM_WORLD
@@ -169,6 +169,46 @@ def linear_system():
         return mpiad.mpi_allreduce(anp.sum(linear_solve(matvec, b, diagonal, rtol=1e-12)))
 
     return lambda: mpiad.grad(total)(MINE), inverse.sum(0)[3 * WORLD.rank : 3 * WORLD.rank + 3]
+
+
+NEXT, LAST = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size
+
+
+def exchanged():
+    """Return the gradient of the sum over a ring of sin(x of the rank before), and its closed form."""
+
+    def total(x):
+        return anp.sum(anp.sin(mpiad.mpi_exchange(x, NEXT, source=LAST)))
+
+    return lambda: mpiad.grad(total, objective="sum")(MINE), np.cos(MINE)
+
+
+def sent():
+    """Return the same by sends and receives."""
+
+    def total(x):
+        mpiad.mpi_send(x, NEXT)
+        return anp.sum(anp.sin(mpiad.mpi_recv(x, LAST)))
+
+    return lambda: mpiad.grad(total, objective="sum")(MINE), np.cos(MINE)
+
+
+def begun():
+    """Return the same by messages that are under way while others are begun; long ones, which wait for their receiver."""
+    mine = np.tile(MINE, 8000)
+
+    def total(x):
+        sends = [mpiad.mpi_isend(x, NEXT, tag) for tag in (1, 2)]
+        receives = [mpiad.mpi_irecv(x, LAST, tag) for tag in (2, 1)]
+        found = mpiad.mpi_waitall([*receives, *sends])
+        return anp.sum(anp.sin(found[0])) + anp.sum(anp.cos(found[1]))
+
+    return lambda: mpiad.grad(total, objective="sum")(mine), np.cos(mine) - np.sin(mine)
+
+
+def summed_later():
+    """Return the gradient of Σ sin(Σ_r x_r) by a reduction that is waited for later, and its closed form."""
+    return gradient_of(lambda x: anp.sum(anp.sin(mpiad.mpi_wait(mpiad.mpi_iallreduce(x)))))
 
 
 class Failed(Exception):
@@ -465,7 +505,7 @@ def compiled_solve():
     return lambda: jitted(right), MINE
 
 
-PROGRAMS = ( left_compiled,
+PROGRAMS = ( exchanged, sent, begun, summed_later, left_compiled,
     rows_compiled, unhashable, strict, inner_values, compiled_within, compiled_solve,
     pulled_in_lanes, failing_lanes, failing_compiled_body, failing_tangent, within_compiled, kept_values, catching, noted,
     single_solve, solve_over_ranks,
@@ -503,7 +543,9 @@ NAMED = {
     playback: "Playback.communicate Playback._next Playback._untold",
     calls: "begin begin_rule _pushed end note forget",
     array_module: "let_arrays_be_traced",
-    channels: "tell_recorders",
+    channels: "tell_recorders Channel.begin Channel.leave Channel.keep",
+    messages: "post_send post_receive finish_send finish_receive receive send _completed _await",
+    nonblocking_sums: "start_allreduce Summation.finish",
     "mpiad.ensemble.solve": "solve",
     "mpiad.linalg.solve": "solve",
 }  # fmt: skip
@@ -610,7 +652,7 @@ def state():
         "thread": dict(tracing.tracing.__dict__), "open traces": dict(tape._open), "counter": trace_stack.top,
         "recorders": set(trace_run._recorders), "noting": calls.is_noting(), "told": "data" in vars(channels.Channel),
         "forward": operation.communicate.__module__, "waits": dict(waits), "patience": list(signals._patience),
-        "alone": used.alone, "looking": used._looking.locked(),
+        "alone": used.alone, "looking": used._looking.locked(), "started": len(used.started),
     }  # fmt: skip
 
 

@@ -156,4 +156,4 @@ class _Aside:
 
     def __init__(self, channel: Channel):
         # The channel holds what is under way, as for all that it must complete at its end; only the messages go aside.
-        self.data, self.hold, self.release = channel.aside(), channel.hold, channel.release
+        self.data, self.begin, self.release = channel.aside(), channel.begin, channel.release

@@ -100,7 +100,7 @@ class Channel:
         self.sent: dict[tuple[int, int], int] = {}
         self.received: dict[tuple[int, int], int] = {}
         self.pending: list[tuple[Any, np.ndarray]] = []
-        self.started: dict[int, tuple[str, Any, Any]] = {}
+        self.started: dict[int, tuple[str, list[Any], Any]] = {}
         self.unended = False  # whether a collective was given up in its middle
         self._next_look, self.drained = 1, 0
         self._backwards: Comm | None = None
@@ -162,19 +162,45 @@ class Channel:
         # Looking again only when twice as many wait keeps the looks linear in the number of sends.
         self._next_look = 2 * len(self.pending) + 1
 
-    def hold(self, kind: str, request: Request, buffers: object) -> None:
-        """Hold the buffers of what will be waited for; `kind` is "send", "receive" or "reduction"."""
-        self.started[id(request)] = kind, request, buffers
+    def begin(self, kind: str, buffers: object, call: Callable[..., Request], x: Any, y: Any, z: Any) -> list[Request]:
+        """Start a "send", "receive" or "reduction" by a call of MPI's; return its request, in a list, for `release`.
 
-    def release(self, request: Request) -> Any:
-        """Give up the buffers of what was waited for, and return them."""
-        return self.started.pop(id(request), (None, None, None))[2]
+        The kinds "blocking send" and "blocking receive" are for those that the same call waits for.
+
+        The buffers are held from before the call on, and the request is put into the list in one step with the call: at
+        whatever moment an interrupt comes, nothing is freed that MPI uses.
+        """
+        requests: list[Request] = []
+        self.started[id(requests)] = kind, requests, buffers
+        try:
+            requests.extend(map(call, (x,), (y,), (z,)))
+        except Exception:
+            self.release(requests)
+            raise
+        return requests
+
+    def hold(self, kind: str, request: Request, buffers: object) -> None:
+        """Hold the buffers of what was started before."""
+        requests = [request]
+        self.started[id(requests)] = kind, requests, buffers
+
+    def release(self, requests: list[Request]) -> None:
+        """Give up the buffers of what has ended."""
+        self.started.pop(id(requests), None)
+
+    def leave(self, requests: list[Request]) -> None:
+        """Let a send end by itself, whose buffer is held until then."""
+        held = self.started.get(id(requests))
+        if held is not None:  # no reset has ended it
+            if not requests[0].Test():
+                self.keep(requests[0], held[2])
+            self.release(requests)
 
     def end(self) -> None:
         """End all messages, received or not; collective. After an exception it may be called again."""
         self.drained += 1
-        for kind, request, _ in self.started.values():
-            if kind == "receive":
+        for kind, requests, _ in self.started.values():
+            for request in requests if kind.endswith("receive") else ():
                 cancel(request)
         # After the receives, which would take messages away from it; before the sends are waited for, which end only when
         # the other ranks have taken theirs in the same way.
@@ -182,9 +208,9 @@ class Channel:
             drain(comm, self.tag_limit, self.drained)
         for request in self._sends():
             request.Wait()
-        # A reduction that not all ranks have started never ends.
+        # A reduction that not all ranks have started never ends; without its request it isn't known what ends.
         self.unended = self._has_unended()
-        ABANDONED.extend(held for held in self.started.values() if held[0] == "reduction")
+        ABANDONED.extend(held for held in self.started.values() if held[0] == "reduction" or not held[1])
         self.pending.clear()
         self.started.clear()
 
@@ -206,15 +232,17 @@ class Channel:
         return bool(every.any())
 
     def _has_unended(self) -> bool:
-        reductions = [request for kind, request, _ in self.started.values() if kind == "reduction"]
-        return self.unended or any(not has_ended(request) for request in reductions)
+        return self.unended or any(not has_ended(request) for request in self._requests("reduction"))
 
     def sends(self) -> bool:
         """Tell whether messages of this rank's are under way."""
         return any(not request.Test() for request in self._sends())
 
     def _sends(self) -> list[Request]:
-        return [request for request, _ in self.pending] + [held[1] for held in self.started.values() if held[0] == "send"]
+        return [request for request, _ in self.pending] + self._requests("send")
+
+    def _requests(self, kind: str) -> list[Request]:
+        return [request for held in self.started.values() if held[0].endswith(kind) for request in held[1]]
 
     def refusing(self, reason: str) -> Refusing:
         """Refuse this rank's calls in a context, in which the other ranks take no part: they would never end."""

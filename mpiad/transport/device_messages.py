@@ -9,12 +9,11 @@ come. So the two ends needn't agree on anything, and either may hold its array o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Buffer, Shape
+from mpiad._typing import Array, Buffer, Request, Shape
 from mpiad.transport import device_settings
 from mpiad.transport.buffers import Spec, result
 from mpiad.transport.chunked_staging import arriving, bounds, departing, of_whole
@@ -36,28 +35,29 @@ class Announcement(list):
         self.dtype, self.nbytes = array.dtype, array.nbytes
 
 
-def ship(array: Array, envelope: Envelope) -> tuple[Any, Any]:
-    """Start to send a copy of a device's array; return MPI's request, and what must live as long."""
+def ship(array: Array, envelope: Envelope, kind: str) -> list[Request]:
+    """Start to send a copy of a device's array; return MPI's request."""
     arrays = arrays_of(array)
     way = way_of(arrays)
     chunk = device_settings.present().chunk
     # What is as short as an announcement would be taken for one.
     if isinstance(way, Staged) and array.nbytes > max(chunk, ANNOUNCEMENT_BYTES):
-        return _ship_in_pieces(array, envelope, chunk)
+        return _ship_in_pieces(array, envelope, chunk, kind)
     sent = way.copied(array)
-    return envelope.comm.Isend(sent, envelope.peer, envelope.mpi_tag), sent
+    return envelope.channel.begin(kind, sent, envelope.comm.Isend, sent, envelope.peer, envelope.mpi_tag)
 
 
-def _ship_in_pieces(array: Array, envelope: Envelope, chunk: int) -> tuple[Any, Any]:
+def _ship_in_pieces(array: Array, envelope: Envelope, chunk: int, kind: str) -> list[Request]:
+    channel = envelope.channel
     pieces = of_whole(array.size, array.dtype.itemsize, chunk)
     going = departing(array, pieces)
     announcement = Announcement(array, chunk)
-    request = envelope.comm.Isend(announcement, envelope.peer, envelope.mpi_tag)
+    announced = channel.begin(kind, announcement, envelope.comm.Isend, announcement, envelope.peer, envelope.mpi_tag)
     for number in range(len(pieces)):
         piece = going.piece(number)
-        sending = envelope.channel.reverse.Isend(piece.view(np.uint8), envelope.peer, envelope.tag_of_pieces)
-        envelope.channel.keep(sending, piece)
-    return request, announcement
+        given = piece.view(np.uint8), envelope.peer, envelope.tag_of_pieces
+        channel.leave(channel.begin("blocking send", piece, channel.reverse.Isend, *given))
+    return announced
 
 
 def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] | None:
@@ -95,12 +95,11 @@ def _received(memory: np.ndarray, envelope: Envelope, chunk: int) -> Iterator[No
     """Receive all pieces, one at each step of the iteration."""
     channel, posted = envelope.channel, []
     for start, end in bounds(memory.size, 1, chunk):
-        request = channel.reverse.Irecv(memory[start:end], envelope.peer, envelope.tag_of_pieces)
-        channel.hold("receive", request, memory)
-        posted.append(request)
-    for request in posted:
-        request.Wait()
-        channel.release(request)
+        given = memory[start:end], envelope.peer, envelope.tag_of_pieces
+        posted.append(channel.begin("blocking receive", memory, channel.reverse.Irecv, *given))
+    for requests in posted:
+        requests[0].Wait()
+        channel.release(requests)
         yield
 
 

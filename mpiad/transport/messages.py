@@ -8,77 +8,65 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Request, Status
-from mpiad.errors import MessageMismatchError
+from mpiad.errors import DeadlockError, MessageMismatchError
 from mpiad.transport import device_messages
 from mpiad.transport.buffers import Spec
+from mpiad.transport.channels import is_watched
 from mpiad.transport.envelopes import Envelope
 from mpiad.transport.staging import HOST, Way, way_of
+from mpiad.transport.unreceived import ABANDONED
 
 # Open MPI 5 writes a message that is too long past the end of the buffer before it reports it.
 _LOOKS_FIRST = MPI.get_vendor()[0] == "Open MPI"
 
 
 class Receipt:
-    """A receive under way: the room for its array, MPI's buffer and request, and its address."""
+    """A receive under way: the room for its array, MPI's buffer and request, and its address.
 
-    __slots__ = ("buffer", "envelope", "request", "room", "spec", "way")
+    Without a `kind` it is begun when it is waited for, by one call of MPI's that also sends `sent`: array, rank and tag.
+    """
 
-    def __init__(self, spec: Spec, way: Way, room: Array, buffer: Buffer, envelope: Envelope):
+    __slots__ = ("buffer", "envelope", "requests", "room", "sent", "spec", "way")
+
+    def __init__(
+        self, spec: Spec, way: Way, room: Array, buffer: Buffer, envelope: Envelope, kind: str, sent: tuple | None = None
+    ):
         self.spec, self.way, self.room, self.buffer, self.envelope = spec, way, room, buffer, envelope
-        self.request = envelope.comm.Irecv(buffer, envelope.peer, envelope.mpi_tag)
+        self.sent, self.requests = sent, list[Request]()
+        if kind:
+            begin, call = envelope.channel.begin, envelope.comm.Irecv
+            self.requests = begin(kind, (buffer, room), call, buffer, envelope.peer, envelope.mpi_tag)
 
 
-def _started(array: Array, envelope: Envelope) -> tuple[Any, Any]:
-    """Start to send; return MPI's request, and what must live as long."""
+def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
+    """Start a send; an array of the host is memory that nobody changes before `finish_send`. Return MPI's request."""
     if type(array) is np.ndarray:
-        return envelope.comm.Isend(array, envelope.peer, envelope.mpi_tag), array
-    return device_messages.ship(array, envelope)
+        return envelope.channel.begin(kind, array, envelope.comm.Isend, array, envelope.peer, envelope.mpi_tag)
+    return device_messages.ship(array, envelope, kind)
+
+
+def finish_send(requests: list[Request], envelope: Envelope) -> None:
+    """End a send without waiting for its receiver, who may come only after what this rank does next."""
+    envelope.channel.leave(requests)
 
 
 def send(array: Array, envelope: Envelope) -> None:
     """Send without waiting for the receiver; an array of the host must be private memory."""
-    request, held = _started(array, envelope)
-    if not request.Test():
-        envelope.channel.keep(request, held)
+    envelope.channel.leave(post_send(array, envelope, "blocking send"))
 
 
-def post_send(array: Array, envelope: Envelope) -> Request:
-    """Start a send; an array of the host is memory that nobody changes before `finish_send`. Return MPI's request."""
-    request, held = _started(array, envelope)
-    envelope.channel.hold("send", request, held)
-    return request
-
-
-def finish_send(request: Request, envelope: Envelope) -> None:
-    """End a send without waiting for its receiver, who may come only after what this rank does next."""
-    held = envelope.channel.release(request)
-    if not request.Test():
-        envelope.channel.keep(request, held)
-
-
-def post_receive(spec: Spec, envelope: Envelope) -> Receipt:
+def post_receive(spec: Spec, envelope: Envelope, kind: str = "receive") -> Receipt:
     """Start a receive of an array of known shape and dtype."""
-    receipt = _receipt(spec, envelope)
-    envelope.channel.hold("receive", receipt.request, receipt)
-    return receipt
-
-
-def _receipt(spec: Spec, envelope: Envelope) -> Receipt:
     if spec.arrays is None:
         buffer = np.empty(spec.shape, spec.dtype)
-        return Receipt(spec, HOST, buffer, buffer, envelope)
+        return Receipt(spec, HOST, buffer, buffer, envelope, kind)
     way = way_of(spec.arrays)
     room = way.room(spec.shape, spec.dtype)
-    receipt = Receipt(spec, way, room, way.buffer(room), envelope)
-    # Memory that is lent goes to the next array when it is dropped: not while MPI may write to it.
-    envelope.channel.hold("receive", receipt.request, receipt)
-    return receipt
+    return Receipt(spec, way, room, way.buffer(room), envelope, kind)
 
 
 def finish_receive(receipt: Receipt, call: str) -> Array:
     """Wait for a receive and return its array; a ValueError where the message has another number of bytes than that."""
-    if receipt.spec.arrays is None:
-        receipt.envelope.channel.release(receipt.request)
     return _completed(receipt, MPI.Status(), call)
 
 
@@ -88,7 +76,7 @@ def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
     # MPICH 5, over UCX, loses messages of other nodes for which a receive from any rank is posted, but finds them.
     if _LOOKS_FIRST or envelope.peer == MPI.ANY_SOURCE:
         return _matched(spec, envelope, status, call)
-    return _completed(_receipt(spec, envelope), status, call)
+    return _completed(post_receive(spec, envelope, "" if spec.arrays is None else "blocking receive"), status, call)
 
 
 def _answered(envelope: Envelope, status: Status) -> None:
@@ -133,14 +121,20 @@ def _drop_pieces(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> No
 
 def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Array:
     """Send to one rank and receive from another, and wait for both."""
-    receipt = _receipt(spec, back)
-    sending, held = _started(array, there)
+    if type(array) is np.ndarray and spec.arrays is None and there.comm is back.comm and not is_watched():
+        buffer = np.empty(spec.shape, spec.dtype)
+        return _completed(
+            Receipt(spec, HOST, buffer, buffer, back, "", (array, there.peer, there.mpi_tag)), MPI.Status(), call
+        )
+    receipt = post_receive(spec, back, "blocking receive")
+    sending = post_send(array, there, "blocking send")
     try:
         value = _completed(receipt, MPI.Status(), call)
     except BaseException:
-        there.channel.keep(sending, held)  # it may be under way still, and its receiver may not come
+        there.channel.leave(sending)  # it may be under way still, and its receiver may not come
         raise
-    sending.Wait()
+    sending[0].Wait()
+    there.channel.release(sending)
     return value
 
 
@@ -161,12 +155,10 @@ def require_whole(room: np.ndarray, status: Status, back: Envelope, call: str) -
 def _completed(receipt: Receipt, status: Status, call: str) -> Array:
     try:
         _await(receipt, status, call)
-    except Exception:
-        if receipt.spec.arrays is not None:
-            receipt.envelope.channel.release(receipt.request)
+    except (MPI.Exception, ValueError, MessageMismatch, DeadlockError):  # else, as by an interrupt, MPI may still write
+        receipt.envelope.channel.release(receipt.requests)
         raise
-    if receipt.spec.arrays is not None:
-        receipt.envelope.channel.release(receipt.request)
+    receipt.envelope.channel.release(receipt.requests)
     # MPI reports what is too long; what is too short it receives without a word.
     got = status.Get_count(MPI.BYTE)
     if got != receipt.buffer.nbytes:
@@ -175,13 +167,21 @@ def _completed(receipt: Receipt, status: Status, call: str) -> Array:
 
 
 def _await(receipt: Receipt, status: Status, call: str) -> None:
+    there = receipt.envelope
     try:
-        receipt.request.Wait(status)
+        if receipt.requests:
+            receipt.requests[0].Wait(status)
+        elif receipt.sent is None:
+            there.comm.Recv(receipt.buffer, there.peer, there.mpi_tag, status)
+        else:
+            there.comm.Sendrecv(*receipt.sent, receipt.buffer, there.peer, there.mpi_tag, status)
     except MessageMismatchError:  # under watch its header is looked at
         _answered(receipt.envelope, status)
         _drop_pieces(receipt.buffer, status.Get_count(MPI.BYTE), receipt.spec, receipt.envelope)
         raise
     except MPI.Exception as error:
+        if receipt.sent is not None:
+            ABANDONED.append(receipt.sent)  # it may be under way still
         _answered(receipt.envelope, status)
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
             raise ValueError(_mismatch(receipt.spec, "more bytes", receipt.envelope, call)) from None

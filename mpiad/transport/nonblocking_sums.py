@@ -29,9 +29,9 @@ class Summation:
 
     def finish(self) -> Array:
         """Wait for the sum and return it."""
-        for number, request in enumerate(self._requests):
-            request.Wait()
-            self._channel.release(request)
+        for number, requests in enumerate(self._requests):
+            requests[0].Wait()
+            self._channel.release(requests)
             if self._take is not None:
                 self._take(number)
         return self._home()
@@ -45,9 +45,8 @@ def start_allreduce(channel: Channel, array: Array) -> Summation:
     way = way_of(arrays, nonblocking=True)
     room = way.room(array.shape, array.dtype)
     sent, into = array if arrays is None else way.copied(array), way.buffer(room)
-    request = channel.data.Iallreduce(sent, into, MPI.SUM)
-    channel.hold("reduction", request, (sent, into, room))
-    return Summation(channel, [request], partial(way.home, room))
+    requests = channel.begin("reduction", (sent, into, room), channel.data.Iallreduce, sent, into, MPI.SUM)
+    return Summation(channel, [requests], partial(way.home, room))
 
 
 def _start_in_pieces(channel: Channel, array: Array) -> Summation:
@@ -56,17 +55,14 @@ def _start_in_pieces(channel: Channel, array: Array) -> Summation:
     passage, requests = passing(array, pieces, private=True), []
     for number in range(len(pieces)):
         piece = passage.piece(number)
-        request = channel.data.Iallreduce(MPI.IN_PLACE, piece, MPI.SUM)
-        channel.hold("reduction", request, piece)
-        requests.append(request)
+        requests.append(channel.begin("reduction", piece, channel.data.Iallreduce, MPI.IN_PLACE, piece, MPI.SUM))
     return Summation(channel, requests, passage.home, passage.take)
 
 
 def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
     """Start to add up arrays of the host, on all ranks, in their own memory, which nobody uses meanwhile."""
-    request = channel.data.Iallreduce(MPI.IN_PLACE, array, MPI.SUM)
-    channel.hold("reduction", request, array)
-    return Summation(channel, [request], lambda: array)
+    requests = channel.begin("reduction", array, channel.data.Iallreduce, MPI.IN_PLACE, array, MPI.SUM)
+    return Summation(channel, [requests], lambda: array)
 
 
 def sum_in_place(channel: Channel, array: np.ndarray) -> None:

@@ -83,10 +83,10 @@ class PreparedMessages:
         # Receives first: what comes then needs no buffer of MPI's. They are counted as those of other ranks are.
         for envelope, _, message in self._coming:
             envelope.renew()
-            self._receives.append(comm.Irecv(message, envelope.peer, tag))
+            self._receives.extend(map(comm.Irecv, (message,), (envelope.peer,), (tag,)))  # in one step, as `Channel.begin`
         for envelope, _, message in self._going:
             envelope.renew()
-            self._sends.append(comm.Isend(message, envelope.peer, tag))
+            self._sends.extend(map(comm.Isend, (message,), (envelope.peer,), (tag,)))
 
     def finish(self, call: str) -> None:
         """Wait for all; a ValueError where a message has another number of bytes than the array that it is received into.

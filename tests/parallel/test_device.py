@@ -161,7 +161,7 @@ def test_places_that_differ_are_named_on_all_ranks():
     mine = {"w": on_device(np.ones(2)) if _RANK else np.ones(2)}
     with pytest.raises(ValueError, match="float64 on a device on rank [1-9], but .* on the root"):
         synchronize(mine)
-    with pytest.raises(ValueError, match="alike on all ranks.*on a device on rank 1"):
+    with pytest.raises(ValueError, match="same form, shapes and dtypes on all ranks.*on a device on rank 1"):
         value_and_grad(lambda params: anp.sum(params["w"]))(mine)
 
 

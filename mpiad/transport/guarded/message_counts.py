@@ -62,7 +62,8 @@ class MessageCounts:
     def _unwaited(self) -> list[tuple[str, str, str]]:
         channel = self._owner()
         started = () if channel is None else tuple(channel.started.values())
-        return [(*request.caller, self.label) for _, request, _ in started if hasattr(request, "caller")]
+        requests = [request for kind, held, _ in started if not kind.startswith("blocking") for request in held]
+        return [(*request.caller, self.label) for request in requests if hasattr(request, "caller")]
 
 
 # The thread that answers other ranks reads it while the program adds to it: a weak set can't be copied in one step.
