@@ -22,6 +22,7 @@ from mpiad.primitives import stop_gradient
 from mpiad.primitives.checks import root_of
 from mpiad.pytrees import named_leaves
 from mpiad.transport import Channel
+from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.user_failures import StageFailures, Unreached, WrongValueError
 
 T = TypeVar("T")
@@ -220,8 +221,9 @@ class StartValues:
 
     def note(self, name: str, values: Any) -> None:
         """Count values at the first evaluation; further ones are trial points."""
-        if name not in self._counts:
-            array = np.asarray(to_host(stop_gradient(values)))
+        # A copy from a device would take longer than the count is worth.
+        if name not in self._counts and not is_device_array(values := stop_gradient(values)):
+            array = np.asarray(values)
             self._counts[name] = int(np.sum(~np.isfinite(array))), array.size
 
     def not_finite(self, comm: Comm, args: tuple) -> str:

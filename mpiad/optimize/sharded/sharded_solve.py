@@ -144,7 +144,7 @@ class Sharded(Solve):
     ) -> scipy.optimize.OptimizeResult:  # fmt: skip
         history, message = iterates.record.history(), ending.message
         if ending is NOT_FINITE:
-            self._evaluation.at_start.note("entries of the gradient", gradient)
+            self._evaluation.at_start.note("entries of the gradient", to_host(gradient))
             message += self._evaluation.not_finite_at_start()
         result = scipy.optimize.OptimizeResult(
             x=self._piece.packing.unpack(point.x),
