@@ -108,11 +108,13 @@ interrupts: $(VENV)/.ready-test ## interrupt gradients, traces, replays and solv
 	@PYTHONPATH=. $(BIN)/python tests/interrupts.py --interrupts $(INTERRUPTS) $(if $(SEED),--seed $(SEED))
 
 # MPICH plays nodes on one machine: the even ranks are one by the first variable, each rank is one by the second.
-test-all: ## run the tests on 5 ranks too, on nodes that MPICH plays, under the Open MPI wheel; check pages and wheel
+test-all: ## run the tests on 5 ranks too, on nodes that MPICH plays, under the Open MPI wheel, with waits and calls guarded; check pages and wheel
 	@$(MAKE) --no-print-directory test THOROUGH=1 RANKS="$(ALL_RANKS)"
 	@MPIR_CVAR_ODD_EVEN_CLIQUES=1 $(MAKE) --no-print-directory test THOROUGH=1 MPI=mpich RANKS=4
 	@MPIR_CVAR_NOLOCAL=1 $(MAKE) --no-print-directory test THOROUGH=1 MPI=mpich RANKS=4
 	@$(MAKE) --no-print-directory test THOROUGH=1 MPI=openmpi
+	@MPIAD_TIMEOUT=60 $(MAKE) --no-print-directory test RANKS="1 2 3"
+	@MPIAD_DEBUG=1 $(MAKE) --no-print-directory test RANKS="1 2 3"
 	@$(MAKE) --no-print-directory test-docs test-wheel
 
 test-wheel: $(VENV)/.ready ## build the distributions, and run a gradient with the installed wheel, outside of the tree

@@ -20,7 +20,7 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -34,6 +34,9 @@ import short_turns
 from agreement import Agreement
 from mpi4py import MPI
 from time_limit import TimeLimit, open_report
+
+from mpiad.transport.guarded import switch
+from mpiad.transport.guarded.watch_settings import Settings, present
 
 if os.environ.get("DEVICE_ARRAYS") == "cupy":
     # Tests that are written for the stand-in take CuPy's arrays in its place.
@@ -193,6 +196,18 @@ def _differs_here(config: pytest.Config, item: pytest.Item) -> bool:
         return True
     also, other = ([n for mark in item.iter_markers(name) for n in mark.args] for name in ("also_on", "not_on"))
     return WORLD.size in also or (_is_chosen_place(config, item.path) and WORLD.size not in other)
+
+
+@pytest.fixture(autouse=True)
+def switched_off(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Turn off what MPIAD_TIMEOUT and MPIAD_DEBUG have switched on, in tests that are marked `unguarded`."""
+    before = present()
+    if not before.watches or request.node.get_closest_marker("unguarded") is None:
+        yield
+        return
+    switch.restore(Settings())
+    yield
+    switch.apply(before)
 
 
 @pytest.fixture

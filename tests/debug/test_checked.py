@@ -17,6 +17,7 @@ from mpiad.transport.guarded import watch_settings
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.unguarded
 def test_only_the_part_is_watched(rank, size):
     before = watch_settings.present()
     used = channel(None, "test")

@@ -150,6 +150,7 @@ CALLS = {
 @pytest.mark.parametrize("timeout", [None, 20.0])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("different", DIFFERENT)
+@pytest.mark.unguarded
 def test_copies_of_different_shapes_raise_on_all_ranks(different, call, timeout, rank, size):
     before = watch_settings.present()
     if timeout:

@@ -136,6 +136,7 @@ def free_communicators(most=4000):
     return len(made)
 
 
+@pytest.mark.unguarded
 def test_exceptions_leave_no_communicators_behind(rank):
     comm = MPI.COMM_WORLD.Dup()
     mpiad.mpi_init(comm)

@@ -83,6 +83,7 @@ def test_dot_product(rank, rank_rng, rng, shape, result):
 
 
 @pytest.mark.parametrize("result", ["all", "own"])
+@pytest.mark.unguarded
 def test_derivatives_by_field_and_positions(rank, size, rank_rng, result):
     shape = (9, 7)
     domain, (lattice, axes) = Domain(shape), grid(shape)
@@ -141,6 +142,7 @@ def test_what_is_refused(rank, size):
 
 @pytest.mark.parametrize("dtype", ["f8", "f4", "c16"])
 @pytest.mark.parametrize("way", ["plain", "traced", "jitted"])
+@pytest.mark.unguarded
 def test_points_that_differ_between_ranks_are_refused(rank, size, rank_rng, way, dtype):
     """Receivers drawn without a common seed: each rank would get zeros and values at points of others."""
     domain = Domain((9, 8))

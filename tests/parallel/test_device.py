@@ -73,6 +73,7 @@ def test_updates_are_those_of_the_host(optimizer, dtype):
     _close(there, host, 1e-12 if dtype == np.float64 else 2e-6)
 
 
+@pytest.mark.unguarded
 def test_the_gradient_is_that_of_the_host():
     wanted = value_and_grad(loss)(_params(np.asarray), *_batch(np.asarray))
     transfers.reset()
@@ -157,6 +158,7 @@ def test_all_ranks_get_the_parameters_of_the_root():
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.unguarded
 def test_places_that_differ_are_named_on_all_ranks():
     mine = {"w": on_device(np.ones(2)) if _RANK else np.ones(2)}
     with pytest.raises(ValueError, match="float64 on a device on rank [1-9], but .* on the root"):

@@ -79,6 +79,7 @@ def test_what_raises_before_any_sum_needs_no_reset(comm):
 
 
 @pytest.mark.skipif(COMM.size < 2, reason="needs two ranks")
+@pytest.mark.unguarded
 def test_parameters_that_differ_in_form_are_refused_on_all_ranks(comm):
     text = r"but params\['layers'\]\[1\] has shape \(2,\) and dtype float64 on rank 0, and params\['layers'\]\[1\] has "
     text += rf"shape \(3,\) .* on rank {ROOT}"

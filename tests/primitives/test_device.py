@@ -382,6 +382,7 @@ def test_what_is_refused(way):
 
 @pytest.mark.mpi(min_size=2)
 @each_way
+@pytest.mark.unguarded
 def test_a_message_of_another_size_is_refused_and_leaves_nothing(rank, size, way):
     with travelling(way):
         x = on_device(np.arange(30.0))

@@ -134,6 +134,7 @@ def interrupted(*_):
 
 
 @pytest.mark.parametrize("where", ["loop", "wait"])
+@pytest.mark.unguarded
 def test_an_exception_while_messages_travel(where, rank, size, monkeypatch):
     """The next use of the communicator says that messages are left, and what to do; then the program runs again."""
     if size == 1:

@@ -55,6 +55,7 @@ def test_what_the_library_says_is_tried_out(monkeypatch):
         assert "works" in cuda_aware.described()
 
 
+@pytest.mark.unguarded
 def test_nonblocking_collectives_of_open_mpi_get_copies(monkeypatch):
     """They would crash; under watch all collectives are nonblocking ones."""
     saying(monkeypatch, ["CUDA"])

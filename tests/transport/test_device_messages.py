@@ -185,6 +185,7 @@ def test_pieces_that_nobody_takes_are_dropped_at_a_reset(rank):
 
 
 @pytest.mark.mpi(min_size=2)
+@pytest.mark.unguarded
 def test_what_is_not_awaited_in_pieces_is_refused_and_dropped(rank):
     with travelling(PIECES):
         if rank == 0:

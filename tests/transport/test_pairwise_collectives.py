@@ -44,6 +44,7 @@ def values(rank: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.complex128, np.int64, np.int16])
 @pytest.mark.parametrize("count", [LONG, 19 * LONG + 1])
+@pytest.mark.unguarded
 def test_sums_and_extremes_of_long_arrays(
     dtype: Any, count: int, rank: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +65,7 @@ def test_sums_and_extremes_of_long_arrays(
 
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.unguarded
 def test_pieces_of_uneven_lengths_are_gathered(
     axis: int, empty: bool, rank: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
