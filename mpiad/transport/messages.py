@@ -155,7 +155,7 @@ def require_whole(room: np.ndarray, status: Status, back: Envelope, call: str) -
 def _completed(receipt: Receipt, status: Status, call: str) -> Array:
     try:
         _await(receipt, status, call)
-    except (MPI.Exception, ValueError, MessageMismatch, DeadlockError):  # else, as by an interrupt, MPI may still write
+    except (MPI.Exception, ValueError, MessageMismatchError, DeadlockError):  # else, as by an interrupt, MPI may still write
         receipt.envelope.channel.release(receipt.requests)
         raise
     receipt.envelope.channel.release(receipt.requests)

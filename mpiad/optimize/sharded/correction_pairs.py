@@ -53,10 +53,6 @@ class Ring:
         """Return the row of the newest pair's y; that of its s is the next."""
         return 2 * ((self.first + self.count - 1) % self._slots)
 
-    def last(self, count: int) -> list[int]:
-        """Return the rows of y of so many pairs, the newest first."""
-        return [(self.newest - 2 * j) % self.height for j in range(count)]
-
     @property
     def trial(self) -> int:
         """Return the row for a trial point's gradient."""

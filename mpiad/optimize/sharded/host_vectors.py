@@ -2,8 +2,7 @@
 
 A tile is a stretch of all rows, in one piece of memory. Passes over all rows go tile by tile. What is written in one step
 of a tile and read in the next stays in cache, and the memory is read from one end to the other, which is a tenth faster
-than from as many places as there are rows. Here NumPy and BLAS do the arithmetic; `compiled_vectors` does what there is
-without bounds with less memory read, and `device_vectors` all of it on a device.
+than from as many places as there are rows. On a device, `device_vectors` does the same.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class LBFGS:
                 trial.predicted, trial.met = trial.step * slope, trial.step * trial.slope
             # Outside of where the objective is finite nothing is learnt but that the step was too long.
             if not trial.finite:
-                self._wall, self._memory.attempts.at_edge = min(self._wall, trial.length), True
+                self._wall = min(self._wall, trial.length)
                 self._trials.release(trial)
                 line.back_away()
                 continue
@@ -165,8 +165,6 @@ class LBFGS:
     def _first_step(self, here: Point, slope: float, length: float) -> float:
         if self._memory.ring.count == 0:  # nothing says yet how long a step should be
             return 1.0 / length if self._count == 0 else min(1.0, 1.0 / length)
-        if self._memory.attempts.followed:  # hyperbolas have found the end of the domain by themselves
-            return 1.0
         # Where the last search met the end of the domain, the model still expects the minimiser far beyond it. The
         # direction is at least -slope / length long, so this goes no less far than the end was.
         return min(1.0, here.room * length / -slope)

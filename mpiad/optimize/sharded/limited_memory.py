@@ -6,9 +6,6 @@ memory is read twice and the direction written: (4m + 3) n numbers travel, and l
 
 Of the gradient no products are taken: those with what is in the memory change by those of the newest change. Only where
 it has become so much smaller that rounding would show are they taken anew.
-
-Once a trial point wasn't finite, the direction of `rational_model` may be made after the first pass, and the root says
-whether it is taken.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from mpiad.optimize.root_exchange import Totals
 from mpiad.optimize.sharded.correction_pairs import Ring, two_loop_recursion
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors
-from mpiad.optimize.sharded.rational_model import PAIRS, Attempts, Pair, are_followed, misfit, way
 from mpiad.optimize.sharded.solver_state import Point
 
 # How far the gradient may have fallen since its products were last taken themselves: their error is this many times that
@@ -32,7 +28,7 @@ class LimitedMemory:
     """The last steps and gradient changes, and the gradients of the point where the solve is and of a trial point.
 
     `ring`: which row holds what. `vectors`: the rows. With bounds, products are taken over the free variables, anew in
-    each iteration. `attempts`: when hyperbolas are tried, and whether the direction is theirs.
+    each iteration.
     """
 
     def __init__(self, ring: Ring, vectors: HostVectors | DeviceVectors, totals: Totals):
@@ -44,7 +40,6 @@ class LimitedMemory:
         self._coefficients, self._made = np.zeros(1), False  # whether the direction is made of them
         self._largest_norm = 0.0  # of the gradients since the products with one were taken
         self._aside: Array | None = None
-        self.attempts = Attempts()
 
     def put_aside(self, point: Point) -> None:
         """Keep a trial point's gradient while others are tried."""
@@ -76,20 +71,12 @@ class LimitedMemory:
         else:
             products, of_held = self.vectors.products_of_free(self.ring, new.x, new.norm, before.x if before else None)
             parts = np.append(products, of_held)
-        bent = self._bent(new) if self.attempts.due(self.ring.count) else np.zeros(0)
-
-        def decide(sums: np.ndarray) -> np.ndarray:
-            told = self._decide(sums[len(bent) :], new, keep, anew)
-            followed = len(bent) > 0 and are_followed(*sums[:3])
-            told[-3] = sums[0] if followed else told[-3]
-            return np.append(told, float(followed))
-
         # Every rank knows how many pairs there are, so it knows how many coefficients come.
-        sent = np.concatenate([bent, parts, [float(stop)]])
-        decision = self._totals.decided(sent, 2 * self.ring.count + 5, decide)
-        *coefficients, slope, length, stopped, followed = decision.tolist()
-        self.attempts.note(len(bent) > 0, bool(followed))
-        self._coefficients, self._made = np.array(coefficients), bool(followed)
+        decision = self._totals.decided(
+            np.append(parts, float(stop)), 2 * self.ring.count + 4, lambda sums: self._decide(sums, new, keep, anew)
+        )
+        *coefficients, slope, length, stopped = decision.tolist()
+        self._coefficients, self._made = np.array(coefficients), False
         return slope, length, bool(stopped)
 
     def state(self) -> dict[str, np.ndarray]:
@@ -98,7 +85,6 @@ class LimitedMemory:
         return {
             "rows": self.vectors.to_host(self.vectors.memory), "ring": np.array(numbers), "lengths": self._lengths,
             "products": self._products, "with_gradient": self._with_gradient, "coefficients": self._coefficients,
-            "attempts": self.attempts.numbers(),
         }  # fmt: skip
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
@@ -108,11 +94,9 @@ class LimitedMemory:
         self.ring.first, self.ring.count = int(first), int(count)
         self._lengths, self._products = state["lengths"], state["products"]
         self._with_gradient, self._coefficients = state["with_gradient"], state["coefficients"]
-        self.attempts.restore(state["attempts"])
-        self._made = self.attempts.followed  # that direction was written with the rows; any other is made anew
+        self._made = False
 
     def _move(self, new: Point, keep: bool) -> None:
-        self.attempts.count(keep)
         if keep:
             self.ring.advance()
             self._lengths[self.ring.newest + 1] = new.step if self.vectors.box is None else 1.0
@@ -127,22 +111,6 @@ class LimitedMemory:
             return False
         self._largest_norm = norm
         return True
-
-    def _bent(self, new: Point) -> np.ndarray:
-        """Write the way to the zeros of hyperbolas as the direction; return this rank's part of its slope and misfit."""
-        rows, box, found = self.ring.last(PAIRS), self.vectors.box, []
-        otherwise = new.length**2 / (new.met - new.predicted)  # of the newest pair, s·s / s·y
-        with np.errstate(all="ignore"):  # what can't be divided is left out by what comes out
-            for part, tile in self.vectors:
-                gradient = tile[self.ring.gradient]
-                newest, older, oldest = (Pair(self._lengths[y + 1] * tile[y + 1], tile[y]) for y in rows)
-                there = way(gradient, newest, older, otherwise)
-                if box is not None:
-                    free = box.free(new.x[part], gradient, new.norm, part)
-                    there = np.where(free, there, box.way(new.x[part], gradient, part))
-                tile[self.ring.direction] = there
-                found.append(np.stack([np.sum(gradient * there), *misfit(gradient, newest, older, oldest)]))
-        return self.vectors.to_host(sum(found)) if found else np.zeros(3)  # type: ignore[arg-type]
 
     def _decide(self, sums: np.ndarray, new: Point, keep: bool, anew: bool) -> np.ndarray:
         """Return what the root tells: the coefficients, the slope, the gradient's length, whether to stop."""

@@ -18,10 +18,10 @@ from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import DevicePacking, PiecePacking, packing_of_piece
 from mpiad.optimize.root_driven import Solve
 from mpiad.optimize.root_exchange import Totals
-from mpiad.optimize.sharded.compiled_vectors import host_vectors
 from mpiad.optimize.sharded.convergence import NOT_FINITE, NewtonSettings, Settings, newton_settings_of, settings_of
 from mpiad.optimize.sharded.correction_pairs import Ring
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
+from mpiad.optimize.sharded.host_vectors import HostVectors
 from mpiad.optimize.sharded.lbfgs import LBFGS, Trials
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.newton_cg import NewtonCG, NewtonPoint
@@ -136,7 +136,7 @@ class Sharded(Solve):
         packing, ring = self._piece.packing, Ring(settings.maxcor)
         if isinstance(packing, DevicePacking):
             return LimitedMemory(ring, DeviceVectors(ring.height, packing.size, box, packing.home), self._totals)
-        return LimitedMemory(ring, host_vectors(ring.height, packing.size, box), self._totals)
+        return LimitedMemory(ring, HostVectors(ring.height, packing.size, box), self._totals)
 
     def _result(
         self, point: Point | NewtonPoint, gradient: np.ndarray, ending: Ending, count: int, iterates: PieceIterates,

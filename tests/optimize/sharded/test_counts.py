@@ -110,88 +110,12 @@ def test_log_barriers_from_far_away(far: float, n: int, rank: int, size: int) ->
     assert left > 0 and result.nfev <= 35, (result.nfev, result.message)
 
 
-# Weights c, and decades of c x at the start.
-FAR = [("equal", 0.0, 2.0), ("equal", 1.0, 2.5), ("linear", 0.0, 2.0), ("random", -3.0, 2.5), ("random", 1.5, 2.5)]
-
-
-def weights_of(kind: str, n: int, seed: int) -> np.ndarray:
-    if kind == "linear":
-        return np.linspace(1.0, 100.0, n)
-    return np.full(n, 100.0) if kind == "equal" else np.random.default_rng(seed).lognormal(0.0, 1.5, n)
-
-
-@pytest.mark.one_rank
-@pytest.mark.parametrize("n", [2, 10, 1000])
-@pytest.mark.parametrize(("kind", "low", "high"), FAR)
-def test_log_barriers_from_far_starts_of_unlike_size(
-    kind: str, low: float, high: float, n: int, rank: int, size: int
-) -> None:
-    outside = 0
-    for seed in range(3):
-        c = weights_of(kind, n, seed)
-        start = 10.0 ** np.random.default_rng(seed + 7).uniform(low, high, n) / c
-        left, result = solved_barrier(cut(c, rank, size), cut(start, rank, size), np.nan if seed else np.inf, 1e-8)
-        assert result.nfev <= 35, (seed, result.nfev, result.message)
-        outside += left
-    assert outside > 0
-
-
-@pytest.mark.parametrize("n", [1, 2, 10, 1000])
-@pytest.mark.parametrize("start", [0.5, 1.0, 3.0])
-def test_log_barriers_of_unlike_weights(n: int, start: float, rank: int, size: int) -> None:
-    c = cut(weights_of("linear", n, 0), rank, size)
-    # Once hyperbolas are exact, their whole step is the first to be tried.
-    assert solved_barrier(c, np.full(c.shape, start), np.nan, 1e-8)[1].nfev <= 14
-
-
 def test_log_barriers_with_bounds(rank: int, size: int) -> None:
     c = cut(np.linspace(1.0, 100.0, 40), rank, size)
     # The domain ends within the bounds, the minimisers of a few variables lie beyond them.
     left, result = solved_barrier(c, np.full(c.shape, 3.0), np.inf, 1e-8, bounds=[(0.0, 0.3)] * len(c), end=0.01)
-    assert left > 0 and result.nfev <= 35, (left, result.nfev)
-
-
-def centre(n: int, seed: int) -> tuple[Any, Any]:
-    """Return f = c·x - Σ log(rows x), whose variables aren't each by itself, and its gradient; NaN outside."""
-    rng = np.random.default_rng(seed)
-    rows = np.abs(rng.normal(size=(3 * n, n))) * (rng.random((3 * n, n)) < 0.3) + np.tile(np.eye(n), (3, 1))
-    c = rows.sum(axis=0) * rng.uniform(0.5, 5.0, n)
-
-    def fun(x: Any) -> Any:
-        along = rows @ x
-        if np.all(along > 0.0):
-            return c @ x - np.sum(np.log(along)), c - rows.T @ (1.0 / along)
-        return np.nan, np.full(n, np.nan)
-
-    return fun, rng.uniform(0.9, 3.0, n)
-
-
-@pytest.mark.serial
-def test_coupled_barriers_lose_nothing_by_hyperbolas(monkeypatch: pytest.MonkeyPatch) -> None:
-    def counts() -> np.ndarray:
-        found = []
-        for n in (2, 6, 12):
-            for seed in range(4):
-                fun, start = centre(n, seed)
-                result = mpiad.minimize(
-                    fun, start, jac=True, comm=MPI.COMM_SELF, method="L-BFGS-sharded", options={"ftol": 0.0, "gtol": 1e-5}
-                )
-                assert result.success
-                found.append(result.nfev)
-        return np.array(found)
-
-    followed = counts()
-    monkeypatch.setattr("mpiad.optimize.sharded.rational_model.PAIRS", np.inf)
-    assert np.exp(np.mean(np.log(followed / counts()))) <= 1.0
-
-
-def test_hyperbolas_are_not_tried_inside_the_domain(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
-    def refused(*arguments: Any) -> Any:
-        raise AssertionError("tried")
-
-    monkeypatch.setattr("mpiad.optimize.sharded.limited_memory.way", refused)
-    left, result = solved_barrier(cut(np.ones(5), rank, size), cut(np.linspace(0.3, 1.5, 5), rank, size), np.nan)
-    assert left == 0 and result.nit > 4
+    assert left > 0
+    np.testing.assert_allclose(result.x, np.minimum(0.01 + 1.0 / c, 0.3), rtol=1e-6)
 
 
 def solved_barrier(

@@ -70,33 +70,6 @@ def test_limits_that_are_raised_change_nothing_else(bounded: bool, folder: Path,
     assert_same(parts[-1], expected)
 
 
-def barrier(x: Any) -> Any:
-    """Σ 10 c x² + c x - log x of unlike weights, whose hyperbolas aren't exact; NaN outside."""
-    c = np.linspace(1.0, 100.0, len(x))
-    value = anp.sum(c * x + 10.0 * c * x**2 - anp.log(anp.where(x > 0.0, x, np.nan)))
-    return mpiad.mpi_allreduce(value)
-
-
-@pytest.mark.parametrize("bounded", [False, True])
-def test_hyperbolas_go_on_too(bounded: bool, folder: Path, rank: int, size: int) -> None:
-    start = np.linspace(1.0, 3.0, 3 + rank)
-    bounds = [(-1.0, 0.1)] * len(start) if bounded else None
-
-    def solved(checkpoint: Any, limit: int) -> Any:
-        options = {"gtol": 1e-8, "ftol": 0.0, "maxiter": limit}
-        return mpiad.minimize(barrier, start, method=METHOD, bounds=bounds, options=options, checkpoint=checkpoint)
-
-    followed = 0
-    with np.errstate(invalid="ignore"):
-        expected = solved(None, 100)
-        for limit in range(1, expected.nit + 1):
-            part = solved(folder / "run.npz", limit)
-            with np.load(folder / f"run.rank{rank}of{size}.{'ab'[(limit - 1) % 2]}.npz") as written:
-                followed += written["attempts"][1]
-    assert expected.success and followed >= 2
-    assert_same(part, expected)
-
-
 def test_a_solve_that_has_ended_returns_at_once(folder: Path) -> None:
     def fails(x: Any) -> Any:
         raise AssertionError("evaluated")
