@@ -232,6 +232,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
 
     size = max(1, options.batch_size or len(numbers))
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]
+    bar: Any
     with progress_bar("trajectories", len(numbers)) if progress else nullcontext() as bar:
         if problem.output_func is None and problem.reduction is None:
             parts = [solved(numbers) for numbers in batches]

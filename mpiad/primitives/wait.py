@@ -80,7 +80,8 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
 
 def _forward(x: None, request: Request) -> Any:
     # Requests of adjoints and tangents come here as well, which nobody has claimed.
-    request.done, handle = True, request.handle
+    handle: Any = request.handle
+    request.done = True
     request.handle = None  # its buffers are free, also where the user keeps the request
     if isinstance(handle, Receipt):
         return finish_receive(handle, request.call)
