@@ -85,7 +85,7 @@ def test_a_solve_goes_on_as_if_never_stopped(tmp_path):
 @pytest.mark.parametrize("highest", [None, 0.3])
 def test_barriers_are_solved_like_those_on_the_host(highest, monkeypatch):
     monkeypatch.setattr("mpiad.optimize.sharded.device_vectors._STRETCH", 1000)
-    weights, start = np.linspace(1.0, 100.0, 9000 + _RANK), np.linspace(1.0, 3.0, 9000 + _RANK)
+    weights, start = np.linspace(3.0, 4.0, 9000 + _RANK), np.linspace(0.9, 1.0, 9000 + _RANK)
     bounds = None if highest is None else [(-1.0, highest)] * len(start)
 
     def solved(put):
