@@ -28,7 +28,7 @@ from reaches import report
 
 import mpiad
 import mpiad.linalg
-import mpiad.linalg.implicit
+import mpiad.linalg.solve
 
 GRADIENT, BESIDE, THREADS = 2.3, 10.0, 1.2
 # What limits BLAS, and what launchers leave: programs that are started from here are neither limited nor ranks.
@@ -141,7 +141,7 @@ def main():
         return solve_once(options.rounds)
     if mpiad.mpi_size() == 1:
         default_threads(options.rounds)
-    mpiad.linalg.implicit.iterate = clock.timed(mpiad.linalg.implicit.iterate)
+    mpiad.linalg.solve.iterate = clock.timed(mpiad.linalg.solve.iterate)
     for cells, own in itertools.product(options.cells, (False, True)):
         loss, kappa = problem(cells, own, options.plain, clock)
         both = mpiad.value_and_grad(loss)

@@ -36,8 +36,8 @@ from mpiad.extend import custom_operator, defadjoint
 from mpiad.linalg import solve as linear_solve
 from mpiad.primitives import custom_operator as custom_operators
 from mpiad.primitives import operation
-from mpiad.programs import array_module, calls_on_tape, entry, function, playback, recorder, trace_run
-from mpiad.transport import calls, channel, channels, messages, nonblocking_sums, signals, tracing
+from mpiad.programs import calls_on_tape, entry, function, numpy_functions, recorder, trace_run
+from mpiad.transport import calls, channel, channels, collectives, messages, signals, tracing
 from mpiad.transport.guarded import timed_waits
 
 WORLD = MPI.COMM_WORLD
@@ -534,18 +534,18 @@ NAMED = {
     tracing: "restoring_state.__enter__ restoring_state.__exit__",
     bundles: "Bundle.__enter__ Bundle.__exit__ Bundle.variable",
     trace_run: "TraceRun.run TraceRun.run_backwards TraceRun.raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
-    "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _tell message_counts",
+    "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _tell message_counts "
+    "Playback.communicate Playback._next Playback._untold",
     function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced Jitted._noted "
     "Jitted.entry_or_watch Jitted._run_again Jitted.as_it_is",
     calls_on_tape: "_traced_on_tape",
     entry: "Entry.called Entry.is_current entry_of count",
     recorder: "Recorder.call Recorder._run Recorder._untold Recorder.close Recorder._step",
-    playback: "Playback.communicate Playback._next Playback._untold",
     calls: "begin begin_rule _pushed end note forget",
-    array_module: "let_arrays_be_traced",
+    numpy_functions: "let_arrays_be_traced",
     channels: "tell_recorders Channel.begin Channel.leave Channel.keep",
     messages: "post_send post_receive finish_send finish_receive receive send _completed _await",
-    nonblocking_sums: "start_allreduce Summation.finish",
+    collectives: "start_allreduce Summation.finish",
     "mpiad.ensemble.solve": "solve",
     "mpiad.linalg.solve": "solve",
 }  # fmt: skip

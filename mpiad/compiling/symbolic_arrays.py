@@ -6,18 +6,233 @@ those numbers, views included.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpiad._typing import Array, Index, Shape
-from mpiad.compiling.array_functions import FUNCTIONS, METHODS
+from mpiad._typing import Array, Axis, Index, Shape
 from mpiad.compiling.builder import Builder
-from mpiad.compiling.symbols import BRANCHES, Symbol, numbers_of
-from mpiad.compiling.ufuncs import of_ufunc
+from mpiad.compiling.symbols import BRANCHES, Symbol, choose, numbers_of
+from mpiad.compiling.ufuncs import entrywise, of_ufunc, reduced
+
+# NumPy's functions of whole arrays on arrays of symbols.
+#
+# What only moves entries about is done by NumPy on their numbers; what adds and multiplies, by NumPy on arrays of objects,
+# whose entries write down what is done to them.
+
+
+# Each entry is a comparison, whatever the place.
+_LONGEST_TABLE = 64
+
+
+def _moved(function: Callable, like: SymbolicArray, array: Array, *args: Any, **kwargs: Any) -> Any:
+    """Apply a function that moves the entries of its first argument about."""
+    made = function(numbers_of(like.builder, array), *args, **kwargs)
+    return [like.like(part) for part in made] if isinstance(made, (list, tuple)) else like.like(made)
+
+
+def _joined(function: Callable, like: SymbolicArray, arrays: Array, *args: Any, **kwargs: Any) -> SymbolicArray:
+    """Apply a function that puts arrays together."""
+    return like.like(function([numbers_of(like.builder, array) for array in arrays], *args, **kwargs))
+
+
+def _computed(function: Callable, like: SymbolicArray, *args: Any, **kwargs: Any) -> SymbolicArray:
+    """Apply a function that adds and multiplies."""
+    given = [name for name in ("out", "where", "dtype", "initial") if name in kwargs]
+    if given:
+        like.builder.refuse(f"it calls numpy.{function.__name__} with {', '.join(given)}=")
+    named = {name: _as_objects(like, x) for name, x in kwargs.items()}
+    return like.like(numbers_of(like.builder, function(*(_as_objects(like, x) for x in args), **named)))
+
+
+def _as_objects(like: SymbolicArray, value: object) -> Any:
+    if isinstance(value, type(like)):
+        return value.objects()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_as_objects(like, part) for part in value)
+    return value
+
+
+def _where(like: SymbolicArray, condition: object, *choices: Any) -> SymbolicArray:
+    if len(choices) != 2:
+        like.builder.refuse("it looks for places where a traced condition holds: give np.where three arguments")
+    return entrywise(like, choose, condition, *choices)
+
+
+def _select(like: SymbolicArray, conditions: Sequence[Array], choices: Sequence[Array], default: Array = 0) -> Any:
+    made = default
+    # From the last to the first, since the first condition that holds decides.
+    for condition, choice in zip(reversed(conditions), reversed(choices)):
+        made = entrywise(like, choose, condition, choice, made)
+    return made
+
+
+def _clip(like: SymbolicArray, array: Array, a_min: Array = None, a_max: Array = None, **others: Any) -> Any:
+    least, most = others.pop("min", a_min), others.pop("max", a_max)
+    if others:
+        like.builder.refuse(f"it calls numpy.clip with {', '.join(others)}=")
+    # Not by maximum and minimum, which share a derivative in a tie: at a bound autograd's clip has none.
+    if least is not None:
+        array = entrywise(like, lambda x, y: choose(x <= y, y, x), array, least)
+    if most is not None:
+        array = entrywise(like, lambda x, y: choose(x >= y, y, x), array, most)
+    return array
+
+
+def _reduced(ufunc: np.ufunc, like: SymbolicArray, array: Array, axis: Axis = None, **kwargs: Any) -> SymbolicArray:
+    return reduced(like, ufunc, array, axis, **kwargs)
+
+
+def _mean(like: SymbolicArray, array: Array, axis: Axis = None, **kwargs: Any) -> SymbolicArray:
+    total = reduced(like, np.add, array, axis, **kwargs)
+    return total / (np.size(numbers_of(like.builder, array)) // max(total.size, 1))
+
+
+def _norm(like: SymbolicArray, x: Array, ord: int | None = None, axis: Axis = None, keepdims: bool = False) -> Any:  # noqa: A002
+    if ord not in (None, 2) or (ord == 2 and not isinstance(axis, int) and np.ndim(numbers_of(like.builder, x)) > 1):
+        like.builder.refuse(f"it calls numpy.linalg.norm with ord={ord!r}")
+    return np.sqrt(reduced(like, np.add, np.real(x * np.conjugate(x)), axis, keepdims=keepdims))
+
+
+def _angle(like: SymbolicArray, z: Array, deg: bool = False) -> SymbolicArray:
+    angle: Any = np.arctan2(z.imag, z.real)
+    return angle * (180 / np.pi) if deg else angle
+
+
+def _sinc(like: SymbolicArray, x: Array) -> SymbolicArray:
+    def one(x: Symbol) -> Symbol:
+        # As NumPy does it, which gives 1 at 0.
+        y = np.pi * choose(x == 0.0, 1e-20, x)
+        return y.sin() / y
+
+    return entrywise(like, one, x)
+
+
+def _rounded(like: SymbolicArray, x: Array, decimals: int = 0) -> SymbolicArray:
+    if decimals:
+        like.builder.refuse(f"it calls numpy.round with decimals={decimals}")
+    return np.rint(x)
+
+
+def _filled(value: float | None) -> Callable:
+    def made(like: SymbolicArray, array: Array, *args: Any, shape: Shape | None = None, **_: Any) -> SymbolicArray:
+        fill = args[0] if value is None else complex(value) if np.iscomplexobj(array) else value
+        numbers = np.empty(np.shape(numbers_of(like.builder, array)) if shape is None else shape, int)
+        numbers[...] = numbers_of(like.builder, fill)
+        return like.like(numbers)
+
+    return made
+
+
+def _interpolated(
+    like: SymbolicArray, x: Array, xp: Array, fp: Array, left: object = None, right: object = None, period: object = None
+) -> SymbolicArray:
+    """Return what `numpy.interp` does, by a choice between all lines of the table: refused where that is traced or long."""
+    traced = any(isinstance(part, type(like)) for part in (xp, fp, left, right, period))
+    if traced or period is not None or np.size(xp) > _LONGEST_TABLE:
+        like.builder.refuse(
+            f"it calls numpy.interp with {'traced values in the table' if traced else f'a table of {np.size(xp)} entries'}"
+            f"{', and a period' if period is not None else ''}; tables of up to {_LONGEST_TABLE} numbers can be compiled"
+        )
+    places, values = np.asarray(xp, float), np.asarray(fp, complex if np.iscomplexobj(fp) else float)
+    low, high = (values[end] if given is None else given for end, given in ((0, left), (-1, right)))
+    slopes = np.diff(values) / np.diff(places)
+
+    def one(x: Symbol) -> Symbol:
+        made = choose(x < places[0], low, values[0])
+        # Of the choices that hold the last one counts: that of the line on which x lies.
+        for place, value, slope in zip(places, values, slopes):
+            made = choose(x >= place, slope * (x - place) + value, made)
+        made = choose(x == places[-1], values[-1], choose(x > places[-1], high, made))
+        return choose(x != x, x, made)
+
+    return entrywise(like, one, x)
+
+
+def _polynomial(like: SymbolicArray, coefficients: Iterable[Array], x: Array) -> Any:
+    """Return what `numpy.polyval` does."""
+    made = 0.0 * x
+    for coefficient in coefficients:
+        made = made * x + coefficient
+    return made
+
+
+# Not np.diag, np.tril and the like: they fill up with zeros, which would be taken for the number 0 of a value.
+_MOVING = (
+    np.reshape, np.ravel, np.transpose, np.squeeze, np.expand_dims, np.moveaxis, np.rollaxis, np.swapaxes, np.roll,
+    np.flip, np.flipud, np.fliplr, np.rot90, np.repeat, np.tile, np.broadcast_to, np.take, np.delete, np.split,
+    np.array_split, np.atleast_1d, np.atleast_2d, np.atleast_3d, np.diagonal, np.resize,
+)  # fmt: skip
+_JOINING = (np.concatenate, np.stack, np.vstack, np.hstack, np.dstack, np.column_stack)
+_COMPUTING = (
+    np.dot, np.vdot, np.inner, np.outer, np.tensordot, np.einsum, np.kron, np.cross, np.cumsum, np.cumprod, np.diff,
+    np.trace, np.convolve, np.ediff1d,
+)  # fmt: skip
+
+_REDUCING: dict[Callable, np.ufunc] = {
+    np.sum: np.add, np.prod: np.multiply, np.max: np.maximum, np.amax: np.maximum, np.min: np.minimum,
+    np.amin: np.minimum, np.all: np.logical_and, np.any: np.logical_or,
+}  # fmt: skip
+
+# Each takes the array that NumPy asked, for what belongs to the trace, and then NumPy's arguments.
+FUNCTIONS: dict[Callable, Callable[..., Any]] = {
+    **{function: partial(_moved, function) for function in _MOVING},
+    **{function: partial(_joined, function) for function in _JOINING},
+    **{function: partial(_computed, function) for function in _COMPUTING},
+    **{function: partial(_reduced, ufunc) for function, ufunc in _REDUCING.items()},
+    np.append: lambda like, array, values, axis=None: like.like(
+        np.append(numbers_of(like.builder, array), numbers_of(like.builder, values), axis)
+    ),
+    np.broadcast_arrays: lambda like, *arrays: [
+        like.like(array) for array in np.broadcast_arrays(*(numbers_of(like.builder, array) for array in arrays))
+    ],
+    np.where: _where,
+    np.select: _select,
+    np.clip: _clip,
+    np.mean: _mean,
+    np.linalg.norm: _norm,
+    np.sinc: _sinc,
+    np.interp: _interpolated,
+    np.polyval: _polynomial,
+    np.round: _rounded,
+    np.zeros_like: _filled(0.0),
+    np.empty_like: _filled(0.0),
+    np.ones_like: _filled(1.0),
+    np.full_like: _filled(None),
+    np.copy: lambda like, array, *_, **__: like.like(numbers_of(like.builder, array).copy()),
+    np.real: lambda like, array: array.real,
+    np.imag: lambda like, array: array.imag,
+    np.angle: _angle,
+    np.iscomplexobj: lambda like, array: array.dtype.kind == "c",
+    np.isrealobj: lambda like, array: array.dtype.kind != "c",
+    np.shape: lambda like, array: np.shape(numbers_of(like.builder, array)),
+    np.ndim: lambda like, array: np.ndim(numbers_of(like.builder, array)),
+    np.size: lambda like, array, axis=None: np.size(numbers_of(like.builder, array), axis),
+    np.result_type: lambda like, *arrays: np.result_type(
+        *(array.dtype if isinstance(array, type(like)) else array for array in arrays)
+    ),
+}
+
+
+def _reshape(array: SymbolicArray, *shape: Any) -> SymbolicArray:
+    return array.like(array.numbers.reshape(*shape))
+
+
+def _transpose(array: SymbolicArray, *axes: Any) -> SymbolicArray:
+    return array.like(array.numbers.transpose(*axes))
+
+
+# Methods of arrays that are functions of NumPy's as well.
+METHODS: dict[str, Callable[..., Any]] = {
+    name: getattr(np, name)
+    for name in (
+        "sum", "prod", "mean", "max", "min", "any", "all", "ravel", "squeeze", "swapaxes", "repeat", "take", "dot", "clip",
+        "cumsum", "cumprod", "trace", "copy", "diagonal", "conj", "conjugate",
+    )
+} | {"flatten": np.ravel, "reshape": _reshape, "transpose": _transpose}  # fmt: skip
 
 
 class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):

@@ -20,10 +20,9 @@ from numpy.typing import DTypeLike
 from mpiad._typing import Array, Function, Shape
 from mpiad.compiling.builder import Builder
 from mpiad.compiling.function_fingerprint import fingerprint_of, kind_of
-from mpiad.compiling.program import Program
+from mpiad.compiling.program import Program, Untraceable, place_of, where_raised
 from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol
-from mpiad.compiling.trace_errors import Untraceable, place_of, where_raised
 
 # Programs of each function that came out the same twice. Constants that change from call to call mustn't fill the memory.
 _MOST_KNOWN = 16

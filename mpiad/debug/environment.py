@@ -7,24 +7,355 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
+import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
-from mpiad._typing import Comm
-from mpiad.debug.mistakes import Mistake, of_mpiexec, of_places, of_start, of_versions
-from mpiad.debug.place import PACKAGES, Place, place
-from mpiad.debug.selftest import SelfTest, run_selftest
-from mpiad.debug.speed import Speed, speed_of
+import autograd.numpy as anp
+import numpy as np
+import threadpoolctl
+
+from mpiad._typing import Array, Comm, Rank, Scalar
+from mpiad.differentiation import value_and_grad
 from mpiad.environment_variables import VARIABLES
+from mpiad.primitives import mpi_allreduce, mpi_bcast, mpi_irecv, mpi_isend, mpi_rank, mpi_size, mpi_sum, mpi_wait
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel, cuda_aware, world
-from mpiad.transport.gpus import device_of, visible
-from mpiad.transport.guarded.rank_tables import rank_ranges
-from mpiad.transport.launcher import Launcher, launcher
+from mpiad.transport.channels import make_communicator
+from mpiad.transport.gpus import device_of, gpus_of_node, visible
+from mpiad.transport.guarded.descriptions import rank_ranges
+from mpiad.transport.launcher import Launcher, family_of, launcher, mpiexec_beside
 from mpiad.transport.library import Library, library
+from mpiad.transport.malloc import huge_pages
+from mpiad.transport.threads import cores
 from mpiad.transport.tracing import restoring_state
+
+# Where a rank runs: its node, its cores, its threads, its GPU, and the versions of what it runs.
+
+
+PACKAGES = ("mpiad", "numpy", "autograd", "scipy", "mpi4py", "llvmlite")
+_OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "petsc4py")
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+class Place(NamedTuple):
+    """Where one rank runs."""
+
+    # `rank`, `local_rank`: in the world, and among the ranks of its node.
+    rank: Rank
+    local_rank: Rank
+    node: str
+    cores: tuple[int, ...]  # the numbers of the cores that it may use
+    quota: float  # how many cores' time it may take (of a container), inf where there is no limit
+    threads: dict[str, int]  # the number of threads of each thread pool (of BLAS, of OpenMP) that is loaded
+    huge_pages: str  # whether its arrays lie in huge pages
+    gpus: list[str]  # names of the node's GPUs; on the first rank of each node
+    gpu: str  # the one that this rank uses: the first, second, ... of those it may see, by its `local_rank`
+    python: str  # the interpreter
+    versions: dict[str, str]  # of Python and of each package; optional packages only where they are installed
+
+
+def place(rank: Rank, local_rank: Rank) -> Place:
+    """Return where this process runs."""
+    # One process of a node asks for its GPUs; the others only count those they are allowed.
+    gpus = gpus_of_node() if local_rank == 0 else []
+    return Place(
+        rank, local_rank, socket.gethostname(), tuple(sorted(cores())), _quota(), _threads(), huge_pages(), gpus, "",
+        sys.executable, versions(),
+    )  # fmt: skip
+
+
+def _quota() -> float:
+    try:
+        time, period = _QUOTA.read_text().split()  # microseconds of all cores in each period, as "200000 100000" for two
+        return float("inf") if time == "max" else int(time) / int(period)
+    except (OSError, ValueError):
+        return float("inf")
+
+
+def _threads() -> dict[str, int]:
+    found: dict[str, int] = {}
+    for pool in threadpoolctl.threadpool_info():
+        name = pool["internal_api"]
+        found[name] = max(pool["num_threads"], found.get(name, 0))
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages."""
+    found = {"python": sys.version.split()[0]}
+    for name in (*PACKAGES, *_OPTIONAL):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            module = sys.modules.get(name)
+            if name in PACKAGES:  # used from its folder, without an installation
+                found[name] = getattr(module, "__version__", "not installed")
+    return found
+
+
+# How fast messages are: a look, not a benchmark.
+
+
+_LARGE = 4 << 20  # bytes
+_ENOUGH = 0.15  # seconds for each kind
+
+
+class Speed(NamedTuple):
+    """Times of messages."""
+
+    latency: float  # seconds that 8 bytes take from rank 0 to rank 1
+    bandwidth: float  # bytes per second of 4 MB between them
+    allreduce: float  # seconds of a reduction of 8 bytes over all ranks
+
+    def __str__(self) -> str:
+        return (
+            f"8 bytes from rank 0 to 1 in {1e6 * self.latency:.1f} µs, 4 MB at {1e-9 * self.bandwidth:.1f} GB/s; "
+            f"allreduce of 8 bytes in {1e6 * self.allreduce:.1f} µs"
+        )
+
+
+def speed_of(channel: Channel) -> Speed | None:
+    """Measure the messages of a communicator: the same result on all ranks, None for a single one; collective."""
+    if channel.size == 1:
+        return None
+    # On a duplicate of its own: no message of the program's may meet these.
+    comm = make_communicator(channel.user.Dup)
+    try:
+        small, large = (_fastest(comm, _ping_pong, np.zeros(count)) / 2 for count in (1, _LARGE // 8))
+        reduction = _fastest(comm, lambda comm, array: comm.Allreduce(array, np.empty_like(array)), np.zeros(1))
+        return comm.bcast(Speed(small, _LARGE / large, reduction), 0)
+    finally:
+        comm.Free()
+
+
+def _fastest(comm: Comm, exchange: Callable[[Comm, np.ndarray], object], array: np.ndarray) -> float:
+    """Return the shortest of several times; rank 0 says how many there will be, by how long the first ones take."""
+    start = perf_counter()
+    for _ in range(3):
+        exchange(comm, array)
+    count = comm.bcast(max(3, min(1000, int(_ENOUGH / (perf_counter() - start) * 3))), 0)
+    times = np.empty(count)
+    for k in range(count):
+        start = perf_counter()
+        exchange(comm, array)
+        times[k] = perf_counter() - start
+    return float(times.min())
+
+
+def _ping_pong(comm: Comm, array: np.ndarray) -> None:
+    if comm.rank == 0:
+        comm.Send(array, 1)
+        comm.Recv(array, 1)
+    elif comm.rank == 1:
+        comm.Recv(array, 0)
+        comm.Send(array, 0)
+
+
+# A small program of several primitives, whose gradient on every rank is compared with its closed form.
+
+
+_TOLERANCE = 1e-12
+_LENGTH = 5
+
+
+class SelfTest(NamedTuple):
+    """How far value and gradient of the program are from their closed form, relative, at most over all ranks."""
+
+    error: float  # NaN or infinite where a rank has no number
+    rank: int  # where it is largest
+
+    @property
+    def passed(self) -> bool:
+        """Whether they are equal to rounding."""
+        return self.error < _TOLERANCE
+
+    def __str__(self) -> str:
+        verdict = "right" if self.passed else f"WRONG on rank {self.rank}"
+        return f"{verdict} (error {self.error:.1e}): allreduce, bcast, isend, irecv and sum against a closed form"
+
+
+def run_selftest(comm: Comm = None) -> SelfTest:
+    """Run it; collective, with the same result on all ranks."""
+    rank, size = mpi_rank(comm), mpi_size(comm)
+    before, after = (rank - 1) % size, (rank + 1) % size
+
+    def loss(x: Array) -> Scalar:
+        received = mpi_irecv(x, before, tag=7, comm=comm)
+        sent = mpi_isend(x, after, tag=7, comm=comm)
+        squares = mpi_allreduce(anp.sum(x**2), comm=comm)
+        last = mpi_bcast(x, root=size - 1, comm=comm)
+        mixed = anp.sum(anp.sin(x) * mpi_wait(received))
+        mpi_wait(sent)
+        return mpi_sum(mixed, comm=comm) + squares * anp.sum(last)
+
+    xs = [_input(r) for r in range(size)]
+    value, gradient = value_and_grad(loss, comm=comm)(xs[rank])
+    expected_value, expected = _closed_form(xs, rank)
+    of_value, of_gradient = abs(value - expected_value) / abs(expected_value), np.abs(gradient - expected)
+    error = np.maximum(of_value, of_gradient.max() / np.abs(expected).max())  # a NaN stays one
+    errors = mpi_allreduce(np.where(np.arange(size) == rank, error, 0.0), comm=comm)
+    worst = int(np.argmax(np.where(np.isnan(errors), np.inf, errors)))
+    return SelfTest(float(errors[worst]), worst)
+
+
+def _input(rank: int) -> np.ndarray:
+    return 0.5 + np.sin(1.0 + rank + np.arange(_LENGTH) ** 2) / 3
+
+
+def _closed_form(xs: list[np.ndarray], rank: int) -> tuple[float, np.ndarray]:
+    size = len(xs)
+    squares, last = sum(np.sum(x**2) for x in xs), np.sum(xs[-1])
+    value = sum(np.sum(np.sin(xs[r]) * xs[r - 1]) for r in range(size)) + squares * last
+    # A rank's x is in its own sine, in the product of the rank after it, and in the squares; the last one's also in `last`.
+    gradient = np.cos(xs[rank]) * xs[rank - 1] + np.sin(xs[(rank + 1) % size]) + 2 * xs[rank] * last
+    return float(value), gradient + (squares if rank == size - 1 else 0.0)
+
+
+# The classic mistakes of starting an MPI program: how each is recognised, and how it is mended.
+
+
+_ANSWER_SECONDS = 3
+_OF_FAMILY = {"mpich": "MPICH", "openmpi": "Open MPI"}
+
+
+class Mistake(NamedTuple):
+    """Something that is wrong, or slow, with the way a program was started."""
+
+    # {"error", "warning", "note"}. Whether results are wrong or missing; whether it is slow or risky; or whether it will
+    # matter elsewhere.
+    severity: str
+    text: str  # what it is, and how to mend it
+
+
+def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
+    """Return what is wrong between the launcher and the library."""
+    mistakes = []
+    # The commonest one: a job of n ranks that are all rank 0, each of which computes everything.
+    if found.size > 1 and size == 1:
+        mistakes.append(Mistake("error", (
+            f"{found.name} started {found.size} processes, but each of them is a world of one rank: mpi4py loads "
+            f"{library.vendor} {library.version}, which that launcher doesn't start. {_right_launcher(library, found)}"
+        )))  # fmt: skip
+    elif found.name and found.size != size:
+        told = f"{found.name} says that it started {found.size} processes, but the world has {size}."
+        mistakes.append(Mistake("warning", told))
+    if library.threads == "single":
+        mistakes.append(Mistake("warning", (
+            "MPI was initialised without thread support: minimize can't find ranks that wait for one that failed. "
+            "Leave mpi4py.rc.threads at True, or call MPI.Init_thread(MPI.THREAD_MULTIPLE)."
+        )))  # fmt: skip
+    return mistakes
+
+
+def _right_launcher(library: Library, found: Launcher) -> str:
+    beside = mpiexec_beside(library.path)
+    if beside:
+        return f"Start it with {beside}."
+    name = f"the mpiexec of {library.vendor}"
+    if found.name.startswith("Slurm"):
+        return f"Start it with {name}, or with another `srun --mpi=` (`srun --mpi=list` shows which there are)."
+    return f"Start it with {name}, or install an mpi4py that is built for the MPI of this launcher."
+
+
+def of_mpiexec(library: Library, cores: int, environment: Mapping[str, str] = os.environ) -> list[Mistake]:
+    """Return what will be wrong once this program is started with the `mpiexec` that the shell finds."""
+    program = shutil.which("mpiexec", path=environment.get("PATH"))
+    if not program:
+        return []
+    family, wanted = _family_of_mpiexec(program), family_of(library.vendor)
+    if family and wanted and family != wanted:
+        beside = mpiexec_beside(library.path) or f"the mpiexec of {library.vendor}"
+        return [Mistake("warning", (
+            f"`mpiexec` is {program}, of {_OF_FAMILY[family]}, but mpi4py loads {library.vendor}: "
+            f"the processes that it starts won't find each other. Use {beside}."
+        ))]  # fmt: skip
+    if family == "openmpi":
+        return _of_openmpi(cores, environment)
+    return []
+
+
+def _of_openmpi(cores: int, environment: Mapping[str, str]) -> list[Mistake]:
+    mistakes = []
+    allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    if hasattr(os, "getuid") and os.getuid() == 0 and not all(environment.get(name) == "1" for name in allowed):
+        mistakes.append(Mistake("warning", (
+            "Open MPI's mpiexec refuses to start for root. Where that is meant, as in a container: "
+            f"export {allowed[0]}=1 {allowed[1]}=1."
+        )))  # fmt: skip
+    policy = environment.get("PRTE_MCA_rmaps_default_mapping_policy", "")
+    if "oversubscribe" not in policy.lower() and environment.get("OMPI_MCA_rmaps_base_oversubscribe") != "1":
+        mistakes.append(Mistake("note", (
+            f"Open MPI's mpiexec refuses to start more ranks than there are slots, {cores} here unless a host file says "
+            "otherwise. Where more are meant: mpiexec --oversubscribe."
+        )))  # fmt: skip
+    return mistakes
+
+
+def _family_of_mpiexec(program: str) -> str:
+    try:
+        # By what it says of itself: its path may be a link, and its name is the same everywhere.
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_ANSWER_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    text = done.stdout + done.stderr
+    if any(name in text for name in ("Open MPI", "OpenRTE", "prte", "PRRTE")):
+        return "openmpi"
+    return "mpich" if any(name in text for name in ("HYDRA", "Intel(R) MPI", "MVAPICH")) else ""
+
+
+def of_places(places: list[Place]) -> list[Mistake]:
+    """Return what is wrong with the ranks' shares of their nodes."""
+    mistakes = []
+    for node in dict.fromkeys(place.node for place in places):
+        mistakes += _mistakes_of_node(node, [place for place in places if place.node == node])
+    return mistakes
+
+
+def _mistakes_of_node(node: str, ranks: list[Place]) -> list[Mistake]:
+    cores = len({core for place in ranks for core in place.cores})
+    # A container's limit on processor time isn't seen in the cores that it may run on.
+    usable = min(cores, ranks[0].quota)
+    threads = sum(max(place.threads.values(), default=1) for place in ranks)
+    counted = f"{usable:g} core{'s' * (usable != 1)}" + (" (a limit of the container)" if usable < cores else "")
+    if len(ranks) > usable:
+        return [Mistake("warning", (
+            f"{node}: {len(ranks)} ranks share {counted}. MPI waits by spinning, so that each message takes milliseconds. "
+            f"Start at most {max(int(usable), 1)} there, or use more nodes."
+        ))]  # fmt: skip
+    if threads > usable:
+        share = max(int(usable) // len(ranks), 1)
+        return [Mistake("warning", (
+            f"{node}: the thread pools of {len(ranks)} rank{'s' * (len(ranks) > 1)} have {threads} threads for {counted}. "
+            f"Set OMP_NUM_THREADS={share} (or leave it unset: mpiad then limits them itself)."
+        ))]  # fmt: skip
+    pinned = [place.cores for place in ranks if len(place.cores) < cores]
+    if len(pinned) != len(set(pinned)):
+        return [Mistake("warning", (
+            f"{node}: several ranks are bound to the same cores. Let the launcher spread them: "
+            "mpiexec --bind-to core (both MPICH and Open MPI), srun --cpu-bind=cores."
+        ))]  # fmt: skip
+    return []
+
+
+def of_versions(places: list[Place]) -> list[Mistake]:
+    """Return which packages are of other versions on other ranks."""
+    mistakes = []
+    for name in ("python", *places[0].versions):
+        found = {place.versions.get(name, "not installed") for place in places}
+        if len(found) > 1 and not any(name in mistake.text for mistake in mistakes):
+            mistakes.append(Mistake("error", (
+                f"{name} isn't the same on all ranks: {', '.join(sorted(found))}. Use one environment on all nodes "
+                f"(rank 0 runs {places[0].python or Path(sys.executable)})."
+            )))  # fmt: skip
+    return mistakes
 
 
 class Environment(NamedTuple):

@@ -2,20 +2,328 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import logging
 import os
-from collections.abc import Iterator
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpiad._typing import Comm
-from mpiad.debug.clocks import Clock, read_clock
-from mpiad.debug.recorder import MOST, Recorder
-from mpiad.debug.trace_file import gather_into, write_part
+from mpiad.checkpoint_files import begin
+from mpiad.debug.recorder import MOST, Event, Message, Recorder
 from mpiad.environment_variables import path
 from mpiad.transport import channel, world
 from mpiad.transport.abort import last_words
+
+# Where a rank computes: the time outside of all communication, by the lines of the program on both sides of it.
+
+
+_START, _END = "start of the recording", "end of the recording"
+
+
+class Place(NamedTuple):
+    """What lies between two communications, or inside one of the library's functions that makes several."""
+
+    phase: str  # {"forward", "backward", "outside"}; of a derivative, or outside of all
+    # `after`, `until`: the lines of the communications before and behind it (of adjoints, those of their forward calls).
+    # The same line in both is a loop around it; inside a function of the library's both name that function.
+    after: str
+    until: str
+
+
+class Stretch(NamedTuple):
+    """What the ranks computed at one place."""
+
+    place: Place
+    seconds: np.ndarray  # shape (P,)
+
+
+def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
+    """Return a rank's seconds by place; they and the innermost communications add up to what was recorded.
+
+    Of the main thread: only there the time between two calls is known to be the program's. Others wait for most of theirs.
+    """
+    mine = [event for event in events if event.thread == 0]
+    found: dict[Place, float] = defaultdict(float)
+    for began, ended, place in gaps(recorder, mine):
+        found[place] += ended - began
+    for event, seconds in _inside(mine):
+        # A solve communicates inside: what it computes between its messages belongs to its own line.
+        named = f"inside {event.called}"
+        found[Place("backward" if event.direction == "adjoint" else "forward", named, named)] += seconds
+    return dict(found)
+
+
+def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float, Place]]:
+    """Yield begin, end and place of what lies between a thread's communications, in pieces of one phase each."""
+    phases: list[str] = []
+    pending: list[tuple[float, float, str]] = []  # since the last communication: begin, end and phase
+    at, after = recorder.since, _START
+
+    def passed(time: float) -> None:
+        if time > at:  # else inside a communication
+            pending.append((at, time, phases[-1] if phases else "outside"))
+
+    def reached(until: str) -> Iterator[tuple[float, float, Place]]:
+        yield from [(began, ended, Place(phase, after, until)) for began, ended, phase in pending]
+        pending.clear()
+
+    for time, _, what in sorted(_marks(events), key=itemgetter(0, 1)):
+        passed(time)
+        at = max(at, time)
+        if isinstance(what, Event):
+            line = what.forward_site or what.site
+            yield from reached(line)
+            at, after = what.ended, line
+        elif what:
+            phases.append(what)
+        elif phases:
+            phases.pop()
+    passed(recorder.since + recorder.elapsed)
+    yield from reached(_END)
+
+
+def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
+    """Yield times, an order where they are equal, and what happens: a communication, a phase's name, "" for its end."""
+    for event in events:
+        if event.direction == "phase":
+            yield event.began, 1, event.name
+            yield event.ended, 0, ""
+        elif event.outermost:
+            yield event.began, 2, event
+
+
+def _inside(events: list[Event]) -> Iterable[tuple[Event, float]]:
+    """Yield the outermost communications that have others inside, and their seconds outside of these."""
+    inner = 0.0
+    for event in events:  # in the order of their ends, so that what is inside comes first
+        if event.direction == "phase":
+            continue
+        if event.innermost:
+            inner += event.ended - event.began
+        if event.outermost:
+            if not event.innermost:
+                yield event, max(event.ended - event.began - inner, 0.0)
+            inner = 0.0
+
+
+# One clock for all ranks: each rank's difference from rank 0's, measured at the start and at the end.
+#
+# A message there and back, timed on both sides, bounds the difference from below by its way there and from above by its way
+# back; the fastest says best where in between. On a busy machine most of them wait for a core, but hardly all on the same
+# way: so the bounds of many are put together, until more don't make them narrower. Processes of one machine have one clock,
+# and between those of two machines lie hours: where the difference may be zero, it is. In between the two readings it is
+# taken to change evenly, as that of two quartz clocks does.
+
+
+_TIMES, _MOST = 10, 200  # messages at a time, and in all
+
+
+class Reading(NamedTuple):
+    """The difference of rank 0's clock from this one, at a time of this one."""
+
+    time: float
+    difference: float
+
+
+class Clock:
+    """Translate this rank's times to those of rank 0's clock."""
+
+    def __init__(self, first: Reading, last: Reading):
+        self._first = first
+        passed = last.time - first.time
+        self._drift = (last.difference - first.difference) / passed if passed > 0 else 0.0
+
+    def __call__(self, time: float) -> float:
+        """Return rank 0's time; the order of times is kept."""
+        return time + self._first.difference + self._drift * (time - self._first.time)
+
+
+def read_clock(comm: Comm) -> Reading:
+    """Compare this rank's clock with rank 0's; collective."""
+    if comm.rank == 0:
+        # One rank after the other: messages of two at once would be timed with each other's.
+        for rank in range(1, comm.size):
+            comm.Send(np.array([0.0, _difference(comm, rank)]), rank)
+        return Reading(perf_counter(), 0.0)
+    asked, now = np.empty(2), np.empty(1)
+    while True:
+        comm.Recv(asked, 0)
+        now[0] = perf_counter()
+        if not asked[0]:
+            return Reading(float(now[0]), float(asked[1]))
+        comm.Send(now, 0)
+
+
+def _difference(comm: Comm, rank: int) -> float:
+    """Return how far rank 0's clock is ahead of another rank's."""
+    asked, theirs = np.ones(2), np.empty(1)
+    low, high, fastest = -np.inf, np.inf, (np.inf, 0.0)
+    for count in range(_TIMES, _MOST + 1, _TIMES):
+        before = high - low
+        for _ in range(_TIMES):
+            start = perf_counter()
+            comm.Send(asked, rank)
+            comm.Recv(theirs, rank)
+            end = perf_counter()
+            low, high = max(low, start - theirs[0]), min(high, end - theirs[0])
+            fastest = min(fastest, (end - start, (start + end) / 2 - float(theirs[0])))
+        if count > _TIMES and high - low > 0.9 * before:
+            break
+    return 0.0 if low <= 0 <= high else float(np.clip(fastest[1], low, high))
+
+
+# The file of a trace: all ranks' events in one, written whole or not at all.
+#
+# It has the format of Chrome's tracing, which Perfetto reads: one process for each rank, complete events. Times are whole
+# nanoseconds on one clock, so that what is inside something else stays inside after rounding. What lies between two
+# communications, in a phase or outside of all, is computation and becomes an event of its own.
+
+
+_PIECE = 1 << 20  # characters, about
+_HEADER = '{"displayTimeUnit": "ms", "otherData": {"ranks": %d, "events that were too many": %d}, "traceEvents": [\n'
+_FOOTER = "\n]}\n"
+_SHORTEST = 1000  # nanoseconds of computation that are worth an event
+
+
+def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> None:
+    """Write the events of all ranks; collective.
+
+    An OSError on all ranks, where rank 0 can't write the file: there is none then, or the old one.
+    """
+    starts, dropped = zip(*comm.allgather((clock(recorder.since), recorder.dropped)))
+    pieces = _pieces(_rank_events(recorder, comm.rank, socket.gethostname(), clock, min(starts)))
+    error = None
+    if comm.rank == 0:
+        # One rank's after another's: no rank holds them all.
+        received = [iter(partial(comm.recv, source=rank), None) for rank in range(1, comm.size)]
+        error = _written(path, _HEADER % (comm.size, sum(dropped)), chain(pieces, *received))
+    else:
+        for piece in pieces:
+            comm.send(piece, 0)
+        comm.send(None, 0)  # ends this rank's pieces
+    error = comm.bcast(error, 0)
+    if error is not None:
+        raise OSError(f"the trace of {comm.size} ranks can't be written to {path}: {error}")
+
+
+def _written(path: Path, header: str, pieces: Iterator[str]) -> str | None:
+    """Write header, pieces and footer to a file that appears whole or not at all; return what went wrong."""
+    temporary = None
+    try:
+        temporary, made = begin(path)
+        with io.TextIOWrapper(made, encoding="utf-8") as file:
+            file.write(header)
+            for k, piece in enumerate(pieces):
+                file.write((",\n" if k else "") + piece)
+            file.write(_FOOTER)
+            file.flush()
+            os.replace(temporary, path)  # while it is locked
+    except (OSError, ValueError) as failure:
+        for _ in pieces:
+            pass  # still taken: their senders wait to be rid of them
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        return str(failure)
+    return None
+
+
+def _pieces(events: Iterable[str]) -> Iterator[str]:
+    held: list[str] = []
+    size = 0
+    for event in events:
+        held.append(event)
+        size += len(event)
+        if size >= _PIECE:
+            yield ",\n".join(held)
+            held, size = [], 0
+    if held:
+        yield ",\n".join(held)
+
+
+def write_part(path: Path, rank: int, recorder: Recorder, clock: Clock) -> Path:
+    """Write this rank's events beside the file that won't come; return where."""
+    part = path.with_name(f"{path.name}.rank{rank}")
+    events = _rank_events(recorder, rank, socket.gethostname(), clock, clock(recorder.since))
+    error = _written(part, _HEADER % (1, recorder.dropped), _pieces(events))
+    if error is not None:
+        raise OSError(f"the trace of rank {rank} can't be written to {part}: {error}")
+    return part
+
+
+def _rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[float], float], zero: float) -> Iterator[str]:
+    """Yield a rank's events, each as the text of a JSON object; `node` names the machine.
+
+    `aligned` maps this rank's clock to the one that all ranks share, on which `zero` is the beginning.
+    """
+
+    def tick(time: float) -> int:
+        return round(1e9 * (aligned(time) - zero))
+
+    yield _metadata(rank, 0, "process_name", name=f"rank {rank} ({node})")
+    yield _metadata(rank, 0, "process_sort_index", sort_index=rank)
+    events = recorder.events
+    for number, name in enumerate(recorder.threads):
+        yield _metadata(rank, number, "thread_name", name=name)
+        spans = [(tick(e.began), tick(e.ended), e) for e in events if e.thread == number]
+        # Of two that begin together the longer one is around the other; it was noted later where they end together too.
+        spans.reverse()
+        spans.sort(key=lambda span: (span[0], -span[1]))
+        for start, end, event in spans:
+            yield _complete(rank, number, start, end, event)
+            for message in event.messages:
+                yield _flow(rank, number, start, end, message)
+        # Only of the main thread is the time between two calls known to be the program's.
+        for began, ended, _ in gaps(recorder, [event for _, _, event in spans]) if number == 0 else ():
+            start, end = tick(began), tick(ended)
+            if end - start >= _SHORTEST:
+                yield _complete(rank, number, start, end, None)
+
+
+def _metadata(rank: int, thread: int, kind: str, **args: Any) -> str:
+    return json.dumps({"ph": "M", "pid": rank, "tid": thread, "name": kind, "args": args})
+
+
+def _complete(rank: int, thread: int, start: int, end: int, event: Event | None) -> str:
+    name, category, args = ("computation", "computation", {}) if event is None else _described(event)
+    found = {"ph": "X", "pid": rank, "tid": thread, "ts": start / 1000, "dur": (end - start) / 1000}
+    return json.dumps(found | {"name": name, "cat": category, "args": args})
+
+
+def _described(event: Event) -> tuple[str, str, dict[str, Any]]:
+    if event.direction == "phase":
+        return event.name, "phase", {}
+    given = event.arguments
+    args = {
+        "site": event.site, "forward site": event.forward_site, "communicator": given.communicator, "root": given.root,
+        "peer": given.peer, "tag": given.tag, "shape": None if given.shape is None else list(given.shape),
+        "dtype": None if given.dtype is None else str(given.dtype), "bytes": given.nbytes, "reduction": given.reduction,
+    }  # fmt: skip
+    # Inside the adjoint of one operation is another operation.
+    name = event.called if event.outermost else event.operation
+    return name, event.direction, {key: value for key, value in args.items() if value not in (None, "")}
+
+
+def _flow(rank: int, thread: int, start: int, end: int, message: Message) -> str:
+    # Both ends make the same number of it. Arrows leave and arrive inside their events.
+    # Of equal names Perfetto makes one arrow, so it must be unique; Python's hash would differ between processes.
+    number = int.from_bytes(hashlib.blake2b(repr(message[1:]).encode(), digest_size=6).digest(), "big")
+    found: dict[str, Any] = {"pid": rank, "tid": thread, "id": number, "name": "message", "cat": "message"}
+    found |= {"ph": "s", "ts": start / 1000} if message.outgoing else {"ph": "f", "bp": "e", "ts": end / 1000}
+    return json.dumps(found)
+
 
 _WITHOUT_TRACE = 100_000  # events: in debug mode few programs ask for a report, and all pay for it
 _log = logging.getLogger("mpiad")

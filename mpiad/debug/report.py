@@ -3,20 +3,221 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from textwrap import fill
 from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from mpiad.debug.advice import Totals, advice, over_mean
-from mpiad.debug.computing import Place, Stretch, computed
-from mpiad.debug.recorder import Event
-from mpiad.debug.recording import Recording, latest
-from mpiad.debug.waits import wait_times
+from mpiad._typing import Comm, Rank
+from mpiad.debug.recorder import Event, Message
+from mpiad.debug.recording import Clock, Place, Recording, Stretch, computed, latest
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.tracing import restoring_state
+
+# How long a rank waited in each communication, before the others were there.
+#
+# Inside a call of MPI waiting and transferring can't be told apart. What can be told is when each rank began: a rank that
+# receives waits until its sender begins to send; one that takes in what all ranks give, until the last of them begins; one
+# that takes in what the root gives, until the root begins. That, and at most the length of the call, is its wait; the rest
+# is transfer. Sends, and starts of what is completed later, wait for nobody. What completes a send or a reduction that
+# was started before counts as wait whole: the rank could do nothing else.
+#
+# Times of different ranks are compared on one clock, which is as exact as messages are fast: a few microseconds.
+
+
+_STARTS = ("mpi_isend", "mpi_irecv", "mpi_iallreduce", "mpi_send")
+_COMPLETIONS = ("mpi_wait", "mpi_waitall")
+_FROM_ROOT, _TO_ROOT = ("mpi_bcast", "mpi_scatter"), ("mpi_sum", "mpi_reduce", "mpi_gather")
+
+
+class _Meeting(NamedTuple):
+    """One collective: the same on all of its ranks, `number` counts those of a kind on a communicator."""
+
+    communicator: str
+    operation: str
+    number: int
+
+
+class _Arrival(NamedTuple):
+    """When a rank of the world began it, and whose values it takes in: all ranks', or those of one (of the world)."""
+
+    meeting: _Meeting
+    rank: Rank
+    began: float
+    root: Rank | None
+
+
+def wait_times(events: Sequence[Event], clock: Clock, comm: Comm) -> list[float]:
+    """Return the seconds that this rank waited in each of its innermost communications; collective over the world."""
+    sent = _sends(events, clock, comm)
+    arrivals = _arrivals(events, clock, comm.rank)
+    # Groups differ from call to call, so each is compared by its first member: no rank holds all ranks' arrivals.
+    latest = _latest(arrivals, {k: events[k].arguments.members[0] for k in arrivals}, comm)
+    return [_wait(event, sent, latest.get(k), clock) for k, event in enumerate(events)]
+
+
+def _wait(event: Event, sent: dict[Message, float], others: float | None, clock: Clock) -> float:
+    lasted = event.ended - event.began
+    awaited = [sent[message] for message in event.messages if message in sent]
+    if others is not None:
+        awaited.append(others)
+    if awaited:
+        return min(max(max(awaited) - clock(event.began), 0.0), lasted)
+    return lasted if event.operation in _COMPLETIONS and not event.messages else 0.0
+
+
+def _sends(events: Sequence[Event], clock: Clock, comm: Comm) -> dict[Message, float]:
+    """Return when the messages that came here were sent, by the receiver's name for them."""
+    outgoing: list[list[tuple[Message, float]]] = [[] for _ in range(comm.size)]
+    for event in events:
+        for message in event.messages:
+            if message.outgoing:
+                outgoing[message.dest].append((message._replace(outgoing=False), clock(event.began)))
+    return dict(pair for pairs in comm.alltoall(outgoing) for pair in pairs)
+
+
+def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _Arrival]:
+    """Return this rank's arrivals at collectives, by the place of their events."""
+    counts: Counter[tuple[str, str]] = Counter()
+    found = {}
+    for k, event in enumerate(events):
+        given, name = event.arguments, event.operation
+        if not given.members or event.messages or name in _STARTS or name in _COMPLETIONS or given.peer is not None:
+            continue
+        kind = (given.communicator or "", name)
+        root = None if given.root is None else given.members[given.root]
+        # All ranks of a group make its collectives of a kind in the same order: the count tells which belong together.
+        found[k] = _Arrival(_Meeting(*kind, counts[kind]), rank, clock(event.began), root)
+        counts[kind] += 1
+    return found
+
+
+def _latest(arrivals: dict[int, _Arrival], owners: dict[int, Rank], comm: Comm) -> dict[int, float]:
+    """Return, by place, when the last one began of those whom this rank waits for: each owner compares for its group."""
+    places: list[list[int]] = [[] for _ in range(comm.size)]
+    for k, owner in owners.items():
+        places[owner].append(k)
+    asked = comm.alltoall([[arrivals[k] for k in chosen] for chosen in places])
+    began: dict[_Meeting, dict[Rank, float]] = defaultdict(dict)
+    for arrival in (arrival for part in asked for arrival in part):
+        began[arrival.meeting][arrival.rank] = arrival.began
+    answers = comm.alltoall([[_awaited(arrival, began[arrival.meeting]) for arrival in part] for part in asked])
+    return {k: time for chosen, times in zip(places, answers) for k, time in zip(chosen, times)}
+
+
+def _awaited(arrival: _Arrival, began: dict[Rank, Any]) -> float:
+    name, root = arrival.meeting.operation, arrival.root
+    if root is not None and name in _FROM_ROOT:
+        return began.get(root, arrival.began)
+    if root is not None and name in _TO_ROOT and arrival.rank != root:
+        # Who only gives to the root doesn't wait for the others.
+        return arrival.began
+    return max(began.values())
+
+
+# What a report advises: a rule for each of the usual reasons why ranks are slow.
+
+
+# Shares of the time, and ratios, from which on something is worth a line.
+_WAITING, _TRANSFER, _COMPUTING, _UNEVEN, _BACKWARD = 0.1, 0.2, 0.5, 1.2, 5.0
+_SMALL = 10_000  # bytes: below, a message takes about as long as an empty one
+
+
+class Totals(NamedTuple):
+    """A report's numbers, which have an entry for each rank, and where most of the transfer is."""
+
+    # `elapsed`, `communicating`, `waiting`: shape (P,). Seconds.
+    elapsed: np.ndarray
+    communicating: np.ndarray
+    waiting: np.ndarray
+    busiest: str  # the call that transfers longest, and its line
+    waited_in: str  # that in which the ranks wait longest
+    calls: int  # how often the busiest is called, on all ranks
+    nbytes: int  # how much it is given
+    dropped: int  # communications that were too many to be recorded
+
+
+def advice(totals: Totals, stretches: Sequence[Stretch]) -> list[str]:
+    """Return what to do about what takes the time; a line that says so where nothing stands out."""
+    found = [*_waits(totals, stretches), *_transfer(totals), *_computing(totals, stretches)]
+    if totals.dropped:
+        found.append(f"{totals.dropped} communications were too many to be recorded: record fewer iterations.")
+    return found or ["nothing stands out: the ranks compute alike, and neither wait long nor communicate much."]
+
+
+def _waits(totals: Totals, stretches: Sequence[Stretch]) -> Iterator[str]:
+    share = _share(totals.waiting, totals)
+    if share < _WAITING:
+        return
+    computing = totals.elapsed - totals.communicating
+    slow, uneven = int(computing.argmax()), over_mean(computing)
+    if uneven < _UNEVEN:
+        yield (
+            f"the ranks wait {share:.0%} of the time, most of it in {totals.waited_in}, though all compute for about as "
+            "long: they take turns at being late. Give each rank a core of its own and bind it (`python -m mpiad` tells)."
+        )
+        return
+    more = max(stretches, key=lambda each: each.seconds[slow] - each.seconds.mean(), default=None)
+    where = "" if more is None else f", above all {_at(more)}"
+    yield (
+        f"load imbalance: rank {slow} computes {uneven:.1f} times as long as the mean{where}, and the ranks wait "
+        f"{share:.0%} of the time. Divide the work anew."
+    )
+
+
+def _transfer(totals: Totals) -> Iterator[str]:
+    share = _share(totals.communicating - totals.waiting, totals)
+    if share < _TRANSFER or not totals.calls:
+        return
+    size = totals.nbytes / totals.calls
+    remedy = (
+        "Latency: send several arrays in one message, and less often (wider halos, a vector instead of numbers)"
+        if size < _SMALL
+        else "Bandwidth: send less, or let it overlap with computing (`begin_exchange`, `mpi_isend`, `mpi_iallreduce`)"
+    )
+    yield (
+        f"communication without waits takes {share:.0%} of the time, most of it in {totals.busiest}: {totals.calls} "
+        f"calls of {size:.0f} bytes. {remedy}."
+    )
+
+
+def _computing(totals: Totals, stretches: Sequence[Stretch]) -> Iterator[str]:
+    seconds = {phase: sum(each.seconds.mean() for each in stretches if each.place.phase == phase) for phase in _PHASES}
+    share = _share(totals.elapsed - totals.communicating, totals)
+    if share >= _COMPUTING and stretches:
+        longest = max(stretches, key=lambda each: each.seconds.mean())
+        part = longest.seconds.mean() / totals.elapsed.mean()
+        yield f"computing takes {share:.0%} of the time, {part:.0%} {_at(longest)}. If it isn't compiled yet: `mpiad.jit`."
+    forward, backward = (seconds[phase] for phase in _PHASES)
+    if backward > _BACKWARD * forward and backward > 0.1 * totals.elapsed.mean():
+        yield (
+            f"the backward pass computes {backward / forward if forward else np.inf:.0f} times as long as the forward one: "
+            "more checkpoints in `scan`, `scan(jit(step))`, or a solve of the library's in the place of its iterations."
+        )
+
+
+_PHASES = ("forward", "backward")
+
+
+def _at(stretch: Stretch) -> str:
+    phase, after, until = stretch.place
+    where = after if after.startswith("inside") else f"in the loop around {after}" if after == until else ""
+    return f"{where or f'from {after} to {until}'} ({phase})"
+
+
+def _share(seconds: np.ndarray, totals: Totals) -> float:
+    whole = totals.elapsed.mean()
+    return float(seconds.mean() / whole) if whole > 0 else 0.0
+
+
+def over_mean(values: np.ndarray) -> float:
+    """Return the largest value over the mean; 0 where there is none above zero."""
+    mean = values.mean() if values.size else 0.0
+    return float(values.max() / mean) if mean > 0 else 0.0
+
 
 _NOTHING = "nothing was recorded. Run it under MPIAD_TRACE=file.json, or put it into `with mpiad.debug.recorded():`."
 

@@ -1,11 +1,9 @@
 """Ensembles of ordinary differential equations: each trajectory with its own time, step and error control."""
 
-from mpiad.ensemble.backends import EnsembleSerial, EnsembleThreads, EnsembleVectorized
+from mpiad.ensemble.backends import EnsembleGPU, EnsembleSerial, EnsembleThreads, EnsembleVectorized
 from mpiad.ensemble.controller import PIController
 from mpiad.ensemble.event import Event
-from mpiad.ensemble.fit import fit
-from mpiad.ensemble.fit_result import FitResult
-from mpiad.ensemble.gpu import EnsembleGPU
+from mpiad.ensemble.fit import FitResult, fit
 from mpiad.ensemble.methods.bogacki_shampine import BS3
 from mpiad.ensemble.methods.classic import RK4
 from mpiad.ensemble.methods.dormand_prince import RK45

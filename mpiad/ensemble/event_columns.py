@@ -10,12 +10,10 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch, two_at_least
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.event import Event
-from mpiad.ensemble.event_affects import affected
+from mpiad.ensemble.event import Event, affected
 from mpiad.ensemble.initialization import derivative_at
-from mpiad.ensemble.jumps import FOUND, Jump
+from mpiad.ensemble.jumps import FOUND, Jump, rates_of_change
 from mpiad.ensemble.outcome import ReturnCode
-from mpiad.ensemble.rates_of_change import rates_of_change
 from mpiad.ensemble.settings import MOVING, Acting
 
 

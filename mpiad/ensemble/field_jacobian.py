@@ -12,8 +12,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.compiling.program import Program, evaluated
-from mpiad.compiling.trace_errors import Refusal, Untraceable
+from mpiad.compiling.program import Program, Refusal, Untraceable, evaluated
 from mpiad.device.transfer import to_host
 from mpiad.differentiation.bundles import Bundle
 from mpiad.differentiation.shortcuts import shortened

@@ -2,27 +2,397 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
 
-from mpiad._typing import Array, Function, Tree
-from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
-from mpiad.ensemble.batch import is_on_device, save_times
+import numpy as np
+from autograd.tracer import isbox
+
+from mpiad._typing import Array, Function, Shape, Tree
+from mpiad.differentiation.bundles import Bundle
+from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU, EnsembleVectorized
+from mpiad.ensemble.batch import is_on_device, save_times, two_at_least
 from mpiad.ensemble.compiled.kernel_choice import Compiler
-from mpiad.ensemble.fit_options import FitArguments, FitPlan, planned, planned_together
-from mpiad.ensemble.fit_result import FitResult, fits_of, joined_fits
-from mpiad.ensemble.levenberg_marquardt import Evaluation, minimize_each
+from mpiad.ensemble.levenberg_marquardt import Evaluation, Minima, Stopping, minimize_each, scaled_factor
 from mpiad.ensemble.members import master_seed, members
 from mpiad.ensemble.methods.dormand_prince import RK45
-from mpiad.ensemble.outcome import report
-from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
+from mpiad.ensemble.outcome import ConvergenceCode, report
+from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.ranks import EnsembleMPI
-from mpiad.ensemble.residuals import Residuals
-from mpiad.ensemble.sensitivity import Generator, SensitivitySolve
-from mpiad.ensemble.solve_options import settings_of
+from mpiad.ensemble.sensitivity import Generator, SensitivitySolve, States, unit_tangents
+from mpiad.ensemble.solve_options import SolveOptions, checked_options, settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
-from mpiad.transport.agreement import raising_together
+from mpiad.transport.agreement import alike_on_all, raising_together
+from mpiad.transport.device_arrays import is_device_array
+from mpiad.transport.tracing import restoring_state
+
+# What `fit` returns.
+
+
+@dataclass(frozen=True, repr=False)
+class FitResult:
+    """Where the fits of N trajectories ended.
+
+    Attributes
+    ----------
+    p : array, shape (N, m)
+    cost : array, shape (N,)
+        Half the sum of squared residuals; NaN where a fit couldn't begin.
+    optimality : array, shape (N,)
+        The largest entry of the gradient of the cost, by size, among the variables that no bound holds.
+    active_mask : array of int, shape (N, m)
+        -1 where a variable is at its lower bound, 1 where at its upper one, 0 inside.
+    nfev : array of int, shape (N,)
+        Solves, each with all derivatives.
+    njev : array of int, shape (N,)
+        How many of their derivatives were taken up: one at the start, and one for each step that was taken.
+    retcode : array of str, shape (N,)
+        Names of `ConvergenceCode`.
+    indices : array of int, shape (N,)
+        The numbers of the trajectories, from 0; this rank's share with ``EnsembleMPI(gather=False)``.
+
+    Examples
+    --------
+    >>> from mpiad.ensemble import ODEProblem, fit
+    >>> decay = ODEProblem(lambda u, p, t: [-p[0] * u[0]], [1.0], (0.0, 1.0), [1.0])
+    >>> measured = np.array([[0.8, 0.6], [0.3, 0.2]])
+    >>> found = fit(decay, lambda u, p, data: u[:, 0] - data, np.ones((2, 1)), data=measured, saveat=[0.5, 1.0])
+    >>> print(found.p.ravel().round(2), found.success, found.covariance().shape)
+    [0.49 2.08] [ True  True] (2, 1, 1)
+    """
+
+    p: Array
+    cost: Array
+    optimality: Array
+    active_mask: Array
+    nfev: Array
+    njev: Array
+    retcode: Array
+    indices: Array
+    _factor: Array
+    _residuals: Array
+    _tries: Array
+
+    def __len__(self) -> int:
+        return len(self.p)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} fits, {np.count_nonzero(self.success)} Success)"
+
+    @property
+    def success(self) -> Array:
+        """Which fits converged to a minimum that the data determine: array of bool, shape (N,)."""
+        return self.retcode == "Success"
+
+    def covariance(self, absolute_sigma: bool = False) -> Array:
+        """Return the covariance of each fit's variables by linearisation, (JᵀJ)⁻¹ times the variance of the residuals.
+
+        Parameters
+        ----------
+        absolute_sigma : bool
+            Whether residuals are already divided by their standard deviations, as in `scipy.optimize.curve_fit`.
+            Otherwise their variance is taken to be ``2 * cost / (k - m)``, k residuals less the variables that are free.
+
+        Returns
+        -------
+        array, shape (N, m, m)
+            Zeros for variables that a bound holds; NaN where the fit didn't succeed.
+        """
+        free = self.active_mask == 0
+        columns, norms = scaled_factor(self._factor, free)
+        _, values, rows = np.linalg.svd(columns, full_matrices=False)
+        # Variables that are held make zeros.
+        place = np.arange(values.shape[1]) < np.count_nonzero(free, axis=1)[:, None]
+        with np.errstate(all="ignore"):
+            root = np.where(place[..., None], rows / values[..., None], 0.0) / norms[:, None]
+            found = np.swapaxes(root, 1, 2) @ root
+            if not absolute_sigma:
+                excess = self._residuals - np.count_nonzero(free, axis=1)
+                found = found * np.where(excess > 0, 2 * self.cost / excess, np.nan)[:, None, None]
+        found[~self.success] = np.nan
+        return found
+
+
+def fits_of(minima: Minima, indices: Array, residuals: int, tries: Array) -> FitResult:
+    """Return the result of some fits."""
+    x, cost, optimality, mask, nfev, njev, codes, factor = minima
+    retcode, counts = ConvergenceCode.names_of(codes), np.full(len(x), residuals)
+    return FitResult(x, cost, optimality, mask, nfev, njev, retcode, indices, factor, counts, tries)
+
+
+def joined_fits(parts: Sequence[FitResult]) -> FitResult:
+    """Return one result of several, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    names = [field.name for field in fields(FitResult)]
+    return FitResult(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+# The user's residuals, called with columns: from saved states and their tangents to the triangular factor of [J r].
+
+
+_CALLED = (
+    "They are called with columns, u of shape (n_saved, d, n), p of shape (m, n), and data with the trajectories along the "
+    "last axis; a constant array needs an axis for them (c[:, None]), and a sum an axis to go over (np.sum(u, axis=0))."
+)
+
+
+class Residuals:
+    """The residuals of some trajectories.
+
+    - `fun`: ``fun(u, p, data)``.
+    - `data`: of one row for each trajectory.
+    - `shape`: of one state.
+    - `count`: how many residuals a trajectory has; 0 before the first call.
+    """
+
+    def __init__(self, fun: Function, data: Tree, shape: Shape):
+        self._fun, self._shape, self.count = fun, shape, 0
+        leaves, self._build = flatten(data)
+        self._data = [None if leaf is None else np.ascontiguousarray(np.moveaxis(leaf, 0, -1)) for leaf in leaves]
+
+    def evaluated(self, x: Array, states: States, ids: Array) -> Evaluation:
+        """Return half the sums of squares and the factors at variables of shape (n, m), for trajectories of these numbers.
+
+        A TypeError or ValueError where the residuals can't be used.
+        """
+        count, m = x.shape
+        # Two columns at least, wherever the user's functions are called: sums over others are then taken alike.
+        columns = two_at_least(count)
+        u = self._by_columns(states.u[columns])
+        tangents = [self._by_columns(tangent[columns]) for tangent in states.tangents]
+        with np.errstate(all="ignore"):
+            # Once, at the first call: it costs two more.
+            if not self.count:
+                self._check(x, u, ids, columns)
+            r, jacobian = self._linearised(np.ascontiguousarray(x[columns].T), u, tangents, ids[columns])
+            cost = 0.5 * np.add.reduce(r * r, axis=0)[:count]
+        table = np.empty((count, len(r), m + 1))
+        table[:, :, m] = r.T[:count]
+        for j, column in enumerate(jacobian):
+            table[:, :, j] = column.T[:count]
+        # Of a point where the solve failed the cost is infinite, so that the step to it is refused; LAPACK needs finite
+        # numbers.
+        good = np.isfinite(cost) & np.isfinite(table).all(axis=(1, 2))
+        table[~good] = 0.0
+        factor = np.zeros((count, m + 1, m + 1))
+        # By a QR factorisation of [J r], and not by JᵀJ, whose condition is that of J squared.
+        factor[:, : min(len(r), m + 1)] = np.linalg.qr(table, mode="r")
+        return Evaluation(np.where(good, cost, np.inf), factor)
+
+    def _by_columns(self, u: Array) -> Array:
+        """Return saved states, shape (n, n_saved, d), with the axes of f and the trajectories last."""
+        return np.ascontiguousarray(np.moveaxis(u.reshape(*u.shape[:2], *self._shape), 0, -1))
+
+    def _called(self, u: Array, x: Array, ids: Array) -> list[Any]:
+        data = [None if leaf is None else np.take(leaf, ids, axis=-1) for leaf in self._data]
+        value = self._fun(u, x, self._build(data))
+        return list(value) if isinstance(value, (list, tuple)) else [value]
+
+    def _linearised(self, x: Array, u: Array, tangents: list[Array], ids: Array) -> tuple[Array, list[Array]]:
+        """Return the residuals, shape (k, n), and their derivatives by each variable."""
+        with restoring_state(), Bundle() as bundle:
+            try:
+                parts = self._called(bundle.variable(u, tangents), bundle.variable(x, unit_tangents(x)), ids)
+            except TypeError as error:
+                raise TypeError(
+                    f"fit: the residuals can't be differentiated ({error}). Write them with the functions of "
+                    "autograd.numpy instead of numpy."
+                ) from error
+            found = [bundle.parts(part) for part in parts]
+        values = [_rows(value) for value, _ in found]
+        along = [
+            np.concatenate([
+                np.zeros_like(value) if gs is None or gs[j] is None else _rows(gs[j])
+                for value, (_, gs) in zip(values, found)
+            ])
+            for j in range(len(x))
+        ]  # fmt: skip
+        return np.concatenate(values), along
+
+    def _check(self, x: Array, u: Array, ids: Array, columns: Array) -> None:
+        """Call the residuals with all columns, and with the first one some times: neither may depend on the others."""
+        # Not as many times as there are columns, which may all be alike.
+        alone = np.zeros(3 if len(columns) == 2 else 2, int)
+        some = [self._plain(x[of], u[..., turn], ids[of]) for of, turn in (
+            (columns, slice(None)), (columns[alone], alone),
+        )]  # fmt: skip
+        first, again = some[0][:, 0], some[1][:, 0]
+        if len(first) != len(again) or not np.allclose(first, again, rtol=1e-9, atol=1e-12, equal_nan=True):
+            raise ValueError(
+                f"fit: the residuals of a trajectory depend on the others: the first has {first[:4]} among {len(columns)} "
+                f"columns, but {again[:4]} by itself. {_CALLED}"
+            )
+        self.count = len(first)
+
+    def _plain(self, x: Array, u: Array, ids: Array) -> Array:
+        try:
+            parts = self._called(u, np.ascontiguousarray(x.T), ids)
+        except ValueError as error:
+            if "broadcast" not in str(error):
+                raise
+            raise ValueError(
+                f"fit: the residuals can't compute with columns ({str(error).strip()}): u has shape {u.shape} here. "
+                f"{_CALLED}"
+            ) from error
+        for part in parts:
+            if np.shape(part)[-1:] != (len(x),):
+                raise ValueError(
+                    f"fit: the residuals have shape {np.shape(part)}, but (..., {len(x)}) was expected, one column for "
+                    f"each trajectory. {_CALLED}"
+                )
+            if np.asarray(part).dtype.kind not in "fiub":
+                raise TypeError(
+                    f"fit: the residuals must be real numbers, but are {np.asarray(part).dtype}. Return both parts of "
+                    "complex ones: [np.real(r), np.imag(r)]."
+                )
+        return np.concatenate([_rows(part) for part in parts])
+
+
+def _rows(value: Array) -> Array:
+    """Return residuals as rows of columns, shape (k, n)."""
+    return np.asarray(value, float).reshape(-1, np.shape(value)[-1])
+
+
+# The arguments of `fit`, looked at before anything is computed.
+
+
+# Those that an error shows whole where ranks differ.
+_SHORT = (
+    "alg", "ensemblealg", "ftol", "xtol", "gtol", "x_scale", "max_nfev", "rtol", "dt", "dtmax", "max_steps", "batch_size",
+    "compile",
+)  # fmt: skip
+
+
+# The arguments of `fit`, by its names: one object, which all parts of a fit get.
+FitArguments: TypeAlias = SimpleNamespace
+
+
+class FitPlan(NamedTuple):
+    """The arguments, looked at, with a row for each trajectory where they may differ."""
+
+    options: SolveOptions
+    start: Array
+    lower: Array
+    upper: Array
+    scale: Array | None
+    stopping: Stopping
+
+
+def planned_together(used: Channel, given: FitArguments) -> FitPlan:
+    """Return `planned` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
+
+    def described(plan: FitPlan) -> list[Any]:
+        said = ", ".join(f"{name}={getattr(given, name)}" for name in _SHORT)
+        saveat = [] if plan.options.saveat is None else [np.asarray(plan.options.saveat, float)]
+        shown = f"p0={given.p0!r:.60}, bounds={given.bounds!r:.60}, saveat={given.saveat!r:.60}, atol={given.atol!r:.60}"
+        arrays = plan.start, plan.lower, plan.upper, np.asarray(plan.options.atol, float), *saveat
+        return [f"{shown}, {said}", said, *arrays, digests_of(plan.options.problem)]
+
+    return alike_on_all(used, lambda: planned(given), described, "fit")
+
+
+def planned(given: FitArguments) -> FitPlan:
+    """Return the arguments in the form that the fits need.
+
+    A NotImplementedError where one is traced, or lives on a device; a TypeError or ValueError where one can't be used.
+    """
+    start = _start(given.p0)
+    ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble
+    solve_like = {name: getattr(given, name) for name in SolveOptions._fields if hasattr(given, name)}
+    options = checked_options(SolveOptions(problem=ensemble, trajectories=len(start), gradient="tangent", **solve_like))
+    _check_functions(given, ensemble)
+    if isinstance(options.backend, EnsembleGPU):
+        raise NotImplementedError("fit: EnsembleGPU can't fit; take EnsembleVectorized() or EnsembleThreads().")
+    for leaf in flatten(given.data)[0]:
+        _check_plain("data", leaf)
+        if leaf is not None and np.shape(leaf)[:1] != (len(start),):
+            raise ValueError(
+                f"fit: data must have one row for each trajectory, {len(start)} as p0, but has shape {np.shape(leaf)}. "
+                "What all share the residuals can close over."
+            )
+    lower, upper = _bounds(given.bounds, start)
+    scale = None
+    if not isinstance(given.x_scale, str) or given.x_scale != "jac":
+        scale = _by_trajectory("x_scale", given.x_scale, start)
+        if not (np.isfinite(scale) & (scale > 0)).all():
+            raise ValueError(f"fit: x_scale must be 'jac' or numbers above zero, but got {given.x_scale!r:.60}.")
+    for name in ("ftol", "xtol", "gtol"):
+        value = getattr(given, name)
+        if not isinstance(value, (int, float, np.number)) or not 0 <= value < math.inf:
+            raise ValueError(f"fit: {name} must be a number, zero or more, but got {value!r}.")
+    # As SciPy's least_squares.
+    most = 100 * start.shape[1] if given.max_nfev is None else given.max_nfev
+    if not isinstance(most, Integral) or most < 1:
+        raise ValueError(f"fit: max_nfev must be an integer above zero, but got {most!r}.")
+    stopping = Stopping(float(given.ftol), float(given.xtol), float(given.gtol), int(most))
+    return FitPlan(options, start, lower, upper, scale, stopping)
+
+
+def _check_functions(given: FitArguments, ensemble: EnsembleProblem) -> None:
+    if not callable(given.residuals):
+        raise TypeError(f"fit: residuals must be a function residuals(u, p, data), but got {given.residuals!r:.60}.")
+    if given.prob_generator is not None and not callable(given.prob_generator):
+        raise TypeError(f"fit: prob_generator must be a function of a problem and x, but got {given.prob_generator!r:.60}.")
+    if ensemble.output_func is not None or ensemble.reduction is not None:
+        raise ValueError(
+            "fit: the ensemble has an output_func or a reduction, which a fit has no use for: residuals(u, p, data) gets "
+            "the saved states. Leave them out: remake(ensemble, output_func=None, reduction=None)."
+        )
+
+
+def _check_plain(name: str, x: Array) -> None:
+    if isbox(x):
+        raise NotImplementedError(
+            f"fit: {name} is traced, but a fit has no derivative here. Pass mpiad.stop_gradient({name})."
+        )
+    if is_device_array(x):
+        raise NotImplementedError(
+            f"fit: {name} is a device array, but fits run on the host. Pass mpiad.device.to_host({name})."
+        )
+
+
+def _start(p0: Array) -> Array:
+    _check_plain("p0", p0)
+    start = np.asarray(p0)
+    if start.ndim != 2 or not start.shape[1] or start.dtype.kind not in "iuf":
+        raise ValueError(
+            f"fit: p0 must be real numbers of shape (N, m), one row of variables for each trajectory, but has shape "
+            f"{start.shape} and dtype {start.dtype}."
+        )
+    return start.astype(float)
+
+
+def _bounds(bounds: tuple[Array, Array], start: Array) -> tuple[Array, Array]:
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+        raise ValueError(f"fit: bounds must be two, lower and upper ones, but got {bounds!r:.60}.")
+    lower, upper = (_by_trajectory(name, bound, start) for name, bound in zip(("lower bounds", "upper bounds"), bounds))
+    wrong = ~(lower <= upper) | (start < lower) | (start > upper)
+    if wrong.any():
+        i, j = (int(k) for k in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"fit: p0 must lie within the bounds, and these in order, but variable {j} of trajectory {i + 1} starts at "
+            f"{start[i, j]!r} with bounds {lower[i, j]!r} and {upper[i, j]!r}."
+        )
+    return lower, upper
+
+
+def _by_trajectory(name: str, value: Array, start: Array) -> Array:
+    _check_plain(name, value)
+    try:
+        return np.broadcast_to(np.asarray(value, float), start.shape).copy()
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"fit: {name} must be one number, or have the shape ({start.shape[1]},) of a trajectory's variables or "
+            f"{start.shape} of all, but got {value!r:.60}."
+        ) from None
+
 
 _RK45, _VECTORIZED = RK45(), EnsembleVectorized()
 

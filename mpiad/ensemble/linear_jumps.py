@@ -18,10 +18,9 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.derivative import derivative_of
-from mpiad.ensemble.event_affects import affect_field
-from mpiad.ensemble.jumps import FOUND, Jumps
+from mpiad.ensemble.event import affect_field
+from mpiad.ensemble.jumps import FOUND, Jumps, rates_of_change
 from mpiad.ensemble.linearization import transposed_columns
-from mpiad.ensemble.rates_of_change import rates_of_change
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import Columns
 

@@ -19,8 +19,8 @@ from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.compiled.jacobian_programs import bend_program, curvature_program
 from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.field_jacobian import derived, jacobian_of
-from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
 from mpiad.ensemble.run import Run
+from mpiad.ensemble.tableaus import RosenbrockTableau
 
 
 class System(NamedTuple):

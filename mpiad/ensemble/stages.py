@@ -25,8 +25,7 @@ from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.controller import mean_square
 from mpiad.ensemble.derivative import Derivative, derivative_of, locked
 from mpiad.ensemble.field_jacobian import Jacobian, jacobian_of
-from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau
-from mpiad.ensemble.tableaus import Tableau
+from mpiad.ensemble.tableaus import RosenbrockTableau, Tableau
 
 # With `out` by its place: where few columns are left, a turn is a hundred calls and what each takes to start.
 _multiply, _add = np.multiply, np.add

@@ -8,15 +8,253 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.ensemble.acting_events import NONE, ActingEvents, Resumed
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import Coefficients
-from mpiad.ensemble.events import EventWatch, in_order
-from mpiad.ensemble.initialization import Entrants, Initialization, Joint
-from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.event_columns import EventColumns
+from mpiad.ensemble.events import CrossedSteps, EventWatch, StepEvents, in_order
+from mpiad.ensemble.initialization import Entrants, Initialization, Joint, least_step
+from mpiad.ensemble.jumps import LEAST, MOST_SHORT, SHORT, UNRESOLVED, departure, distance_ahead
+from mpiad.ensemble.outcome import Outcome, ReturnCode
 from mpiad.ensemble.record import Log, Step
 from mpiad.ensemble.saving import SavePoints
-from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.settings import MOVING, Acting, Settings
+
+# Events that act, by columns: steps that end at an event are held, and then the events act on all of them and they go on.
+#
+# To find where conditions vanish, and what affects make of the states there, costs a hundred calls of NumPy however few the
+# columns are. So a column whose step ends at an event waits, with its step, until it pays (`WorkingSet` says when).
+#
+# Where the affect leaves a condition at its root, the trajectory looks for the way back only, and its next step is so short
+# that it isn't back by then (`root_departure`).
+
+
+NONE = np.empty(0, np.int64)
+
+
+class Resumed(NamedTuple):
+    """Columns in which events have acted; times are in the direction of the solve."""
+
+    columns: Array  # int, shape (n,)
+    # Int, shape (n,). How those have ended that don't go on, else MOVING; and how many steps each has made.
+    codes: Array
+    number: Array
+    # `t`, `end`, `h`: shape (n,). Times, where the next steps end at the latest, and their sizes.
+    t: Array
+    end: Array
+    h: Array
+    # `u`, `k`: shape (d, n). The states after the events, and f there.
+    u: Array
+    k: Array
+
+
+class _Held(NamedTuple):
+    """Steps that end at events."""
+
+    columns: Array  # int, shape (n,)
+    h: Array  # shape (n,); the sizes of the next steps
+    kept: CrossedSteps
+
+
+class ActingEvents:
+    """What the columns of a working set know of events that act; `watch` is of conditions, None without any."""
+
+    def __init__(
+        self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization, watch: EventWatch | None
+    ):
+        self._batch, self._settings, self._watch, self._initialization = batch, settings, watch, initialization
+        self._acting: Acting = settings.acting  # type: ignore[assignment]
+        self._jumps = outcome.jumps if settings.record else None
+        self._slots, self._resumed = outcome.slots, outcome.resumed
+        self._events, self._adaptive = settings.events, settings.alg.tableau.error is not None
+        self._held: dict[bool, list[_Held]] = {False: [], True: []}  # at given times, and where conditions vanish
+        # When columns began or each event acted last, when they met a condition last, how many pieces were short before.
+        self._begun = {e: np.empty(0) for e, event in enumerate(self._events) if event.acts}
+        self._met, self._short = np.empty(0), np.empty(0, int)
+        self._limit = np.empty(0)  # where the next step ends at the latest, if that lies ahead
+        # On which sides conditions are that act from both.
+        self.sides = {e: np.empty(0) for e, event in enumerate(self._events) if event.sided}
+
+    def enter(self, new: Entrants, joined: Joint) -> None:
+        """Take up the next working set, whose conditions the watch has taken up."""
+        self._begun = {e: joined(begun, new.t) for e, begun in self._begun.items()}
+        self._met, self._limit = joined(self._met, new.t), joined(self._limit, new.t)
+        self._short = joined(self._short, np.zeros(len(new.t), int))
+        for e, side in self.sides.items():
+            side = joined(side, np.full(len(new.t), np.nan))
+            self.sides[e] = np.where(np.isnan(side), np.sign(self._watch.values[e]), side)  # type: ignore[union-attr]
+
+    def crossed(self, step: Step, p: Tree) -> list[Array]:
+        """Return for each event in which columns its condition changed its sign as asked for: see `EventWatch.crossed`."""
+        if self._watch is None:
+            return []
+        watch = self._watch
+        near = [np.abs(value) <= LEAST for value in watch.values]
+        if not any(map(np.count_nonzero, near)):
+            return watch.crossed(step, p, self.sides)
+        unresolved = step.t_new - step.t <= UNRESOLVED * self._span(step.ids)
+        crossed, resting = watch.crossed(step, p, self.sides), [mask & unresolved for mask in near]
+        for e, (mask, (before, _)) in enumerate(zip(resting, watch.pairs)):
+            watch.values[e] = np.where(mask, before, watch.values[e])
+        return [changed & ~mask for changed, mask in zip(crossed, resting)]
+
+    def at_roots(self, crossed: Sequence[Array]) -> Array:
+        """Return the columns whose steps end where conditions vanish, by those that have changed their signs."""
+        masks = [changed for event, changed in zip(self._events, crossed) if event.stops]
+        return np.flatnonzero(np.any(masks, axis=0)) if masks else NONE
+
+    def at_given_times(self, step: Step, done: Array) -> Array:
+        """Return which of the columns in a mask have come to a given time, and not to the end of tspan alone."""
+        if not np.count_nonzero(done):
+            return NONE
+        columns = np.flatnonzero(done)
+        ids = step.ids[columns]
+        due = self._acting.due(self._slots[ids], ids)
+        return columns[due == step.t_new[columns] if step.sign is None else due == step.t_new[columns] * step.sign[columns]]
+
+    def hold(self, columns: Array, step: Step, h: Array, crossed: Sequence[Array], at_roots: bool = False) -> None:
+        """Hold the steps of some columns; h, shape (n,), are the sizes of the next ones of all.
+
+        They end at given times or, `at_roots`, where conditions vanish, of which some of all have changed their signs.
+        """
+        if self._watch is None:
+            nothing = np.empty((0, len(columns)))
+            kept = CrossedSteps(nothing, nothing, nothing, step.at_end(columns))
+        else:
+            kept = self._watch.kept(step, columns, crossed, not at_roots)
+        self._held[at_roots].append(_Held(columns, h[columns], kept))
+
+    def release(self) -> Iterator[tuple[Resumed, Step]]:
+        """Let events act at the ends of the steps that are held, and return how the columns go on, and the steps.
+
+        These end in the states after the events.
+        """
+        for at_roots in (False, True):
+            held, self._held[at_roots] = self._held[at_roots], []
+            if held:
+                columns, h, kept = zip(*held)
+                yield self._released(np.concatenate(columns), np.concatenate(h), CrossedSteps.joined(kept), at_roots)
+
+    def _released(self, columns: Array, h: Array, kept: CrossedSteps, at_roots: bool) -> tuple[Resumed, Step]:
+        step = kept.step
+        found = self._watch.cut(kept) if at_roots else None  # type: ignore[union-attr]
+        there, span, every = self._there(step), self._span(step.ids), np.arange(len(columns))
+        reached = kept.after
+        if found is not None:
+            reached = np.array([there.condition(event, every) for event in self._events])
+        # The values of conditions that are near their roots, if affects leave them there; elsewhere NaN.
+        signs, resting = np.sign(kept.before), np.abs(kept.before) <= LEAST
+        unresolved = step.t_new - step.t <= UNRESOLVED * span
+        decreed = np.where(unresolved & (resting | (np.sign(reached) != signs)), LEAST * signs, np.nan)
+        if found is None:  # an event that doesn't act has been noted
+            decreed = np.where(kept.crossed, -LEAST * signs, decreed)
+        else:
+            happened = self._happened(columns, kept, found, reached, unresolved & resting)
+            for e, rows in happened:
+                decreed[e, rows] = -LEAST * signs[e, rows]
+                if e in self.sides:
+                    self.sides[e][columns[rows]] = -signs[e, rows]
+            self._meet_conditions(there, columns, happened, span)
+        there.meet_given_times()
+        goal, ways = self._initialization.goal(step.ids), self._initialization.signs[step.ids]
+        codes, moving = there.codes, there.codes == MOVING
+        going = moving & (step.t_new < goal)
+        codes[moving & ~going] = ReturnCode.Success.code
+        rows, k = np.flatnonzero(going), np.zeros_like(step.new)
+        k[:, rows] = there.rate(rows)
+        self._go_on(there, columns, rows, reached, decreed)
+        limit = self._limit[columns] - step.t_new
+        h = np.maximum(np.where(limit > 0, np.minimum(h, limit), h), least_step(step.t_new))
+        end = self._acting.until(goal, self._slots, step.ids, ways)
+        return Resumed(columns, codes, step.number + 1, step.t_new, end, h, step.new, k), step
+
+    def _there(self, step: Step) -> EventColumns:
+        """Return columns at the ends of their steps."""
+        at = step.ids, step.new, step.actual(step.t_new), step.number + 1
+        return EventColumns(self._batch, self._acting, self._slots, self._initialization.signs, self._jumps, *at)
+
+    def _happened(
+        self, columns: Array, kept: CrossedSteps, found: StepEvents, reached: Array, resting: Array
+    ) -> list[tuple[int, Array]]:
+        """Return which events have happened in steps that were cut short, and in which rows.
+
+        The roots of several may be closer to each other than they are found, or than a condition is exact. What has changed
+        its sign in the state `reached` would not be seen to do so afterwards: it happens there.
+        """
+        step, happened = kept.step, []
+        located = {e: rows[x <= found.part[rows]] for e, rows, x in found.found}
+        for e, event in enumerate(self._events):
+            side = self.sides[e][columns] if e in self.sides else None
+            late = event.crossed(kept.before[e], reached[e], side) & ~resting[e]
+            rows = located.get(e, NONE)
+            late[rows] = False
+            if late.any():
+                more = np.flatnonzero(late)
+                self._watch.note(step, e, more, found.part[more], step.actual(step.t_new)[more])  # type: ignore[union-attr]
+                rows = np.union1d(rows, more)  # in order, as all go by rows
+            happened.append((e, rows))
+        return happened
+
+    def _span(self, ids: Array) -> Array:
+        return np.abs(self._batch.end[ids] - self._batch.start[ids])
+
+    def _meet_conditions(self, there: EventColumns, columns: Array, happened: list[tuple[int, Array]], span: Array) -> None:
+        """Let the events act whose conditions have vanished, in all rows."""
+        now = there.t * self._initialization.signs[there.ids]
+        ending = np.zeros(len(columns), bool)
+        for e, rows in happened:
+            event = self._events[e]
+            if event.acts:
+                rows = rows[there.codes[rows] == MOVING]
+                before = there.condition(event, rows)
+                finite = there.act(self._acting.found[e], rows)
+                self._look_ahead(there, e, columns, rows[finite], before[finite], now, span)
+            ending[rows] |= event.terminal
+        # Those that follow each other at once, too many of them.
+        moving = np.flatnonzero(there.codes == MOVING)
+        own = columns[moving]
+        short = np.abs(now[moving] - self._met[own]) <= SHORT * span[moving]
+        self._short[own], self._met[own] = np.where(short, self._short[own] + 1, 0), now[moving]
+        there.codes[moving[self._short[own] >= MOST_SHORT]] = ReturnCode.Zeno.code
+        there.codes[ending & (there.codes == MOVING)] = ReturnCode.Terminated.code
+
+    def _look_ahead(
+        self, there: EventColumns, e: int, columns: Array, rows: Array, before: Array, now: Array, span: Array
+    ) -> None:
+        """Find on which side of its root a condition goes on, where the affect has left it there, and when it is back."""
+        if not rows.size:
+            return
+        event, (u, t), own, now, span = self._events[e], there.at(rows), columns[rows], now[rows], span[rows]
+        gone, self._begun[e][own] = now - self._begun[e][own], now
+        ahead, mass = distance_ahead(gone, span), self._settings.mass
+        rate = there.moving(rows, mass, (u, t))
+        straight, later = u + ahead * rate, t + there.signs[rows] * ahead
+        bent = u + 0.5 * ahead * (rate + there.moving(rows, mass, (straight, later)))
+        values = [there.condition(event, rows, at) for at in ((u, t), (straight, later), (bent, later))]
+        found = departure((before, *values), event.direction, gone, span)
+        if self._adaptive:  # of fixed steps each is as long as all are
+            # The next step must not go beyond, where nobody would see that it had left.
+            limit = np.where(self._limit[own] > now, self._limit[own], np.inf)
+            self._limit[own] = np.minimum(limit, now + 0.25 * found.back)
+        if e in self.sides:
+            there.left[e][rows] = found.side
+        there.codes[rows[found.endless]] = ReturnCode.Zeno.code
+
+    def _go_on(self, there: EventColumns, columns: Array, rows: Array, reached: Array, decreed: Array) -> None:
+        """Note from where some rows go on, which are these columns, and the values of conditions there.
+
+        `reached` are the values before events have acted; those that these don't change are `decreed`, which may be NaN.
+        """
+        own = columns[rows]
+        self._resumed[there.ids[rows]] += 1
+        for e, event in enumerate(self._events):
+            value, instead = there.condition(event, rows), decreed[e, rows]
+            stays = (value == reached[e, rows]) & ~np.isnan(instead)
+            value = np.where(stays, instead, value)
+            self._watch.values[e][own] = value  # type: ignore[union-attr]
+            if e in self.sides:
+                side = np.where(stays, self.sides[e][own], np.sign(value))
+                left = there.left[e][rows]
+                self.sides[e][own] = np.where(left, left, side)
 
 
 class Stopped(NamedTuple):

@@ -17,8 +17,7 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch, spread
 from mpiad.ensemble.derivative import COUPLED, Derivative, derivative_of, locked
-from mpiad.ensemble.event import Event
-from mpiad.ensemble.event_affects import affected
+from mpiad.ensemble.event import Event, affected
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.transport.device_arrays import arrays_of
 

@@ -17,8 +17,8 @@ import scipy.sparse
 from mpiad._typing import LocalArray
 from mpiad.linalg.distributed_matrix import DistributedMatrix
 from mpiad.linalg.gathered_factors import factors_of
-from mpiad.linalg.ghosts import GhostPlan
 from mpiad.linalg.host_and_device import through_host
+from mpiad.linalg.sparse_products import GhostPlan
 from mpiad.primitives import mpi_allgather
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel

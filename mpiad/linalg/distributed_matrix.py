@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -12,22 +15,186 @@ from autograd.tracer import getval
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Rank
 from mpiad.device.assembly import concatenate
-from mpiad.device.constants import Constants
+from mpiad.device.transfer import Constants
 from mpiad.domain import Domain
 from mpiad.linalg.gathered_factors import GatheredFactors
-from mpiad.linalg.ghosts import GhostPlan
 from mpiad.linalg.host_and_device import require_floats, require_together
-from mpiad.linalg.probing import operator_rows
-from mpiad.linalg.rows import local_rows, rows_of
 from mpiad.linalg.solve import solve
-from mpiad.linalg.sparse_products import Pattern, ProductWith, Transposed, product, transposed_product
+from mpiad.linalg.sparse_products import GhostPlan, Pattern, ProductWith, Transposed, product, transposed_product
 from mpiad.linalg.vectors import on_host
-from mpiad.primitives import stop_gradient
+from mpiad.primitives import mpi_allgather, stop_gradient
 from mpiad.primitives.operation import suspended
-from mpiad.transport import channel
-from mpiad.transport.agreement import raising_together
+from mpiad.transport import Channel, channel
+from mpiad.transport.agreement import raise_together, raising_together
+from mpiad.transport.buffers import even_lengths
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.tracing import restoring_state
+from mpiad.transport.user_failures import DeferredFailures
+
+# The matrix of an operator on a domain, found by products with a few fields.
+#
+# An operator that looks no further than the halo sees at most one of two points that are more than two halos apart. So a
+# field that is one at many such points, and zero between, shows as many columns at once: 2 halo + 1 products for each
+# dimension, multiplied, are enough, whatever the size of the grid.
+
+
+_CALL = "DistributedMatrix.from_operator"
+
+
+def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any, int]:
+    """Return this rank's rows of an operator's matrix, its points numbered block after block, and their number.
+
+    A TypeError or ValueError on all ranks, where the operator returns something else than an array of the block's shape, or
+    looks further than the halo; where a periodic dimension is too short for that to be found out.
+    """
+    used = channel(domain.comm, _CALL)
+    count = math.prod(domain.local_shape)
+    counts = mpi_allgather(np.array(count), comm=domain.comm)
+    numbers = (sum(counts[: used.rank]) + np.arange(count, dtype=float)).reshape(domain.local_shape)
+    # Each halo cell gets the number of the point that it is a copy of; -1 says that there is none.
+    around = domain.exchange(numbers, -1.0)
+    steps = tuple(_apart(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
+    places = list(np.meshgrid(*[np.arange(s.start, s.stop) for s in domain.owned], indexing="ij"))
+    found: list[tuple[np.ndarray, ...]] = []
+    failures = DeferredFailures(domain.comm, _CALL)
+    for colour in itertools.product(*map(range, steps)):
+        lit = _has_colour(places, steps, colour)
+        image = _image(matvec, lit.astype(float), params, failures)
+        rest = image != 0.0
+        for offset in itertools.product(*[range(-h, h + 1) for h in domain.halo]):
+            window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
+            # Of the points of one colour this is the only one that a point can see along this offset.
+            taken = rest & (around[window] >= 0.0) & _has_colour(_moved(places, offset, domain), steps, colour)
+            found.append((numbers[taken] - numbers.flat[0], around[window][taken], image[taken]))
+            rest &= ~taken
+        raise_together(used, _too_far(rest, domain))
+    rows, columns, values = (np.concatenate(part) for part in zip(*found))
+    shape = count, int(sum(counts))
+    return scipy.sparse.csr_matrix((values, (rows.astype(np.int64), columns.astype(np.int64))), shape), count
+
+
+def _has_colour(places: list[np.ndarray], steps: tuple[int, ...], colour: tuple[int, ...]) -> np.ndarray:
+    return np.logical_and.reduce([place % step == c for place, step, c in zip(places, steps, colour)])
+
+
+def _moved(places: list[np.ndarray], offset: tuple[int, ...], domain: Domain) -> list[np.ndarray]:
+    sides = zip(places, offset, domain.shape, domain.periodic)
+    return [(place + d) % n if periodic else place + d for place, d, n, periodic in sides]
+
+
+def _apart(n: int, halo: int, periodic: bool) -> int:
+    least = 2 * halo + 1
+    if not periodic:
+        return min(n, least)
+    # Around a ring the colours must close up, so their number must divide that of the points.
+    return next((k for k in range(least, n + 1) if n % k == 0), n)
+
+
+def _image(matvec: Function, field: np.ndarray, params: tuple, failures: DeferredFailures) -> np.ndarray:
+    image = failures.attempt("matvec", lambda u: matvec(u, *params), field, again=lambda: np.zeros(field.shape))
+    if not isinstance(image, np.ndarray) or image.shape != field.shape or image.dtype.kind not in "fc":
+        shown = f"{image.shape} {image.dtype}" if isinstance(image, np.ndarray) else type(image).__name__
+        text = f"{_CALL}: matvec must return an array of floats of shape {field.shape}, but returned {shown}."
+        failures.note(TypeError(text))  # after an exception only that counts
+    failures.raise_together()
+    return image
+
+
+def _too_far(rest: np.ndarray, domain: Domain) -> Exception | None:
+    if not rest.any():
+        return None
+    place = tuple(int(k) for k in np.argwhere(rest)[0])
+    return ValueError(
+        f"{_CALL}: at point {place} of a block matvec depends on points beyond the halo of {domain.halo}, or isn't linear "
+        "(it adds something of its own). Give the domain as wide a halo as the operator looks."
+    )
+
+
+# Which rows of a matrix each rank holds: given by each, or cut from the root's whole.
+
+
+def local_rows(used: Channel, rows: object, columns: int | None) -> tuple:
+    """Return this rank's rows in CSR form, its slices of rows and columns, all ranks' offsets, and the row pointers.
+
+    Raises on all ranks as `DistributedMatrix`.
+    """
+    with raising_together(used):
+        _require_matrix(rows, "DistributedMatrix: rows")
+        if columns is not None and (not isinstance(columns, (int, np.integer)) or columns < 0):
+            raise ValueError(f"DistributedMatrix: columns must be zero or more, but got {columns!r}.")
+    matrix: Any = scipy.sparse.csr_matrix(rows)
+    if not matrix.has_canonical_format:
+        # A copy, because entries named twice are added up in place, and the matrix is the caller's.
+        matrix = matrix.copy()
+        matrix.sum_duplicates()
+    mine = np.array([matrix.shape[0], matrix.shape[0] if columns is None else columns, matrix.shape[1]], np.int64)
+    every = np.empty((used.size, 3), np.int64)
+    used.data.Allgather(mine, every)
+    raise_together(used, _misfit(every, columns))
+    offsets = [np.concatenate([[0], np.cumsum(every[:, k])]) for k in (0, 1)]
+    own = [slice(int(at[used.rank]), int(at[used.rank + 1])) for at in offsets]
+    return matrix, own, offsets, matrix.indptr
+
+
+def _require_matrix(matrix: Array, what: str) -> None:
+    if not scipy.sparse.issparse(matrix):
+        raise TypeError(
+            f"{what} must be a sparse matrix or sparse array of SciPy's, but got {type(matrix).__name__}. "
+            "scipy.sparse.csr_array makes one of an array."
+        )
+    if matrix.dtype.char not in "fdFD":
+        raise TypeError(f"{what} must have dtype float32, float64, complex64 or complex128, but got {matrix.dtype}.")
+    if matrix.ndim != 2:
+        raise ValueError(f"{what} must have two dimensions, but got shape {matrix.shape}.")
+
+
+def _misfit(every: np.ndarray, columns: int | None) -> Exception | None:
+    rows, parts, totals = (every[:, k].tolist() for k in range(3))
+    if len(set(totals)) > 1:
+        return ValueError(f"DistributedMatrix: rows of all ranks must have one number of columns, but got {totals}.")
+    if sum(parts) != totals[0]:
+        said = f"the ranks' rows, {rows}, add up to {sum(rows)}"
+        if columns is not None:
+            said = f"columns={parts} adds up to {sum(parts)}"
+        return ValueError(
+            f"DistributedMatrix: {said}, but the matrix has {totals[0]} columns. Say with columns= how many of them "
+            "belong to each rank."
+        )
+    return None
+
+
+def rows_of(used: Channel, matrix: Any, root: Rank, counts: Sequence[int] | None) -> tuple[Any, int]:
+    """Return this rank's rows of the root's matrix, and its number of columns; raises as `DistributedMatrix.from_scipy`."""
+    if not 0 <= root < used.size:
+        raise ValueError(f"DistributedMatrix.from_scipy: root must be a rank from 0 to {used.size - 1}, but got {root!r}.")
+    pieces = None
+    with raising_together(used):
+        if used.rank == root:
+            _require_matrix(matrix, "DistributedMatrix.from_scipy: matrix")
+            _require_counts(counts, used.size, matrix.shape[0])
+            pieces = _cut(scipy.sparse.csr_matrix(matrix), used.size, counts)
+    return used.data.scatter(pieces, root)
+
+
+def _require_counts(counts: Sequence[int] | None, size: int, total: int) -> None:
+    if counts is None:
+        return
+    try:
+        rows = [operator.index(count) for count in counts]
+    except TypeError:  # whatever it is, the other ranks wait to hear of it
+        rows = []
+    if not (len(rows) == size and min(rows) >= 0 and sum(rows) == total):
+        raise ValueError(
+            f"DistributedMatrix.from_scipy: counts must be {size} numbers, none negative, that add up to {total} rows, but "
+            f"got {counts!r}."
+        )
+
+
+def _cut(matrix: Array, size: int, counts: Sequence[int] | None) -> list[tuple[Any, int]]:
+    rows = even_lengths(matrix.shape[0], size) if counts is None else list(counts)
+    columns = rows if matrix.shape[0] == matrix.shape[1] else even_lengths(matrix.shape[1], size)
+    stops = np.cumsum(rows)
+    return [(matrix[stop - n : stop], int(m)) for stop, n, m in zip(stops, rows, columns)]
 
 
 class DistributedMatrix:

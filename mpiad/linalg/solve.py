@@ -2,20 +2,266 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import autograd.numpy as anp
 import numpy as np
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
-from mpiad.linalg.implicit import DERIVED, METHODS, Problem, solution
+from mpiad.differentiation import make_jvp, make_vjp
+from mpiad.extend import custom_operator, defjvp_together, defvjp_together
+from mpiad.linalg.iteration import Method, iterate
+from mpiad.linalg.krylov import bicgstab, conjugate_gradients, gmres
 from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
-from mpiad.primitives import stop_gradient
+from mpiad.linalg.system import System
+from mpiad.linalg.vectors import inner
+from mpiad.primitives import mpi_allreduce, stop_gradient
+from mpiad.primitives.cotangents import spec_like, tangent_of
+from mpiad.primitives.operation import suspended
 from mpiad.pytrees import flatten
+from mpiad.transport import channel
+from mpiad.transport.agreement import agreed
 from mpiad.transport.buffers import conversion
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
-from mpiad.transport.tracing import opaque
+from mpiad.transport.tracing import opaque, restoring_state
+from mpiad.transport.user_failures import DeferredFailures
+
+# The solution of a linear system as one operator, differentiated by the implicit function theorem.
+#
+# From A(p) u = b follows A u̇ = ḃ - (∂A/∂p ṗ) u: a tangent takes one solve. Transposed: with Aᵀ λ = ū, the cotangent of b
+# is λ, and that of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at the solution. The iteration
+# itself is never traced. Both rules are made of this operator and of the user's, so they can be differentiated again.
+#
+# The adjoint of the transposed system is the system itself, and λᵀ A u is the same number from both sides: so its cotangent
+# of p is taken from the operator too, with u and λ in each other's place.
+#
+# An operator is linear in u, so one trace of it serves all products with its transpose in a solve. A preconditioner has its
+# transpose as an attribute `T` or a method `transpose()`, or it is given apart, or derived like the operator's; where there
+# is none of that it is taken for symmetric, which costs iterations where it isn't, and nothing else.
+
+
+DERIVED = "derived"
+METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgstab": bicgstab}
+
+
+class Problem(NamedTuple):
+    """A linear system but for its right-hand side and the values of its parameters."""
+
+    matvec: Function
+    preconditioner: Function | None
+    build: Callable[[Any], Any]  # from the leaves of the parameters to the parameters
+    settings: Settings
+    start: LocalArray | None = None  # where the iteration starts
+    preconditioner_transpose: Any = None  # callable, "derived" or None
+    transposed: bool = False  # whether the system is that of the transposed operator
+    # ``solver(params, transposed)`` makes the method, where it isn't one of this library's.
+    solver: Callable[..., Method] | None = None
+    # What has gone wrong on this rank before the solve, in the call that it is a part of.
+    failures: DeferredFailures | None = None
+    talkers: set[str] | None = None  # as `DeferredFailures` takes it, for this problem and those of its derivatives
+
+    def step(self, rtol: float, failures: DeferredFailures) -> Problem:
+        """Return the problem of a step of Newton's: to another tolerance, without a look at the true residual."""
+        # Newton steps look at the nonlinear residual anyway; an exact linear one wouldn't be worth its product.
+        return self._replace(settings=self.settings._replace(rtol=rtol, verify=False), failures=failures)
+
+    def derived(self, failures: DeferredFailures) -> Problem:
+        """Return the problem of a tangent: the same operator, started from zero."""
+        settings = self.settings._replace(callback=None, reported=False, probe=False)
+        return self._replace(start=None, settings=settings, failures=failures)
+
+    @property
+    def hermitian(self) -> bool:
+        """Whether the method is for operators that are their own (conjugate) transpose."""
+        return self.settings.method == "cg"
+
+    def adjoint(self, failures: DeferredFailures) -> Problem:
+        """Return the problem of an adjoint."""
+        derived = self.derived(failures)
+        return derived if self.hermitian else derived._replace(transposed=not self.transposed)
+
+    def product(self, all_leaves: Tree) -> LocalArray:
+        """Return the product with the operator, of u and the leaves, as part of the program around it."""
+        return self.matvec(all_leaves[0], *self.build(all_leaves[1:]))
+
+    def own_product(self, all_leaves: Tree) -> LocalArray:
+        """Return the product with the operator of this system, which may be the transposed one."""
+        if not self.transposed:
+            return self.product(all_leaves)
+        return self.transposed_matvec(tuple(self.build(all_leaves[1:])), all_leaves[0])(all_leaves[0])
+
+    def transposed_matvec(self, params: tuple, like: LocalArray) -> Function:
+        """Return the product with the transpose: the user's own, or derived."""
+        given = getattr(self.matvec, "transpose", None)
+        if callable(given):
+            return lambda u: given(u, *params)
+        return transposed_function(lambda u: self.matvec(u, *params), like)
+
+    def method(self, leaves: Tree) -> Method:
+        """Return the iteration."""
+        if self.solver is not None:
+            return self.solver(tuple(self.build(leaves)), self.transposed)
+        return METHODS[self.settings.method]
+
+    def system(self, leaves: Tree, b: LocalArray) -> System:
+        """Return the system on plain blocks."""
+        params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
+        apply, precondition = (lambda u: self.matvec(u, *params)), None
+        if self.transposed:
+            # Traced here and not in the first product: what it raises is known before any runs backwards.
+            apply = failures.attempt("matvec", lambda like: self.transposed_matvec(params, like), b, again=lambda: b)
+        if self.preconditioner is not None and self.transposed:
+            precondition = failures.attempt(
+                "transpose", transposed_preconditioner, self.preconditioner, self.preconditioner_transpose, params, b
+            )
+        elif self.preconditioner is not None:
+            precondition = taking(self.preconditioner, params)
+        return System(apply, precondition, b, self.settings, failures=failures)
+
+    def new_failures(self) -> DeferredFailures:
+        """Return what is to keep the mistakes of this rank in one call."""
+        return DeferredFailures(self.settings.comm, self.settings.call, self.talkers)
+
+
+@custom_operator
+def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
+    """Return this rank's block of the solution, of the shape of `b`, where `leaves` are the parameters'; raises as `solve`.
+
+    The adjoint is one solve with the transposed operator, which for conjugate gradients is the operator itself, conjugated.
+    """
+    system = problem.system(leaves, b)
+    found = iterate(problem.method(leaves), system, b, problem.start)
+    system.settle()
+    return found
+
+
+def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> Callable:
+    """Return the transpose of the solution's derivative."""
+
+    def vjp(g: LocalArray) -> list:
+        failures = problem.new_failures()
+
+        def pull_at(u: LocalArray) -> Any:
+            zero = spec_like(stop_gradient(u)).zeros()
+            return failures.attempt("matvec", lambda u: make_vjp(problem.product)([u, *leaves])[0], u, again=lambda: zero)
+
+        # λᵀ A u is the same number from both sides: the user's operator is differentiated in either case.
+        if not problem.transposed:
+            # Before the solve, whose first sum tells the others what the operator has raised.
+            pull = pull_at(ans)
+            left = multiplier = solution_of_adjoint(g, leaves, problem, failures)
+        else:
+            left, multiplier = ans, solution_of_adjoint(g, leaves, problem, failures)
+            pull = pull_at(multiplier)
+            failures.raise_together()
+        of_leaves = pulled_back(pull, left, g, problem, failures)
+        return [multiplier, *[None if part is None else -part for part in of_leaves]]
+
+    return vjp
+
+
+def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures) -> list:
+    """Return the cotangents of all but the first of what a function of the user's was traced by.
+
+    On all ranks it raises what an adjoint of the user's raises on one; a ValueError where the first isn't `g`, though the
+    operator was taken for its own transpose.
+    """
+    found = failures.attempt("adjoint", pull, left) or [None]
+    if problem.hermitian:
+        require_transpose(stop_gradient(found[0]), stop_gradient(g), problem.settings, failures)
+    else:
+        failures.raise_together()  # no sum follows that could tell the others
+    return list(found[1:])
+
+
+def solution_of_adjoint(g: LocalArray, leaves: Tree, problem: Problem, failures: DeferredFailures) -> LocalArray:
+    """Return λ with Aᵀ λ = g, of the operator of a problem; collective, and itself differentiable."""
+    # Aᵀ is the conjugate of a Hermitian A: Aᵀ λ = g where A λ* = g*.
+    if problem.hermitian and g.dtype.kind == "c":
+        return anp.conj(solution(anp.conj(g), *leaves, problem=problem.adjoint(failures)))
+    return solution(g, *leaves, problem=problem.adjoint(failures))
+
+
+def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
+    """Return the derivative of the solution along tangents of b and of the leaves."""
+    residual, failures = tangent_of(b, gs[0]), problem.new_failures()
+    if leaves:
+        zero = spec_like(stop_gradient(ans)).zeros()
+        along = [zero, *[direction_of(leaf, g) for leaf, g in zip(leaves, gs[1:])]]
+        change = failures.attempt(
+            "matvec", lambda u: make_jvp(problem.own_product)([u, *leaves])(along)[1], ans, again=lambda: zero
+        )
+        residual = residual if change is None else residual - change
+    return solution(residual, *leaves, problem=problem.derived(failures))
+
+
+def direction_of(leaf: Array, tangent: Array) -> Array:
+    """Return the tangent of a leaf of the parameters as `make_jvp` takes it, zero where there is none."""
+    # A number without a tangent stays a plain zero: it has no dtype of its own to give one.
+    return tangent_of(leaf, tangent) if np.ndim(stop_gradient(leaf)) or tangent is not None else 0.0
+
+
+defvjp_together(solution, _adjoint)
+defjvp_together(solution, _tangent)
+
+
+def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Settings, failures: DeferredFailures) -> None:
+    """Raise on all ranks what one has raised, or where Aᵀ λ isn't g, though A λ is: A isn't its own transpose."""
+    gap = (np.nan if transposed is None else transposed) - g
+    with restoring_state(), suspended():
+        own = inner(*[(v.reshape(1, -1), v.reshape(1, -1)) for v in (gap, g)])
+        squares = mpi_allreduce(np.real(own).ravel().astype(np.float64), comm=settings.comm)
+    if not np.isfinite(squares).all():
+        failures.raise_together()
+    found, norm = np.sqrt(squares).tolist()
+    # Beyond the tolerance, rounding keeps the true residual of an ill-conditioned system above the one of the iteration.
+    if found > 10 * max(settings.rtol * norm, settings.atol) + np.finfo(g.dtype).eps ** 0.25 * norm:
+        raise agreed(channel(settings.comm, settings.call), ValueError(
+            f"{settings.call}: {settings.method} needs a symmetric operator, but in the derivative A λ = g was solved and "
+            f"Aᵀ λ - g has norm {found:.3e}, where g has {norm:.3e}: A isn't its own transpose, and the derivative would "
+            "be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose."
+        ))  # fmt: skip
+
+
+def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]:
+    """Return the transpose of a linear function of arrays of one shape and dtype, which is traced here."""
+    # At zero: the function is linear, so its derivative is the same everywhere.
+    return make_vjp(fun)(spec_like(like).zeros())[0]
+
+
+def transposed_preconditioner(preconditioner: Function, given: Any, rest: tuple, like: LocalArray) -> Function:
+    """Return the transpose of a preconditioner, as a function of the residual alone, which has the form of `like`.
+
+    `given` is the user's `preconditioner_transpose`: a function, "derived" or None; `rest` are the params.
+    """
+    if given is None:
+        given = getattr(preconditioner, "T", None)
+    if given is None and callable(getattr(preconditioner, "transpose", None)):
+        given = preconditioner.transpose()
+    if isinstance(given, str):
+        return transposed_function(taking(preconditioner, rest), like)
+    return taking(preconditioner if given is None else given, rest)
+
+
+def taking(fun: Function, params: tuple) -> Function:
+    """Return a function of one array, of one that takes the params too, where it requires so many arguments."""
+    rest = params if _takes(fun, len(params)) else ()
+    return lambda r: fun(r, *rest)
+
+
+def _takes(fun: Function, extra: int) -> bool:
+    try:
+        kinds = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return False  # some built-in functions don't say
+    if any(p.kind is p.VAR_POSITIONAL for p in kinds):
+        return True
+    required = [p for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
+    # Required ones alone: an argument with a default isn't meant for the params.
+    return len(required) == 1 + extra
 
 
 @recoverable("linalg.solve")

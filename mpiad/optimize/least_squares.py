@@ -10,19 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from os import PathLike
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy
 
 from mpiad._typing import Comm, Function, Rank, Tree
-from mpiad.optimize.checkpoint import CheckpointFile, as_checkpoint
+from mpiad.optimize.checkpoint import CheckpointFile, RootCheckpoint, as_checkpoint, fingerprint, problem_of
+from mpiad.optimize.conclusion import STOPPED
+from mpiad.optimize.evaluated_points import INTERRUPTED, Ending, Left, Point
 from mpiad.optimize.history import Progress
+from mpiad.optimize.iterates import Iterates
 from mpiad.optimize.objective_evaluation import Program, check_program
 from mpiad.optimize.packing import tellable_variables
-from mpiad.optimize.residuals.loss import Loss, loss_of
-from mpiad.optimize.residuals.residual_evaluation import ResidualEvaluation
-from mpiad.optimize.residuals.trust_region import Aims, descend
-from mpiad.optimize.root_driven import RootDriven
+from mpiad.optimize.residuals.residual_evaluation import Loss, ResidualEvaluation, loss_of
+from mpiad.optimize.root_driven import Leader, RootDriven
+from mpiad.optimize.root_instructions import COTANGENT, FACTOR, NOT_FINITE, RESIDUALS, TANGENT
 from mpiad.optimize.root_start import shared_start
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
@@ -30,6 +33,213 @@ from mpiad.transport.agreement import raising_together, require_same
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.tracing import restoring_state
 from mpiad.transport.user_failures import verdict
+
+# SciPy's trust region on the root, with the residuals of all ranks.
+#
+# With the triangle R of [f, J], whose first column is (‖f‖, 0, ..., 0) up to a sign, ‖f + J p‖ = ‖R e₁ + R[:, 1:] p‖ for
+# all p. So SciPy may have the first column for residuals, which is known before J is (a trial point needs only its norm),
+# and the others for Jacobian: n + 1 rows, whatever the number of residuals. Where a robust loss weighs them, a second row
+# carries the cost, which isn't the norm then; SciPy reads it through a loss of its own.
+
+
+# With SciPy's statuses.
+_STOPPED = Ending(-2, STOPPED.message)
+_LIMIT = Ending(0, "The maximum number of function evaluations is exceeded. Raise max_nfev.")
+
+
+class Aims(NamedTuple):
+    """What else the root was given."""
+
+    keywords: dict[str, Any]  # for SciPy: bounds, tolerances and the like
+    robust: dict[str, Any]  # for SciPy too, where the residuals are gathered: the loss and its scale
+    callback: Function | None
+    checkpoint: CheckpointFile | None
+    program: Program
+    solver: str | None
+
+    def problem(self, leader: Leader, start: np.ndarray) -> dict[str, Any]:
+        """Return what the iterates of this solve belong to."""
+        bounds, loss = self.keywords["bounds"], self.robust["loss"]
+        low, high = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else bounds
+        limits = (np.broadcast_to(np.asarray(limit, dtype=float), start.shape) for limit in (low, high))
+        return {
+            "method": f"least_squares, {self.keywords['method']}",
+            **problem_of(self.program, leader.packing, start, leader.used.size),
+            "loss": loss if isinstance(loss, str) else "a function",
+            "f_scale": float(self.robust["f_scale"]),
+            "tr_solver": self.solver,
+            "bounds (checksum)": fingerprint(*limits),
+        }
+
+
+class _Problem:
+    """What SciPy calls on the root; each thing is evaluated once for each point."""
+
+    def __init__(self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None, keeper: RootCheckpoint):
+        self._instructions, self._evaluation, self._size = leader.instructions, evaluation, leader.packing.size
+        self.iterates = Iterates(callback, leader, keeper)
+        self._robust = evaluation.loss is not None
+        self.seen, self._cost = np.zeros(0), np.nan
+        self.place: Point | None = None  # the iterate: where SciPy wants the Jacobian
+        self.counts = {"residuals": 0, "factor": 0, "product": 0}
+        self.record, self._active = self.iterates.record, keeper.active
+        self.resumed = self._again = False
+
+    def resume(self, start: np.ndarray) -> np.ndarray:
+        """Return where an earlier run had come, and go on counting there; `start` where there was none."""
+        found = self.iterates.found(self.counts)
+        if found is None:
+            return start
+        self.place = Point(found["x"], float(found["value"]))
+        self.place.gradient = found["gradient"] if found["gradient"].size else None
+        self.resumed = self._again = True
+        return self.place.x
+
+    def _ask(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> None:
+        self._evaluation.agreement.raise_if_failed()
+        self.counts[name] += 1
+        self._instructions.give(kind, x, direction)
+
+    def residuals(self, x: np.ndarray) -> np.ndarray:
+        """Return what SciPy takes for residuals at x."""
+        # Only here, between two iterations: the last iterate is noted, and its gradient known.
+        if self._active and self.place is not None and self._evaluation.agreement.end_requested:
+            raise Left(INTERRUPTED)
+        self._ask(RESIDUALS, "residuals", x)
+        if self._evaluation.gathers:
+            found: np.ndarray = self._evaluation.gathered(x)  # type: ignore[assignment]
+            loss = self._evaluation.loss
+            with np.errstate(over="ignore", invalid="ignore"):  # a trial point may lie anywhere
+                square = float(found @ found)
+            self._cost, self.seen = 0.5 * (square if loss is None else loss.weighed(found)[0]), found
+        else:
+            sums: np.ndarray = self._evaluation.cost(x)  # type: ignore[assignment]
+            self._cost, self.seen = 0.5 * float(sums[0]), _surrogate_residuals(sums, x.size, self._robust)
+        return self.seen
+
+    def jacobian(self, x: np.ndarray) -> Any:
+        """Return what SciPy takes for the Jacobian at x: at x0, and at each new iterate, where it has the residuals."""
+        first, self._again = self._again, False  # of a run that goes on: noted already
+        if (self.place is None or first) and not np.all(np.isfinite(self.seen)):
+            self._instructions.give(NOT_FINITE, x)
+            found = self._evaluation.carry_out(NOT_FINITE, x, None)
+            raise ValueError(f"least_squares: the residuals aren't finite at x0. Start where they are.{found}")
+        self.place = Point(x, self._cost)
+        found = self._operator(self.place) if self._evaluation.gathers else self._matrix(self.place)
+        if not first:
+            row = self.iterates.note(self.place, self.counts["residuals"])
+            if row.iteration > 0:
+                self.iterates.write(self.place, self.counts, ended=False)
+                self.iterates.tell(x, row)
+        return found
+
+    def _matrix(self, place: Point) -> np.ndarray:
+        self._ask(FACTOR, "factor", place.x)
+        triangle, place.gradient = self._evaluation.factor(place.x)  # type: ignore[misc]
+        return _surrogate_jacobian(triangle, place.gradient, float(self.seen[0]), self._robust)
+
+    def _operator(self, place: Point) -> Any:
+        def transposed(weights: np.ndarray) -> np.ndarray:
+            self._ask(COTANGENT, "product", place.x)
+            found = self._evaluation.cotangent(place.x, np.array(weights, dtype=float).reshape(-1))
+            # Each point's first product is with its residuals, which makes it the gradient.
+            if place.gradient is None:
+                place.gradient = found  # the first that SciPy asks for
+            return found  # type: ignore[return-value]
+
+        def forward(direction: np.ndarray) -> np.ndarray:
+            direction = np.array(direction, dtype=float).reshape(-1)
+            self._ask(TANGENT, "product", place.x, direction)
+            return self._evaluation.tangent(place.x, direction)  # type: ignore[return-value]
+
+        shape = self.seen.size, self._size
+        return scipy.sparse.linalg.LinearOperator(shape, matvec=forward, rmatvec=transposed, dtype=float)  # type: ignore[call-arg]
+
+    def ended(self, status: int, message: str) -> scipy.optimize.OptimizeResult:
+        """Return the result where the last iterate is the last of all."""
+        place: Point = self.place  # type: ignore[assignment]
+        gradient = np.full_like(place.x, np.nan) if place.gradient is None else place.gradient
+        return scipy.optimize.OptimizeResult(
+            x=place.x, cost=place.value, grad=gradient, optimality=place.norm,
+            active_mask=np.zeros(place.x.size, int), nfev=self.counts["residuals"], njev=len(self.record.rows),
+            status=status, success=False, message=message,
+        )  # fmt: skip
+
+
+def descend(aims: Aims, leader: Leader) -> dict[str, Any]:
+    """Run SciPy's method on the root; return its result, without what is as long as the residuals."""
+    evaluation: ResidualEvaluation = leader.evaluation  # type: ignore[assignment]
+    start = leader.packing.pack(leader.start)
+    keeper = RootCheckpoint(aims.checkpoint, aims.problem(leader, start) if aims.checkpoint else {}, "least_squares")
+    problem = _Problem(leader, evaluation, aims.callback, keeper)
+    if evaluation.gathers:
+        solver = {"tr_solver": "lsmr", **aims.robust}
+    else:
+        solver = {"tr_solver": "exact", "loss": "linear" if evaluation.loss is None else _carried_cost}
+    start = problem.resume(start)
+    try:
+        keywords = {**aims.keywords, "max_nfev": _remaining(aims.keywords["max_nfev"], problem, start.size)}
+        result = scipy.optimize.least_squares(problem.residuals, start, jac=problem.jacobian, **keywords, **solver)
+    except StopIteration:
+        result = problem.ended(*_STOPPED)
+    except Left as left:
+        result = problem.ended(*left.ending)
+    problem.iterates.write(problem.place, problem.counts, ended=True)
+    return _outcome(result, problem)
+
+
+def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
+    """Return what earlier runs have left of the evaluations."""
+    if not problem.resumed:
+        return limit
+    # SciPy's default, which counts the evaluations of one run alone.
+    left = (100 * size if limit is None else limit) - problem.counts["residuals"]
+    if left <= 0:
+        raise Left(_LIMIT)
+    return left
+
+
+def _outcome(result: scipy.optimize.OptimizeResult, problem: _Problem) -> dict[str, Any]:
+    outcome = {name: value for name, value in result.items() if name not in ("fun", "jac")}
+    outcome["cost"] = problem.place.value  # type: ignore[union-attr]  # SciPy squares a root of it
+    history = problem.record.history()
+    if problem.resumed:  # SciPy has counted since then
+        outcome["nfev"], outcome["njev"] = problem.counts["residuals"], len(history.loss)
+    return {**outcome, "nit": len(history.loss) - 1, "history": history, "evaluations": problem.counts}
+
+
+def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarray:
+    """Return what stands for the residuals, shape (n + 1,), or (n + 2,) under a robust loss.
+
+    The sums are twice the cost, and the square of the residuals in its model; n is `size`, the number of variables.
+    """
+    out = np.zeros(size + 1 + robust)
+    if np.all(np.isfinite(sums)):
+        out[0] = np.sqrt(sums[1])
+        if robust:
+            out[1] = np.sqrt(sums[0])
+    else:
+        # SciPy's trust region shrinks where a cost isn't finite, whatever kind of it.
+        out[0] = np.nan
+    return out
+
+
+def _surrogate_jacobian(triangle: np.ndarray, gradient: np.ndarray, norm: float, robust: bool) -> np.ndarray:
+    """Return what stands for the Jacobian, shape (n + 1, n), or (n + 2, n) under a robust loss; `norm` is that of f."""
+    rows = triangle[:, 1:].copy()
+    if norm > 0.0:
+        # With f = (norm, 0, ...) for residuals, J'f is then the gradient that was summed, and not what R has kept of it.
+        rows[0] = gradient / norm
+    return np.insert(rows, 1, 0.0, axis=0) if robust else rows
+
+
+def _carried_cost(z: np.ndarray) -> np.ndarray:
+    """Return the loss that SciPy gets under a robust one: the second entry is the cost, the others are weighed already."""
+    rho = np.zeros((3, z.size))
+    rho[0, 1] = z[1]
+    rho[1] = 1.0
+    return rho
+
 
 _CALL = "least_squares"
 # So many variables are a matrix for the root; each takes a pass of the function for every new iterate.

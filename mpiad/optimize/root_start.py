@@ -23,8 +23,8 @@ from mpiad.pytrees import fetched, flatten, leaf_on_device, map_leaves, named_le
 from mpiad.transport import Channel
 from mpiad.transport.agreement import agreed, raising_together
 from mpiad.transport.channels import on_any_rank
-from mpiad.transport.copy_differences import Difference, compare, listed
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.replication import Difference, compare, listed
 
 Leaves = list[tuple[str, Any]]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpiad._typing import Array, Shape
 from mpiad.transport import Channel, Spec
-from mpiad.transport.nonblocking_sums import Summation, start_allreduce, start_sum_in_place, sum_in_place
+from mpiad.transport.collectives import Summation, start_allreduce, start_sum_in_place, sum_in_place
 
 # Long enough that a message's latency doesn't count, short enough that the first starts early.
 BUCKET_BYTES = 8 * 2**20

@@ -7,11 +7,39 @@ from typing import Any
 
 import numpy as np
 
-from mpiad._typing import Comm, Tree
+from mpiad._typing import Comm, Rank, Tree
 from mpiad.parallel.samples import Items, latest
-from mpiad.primitives import mpi_rank, mpi_size
+from mpiad.primitives import mpi_local_rank, mpi_rank, mpi_size
 from mpiad.pytrees import flatten
 from mpiad.transport.device_arrays import arrays_of, is_array
+
+# How many ranks work together, and which of a node's devices is this one's.
+
+
+def local_rank() -> Rank:
+    """Return this rank's number among those of its node: `mpiad.mpi_local_rank` by its name in training programs.
+
+    Ranks
+    -----
+    Each by itself.
+
+    Examples
+    --------
+    >>> print(0 <= mpiad.parallel.local_rank() <= rank)
+    True
+    """
+    return mpi_local_rank()
+
+
+def total_workers(comm: Comm = None) -> int:
+    """Return the number of ranks: `mpiad.mpi_size` by its name in training programs.
+
+    Examples
+    --------
+    >>> print(mpiad.parallel.total_workers() == size)
+    True
+    """
+    return mpi_size(comm)
 
 
 class DistributedDataContainer:

@@ -13,7 +13,7 @@ from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started
 from mpiad.transport import SUM, channel
 from mpiad.transport.buffers import outgoing, private_copy
-from mpiad.transport.nonblocking_sums import start_allreduce
+from mpiad.transport.collectives import start_allreduce
 
 
 def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:

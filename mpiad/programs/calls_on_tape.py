@@ -16,9 +16,9 @@ from mpiad.differentiation.tape import OrderedTape, TangentTape
 from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import current, suspended
-from mpiad.programs.changed_results import Changed
 from mpiad.programs.closure import Watch
 from mpiad.programs.entry import count, in_program, is_shown, own
+from mpiad.programs.replay_writer import Changed
 from mpiad.programs.reverse_over_reverse import called_with_reverse_differentiated
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments

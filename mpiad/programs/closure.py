@@ -11,6 +11,7 @@ isn't compiled.
 from __future__ import annotations
 
 import builtins
+import ctypes
 import dis
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
@@ -20,15 +21,44 @@ from typing import Any
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad.compiling.function_fingerprint import (
-    UNSEEN,
-    Unknown,
-    attribute_of,
-    content_of,
-    uses_of,
-    uses_of_first,
-)
-from mpiad.programs.same_bits import is_writable, same_bits
+from mpiad._typing import Array
+from mpiad.compiling.function_fingerprint import UNSEEN, Unknown, attribute_of, content_of, uses_of, uses_of_first
+
+# Whether an array is as it was, by its bits: asked of all that a jitted function reads, at each of its calls.
+
+
+def _c_comparison() -> Any:
+    """Return the C library's memcmp, None where it can't be had: it makes no copies and no temporary arrays."""
+    try:
+        compare = ctypes.CDLL(None).memcmp
+    except (OSError, TypeError, AttributeError):  # not on Windows
+        return None
+    compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    return compare
+
+
+_memcmp = _c_comparison()
+
+
+def same_bits(x: Array, y: Array) -> bool:
+    """Tell whether two arrays have the same bits; NaN is itself."""
+    if x is y:
+        return True
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if _memcmp is None or not (x.flags.c_contiguous and y.flags.c_contiguous):
+        return x.tobytes() == y.tobytes()
+    return _memcmp(x.ctypes.data, y.ctypes.data, x.nbytes) == 0
+
+
+def is_writable(x: Any) -> bool:
+    """Tell whether an array can change: it, or one whose memory it has."""
+    while isinstance(x, np.ndarray):
+        if x.flags.writeable:
+            return True
+        x = x.base
+    return x is not None  # memory that isn't NumPy's
+
 
 _STAY = frozenset({"numpy", "autograd", "math", "cmath", "builtins", "mpiad", "scipy", "operator", "mpi4py"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, CodeType, range, type(...), np.dtype)

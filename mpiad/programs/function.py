@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -22,28 +24,159 @@ from autograd.tracer import Box
 
 from mpiad._typing import Function
 from mpiad.primitives.operation import current
+from mpiad.programs.array_program import Call, Node
 from mpiad.programs.calls_on_tape import called_on_tape
-from mpiad.programs.changed_results import Changed
-from mpiad.programs.closure import (
-    HoldsTraced,
-    Unfollowed,
-    Watch,
-    are_alike,
-    closed_over_numbers,
-    watch_of,
-    with_numbers,
-)
-from mpiad.programs.entry import MOST_TRACES, UNKNOWN, Entry, entry_by_shapes, entry_of, own
-from mpiad.programs.listing import Listing
+from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, are_alike, closed_over_numbers, watch_of, with_numbers
+from mpiad.programs.entry import MOST_TRACES, UNKNOWN, Entry, count, entry_by_shapes, entry_of, own
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.short_calls import MISSED, short_call
+from mpiad.programs.replay import Replays
+from mpiad.programs.replay_writer import Changed
+from mpiad.programs.schedule import Loop
 from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned
 from mpiad.programs.trace_run import PlayingBack, TraceRun, message_counts
 from mpiad.pytrees import flatten
 from mpiad.transport import calls
+from mpiad.transport.channels import communications, is_watched
+from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.tracing import restoring_state, tracing
 from mpiad.transport.world import level_of_repeats
+
+# A compiled program as text: its operations with the user's lines, its loops, its messages.
+
+
+class Listing:
+    """What a compiled function does, step by step; ``print(jit(f).program(x))`` shows it.
+
+    Attributes
+    ----------
+    operations : str
+        The arrays in the order of the source, each with what it is made of and the user's line.
+    loops : str
+        The loops and calls that compute them, with what was fused and the bytes that are read and written.
+    kernels : list of str
+        The loops' texts.
+    """
+
+    def __init__(self, name: str, replays: Replays):
+        self._name, self._replays = name, replays
+        self._nodes: list[Node] = replays.schedule.program.nodes
+
+    @property
+    def operations(self) -> str:
+        """The arrays, one a line."""
+        lines = []
+        for n in self._replays.schedule.program.needed():
+            node = self._nodes[n]
+            what = f"{_name_of(node)}({', '.join(f'%{x}' for x in node.inputs)})"
+            lines.append(f"{f'%{n}: {node.dtype}{list(node.shape)} = {what}':72}  {_line(node)}".rstrip())
+        return "\n".join(lines)
+
+    @property
+    def loops(self) -> str:
+        """The loops and calls, one a line."""
+        schedule, lines = self._replays.schedule, []
+        for step, text in zip(schedule.steps, self._replays.texts):
+            if isinstance(step, Loop):
+                copies = [item.copies for item in step.items]
+                made = ", ".join(f"%{item.node}{' (copy)' * copy}" for item, copy in zip(step.items, copies))
+                loaded = {b for b, _ in text.loads} & set(text.buffers)  # type: ignore[union-attr]
+                read, written = (sum(map(self._bytes, part)) for part in (loaded, text.written))  # type: ignore[union-attr]
+                where = " in place" * bool(text.over)  # type: ignore[union-attr]
+                lines.append(f"loop over {list(step.shape)}: {made}; reads {read} bytes, writes {written}{where}")
+            else:
+                node = self._nodes[step.node]
+                lines.append(f"{_name_of(node)} -> %{step.node}{' in place' * step.in_place}  {_line(node)}")
+        return "\n".join(lines)
+
+    @property
+    def kernels(self) -> list[str]:
+        """The texts of the loops."""
+        return [text.text for text in self._replays.texts if text is not None]
+
+    def _bytes(self, b: int) -> int:
+        found = self._replays.schedule.buffers[b]
+        return math.prod(found.shape) * found.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"program of {self._name}\n{self.operations}\n\n{self.loops}"
+
+
+def _line(node: Node) -> str:
+    return "" if node.site is None else f"{node.site.text}"
+
+
+def _name_of(node: Node) -> str:
+    if node.kind == "elementwise":
+        return node.data[0]
+    if isinstance(node.data, Call):
+        fun: Any = node.data.fun
+        return getattr(fun, "__name__", repr(fun))
+    if node.kind == "reduce":
+        return f"{node.data[0]} over {list(node.data[1])}"
+    return f"{node.kind} {node.data}" if node.kind == "number" else node.kind
+
+
+# Calls of compiled functions with plain arguments, arrays and floats, which needn't be taken apart.
+#
+# A small program takes a few µs, as long as what surrounds it. So a function is written for a signature: it compares the
+# arguments, looks whether the program is still that of the function, and runs it. It returns `MISSED` where the call has to
+# go the general way: for other arguments, a changed closure, all replays in use, calls that are noted or watched.
+
+
+MISSED: Any = object()
+_PLAIN = (np.ndarray, float, np.float64)
+
+
+def short_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | None:
+    """Return the function from positional arguments like those of a call to a result like its; None where there is none."""
+    if FAULT_TOLERANT or entry.may_change or not args or not all(type(x) in _PLAIN for x in args):
+        return None
+    names: dict[str, Any] = {
+        "missed": MISSED, "count": count, "counted": communications, "same": entry.watch.is_the_same,
+        "free": entry.replays.free[True], "is_noting": calls.is_noting, "is_watched": is_watched,
+        "build": entry.build, "leaves": entry.leaves,
+    }  # fmt: skip
+    others = []
+    for k, x in enumerate(args):
+        names[f"t{k}"] = type(x)
+        others.append(f"type(a{k}) is not t{k}")
+        if type(x) is np.ndarray:
+            names[f"d{k}"] = x.dtype
+            others.append(f"a{k}.dtype is not d{k} or a{k}.shape != {x.shape}")
+    for k, (channel, _) in enumerate(entry.channels):
+        names[f"c{k}"] = channel
+        others.append(f"c{k}.fault")
+    given = ", ".join(f"a{k}" for k in range(len(args)))
+    text = f"""
+def call(args):
+    if len(args) != {len(args)}:
+        return missed
+    {given}, = args
+    if {" or ".join(others)} or is_noting() or is_watched() or not same():
+        return missed
+    try:
+        replay = free.pop()
+    except IndexError:
+        return missed
+    {"next(counted); " * entry.communications if entry.communications < 5 else f"count({entry.communications})"}
+    made = replay.first({given})
+    free.append(replay)
+    return {_result(entry, made)}
+"""
+    exec(compile(text, str(Path(__file__).with_name("<call>")), "exec"), names)
+    return names["call"]
+
+
+def _result(entry: Entry, made: Any) -> str:
+    """Return the text of what the function returns, made of the program's outputs."""
+    if not all(entry.inside):
+        return "build(leaves(made))"
+    if isinstance(made, (np.ndarray, np.generic)):
+        return "made[0]"
+    is_flat = type(made) in (tuple, list) and all(isinstance(x, (np.ndarray, np.generic)) for x in made)
+    return f"{type(made).__name__}(made)" if is_flat else "build(made)"
+
 
 _log = logging.getLogger("mpiad")
 _boxes = Box.types

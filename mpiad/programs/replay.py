@@ -6,11 +6,10 @@ from typing import Any
 
 from mpiad.compiling.cache import Kernel, kernel_of
 from mpiad.programs.array_program import described
-from mpiad.programs.changed_results import is_looked_at
 from mpiad.programs.loops import NAME, LoopText, text_of
 from mpiad.programs.memory_plan import Scratch, homes_of, spans_of, written_over
 from mpiad.programs.overlap import is_divided
-from mpiad.programs.replay_writer import ReplayWriter
+from mpiad.programs.replay_writer import ReplayWriter, is_looked_at
 from mpiad.programs.schedule import Loop, Schedule
 from mpiad.transport import calls
 from mpiad.transport.channels import is_watched

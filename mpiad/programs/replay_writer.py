@@ -6,27 +6,208 @@ and out of buffers, which is cheaper than to look up where they lie; large ones 
 
 from __future__ import annotations
 
+import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpiad._typing import Array
+from mpiad.compiling.cache import Kernel
+from mpiad.primitives.catalogue import BCAST
+from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Call, Node, Slot
-from mpiad.programs.call_sites import called_at
-from mpiad.programs.changed_results import condition_of, is_looked_at, raise_changed
-from mpiad.programs.kernel_blocks import KernelBlocks, address_of, as_kernels_take
-from mpiad.programs.loop_threads import run_together
-from mpiad.programs.memory_plan import SMALL, aligned
+from mpiad.programs.loops import LoopText
+from mpiad.programs.memory_plan import SMALL, Home, aligned
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
-from mpiad.programs.overlap import Action, actions_of
-from mpiad.programs.schedule import Loop, Run, root_of
+from mpiad.programs.overlap import Action, actions_of, run_together
+from mpiad.programs.schedule import Loop, Run, Schedule, root_of
+from mpiad.transport import calls
+from mpiad.transport.calls import Site
 
 if TYPE_CHECKING:
     from mpiad.programs.replay import Replays
+
+
+# Results of a replay that aren't what the program was made for: how that is seen, and what it raises.
+
+
+class Changed(TypeError):
+    """Report a call whose result isn't what the program was made for."""
+
+    # What was communicated in this run until then, that call's result the last; None where that isn't known.
+    log: list[Any] | None = None
+
+
+def raise_changed(made: Any, node: Node, log: list[Any] | None = None) -> None:
+    """Raise what says of which call the result has changed."""
+    name = getattr(node.data.fun, "__name__", repr(node.data.fun))
+    line = "" if node.site is None else f"{node.site.text}: "
+    error = Changed(
+        f"{line}{name} returns an array of shape {np.shape(made)}, and returned one of shape {node.shape} for the same "
+        "arguments when the function was compiled. Leave it out of the jitted function"
+    )
+    if log is not None:
+        error.log = list(log)
+        log.clear()
+    raise error
+
+
+def is_looked_at(schedule: Schedule, at: int) -> bool:
+    """Tell whether a communication may give something else than in the trace."""
+    step = schedule.steps[at]
+    if isinstance(step, Loop) or step.in_place:
+        return False
+    node = schedule.program.nodes[step.node]
+    if node.kind != "communicate" or node.data.kind in ("settle", "opaque"):
+        return node.kind == "communicate"
+    fun = node.data.fun
+    if isinstance(fun, Operation):  # of what is copied to all, ranks may know nothing before
+        known = fun is not BCAST or node.data.args[1].spec is not None
+    else:
+        known = fun.in_place is not None or fun.alike
+    return not known and node.dtype != object
+
+
+def condition_of(node: Node, made: str, bound: Callable[[Any], str]) -> str:
+    """Return the text of the condition under which a result is no longer that of the trace.
+
+    The result is called `made`; `bound` gives a value a name.
+    """
+    if node.data.kind == "settle":
+        return f"{made} != {bound(node.data.kwargs['expected'])}"
+    if node.data.kind == "opaque":
+        return f"[(x.shape, x.dtype) for x in {made}[:-1]] != {bound(node.data.kwargs['expected'])}"
+    return f"{made}.shape != {node.shape} or {made}.dtype != {bound(node.dtype)}"
+
+
+# The memory from which a replay's kernels take their arguments (see `compiling.machine_code`).
+#
+# Kernels between two calls of Python's are linked: the first one's call runs them all.
+
+
+_WORD = 8
+
+
+class KernelBlocks:
+    """A block for each loop among actions, and for each thread that computes a part of it.
+
+    `texts`, `kernels`: of each step, None for calls. `words`: all blocks, one after the other.
+    """
+
+    def __init__(
+        self, schedule: Schedule, texts: Sequence[LoopText | None], kernels: Sequence[Kernel | None],
+        actions: Sequence[Action], homes: dict[int, Home],
+    ):  # fmt: skip
+        self._places: dict[int, list[int]] = {}
+        self._starts: dict[tuple[int, int], int] = {}
+        self._held: list[Array] = []
+        words: list[int] = []
+        for k, action in enumerate(actions):
+            text = texts[action.at]
+            for thread, boxes in enumerate(action.shares):
+                self._starts[k, thread] = len(words)
+                words += [0, 0]
+                for b in text.buffers:  # type: ignore[union-attr]
+                    self._places.setdefault(root_of(schedule.buffers, b), []).append(len(words))
+                    shape = schedule.buffers[b].shape
+                    words += [0, *shape[:-1], homes[b].layout.pitch if b in homes else (shape or (1,))[-1]]
+                for array in (*boxes, *([np.empty(text.lanes)] if text.lanes else [])):  # type: ignore[union-attr]
+                    self._held.append(np.ascontiguousarray(array))
+                    words += [self._held[-1].ctypes.data, *array.shape]
+        self.words = (ctypes.c_int64 * max(len(words), 1))(*words)
+        alone = {k for k, action in enumerate(actions) if len(action.shares) == 1}
+        self._linked = {k for k in alone if k - 1 in alone and actions[k].at not in schedule.cuts}
+        for k in self._linked:
+            start = self._starts[k - 1, 0]
+            self.words[start] = kernels[actions[k].at].function.address  # type: ignore[union-attr]
+            self.words[start + 1] = self.address(k)
+
+    def address(self, k: int, thread: int = 0) -> int:
+        """Return the address of the block of an action."""
+        return ctypes.addressof(self.words) + _WORD * self._starts[k, thread]
+
+    def is_called(self, k: int) -> bool:
+        """Tell whether a loop is called, and isn't run by the one before it."""
+        return k not in self._linked
+
+    def bind(self, b: int, address: int) -> None:
+        """Let kernels find a buffer at an address."""
+        for place in self._places.get(b, ()):
+            self.words[place] = address
+
+    def assignment(self, b: int, address: str) -> str:
+        """Return the text that lets kernels find a buffer at an address, where `words` is called t."""
+        targets = "".join(f"t[{place}] = " for place in self._places.get(b, ()))
+        return f"{targets}{address}" if targets else ""
+
+
+def address_of(array: Array) -> int:
+    """Return the address of an array's first entry."""
+    return array.__array_interface__["data"][0]
+
+
+def as_kernels_take(x: Any, dtype: np.dtype) -> Array:
+    """Return what kernels take of an array."""
+    if type(x) is np.ndarray and x.flags.c_contiguous and x.flags.aligned and x.dtype == dtype:
+        return x
+    return np.require(x, dtype, ["C", "A"])
+
+
+# Calls of communications from a replay, as if from the user's line that made them in the trace.
+#
+# Reports, time-outs and traces of calls name the innermost frame of the user's. So each communication of a replay is called
+# from a function of its own, whose code says that it is that line.
+
+
+def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
+    """Return a function that calls an operation or operator, in a frame of the user's line, where one is known.
+
+    What it is given stands in `_CALLS`; of parts the first is done in "begin", and all that are left in "end".
+    """
+    made: Any = _CALLS[kind]
+    if rule is not None:
+        return _within(made, rule)
+    if site is None or not site.file:
+        return made
+    # With the site itself among the constants `site_of` needn't find out which function of ours the user called.
+    name, code = site.function, made.__code__
+    consts = (*code.co_consts, site)
+    code = code.replace(co_filename=site.file, co_firstlineno=site.line, co_name=name, co_qualname=name, co_consts=consts)
+    return FunctionType(code, {}, name)
+
+
+def _within(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
+    """Return a call that is part of an adjoint or tangent, where calls are noted: the line is that of the gradient."""
+
+    def call(operation: Any, x: Any, *rest: Any) -> Any:
+        if not calls.is_noting():
+            return made(operation, x, *rest)
+        first = (x[0] if x else None) if isinstance(x, tuple) else x
+        noted = calls.begin_rule(*rule, first, None if isinstance(x, tuple) or not rest else rest[0])
+        try:
+            return made(operation, x, *rest)
+        finally:
+            calls.end(noted)
+
+    return call
+
+
+# Each in one line, since code knows its lines as distances from the first.
+_CALLS: dict[str, Any] = {
+    "communicate": lambda operation, x, params: operation.forward(x, params),
+    "operate": lambda operator, args, kwargs: operator.body(args, kwargs),
+    "in place": lambda operator, buffer, *rest: operator.run_in_place(buffer, *rest),
+    "prepared": lambda prepared: prepared(),
+    "begin": lambda parts: next(parts, None),
+    "end": lambda parts: list(parts),
+    "settle": lambda fun, args: fun(*args),
+    "opaque": lambda fun, args: fun(*args),
+}
 
 
 class ReplayWriter:

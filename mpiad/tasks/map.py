@@ -5,19 +5,402 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import length_hint
-from typing import Any
+from typing import Any, NamedTuple
+
+from autograd.tracer import isbox
 
 from mpiad._typing import Comm, Rank
+from mpiad.errors import RemoteError, WorkerError
 from mpiad.primitives.checks import root_of
+from mpiad.primitives.operation import suspended
 from mpiad.progress import progress_bar
-from mpiad.tasks.scheduler import Scheduler
-from mpiad.tasks.worker import Outcome, work
-from mpiad.tasks.worker_group import WorkerGroup
+from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel
-from mpiad.transport.fault_tolerance import is_interruption
-from mpiad.transport.recovery import recover
+from mpiad.transport.agreement import Failure
+from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_interruption, is_process_failure, lost_ranks
+from mpiad.transport.object_messages import Line, Message, PackedObject
+from mpiad.transport.polling import Backoff, wait_for_message
+from mpiad.transport.recovery import ranks_within, recover, recoverable
+from mpiad.transport.tracing import restoring_state
+
+# Batches of items: what ranks send each other, how any rank evaluates one, and a rank that does so until told to stop.
+
+
+TASK, RESULT, STOP, BYE = range(1, 5)  # the messages' kinds
+
+Batch = list[tuple[int, Any]]
+"""Items with their indices."""
+
+
+class Failed(NamedTuple):
+    """An exception at an item."""
+
+    failure: Failure
+    rank: Rank
+
+    def error(self, index: int | None) -> WorkerError:
+        """Return what all ranks raise, or what stands among the results."""
+        where = "" if index is None else f" at item {index}"
+        text = f"mpi_map: rank {self.rank} raised {self.failure.summary}{where}."
+        return WorkerError(text, self.rank, self.failure.trace, index, self.failure.exit_code)
+
+
+class Ended(NamedTuple):
+    """An evaluated batch: results or failures by index, and how long it took."""
+
+    results: list[tuple[int, Any]]
+    seconds: float
+
+
+class Outcome(NamedTuple):
+    """How the map ended: what all ranks raise, or the results where all are to have them."""
+
+    failed: Failed | None
+    index: int | None
+    results: list[Any] | None
+
+
+def evaluated(fun: Callable[[Any], Any], batch: Batch, goes_on: bool, rank: Rank) -> Ended:
+    """Evaluate a batch, up to its first failure unless it `goes_on`."""
+    results: list[tuple[int, Any]] = []
+    start = time.perf_counter()
+    for index, item in batch:
+        try:
+            # What `fun` communicates (on other communicators) isn't recorded: other ranks' tapes know nothing of it.
+            with restoring_state(), suspended():
+                result = fun(item)
+            require_plain(result, "fun returned")
+        # sys.exit too: a rank that left here would be waited for.
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised on all ranks
+            result = Failed(Failure.of(error), rank)
+        results.append((index, result))
+        if isinstance(result, Failed) and not goes_on:
+            break
+    return Ended(results, time.perf_counter() - start)
+
+
+def require_plain(value: object, source: str) -> None:
+    """Raise a TypeError for a value of a derivative's trace, which means nothing on another rank."""
+    if any(map(isbox, flatten(value)[0])):
+        raise TypeError(
+            f"mpi_map: {source} a value of a derivative that is being taken, but items are evaluated without derivatives. "
+            "mpiad.stop_gradient(x) gives its plain value; take derivatives inside fun, or use mpi_scatter and mpi_gather."
+        )
+
+
+def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank: Rank) -> Outcome:
+    """Evaluate batches until the end, and return how it ended.
+
+    `root` is a rank on the line, `rank` this one in the user's communicator, for messages; `goes_on` says whether failures
+    stand among the results.
+    """
+    waiting: deque[Batch] = deque()
+    has_failed = False
+    while True:
+        outcome = _collect(line, root, waiting)
+        if outcome is not None:
+            break  # also where batches wait: another rank has failed
+        batch = waiting.popleft()
+        if has_failed:
+            continue  # the end is on its way
+        ended = evaluated(fun, batch, goes_on, rank)
+        has_failed = not goes_on and isinstance(ended.results[-1][1], Failed)
+        line.post(root, RESULT, _packed(ended, rank))
+    # The root waits for this, so that no message is under way when the communicator is freed.
+    line.post(root, BYE, PackedObject.of(None))
+    patience = Backoff()
+    while not line.is_quiet():
+        patience.pause()
+    return outcome
+
+
+def _collect(line: Line, root: Rank, waiting: deque[Batch]) -> Outcome | None:
+    """Take all that has come; wait where there is nothing to do."""
+    while True:
+        message = line.take(root)
+        if message is None:
+            if waiting:
+                return None
+            wait_for_message(lambda: line.comm.Iprobe(root), line.comm, root)
+        elif message.kind == TASK:
+            waiting.append(message.content)
+        else:
+            return message.content
+
+
+def _packed(ended: Ended, rank: Rank) -> PackedObject:
+    """Pack the results, with failures in the place of those that can't be."""
+    try:
+        return PackedObject.of(ended)
+    except Exception:  # noqa: BLE001 - pickle raises what it likes
+        # Each by itself: one result that can't be pickled costs its item, and not the batch.
+        results = [(index, _sendable(result, rank)) for index, result in ended.results]
+        return PackedObject.of(ended._replace(results=results))
+
+
+def _sendable(result: object, rank: Rank) -> Any:
+    try:
+        PackedObject.of(result, lent=True)
+    except Exception as error:  # noqa: BLE001 - as above
+        return Failed(Failure.of(error), rank)
+    return result
+
+
+# The ranks of one map: a communicator of their own, and which of them are left.
+#
+# It is a duplicate of the library's. Where a process has died, and the MPI survives it, it is made of the ranks that are
+# left, and at the end they agree on who they still are.
+
+
+_log = logging.getLogger("mpiad")
+
+
+class WorkerGroup:
+    """Those who take part; made and closed by all of them.
+
+    `used`: the user's communicator. `names`: ranks in the user's communicator, by rank in `comm`.
+    """
+
+    def __init__(self, used: Channel):
+        self._used = used
+        self._survives = FAULT_TOLERANT and used.size > 1
+        self.comm = self._assembled()
+        self.names = ranks_within(used, self.comm)
+        self.line = Line(self.comm)
+        self._known: set[Rank] = set()
+
+    def _assembled(self) -> Comm:
+        # Recovery is for the first loss of a process; once some are known to be lost, those that are left simply shrink.
+        used = self._used
+        if self._survives and not used.lost:
+            try:
+                # All ranks come, or all learn why not.
+                return recoverable("mpi_map", used.user)(used.derive)()
+            except RemoteError:
+                if not used.lost:
+                    raise
+        return used.derive(survivors=bool(used.lost))
+
+    def place_of(self, root: Rank) -> Rank:
+        """Return the rank in `comm` of a rank of the user's; a RemoteError where its process has died."""
+        if root not in self.names:
+            raise RemoteError(f"mpi_map: the process of the root, rank {root}, has died.", root)
+        return self.names.index(root)
+
+    def newly_lost(self) -> list[Rank]:
+        """Return the ranks in `comm` that have died since the last call, and say so in the log."""
+        if not self._survives:
+            return []
+        found = [rank for rank in lost_ranks(self.comm) if rank not in self._known]
+        if found:
+            self._known.update(found)
+            # Else a receive from any rank would fail again and again for the same loss.
+            self.comm.Ack_failed()
+        for rank in found:
+            _log.warning("mpi_map: the process of rank %d has died; other ranks take its items.", self.names[rank])
+        return found
+
+    def close(self) -> None:
+        """End the map; on all ranks that are left."""
+        if not self._survives:
+            self._used.drop(self.comm)
+            return
+        # A barrier would fail where a process has died; this succeeds, and all that are left learn the same ranks.
+        left = self.comm.Shrink()
+        alive = ranks_within(self._used, left)
+        left.Free()
+        self._used.drop(self.comm)
+        if len(alive) < self._used.size:
+            self._used.lose(sorted(set(range(self._used.size)) - set(alive)))
+
+
+# The root's part: it hands out batches, takes results, and evaluates only where nobody else is there to do so.
+#
+# A rank gets its next batch with its result. Where batches are short it has one more in hand, so that it needn't wait for
+# the root; where they are long that would only leave the last of them waiting behind another.
+
+
+_SHORT = 0.02  # seconds, far above a message's way to the root and back
+_LOOK_EVERY = 0.05  # seconds
+
+
+class _Packed(NamedTuple):
+    """A batch on its way, kept until its results are there: its rank may die."""
+
+    indices: list[int]
+    parcel: PackedObject
+
+
+class Scheduler:
+    """One map, seen from the root.
+
+    `goes_on`: whether failures stand among the results. `progress`: a bar, updated after each batch, or None.
+    """
+
+    def __init__(
+        self, group: WorkerGroup, items: Iterator[Any], fun: Callable[[Any], Any], batch: int, goes_on: bool,
+        progress: Any,
+    ):  # fmt: skip
+        self._group, self._line, self._fun = group, group.line, fun
+        self._items, self._batch, self._goes_on, self._progress = items, batch, goes_on, progress
+        self._rank = group.names[group.comm.rank]
+        workers = [rank for rank in range(group.comm.size) if rank != group.comm.rank]
+        self._held: dict[Rank, deque[_Packed]] = {rank: deque() for rank in workers}
+        self._again: deque[_Packed] = deque()
+        self._taken, self._exhausted = 0, False
+        self._seconds: float | None = None  # of the last batches
+        self._looked = Backoff()
+        self.results: dict[int, Any] = {}
+        self.failed: tuple[Failed, int | None] | None = None
+
+    def run(self) -> None:
+        """Have all items evaluated, up to the first failure unless the map goes on."""
+        while self.failed is None:
+            self._hand_out()
+            if self._exhausted and not self._again and not any(self._held.values()):
+                self._tell()
+                return
+            if not self._held:
+                self._work_alone()
+            elif self.failed is None:  # nothing was handed out if the items raised
+                self._await(RESULT)
+
+    def stop(self, outcome: Outcome) -> None:
+        """Tell the others how it ended, and wait until they have heard it."""
+        # Lent: the results stay as they are until all have been sent, so large arrays needn't be copied.
+        parcel, patience = PackedObject.of(outcome, lent=True), Backoff()
+        for rank in list(self._held):
+            self._to(rank, STOP, parcel)
+        while self._held:
+            # Results of batches that were under way when the map failed come here too, and are let go.
+            self._await(BYE)
+        while not self._line.is_quiet():
+            self._look_for_the_lost()
+            patience.pause()
+
+    # ---- handing out
+
+    def _hand_out(self) -> None:
+        depth = 2 if self._seconds is not None and self._seconds < _SHORT else 1
+        # Nobody gets a second batch while another rank has none.
+        for full in range(depth):
+            for rank in list(self._held):
+                # A rank may have been found dead, and left the dict, since the list was made.
+                if len(self._held.get(rank, ())) == full:
+                    packed = self._next()
+                    if packed is None:
+                        return
+                    # Held before it is sent: if the rank turns out to be dead in sending, the batch goes to another.
+                    self._held[rank].append(packed)
+                    self._to(rank, TASK, packed.parcel)
+
+    def _next(self) -> _Packed | None:
+        if self._again:
+            return self._again.popleft()
+        batch = self._next_batch()
+        if not batch:
+            return None
+        try:
+            return _Packed([index for index, _ in batch], PackedObject.of(batch))
+        except Exception as error:  # noqa: BLE001 - pickle raises what it likes
+            self._fail(Failed(Failure.of(error), self._rank), batch[0][0])
+            return None
+
+    def _next_batch(self) -> Batch:
+        batch: Batch = []
+        while not self._exhausted and self.failed is None and len(batch) < self._batch:
+            try:
+                item = next(self._items)
+                require_plain(item, "items hold")
+            except StopIteration:
+                self._exhausted = True
+            except Exception as error:  # noqa: BLE001 - a generator is the user's code
+                self._fail(Failed(Failure.of(error), self._rank), self._taken)
+            else:
+                batch.append((self._taken, item))
+                self._taken += 1
+        return batch
+
+    def _work_alone(self) -> None:
+        # The root's own batches needn't be packed; only those of ranks that have died are.
+        batch = self._again.popleft().parcel.opened() if self._again else self._next_batch()
+        if batch and self.failed is None:
+            self._note(evaluated(self._fun, batch, self._goes_on, self._rank))
+
+    # ---- results
+
+    def _await(self, kind: int) -> None:
+        """Take one message, or find that a rank has died."""
+        # By polling, not by MPI's own wait, which would take the core of a rank that evaluates.
+        before = len(self._held)
+        wait_for_message(lambda: self._receive(kind) or len(self._held) < before, self._line.comm)
+
+    def _receive(self, kind: int) -> bool:
+        """Take one message; tell whether there was any."""
+        message = self._take()
+        if message is None:
+            return False
+        if message.kind == BYE:
+            self._held.pop(message.source, None)
+        # A rank evaluates in the order in which it was handed, so this is the result of its oldest batch.
+        elif kind == RESULT and message.source in self._held:
+            self._held[message.source].popleft()
+            self._note(message.content)
+        return True
+
+    def _note(self, ended: Ended) -> None:
+        share = ended.seconds if self._seconds is None else 0.5 * (self._seconds + ended.seconds)
+        self._seconds = share
+        for index, result in ended.results:
+            if isinstance(result, Failed) and not self._goes_on:
+                self._fail(result, index)
+                return
+            self.results[index] = result.error(index) if isinstance(result, Failed) else result
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._progress is not None:
+            self._progress.total = self._taken if self._exhausted else self._progress.total
+            self._progress.update(len(self.results) - self._progress.n)
+
+    def _fail(self, failed: Failed, index: int | None) -> None:
+        if self.failed is None:
+            self.failed = failed, index
+
+    # ---- ranks that die
+
+    def _take(self) -> Message | None:
+        try:
+            message = self._line.take()
+        except Exception as error:  # noqa: BLE001 - raised again unless a process has died
+            self._tolerate(error)
+            return None
+        if message is None and self._looked.seconds > _LOOK_EVERY:
+            self._look_for_the_lost()
+        return message
+
+    def _to(self, rank: Rank, kind: int, parcel: PackedObject) -> None:
+        try:
+            self._line.post(rank, kind, parcel)
+        except Exception as error:  # noqa: BLE001 - raised again unless a process has died
+            self._tolerate(error)
+
+    def _tolerate(self, error: Exception) -> None:
+        if not is_interruption(error) or not is_process_failure(error):
+            raise error
+        self._look_for_the_lost()
+
+    def _look_for_the_lost(self) -> None:
+        self._looked.renew()
+        for rank in self._group.newly_lost():
+            # Nothing is waited for from it, and what it held is handed out again.
+            self._line.forget(rank)
+            self._again.extend(self._held.pop(rank, ()))
 
 
 def mpi_map(

@@ -11,9 +11,181 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.device import to_host
+from mpiad.timestepping import compiled_coding
 from mpiad.timestepping.checkpoints import CheckpointSchedule
-from mpiad.timestepping.difference_coding import SMALLEST, Coded, coded
 from mpiad.transport.device_arrays import arrays_of
+
+# Fields in 16 bits an entry: rounded to multiples of a step, of which differences between neighbours are kept.
+#
+# Two bytes for the values themselves leave errors that look like noise, and a step that takes differences of a restored
+# field magnifies them: of a wave with 25 cells in its length the gradient is then right to 1e-3 only. Where a field is
+# smooth its differences are small, and so is the step by which they fit into 16 bits. Integers are added and subtracted
+# exactly, so that errors are half a step everywhere, however high the order of the differences, which is that with the
+# smallest step.
+#
+# Large fields take compiled passes, to the same bits: see `compiled_coding`.
+#
+# References
+# ----------
+# .. [1] L. Ibarria, P. Lindstrom, J. Rossignac and A. Szymczak, "Out-of-core compression and decompression of large
+#    n-dimensional scalar fields", Comput. Graph. Forum 22 (2003): the Lorenzo predictor, here of any order.
+# .. [2] S. Di and F. Cappello, "Fast error-bounded lossy HPC data compression with SZ", IPDPS 2016.
+# .. [3] N. Kukreja et al., "Lossy checkpoint compression in full waveform inversion", Geosci. Model Dev. 15 (2022).
+
+
+SMALLEST = 256  # entries of an array that is worth it
+_LARGEST, _FULL = 32767, 10000  # of the differences, and from where on 16 bits are used well
+_HIGHEST = 4  # order
+_RANGE = 2.0**24  # multiples of the step that an entry may be: single precision is fine enough
+_WIDE = 2000  # entries of a layer that is worth a call
+_NEAR = 8  # cells around the largest entry by which the order is chosen
+
+
+class Coded(NamedTuple):
+    """An array in 16 bits an entry."""
+
+    # Array of int16. In the shape of the array; of a complex one with an axis behind for both parts.
+    differences: np.ndarray
+    corner: np.ndarray  # array of int32; the first entries, which have too few neighbours before them, in full
+    step: float
+    # Of the differences, along the first dimension; of the first entries along it, which have no such differences, along
+    # the next one, and so on.
+    order: int
+    relative: bool  # whether the array less the one before it is what was coded
+
+    def array(self, dtype: np.dtype, before: np.ndarray | None) -> np.ndarray:
+        """Return the array, of which each entry is off by half a step at most; `before` is the one before it."""
+        kept, kind = self.differences, np.finfo(dtype).dtype
+        entries, axes = np.empty(kept.shape, kind), _axes(kept.ndim, dtype)
+        before = _real(before) if self.relative and before is not None else None
+        if compiled_coding.are_there(kind, kept.size, kept.size // len(kept)):
+            head = kept[: max(self.order, 1)].astype(np.int32)
+            self._add_up(head, axes)
+            weights = compiled_coding.weights(self.order)
+            compiled_coding.write_sums(kept, before, self.step, weights, head.astype(float), entries)
+        else:
+            numbers = kept.astype(np.int32)
+            self._add_up(numbers, axes)
+            np.multiply(numbers, self.step, out=entries)
+            if before is not None:
+                entries += before
+        return entries.view(dtype)[..., 0] if dtype.kind == "c" else entries
+
+    def _add_up(self, numbers: np.ndarray, axes: range) -> None:
+        """Make multiples of the step of differences."""
+        numbers[_corner(self.order, axes)] = self.corner
+        for axis in reversed(axes):
+            part = np.moveaxis(numbers[_corner(self.order, range(axis))], axis, 0)
+            for k in range(self.order, 0, -1):
+                _add_up(part[k - 1 :])
+
+
+def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
+    """Return an array of real or complex floats in 16 bits an entry; None where it isn't finite.
+
+    Where it is close to the one before it, of the same shape and dtype, their difference is kept: the two states of a
+    leapfrog are, and so velocities keep their digits, too.
+    """
+    entries = _real(array)
+    axes = _axes(entries.ndim, array.dtype)
+    before = None if before is None else _real(before)
+    compiled = compiled_coding.are_there(entries.dtype, entries.size, entries.size // len(entries))
+    with np.errstate(over="ignore", invalid="ignore"):
+        tops, changes = (compiled_coding.tops if compiled else _tops)(entries, entries if before is None else before)
+    relative = before is not None and float(changes.max()) <= 0.5 * float(tops.max())
+    if not relative:
+        before = None
+    largest = float((changes if relative else tops).max())
+    if not np.isfinite(largest):
+        return None
+    if largest < np.finfo(float).tiny * _RANGE:
+        return Coded(
+            np.zeros(entries.shape, np.int16), np.zeros_like(entries[_corner(0, axes)], np.int32), 0.0, 0, relative
+        )
+    sample = _around_the_top(entries, before, int(np.argmax(changes if relative else tops)))
+    step, order = min((max(each, largest / _RANGE), k) for k, each in enumerate(_steps_for(sample)))
+    take = _by_compiled_passes if compiled else _by_numpy
+    while True:
+        numbers, corner, found = take(entries, before, step, order, axes)
+        finest = step <= largest / _RANGE
+        if found <= _LARGEST and (found >= _FULL or finest):
+            return Coded(numbers.astype(np.int16, copy=False), corner, step, order, relative)
+        # What rounding adds to differences doesn't become less with the step: leave room for it.
+        step = max(step * max(found, 1) / (0.9 * _LARGEST), largest / _RANGE)
+
+
+def _by_compiled_passes(
+    entries: np.ndarray, before: np.ndarray | None, step: float, order: int, axes: range
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return what `_by_numpy` returns; only the first few rows are NumPy's."""
+    numbers, rows = np.empty(entries.shape, np.int16), max(order, 1)
+    found = compiled_coding.write_differences(entries, before, step, compiled_coding.weights(order), numbers)
+    first, corner, most = _by_numpy(entries[:rows], None if before is None else before[:rows], step, order, axes)
+    numbers[:rows] = first
+    return numbers, corner, max(found, most)
+
+
+def _by_numpy(
+    entries: np.ndarray, before: np.ndarray | None, step: float, order: int, axes: range
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the differences, the corner in full, and the largest difference, which may be more than 16 bits hold."""
+    scaled = (entries if before is None else entries - before) * (1.0 / step)
+    numbers = np.rint(scaled, out=scaled).astype(np.int32)
+    for axis in axes:
+        part = np.moveaxis(numbers[_corner(order, range(axis))], axis, 0)
+        for k in range(1, order + 1):
+            part[k:] -= part[k - 1 : -1]
+    corner = numbers[_corner(order, axes)].copy()
+    numbers[_corner(order, axes)] = 0
+    return numbers, corner, int(max(numbers.max(), -numbers.min()))
+
+
+def _tops(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each row's largest absolute value, and that of its change from another field; NaN where there is one."""
+    sizes = np.abs(field), np.abs(field - before)
+    top, change = (each.reshape(len(field), -1).max(1) if field.ndim > 1 else each for each in sizes)
+    return top, change
+
+
+def _around_the_top(entries: np.ndarray, before: np.ndarray | None, row: int) -> np.ndarray:
+    """Return what is coded near the largest entry, which is in a row."""
+    top = np.abs(entries[row] if before is None else entries[row] - before[row])
+    place = row, *np.unravel_index(np.argmax(top), top.shape)
+    near = tuple(slice(max(k - _NEAR, 0), k + _NEAR) for k in place)
+    return entries[near] if before is None else entries[near] - before[near]
+
+
+def _steps_for(sample: np.ndarray) -> list[float]:
+    """Return the step that each order of differences needs."""
+    steps = []
+    for order in range(min(_HIGHEST + 1, len(sample))):
+        sample = np.diff(sample, axis=0) if order else sample
+        # One and a half times as large, since elsewhere differences may be larger.
+        steps.append(1.5 * float(np.abs(sample).max()) / (_LARGEST - 2**order))
+    return steps
+
+
+def _real(array: np.ndarray) -> np.ndarray:
+    """Return the entries, of a complex array with an axis behind for both parts, as compiled passes take them."""
+    entries = np.require(array, None, ["C", "A", "W"])
+    return entries[..., None].view(np.finfo(array.dtype).dtype) if array.dtype.kind == "c" else entries
+
+
+def _add_up(layers: np.ndarray) -> None:
+    if layers.size < _WIDE * len(layers):
+        np.cumsum(layers, 0, out=layers)
+    else:  # layer by layer, which is faster than NumPy's sums across rows
+        for k in range(1, len(layers)):
+            layers[k] += layers[k - 1]
+
+
+def _corner(order: int, axes: range) -> tuple[slice, ...]:
+    return (slice(max(order, 1)),) * len(axes)
+
+
+def _axes(ndim: int, dtype: np.dtype) -> range:
+    return range(ndim - (dtype.kind == "c"))
+
 
 _SINGLE = {np.dtype(np.float64): np.float32, np.dtype(np.complex128): np.complex64}
 

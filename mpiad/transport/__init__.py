@@ -7,8 +7,8 @@ from mpi4py.MPI import ANY_SOURCE, ANY_TAG, MAX, MIN, PROC_NULL, PROD, SUM, Op
 
 from mpiad.transport.buffers import Spec, spec_of
 from mpiad.transport.channels import Channel
-from mpiad.transport.envelopes import Envelope
 from mpiad.transport.lookup import channel, member, prepare, renew
+from mpiad.transport.messages import Envelope
 
 __all__ = [
     "ANY_SOURCE", "ANY_TAG", "MAX", "MIN", "PROC_NULL", "PROD", "SUM", "Channel", "Envelope", "Op", "Spec", "channel",

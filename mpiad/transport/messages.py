@@ -2,19 +2,211 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Array, Buffer, Request, Status
+from mpiad._typing import Array, Buffer, Comm, Request, Shape, Status
 from mpiad.errors import DeadlockError, MessageMismatchError
-from mpiad.transport import device_messages
-from mpiad.transport.buffers import Spec
-from mpiad.transport.channels import is_watched
-from mpiad.transport.envelopes import Envelope
-from mpiad.transport.staging import HOST, Way, way_of
-from mpiad.transport.unreceived import ABANDONED
+from mpiad.transport import device_settings
+from mpiad.transport.buffers import Spec, result
+from mpiad.transport.channels import ABANDONED, Channel, is_watched
+from mpiad.transport.chunked_staging import arriving, bounds, departing, of_whole
+from mpiad.transport.device_arrays import arrays_of
+from mpiad.transport.staging import HOST, Staged, Way, way_of
+
+# Who sends to whom, under which tag and number: the address of a message and of the adjoint's answer to it.
+#
+# Forward messages carry the user's tag, and MPI matches them in the order of their start. The messages of adjoints may be
+# started in another order on either side (requests are waited for in any order), so their tag is made of the user's tag
+# and the message's number: multiples of the golden section of the tags there are, plus the number. Two messages that are
+# under way between the same ranks at the same time then differ in their tag, as long as the product of their distance in
+# user tags and in number is below 0.38 times the number of tags (half of MPI's: 10⁸ with MPICH and more with Open MPI).
+#
+# A large array on a device travels in pieces behind a short message that says so (`announced`). The pieces have tags of the
+# same kind in the other half, a quarter for each direction, so they are never taken for another message.
+
+
+class Envelope:
+    """Address of one point-to-point message, seen from this rank.
+
+    - `peer`: the other rank.
+    - `tag`: the user's tag.
+    - `outgoing`: whether this rank sends it.
+    - `number`: its place among the messages of that peer, tag and direction; the next one where it isn't given, and
+      unknown until it has come where it may come from any rank (negative `peer` or `tag`).
+    - `reverse`: whether it is the message of an adjoint.
+    - `answers`: the one whose number it has, which took that.
+    - `asked`, (int, int): peer and tag as they were given, which may be any.
+    """
+
+    __slots__ = ("answers", "asked", "channel", "number", "outgoing", "peer", "reverse", "tag")
+
+    def __init__(
+        self, channel: Channel, peer: int, tag: int, outgoing: bool, number: int | None = None, reverse: bool = False,
+        answers: Envelope | None = None,
+    ):  # fmt: skip
+        self.channel, self.peer, self.tag, self.outgoing, self.reverse = channel, peer, tag, outgoing, reverse
+        self.answers, self.asked = answers, (peer, tag)
+        self.number = number if number is not None or peer < 0 or tag < 0 else self._next()
+
+    def _next(self) -> int:
+        counts = self.channel.sent if self.outgoing else self.channel.received
+        key = (self.peer, self.tag)
+        number = counts.get(key, 0)
+        counts[key] = number + 1
+        return number
+
+    def give_back(self) -> None:
+        """Give the number back that it took, where nothing is sent or received."""
+        if self.answers is None and not self.reverse and self.number is not None:
+            counts = self.channel.sent if self.outgoing else self.channel.received
+            # Else the partner's next message would have another number than ours, and its adjoint another tag.
+            counts[self.peer, self.tag] -= 1
+
+    def renew(self) -> None:
+        """Take the next number, or that of the message which this one answers: for a program that runs once more."""
+        self.number = self._next() if self.answers is None else self.answers.number
+
+    @property
+    def mpi_tag(self) -> int:
+        """Tag that the message has for MPI."""
+        if not self.reverse:
+            return self.tag
+        return self._spread(2)
+
+    @property
+    def tag_of_pieces(self) -> int:
+        """Tag that the pieces of the message have for MPI, on the channel's duplicate for adjoints."""
+        quarter = self.channel.tag_limit // 4
+        return (3 if self.reverse else 2) * quarter + 1 + self._spread(4)
+
+    def _spread(self, parts: int) -> int:
+        """Return a tag of the message's own in one part of MPI's tags."""
+        number = 0 if self.number is None else self.number
+        return (self.tag * (self.channel.tag_stride // parts) + number) % (self.channel.tag_limit // parts)
+
+    @property
+    def comm(self) -> Comm:
+        """Duplicate that the message travels on."""
+        return self.channel.reverse if self.reverse else self.channel.data
+
+    def answered_from(self, peer: int, tag: int) -> None:
+        """Put in the sender and tag of a message that was received from any."""
+        self.peer, self.tag = peer, tag
+        self.number = self._next()
+
+    def back(self) -> Envelope:
+        """Return the address of the message that carries the cotangent back."""
+        # With the number of the forward message: both sides know it, in whatever order their adjoints run.
+        return Envelope(self.channel, self.peer, self.tag, not self.outgoing, self.number, True, self.answers or self)
+
+    def along(self) -> Envelope:
+        """Return the address of the message that carries the tangent, right after this one."""
+        if self.reverse:
+            return self
+        # A number of its own: tangents travel among forward messages, in the order of the program.
+        return Envelope(self.channel, self.peer, self.tag, self.outgoing)
+
+
+# Messages with arrays of a device: what the sender copies, and large arrays that travel in pieces.
+#
+# The first message of an array has the address of any other message. Where a sender copies a large array through the host,
+# it is short and says that the array follows in pieces, on the channel's duplicate for adjoints, under a tag of its own. A
+# piece is sent while the next one is copied. Receivers expect both: they make room for the whole, and look at how much has
+# come. So the two ends needn't agree on anything, and either may hold its array on a device or on the host.
+
+
+_SAYING = b"mpiad: in pieces"
+ANNOUNCEMENT_BYTES = len(_SAYING) + 16
+
+
+class Announcement(list):
+    """What MPI is given for a message that stands for an array: a buffer and its type, with the array's form."""
+
+    def __init__(self, array: Array, chunk: int):
+        said = np.frombuffer(_SAYING + np.array([array.nbytes, chunk], np.int64).tobytes(), np.uint8)
+        super().__init__([said, MPI.BYTE])
+        self.shape: Shape = array.shape
+        self.dtype, self.nbytes = array.dtype, array.nbytes
+
+
+def ship(array: Array, envelope: Envelope, kind: str) -> list[Request]:
+    """Start to send a copy of a device's array; return MPI's request."""
+    arrays = arrays_of(array)
+    way = way_of(arrays)
+    chunk = device_settings.present().chunk
+    # What is as short as an announcement would be taken for one.
+    if isinstance(way, Staged) and array.nbytes > max(chunk, ANNOUNCEMENT_BYTES):
+        return _ship_in_pieces(array, envelope, chunk, kind)
+    sent = way.copied(array)
+    return envelope.channel.begin(kind, sent, envelope.comm.Isend, sent, envelope.peer, envelope.mpi_tag)
+
+
+def _ship_in_pieces(array: Array, envelope: Envelope, chunk: int, kind: str) -> list[Request]:
+    channel = envelope.channel
+    pieces = of_whole(array.size, array.dtype.itemsize, chunk)
+    going = departing(array, pieces)
+    announcement = Announcement(array, chunk)
+    announced = channel.begin(kind, announcement, envelope.comm.Isend, announcement, envelope.peer, envelope.mpi_tag)
+    for number in range(len(pieces)):
+        piece = going.piece(number)
+        given = piece.view(np.uint8), envelope.peer, envelope.tag_of_pieces
+        channel.leave(channel.begin("blocking send", piece, channel.reverse.Isend, *given))
+    return announced
+
+
+def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] | None:
+    """Return the bytes of the array that is announced, and of a piece; None where the message isn't an announcement.
+
+    A message of `got` bytes is in `buffer`, on a device where MPI has written to one; an array like `spec` was expected.
+    """
+    if got != ANNOUNCEMENT_BYTES:
+        return None
+    # On a device: the announcement lies in its first entries, of which the last may be filled in part only.
+    if type(buffer) is not np.ndarray:
+        buffer = spec.arrays.to_host(buffer.reshape(-1)[: -(-got // spec.dtype.itemsize)])  # type: ignore[union-attr]
+    said = buffer.reshape(-1).view(np.uint8)[:got].tobytes()
+    if not said.startswith(_SAYING):
+        return None
+    total, chunk = np.frombuffer(said[len(_SAYING) :], np.int64).tolist()
+    return total, chunk
+
+
+def collect(spec: Spec, envelope: Envelope, chunk: int, room: Array) -> Array:
+    """Receive the pieces of an array that was announced, into the room that was made for it, and return it."""
+    if spec.arrays is None:
+        for _ in _received(room.reshape(-1).view(np.uint8), envelope, chunk):
+            pass
+        return result(room)
+    # An array that MPI would have written to the device comes this way, too, where its sender can't do the same.
+    pieces = of_whole(spec.nbytes // spec.dtype.itemsize, spec.dtype.itemsize, chunk)
+    coming = arriving(spec, pieces, getattr(room, "loan", None))
+    for number, _ in enumerate(_received(coming.memory.view(np.uint8), envelope, chunk)):
+        coming.take(number)
+    return coming.home()
+
+
+def _received(memory: np.ndarray, envelope: Envelope, chunk: int) -> Iterator[None]:
+    """Receive all pieces, one at each step of the iteration."""
+    channel, posted = envelope.channel, []
+    for start, end in bounds(memory.size, 1, chunk):
+        given = memory[start:end], envelope.peer, envelope.tag_of_pieces
+        posted.append(channel.begin("blocking receive", memory, channel.reverse.Irecv, *given))
+    for requests in posted:
+        requests[0].Wait()
+        channel.release(requests)
+        yield
+
+
+def discard(total: int, chunk: int, envelope: Envelope) -> None:
+    """Receive and drop the pieces of an array that isn't the expected one: nobody else will."""
+    dropped = np.empty(total, np.uint8)
+    for _ in _received(dropped, envelope, chunk):
+        pass
+
 
 # Open MPI 5 writes a message that is too long past the end of the buffer before it reports it.
 _LOOKS_FIRST = MPI.get_vendor()[0] == "Open MPI"
@@ -42,7 +234,7 @@ def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Requ
     """Start a send; an array of the host is memory that nobody changes before `finish_send`. Return MPI's request."""
     if type(array) is np.ndarray:
         return envelope.channel.begin(kind, array, envelope.comm.Isend, array, envelope.peer, envelope.mpi_tag)
-    return device_messages.ship(array, envelope, kind)
+    return ship(array, envelope, kind)
 
 
 def finish_send(requests: list[Request], envelope: Envelope) -> None:
@@ -114,9 +306,9 @@ def _refused(message: Any, dropped: np.ndarray, buffer: Buffer, spec: Spec, enve
 
 def _drop_pieces(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> None:
     """Receive and drop what a message announces that isn't wanted: nobody else will."""
-    announced = device_messages.read_announcement(buffer, got, spec)
+    announced = read_announcement(buffer, got, spec)
     if announced is not None:
-        device_messages.discard(*announced, envelope)
+        discard(*announced, envelope)
 
 
 def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -> Array:
@@ -155,7 +347,12 @@ def require_whole(room: np.ndarray, status: Status, back: Envelope, call: str) -
 def _completed(receipt: Receipt, status: Status, call: str) -> Array:
     try:
         _await(receipt, status, call)
-    except (MPI.Exception, ValueError, MessageMismatchError, DeadlockError):  # else, as by an interrupt, MPI may still write
+    except (
+        MPI.Exception,
+        ValueError,
+        MessageMismatchError,
+        DeadlockError,
+    ):  # else, as by an interrupt, MPI may still write
         receipt.envelope.channel.release(receipt.requests)
         raise
     receipt.envelope.channel.release(receipt.requests)
@@ -191,14 +388,14 @@ def _await(receipt: Receipt, status: Status, call: str) -> None:
 
 def _in_pieces(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, room: Array, call: str) -> Array:
     """Receive what a message of another size announces; a ValueError where that isn't the array that is expected."""
-    announced = device_messages.read_announcement(buffer, got, spec)
+    announced = read_announcement(buffer, got, spec)
     if announced is None:
         raise ValueError(_mismatch(spec, f"{got} bytes", envelope, call))
     total, chunk = announced
     if total != spec.nbytes:
-        device_messages.discard(total, chunk, envelope)
+        discard(total, chunk, envelope)
         raise ValueError(_mismatch(spec, f"{total} bytes", envelope, call))
-    return device_messages.collect(spec, envelope, chunk, room)
+    return collect(spec, envelope, chunk, room)
 
 
 def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> str:

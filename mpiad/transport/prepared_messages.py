@@ -10,8 +10,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Rank
 from mpiad.transport.channels import Channel
-from mpiad.transport.envelopes import Envelope
-from mpiad.transport.messages import require_whole, too_long
+from mpiad.transport.messages import Envelope, require_whole, too_long
 
 _ABANDONED: list[Any] = []
 

@@ -13,7 +13,7 @@ from autograd.extend import defvjp, primitive
 
 from mpiad._typing import Array
 from mpiad.device import to_device, to_host
-from mpiad.device.constants import Constants
+from mpiad.device.transfer import Constants
 from mpiad.primitives import stop_gradient
 
 _LOG_2PI = float(numpy.log(2 * numpy.pi))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mpiad.compiling import cache
-from mpiad.compiling.store import _PATIENCE, store
+from mpiad.compiling.cache import _PATIENCE, store
 
 pytestmark = pytest.mark.serial
 
@@ -132,7 +132,7 @@ def test_a_lock_that_is_not_given_back_is_not_waited_for_forever(folder, monkeyp
     entry.write_bytes(b"")
     with open(folder / f"lock-{entry.stem}", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        monkeypatch.setattr("mpiad.compiling.store._PATIENCE", 0.05)
+        monkeypatch.setattr("mpiad.compiling.cache._PATIENCE", 0.05)
         assert made().origin == "compiled"
     with kept.locked("some entry"):
         assert (folder / "lock-some entry").exists()
@@ -194,7 +194,7 @@ def test_an_entry_of_another_text_is_not_taken(folder):
 
 
 def test_those_that_were_used_longest_ago_go(folder, monkeypatch):
-    monkeypatch.setattr("mpiad.compiling.store._MOST_ENTRIES", 2)
+    monkeypatch.setattr("mpiad.compiling.cache._MOST_ENTRIES", 2)
     made()
     first = the_entry(folder)
     made(5.0)
@@ -302,7 +302,7 @@ def test_what_is_checked_is_what_is_read(folder, monkeypatch):
 def test_a_lock_of_a_stopped_process_delays_all_others_together_once(folder, monkeypatch):
     import fcntl
 
-    monkeypatch.setattr("mpiad.compiling.store._PATIENCE", 0.5)
+    monkeypatch.setattr("mpiad.compiling.cache._PATIENCE", 0.5)
     folder.mkdir(mode=0o700, parents=True)
     waited = []
     with open(folder / "lock-some entry", "a") as lock:

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from traced_right_hand_sides import FOR_AUTOGRAD, SYSTEMS
 
 from mpiad.compiling.builder import Builder, simplify
-from mpiad.compiling.derivatives import jvp, vjp
+from mpiad.compiling.derivatives import PARTIALS, jvp, vjp
 from mpiad.compiling.operations import OPERATIONS
-from mpiad.compiling.partials import PARTIALS
 from mpiad.compiling.program import evaluated
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.parameter_packing import packing_of

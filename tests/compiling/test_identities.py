@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpiad.compiling.builder import Builder, simplify
-from mpiad.compiling.lowering import lowered
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Instruction, Program, evaluated
+from mpiad.compiling.source import lowered
 
 pytestmark = pytest.mark.serial
 

@@ -12,8 +12,8 @@ from mpi4py import MPI
 from other_launcher import OTHER, run_under
 
 import mpiad
-from mpiad.debug import environment, selftest
-from mpiad.debug.selftest import run_selftest
+from mpiad.debug import environment
+from mpiad.debug.environment import run_selftest
 from mpiad.primitives import allreduce
 
 WORLD = MPI.COMM_WORLD
@@ -63,15 +63,15 @@ def test_a_wrong_adjoint_is_seen_on_all_ranks(wrong, rank, monkeypatch):
 
 def test_the_closed_form_is_that_of_the_program(size):
     """Its own check: central differences of the formula for the value."""
-    xs = [selftest._input(rank) for rank in range(size)]
+    xs = [environment._input(rank) for rank in range(size)]
     for rank in range(size):
-        gradient = selftest._closed_form(xs, rank)[1]
+        gradient = environment._closed_form(xs, rank)[1]
         for k in range(len(gradient)):
             ends = []
             for step in (1e-6, -1e-6):
                 moved = [x.copy() for x in xs]
                 moved[rank][k] += step
-                ends.append(selftest._closed_form(moved, 0)[0])
+                ends.append(environment._closed_form(moved, 0)[0])
             assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(gradient[k], rel=1e-6)
 
 

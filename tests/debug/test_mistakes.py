@@ -4,10 +4,7 @@ import os
 
 import pytest
 
-from mpiad.debug import mistakes
-from mpiad.debug.environment import misspelt
-from mpiad.debug.mistakes import of_mpiexec, of_places, of_start, of_versions
-from mpiad.debug.place import Place
+from mpiad.debug.environment import Place, misspelt, of_mpiexec, of_places, of_start, of_versions
 from mpiad.transport.launcher import Launcher
 from mpiad.transport.library import Library
 
@@ -102,7 +99,7 @@ def test_open_mpi_refuses_root_and_more_ranks_than_slots(user, path_with, monkey
 def test_an_mpiexec_that_hangs_is_not_waited_for(path_with, tmp_path, monkeypatch):
     environment = path_with("openmpi")
     (tmp_path / "mpiexec").write_text("#!/bin/sh\nexec /bin/sleep 20\n")
-    monkeypatch.setattr(mistakes, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(environment, "_ANSWER_SECONDS", 0.2)
     assert of_mpiexec(MPICH, 2, environment) == []
 
 

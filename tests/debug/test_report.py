@@ -10,9 +10,8 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.debug import recorded, recording, report
-from mpiad.debug.advice import Totals, advice
-from mpiad.debug.computing import Place, Stretch
-from mpiad.debug.report import Row
+from mpiad.debug.recording import Place, Stretch
+from mpiad.debug.report import Row, Totals, advice
 from mpiad.extend import custom_operator
 
 WORLD = MPI.COMM_WORLD

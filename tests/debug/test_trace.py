@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiad
-from mpiad.debug import recorder, recording, trace_file, traced
+from mpiad.debug import recorder, recording, traced
 from mpiad.differentiation import backward
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.transport import calls
@@ -169,10 +169,10 @@ def test_clocks_that_differ_are_aligned(rank, size, path, monkeypatch):
     """As on several machines: each rank's clock is hours away from the others'."""
     import time
 
-    from mpiad.debug import clocks
+    from mpiad.debug import recording
 
     shifted = lambda: time.perf_counter() + 3600.0 * rank  # noqa: E731
-    for module in (clocks, recorder, calls):
+    for module in (recording, recorder, calls):
         monkeypatch.setattr(module, "perf_counter", shifted)
     # As exactly as messages are fast, which on a busy machine is milliseconds.
     check_arrows(run(rank, size, path), size, late=1e4)
@@ -309,8 +309,8 @@ def test_a_planted_link_is_not_followed_and_a_pipe_not_replaced(tmp_path):
     victim, path = tmp_path / "victim", tmp_path / "trace.json"
     victim.write_text("mine")
     (tmp_path / "trace.json.unfinished").symlink_to(victim)
-    assert trace_file._written(path, "[", iter(["1", "2"])) is None
+    assert recording._written(path, "[", iter(["1", "2"])) is None
     assert path.read_text() == "[1,\n2\n]}\n" and victim.read_text() == "mine"
     os.mkfifo(tmp_path / "pipe")
-    assert "no regular file" in trace_file._written(tmp_path / "pipe", "[", iter([]))
+    assert "no regular file" in recording._written(tmp_path / "pipe", "[", iter([]))
     assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 4

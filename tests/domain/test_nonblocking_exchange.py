@@ -8,8 +8,8 @@ from autograd.extend import defvjp, primitive
 from whole_grid import Exchange
 
 import mpiad
+import mpiad.domain.field_exchange
 import mpiad.domain.halo_messages
-import mpiad.domain.nonblocking_exchange
 import mpiad.errors
 from mpiad.domain import Domain
 from mpiad.testing import check_adjoint, check_grads
@@ -130,7 +130,7 @@ def test_messages_travel_while_the_rank_computes_in_both_directions(monkeypatch)
 
     for name in ("post", "put", "add"):
         function = getattr(mpiad.domain.halo_messages, name)
-        monkeypatch.setattr(mpiad.domain.nonblocking_exchange, name, noting(name, function))
+        monkeypatch.setattr(mpiad.domain.field_exchange, name, noting(name, function))
     compute = primitive(noting("compute", np.sin))
     defvjp(compute, lambda ans, x: noting("compute back", lambda g: g * anp.cos(x)))
 

@@ -60,7 +60,7 @@ def solved_by(request, monkeypatch):
 
         if COMPILER is None:
             pytest.skip("there is no compiler of C++")
-        monkeypatch.setattr("mpiad.ensemble.gpu.selected_arrays", lambda device: double)
+        monkeypatch.setattr("mpiad.ensemble.backends.selected_arrays", lambda device: double)
     given = {"ensemblealg": EnsembleGPU()} if request.param == "gpu" else {"compile": kernels}
     solve = partial(request.module.solve, **given)
     monkeypatch.setattr(request.module, "solve", partial(_solved_there, solve) if request.param == "device" else solve)

@@ -10,7 +10,7 @@ import pytest
 
 import mpiad
 from mpiad.ensemble import EnsembleMPI, EnsembleProblem, EnsembleSerial, EnsembleVectorized, ODEProblem, solve
-from mpiad.ensemble.sharded import ShardedSolution
+from mpiad.ensemble.ranks import ShardedSolution
 
 COUNT = 5
 WAYS = pytest.mark.parametrize(

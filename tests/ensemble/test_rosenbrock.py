@@ -33,7 +33,7 @@ from mpiad.ensemble import (
 from mpiad.ensemble.column_lu import ColumnLU
 from mpiad.ensemble.compiled.jacobian_programs import jacobian_program
 from mpiad.ensemble.compiled.trace import trace
-from mpiad.ensemble.rosenbrock_tableaus import rosenbrock
+from mpiad.ensemble.tableaus import rosenbrock
 
 WORLD = MPI.COMM_WORLD
 # Of each its formulas, the order of its error estimate, and its orders: of the solution, the embedded one, states between.

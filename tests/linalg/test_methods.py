@@ -6,7 +6,7 @@ import pytest
 from transport_matrix import gradient, matrix
 
 import mpiad
-import mpiad.linalg.gmres
+import mpiad.linalg.krylov
 import mpiad.linalg.system
 from mpiad.domain import Domain
 from mpiad.errors import ConvergenceError
@@ -220,12 +220,12 @@ def test_basis_stays_orthogonal(rank_rng, monkeypatch):
 
     norms, bases = [], []
 
-    class Kept(mpiad.linalg.gmres._Basis):
+    class Kept(mpiad.linalg.krylov._Basis):
         def __init__(self, *args):
             super().__init__(*args)
             bases.append(self)
 
-    monkeypatch.setattr(mpiad.linalg.gmres, "_Basis", Kept)
+    monkeypatch.setattr(mpiad.linalg.krylov, "_Basis", Kept)
     u = solve(matvec, b[mine], method="gmres", rtol=1e-9, restart=40, callback=norms.append)
     assert len(norms) <= 31
     found = bases[0].vectors[0, : len(norms)]

@@ -8,7 +8,7 @@ import pytest
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.programs import loop_threads, overlap
+from mpiad.programs import overlap
 from mpiad.transport import threads
 
 SHAPE = (620, 510)
@@ -29,7 +29,7 @@ def loss_on(domain):
 @pytest.fixture
 def as_if_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for module in (loop_threads, overlap):
+    for module in (overlap, overlap):
         monkeypatch.setattr(module, "LARGE", 1 << 18)
     return lambda count: monkeypatch.setattr(threads, "_share", count)
 
@@ -38,13 +38,13 @@ def as_if_threads(monkeypatch):
 def test_the_number_of_threads_changes_no_bit(as_if_threads, monkeypatch):
     domain, seen = Domain(SHAPE, periodic=(True, False)), []
     loss = mpiad.value_and_grad(loss_on(domain))
-    together = loop_threads._Team.run
+    together = overlap._Team.run
 
     def run(team, kernel, blocks):
         seen.append(len(blocks))
         together(team, kernel, blocks)
 
-    monkeypatch.setattr(loop_threads._Team, "run", run)
+    monkeypatch.setattr(overlap._Team, "run", run)
     u = np.random.default_rng(5).standard_normal(SHAPE)
     found = {}
     for count in (1, 2, 3, 5):

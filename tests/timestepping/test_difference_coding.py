@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpiad.timestepping import compiled_coding, difference_coding
-from mpiad.timestepping.difference_coding import coded
+from mpiad.timestepping import compiled_coding, snapshots
+from mpiad.timestepping.snapshots import coded
 
 pytestmark = pytest.mark.serial
 
@@ -19,7 +19,7 @@ RANDOM = np.random.default_rng(0)
 @pytest.fixture(params=["NumPy", "compiled"], autouse=True)
 def passes(request, monkeypatch):
     """Small fields take compiled passes, too, where they have rows of 32 entries, or NumPy's row by row."""
-    monkeypatch.setattr(difference_coding, "_WIDE", 100)
+    monkeypatch.setattr(snapshots, "_WIDE", 100)
     monkeypatch.setattr(compiled_coding, "_LARGE", 0 if request.param == "compiled" else 1 << 60)
 
 

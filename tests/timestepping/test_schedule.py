@@ -10,8 +10,8 @@ import pytest
 
 import mpiad
 from mpiad.timestepping import CheckpointSchedule, scan
-from mpiad.timestepping.loop import Loop
-from mpiad.timestepping.schedule import Advance, Keep, Restore, Reverse, actions
+from mpiad.timestepping.checkpoints import Advance, Keep, Restore, Reverse, actions
+from mpiad.timestepping.scan import Loop
 
 pytestmark = pytest.mark.serial
 

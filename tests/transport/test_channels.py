@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
-from mpiad.transport import Envelope, Spec, channel, messages, unreceived
+from mpiad.transport import Envelope, Spec, channel, channels, messages
 
 WORLD = MPI.COMM_WORLD
 
@@ -368,7 +368,7 @@ def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch, 
 def test_a_reset_can_be_repeated_after_an_interrupt(rank, size, monkeypatch):
     """Between the last messages of the first and their receipt."""
     mpiad.mpi_send(np.ones(3), (rank + 1) % size)
-    receive, left = unreceived._receive_until_last, [True]
+    receive, left = channels._receive_until_last, [True]
 
     def interrupted(*args):
         if left:
@@ -376,7 +376,7 @@ def test_a_reset_can_be_repeated_after_an_interrupt(rank, size, monkeypatch):
             raise KeyboardInterrupt
         receive(*args)
 
-    monkeypatch.setattr(unreceived, "_receive_until_last", interrupted)
+    monkeypatch.setattr(channels, "_receive_until_last", interrupted)
     with pytest.raises(KeyboardInterrupt):
         mpiad.reset()
     with pytest.raises(UnfinishedMessagesError, match="a reset was interrupted"):

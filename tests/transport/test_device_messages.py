@@ -14,8 +14,8 @@ import mpiad
 from mpiad.transport import device_settings, lookup
 from mpiad.transport.buffers import Spec
 from mpiad.transport.chunked_staging import bounds, of_block, of_blocks
-from mpiad.transport.device_messages import ANNOUNCEMENT_BYTES, Announcement, read_announcement
 from mpiad.transport.device_settings import DeviceSettings
+from mpiad.transport.messages import ANNOUNCEMENT_BYTES, Announcement, read_announcement
 from mpiad.transport.pinned import close_pools
 
 WORLD = MPI.COMM_WORLD

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from mpiad.parallel import Adam
 from mpiad.vi import VI, MeanFieldGaussian
-from mpiad.vi.training import Average
+from mpiad.vi.inference import Average
 
 COMM = MPI.COMM_WORLD
 ROOT = COMM.size - 1

@@ -12,7 +12,7 @@ from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.kernel_rows import U
 from mpiad.ensemble.compiled.kernel_template import filled
 from mpiad.ensemble.compiled.step_text import Steps
-from mpiad.ensemble.root_departure import (
+from mpiad.ensemble.jumps import (
     AHEAD,
     AHEAD_OF_SHORT,
     AT_ONCE,

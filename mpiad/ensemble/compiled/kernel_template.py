@@ -18,8 +18,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpiad.ensemble.controller import LEAST_ERROR
+from mpiad.ensemble.jumps import LEAST, UNRESOLVED
 from mpiad.ensemble.outcome import ReturnCode
-from mpiad.ensemble.root_departure import LEAST, UNRESOLVED
 
 if TYPE_CHECKING:
     from mpiad.ensemble.compiled.kernel_form import Form

@@ -6,12 +6,10 @@ from functools import lru_cache
 
 from mpiad.compiling.builder import simplify
 from mpiad.compiling.derivatives import Wanted, jvp, vjp
-from mpiad.compiling.lowering import are_simple
 from mpiad.compiling.program import Program
-from mpiad.compiling.source import function_source, numbered
-from mpiad.ensemble.compiled.cuda.cuda_forward import cuda_forward_text
+from mpiad.compiling.source import are_simple, function_source, numbered
+from mpiad.ensemble.compiled.cuda.cuda_forward import cuda_forward_text, prelude
 from mpiad.ensemble.compiled.cuda.cuda_reverse import cuda_reverse_text
-from mpiad.ensemble.compiled.cuda.cuda_skeleton import prelude
 from mpiad.ensemble.compiled.forward_kernel import forward_source
 from mpiad.ensemble.compiled.jacobian_programs import curvature_program, jacobian_program
 from mpiad.ensemble.compiled.kernel_form import Form

@@ -3,21 +3,227 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_parts, from_row_parts, parts, row_parts
-from mpiad.ensemble.adjoint import Cotangents, note_ends, pull_run, to_start
-from mpiad.ensemble.compiled.kernel_rows import Tape
-from mpiad.ensemble.compiled.kernel_seeds import KernelJumps, KernelStops, kernel_seeds
+from mpiad.ensemble.adjoint import Cotangents, note_ends, of_ends, pull_run, to_start
+from mpiad.ensemble.batch import two_at_least
+from mpiad.ensemble.coefficients import interpolate, stage_rates
+from mpiad.ensemble.compiled.kernel_rows import H, T, Tape, U
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
 from mpiad.ensemble.compiled.reverse_kernel import fields_of
 from mpiad.ensemble.compiled.work_shares import Paced, each
-from mpiad.ensemble.linear_jumps import LinearJumps
+from mpiad.ensemble.event_adjoint import pull_event, transposed_condition
+from mpiad.ensemble.jumps import FOUND, Jumps
+from mpiad.ensemble.linear_jumps import LinearJumps, add_leaves
 from mpiad.ensemble.run import INITIAL, NOWHERE, Run
 from mpiad.ensemble.seeds import Seeds
+from mpiad.ensemble.step_sweep import LocatedEvent
+from mpiad.ensemble.transposed_step import StepCotangents
+
+# What the reverse kernel starts from: cotangents of the ends of trajectories, and of states inside their steps.
+#
+# The state at an event is one inside a step, as a saved one is. By the implicit function theorem (`crossing`) what the
+# results gain with the event's time becomes a cotangent of that state and of the parameters. So the kernel meets an event
+# as one more saved time, and knows nothing of conditions.
+
+
+class KernelSeeds(NamedTuple):
+    """The cotangents that a reverse kernel takes up on its way."""
+
+    end: Array  # shape (d, N); at the end of the last step
+    saved: Array | None  # shape (N, n_saved, d)
+    save_step: Array  # int, shape (N, n_saved); in which step each of them lies; those that lie nowhere come last
+    times: Array  # shape (1, n_saved) or (N, n_saved)
+    stop: Array  # shape (N,); when the last step ends
+    leaves: dict[int, Array]  # from places of leaves of the parameters to what they gain beside
+    # Shape (N,), or a number; what the start of tspan gains beside, where terminal events move with it.
+    start: Array | float = 0.0
+
+
+class _Step(NamedTuple):
+    """The stages of the steps in which events lie, as `crossing` asks for them."""
+
+    y: list[Array]
+    k: list[Array]
+    h: Array
+
+
+def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) -> KernelSeeds:
+    """Return what the kernel takes up by the leaves at `places`, of states saved at `times` (1 or N rows)."""
+    count = run.batch.size
+    save_step = np.empty((count, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
+    plain = KernelSeeds(of_ends(run, seeds), seeds.saved, save_step, times, run.outcome.t_reached, {})
+    return _with_events(run, seeds, tuple(places), plain) if run.outcome.crossings is not None else plain
+
+
+def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelSeeds) -> KernelSeeds:
+    """Return the same with the cotangents of states at events among those of saved ones."""
+    table = run.outcome.crossings[run.live[run.outcome.crossings[:, 0].astype(int)]]
+    ids, event = table[:, 0].astype(int), table[:, 1].astype(int)
+    leaves = {place: np.zeros_like(run.batch.p.leaves[place]) for place in places}
+    terminal = np.array([event.stops for event in run.settings.events])[event]
+    end, value = plain.end.copy(), np.zeros((len(table), len(plain.end)), plain.end.dtype)
+    reached = np.zeros(run.batch.size) if seeds.reached is None else seeds.reached
+    stop, start = plain.stop.copy(), np.zeros(run.batch.size)
+    crossed = np.zeros(len(table))
+    crossed[~terminal] = 0.0 if seeds.crossed is None else seeds.crossed[: len(run.crossings.ids)]
+    if run.jumps is not None:  # what ended steps the kernel meets itself, by `KernelStops`
+        terminal[:] = False
+    stop[ids[terminal]] = (table[:, T] + table[:, H])[terminal]
+    # Two terminal ones may be met at once; the trajectory's end was that of one of them.
+    ending = np.flatnonzero(terminal & (event == run.ending_events[ids]))
+    passing = np.flatnonzero(crossed)
+    with np.errstate(all="ignore"):
+        for number in np.unique(event[ending]):
+            own = ending[event[ending] == number]
+            value[own], start[ids[own]] = _pulled(run, places, table[own], leaves, end[:, ids[own]], reached[ids[own]])
+        for number in np.unique(event[passing]):
+            own = passing[event[passing] == number]
+            value[own], _ = _pulled(run, places, table[own], leaves, None, crossed[own])
+    end[:, ids[ending]] = 0
+    chosen = np.concatenate([ending, passing])
+    return _merged(plain._replace(end=end, stop=stop, leaves=leaves, start=start), table[chosen], value[chosen])
+
+
+def _pulled(
+    run: Run, places: tuple[int, ...], rows: Array, leaves: dict[int, Array], end: Array | None, time: Array
+) -> tuple[Array, Array]:
+    """Return the cotangents of states at one event, shape (m, d), and of the start of tspan, (m,).
+
+    What leaves gain is added to `leaves`. The kernel takes the states for ones at fixed times, but a terminal event moves
+    with the start.
+    """
+    count, varies, ids = len(rows), run.batch.p.varies, rows[:, 0].astype(int)
+    columns = two_at_least(count)
+    step: Any = _step(run, rows[columns])
+    own = {place: np.zeros_like(leaves[place][..., ids] if varies[place] else leaves[place]) for place in places}
+    located = LocatedEvent(int(rows[0, 1]), end is not None, np.arange(count), rows[:, 3], rows[:, 4], ids)
+    totals = StepCotangents(step, own, varies, count, True)
+    given = run.columns(run.batch.p.leaves, ids[columns])
+    inside = pull_event(run, located, step, totals, given, places, end, time, True)
+    for place in places:
+        if varies[place]:
+            # A trajectory may meet an event more than once.
+            np.add.at(np.moveaxis(leaves[place], -1, 0), ids, np.moveaxis(own[place], -1, 0))
+        else:
+            leaves[place] = leaves[place] + own[place]
+    rate = sum(r * k[:, :count] for r, k in zip(stage_rates(run.tableau, located.x), step.k))
+    held = (inside.value * rate).real.sum(axis=0)
+    at_end = rows[:, T] + rows[:, H] == rows[:, 4]  # for the kernel no time inside the step
+    return inside.value.T, totals.t_bar[:count] + np.where(at_end, 0.0, held)
+
+
+class KernelJumps:
+    """Events that acted on the way of a run, for the reverse kernel.
+
+    `since`, shape (N,), is as `LinearJumps.pull` has it behind the last jumps of trajectories, where no step follows them.
+    What has been given to the kernel is zero afterwards.
+    """
+
+    def __init__(self, run: Run, jumps: Jumps, since: Array, dtype: np.dtype):
+        self._jumps, count = jumps, len(jumps.ids)
+        self._first = jumps.bounds(run.batch.size)
+        self.due = np.zeros(count)
+        ids = np.flatnonzero(since)
+        last = self._first[ids + 1] - 1
+        mine = last >= self._first[ids]
+        number = jumps.number[last[mine]]
+        # Those before the first step are `LinearJumps`'.
+        mine[mine] = (jumps.slot[last[mine]] != FOUND) & (number == run.counts[ids[mine]]) & (number > 0)
+        self.due[last[mine]] = since[ids[mine]]
+        since[ids[mine]] = 0.0
+        self._state = argument(np.ascontiguousarray(jumps.before.T), dtype)
+
+    @property
+    def arguments(self) -> tuple[Array, ...]:
+        """What the kernel is given, and the last one to add to: the cotangents of the events' times."""
+        jumps, whole = self._jumps, np.dtype(np.int64)
+        number, event, time = argument(jumps.number, whole), argument(jumps.event, whole), argument(jumps.time)
+        return self._first, number, event, time, self._state, self.due
+
+    def add_due(self, due: Array) -> None:
+        """Add to the cotangents of all given times, shape (slots, N)."""
+        jumps = self._jumps
+        met = jumps.slot != FOUND
+        due[jumps.slot[met], jumps.ids[met]] += self.due[met]
+
+
+class KernelStops:
+    """Where conditions vanished that ended steps of a run with events that act, linearized for the reverse kernel.
+
+    With λ of the state there and σ of the time, the part x of the step moves by -(h σ + λ·U') / (g_u U' + g_t h), as
+    `event_adjoint` says, and that times g_u, g_t and g_p is what the state, the time and the parameters gain.
+
+    - `places`: of the leaves to differentiate by.
+    - `bar`, of shape (m,): cotangents of these times beside what comes after them.
+    - `rows`, of shape (m, 3 + 2 d): the part; h by the denominator, and g_t; h U' by the denominator, and g_u.
+    """
+
+    def __init__(self, run: Run, places: tuple[int, ...], bar: Array):
+        self._run, self._places, self.bar, stops = run, places, bar, run.stops
+        count, d = len(stops.ids), len(run.batch.u0)
+        self.rows, self.moved = np.zeros((count, 3 + 2 * d)), np.zeros(count)
+        self.first = np.searchsorted(stops.ids, np.arange(run.batch.size + 1))
+        self.number = stops.number.astype(np.int64)
+        self._conditions: list[tuple[Array, Callable[[Array], list[Any]]]] = []
+        with np.errstate(all="ignore"):
+            for event in np.flatnonzero(np.bincount(stops.event)).tolist():
+                self._linearize(event, np.flatnonzero(stops.event == event))
+
+    def _linearize(self, event: int, own: Array) -> None:
+        run, stops, count = self._run, self._run.stops, len(own)
+        table = run.outcome.crossings[run.stop_rows[own]]
+        step = _step(run, table[two_at_least(count)])
+        h, stages, x = step.h[:count], [k[:, :count] for k in step.k], stops.x[own]
+        located = LocatedEvent(event, True, np.arange(count), x, stops.time[own], own)
+        leaves = run.columns(run.batch.p.leaves, stops.ids[own])
+        states = interpolate(run.coefficients, step.y[0][:, :count], h, stages, x)
+        pull = transposed_condition(run, located, self._places, leaves, states)
+        rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
+        g_u, *_, g_t = pull(np.ones_like(x))
+        slope = (g_u * rate).sum(axis=0) + g_t * h
+        self.rows[own] = np.stack([x, h / slope, g_t, *(rate / slope), *g_u], axis=1)
+        self._conditions.append((own, pull))
+
+    def add_leaves(self, leaves: dict[int, Array]) -> None:
+        """Add to the cotangents of the leaves, by how the kernel has found that parts move."""
+        for own, pull in self._conditions:
+            _, *parts, _ = pull(self.moved[own])
+            add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._run.stops.ids[own])
+
+
+def _step(run: Run, rows: Array) -> _Step:
+    """Return the stages of steps, computed as the solve did."""
+    dtype = run.batch.u0.dtype
+    u: Array = np.ascontiguousarray(from_parts(rows[:, U:], dtype).T, dtype)
+    k, _ = run.stages_of(rows[:, 0].astype(int), u, rows[:, T], rows[:, H])
+    return _Step([u], k, rows[:, H].astype(u.real.dtype))
+
+
+def _merged(plain: KernelSeeds, rows: Array, value: Array) -> KernelSeeds:
+    """Put cotangents at events into rows of saved ones, each row in the order of steps."""
+    ids, (count, width) = rows[:, 0].astype(int), plain.save_step.shape
+    order = np.argsort(ids, kind="stable")
+    ids, rows, value = ids[order], rows[order], value[order]
+    turn = np.arange(len(ids)) - np.searchsorted(ids, ids)
+    more = int(turn.max(initial=-1)) + 1
+    saved = np.zeros((count, width + more, len(plain.end)), plain.end.dtype)
+    save_step = np.full((count, width + more), NOWHERE, np.int32)
+    times = np.zeros((count, width + more))
+    save_step[:, :width] = plain.save_step
+    if plain.saved is not None:
+        saved[:, :width], times[:, :width] = plain.saved, plain.times
+    saved[ids, width + turn], save_step[ids, width + turn], times[ids, width + turn] = value, rows[:, 2], rows[:, 4]
+    sorted_by = np.argsort(np.where(save_step < INITIAL, np.iinfo(np.int32).max, save_step), axis=1, kind="stable")
+    return plain._replace(
+        saved=np.take_along_axis(saved, sorted_by[..., None], axis=1),
+        save_step=np.take_along_axis(save_step, sorted_by, axis=1), times=np.take_along_axis(times, sorted_by, axis=1),
+    )  # fmt: skip
 
 
 def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:

@@ -19,10 +19,9 @@ from numpy.typing import DTypeLike
 from mpiad._typing import Array, Function, Shape
 from mpiad.compiling.arguments import from_row_parts, is_complex, real_dtype, row_parts
 from mpiad.compiling.builder import Builder
-from mpiad.compiling.program import Program, evaluated
+from mpiad.compiling.program import Program, Untraceable, evaluated, place_of
 from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol, numbers_of
-from mpiad.compiling.trace_errors import Untraceable, place_of
 from mpiad.compiling.tracing import first_difference, input_array, scalars, traced
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.compiled.parameter_packing import packing_of

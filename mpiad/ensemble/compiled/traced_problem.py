@@ -19,14 +19,12 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Function, Shape, Tree
 from mpiad.compiling.arguments import is_complex, real_dtype
 from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of, kind_of
-from mpiad.compiling.program import Program, exact
-from mpiad.compiling.trace_errors import Untraceable, place_of
+from mpiad.compiling.program import Program, Untraceable, exact, place_of
 from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.parameter_packing import ParameterPacking, names_of, packing_of
 from mpiad.ensemble.compiled.trace import trace, verify
-from mpiad.ensemble.event import Event
-from mpiad.ensemble.event_affects import affected
+from mpiad.ensemble.event import Event, affected
 
 _log = logging.getLogger("mpiad")
 

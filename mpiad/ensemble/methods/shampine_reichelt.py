@@ -8,8 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau, rosenbrock
-from mpiad.ensemble.tableaus import Algorithm
+from mpiad.ensemble.tableaus import Algorithm, RosenbrockTableau, rosenbrock
 
 # Their names in the paper.
 _D, _E32 = 1 / (2 + sqrt(2)), 6 + sqrt(2)

@@ -7,8 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from mpiad.ensemble.rosenbrock_tableaus import RosenbrockTableau, rosenbrock
-from mpiad.ensemble.tableaus import Algorithm
+from mpiad.ensemble.tableaus import Algorithm, RosenbrockTableau, rosenbrock
 
 _A6 = (-7.502846399306121, 2.561846144803919, -11.627539656261098, -0.18268767659942256, 0.030198172008377946)
 _B = np.array([*_A6, 1.0, 1.0, 1.0])

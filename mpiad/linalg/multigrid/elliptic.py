@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.device.constants import Constants
+from mpiad.device.transfer import Constants
 from mpiad.domain import Domain
 from mpiad.domain.decomposition import per_dimension
 from mpiad.linalg.host_and_device import require_together

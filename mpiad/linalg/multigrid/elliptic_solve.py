@@ -17,8 +17,8 @@ from mpiad.domain import Domain
 from mpiad.domain.root_copies import require_own_block
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.host_and_device import require_together
-from mpiad.linalg.implicit import direction_of
 from mpiad.linalg.multigrid.preconditioner import Multigrid
+from mpiad.linalg.solve import direction_of
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.operation import current

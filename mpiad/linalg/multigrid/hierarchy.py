@@ -18,19 +18,178 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import scipy.sparse as sp
+from scipy.sparse.linalg import splu
 
-from mpiad._typing import Comm, LocalArray, Rank
-from mpiad.linalg.multigrid.agglomeration import Agglomeration
-from mpiad.linalg.multigrid.coarsest import Coarsest
-from mpiad.linalg.multigrid.colour_layout import Colour, layout_of, reach
-from mpiad.linalg.multigrid.level import Level
-from mpiad.linalg.multigrid.level_halo import LevelHalo
-from mpiad.linalg.multigrid.level_stencil import Stencil, corners, offsets, stencil_of
-from mpiad.linalg.multigrid.spread import Spread
+from mpiad._typing import Array, Comm, LocalArray, Rank, Shape
+from mpiad.linalg.host_and_device import through_host
+from mpiad.linalg.multigrid.colour_layout import Box, Colour, Spread, layout_of, reach
+from mpiad.linalg.multigrid.level import Level, LevelHalo, Stencil, corners, offsets, stencil_of
+from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
+from mpiad.primitives.operation import suspended
+from mpiad.transport.buffers import copied, empty_beside
 from mpiad.transport.device_arrays import ArrayModule
+from mpiad.transport.tracing import restoring_state
+
+# Coarse points brought together on fewer ranks, and the correction brought back: one message each way for each rank.
+
+
+# Far from what users choose, and below the 32767 that MPI guarantees.
+_TAG_GATHER, _TAG_SCATTER = 32754, 32755
+
+
+class Agglomeration:
+    """The blocks of one spread as parts of those of another, whose owners own some of them already.
+
+    `rank`: one that owns a block before. `box` (or None): what this rank owns afterwards.
+    """
+
+    def __init__(self, before: Spread, after: Spread, rank: Rank, comm: Comm):
+        self._rank, self._comm, self._same = rank, comm, before == after
+        position: Any = before.position(rank)
+        self._mine = before.box(position)
+        place = after.position(rank)
+        self.box: Box | None = None if place is None else after.box(place)
+        self._leader = _leader(before, after, position)
+        self._members = [
+            (before.owner(other), before.box(other))
+            for other in before.positions()
+            if self.box is not None and _leader(before, after, other) == rank
+        ]
+
+    def gather(self, block: LocalArray) -> LocalArray:
+        """Return what this rank owns afterwards of a block, shape (..., *own points before); None where that is nothing.
+
+        All ranks that own a block before call it.
+        """
+        if self._same:
+            return block
+        with restoring_state(), suspended():
+            return self._gathered(block)
+
+    def _gathered(self, block: LocalArray) -> LocalArray:
+        # A block of the level above may own no coarse point at all.
+        # Sends first: they don't wait, and a leader receives from its members in any order.
+        if self._leader != self._rank and block.size:
+            mpi_send(copied(block), self._leader, _TAG_GATHER, self._comm)
+        if self.box is None:
+            return None
+        lead = block.shape[: block.ndim - len(self.box.low)]
+        whole, coming = empty_beside(block, lead + self.box.shape), []
+        for member, box in self._members:
+            there = (..., *box.within(self.box))
+            if member == self._rank:
+                whole[there] = block
+            elif whole[there].size:
+                coming.append((there, mpi_irecv(whole[there], member, _TAG_GATHER, self._comm)))
+        for there, request in coming:
+            whole[there] = mpi_wait(request)
+        return whole
+
+    def scatter(self, whole: Array, beside: LocalArray) -> LocalArray:
+        """Return this rank's points before, and one layer around them, of what was computed on those afterwards.
+
+        `whole` has shape (..., *points), of the points that this rank owns afterwards with one layer around them, or is
+        None; the result lives where `beside` does, a block of this rank's points before. All ranks that own a block before
+        call it.
+        """
+        if self._same:
+            return whole
+        with restoring_state(), suspended():
+            return self._scattered(whole, beside)
+
+    def _scattered(self, whole: Array, beside: LocalArray) -> LocalArray:
+        # With the layer around it, which saves the exchange that interpolation would need.
+        mine = self._mine.grown(1)
+        if self.box is None:
+            like = empty_beside(beside, beside.shape[: beside.ndim - len(mine.low)] + mine.shape)
+            return mpi_wait(mpi_irecv(like, self._leader, _TAG_SCATTER, self._comm))
+        for member, box in self._members:
+            if member != self._rank:
+                mpi_send(copied(whole[(..., *box.grown(1).within(self.box.grown(1)))]), member, _TAG_SCATTER, self._comm)
+        return whole[(..., *mine.within(self.box.grown(1)))]
+
+
+def _leader(before: Spread, after: Spread, position: tuple[int, ...]) -> Rank:
+    """Return who owns a block afterwards: the last of the new owners that isn't beyond it, along each dimension."""
+    shares = [along[place] for along, place in zip(before.ranks, position)]
+    return sum(max(kept for kept in along if kept <= share) for along, share in zip(after.ranks, shares))
+
+
+# The coarsest level, on one rank: a sparse factorisation, SciPy's and so the host's.
+#
+# On a device a small level is solved by a product with its inverse, which is copied there once. For larger ones each solve
+# copies the right-hand side to the host and the solution back.
+
+
+_DENSE = 512  # points: an inverse of 2 MiB, read in less time than a copy to the host and back takes
+
+
+class Coarsest:
+    """A factorised operator.
+
+    `stack`, of shape (1 + offsets, *shape): its diagonal and its couplings. `singular`: whether constants are in its
+    kernel; the last point's value is then fixed.
+    """
+
+    def __init__(self, stack: np.ndarray, periodic: tuple[bool, ...], singular: bool):
+        self._shape, self._periodic = stack.shape[1:], periodic
+        # Without one row and column the rest of a singular operator of this kind isn't singular.
+        self._kept = stack[0].size - singular
+        self._factors = splu(_matrix(stack, periodic)[: self._kept, : self._kept]) if self._kept else None
+        self._inverse: Any = None
+
+    def on(self, home: ArrayModule) -> Coarsest:
+        """Return the same on a device."""
+        other, count = copy.copy(self), math.prod(self._shape)
+        if count <= _DENSE:
+            other._inverse = home.to_device(self._solved(np.eye(count)))
+        return other
+
+    def solve(self, f: LocalArray) -> LocalArray:
+        """Return the solutions with one layer around them, of right-hand sides of shape (systems, *shape)."""
+        if self._inverse is not None:
+            return self._surrounded(f.reshape(len(f), -1) @ self._inverse.T)
+        return through_host(lambda f: self._surrounded(self._solved(f.reshape(len(f), -1).T).T), f)
+
+    def _solved(self, f: np.ndarray) -> np.ndarray:
+        # The point that was left out has zero: any constant may be added, and `Multigrid` takes the mean away.
+        u = np.zeros(f.shape)
+        if self._factors is not None:
+            u[: self._kept] = self._factors.solve(f[: self._kept])
+        return u
+
+    def _surrounded(self, u: LocalArray) -> LocalArray:
+        out = u.reshape(-1, *self._shape)
+        for axis, periodic in enumerate(self._periodic, 1):
+            width = [(1, 1) if other == axis else (0, 0) for other in range(out.ndim)]
+            out = np.pad(out, width, mode="wrap" if periodic else "constant")
+        return out
+
+
+def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
+    shape: Shape = stack.shape[1:]
+    points = np.indices(shape)
+    here = np.arange(stack[0].size)
+    rows, columns, values = [here], [here], [stack[0].ravel()]
+    for offset, coupling in zip(offsets(len(shape)), stack[1:]):
+        there = [along + step for along, step in zip(points, offset)]
+        inside = np.ones(shape, bool)
+        for axis, n in enumerate(shape):
+            if periodic[axis]:
+                there[axis] = there[axis] % n
+            inside &= (there[axis] >= 0) & (there[axis] < n)
+        # On a ring of one or two points an offset leads to the point itself, or two to the same: entries are added up.
+        inside &= coupling != 0
+        rows.append(here.reshape(shape)[inside])
+        columns.append(np.ravel_multi_index([along[inside] for along in there], shape))
+        values.append(-coupling[inside])
+    triplets = (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns)))
+    return sp.coo_array(triplets, (here.size, here.size)).tocsc()
+
 
 # A factorisation of so many points costs less than the levels that it saves.
 _FACTORISED = {1: 4096, 2: 400, 3: 216}

@@ -8,18 +8,189 @@ to it. The fine level has two groups of colours: there this halves the work.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpiad._typing import LocalArray
-from mpiad.linalg.multigrid.colour_layout import Colour
+import numpy as np
+
+from mpiad._typing import Comm, LocalArray, Rank
+from mpiad.linalg.multigrid.colour_layout import Colour, Layout, Spread, reach
 from mpiad.linalg.multigrid.compiled_sums import CompiledSums
-from mpiad.linalg.multigrid.level_halo import LevelHalo
-from mpiad.linalg.multigrid.level_stencil import Stencil, corners
 from mpiad.linalg.multigrid.level_sums import Step, Sums, Term, WeightedSum
+from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
+from mpiad.primitives.operation import suspended
+from mpiad.transport.buffers import empty_beside
 from mpiad.transport.device_arrays import ArrayModule
+from mpiad.transport.tracing import restoring_state
 
-if TYPE_CHECKING:  # it makes levels, and so imports this file
+if TYPE_CHECKING:
     from mpiad.linalg.multigrid.hierarchy import Coarser
+
+
+# The halo of a level's arrays: one layer, of the colours that were changed.
+
+
+# Far from what users choose, and below the 32767 that MPI guarantees.
+_TAG_UP, _TAG_DOWN = 32752, 32753
+
+
+class _Side(NamedTuple):
+    """One side of a block: the layer that its neighbour gets, the layer of the halo, and their parities."""
+
+    rank: Rank
+    axis: int
+    own: int
+    own_parity: int
+    ghost: int
+    ghost_parity: int
+    tag: int
+    tag_back: int
+
+
+class LevelHalo:
+    """Where the halo of a block of a level comes from."""
+
+    def __init__(self, layout: Layout, spread: Spread, rank: Rank, comm: Comm):
+        self._layout, self._rank, self._comm = layout, rank, comm
+        position: Any = spread.position(rank)
+        self._sides = [self._sides_along(axis, spread, position) for axis in range(len(spread.cuts))]
+        self._needed = any(self._sides)
+
+    def _sides_along(self, axis: int, spread: Spread, position: tuple[int, ...]) -> list[_Side]:
+        low, high = self._layout.box.low[axis], self._layout.box.high[axis]
+        first, sides = self._layout.first[axis], []
+        for step, own, ghost, tags in ((-1, low, low - 1, (_TAG_DOWN, _TAG_UP)), (1, high - 1, high, (_TAG_UP, _TAG_DOWN))):
+            rank = spread.beside(position, axis, step)
+            if rank is not None:
+                # Entries of the colour that the layer has, one further for the halo's own.
+                place = [index // 2 - first + 1 for index in (own, ghost)]
+                sides.append(_Side(rank, axis, place[0], own % 2, place[1], ghost % 2, *tags))
+        return sides
+
+    def fill(self, arrays: Mapping[Colour, LocalArray]) -> None:
+        """Fill the halo, corners included, of arrays (..., size) of some colours; all ranks call it with the same ones."""
+        if self._needed and arrays:
+            whole = {colour: self._layout.whole(array) for colour, array in arrays.items()}
+            # One dimension after the other: what is sent along one holds the halo of those before, so corners arrive.
+            # Suspended once more: an exception that comes after these messages has left none of them under way.
+            with restoring_state(), suspended():
+                for sides in self._sides:
+                    self._fill_along(whole, sides)
+
+    def _fill_along(self, whole: dict[Colour, LocalArray], sides: list[_Side]) -> None:
+        coming = []
+        # A ring on one rank has this rank on both sides.
+        here = [side for side in sides if side.rank == self._rank]
+        away = [side for side in sides if side.rank != self._rank]
+        for side in away:
+            ghosts = _layers(whole, side.axis, side.ghost, side.ghost_parity)
+            if ghosts:
+                like = empty_beside(ghosts[0], (sum(layer.size for layer in ghosts),))
+                coming.append((ghosts, mpi_irecv(like, side.rank, side.tag_back, self._comm)))
+        for side in away:
+            own = _layers(whole, side.axis, side.own, side.own_parity)
+            if own:
+                mpi_send(np.concatenate([layer.ravel() for layer in own]), side.rank, side.tag, self._comm)
+        # The layer before the block is the last one of its own, and the other way round.
+        for side, other in zip(here, reversed(here)):
+            for ghost, own in zip(
+                _layers(whole, side.axis, side.ghost, side.ghost_parity),
+                _layers(whole, other.axis, other.own, other.own_parity),
+            ):
+                ghost[...] = own
+        for ghosts, request in coming:
+            received, start = mpi_wait(request), 0
+            for ghost in ghosts:
+                ghost[...] = received[start : start + ghost.size].reshape(ghost.shape)
+                start += ghost.size
+
+
+def _layers(whole: dict[Colour, LocalArray], axis: int, index: int, parity: int) -> list[LocalArray]:
+    along = len(next(iter(whole))) - axis - 1
+    place = (..., index, *[slice(None)] * along)
+    return [array[place] for colour, array in whole.items() if colour[axis] == parity]
+
+
+# The operator of a level: for each colour of points the couplings with their neighbours, and the diagonal.
+
+
+Offset = tuple[int, ...]
+
+
+def offsets(ndim: int) -> list[Offset]:
+    """Return the offsets of all neighbours, corners included, in an order of which the reverse is the opposite one."""
+    return [offset for offset in itertools.product((-1, 0, 1), repeat=ndim) if any(offset)]
+
+
+@functools.cache
+def corners(colour: Colour) -> list[tuple[int, ...]]:
+    """Return where the coarse points are that a colour is interpolated from, in entries."""
+    return list(itertools.product(*[(0, 1) if odd else (0,) for odd in colour]))
+
+
+class Stencil:
+    """A symmetric operator on the points of a level: (A u)(x) = D(x) u(x) - Σ N(x, offset) u(x + offset).
+
+    - `memory`, of shape (rows, size): zero outside of the block: for each colour D, and 1 / D where D isn't zero; for
+      each offset the N of all colours; last the weights of the level's interpolation.
+    - `diagonal`, `inverse`: shape (colours, size).
+    - `couplings`: from offsets to arrays of shape (colours, size).
+    - `sweep`: the order of a Gauss-Seidel sweep: groups of colours whose points aren't coupled with each other.
+    - `weights`: from each colour but 0 to the first of its rows in the memory, one for each corner.
+    """
+
+    def __init__(self, layout: Layout, found: Sequence[Offset], memory: LocalArray):
+        self.layout, self.memory, self._found, count = layout, memory, list(found), len(layout.colours)
+        self.diagonal, self.inverse = memory[:count], memory[count : 2 * count]
+        self.couplings = {o: memory[k * count : (k + 1) * count] for k, o in enumerate(found, 2)}
+        self.sweep = _sweep(layout.colours, any(np.count_nonzero(offset) > 1 for offset in found))
+        self.weights: dict[Colour, int] = {}
+        first = (2 + len(found)) * count
+        for colour in layout.colours[1:]:
+            self.weights[colour] = first
+            first += len(corners(colour))
+
+    def on(self, home: ArrayModule) -> Stencil:
+        """Return the same operator on a device, of a copy of its memory."""
+        return Stencil(self.layout, self._found, home.to_device(self.memory))
+
+    def weights_of(self, colour: Colour) -> LocalArray:
+        """Return the weights by which a colour is interpolated, shape (corners, size)."""
+        return self.memory[self.weights[colour] : self.weights[colour] + len(corners(colour))]
+
+    def terms(self, colour: Colour, among: Sequence[Colour] | None = None) -> list[Term]:
+        """Return what the neighbours of a colour contribute, or those of some colours, whose rows are their own."""
+        terms, row, count = [], self.layout.row[colour], len(self.layout.colours)
+        for k, offset in enumerate(self._found, 2):
+            neighbour, steps = reach(colour, offset)
+            if among is None or neighbour in among:
+                shift = self.layout.shifted(steps).start - self.layout.inner.start
+                terms.append(Term(k * count + row, self.layout.row[neighbour], shift))
+        return terms
+
+
+def _sweep(colours: list[Colour], corners: bool) -> list[list[Colour]]:
+    # By the sum of the indices: in a star the neighbours of an even point are odd, so a group updates at once.
+    even = [colour for colour in colours if sum(colour) % 2 == 0]
+    odd = [colour for colour in colours if sum(colour) % 2]
+    if corners:
+        return [[colour] for colour in even + odd]
+    # Without corners two groups are enough, as on a chessboard. In three dimensions, where smoothing is what limits the
+    # fine level, half a sweep more takes three iterations from eleven.
+    return [odd, even, odd] if len(colours) == 8 else [even, odd]
+
+
+def stencil_of(layout: Layout, found: Sequence[Offset], blocks: Sequence[np.ndarray]) -> Stencil:
+    """Return the stencil of a block's diagonal, and its couplings for each offset; its interpolation isn't known yet."""
+    count = len(layout.colours)
+    weights = sum(len(corners(colour)) for colour in layout.colours[1:])
+    stencil = Stencil(layout, found, np.zeros(((2 + len(found)) * count + weights, layout.size)))
+    for out, block in zip((stencil.diagonal, *stencil.couplings.values()), blocks, strict=True):
+        layout.split(block, out)
+    np.divide(1.0, stencil.diagonal, out=stencil.inverse, where=stencil.diagonal > 0)
+    return stencil
 
 
 class Level:

@@ -17,10 +17,9 @@ from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Op, Status
 from mpiad.transport.guarded import watch_settings
-from mpiad.transport.guarded.awaited import Gathering, Letter
 from mpiad.transport.guarded.call_agreement import Agreement, lane_of
 from mpiad.transport.guarded.descriptions import describe, fingerprint, raise_mismatch
-from mpiad.transport.guarded.requests import GuardedRequest, StartedReduction
+from mpiad.transport.guarded.requests import Gathering, GuardedRequest, Letter, StartedReduction
 from mpiad.transport.guarded.timed_waits import poll, poll_for
 
 # The thread that answers other ranks reads it while the program adds to it: a weak set can't be copied in one step.

@@ -12,14 +12,13 @@ from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Request, Status
 from mpiad.errors import MessageMismatchError
+from mpiad.transport.channels import drain
 from mpiad.transport.guarded import watch_settings
-from mpiad.transport.guarded.awaited import Letter
 from mpiad.transport.guarded.communicator import Guarded
 from mpiad.transport.guarded.descriptions import caller, where
 from mpiad.transport.guarded.message_counts import MessageCounts
-from mpiad.transport.guarded.requests import GuardedRequest
+from mpiad.transport.guarded.requests import GuardedRequest, Letter
 from mpiad.transport.guarded.timed_waits import poll
-from mpiad.transport.unreceived import drain
 
 _BYTES = 256  # a fixed length, so that the receive of a header can be posted before it is known
 _MOST = 10_000  # shapes and lines that are known

@@ -10,14 +10,13 @@ from mpi4py import MPI
 from mpiad import environment_variables
 from mpiad._typing import Comm
 from mpiad.transport import calls, channels
-from mpiad.transport.channels import Channel, Watch, make_communicator
+from mpiad.transport.channels import Channel, Watch, drain, make_communicator
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.call_agreement import Agreement
 from mpiad.transport.guarded.communicator import Guarded
 from mpiad.transport.guarded.message_headers import HeadedMessages
 from mpiad.transport.guarded.status import Responder
 from mpiad.transport.guarded.watch_settings import Settings
-from mpiad.transport.unreceived import drain
 
 _OWNER = "guard"
 _agreements: dict[tuple[int, ...], Agreement] = {}

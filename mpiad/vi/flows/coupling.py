@@ -8,8 +8,8 @@ import autograd.numpy as np
 import numpy
 
 from mpiad._typing import Array, Tree
-from mpiad.device.constants import Constants
 from mpiad.device.numpy import concatenate
+from mpiad.device.transfer import Constants
 
 
 class AffineCoupling:

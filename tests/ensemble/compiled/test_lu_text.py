@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpiad.ensemble.compiled.lu_text import LoopedLU, WrittenLU
+from mpiad.ensemble.compiled.rosenbrock_text import LoopedLU, WrittenLU
 
 pytestmark = pytest.mark.serial
 D = 9

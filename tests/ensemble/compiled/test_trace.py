@@ -12,8 +12,7 @@ import scipy.special
 from traced_right_hand_sides import MATRIX, SYSTEMS
 
 from mpiad.compiling import builder
-from mpiad.compiling.program import evaluated
-from mpiad.compiling.trace_errors import Untraceable
+from mpiad.compiling.program import Untraceable, evaluated
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.trace import trace

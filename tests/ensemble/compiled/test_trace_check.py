@@ -7,7 +7,7 @@ import pytest
 from kernels_on_cpu import parameters_of
 from traced_right_hand_sides import SYSTEMS
 
-from mpiad.compiling.trace_errors import Untraceable
+from mpiad.compiling.program import Untraceable
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.compiled.trace import trace, verify
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.optimize._dcsrch import DCSRCH, dcstep
 
-from mpiad.optimize.sharded.line_search import End, LineSearch, next_step
+from mpiad.optimize.sharded.lbfgs import End, LineSearch, next_step
 
 pytestmark = pytest.mark.serial
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import ConvergenceError
-from mpiad.optimize.sharded.truncated_cg import System, truncated_cg
+from mpiad.optimize.sharded.newton_cg import System, truncated_cg
 
 METHOD = "Newton-CG-sharded"
 WAYS = ["line search", "trust region"]

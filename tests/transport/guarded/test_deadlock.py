@@ -16,10 +16,10 @@ from mpi4py import MPI
 import mpiad
 from mpiad.errors import DeadlockError
 from mpiad.transport import channel
-from mpiad.transport.guarded import awaited, communicator, message_counts, requests, status
+from mpiad.transport.guarded import communicator, message_counts, requests, status
 from mpiad.transport.guarded.communicator import Guarded
-from mpiad.transport.guarded.deadlock import State, finding_of
 from mpiad.transport.guarded.requests import GuardedRequest
+from mpiad.transport.guarded.status import State, finding_of
 from mpiad.transport.guarded.timed_waits import Departure
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -187,7 +187,7 @@ def test_a_rank_that_left_is_named_where_it_answers_no_more(monkeypatch: pytest.
 def test_a_long_message_may_still_come_from_a_rank_that_has_left(rank: int, size: int) -> None:
     right, left = (rank + 1) % size, (rank - 1) % size
     comm = channel(None, "test")
-    receive = awaited.Letter(comm.data, False, left, 0)
+    receive = requests.Letter(comm.data, False, left, 0)
     gone = {rank: Departure({}, True, "", "", 0.0) for rank in range(size)}
     assert not receive.in_vain(gone, 1.0)
     assert receive.in_vain({rank: departed._replace(sends=False) for rank, departed in gone.items()}, 1.0)

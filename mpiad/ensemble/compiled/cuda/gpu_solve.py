@@ -15,6 +15,7 @@ from autograd.tracer import isbox
 from mpiad._typing import Array, Shape
 from mpiad.device import to_host
 from mpiad.device.transfer import array_to_device
+from mpiad.ensemble.backends import device_for
 from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_derivatives import Solved, results_of
 from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
@@ -24,7 +25,6 @@ from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.traced_problem import FEW, TracedProblem, problem_of, remembered
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, in_order, traced_times
-from mpiad.ensemble.gpu import device_for
 from mpiad.ensemble.outcome import ReturnCode, came_through, evaluations
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import EnsembleSolution

@@ -8,7 +8,7 @@ from device_on_cpu import double, launcher
 @pytest.fixture
 def device(monkeypatch):
     """The stand-in for a device, without launches and transfers so far."""
-    monkeypatch.setattr("mpiad.ensemble.gpu.selected_arrays", lambda device: double)
+    monkeypatch.setattr("mpiad.ensemble.backends.selected_arrays", lambda device: double)
     monkeypatch.setattr(launcher, "launches", [])
     transfers.reset()
     return launcher

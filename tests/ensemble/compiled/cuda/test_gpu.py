@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.skipif(COMPILER is None, reason="there is no compiler of C++"),
     pytest.mark.usefixtures("device"),
 ]
-SELECTED = "mpiad.ensemble.gpu.selected_arrays"
+SELECTED = "mpiad.ensemble.backends.selected_arrays"
 TIMES = [0.0, 0.3, 0.31, 0.9, 1.0]
 
 

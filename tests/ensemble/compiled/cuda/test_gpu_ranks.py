@@ -18,8 +18,8 @@ N = 23
 @pytest.fixture(autouse=True)
 def device(monkeypatch):
     found = []
-    monkeypatch.setattr("mpiad.ensemble.gpu.own_device", lambda: 7)
-    monkeypatch.setattr("mpiad.ensemble.gpu.selected_arrays", lambda number: found.append(number) or double)
+    monkeypatch.setattr("mpiad.ensemble.backends.own_device", lambda: 7)
+    monkeypatch.setattr("mpiad.ensemble.backends.selected_arrays", lambda number: found.append(number) or double)
     monkeypatch.setattr(launcher, "launches", [])
     return found
 
@@ -108,7 +108,7 @@ def test_without_a_gpu_all_ranks_raise(monkeypatch):
     def none(number):
         raise RuntimeError("CuPy finds no GPU")
 
-    monkeypatch.setattr("mpiad.ensemble.gpu.selected_arrays", none if mpiad.mpi_rank() == 0 else lambda number: double)
+    monkeypatch.setattr("mpiad.ensemble.backends.selected_arrays", none if mpiad.mpi_rank() == 0 else lambda number: double)
     u0, p, _ = given()
     with pytest.raises(RuntimeError, match="finds no GPU"):
         solved(u0, p, EnsembleMPI(EnsembleGPU()))

@@ -13,8 +13,8 @@ from kernels_on_cpu import parameters_of, plan_of
 from traced_right_hand_sides import SYSTEMS
 
 from mpiad.ensemble import RK4, RK45, PIController, Rodas5P, Tsit5
+from mpiad.ensemble.backends import EnsembleGPU
 from mpiad.ensemble.compiled.trace import trace
-from mpiad.ensemble.gpu import EnsembleGPU
 
 pytestmark = pytest.mark.serial
 

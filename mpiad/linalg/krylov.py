@@ -1,0 +1,288 @@
+"""Preconditioned conjugate gradients on blocks, with one reduction in each iteration.
+
+The inner products of an iteration are brought to one place: A is applied to the preconditioned residual z, and A p follows
+by the recurrence of p. On many ranks a reduction costs more than the two vector updates that this adds. Near the end the
+norm of the residual is asked for before the preconditioner runs, which costs a reduction and saves a cycle of multigrid.
+
+References
+----------
+A. T. Chronopoulos and C. W. Gear, s-step iterative methods for symmetric linear systems, Journal of Computational and
+Applied Mathematics 25 (1989), algorithm 2.2 with s = 1.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mpiad._typing import LocalArray
+from mpiad.linalg.diagnosis import diagnosis, require_iterations
+from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
+from mpiad.linalg.vectors import add_scaled, column, combined, on_host, products
+
+# GMRES on blocks, restarted, with one reduction in each iteration.
+#
+# Orthogonalisation is classical Gram-Schmidt, done twice in one reduction: beside the products of the basis with the new
+# vector it takes those with the newest vector of the basis, which complete the Gram matrix G of the basis. What a second
+# pass would subtract, s - G s for the products s of the first one, then needs no message of its own. The norm of the rest
+# follows from the same numbers; where too much of it cancels, it is asked for, and with it a pass of the usual kind.
+#
+# The basis need not be orthonormal but for rounding: A V = V H holds for any that is made in this way.
+#
+# References
+# ----------
+# Y. Saad and M. H. Schultz, GMRES, SIAM Journal on Scientific and Statistical Computing 7 (1986), algorithm 4.
+# K. Swirydowicz, J. Langou, S. Ananthan, U. Yang and S. Thomas, Low synchronization Gram-Schmidt and generalized minimal
+# residual algorithms, Numerical Linear Algebra with Applications 28 (2021), section 3.
+
+
+class _Basis:
+    """The Krylov spaces of k systems: bases V, Hessenberg matrices H and Gram matrices G of V."""
+
+    def __init__(self, first: LocalArray, norms: np.ndarray, length: int):
+        k, n = first.shape
+        self.vectors = np.empty_like(first, order="C", shape=(k, length + 1, n))
+        self.hessenberg = np.zeros((k, length + 1, length), first.dtype)
+        self.gram = np.zeros((k, length + 1, length + 1), first.dtype)
+        self.norms = norms
+        self.steps, self.complete = np.zeros(k, int), np.zeros(k, bool)
+        self.vectors[:, 0] = first / column(first, np.where(norms > 0.0, norms, 1.0))
+
+    def extend(self, system: System, j: int, w: LocalArray, active: np.ndarray) -> None:
+        """Add what is left of w, the product with vector j, beside the basis."""
+        known = self.vectors[:, : j + 1]
+        last = known[:, j]
+        s, square = self._products(system, known, last, w)
+        # Two passes of Gram-Schmidt in one: s - (G s - s), by the Gram matrix of the basis instead of a second product.
+        h = 2.0 * s - np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], s)
+        w = w - combined(known, h)
+        seen = np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], h)
+        # |w - V h|² by Pythagoras, from sums that are there already.
+        rest = square - 2.0 * np.sum(h.conj() * s, axis=1).real + np.sum(h.conj() * seen, axis=1).real
+        # Below this part of the square what Pythagoras leaves has lost half of its digits.
+        if (active & (rest <= np.sqrt(np.finfo(w.dtype).eps) * square)).any():
+            w, h, rest = self._again(system, known, w, h, square)
+        norm = np.sqrt(np.maximum(rest, 0.0))
+        self.hessenberg[:, : j + 1, j] = np.where(active[:, None], h, 0.0)
+        self.hessenberg[:, j + 1, j] = np.where(active, norm, 0.0)
+        inverse = np.where(active & (norm > 0.0), 1.0 / np.where(norm > 0.0, norm, 1.0), 0.0)
+        self.vectors[:, j + 1] = w * column(w, inverse)
+        self.steps[active] = j + 1
+        # Without a rest the space can't grow; the true residual shows whether it held the solution.
+        self.complete |= active & (norm == 0.0)
+
+    def _products(self, system: System, known: LocalArray, last: LocalArray, w: LocalArray) -> tuple:
+        squares = np.einsum("kn,kn->k", w.conj(), w)
+        local = [products(known, v).ravel() for v in (last, w)]
+        total = system.sums(on_host(np.concatenate([*local, squares])))
+        if not np.isfinite(total).all():
+            system.require_finite(complex(total.sum()), w, "a product with matvec or preconditioner")
+        column, s = total[: -len(w)].reshape(2, len(w), -1)
+        j = column.shape[1] - 1
+        self.gram[:, : j + 1, j] = column
+        self.gram[:, j, : j + 1] = column.conj()
+        return s, np.real(total[-len(w) :])
+
+    def _again(self, system: System, known: LocalArray, w: LocalArray, h: np.ndarray, square: np.ndarray) -> tuple:
+        total = system.sums(on_host(np.concatenate([products(known, w).ravel(), np.einsum("kn,kn->k", w.conj(), w)])))
+        s, left = total[: -len(w)].reshape(len(w), -1), np.real(total[-len(w) :])
+        w = w - combined(known, s)
+        rest = left - np.sum(np.abs(s) ** 2, axis=1)
+        # Nothing but rounding is left where the space holds the solution.
+        floor = (10.0 * np.finfo(w.dtype).eps) ** 2 * square
+        return w, h + s, np.where(rest > floor, rest, 0.0)
+
+    def residuals(self, j: int, active: np.ndarray, before: np.ndarray) -> np.ndarray:
+        """Return the least norm of each residual after step j: of those that stand still, as before."""
+        found = before.copy()
+        # The last column of Q is orthogonal to all of H's, so what the first unit vector has along it can't be removed.
+        q = np.linalg.qr(self.hessenberg[active, : j + 2, : j + 1], mode="complete")[0]
+        found[active] = np.abs(q[:, 0, -1]) * self.norms[active]
+        for c in np.flatnonzero(active & self.complete).tolist():
+            # Of a singular operator the columns may be dependent now, and Q says nothing.
+            found[c] = self._least(c)[1]
+        return found
+
+    def _least(self, c: int) -> tuple[np.ndarray, float]:
+        steps = self.steps[c]
+        known, right = self.hessenberg[c, : steps + 1, :steps], np.zeros(steps + 1, self.hessenberg.dtype)
+        right[:1] = self.norms[c]
+        # By singular values, since the columns are dependent where the space could grow no further.
+        y = np.linalg.lstsq(known, right, rcond=None)[0]
+        return y, float(np.linalg.norm(right - known @ y))
+
+    def combination(self) -> LocalArray:
+        """Return the vectors with the least residuals, of shape (k, n)."""
+        out = np.zeros_like(self.vectors[:, 0])
+        for c, steps in enumerate(self.steps):
+            out[c] = combined(self.vectors[c : c + 1, :steps], self._least(c)[0].astype(out.dtype)[None])[0]
+        return out
+
+
+def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
+    """Improve the solution of any nonsingular systems by one cycle: a `Method`."""
+    require_iterations(system, targets)
+    first, norms, scale = preconditioned_start(system, r, norms)
+    targets = targets * scale
+    length = max(1, min(system.settings.restart, system.limit - system.iterations, system.unknowns))
+    basis = _Basis(first, norms, length)
+    for j in range(length):
+        # Those that have arrived, or whose space can't grow, stand still while the others go on.
+        active = (norms > targets) & (basis.steps == j) & ~basis.complete
+        if not active.any():
+            break
+        _, product = preconditioned_product(system, basis.vectors[:, j])
+        basis.extend(system, j, product, active)
+        norms = basis.residuals(j, active, norms)
+        system.note(norms / scale)
+    step = basis.combination()
+    # From the right the basis is of vectors to which the preconditioner is still to be applied.
+    x += step if system.settings.side == "left" else system.precondition(step)
+    return bool((norms <= targets).all())
+
+
+# BiCGSTAB on blocks: two products and two reductions in each iteration, and no basis to keep.
+#
+# The product of the next residual with the shadow residual is put together from what the second reduction brings, which
+# saves a third one; so is its norm.
+#
+# References ---------- H. A. van der Vorst, Bi-CGSTAB, SIAM Journal on Scientific and Statistical Computing 13 (1992), the
+# preconditioned algorithm of section 4.
+
+
+# The shadow residual is as good as orthogonal to what is left: the recurrence would divide by rounding.
+_LOST = 1e-14
+_FAR = 1e6  # times the residual at the start: from there on the recurrence has lost its digits
+
+
+def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
+    """Improve the solution of any nonsingular systems until it is found or the recurrence breaks down: a `Method`."""
+    require_iterations(system, targets)
+    seen, norms, scale = preconditioned_start(system, r, norms)
+    targets = targets * scale
+    r, shadow, p = seen.copy(), seen.copy(), seen.copy()
+    # The shadow is the first residual itself, so their product is its square.
+    rho = (norms**2).astype(np.result_type(r.dtype, float))
+    active, at_start = norms > targets, norms
+    while active.any():
+        require_iterations(system, targets / scale)
+        ahead, v = preconditioned_product(system, p)
+        (sv,) = _finite(system, v, (shadow, v))
+        # Along p until the residual is orthogonal to the shadow, then along that residual to the least norm.
+        alpha = _quotient(rho, sv, active)
+        add_scaled(x, alpha, ahead)
+        add_scaled(r, -alpha, v)
+        along, t = preconditioned_product(system, r)
+        tr, tt, rr, sr, st = _finite(system, t, (t, r), (t, t), (r, r), (shadow, r), (shadow, t))
+        omega = _quotient(tr, tt, active)
+        add_scaled(x, omega, along)
+        add_scaled(r, -omega, t)
+        # (shadow, r - ω t), of the products that came with the second reduction.
+        rho_before, rho = rho, sr - omega * st
+        beta = _quotient(rho * alpha, rho_before * omega, active)
+        add_scaled(p, -omega, v)
+        p *= column(p, beta)
+        p += r
+        # The least norm along t; what rounding makes negative is zero.
+        left = np.sqrt(np.maximum(rr.real - np.abs(tr) ** 2 / np.abs(np.where(tt != 0.0, tt, 1.0)), 0.0))
+        norms = np.where(active, left, norms)
+        system.note(norms / scale)
+        broken = (np.abs(rho) <= _LOST * norms * at_start) | (alpha * omega == 0.0) | (norms > _FAR * at_start)
+        if broken[active & (norms > targets)].any():
+            return False
+        active = norms > targets
+    return True
+
+
+def _finite(system: System, product: LocalArray, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
+    sums = system.dots(*pairs)
+    if not np.isfinite(sums).all():
+        system.require_finite(complex(sums.sum()), product, "a product with matvec or preconditioner")
+    return sums
+
+
+def _quotient(a: np.ndarray, b: np.ndarray, active: np.ndarray) -> np.ndarray:
+    usable = active & (b != 0.0)
+    return np.where(usable, a, 0.0) / np.where(usable, b, 1.0)
+
+
+_PRODUCT = "what matvec returned"
+_ILL_CONDITIONED = "its largest and smallest curvature differ by more than floating point resolves."
+
+
+def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
+    """Solve symmetric (complex: Hermitian) positive definite systems: a `Method`, which changes r to the residual."""
+    p, s = np.zeros_like(r), np.zeros_like(r)
+    # Infinite, so that the first direction has nothing of one before it.
+    rz_before, curvature_before = np.full(len(x), np.inf), np.zeros(len(x))
+    least, before, known = np.full(len(x), np.inf), norms, True
+    while not (known and (norms <= targets).all()):
+        z = system.precondition(r)
+        w = system.apply(z)
+        rr, rz, wz = system.dots((r, r), (r, z), (w, z))
+        _require_finite(system, (rr, r, "the residual"), (rz, z, "what preconditioner returned"), (wz, w, _PRODUCT))
+        if not known:
+            before, norms = norms, np.sqrt(rr.real)
+            system.note(norms)
+            if (norms <= targets).all():
+                break
+        active = norms > targets
+        require_iterations(system, targets)
+        _require_positive(system, rz, active)
+        # Those that have arrived stand still: no step, and a direction that starts anew.
+        beta = np.where(active, rz.real / rz_before, 0.0)
+        # p·Ap for p = z + β p₋: as p is conjugate to p₋, z·Ap₋ is -β p₋·Ap₋.
+        curvature = wz.real - beta * beta * curvature_before
+        least = _require_curvature(system, curvature, wz, rz.real, least, active)
+        _renew(p, beta, z)
+        _renew(s, beta, w)
+        alpha = np.where(active, rz.real, 0.0) / np.where(active, curvature, 1.0)
+        add_scaled(x, alpha, p)
+        add_scaled(r, -alpha, s)
+        rz_before, curvature_before = np.where(active, rz.real, np.inf), np.where(active, curvature, 0.0)
+        # Where the residual would arrive if it fell once more as it just did, its norm is worth a reduction of its own.
+        known = bool((norms * norms <= 2.0 * targets * before).all())
+        if known:
+            before, norms = norms, system.norms(r)
+            system.note(norms)
+    return True
+
+
+def _renew(direction: LocalArray, beta: np.ndarray, new: LocalArray) -> None:
+    direction *= column(direction, beta)
+    direction += new
+
+
+def _require_finite(system: System, *sums: tuple[np.ndarray, LocalArray, str]) -> None:
+    if not all(np.isfinite(values).all() for values, _, _ in sums):
+        for values, array, name in sums:
+            system.require_finite(complex(values.sum()), array, name)
+
+
+def _require_positive(system: System, rz: np.ndarray, active: np.ndarray) -> None:
+    wrong = active & ((np.real(rz) <= 0.0) | (np.abs(np.imag(rz)) > 1e-3 * np.abs(rz)))
+    if wrong.any():
+        found = complex(rz[wrong][0])
+        shown = f"{found.real:.3e}" if found.imag == 0.0 else f"{found:.3e}"
+        system.fail(f"it needs a symmetric positive definite preconditioner, but r·z = {shown} for a residual r not zero")
+
+
+def _require_curvature(
+    system: System, curvature: np.ndarray, wz: np.ndarray, rz: np.ndarray, least: np.ndarray, active: np.ndarray
+) -> np.ndarray:
+    """Check p·Ap, which is positive for every p of a positive definite operator; return the least step so far."""
+    if (active & (np.abs(np.imag(wz)) > 1e-3 * np.abs(wz))).any():
+        found = complex(wz[active][0])
+        system.fail(f"it needs a Hermitian operator, but z·Az = {found:.3e} is not real. Take method='gmres'")
+    wrong = active & (curvature <= 0.0)
+    if wrong.any():
+        found = float(curvature[wrong][0])
+        why = "it is indefinite or not symmetric. Is its sign right (of a coefficient too, as κ)?"
+        why = diagnosis(system) or (why if found else "it is singular.")
+        system.fail(
+            f"it needs a symmetric positive definite operator, but p·Ap = {found:.3e} for a p that isn't zero: {why}"
+        )
+    step = rz / np.where(active, curvature, np.inf)
+    # A step as long as that is along what the operator maps to zero but for rounding.
+    if (active & (step * np.finfo(system.dtype).eps > least)).any():
+        system.fail(f"the operator is singular to working precision: {diagnosis(system) or _ILL_CONDITIONED}")
+    return np.where(active, np.minimum(least, step), least)
