@@ -113,7 +113,8 @@ def _problem_with(count: object, size: int) -> Exception | None:
     if count < 1 or size % count:
         possible = ", ".join(str(k) for k in range(1, size + 1) if size % k == 0)
         return ValueError(
-            f"{_GROUPS_CALL}: {size} rank(s) can't form {count} groups of equal size. Numbers that they can form: {possible}."
+            f"{_GROUPS_CALL}: {size} rank(s) can't form {count} groups of equal size. "
+            f"Numbers that they can form: {possible}."
         )
     return None
 
