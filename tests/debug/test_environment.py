@@ -13,7 +13,7 @@ from other_launcher import OTHER, run_under
 
 import mpiad
 from mpiad.debug import environment
-from mpiad.debug.environment import run_selftest
+from mpiad.debug.environment import _closed_form, _input, run_selftest
 from mpiad.primitives import allreduce
 
 WORLD = MPI.COMM_WORLD
@@ -63,15 +63,15 @@ def test_a_wrong_adjoint_is_seen_on_all_ranks(wrong, rank, monkeypatch):
 
 def test_the_closed_form_is_that_of_the_program(size):
     """Its own check: central differences of the formula for the value."""
-    xs = [environment._input(rank) for rank in range(size)]
+    xs = [_input(rank) for rank in range(size)]
     for rank in range(size):
-        gradient = environment._closed_form(xs, rank)[1]
+        gradient = _closed_form(xs, rank)[1]
         for k in range(len(gradient)):
             ends = []
             for step in (1e-6, -1e-6):
                 moved = [x.copy() for x in xs]
                 moved[rank][k] += step
-                ends.append(environment._closed_form(moved, 0)[0])
+                ends.append(_closed_form(moved, 0)[0])
             assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(gradient[k], rel=1e-6)
 
 
@@ -90,8 +90,8 @@ def test_one_report_for_all_ranks(ranks, mpirun):
 
 @pytest.mark.launches
 def test_a_wrong_gradient_is_exit_code_1(mpirun):
-    spoilt = "from mpiad.debug import selftest\nform = selftest._closed_form\n"
-    spoilt += "selftest._closed_form = lambda xs, rank: (form(xs, rank)[0], form(xs, rank)[1] + (rank == 1))\n"
+    spoilt = "import sys, mpiad.debug\nmodule = sys.modules['mpiad.debug.environment']\nform = module._closed_form\n"
+    spoilt += "module._closed_form = lambda xs, rank: (form(xs, rank)[0], form(xs, rank)[1] + (rank == 1))\n"
     done = mpirun(2, spoilt + REPORT)
     assert done.returncode == 1
     assert "something is wrong" in done.stdout and "gradient  WRONG on rank 1" in done.stdout

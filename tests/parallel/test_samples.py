@@ -19,7 +19,7 @@ def plans(count):
 def test_equal_plans_are_found_equal_on_many_ranks(size, monkeypatch):
     monkeypatch.setattr(samples, "allreduce", lambda used, mine, op, call: mine * used.size)
     for plan in plans(200):
-        found = samples.totals(SimpleNamespace(size=size), plan, "step", 2)  # type: ignore[arg-type]
+        found = samples.totals(SimpleNamespace(size=size), plan, [], "step", 2)  # type: ignore[arg-type]
         assert found.batch == 2 * size
 
 
@@ -32,4 +32,4 @@ def test_one_other_plan_among_many_is_found(size, monkeypatch):
         theirs = np.array([2, 2, other.digest, other.digest**2, 0, 0], float)
         monkeypatch.setattr(samples, "allreduce", lambda used, mine, op, call, sent=theirs: mine * (used.size - 1) + sent)
         with pytest.raises(ValueError, match="differ"):
-            samples.totals(SimpleNamespace(size=size, members=(0,)), plan, "step", 2)  # type: ignore[arg-type]
+            samples.totals(SimpleNamespace(size=size, members=(0,)), plan, [], "step", 2)  # type: ignore[arg-type]
