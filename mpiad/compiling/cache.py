@@ -160,7 +160,7 @@ _log = logging.getLogger("mpiad")
 
 # What decides the machine code of a text: with another one of these, another key.
 _COMPILER = (
-    "translation.py", "expressions.py", "block_builder.py", "elementary_functions.py", "values.py",
+    "translation.py", "block_builder.py", "elementary_functions.py", "values.py",
     "arguments.py", "machine_code.py", "llvm.py",
 )  # fmt: skip
 
@@ -263,4 +263,4 @@ def _machine() -> str:
     except PackageNotFoundError:
         own = ""
     compiler = [Path(__file__).with_name(name) for name in _COMPILER]
-    return "\n".join([own, *(file.read_text() for file in compiler if file.exists()), description()])
+    return "\n".join([own, *(file.read_text() for file in compiler), description()])

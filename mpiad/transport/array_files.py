@@ -65,7 +65,7 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
             # All agree after each step: in the next one the others would wait for a rank that has failed.
             _together(used, path, lambda: file.Set_size(layout.end), call)
             _together(used, path, (lambda: file.Write_at(0, head.getvalue())) if root else None, call)
-            _together(used, path, lambda: _viewed(file, layout, starts, block, file.Write_all), call)
+            _together(used, path, lambda: _viewed(file, layout, starts, block, file.Write), call)
             _together(used, path, file.Sync, call)
         _together(used, path, publish if root else None, call)
     finally:
@@ -149,7 +149,7 @@ def _read_once(
         every = used.data.allgather((same, mine.st_ino, mine.st_mtime_ns, layout.end))
         if every != [(True, *every[0][1:])] * used.size:
             return None
-        _together(used, path, lambda: _viewed(file, layout, starts, block, file.Read_all), call)
+        _together(used, path, lambda: _viewed(file, layout, starts, block, file.Read), call)
         return block
 
 

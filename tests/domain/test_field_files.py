@@ -231,3 +231,29 @@ def test_structures_are_refused(folder, rank):
     MPI.COMM_WORLD.Barrier()
     with pytest.raises(ValueError, match="holds Python's objects or structures"):
         domain.load(folder / "u.npy")
+
+
+LIMITED = """
+import resource, signal, sys
+import numpy as np
+from mpi4py import MPI
+import mpiad
+
+rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+domain = mpiad.Domain((200, 101))
+if rank == size - 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (130_000, 130_000))
+try:
+    domain.save(sys.argv[1], np.full(domain.local_shape, 1.0 + rank))
+except OSError:
+    print(f"refused on {rank} of {size}, {mpiad.mpi_allreduce(1.0)}")
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_write_that_fails_on_one_rank_is_an_error_on_all(ranks, mpirun, tmp_path):
+    done = mpirun(ranks, LIMITED, tmp_path / "u.npy")
+    assert sorted(done.stdout.splitlines()) == [f"refused on {k} of {ranks}, {float(ranks)}" for k in range(ranks)], done
+    assert not list(tmp_path.glob("u.npy*"))
