@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import functools
 import re
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_modules_are_in_the_list(module):
 
 
 @pytest.mark.parametrize("module", [mpiad.testing, mpiad.debug, mpiad.ensemble])
-def test_rooms_with_names_of_their_own_are_in_the_list(module):
+def test_packages_with_names_of_their_own_are_in_the_list(module):
     listed = reference().partition(f"currentmodule:: {module.__name__}\n")[2].partition("currentmodule")[0]
     assert set(module.__all__) <= set(AUTOMATIC.findall(listed))
 
@@ -70,16 +71,40 @@ def test_environment_variables_are_documented():
     assert variables() == set(re.findall(r"`(MPIAD_[A-Z_]+)`", documented))
 
 
+def code_map() -> tuple[str, list[str]]:
+    """Return the text of the map of the code, and its blocks: the packages and the layers."""
+    parts = re.split(r"^```(?:text)?\n", page("docs/project/map.md"), flags=re.MULTILINE)
+    return "".join(parts[::2]), parts[1::2]
+
+
 def test_files_that_pages_name_exist():
-    named = {path for name in ("docs/rooms.md", "docs/performance.md") for path in PATH.findall(page(name))}
-    assert len(named) > 40
+    named = set(PATH.findall(page("docs/performance.md")))
+    # Also a path that is written in another way, say relative to its package, must exist.
+    named |= set(re.findall(r"`([\w.-]*/[\w./-]*|\S+\.(?:py|md|toml|cfg))`", code_map()[0]))
+    assert len(named) > 80
     assert sorted(path for path in named if not (ROOT / path).exists()) == []
 
 
-def test_rooms_are_in_the_house():
-    house = page("docs/rooms.md").partition("```text\n")[2].partition("```")[0]
-    rooms = {path.name for path in (ROOT / "mpiad").iterdir() if not path.name.startswith("__pycache__")}
-    assert {re.sub("/$", "", word) for word in re.findall(r"^  (\S+)", house, re.MULTILINE)} == rooms - {"py.typed"}
+def test_names_that_the_map_finds_in_files_are_there():
+    found = re.findall(r"`(\w+)`\s+in\s+`([\w/]+\.py)`", code_map()[0])
+    assert len(found) > 10
+    assert [(name, path) for name, path in found if not re.search(rf"\b{name}\b", page(path))] == []
+
+
+def test_the_map_shows_all_packages():
+    drawn, folders = set(), [ROOT / "mpiad"]
+    for indent, name in re.findall(r"^( +)(\S+)", code_map()[1][0], re.MULTILINE):
+        folders[len(indent) // 2 :] = [folders[len(indent) // 2 - 1] / name]
+        drawn.add(folders[-1])
+    package = {file.parent for file in (ROOT / "mpiad").rglob("__init__.py")} | set((ROOT / "mpiad").glob("*.py"))
+    assert drawn == package - {ROOT / "mpiad"}
+
+
+def test_the_map_shows_the_layers_that_are_checked():
+    contracts = configparser.ConfigParser()
+    contracts.read(ROOT / "setup.cfg")
+    layers = contracts["importlinter:contract:floors"]["layers"]
+    assert re.findall(r"[\w|]+|\n", code_map()[1][1].strip()) == re.findall(r"[\w|]+|\n", layers.strip())
 
 
 def test_a_misspelt_variable_is_told_from_all_there_are():
