@@ -59,27 +59,27 @@ __all__ = [
 
 # Loaded at their first use: `mpiad.debug` after `import mpiad` costs nothing where nobody looks. All of them would
 # double what an import takes beside MPI's, NumPy's and autograd's.
-_ROOMS = (
+_PACKAGES = (
     "debug", "device", "domain", "ensemble", "errors", "extend", "inverse", "linalg", "optimize", "parallel", "programs",
     "tasks", "testing", "timestepping", "vi",
 )  # fmt: skip
-_FROM_ROOMS = {
+_FROM_PACKAGES = {
     "Domain": "domain", "jit": "programs", "minimize": "optimize", "mpi_map": "tasks", "mpi_optimize": "optimize",
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FROM_ROOMS:
+    if name in _FROM_PACKAGES:
         # Kept, so that the next access doesn't come here.
-        globals()[name] = found = getattr(import_module(f"{__name__}.{_FROM_ROOMS[name]}"), name)
+        globals()[name] = found = getattr(import_module(f"{__name__}.{_FROM_PACKAGES[name]}"), name)
         return found
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOMS, *_FROM_ROOMS})
+    return sorted({*globals(), *_PACKAGES, *_FROM_PACKAGES})
 
 
 def _record_where_asked() -> None:

@@ -1,6 +1,6 @@
 """Tests whose objectives are jitted, too: each is evaluated twice, at its trace and in a replay.
 
-With `--thorough` every test of the rooms below that takes a gradient runs three times: as it is, with its function jitted
+With `--thorough` every test of `PACKAGES` that takes a gradient runs three times: as it is, with its function jitted
 inside of `value_and_grad`, and with the two of them jitted together. A test that can't is marked `interpreted`: it counts
 calls or messages, or is about what the function itself raises.
 """
@@ -13,7 +13,7 @@ import mpiad
 from mpiad.differentiation import gradient
 from mpiad.programs import Jitted
 
-ROOMS = ("primitives", "domain", "timestepping", "differentiation")
+PACKAGES = ("primitives", "domain", "timestepping", "differentiation")
 WAYS = ["interpreted", "jitted-inside", "jitted-outside"]
 
 
@@ -25,7 +25,7 @@ def generate(metafunc: pytest.Metafunc) -> None:
 
 def _has_ways(metafunc: pytest.Metafunc) -> bool:
     tests, marks = metafunc.config.rootpath / "tests", {mark.name for mark in metafunc.definition.iter_markers()}
-    inside = any(Path(metafunc.definition.path).is_relative_to(tests / room) for room in ROOMS)
+    inside = any(Path(metafunc.definition.path).is_relative_to(tests / package) for package in PACKAGES)
     inside = inside and "device" not in Path(metafunc.definition.path).stem  # whose arrays aren't compiled
     chosen = metafunc.config.getoption("thorough") or "also_jitted" in marks
     return inside and chosen and not marks & {"interpreted", "launches"}

@@ -17,16 +17,17 @@ def printed(program: str) -> str:
     return done.stdout
 
 
-def test_rooms_and_names_are_there_without_an_import_of_their_own():
+def test_packages_and_names_are_there_without_an_import_of_their_own():
     program = (
-        "import mpiad; print(all(getattr(mpiad, room).__name__ == f'mpiad.{room}' for room in reversed(mpiad._ROOMS)));"
-        "print({*mpiad.__all__, *mpiad._ROOMS} <= {*dir(mpiad)}, all(callable(getattr(mpiad, n)) for n in mpiad.__all__))"
+        "import mpiad; print(all(getattr(mpiad, name).__name__ == f'mpiad.{name}' for name in reversed(mpiad._PACKAGES)));"
+        "print({*mpiad.__all__, *mpiad._PACKAGES} <= {*dir(mpiad)});"
+        "print(all(callable(getattr(mpiad, name)) for name in mpiad.__all__))"
     )
-    assert printed(program) == "True\nTrue True\n"
+    assert printed(program) == "True\nTrue\nTrue\n"
 
 
 def test_what_nobody_asks_for_is_not_loaded():
-    program = "import sys, mpiad; print([room for room in mpiad._ROOMS if f'mpiad.{room}' in sys.modules])"
+    program = "import sys, mpiad; print([name for name in mpiad._PACKAGES if f'mpiad.{name}' in sys.modules])"
     assert printed(program) == "['device', 'errors']\n"
 
 

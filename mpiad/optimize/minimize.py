@@ -4,7 +4,7 @@ Every decision (one more trial, stop, a limit, an error) is taken on the root an
 disagree on whether another evaluation follows. What each file does: `root_instructions` carries the root's instructions,
 `objective_evaluation` carries them out, `transport.user_failures`
 makes a failure on one rank known to all, `evaluated_points` remembers what is known, `scipy_methods` runs the method,
-`conclusion` corrects what it claims. The method that leaves the variables on their ranks has a room of its own, `sharded`.
+`conclusion` corrects what it claims. The methods that leave the variables on their ranks are in the package `sharded`.
 """
 
 from __future__ import annotations

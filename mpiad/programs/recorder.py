@@ -188,7 +188,7 @@ def _place_of_out(fun: Callable) -> int | None:
     return list(parameters).index("out") if known is not None and known.kind is known.POSITIONAL_OR_KEYWORD else None
 
 
-_COMPILED_ROOMS = ("", "domain")
+_COMPILED_PACKAGES = ("", "domain")
 _BY_THEMSELVES = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
 # Look for a channel, and communicate by operations alone, or by what is settled before them.
 _NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _BY_THEMSELVES | set(
@@ -324,8 +324,8 @@ class Recorder(NotedValues):
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operator of `mpiad.extend` on plain arrays, and note it."""
-        if _room(operator) not in _COMPILED_ROOMS:
-            self.refuse(f"it calls {operator.__name__} of mpiad.{_room(operator)}, which isn't compiled yet")
+        if _package_of(operator) not in _COMPILED_PACKAGES:
+            self.refuse(f"it calls {operator.__name__} of mpiad.{_package_of(operator)}, which isn't compiled yet")
         if any(hides_traced(x) for x in (*args, *kwargs.values())):
             self.refuse(f"{operator.__name__} is given functions or objects that hold traced values")
         self.channels |= self._channels_of(plain(args), operator.__name__)
@@ -496,8 +496,8 @@ def _rule() -> tuple[str, str, Site] | None:
     return call.direction, call.forward_name, call.forward_site  # type: ignore[return-value]
 
 
-def _room(operator: Any) -> str:
-    """Return the room of the library that an operator belongs to; nothing for one of the user's."""
+def _package_of(operator: Any) -> str:
+    """Return the package of the library that an operator belongs to; nothing for one of the user's."""
     module = getattr(operator.fun, "__module__", "").split(".")
     return module[1] if module[0] == "mpiad" and len(module) > 1 else ""
 
