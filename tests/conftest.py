@@ -199,12 +199,14 @@ def _differs_here(config: pytest.Config, item: pytest.Item) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def switched_off(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Turn off what MPIAD_TIMEOUT and MPIAD_DEBUG have switched on, in tests that are marked `unguarded`."""
+def switched_off(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Turn off MPIAD_TIMEOUT and MPIAD_DEBUG in tests that are marked `unguarded`, and in the programs that they start."""
     before = present()
     if not before.watches or request.node.get_closest_marker("unguarded") is None:
         yield
         return
+    for name in ("MPIAD_TIMEOUT", "MPIAD_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
     switch.restore(Settings())
     yield
     switch.apply(before)

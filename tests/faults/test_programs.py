@@ -22,6 +22,7 @@ def alone() -> Iterator[Any]:
 
 @pytest.mark.launches
 @pytest.mark.parametrize("program", list(alone()))
+@pytest.mark.unguarded
 def test_a_wrong_program_ends_with_a_sentence(program):
     found = wrong_programs.complaints(program)
     assert not found, "\n".join(found)
@@ -30,6 +31,7 @@ def test_a_wrong_program_ends_with_a_sentence(program):
 @pytest.mark.launches
 @pytest.mark.limit(90)
 @pytest.mark.parametrize("programs", wrong_programs.jobs(PROGRAMS), ids=lambda job: f"from {job[0].path.stem} on")
+@pytest.mark.unguarded
 def test_what_all_ranks_raise_has_a_sentence(programs, tmp_path):
     found = wrong_programs.complaints_in_turn(programs, tmp_path)
     assert not found, "\n".join(found)

@@ -73,6 +73,7 @@ def test_a_field_is_computed_into_the_buffer_of_its_exchange():
     assert all(step.in_place for step in replays.schedule.steps if isinstance(step, Run))
 
 
+@pytest.mark.unguarded
 def test_the_reverse_pass_of_a_stencil_reads_at_mirrored_places():
     """No array of zeros is scattered into: a loop for the value, one for the gradient; the call shares the value."""
     replays = replays_of(mpiad.grad(lambda u: anp.sum(anp.sin(laplacian(u)))), U)

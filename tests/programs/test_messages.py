@@ -152,6 +152,7 @@ def test_complex_numbers(compiled, rank, caplog):
 
 
 @each_place
+@pytest.mark.unguarded
 def test_second_derivatives(compiled, rank, size):
     """Products of a function that is jitted, and of what jitted functions are called in."""
 
@@ -377,6 +378,7 @@ def test_what_a_rank_sends_to_itself(rank):
         assert_same(plain(given)[1], 4 * given**3, 1e-14)
 
 
+@pytest.mark.unguarded
 def test_what_a_rank_sends_to_itself_in_another_shape(rank):
     jitted = mpiad.jit(lambda x: mpiad.mpi_exchange(x * x, rank, rank, like=np.ones((2, 3))), strict=True)
     for k in range(3):

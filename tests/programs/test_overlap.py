@@ -15,6 +15,8 @@ from mpiad.programs.replay import Replay
 from mpiad.transport import channel
 from mpiad.transport.prepared_messages import PreparedMessages
 
+pytestmark = pytest.mark.unguarded
+
 SHAPE = (260, 200)  # also of six ranks each has enough to divide
 BOUNDARIES = [("zero", "edge"), ("reflect", 1.5), ("edge", "reflect")]
 

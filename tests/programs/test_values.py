@@ -246,6 +246,7 @@ def test_higher_derivatives_and_both_modes():
 
 @pytest.mark.serial
 @pytest.mark.parametrize("n", [7, 10_000], ids=["small", "large"])
+@pytest.mark.unguarded
 def test_second_derivatives_of_a_compiled_function_are_compiled(n, monkeypatch):
     """In any order and with messages, several at one point: f itself isn't run any more. ∂²J/∂x² = 4 exp(2 x)."""
     x, v = np.linspace(-1, 1, n), np.cos(np.arange(n))
@@ -273,6 +274,7 @@ def test_second_derivatives_of_a_compiled_function_are_compiled(n, monkeypatch):
 
 
 @pytest.mark.serial
+@pytest.mark.unguarded
 def test_a_reverse_pass_that_has_begun_is_differentiated_by_its_cotangent():
     """Where it was traced by shapes; what computes with complex numbers isn't."""
     jitted, run = mpiad.jit(lambda x: x**2, strict=True), mpiad.jit(lambda x: anp.real((x + 1j) ** 2), strict=True)

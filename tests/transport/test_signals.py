@@ -91,6 +91,7 @@ def test_sigterm_at_exit(mpirun):
 
 
 @launches
+@pytest.mark.unguarded
 def test_sigint_in_a_wait_ends_the_job(mpirun):
     program = START + "if rank == 1:\n    tell_soon(2)\n    mpiad.mpi_recv(0.0, 0)  # here\nmpiad.mpi_recv(0.0, 1)"
     done = mpirun(2, program)
