@@ -1,4 +1,4 @@
-"""A solve that is to be differentiated: what it started from, and the steps that it took."""
+"""A solve that is to be differentiated: its inputs, and its steps."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mpiad.ensemble.stages import Stages, stages_for
 from mpiad.ensemble.step_sweep import Columns, StepSweep, Visit
 from mpiad.transport.device_arrays import arrays_of
 
-# Where saved values lie that lie in no step.
+# Codes of saved values that lie in no step.
 INITIAL, NOWHERE, FINAL = -1, -2, -3
-# Numbers in one array of a block: so many that tracing f costs less than computing it.
+# Number of entries in one array of a block: large enough that tracing f costs less than computing it.
 _BLOCK = 49152
 _LEAST_COLUMNS = 1024
 
@@ -34,7 +34,8 @@ _LEAST_COLUMNS = 1024
 class Run:
     """A solve and its record. Everything here is a plain array.
 
-    `live`, bool, shape (N,): which trajectories didn't fail; on the host. `home`: makes arrays on a device, else None.
+    - `live`: bool, shape (N,), on the host. Which trajectories didn't fail.
+    - `home`: makes arrays on a device; None on the host.
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
@@ -44,7 +45,7 @@ class Run:
 
     @cached_property
     def coefficients(self) -> Coefficients:
-        """The pair's table, where the states live."""
+        """The method's coefficients, on the device of the states."""
         return Coefficients(self.tableau, self.batch.u0)
 
     @cached_property
@@ -57,40 +58,40 @@ class Run:
         """Steps to differentiate, array of int, shape (N,)."""
         return np.where(self.live, self.outcome.naccept, 0)
 
-    # Up to so many directions tangents cost less than the adjoint, or as much. (A choice by the number of trajectories as
-    # well would make a trajectory's last bits depend on it.)
+    # Up to this number of directions tangents cost at most as much as the adjoint. (If the choice depended on the number of
+    # trajectories as well, a trajectory's last bits would depend on it.)
     few = 2
-    # Whether tangents of saved states have room; else they are contracted on the way.
+    # Whether tangents of saved states are stored; otherwise they are contracted during the sweep.
     keeps_tangents = True
 
     @property
     def n_saved(self) -> int:
-        """How many values are saved of each trajectory."""
+        """The number of saved values per trajectory."""
         return self.save_step.shape[1]
 
     @property
     def slots(self) -> int:
-        """For how many there is room; what nobody asked for goes to the last one on a device."""
+        """The number of slots for saved values; on a device the last slot takes values that aren't saved."""
         return self.n_saved
 
     @property
     def reached(self) -> Array:
-        """When each trajectory ended, shape (N,), where the states live."""
+        """The times at which the trajectories ended, shape (N,), on the device of the states."""
         return self.outcome.t_reached
 
     @property
     def crossed(self) -> Array:
-        """When events were whose times have derivatives, or all, shape (m,), where the states live."""
+        """The times of events, at least all whose times have derivatives, shape (m,), on the device of the states."""
         return self._with_acting("time")
 
     @property
     def crossed_ids(self) -> Array:
-        """Their trajectories, shape (m,)."""
+        """The trajectories of these events, shape (m,)."""
         return self._with_acting("ids")
 
     @cached_property
     def save_step(self) -> Array:
-        """In which step each saved value lies, shape (N, n_saved), or INITIAL, NOWHERE (not reached, or failed), FINAL."""
+        """The step of each saved value, shape (N, n_saved), or INITIAL, NOWHERE (not reached, or failed), FINAL."""
         live, count = self.live[:, None], self.counts[:, None]
         if self.settings.saveat is not None:
             still = (self.batch.start == self.batch.end)[:, None]
@@ -115,31 +116,31 @@ class Run:
         return self.placed(self.live)
 
     def placed(self, mask: np.ndarray) -> Array:
-        """Return an array of the host's where the states live."""
+        """Return an array of the host on the device of the states."""
         return mask if self.home is None else self.home.to_device(np.ascontiguousarray(mask))
 
     def moved(self, x: Array) -> Array:
-        """Return an array of the host's, which may be traced, where the states live."""
+        """Return an array of the host, which may be traced, on the device of the states."""
         return x if self.home is None else array_to_device(x, self.home)
 
     def arange(self, stop: int) -> Array:
-        """Return the integers from 0 on, where the states live."""
+        """Return the integers from 0 on, on the device of the states."""
         return np.arange(stop) if self.home is None else self.home.arange(stop)
 
     def on_host(self, x: Array) -> np.ndarray:
-        """Return an array on the host, by a copy where it lives elsewhere."""
+        """Return an array on the host, as a copy if it lives on a device."""
         return x if self.home is None else self.home.to_host(x)
 
     def chosen(self, mask: np.ndarray) -> Array:
-        """Return the numbers of some trajectories where the states live, without a copy where these are all."""
+        """Return the numbers of some trajectories on the device of the states, without a copy if these are all."""
         return self.arange(len(mask)) if mask.all() else self.placed(np.flatnonzero(mask))
 
     def numbers(self, *shape: int) -> Array:
-        """Return zeros in double precision where the states live."""
+        """Return zeros in double precision on the device of the states."""
         return np.zeros_like(self.batch.u0, shape=shape, dtype=float)
 
     def doubled(self, width: int) -> Columns:
-        """Return with which columns f is called: all, and on the host a single one twice."""
+        """Return the columns with which f is called: all, and on the host a single one twice."""
         alone = width == 1 and self.home is None and not self.field.one_by_one
         return np.zeros(2, int) if alone else slice(0, width)
 
@@ -151,16 +152,16 @@ class Run:
 
     @cached_property
     def shares(self) -> list[tuple[int, Steps]]:
-        """For each share its first trajectory and the steps of those that didn't fail."""
-        # What fails drops out; its steps may have led to where f overflows.
+        """The first trajectory of each share, and the steps of its trajectories that didn't fail."""
+        # Failed trajectories are left out; f may overflow along their steps.
         recorded = self.outcome.recorded()
         return [(first, steps.chosen(self.live[first : first + len(steps.counts)])) for first, steps in recorded]
 
     def sweeps(self, backwards: bool = False, whole: bool = False) -> Iterator[StepSweep]:
-        """Return the sweeps over all steps, block by block, in an order in which they can be gone.
+        """Return the sweeps over all steps, block by block, in a valid order.
 
-        `backwards`: from the last step to the first. `whole`: blocks may be as wide as there are trajectories; where states
-        weren't kept, visits have none.
+        - `backwards`: from the last step to the first.
+        - `whole`: blocks may be as wide as the number of trajectories; visits have no states if these weren't kept.
         """
         width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(self.batch.u0)))
         for first, steps in self.shares:
@@ -174,11 +175,11 @@ class Run:
         return stages_for(self.tableau, self.batch, self.settings.mass)
 
     def stages_again(self, sweep: StepSweep, visit: Visit) -> tuple[Any, Array]:
-        """Return the stages of a visit, and the states after it, computed as the solve did."""
+        """Return the stages of a visit and the states after it, computed in the same way as in the solve."""
         return self.stages_of(sweep.ids[: len(visit.t)], visit.u, visit.t, visit.h)
 
     def stages_of(self, ids: Array, u: Array, t: Array, h: Array) -> tuple[list[Array], Array]:
-        """Return the stages of steps from states u, (d, n), of some trajectories, and the states after them."""
+        """Return the stages of steps of some trajectories from states u, (d, n), and the states after them."""
         width, batch = len(t), self.batch
         columns = two_at_least(width)  # as in the solve
         u, t, h, p = u[:, columns], t[columns], h[columns], batch.p.columns(ids[columns], self.field.one_by_one)
@@ -187,19 +188,19 @@ class Run:
         stages.take(u, p, t, h, t + h, None)
         return [k[:, :width] for k in stages.k], stages.new[:, :width]
 
-    # ---- what was saved
+    # ---- saved values
 
     def due(self, ids: Array, place: Array) -> Array | None:
-        """Return the times of saved values; None where every step is saved."""
+        """Return the times of saved values; None if every step is saved."""
         times = self.settings.saveat
         if times is None:
             return None
         return times[place] if times.ndim == 1 else times[ids, place]
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
-        """Return the cotangents of the results by those of saved states, (N, n_saved, d), final ones, (N, d), and times."""
+        """Return the cotangents of the results, given those of saved states, (N, n_saved, d), of final ones, and of times."""
         if saved.size:
-            # What wasn't reached is NaN, and so may be its cotangent.
+            # Values that weren't reached are NaN, and so may be their cotangents.
             saved = np.where((self.save_step == NOWHERE)[..., None], 0, saved)
         reached, crossed = times or (None, None)
         crossed = crossed if crossed is not None and crossed.any() else None
@@ -207,7 +208,7 @@ class Run:
 
     @cached_property
     def entries(self) -> Entries:
-        """All values that trajectories save on their way."""
+        """All saved values that lie in a step."""
         ids, place = np.nonzero(self.save_step >= 0)
         number = self.save_step[ids, place].astype(np.int64)
         t, h = np.empty(len(ids)), np.empty(len(ids))
@@ -217,32 +218,32 @@ class Run:
         due = self.due(ids, place)
         if due is None:
             return Entries(ids, place, number, np.ones(len(ids)), h)
-        # The last step ends there by decree, and t + h may miss it by rounding.
+        # The last step ends there by definition, and t + h may miss it by rounding.
         last = (number == self.counts[ids] - 1) & (due == self.batch.end[ids])
         x = np.where(last | (due == t + h), 1.0, (due - t) / h)
         return Entries(ids, place, number, x, h)
 
     def _saved_at(self, at_start: bool) -> np.ndarray:
-        """Tell which values are initial states, or final ones, shape (N, n_saved), on the host."""
+        """Return which values are initial states, or final ones, shape (N, n_saved), on the host."""
         return self.save_step == (INITIAL if at_start else FINAL)
 
     def saved_at(self, at_start: bool) -> Array | None:
-        """Tell which values are initial states, or final ones, shape (N, slots), where the states live; None: no value."""
+        """Return which values are initial or final states, shape (N, slots), on the states' device; None if none are."""
         mask = self._saved_at(at_start)
         return self.placed(np.pad(mask, ((0, 0), (0, self.slots - self.n_saved)))) if mask.any() else None
 
     def take_up(self, total: Array, saved: Array, at_start: bool) -> None:
-        """Add the cotangents of values that are the initial states, or final ones, to those of these states, (d, N)."""
+        """Add the cotangents of the values that are the initial states, or final ones, to those of these states, (d, N)."""
         for slot, ids in self._slots_at(at_start):
             total[:, ids] += saved[ids, slot].T
 
     def put_down(self, saved: Array, states: Array, at_start: bool) -> None:
-        """Write initial or final states, (m, d, N), to the values that they are, (m, N, slots, d)."""
+        """Write initial or final states, (m, d, N), to the values that equal them, (m, N, slots, d)."""
         for slot, ids in self._slots_at(at_start):
             saved[:, ids, slot] = np.swapaxes(states[:, :, ids], 1, 2)
 
     def _slots_at(self, at_start: bool) -> Iterator[tuple[int, Columns]]:
-        """Return which saved values are initial states, or final ones, slot by slot, and of which trajectories."""
+        """Return the saved values that are initial or final states, slot by slot, and their trajectories."""
         mask = self._saved_at(at_start)
         for slot in np.flatnonzero(mask.any(axis=0)).tolist():
             own = mask[:, slot]
@@ -252,7 +253,7 @@ class Run:
 
     @cached_property
     def _event_columns(self) -> list[Array]:
-        """The columns of the table of events, with which are terminal: see `Outcome.event_table`."""
+        """The columns of the table of events, and a mask of the terminal ones: see `Outcome.event_table`."""
         rows = np.empty((5, 0)) if self.outcome.event_table is None else self.outcome.event_table
         ids, event, number = rows[:3].astype(int)
         ends = np.array([event.stops for event in self.settings.events], bool)[event]
@@ -260,17 +261,17 @@ class Run:
 
     @cached_property
     def crossings(self) -> Crossings:
-        """All events on the way of trajectories that didn't fail, but for those that ended one or acted."""
+        """All events of trajectories that didn't fail, except those that ended one or acted."""
         return self._crossings(self.live[self._event_columns[0]] & ~self._event_columns[-1])
 
     @cached_property
     def stops(self) -> Crossings:
-        """Those at which a step was cut short, since they ended a trajectory or acted: of two at once the later one."""
+        """Events at which a step was cut short, since they ended a trajectory or acted; the later one if two coincide."""
         return self._crossings(self.stop_rows)
 
     @cached_property
     def stop_rows(self) -> Array:
-        """Which rows of the table of events they are."""
+        """The rows of `stops` in the table of events."""
         ids, _, number, *_, ends = self._event_columns
         rows = np.flatnonzero(ends & self.live[ids])
         own, step = ids[rows], number[rows]
@@ -283,13 +284,13 @@ class Run:
 
     @cached_property
     def acting_row(self) -> Array:
-        """For each of the stops at which an event acted the place of its time in `crossed`."""
+        """For each stop at which an event acted, the index of its time in `crossed`."""
         acts = np.array([event.acts for event in self.settings.events], bool)[self.stops.event]
         return np.where(acts, len(self.crossings.ids) + np.cumsum(acts) - 1, -1)
 
     @cached_property
     def crossed_row(self) -> Array:
-        """For each row of the table of events the place of its time in `crossed`; -1 where a trajectory ended or failed."""
+        """For each row of the table of events, the index of its time in `crossed`; -1 if a trajectory ended or failed."""
         ids, *_, ends = self._event_columns
         live, found = self.live[ids], np.full(len(ids), -1)
         found[live & ~ends] = np.arange(len(self.crossings.ids))
@@ -303,7 +304,7 @@ class Run:
 
     @cached_property
     def jumps(self) -> Jumps | None:
-        """How events changed the states of trajectories that didn't fail; None where none did."""
+        """The jumps of trajectories that didn't fail; None if there are none."""
         made = self.outcome.recorded_jumps() if self._any_acts else []
         found = Jumps(made, self.live) if made else None
         return found if found is not None and len(found.ids) else None
@@ -314,12 +315,12 @@ class Run:
 
     @property
     def times_move(self) -> bool:
-        """Whether steps begin at times that move whatever the solve is differentiated by: those of conditions."""
+        """Whether steps begin at times that depend on every input of the solve: the times at which conditions vanish."""
         return self.jumps is not None and bool((self.jumps.slot == FOUND).any())
 
     @cached_property
     def cut(self) -> Array:
-        """Which trajectories' last steps end at an event and not where tspan does, array of bool, shape (N,)."""
+        """The trajectories whose last steps end at an event and not at the end of tspan, array of bool, shape (N,)."""
         if self.jumps is None:
             return self.terminated
         ids, number = self.jumps.ids, self.jumps.number
@@ -329,8 +330,8 @@ class Run:
 
     @cached_property
     def ending_events(self) -> Array:
-        """Which event ended each trajectory, -1 where none did, shape (N,)."""
+        """The event that ended each trajectory, shape (N,); -1 if none did."""
         ids, event, *_, terminal = self._event_columns
         found = np.full(self.batch.size, -1)
-        found[ids[terminal]] = event[terminal]  # of two at once the later one
+        found[ids[terminal]] = event[terminal]  # the later one if two coincide
         return np.where(self.terminated, found, -1)

@@ -43,11 +43,11 @@ from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_first, raising_together
 
-# What each rank has made of its trajectories, a nest of anything, on all ranks; derivatives flow through its numbers.
+# Gathers each rank's results, which are pytrees with any leaves, on all ranks; derivatives flow through their numbers.
 
 
 def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
-    # Pickled before the message: a rank that can't must tell those that have nothing to pickle, and wait.
+    # Pickled before the message: a rank that fails must report that to the ranks that have nothing to pickle.
     try:
         mine, error = pickle.dumps(skeleton, pickle.HIGHEST_PROTOCOL), None
     except Exception as found:  # noqa: BLE001 raised on all ranks together
@@ -62,7 +62,7 @@ def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
 
 
 class _Place:
-    """Stands for numbers that travel as part of one array."""
+    """Placeholder for numbers that are sent as part of one array."""
 
     def __init__(self, shape: Shape, dtype: np.dtype):
         self.shape, self.dtype = shape, dtype
@@ -70,7 +70,7 @@ class _Place:
 
 
 def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
-    """Return the nests of all ranks; collective. A TypeError on all, where one has what can't be pickled."""
+    """Return the pytrees of all ranks; collective. A TypeError on all ranks if one has a leaf that can't be pickled."""
     leaves, build = flatten(tree)
     numbers = [leaf for leaf in leaves if is_variable(leaf)]
     places = [_place(leaf) if is_variable(leaf) else leaf for leaf in leaves]
@@ -79,7 +79,7 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Place)}
     dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
     mine = [_as(anp.ravel(number), dtype) for number in numbers]
-    # The empty one stands for ranks without numbers, whose dtype must be that of the others.
+    # The empty array is for ranks without numbers, whose dtype must be that of the others.
     everything = mpi_allgather(anp.concatenate([np.empty(0, dtype), *mine]), axis=0, comm=comm)
     trees, at = [], 0
     for parts, make in flat:
@@ -140,47 +140,48 @@ def solve(
     alg : RK45, Tsit5, BS3, Vern7, RK4, Rosenbrock23 or Rodas5P
         `RK45` by default; the last two are for stiff problems.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads, EnsembleGPU or EnsembleMPI
-        How an ensemble is run, all together by default; the results are equal bit for bit, those of GPUs to rounding.
+        How to run an ensemble; vectorized by default. All give the same results bit for bit, GPUs up to rounding.
     trajectories : int, optional
-        N; needed where the ensemble has no arrays of initial states or parameters.
+        N; required if the ensemble has no arrays of initial states or parameters.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
-        When to save states: an interval from the start on (the end is saved too), times for all, or times for each
-        trajectory; by default at the start and the end. In the order of the solve, and not traced.
+        Times at which states are saved: an interval from the start on (the end is saved too), times for all trajectories,
+        or times per trajectory; by default the start and the end. Ordered in the direction of the solve, and not traced.
     save_everystep : bool
-        Save after every accepted step; ``sol.t`` and ``sol.u`` of an ensemble are then filled up with NaN.
+        Save after every accepted step; ``sol.t`` and ``sol.u`` of an ensemble are padded with NaN.
     dense_output : bool
-        Keep all steps, so that ``sol(t)`` gives the states at any times.
+        Keep all steps, so that ``sol(t)`` returns the states at any times.
     rtol, atol : float
-        The error of a step is at most ``atol + rtol * abs(u)``, in the root mean square over the components. `atol` may
-        have one entry for each component.
+        Tolerances: the error of a step is at most ``atol + rtol * abs(u)``, in the root mean square over the components.
+        `atol` may have one entry per component.
     dt : float, optional
-        The first step; of RK4 every step.
+        Size of the first step; for RK4, of every step.
     dtmax : float
-        The largest step.
+        Maximum step size.
     max_steps : int
-        Of each trajectory, rejected ones included.
+        Maximum number of steps per trajectory, rejected ones included.
     events : Event or tuple of Event
-        What is looked for, or happens, on the way. A saved time that coincides with one that changes the state holds the
-        state after it.
+        Events to detect or to apply. A saved time that coincides with an event that changes the state holds the state after
+        it.
     batch_size : int, optional
-        How many trajectories are set up at once, which bounds memory; all by default.
+        Number of trajectories that are set up at once, which bounds memory; all by default.
     gradient : {"tangent", "adjoint"}, optional
-        How a gradient is computed in reverse mode: by tangents carried along, or by an adjoint sweep back over the steps.
-        By default by tangents where a trajectory is differentiated by at most two numbers, not by tspan, and there are no
-        events. Both give the same. By tspan and with events, tangents are those of a replay, one direction after the other.
+        How a gradient is computed in reverse mode: by tangents propagated with the solve, or by an adjoint sweep back over
+        the steps. The default is tangents if a trajectory is differentiated with respect to at most two numbers, tspan
+        isn't differentiated, and there are no events; otherwise the adjoint. Both give the same result. With respect to
+        tspan and with events, tangents come from a replay of the steps, one direction after the other.
     checkpoints : int, optional
-        Of a gradient: keep the states before every so many steps only (and the times and sizes of all), and compute those
-        between again, which costs about one more solve. Kernels keep the steps of one in so many trajectories at a time.
-        All are kept by default.
+        For a gradient: keep the states before every `checkpoints`-th step only (and the times and sizes of all steps), and
+        recompute those between, which costs about one more solve. Kernels keep the steps of one in `checkpoints`
+        trajectories at a time. By default all are kept.
     compile : {"auto", True, False}
         Whether to compile f into a kernel, in which each trajectory's solve and its gradient run as one loop of machine
-        code. "auto" does so for ensembles of 1,000 trajectories and more, and for all with EnsembleGPU, where f can be
-        compiled and nothing is asked for that kernels don't do; True raises where it can't be. Numbers agree to rounding.
+        code. "auto" compiles for ensembles of at least 1,000 trajectories, and always with EnsembleGPU, if f can be
+        compiled and kernels support all options; True raises if they can't. Results agree up to rounding.
     progress : bool
-        Whether to show on standard error how many trajectories have ended, and how long the rest takes if they are alike;
-        over ranks, those of rank 0.
+        Whether to show on standard error the number of finished trajectories and an estimate of the remaining time; with
+        several ranks, those of rank 0.
     throw : bool
-        Whether to raise where a trajectory fails. By default it has a return code, and the log one line for all.
+        Whether to raise if a trajectory fails. By default it has a return code, and one line is logged for all.
 
     Returns
     -------
@@ -189,22 +190,22 @@ def solve(
     Raises
     ------
     NotImplementedError
-        Where `saveat`, or what f itself closes over, is traced.
+        If `saveat`, or a value that f closes over, is traced.
     TypeError, ValueError
         If an argument can't be used, f doesn't return the derivative of columns, or ranks give different arguments.
     IntegrationError
-        With `throw`, where a trajectory fails.
+        With `throw`, if a trajectory fails.
 
     Ranks
     -----
-    Each rank solves for itself; with `EnsembleMPI`, all ranks of its communicator call it with the same problem and solve
-    together. What arrays on the host hold, and what functions read beside their arguments, is compared after the solve; an
-    object that a function reads can't be.
+    Each rank solves independently; with `EnsembleMPI`, all ranks of its communicator call it with the same problem and
+    solve together. The contents of arrays on the host, and values that functions read besides their arguments, are compared
+    after the solve; objects that a function reads can't be.
 
     Notes
     -----
-    A trajectory's numbers depend neither on the others nor on how many there are, nor on the backend, bit for bit, where
-    f itself computes each column by itself (a matrix product in f agrees to rounding).
+    A trajectory's results depend neither on the other trajectories or their number nor on the backend, bit for bit, if f
+    computes each column independently (a matrix product in f agrees up to rounding).
 
     Examples
     --------
@@ -216,7 +217,7 @@ def solve(
     >>> print(mpiad.grad(end, objective="sum")(np.array([[1.0], [2.0]])).ravel().round(4))
     [-0.3679 -0.1353]
     """
-    given = SolveOptions(**locals())._replace(progress=bool(progress))  # first of all: nothing but the arguments is there
+    given = SolveOptions(**locals())._replace(progress=bool(progress))  # first, while only the arguments are in scope
     used = channel(ensemblealg.comm, "ensemble.solve") if isinstance(ensemblealg, EnsembleMPI) else None
     options = checked_options(given) if used is None else checked_together(used, given)
     single, count = isinstance(problem, ODEProblem), options.trajectories
@@ -230,7 +231,7 @@ def solve(
     else:
         sol = _ensemble(options, compiler, range(1, count + 1), progress)
     _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, together is None or together.rank == 0)
-    # It knows the kernels that solved it, and not those of a solution that it comes from.
+    # Its problem holds the kernels of this solve, not those of a solution from which the problem was taken.
     solved = problem.read_from(compiler.kernels) if compiler.kernels or problem._kernels else problem
     sol.problem, sol.alg = solved, alg
     return sol[0] if single else unshared(sol)
@@ -239,9 +240,9 @@ def solve(
 def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> EnsembleSolution:
     """Solve an ensemble over the ranks of a communicator; all of them call it, with equal arguments.
 
-    While the trajectories advance, nothing is communicated. After, the ranks exchange how each went (through which no
-    derivative flows), and gather states by `mpi_allgather`, whose adjoint returns each rank the cotangents of its
-    own share. What was raised on one of them is raised on all.
+    While the trajectories advance, nothing is communicated. Afterwards the ranks exchange their outcomes (through which no
+    derivative flows), and gather states by `mpi_allgather`, whose adjoint returns to each rank the cotangents of its own
+    share. An exception on one rank is raised on all.
     """
     problem, mpi, count = options.problem, options.ensemblealg, options.trajectories
     bounds = mpi.bounds(count, used.size)
@@ -249,14 +250,14 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     share: EnsembleSolution | Exception
     try:
         share = _ensemble(options, compiler, range(first + 1, last + 1), options.progress and used.rank == 0)
-    except Exception as error:  # noqa: BLE001 of which the others must learn
+    except Exception as error:  # noqa: BLE001 raised on all ranks together
         share = error
     traced = not isinstance(share, Exception) and isbox(share.u_end)
     evaluated = partial(evaluations, alg=options.alg, given=options.dt is not None)
     given = digests_of(problem, options.events)
     share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings, given)
     compiler.log_warnings(outcomes.said, used.rank)
-    # Of all trajectories, the same on all ranks: they divide by it the next time, without a message.
+    # For all trajectories, the same on all ranks: they divide the next solve by it without a message.
     components = int(np.prod(share.u_end.shape[1:]))
     mpi.remember(outcomes.tries, components, outcomes.any("compiled"), outcomes.any("traced"))
     makes = problem.output_func is not None or problem.reduction is not None
@@ -268,15 +269,15 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
         with raising_together(used, Exception):
             parts = [tree for tree, a, b in zip(trees, bounds, bounds[1:]) if a < b or count == 0]
             made = combined(problem, parts, count)
-    # Initial states that each rank knows of all trajectories needn't travel.
+    # Initial states of all trajectories that each rank knows needn't be sent.
     start = None if problem.prob_func else partial(initial_states, problem, range(1, count + 1))
     return gathered(used, share, outcomes, start, bool(options.events), made)
 
 
 def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progress: bool) -> EnsembleSolution:
-    """Solve some trajectories, counted from 1."""
+    """Solve some trajectories, numbered from 1."""
     problem = options.problem
-    # One for all batches and repeats, so that a trajectory's generator doesn't depend on how they are cut.
+    # One seed for all batches and repeats, so that a trajectory's generator doesn't depend on the division into batches.
     seed = master_seed(problem.seed) if problem.prob_func else 0
 
     def ended(count: int) -> None:
@@ -288,7 +289,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
         batch, typical = own_members(problem, numbers, repeat, seed, options.trajectories)
         sol = _solved(options, compiler, batch, shown, numbers)
         if typical is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
-            # So that ranks needn't send each other their saved times where all have the same.
+            # So that ranks needn't exchange their saved times if all have the same.
             sol.t = save_times(options.saveat, typical.plain())
         return sol
 
@@ -307,13 +308,13 @@ def _solved(
     numbers: range = range(1, 2),
 ) -> EnsembleSolution:  # fmt: skip
     record = options.save_everystep or options.dense_output or given.traced
-    # What is asked of the steps later is asked of the same parameters.
+    # Derivatives of the steps are computed later, and need the same parameters.
     given = given.own() if record else given
     batch = given.plain()
     on_gpu = isinstance(options.backend, EnsembleGPU)
     hosted = not (on_gpu or is_on_device(batch))
     check_place_of(options, hosted)
-    # Where both ends are all that is saved, they are known: no time needs to be looked for, step by step.
+    # If only both ends are saved, they are known: no saved time has to be searched for in the steps.
     ends = hosted and options.saveat is None and not options.save_everystep and not options.events
     times = None if options.save_everystep else _NO_TIMES if ends else save_times(options.saveat, batch, numbers.start - 1)
     settings = settings_of(options, batch, times, record, ends, shown)
@@ -335,7 +336,7 @@ def _solved(
 def _by_arrays(
     options: SolveOptions, compiler: Compiler, given: Batch, batch: Batch, settings: Settings
 ) -> EnsembleSolution:
-    """Solve a batch where its arrays live: on the host by a kernel, too, where that is chosen."""
+    """Solve a batch on the device of its arrays; on the host by a kernel if that is chosen."""
     if options.acting:
         plan = compiler.plan(batch, settings, given)
         return solved_with_events(partial(compiler.run_planned, plan, given=given), batch, settings, given)
@@ -347,9 +348,9 @@ def _by_arrays(
 
 
 def _report(sol: EnsembleSolution | RankOutcomes, throw: bool, logs: bool = True) -> None:
-    """Log how many trajectories failed, how, and which first; `logs` says whether this rank does.
+    """Log the number of failed trajectories, their return codes and the first of them; `logs` says whether this rank logs.
 
-    With `throw` it raises an IntegrationError where one failed.
+    With `throw`, raises an IntegrationError if one failed.
     """
     if isinstance(sol, DeviceSolution) and sol.all_succeeded:
         return  # the codes stay where they are

@@ -1,4 +1,4 @@
-"""`steady_state`: where the trajectories of an ensemble come to rest."""
+"""`steady_state`: the steady states of an ensemble's trajectories."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import alike_on_all, raising_together
 from mpiad.transport.tracing import restoring_state
 
-# Newton's method for the roots of f of many trajectories at once, each damped by its own time step: pseudo-transients.
+# Newton's method for the roots of f of many trajectories at once, each damped by its own pseudo-time step.
 #
-# A step is one of the linearly implicit Euler method, (1/τ - J) Δ = f, which follows the flow to where it comes to rest; as
-# τ grows it becomes Newton's. It is taken where the contraction of the implicit Euler equation that it shows is good, a
-# test for which it doesn't matter how components are scaled, and τ is chosen by that. In each round every trajectory that
-# is under way tries one step; those that get on have their Jacobians computed anew.
+# A step is one of the linearly implicit Euler method, (1/τ - J) Δ = f, which follows the flow to a steady state; as τ grows
+# it becomes Newton's. It is accepted if the estimated contraction of the implicit Euler equation is small enough, a test
+# that doesn't depend on the scaling of the components, and τ is chosen from that contraction. In each round every active
+# trajectory tries one step; if the step is accepted, the Jacobian is computed again.
 #
 # References
 # ----------
 # Deuflhard, "Newton methods for nonlinear problems" (2004), section 6.4.
 
 
-# A step is taken up to the first contraction, and the next one aims at the second.
+# A step is accepted up to the first contraction; the next step size is chosen for the second.
 _MOST_CONTRACTION, _AIM = 0.5, 0.25
 _MOST_GROWTH = 10.0
-# The first step, as a part of the time in which the largest component would change by itself.
+# The first step, as a fraction of the time in which the largest component would change by its own size.
 _FIRST = 0.1
-# Of a matrix whose rows and columns are scaled to one.
+# Threshold of the smallest singular value relative to the largest, for matrices whose rows and columns are scaled to one.
 _SINGULAR = 1e-13
 
 _UNDER_WAY = -1
@@ -60,7 +60,7 @@ _LARGEST = 1e200  # of 1/τ and of τ
 class Equations:
     """f of a batch's trajectories at the ends of their tspans, and its Jacobian.
 
-    `batch`: of plain arrays.
+    `batch`: holds plain arrays.
     """
 
     def __init__(self, batch: Batch):
@@ -78,7 +78,7 @@ class Equations:
         return np.asarray(self._field.array(u[:, both], *self.columns(ids[both])), u.dtype)[:, : len(ids)]
 
     def linearised(self, u: Array, ids: Array) -> tuple[Array, Array]:
-        """Return f, shape (d, n), and its Jacobian by the states, shape (n, d, d)."""
+        """Return f, shape (d, n), and its Jacobian with respect to the states, shape (n, d, d)."""
         (d, n), both = u.shape, two_at_least(len(ids))
         leaves, t = self.columns(ids[both])
         given = np.zeros((1 + d, d, len(both)), u.dtype)
@@ -91,19 +91,19 @@ class Equations:
 
 
 class Roots(NamedTuple):
-    """Where N trajectories ended."""
+    """Results of the root search for N trajectories."""
 
-    u: Array  # shape (d, N); NaN where no root was found
+    u: Array  # shape (d, N); NaN if no root was found
     jacobian: Array  # shape (N, d, d); at u
-    # `codes`, `niter`: int, shape (N,). Return codes, and the steps that were taken.
+    # `codes`, `niter`: int, shape (N,). Return codes, and the numbers of accepted steps.
     codes: Array
     niter: Array
 
 
 def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float, max_iters: int) -> Roots:
-    """Find a root for each trajectory, by Newton's method from its state u0, shape (d, N): not finite where none can begin.
+    """Find a root for each trajectory by Newton's method from u0, shape (d, N); no search begins if it isn't finite.
 
-    The last of at most `max_iters` steps is at most ``atol + rtol * abs(u)``, in each component.
+    The last of at most `max_iters` steps is at most ``atol + rtol * abs(u)`` in each component.
     """
     search = _Search(equations, u0, rtol, atol)
     for _ in range(max_iters):
@@ -114,15 +114,15 @@ def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float
 
 
 def solved_each(matrices: Array, right: Array) -> Array:
-    """Return the solutions of n small systems, shape (n, d); of singular ones the shortest that solve them best."""
-    # Rows that differ by powers of ten, as those of reaction rates do, are brought to one size.
+    """Return the solutions of n small systems, shape (n, d); if singular, the least-squares one of minimum norm."""
+    # Rows may differ by powers of ten, as those of reaction rates do, and are scaled to a common size.
     rows = np.abs(matrices).max(axis=2, keepdims=True, initial=0.0)
     rows[rows == 0] = 1.0
     matrices, right = matrices / rows, right[..., None] / rows
     try:
         return np.linalg.solve(matrices, right)[..., 0]
     except np.linalg.LinAlgError:
-        # One after the other, so that none is solved otherwise because another is singular.
+        # One after the other, so that a singular system doesn't change how the others are solved.
         return np.array([_solved_best(*system) for system in zip(matrices, right[..., 0])]).reshape(right.shape[:2])
 
 
@@ -134,7 +134,7 @@ def _solved_best(matrix: Array, right: Array) -> Array:
 
 
 class _Search:
-    """The trajectories, and how far each has come."""
+    """The trajectories and the state of each one's search."""
 
     def __init__(self, equations: Equations, u0: Array, rtol: float, atol: Array | float):
         (d, count), self._equations = u0.shape, equations
@@ -162,8 +162,8 @@ class _Search:
             step = solved_each(matrix, f.T).T
             there = self._equations.values(u + step, ids)
             good = np.isfinite(there).all(axis=0)
-            # Natural monotonicity: by how much the next step with the same matrix is shorter says whether this one leads
-            # closer, whatever the scales of the equations are.
+            # Natural monotonicity: the ratio of the next step with the same matrix to this one shows whether this step
+            # leads closer to the root, independently of the scales of the equations.
             following = solved_each(matrix, np.where(good, there - rate * step, 0.0).T).T
             contraction = np.where(good, self._size(following, u) / self._size(step, u), np.inf)
         better = contraction <= _MOST_CONTRACTION
@@ -177,7 +177,7 @@ class _Search:
         self._linearise(ids[better], ConvergenceCode.ConvergenceFailure)
 
     def roots(self) -> Roots:
-        """Return where all ended; those that are under way have had their number of steps."""
+        """Return the results; trajectories that are still active get the code MaxIters."""
         codes = np.where(self._codes == _UNDER_WAY, ConvergenceCode.MaxIters.code, self._codes)
         found = np.flatnonzero(codes == ConvergenceCode.Success.code)
         jacobian, u = np.full_like(self._jacobian, np.nan), np.full_like(self._u, np.nan)
@@ -189,7 +189,7 @@ class _Search:
         return Roots(u, jacobian, codes, self._niter)
 
     def _linearise(self, ids: Array, failure: ConvergenceCode) -> None:
-        """Compute f and its Jacobian; where Newton's own step is short enough, it is the last one."""
+        """Compute f and its Jacobian; if Newton's own step is short enough, it is the last one."""
         if not ids.size:
             return
         with np.errstate(all="ignore"):
@@ -207,12 +207,12 @@ class _Search:
         return np.maximum(self._atol + self._rtol * np.abs(u), np.finfo(u.dtype).tiny)
 
     def _size(self, step: Array, u: Array) -> Array:
-        """Return the largest component of steps, by what is allowed for."""
+        """Return the largest component of each step, relative to its tolerance."""
         return (np.abs(step) / self._weight(u)).max(axis=0)
 
 
 def _singular(jacobian: Array, weight: Array) -> Array:
-    """Tell which Jacobians are singular, whatever the units of components and rates: array of bool, shape (n,)."""
+    """Return which Jacobians are singular, whatever the units of components and rates: array of bool, shape (n,)."""
     scaled = jacobian * weight.T[:, None]
     rows = np.abs(scaled).max(axis=2, keepdims=True)
     rows[rows == 0] = 1.0
@@ -222,14 +222,14 @@ def _singular(jacobian: Array, weight: Array) -> Array:
 
 # Steady states as one differentiable function of the parameters, by the implicit function theorem.
 #
-# Where f(u, p) = 0 and J = ∂f/∂u isn't singular, du = -J⁻¹ ∂f/∂p dp. So a tangent takes one solve for each trajectory, and
-# a cotangent one with the transposed matrix. Trajectories without a steady state have no derivative.
+# If f(u, p) = 0 and J = ∂f/∂u is nonsingular, du = -J⁻¹ ∂f/∂p dp. So a tangent takes one solve per trajectory, and a
+# cotangent one with the transposed matrix. Trajectories without a steady state have no derivative.
 
 
 class SteadyStates:
-    """The steady states of a batch of plain arrays that were found, by the leaves of its parameters: see `solve_operator`.
+    """The steady states of a batch of plain arrays, as a function of the leaves of its parameters: see `solve_operator`.
 
-    `vector`, of shape (N, d): NaN where there is none.
+    `vector`, of shape (N, d): the steady states; NaN if none was found.
     """
 
     def __init__(self, batch: Batch, roots: Roots):
@@ -239,14 +239,14 @@ class SteadyStates:
         self._columns = two_at_least(len(self._ids))
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
-        """Return the cotangents of leaves of the parameters by those of the states, shape (N, d)."""
+        """Return the cotangents of leaves of the parameters, given those of the states, shape (N, d)."""
         varies, ids = self._batch.p.varies, self._ids
         found = {place: np.zeros_like(args[place]) for place in argnums}
         if not ids.size:
             return found
         # The implicit function theorem: f(u, p) = 0 gives du/dp = -J⁻¹ ∂f/∂p, so p̄ = (∂f/∂p)ᵀ (-J⁻ᵀ ū).
         bars = -solved_each(np.swapaxes(self._jacobian[ids], 1, 2), g[ids]).T
-        # f is called with two columns at least; the one that only fills up gives nothing.
+        # f is called with at least two columns; a padding column contributes nothing.
         seeds = np.zeros((g.shape[1], len(self._columns)), g.dtype)
         seeds[:, : len(ids)] = bars
         u, own, t = self._given()
@@ -261,7 +261,7 @@ class SteadyStates:
         return found
 
     def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
-        """Return the tangents of the states by those of leaves of the parameters."""
+        """Return the tangents of the states, given those of leaves of the parameters."""
         found, ids, varies = np.zeros_like(self.vector), self._ids, self._batch.p.varies
         if not ids.size:
             return found
@@ -276,12 +276,12 @@ class SteadyStates:
         return found
 
     def _given(self) -> tuple[Array, list[Any], Array]:
-        """Return states, leaves and times of those that were found, by columns."""
+        """Return states, leaves and times of the trajectories with a steady state, by columns."""
         ids = self._ids[self._columns]
         return np.ascontiguousarray(self.vector[ids].T), *Equations(self._batch).columns(ids)
 
     def pull_traced(self, *_: Any) -> NoReturn:
-        """Refuse what is traced in a further trace."""
+        """Raise for derivatives of derivatives."""
         raise NotImplementedError(
             "steady_state: second derivatives of steady states aren't supported. Differentiate f at sol.u yourself, or "
             "take the state at the end of a long solve, which can be differentiated as often as you like."
@@ -295,18 +295,18 @@ _RK45, _VECTORIZED = RK45(), EnsembleVectorized()
 
 @dataclass(frozen=True, repr=False)
 class SteadyStateSolution:
-    """The steady states of N trajectories; of a single problem all without their first axes.
+    """The steady states of N trajectories; for a single problem all attributes lack their first axes.
 
     Attributes
     ----------
     u : array, shape (N, d)
-        NaN where none was found.
+        The steady states; NaN if none was found.
     retcode : array of str, shape (N,)
         Names of `ConvergenceCode`.
     niter : array of int, shape (N,)
-        Newton steps.
+        Number of Newton steps.
     jacobian : array, shape (N, d, d)
-        That of f by u, at u. (For states that are matrices, of the flattened ones.)
+        Jacobian of f with respect to u, at u. (For states that are matrices, of the flattened ones.)
     indices : array of int, shape (N,)
         The numbers of the trajectories, from 0; this rank's share with ``EnsembleMPI(gather=False)``.
 
@@ -334,17 +334,17 @@ class SteadyStateSolution:
         return self.retcode == "Success"
 
     def eigenvalues(self) -> Array:
-        """Return the eigenvalues of the Jacobians, shape (N, d); NaN where there is no steady state.
+        """Return the eigenvalues of the Jacobians, shape (N, d); NaN if there is no steady state.
 
-        A steady state is stable where all real parts are below zero.
+        A steady state is stable if all real parts are negative.
         """
         found = np.full(self.jacobian.shape[:-1], np.nan, complex)
-        # At a state that isn't steady they would say nothing of stability.
+        # At a state that isn't steady the eigenvalues would say nothing about stability.
         found[self.success] = np.linalg.eigvals(self.jacobian[self.success])
         return found
 
 
-# The arguments of `steady_state`, by its names.
+# The arguments of `steady_state`, by name.
 _Given: TypeAlias = SimpleNamespace
 
 
@@ -362,47 +362,47 @@ def steady_state(
     max_steps: int = 100_000,
     compile: str | bool = "auto",
 ) -> SteadyStateSolution:
-    """Find the state at which each trajectory comes to rest, f(u, p, t) = 0.
+    """Find the steady state of each trajectory, f(u, p, t) = 0.
 
-    Each trajectory is solved to the end of its tspan, and from there Newton's method goes on, with a damping and an end of
-    its own: the longer tspan, the nearer the start to the steady state that the trajectory tends to. With ``tspan=(t, t)``
-    Newton's method begins at u0.
+    Each trajectory is solved to the end of its tspan. Newton's method continues from there, with damping and termination
+    per trajectory: the longer tspan is, the closer the start is to the steady state that the trajectory tends to. With
+    ``tspan=(t, t)`` Newton's method begins at u0.
 
     Parameters
     ----------
     problem : ODEProblem or EnsembleProblem
-        Where f depends on time, it is taken at the end of tspan. f is written with the functions of autograd.numpy.
+        If f depends on time, it is evaluated at the end of tspan. f must use the functions of autograd.numpy.
     alg : RK45, Tsit5, BS3, Vern7, RK4, Rosenbrock23 or Rodas5P
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads or EnsembleMPI
     trajectories : int, optional
         As for `solve`.
     rtol, atol : float
-        The tolerances of the solve; and the last Newton step is at most ``atol + rtol * abs(u)`` in each component.
+        Tolerances of the solve; the last Newton step is also at most ``atol + rtol * abs(u)`` in each component.
     max_iters : int
-        Newton steps that are tried.
+        Maximum number of Newton steps, rejected ones included.
     dt, dtmax, max_steps, compile
         As for `solve`.
 
     Returns
     -------
     SteadyStateSolution
-        ``u`` is traced where the parameters are. By initial states there is no derivative: it is zero.
+        ``u`` is traced if the parameters are. It has no derivative with respect to initial states: that is zero.
 
     Raises
     ------
     NotImplementedError
-        Where tspan is traced, states are complex, or arrays live on a device; and for second derivatives.
+        If tspan is traced, states are complex, or arrays live on a device; and for second derivatives.
     TypeError, ValueError
-        Where an argument can't be used.
+        If an argument is invalid.
 
     Ranks
     -----
-    Each rank searches for itself; with `EnsembleMPI`, all ranks of its communicator call it with the same problem, and each
-    has its share of the trajectories.
+    Each rank searches independently; with `EnsembleMPI`, all ranks of its communicator call it with the same problem, and
+    each computes its share of the trajectories.
 
     Adjoint
     -------
-    By the implicit function theorem: one solve with the transposed Jacobian for each trajectory.
+    By the implicit function theorem: one solve with the transposed Jacobian per trajectory.
 
     Examples
     --------
@@ -430,7 +430,7 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
     bounds = mpi.bounds(options.trajectories, used.size)
     with raising_together(used, Exception):
         mine = _found(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
-    # Also of a rank without trajectories: the gathering that follows needs one kind on all.
+    # Ranks without trajectories take part, too: the gathering that follows needs the same shape and dtype on all.
     kind = mine.u.shape[1:], mine.u.dtype
     parts = used.data.allgather((compiler.warnings, mine.retcode, mine.niter, mine.jacobian, kind))
     said, retcode, niter, jacobian, kinds = zip(*parts)
@@ -447,22 +447,22 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
 
 
 def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: range) -> SteadyStateSolution:
-    """Search for some trajectories, counted from 0."""
+    """Search for the steady states of some trajectories, numbered from 0."""
     traced = _batch(options, numbers)
     batch = traced.plain()
     settings = settings_of(options, batch, np.empty(0), record=False, ends=True)
-    # Newton's method starts from where the solve ends: near a stable state that the trajectory comes to, and not any
-    # other.
+    # Newton's method starts at the end of the solve, near the stable state that the trajectory approaches.
     started = consistent_start(batch, settings.mass, settings.rtol, settings.atol).batch
     outcome = compiler.run(started, settings, started)
-    # NaN where the solve failed: the search from there ends at once, and finds nothing.
+    # NaN if the solve failed: the search from there ends at once without a root.
     start = np.where(outcome.failed, np.nan, outcome.u_end)
     if batch.size:
-        # Traced once before the search, where an error can still say what is wrong with f; two columns, as everywhere.
+        # f is traced once before the search, so that an error can still describe the problem with f; two columns, as
+        # everywhere.
         both = np.zeros(2, int)
         leaves, t = Equations(batch).columns(both)
         check_traceable(Field(batch), batch.u0[:, both], leaves, t)
-    # Below it rounding is all that a step still sees.
+    # Below this tolerance a step would consist of rounding errors only.
     least = 100 * np.finfo(start.dtype).eps
     roots = find_roots(Equations(batch), start, max(options.rtol, least), settings.atol, given.max_iters)
     found = SteadyStates(batch, roots)
@@ -515,7 +515,7 @@ def _checked(given: _Given) -> SolveOptions:
 
 
 def _checked_together(used: Channel, given: _Given) -> SolveOptions:
-    """Return `_checked` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
+    """Return `_checked` of the arguments, which must be the same on all ranks; an error on one rank is raised on all."""
 
     def described(options: SolveOptions) -> list[Any]:
         said = ", ".join(f"{name}={getattr(given, name)}" for name in vars(given) if name not in ("problem", "atol"))
