@@ -198,7 +198,7 @@ class Run:
         return times[place] if times.ndim == 1 else times[ids, place]
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
-        """Return the cotangents of the results, given those of saved states, (N, n_saved, d), of final ones, and of times."""
+        """Return the cotangents of the results, given those of saved states, (N, n_saved, d), final ones and times."""
         if saved.size:
             # Values that weren't reached are NaN, and so may be their cotangents.
             saved = np.where((self.save_step == NOWHERE)[..., None], 0, saved)

@@ -353,7 +353,7 @@ def _report(sol: EnsembleSolution | RankOutcomes, throw: bool, logs: bool = True
     With `throw`, raises an IntegrationError if one failed.
     """
     if isinstance(sol, DeviceSolution) and sol.all_succeeded:
-        return  # the codes stay where they are
+        return  # the codes stay on the device
     failed = np.flatnonzero(~sol.survivors)
     if not len(failed):
         return
