@@ -1,4 +1,4 @@
-"""What users say of an event: the sign change of a condition, or given times, and what becomes of the state there."""
+"""The description of an event: the sign change of a condition, or given times, and its effect on the state."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.problem import check_order
 from mpiad.transport.device_arrays import is_device_array
 
-# Affects of events, called with columns: plain, and in functions that traces see.
+# Affects of events, called with columns: plain, and in traceable functions.
 
 
 def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
-    """Return the states after an event, shape (d, n), n ≥ 2, at times t (n,); of `batch` only the shape of a state is used.
+    """Return the states after an event, shape (d, n), n ≥ 2, at times t (n,); only the state shape of `batch` is used.
 
-    A NotImplementedError where the affect uses a traced value from around it; a TypeError or ValueError where it writes
-    into its arguments, or returns what can't be a state.
+    Raises a NotImplementedError if the affect uses a traced value from an enclosing function; a TypeError or ValueError if
+    it writes into its arguments, or returns an invalid state.
     """
     try:
         value: Any = event.affect(locked(u) if batch.shape else locked(u)[0], p, locked(t))  # type: ignore[misc]
@@ -64,32 +64,32 @@ def affect_field(event: Event, batch: Batch) -> Field:
 
 @dataclass(frozen=True)
 class Event:
-    """What happens along a trajectory: where a condition changes its sign, or at given times.
+    """An event along a trajectory: the sign change of a condition, or given times.
 
     Parameters
     ----------
     condition : callable, optional
-        ``condition(u, p, t)`` returns a real number for each column, as f is called. Booleans raise a TypeError.
+        ``condition(u, p, t)`` returns a real number per column, with arguments as those of f. Booleans raise a TypeError.
     terminal : bool, optional
-        Whether the trajectory ends there, with the return code Terminated; by default where nothing else happens, without
-        an `affect`.
+        Whether the trajectory ends there, with the return code Terminated; by default True without an `affect`.
     direction : int
-        Above zero: only from negative to positive; below zero: only from positive to negative; 0: both.
+        Positive: only from negative to positive; negative: only from positive to negative; 0: both.
     affect : callable, optional
-        ``affect(u, p, t)`` returns the state after the event, a component for each of u, as f is called. From there the
-        trajectory goes on. A saved time that coincides holds the state after the event.
+        ``affect(u, p, t)`` returns the state after the event, one entry per component of u, with arguments as those of f.
+        The trajectory continues from there. A saved time that coincides holds the state after the event.
     times : list of numbers, or callable, optional
-        Instead of a condition: when `affect` happens, in any order; ``times(p)`` returns them by the parameters, each a
-        number or an array of one for each column. Steps end there. What lies outside tspan is left out.
+        Instead of a condition: the times at which `affect` acts, in any order; ``times(p)`` returns them as functions of
+        the parameters, each a number or an array with one entry per column. Steps end there. Times outside tspan are
+        ignored.
 
     Raises
     ------
     NotImplementedError
-        Where times are traced.
+        If times are traced.
     TypeError
         If the condition or the affect isn't a function of (u, p, t), or times aren't numbers.
     ValueError
-        Where both a condition and times are given, or times and no affect.
+        If both a condition and times are given, or times and no affect.
 
     Examples
     --------
@@ -102,7 +102,7 @@ class Event:
     (False, True)
     """
 
-    # None only where it isn't given: by the times, or by whether there is an affect.
+    # None only if it isn't given: replaced if there are times, or by whether there is an affect.
     condition: Function = None  # type: ignore[assignment]
     terminal: bool = None  # type: ignore[assignment]
     direction: int = 0
@@ -149,18 +149,18 @@ class Event:
 
     @property
     def acts(self) -> bool:
-        """Whether it changes the state."""
+        """Whether the event changes the state."""
         return self.affect is not None
 
     @property
     def stops(self) -> bool:
-        """Whether a step ends there: it changes the state, or ends the trajectory."""
+        """Whether a step ends at the event: it changes the state, or ends the trajectory."""
         return self.acts or self.terminal
 
     def for_states(self, shape: Shape) -> Event:
-        """Return the event with functions of columns, where the user's see states of a shape as f does.
+        """Return the event with functions of columns, given the user's, which take states of the same shape as f does.
 
-        A NotImplementedError where the states are matrices.
+        Raises a NotImplementedError if the states are matrices.
         """
         if len(shape) == 1:
             return self
@@ -179,7 +179,8 @@ class Event:
     def value(self, u: Array, p: Tree, t: Array) -> Array:
         """Return the condition's value for each column, shape (n,).
 
-        It raises where that isn't one real number each, or is traced by something around it: see `_require_numbers`.
+        Raises if that isn't one real number each, or depends on a traced value of an enclosing function: see
+        `_require_numbers`.
         """
         value = self.condition(locked(u), p, locked(t.copy()))
         _require_numbers(value, t.shape)
@@ -187,11 +188,11 @@ class Event:
 
     @property
     def sided(self) -> bool:
-        """Whether it acts from both sides: then the condition must come back from the side to which it was left."""
+        """Whether it acts in both directions: then the condition must come back from the side on which it was left."""
         return self.acts and not self.direction
 
     def crossed(self, before: Array, after: Array, side: Array | None = None) -> Array:
-        """Tell for each column whether the condition changed its sign as asked for; `side` is where it was left."""
+        """Return per column whether the condition changed its sign in the event's direction; `side` is its side before."""
         up, down = (before <= 0) & (after >= 0), (before >= 0) & (after <= 0)
         # A step that starts on the root has counted it already, or starts there.
         moved = before != 0
@@ -202,10 +203,10 @@ class Event:
 
 
 def _require_numbers(value: Array, shape: Shape) -> None:
-    """Raise where a condition didn't return one real number for each column.
+    """Raise if a condition didn't return one real number per column.
 
-    A NotImplementedError if it is traced by something around it, a TypeError if it is complex or boolean, a ValueError if
-    it has another shape.
+    A NotImplementedError if it depends on a traced value of an enclosing function, a TypeError if it is complex or boolean,
+    a ValueError if it has another shape.
     """
     if isbox(value):
         raise NotImplementedError(
@@ -230,7 +231,7 @@ def _require_numbers(value: Array, shape: Shape) -> None:
 
 @dataclass(frozen=True)
 class _OfNumbers:
-    """The condition of columns of one component, by that of numbers."""
+    """The condition of columns of one component, given that of numbers."""
 
     written: Function
 

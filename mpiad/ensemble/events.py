@@ -1,4 +1,4 @@
-"""Events: when a condition changes its sign along a trajectory, found on the step's interpolant, and the table of them."""
+"""Events: sign changes of a condition along a trajectory, located on the step's interpolant, and the table of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from mpiad.ensemble.event import Event
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.step_sweep import LocatedEvent
 
-# How close the bracket of a root is drawn, in parts of the step, and in how many evaluations at the latest. Where it is
-# narrower the condition's rounding decides on its sign, and secants creep.
+# The width of a root's bracket, as a fraction of the step, at which the search ends, and the maximum number of evaluations.
+# In a narrower bracket rounding decides on the condition's sign, and secants converge slowly.
 RESOLUTION, EVALUATIONS = 2.0**-48, 50
-# How far from the secant's root, for the bracket's width, evaluations are taken on the side of the middle.
+# Distance of evaluations from the secant's root towards the middle, relative to the bracket's width.
 TRUNCATION = 0.2
-# For so many columns events that end no step are looked for at once: what NumPy's calls take to start no longer counts.
+# Number of columns for which non-terminal events are located at once: large enough to amortize the overhead of NumPy's
+# calls.
 _MANY = 2048
 
 
@@ -28,16 +29,16 @@ class StepEvents(NamedTuple):
     """The events of one step of several columns."""
 
     located: list[LocatedEvent]
-    ended: Array | None  # bool, shape (n,); which columns a terminal event ended; None where none did
-    part: Array  # shape (n,); at which part of the step; infinite elsewhere
-    states: Array  # shape (d, n); there, and after the step elsewhere
-    found: list[tuple[int, Array, Array]]  # the events, the columns of each, and the parts of their steps
+    ended: Array | None  # bool, shape (n,); which columns a terminal event ended; None if none did
+    part: Array  # shape (n,); the fraction of the step at which it did; infinite elsewhere
+    states: Array  # shape (d, n); the states there, or after the step elsewhere
+    found: list[tuple[int, Array, Array]]  # the events, the columns of each, and the fractions of their steps
 
 
 class CrossedSteps(NamedTuple):
-    """Steps of some columns in which conditions have changed their signs, kept until they are looked at."""
+    """Steps of some columns in which conditions have changed their signs, kept until the events are located."""
 
-    # Shape (events, n). Which conditions have, and their values before and after the step; none without conditions.
+    # Shape (events, n). The conditions that have, and their values before and after the step; empty without conditions.
     crossed: Array
     before: Array
     after: Array
@@ -45,7 +46,7 @@ class CrossedSteps(NamedTuple):
 
     @staticmethod
     def joined(parts: Sequence[CrossedSteps]) -> CrossedSteps:
-        """Return several as one."""
+        """Return the concatenation of several."""
         if len(parts) == 1:
             return parts[0]
         *tables, steps = zip(*parts)
@@ -57,32 +58,32 @@ class CrossedSteps(NamedTuple):
 
 
 class EventWatch:
-    """The values of the conditions at the working set's columns, and what becomes of them in a step.
+    """The values of the conditions at the working set's columns, and the events in each step.
 
-    Whether any changed its sign is asked with `crossed`. Where one did, the part of the step is found, for all columns that
-    it concerns at once, and noted in a table: the trajectory, which event, in which of its steps (from 0), at which part of
-    it (infinite where the trajectory had ended before), and when.
+    `crossed` returns the columns in which a condition changed its sign. The fractions of their steps are then located for
+    all these columns at once, and stored in a table: the trajectory, the event, the number of its step (from 0), the
+    fraction of the step (infinite if the trajectory had ended before), and the time.
 
     `select`: ``select(ids)`` returns the parameters of some trajectories.
     """
 
     def __init__(self, events: tuple[Event, ...], coefficients: Coefficients, select: Callable[[Array], Tree]):
         self._events, self._coefficients, self._select = events, coefficients, select
-        self.values: list[Array] = []  # of the conditions now, each of shape (n,)
-        self.pairs: list[tuple[Array, Array]] = []  # before and after the step that was looked at last
+        self.values: list[Array] = []  # of the conditions at the current states, each of shape (n,)
+        self.pairs: list[tuple[Array, Array]] = []  # before and after the last step
         self._rows: list[Array] = []
         self._count = 0
         self._later: list[CrossedSteps] = []
-        self._put_off = 0  # how many columns these have
+        self._put_off = 0  # the number of columns in these steps
 
     def enter(self, u: Array, p: Tree, t: Array) -> None:
-        """Take up the columns of a new working set, at their present states and actual times."""
+        """Set the columns of a new working set, at their present states and actual times."""
         self.values = [event.value(u, p, t) for event in self._events]
 
     def crossed(self, step: Step, p: Tree, sides: Mapping[int, Array] = {}) -> list[Array]:
-        """Tell for each event in which columns its condition changed its sign as asked for; go on from the step's end.
+        """Return per event the columns in which its condition changed its sign, and set the values to those after the step.
 
-        `sides`: of some events on which side their conditions were left.
+        `sides`: for some events, the side on which their conditions were left.
         """
         time = step.actual(step.t_new)
         self.pairs = [(old, event.value(step.new, p, time)) for event, old in zip(self._events, self.values)]
@@ -91,13 +92,13 @@ class EventWatch:
         return [step.accepted & mask for mask in changed]
 
     def kept(self, step: Step, columns: Array, crossed: Sequence[Array], end: bool = False) -> CrossedSteps:
-        """Return the step of some columns, or its end alone, in which these conditions have changed their signs."""
+        """Return the step of some columns, or only its end, in which these conditions have changed their signs."""
         before, after = zip(*self.pairs)
         changed, old, new = (np.array([row[columns] for row in rows]) for rows in (crossed, before, after))
         return CrossedSteps(changed, old, new, step.at_end(columns) if end else step.at(columns))
 
     def put_off(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
-        """Look for the events of some columns later, for many at once: they end no step."""
+        """Locate the events of some columns later, for many at once: they end no step."""
         self._later.append(self.kept(step, columns, crossed))
         self._put_off += len(columns)
         if self._put_off > _MANY:
@@ -109,19 +110,19 @@ class EventWatch:
             self._later, self._put_off = [], 0
 
     def cut(self, kept: CrossedSteps) -> StepEvents:
-        """Find the events of steps that were kept, note them, and cut the steps short that they end."""
+        """Locate the events of kept steps, store them, and cut short the steps that they end."""
         step, crossed = kept.step, [np.flatnonzero(row) for row in kept.crossed]
         pairs = list(zip(kept.before, kept.after))
         found = self.located(step, [rows if rows.size else None for rows in crossed], pairs)
         if found.ended is not None:
             ended = np.flatnonzero(found.ended)
             at = step.t[ended] + found.part[ended] * step.h[ended]
-            step.t_new[ended] = np.minimum(at, step.t_new[ended])  # by rounding, see `_entered`
+            step.t_new[ended] = np.minimum(at, step.t_new[ended])  # in case of rounding, see `_entered`
             step.new[:, ended] = found.states[:, ended]
         return found
 
     def located(self, step: Step, crossed: Sequence[Array | None], pairs: Sequence[tuple[Array, Array]]) -> StepEvents:
-        """Find the events of a step, and note them; `crossed` has the columns of each event, None where there are none.
+        """Locate the events of a step, and store them; `crossed` has the columns of each event, None if there are none.
 
         `pairs` are the conditions' values before and after it.
         """
@@ -134,7 +135,7 @@ class EventWatch:
             found.append((e, columns, x))
             if event.stops:
                 states = states.copy() if states is step.new else states
-                earlier = x <= last[columns]  # of two at once the one that was given later counts
+                earlier = x <= last[columns]  # of two that coincide the later one in the list counts
                 last[columns] = np.where(earlier, x, last[columns])
                 ender[columns] = np.where(earlier, np.full_like(columns, e), ender[columns])
                 states[:, columns] = np.where(earlier, at, states[:, columns])
@@ -143,7 +144,7 @@ class EventWatch:
         return StepEvents([one for one in located if one], ended, last, states, found)
 
     def _located(self, event: Event, step: Step, before: Array, after: Array) -> tuple[Array, Array]:
-        """Return at which parts of the step a condition vanishes, down to time's resolution, and the states there.
+        """Return the fractions of the step at which a condition vanishes, to the resolution of time, and the states there.
 
         References
         ----------
@@ -152,7 +153,7 @@ class EventWatch:
         """
         count, ids, real = len(before), step.ids, self._coefficients.real
         hosted = type(before) is np.ndarray
-        if count == 1 and hosted:  # two columns at least, wherever f and conditions are called
+        if count == 1 and hosted:  # at least two columns wherever f and conditions are called
             step, before, after = step.at(np.zeros(2, int)), np.repeat(before, 2), np.repeat(after, 2)
             ids = step.ids
         p, signs = self._select(ids), np.sign(before)
@@ -162,11 +163,11 @@ class EventWatch:
             wide = high - low > RESOLUTION
             if hosted and not wide.any():
                 break
-            # On a device nobody looks whether all are found, so fewer evaluations would save nothing.
+            # On a device the host doesn't check whether all are found, so fewer evaluations would save nothing.
             x = _projected(low, high, before, after, 0.5**evaluation) if hosted else 0.5 * (low + high)
             value = event.value(states_at(terms, x.astype(real, copy=False)), p, step.actual(step.t + x * step.h))
             same = np.sign(value) == signs
-            # What is done stays, however long others take.
+            # Finished columns stay unchanged, however long others take.
             rise, fall = wide & same, wide & ~same
             low, high = np.where(rise, x, low), np.where(fall, x, high)
             if hosted:
@@ -176,11 +177,11 @@ class EventWatch:
     def _entered(
         self, step: Step, e: int, columns: Array, x: Array, last: Array, ender: Array, several: bool
     ) -> LocatedEvent | None:
-        """Write an event into the table, and return it without the columns that had ended before."""
-        # By rounding no event lies beyond the step's end, where another may be, or tspan may end.
+        """Write an event into the table, and return it without the columns that had already ended."""
+        # Rounding must not move an event beyond the step's end, which may be another event or the end of tspan.
         time = np.minimum(step.t[columns] + x * step.h[columns], step.t_new[columns])
         time = time if step.sign is None else time * step.sign[columns]
-        # What comes after a terminal event in the same step never happens.
+        # An event after a terminal event in the same step doesn't occur.
         known, terminal = x <= last[columns], self._events[e].stops
         part = np.where(known, x, np.inf)
         row = self._count + np.cumsum(np.full_like(columns, 1)) - 1
@@ -192,23 +193,23 @@ class EventWatch:
 
     def note(self, step: Step, e: int, columns: Array, part: Array, time: Array) -> None:
         """Write an event in steps of some columns into the table."""
-        # All as doubles, which hold the numbers exactly: one table, and from a device one copy to the host.
+        # All as doubles, which hold the integers exactly: one table, and one copy from a device to the host.
         rows = step.ids[columns], np.full_like(columns, e), step.number[columns], part, time
         self._rows.append(np.stack([row.astype(float) for row in rows]))
         self._count += len(columns)
 
     def rows(self) -> Array | None:
-        """Return the table, shape (5, m); None where nothing happened."""
+        """Return the table, shape (5, m); None if it is empty."""
         self._catch_up()
         return np.concatenate(self._rows, axis=1) if self._rows else None
 
 
 def _projected(low: Array, high: Array, before: Array, after: Array, reach: float) -> Array:
-    """Return where ITP evaluates next: the secant's root, moved towards the middle, and no further from it than it may be.
+    """Return the next point of ITP: the secant's root, moved towards the middle, and within the allowed distance of it.
 
-    It is drawn by the values at both ends, `before` and `after`; `reach` is 1, halved with each evaluation.
+    `before` and `after` are the values at both ends; `reach` is 1, halved with each evaluation.
     """
-    # Interpolate, truncate, project: as few evaluations as the secant's, and never more than one beyond bisection's.
+    # Interpolate, truncate, project: as few evaluations as the secant method, and never more than one beyond bisection.
     width, middle = high - low, 0.5 * (low + high)
     x = (after * low - before * high) / (after - before)
     away, room = middle - x, reach - 0.5 * width
@@ -218,7 +219,7 @@ def _projected(low: Array, high: Array, before: Array, after: Array, reach: floa
 
 
 def by_trajectory(ids: np.ndarray, events: np.ndarray, times: Array) -> dict[int, list[tuple[int, Any]]]:
-    """Return the events of each trajectory, by those of all in their order; the times may be traced."""
+    """Return the events of each trajectory, given those of all trajectories in order; the times may be traced."""
     found: dict[int, list[tuple[int, Any]]] = {}
     every = times if isbox(times) else times.tolist()
     for i, e, time in zip(ids.astype(int).tolist(), events.astype(int).tolist(), every):
@@ -227,13 +228,13 @@ def by_trajectory(ids: np.ndarray, events: np.ndarray, times: Array) -> dict[int
 
 
 def in_order(rows: np.ndarray) -> np.ndarray:
-    """Return which rows say that an event was, trajectory by trajectory in the order of time."""
+    """Return the rows with events that occurred, sorted by trajectory and then by time."""
     ids, event, number, part = rows[:4]
     step = ids * (number.max(initial=0.0) + 1.0) + number
-    order = np.argsort(step, kind="stable")  # in no time where they are in order, as kernels' are
+    order = np.argsort(step, kind="stable")  # fast if they are sorted, as kernels' are
     step = step[order]
     if (step[1:] == step[:-1]).any():
-        # Within a step by its parts; equal ones in the order in which the events were given.
+        # Within a step by its fractions; equal ones in the order in which the events were given.
         order = np.lexsort((event, part, number, ids))
     return order[np.isfinite(part[order])]
 
@@ -241,10 +242,10 @@ def in_order(rows: np.ndarray) -> np.ndarray:
 def traced_times(
     ids: np.ndarray, times: np.ndarray, places: np.ndarray, live: np.ndarray, reached: Array, crossed: Array
 ) -> Array:
-    """Return the times of events, shape (m,), as traces see them; of trajectories that failed as they are.
+    """Return the times of events, shape (m,), as traces see them; for failed trajectories the plain times.
 
-    `ids` are the trajectories, and `places` says where in `crossed` each time is, -1 for those that ended trajectories:
-    these are in `reached`, of shape (N,). `live`, bool, shape (N,): which trajectories didn't fail.
+    `ids` are the trajectories, and `places` has the index of each time in `crossed`, or -1 for those that ended
+    trajectories: these times are in `reached`, of shape (N,). `live`, bool, shape (N,): which trajectories didn't fail.
     """
     place = np.where(places < 0, ids, len(live) + places) + len(ids)
     return concatenate([times, reached, crossed])[np.where(live[ids], place, np.arange(len(ids)))]

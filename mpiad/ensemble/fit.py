@@ -1,4 +1,4 @@
-"""`fit`: least squares for each trajectory of an ensemble by itself, all of them at once."""
+"""`fit`: an independent least-squares fit per trajectory of an ensemble, all of them at once."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from mpiad.transport.agreement import alike_on_all, raising_together
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import restoring_state
 
-# What `fit` returns.
+# The result of `fit`.
 
 
 @dataclass(frozen=True, repr=False)
 class FitResult:
-    """Where the fits of N trajectories ended.
+    """Results of the fits of N trajectories.
 
     Attributes
     ----------
     p : array, shape (N, m)
     cost : array, shape (N,)
-        Half the sum of squared residuals; NaN where a fit couldn't begin.
+        Half the sum of squared residuals; NaN if a fit couldn't begin.
     optimality : array, shape (N,)
-        The largest entry of the gradient of the cost, by size, among the variables that no bound holds.
+        Largest absolute entry of the gradient of the cost, among the variables that aren't held by a bound.
     active_mask : array of int, shape (N, m)
-        -1 where a variable is at its lower bound, 1 where at its upper one, 0 inside.
+        -1 if a variable is at its lower bound, 1 if at its upper bound, 0 otherwise.
     nfev : array of int, shape (N,)
-        Solves, each with all derivatives.
+        Number of solves, each with all derivatives.
     njev : array of int, shape (N,)
-        How many of their derivatives were taken up: one at the start, and one for each step that was taken.
+        Number of Jacobian evaluations: one at the start, and one per accepted step.
     retcode : array of str, shape (N,)
         Names of `ConvergenceCode`.
     indices : array of int, shape (N,)
@@ -87,27 +87,27 @@ class FitResult:
 
     @property
     def success(self) -> Array:
-        """Which fits converged to a minimum that the data determine: array of bool, shape (N,)."""
+        """Whether each fit converged to a minimum that the data determine: array of bool, shape (N,)."""
         return self.retcode == "Success"
 
     def covariance(self, absolute_sigma: bool = False) -> Array:
-        """Return the covariance of each fit's variables by linearisation, (JᵀJ)⁻¹ times the variance of the residuals.
+        """Return the covariance of each fit's variables by linearization, (JᵀJ)⁻¹ times the variance of the residuals.
 
         Parameters
         ----------
         absolute_sigma : bool
-            Whether residuals are already divided by their standard deviations, as in `scipy.optimize.curve_fit`.
-            Otherwise their variance is taken to be ``2 * cost / (k - m)``, k residuals less the variables that are free.
+            Whether residuals are already divided by their standard deviations, as in `scipy.optimize.curve_fit`. Otherwise
+            their variance is estimated as ``2 * cost / (k - m)``, with k residuals and m free variables.
 
         Returns
         -------
         array, shape (N, m, m)
-            Zeros for variables that a bound holds; NaN where the fit didn't succeed.
+            Zeros for variables held by a bound; NaN if the fit didn't succeed.
         """
         free = self.active_mask == 0
         columns, norms = scaled_factor(self._factor, free)
         _, values, rows = np.linalg.svd(columns, full_matrices=False)
-        # Variables that are held make zeros.
+        # Variables held by a bound give zeros.
         place = np.arange(values.shape[1]) < np.count_nonzero(free, axis=1)[:, None]
         with np.errstate(all="ignore"):
             root = np.where(place[..., None], rows / values[..., None], 0.0) / norms[:, None]
@@ -127,14 +127,14 @@ def fits_of(minima: Minima, indices: Array, residuals: int, tries: Array) -> Fit
 
 
 def joined_fits(parts: Sequence[FitResult]) -> FitResult:
-    """Return one result of several, one after the other."""
+    """Return one result that concatenates several."""
     if len(parts) == 1:
         return parts[0]
     names = [field.name for field in fields(FitResult)]
     return FitResult(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-# The user's residuals, called with columns: from saved states and their tangents to the triangular factor of [J r].
+# Calls the user's residuals with columns: from saved states and their tangents to the triangular factor of [J r].
 
 
 _CALLED = (
@@ -147,9 +147,9 @@ class Residuals:
     """The residuals of some trajectories.
 
     - `fun`: ``fun(u, p, data)``.
-    - `data`: of one row for each trajectory.
-    - `shape`: of one state.
-    - `count`: how many residuals a trajectory has; 0 before the first call.
+    - `data`: arrays with one row per trajectory.
+    - `shape`: the shape of one state.
+    - `count`: the number of residuals per trajectory; 0 before the first call.
     """
 
     def __init__(self, fun: Function, data: Tree, shape: Shape):
@@ -158,17 +158,18 @@ class Residuals:
         self._data = [None if leaf is None else np.ascontiguousarray(np.moveaxis(leaf, 0, -1)) for leaf in leaves]
 
     def evaluated(self, x: Array, states: States, ids: Array) -> Evaluation:
-        """Return half the sums of squares and the factors at variables of shape (n, m), for trajectories of these numbers.
+        """Return half the sums of squares and the factors at variables of shape (n, m), for the trajectories `ids`.
 
-        A TypeError or ValueError where the residuals can't be used.
+        Raises a TypeError or ValueError if the residuals are invalid.
         """
         count, m = x.shape
-        # Two columns at least, wherever the user's functions are called: sums over others are then taken alike.
+        # At least two columns wherever the user's functions are called: NumPy then takes sums over other axes in the same
+        # order.
         columns = two_at_least(count)
         u = self._by_columns(states.u[columns])
         tangents = [self._by_columns(tangent[columns]) for tangent in states.tangents]
         with np.errstate(all="ignore"):
-            # Once, at the first call: it costs two more.
+            # Once, at the first call, since it costs two more calls.
             if not self.count:
                 self._check(x, u, ids, columns)
             r, jacobian = self._linearised(np.ascontiguousarray(x[columns].T), u, tangents, ids[columns])
@@ -177,12 +178,12 @@ class Residuals:
         table[:, :, m] = r.T[:count]
         for j, column in enumerate(jacobian):
             table[:, :, j] = column.T[:count]
-        # Of a point where the solve failed the cost is infinite, so that the step to it is refused; LAPACK needs finite
+        # If the solve failed at a point, its cost is infinite, so that the step to it is rejected; LAPACK needs finite
         # numbers.
         good = np.isfinite(cost) & np.isfinite(table).all(axis=(1, 2))
         table[~good] = 0.0
         factor = np.zeros((count, m + 1, m + 1))
-        # By a QR factorisation of [J r], and not by JᵀJ, whose condition is that of J squared.
+        # By a QR factorization of [J r] instead of JᵀJ, whose condition number is that of J squared.
         factor[:, : min(len(r), m + 1)] = np.linalg.qr(table, mode="r")
         return Evaluation(np.where(good, cost, np.inf), factor)
 
@@ -196,7 +197,7 @@ class Residuals:
         return list(value) if isinstance(value, (list, tuple)) else [value]
 
     def _linearised(self, x: Array, u: Array, tangents: list[Array], ids: Array) -> tuple[Array, list[Array]]:
-        """Return the residuals, shape (k, n), and their derivatives by each variable."""
+        """Return the residuals, shape (k, n), and their derivatives with respect to each variable."""
         with restoring_state(), Bundle() as bundle:
             try:
                 parts = self._called(bundle.variable(u, tangents), bundle.variable(x, unit_tangents(x)), ids)
@@ -217,8 +218,8 @@ class Residuals:
         return np.concatenate(values), along
 
     def _check(self, x: Array, u: Array, ids: Array, columns: Array) -> None:
-        """Call the residuals with all columns, and with the first one some times: neither may depend on the others."""
-        # Not as many times as there are columns, which may all be alike.
+        """Call the residuals with all columns, and with copies of the first: columns must not depend on each other."""
+        # Not with as many copies as there are columns, which may all be equal.
         alone = np.zeros(3 if len(columns) == 2 else 2, int)
         some = [self._plain(x[of], u[..., turn], ids[of]) for of, turn in (
             (columns, slice(None)), (columns[alone], alone),
@@ -260,22 +261,22 @@ def _rows(value: Array) -> Array:
     return np.asarray(value, float).reshape(-1, np.shape(value)[-1])
 
 
-# The arguments of `fit`, looked at before anything is computed.
+# The arguments of `fit`, checked before anything is computed.
 
 
-# Those that an error shows whole where ranks differ.
+# Arguments that are shown in full in an error if ranks differ.
 _SHORT = (
     "alg", "ensemblealg", "ftol", "xtol", "gtol", "x_scale", "max_nfev", "rtol", "dt", "dtmax", "max_steps", "batch_size",
     "compile",
 )  # fmt: skip
 
 
-# The arguments of `fit`, by its names: one object, which all parts of a fit get.
+# The arguments of `fit`, by name: one object, which all parts of a fit get.
 FitArguments: TypeAlias = SimpleNamespace
 
 
 class FitPlan(NamedTuple):
-    """The arguments, looked at, with a row for each trajectory where they may differ."""
+    """The checked arguments, with one row per trajectory for those that may differ."""
 
     options: SolveOptions
     start: Array
@@ -286,7 +287,7 @@ class FitPlan(NamedTuple):
 
 
 def planned_together(used: Channel, given: FitArguments) -> FitPlan:
-    """Return `planned` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
+    """Return `planned` of the arguments, which must be the same on all ranks; an error on one rank is raised on all."""
 
     def described(plan: FitPlan) -> list[Any]:
         said = ", ".join(f"{name}={getattr(given, name)}" for name in _SHORT)
@@ -299,9 +300,9 @@ def planned_together(used: Channel, given: FitArguments) -> FitPlan:
 
 
 def planned(given: FitArguments) -> FitPlan:
-    """Return the arguments in the form that the fits need.
+    """Check the arguments and return them in the form that the fits need.
 
-    A NotImplementedError where one is traced, or lives on a device; a TypeError or ValueError where one can't be used.
+    Raises a NotImplementedError if one is traced or lives on a device, a TypeError or ValueError if one is invalid.
     """
     start = _start(given.p0)
     ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble
@@ -327,7 +328,7 @@ def planned(given: FitArguments) -> FitPlan:
         value = getattr(given, name)
         if not isinstance(value, (int, float, np.number)) or not 0 <= value < math.inf:
             raise ValueError(f"fit: {name} must be a number, zero or more, but got {value!r}.")
-    # As SciPy's least_squares.
+    # The same default as SciPy's least_squares.
     most = 100 * start.shape[1] if given.max_nfev is None else given.max_nfev
     if not isinstance(most, Integral) or most < 1:
         raise ValueError(f"fit: max_nfev must be an integer above zero, but got {most!r}.")
@@ -421,68 +422,68 @@ def fit(
     batch_size: int | None = None,
     compile: str | bool = "auto",
 ) -> FitResult:
-    """Fit each trajectory of an ensemble to its own data by least squares, many fits at once.
+    """Fit each trajectory of an ensemble to its own data by least squares, all fits at once.
 
-    Each fit is a Levenberg-Marquardt iteration with a damping, an end and a return code of its own. In each round the
-    trajectories that are still under way are solved together, with the derivatives by their variables.
+    Each fit is a Levenberg-Marquardt iteration with its own damping, termination and return code. In each round the active
+    trajectories are solved together, with the derivatives with respect to their variables.
 
     Parameters
     ----------
     ensemble : ODEProblem or EnsembleProblem
-        One problem for all fits, or an ensemble whose trajectories differ in u0, tspan or what isn't sought.
+        One problem for all fits, or an ensemble whose trajectories differ in u0, tspan or parameters that aren't fitted.
     residuals : callable
-        ``residuals(u, p, data)`` returns an array of real numbers, or a list of them, of which half the sum of squares is
-        minimised. It is written for one trajectory with the functions of autograd.numpy: u of shape (n_saved, d), p of
-        shape (m,), `data` as one row of it; and called with columns, as f is: all have the trajectories as one more axis at
-        the end.
+        ``residuals(u, p, data)`` returns an array of real numbers, or a list of arrays; half the sum of their squares is
+        minimized. It is written for one trajectory with the functions of autograd.numpy: u of shape (n_saved, d), p of
+        shape (m,), `data` with one row of each array. Like f, it is called with columns: all arguments have the
+        trajectories as an additional last axis.
     p0 : array, shape (N, m)
-        Where to start; a trajectory's number is its row.
+        Initial variables, one row per trajectory.
     alg : RK45, Tsit5, BS3, Vern7, RK4, Rosenbrock23 or Rodas5P
-        The last two are for stiff problems.
+        `RK45` by default; the last two are for stiff problems.
     ensemblealg : EnsembleVectorized, EnsembleSerial, EnsembleThreads or EnsembleMPI
-        With `EnsembleMPI` each rank fits its share, and nothing is communicated until all are done.
+        How to run the solves. With `EnsembleMPI` each rank fits its share, and nothing is communicated until all are done.
     data : pytree of arrays, optional
-        Each with one row for each trajectory.
+        Data of the residuals, each array with one row per trajectory.
     saveat : number, list of numbers, or array of shape (N, n_saved), optional
-        The times of u, as for `solve`.
+        Times of u, as for `solve`.
     prob_generator : callable, optional
-        ``prob_generator(problem, x)`` returns the problem with variables x in it, as ``remake(problem, u0=x[:2],
-        p=x[2:])``; written for one trajectory, called with columns, with the functions of autograd.numpy. By default x
+        ``prob_generator(problem, x)`` returns the problem with the variables x, for example ``remake(problem, u0=x[:2],
+        p=x[2:])``; written for one trajectory with the functions of autograd.numpy, and called with columns. By default x
         are the parameters p.
     bounds : tuple of two arrays
-        Lower and upper ones, numbers or of shape (m,) or (N, m).
+        Lower and upper bounds, each a number or of shape (m,) or (N, m).
     ftol, xtol, gtol : float
-        A fit is done where the cost changes by less than ``ftol * cost``, and the model foresaw no more; where a step is
-        shorter than ``xtol`` times x, both scaled; or where no entry of the gradient, but for variables held by a bound,
-        is larger than `gtol`.
+        Tolerances for termination: a fit ends if the cost changes by less than ``ftol * cost`` and the model predicted no
+        larger change; if a step is shorter than ``xtol`` times x, both scaled; or if no entry of the gradient, except for
+        variables held by a bound, is larger than `gtol`.
     x_scale : array or "jac"
-        The sizes of the variables, numbers or of shape (m,) or (N, m); by default from the columns of the Jacobian.
+        Scales of the variables, a number or of shape (m,) or (N, m); by default from the columns of the Jacobian.
     max_nfev : int, optional
-        Solves of each trajectory; 100 m by default.
+        Maximum number of solves per trajectory; 100 m by default.
     rtol, atol, dt, dtmax, max_steps
-        Of the solves, as for `solve`. A try far from the data may need any number of steps; one that needs more than
-        `max_steps` is refused, as one that fails.
+        Options of the solves, as for `solve`. A trial point far from the data may need any number of steps; if it needs
+        more than `max_steps`, it is rejected like one whose solve fails.
     batch_size : int, optional
-        How many fits are under way at once, which bounds memory; all by default.
+        Number of fits that run at once, which bounds memory; all by default.
     compile : {"auto", True, False}
-        As for `solve`; "auto" compiles where N (m + 1) is at least 1,000.
+        As for `solve`; "auto" compiles if N (m + 1) is at least 1,000.
 
     Raises
     ------
     NotImplementedError
-        Where an argument is traced, or lives on a device.
+        If an argument is traced or lives on a device.
     TypeError, ValueError
-        Where an argument can't be used.
+        If an argument is invalid.
 
     Ranks
     -----
-    Each rank fits for itself; with `EnsembleMPI`, all ranks of its communicator call it with the same arguments.
+    Each rank fits independently; with `EnsembleMPI`, all ranks of its communicator call it with the same arguments.
 
     Notes
     -----
-    The derivatives are those of the solves' accepted steps, exact to rounding. A step minimises the damped quadratic model
-    in the box of the bounds. One to where a solve fails is refused, and the next one is shorter.
-    A fit's numbers don't depend on the others, nor on the ranks, bit for bit, under the conditions of `solve`.
+    The derivatives are those of the solves' accepted steps, exact up to rounding. A step minimizes the damped quadratic
+    model within the bounds. If the solve fails at the new point, the step is rejected and the next one is shorter. A fit's
+    results don't depend on the other fits or the ranks, bit for bit, under the conditions of `solve`.
 
     Examples
     --------
@@ -495,7 +496,7 @@ def fit(
     >>> print(found.p.ravel().round(4), found.retcode)
     [0.5 1.  1.5] ['Success' 'Success' 'Success']
     """
-    given = FitArguments(**locals())  # first of all: nothing but the arguments is there
+    given = FitArguments(**locals())  # first, while only the arguments are in scope
     if not isinstance(ensemblealg, EnsembleMPI):
         plan = planned(given)
         compiler = _compiler(plan)
@@ -508,7 +509,7 @@ def fit(
 
 def _compiler(plan: FitPlan, together: bool = False) -> Compiler:
     count, m = plan.start.shape
-    # As many columns as the states and their m tangents: by that "auto" weighs a kernel's compilation.
+    # The number of columns of the states and their m tangents: "auto" compares it with the cost of compiling a kernel.
     return Compiler(plan.options, count * (1 + m), together)
 
 
@@ -521,7 +522,7 @@ def _over_ranks(given: FitArguments, mpi: EnsembleMPI, used: Channel) -> FitResu
     said, parts = zip(*used.data.allgather((compiler.warnings, mine)))
     compiler.log_warnings(said, used.rank)
     every = joined_fits(parts)
-    # A trajectory's fit takes many solves: all of their steps are its cost the next time.
+    # A trajectory's fit takes many solves: its cost in the next fit is estimated from all their steps.
     mpi.remember(every._tries, 1, bool(compiler.kernels), traced=True)
     if used.rank == 0:
         report("fit", "fits", every.retcode)
@@ -529,7 +530,7 @@ def _over_ranks(given: FitArguments, mpi: EnsembleMPI, used: Channel) -> FitResu
 
 
 def _share(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: range) -> FitResult:
-    """Fit some trajectories, counted from 0, some after the others."""
+    """Fit some trajectories, numbered from 0, batch by batch."""
     size = max(1, given.batch_size or len(numbers))
     batches = [numbers[i : i + size] for i in range(0, len(numbers), size)] or [numbers]
     return joined_fits([_fitted(given, plan, compiler, numbers) for numbers in batches])

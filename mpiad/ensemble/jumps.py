@@ -1,4 +1,4 @@
-"""Events that changed the state, in the record of a solve: after which step each was, and what it changed."""
+"""Events that changed the state, in the record of a solve: the step after which each acted, and its effect on the state."""
 
 from __future__ import annotations
 
@@ -23,37 +23,40 @@ if TYPE_CHECKING:
     from mpiad.ensemble.sorted_sweep import SortedSweep
 
 
-# How a condition leaves its root after an affect: on which side, and when it will be back.
+# How a condition leaves its root after an affect: on which side, and when it vanishes again.
 #
-# The affect may leave the condition where it vanishes, as a ball that bounces is still on the ground, and rounding decides
-# on its sign. What it does next is told by its values a little further on: after a straight step of the trajectory, and
-# after a bent one of second order. They make a parabola, whose second root is when it will be back.
+# After the affect the condition may still vanish, as when a bouncing ball is still on the ground, and rounding decides on
+# its sign. Its further course is found from its values a little later: after a straight step of the trajectory, and after a
+# curved one of second order. They define a parabola, whose second root is the time at which the condition vanishes again.
 
 
-# What a condition may be after the affect, by what it was before or by what it became on the way, to be at its root.
+# Bounds on the condition after the affect, relative to its value before and to its change along the trajectory, for it to
+# be considered at its root.
 AT_ROOT, OF_WAY = 1e3, 1e-12
-# How far ahead that is looked at, in parts of what lies between events, and if that is short; and at least, of tspan.
+# How far ahead to evaluate the condition, as a fraction of the time between events, and if that is short; and the least
+# distance as a fraction of tspan.
 AHEAD, AHEAD_OF_SHORT, LEAST_AHEAD = 1e-2, 0.25, 1e-6
-# In which part of tspan it must not be back, where what lay before was short, too.
+# The fraction of tspan within which a condition must not vanish again, if the time before the event was short, too.
 AT_ONCE, SHORT_PIECE = 1e-7, 1e-5
-# In a step of so small a part of tspan rounding may change the sign of a condition that was near its root.
+# In a step that is so small a fraction of tspan, rounding may change the sign of a condition that was near its root.
 UNRESOLVED = 1e-9
-LEAST = 1e-300  # the value of a condition of which nothing is known but its sign
-# So many events in a row, each within so small a part of tspan after the one before, are without end.
+LEAST = 1e-300  # the value of a condition of which only the sign is known
+# Number of events in a row, each within this fraction of tspan after the one before, that are taken for an infinite
+# sequence.
 SHORT, MOST_SHORT = 1e-6, 10
 
 
 class Departure(NamedTuple):
-    """How the condition of an event goes on, for several trajectories."""
+    """How the condition of an event continues, for several trajectories."""
 
-    side: Array  # shape (n,); the sign that it takes; 0 where it isn't at its root, and its own sign counts
-    # Shape (n,). After what time it vanishes again as the event asks for; infinite where it isn't at its root, or doesn't.
+    side: Array  # shape (n,); the sign that it takes; 0 if it isn't at its root, and its own sign counts
+    # Shape (n,). The time until it vanishes again in the event's direction; infinite if it isn't at its root, or doesn't.
     back: Array
-    endless: Array  # bool, shape (n,); whether that is at once, and so would be again and again
+    endless: Array  # bool, shape (n,); whether that is at once, and would therefore repeat endlessly
 
 
 def distance_ahead(gone: Array, span: Array) -> Array:
-    """Return how far ahead to look, by how long it is since the events acted last and the lengths of tspan."""
+    """Return how far ahead to look, given the times since the events acted last and the lengths of tspan."""
     least = LEAST_AHEAD * span
     return np.where(gone > UNRESOLVED * span, np.minimum(AHEAD_OF_SHORT * gone, np.maximum(AHEAD * gone, least)), least)
 
@@ -61,27 +64,27 @@ def distance_ahead(gone: Array, span: Array) -> Array:
 def departure(values: tuple[Array, Array, Array, Array], direction: int, gone: Array, span: Array) -> Departure:
     """Return how a condition leaves its root.
 
-    Its values, each of shape (n,), are those before the affect, after it, and `distance_ahead` later along a straight and
-    along a bent step; `gone` and `span` are as there.
+    Its values, each of shape (n,), are those before the affect, after it, and at `distance_ahead` later along a straight
+    and along a curved step; `gone` and `span` are as for `distance_ahead`.
     """
     before, now, then, there = values
     ahead, rise, bend = distance_ahead(gone, span), then - now, there - then
     at_root = np.abs(now) <= np.maximum(AT_ROOT * np.abs(before), OF_WAY * np.abs(rise * gone / ahead))
-    # What doesn't rise at all goes back at once to where it came from.
+    # If its slope is zero, the condition returns at once to the side that it came from.
     side = np.where(rise != 0, np.sign(rise), -np.sign(bend))
     returns = at_root & (side * bend < 0) & ((direction == 0) | (side * direction < 0))
     back = np.where(returns, -ahead * rise / bend, np.inf)
-    # Of a stiff system nothing is known of the way back by two derivatives, unless all is short.
+    # For a stiff system two derivatives don't predict the return, unless all times are short.
     endless = (back <= AT_ONCE * span) & ((rise == 0) | (gone <= SHORT_PIECE * span))
     return Departure(np.where(at_root, side, 0.0), back, endless)
 
 
-# u' of M u' = f(u, p, t) at columns, by which states move where no step says it: f itself, where M is the identity.
+# u' of M u' = f(u, p, t) at columns, used to shift states when no step does: f itself if M is the identity.
 #
-# Where M is singular, f leaves a part N z of u' open, with the null vectors N of M. The algebraic equations Lᵀ f = 0 hold
-# all along a trajectory, so Lᵀ (f_u u' + f_t) = 0, and with N A⁻¹ Lᵀ of `consistent_start` that part is found in one step.
+# If M is singular, f determines u' only up to N z, with the null vectors N of M. The algebraic equations Lᵀ f = 0 hold
+# along a trajectory, so Lᵀ (f_u u' + f_t) = 0, and with N A⁻¹ Lᵀ of `consistent_start` this part is found in one step.
 #
-# Further steps with the same matrix, which are ordinary traced arithmetic, hand on the derivatives: one for each order.
+# Further steps with the same matrix, which are ordinary traced arithmetic, propagate the derivatives: one step per order.
 
 
 # The last two are for first and second derivatives.
@@ -89,7 +92,7 @@ _STEPS = 3
 
 
 def rates_of_change(batch: Batch, mass: Array | None, u: Array, leaves: Sequence[Any], t: Array) -> Array:
-    """Return u' of at least two columns, shape (d, n), by their parameters' leaves; what isn't M may be traced."""
+    """Return u' of at least two columns, shape (d, n), given their parameters' leaves; all but M may be traced."""
     field = Field(batch)
     rate = field.array(u, leaves, t)
     if mass is None:
@@ -111,27 +114,27 @@ FOUND = -1
 
 
 class Jump(NamedTuple):
-    """What one event did to some trajectories at once."""
+    """The effect of one event on several trajectories."""
 
-    # `ids`, `number`: int, shape (n,); the trajectories, and how many steps each had made.
+    # `ids`, `number`: int, shape (n,); the trajectories, and the number of steps that each had made.
     ids: Array
     number: Array
     event: int | Array
-    slot: Array  # int, shape (n,); at which given times; FOUND where a condition had vanished
+    slot: Array  # int, shape (n,); the index of the given time; FOUND if a condition had vanished
     time: Array  # shape (n,)
     # `before`, `after`: shape (d, n).
     before: Array
     after: Array
 
     def chosen(self, mask: Array) -> Jump:
-        """Return what it did to some of them."""
+        """Return the jumps of the trajectories in a mask."""
         ids, number, event, slot, time, before, after = self
         event = event[mask] if isinstance(event, np.ndarray) else event
         return Jump(ids[mask], number[mask], event, slot[mask], time[mask], before[:, mask], after[:, mask])
 
 
 class Jumps:
-    """All jumps of a solve, trajectory by trajectory, those of each in their order.
+    """All jumps of a solve, sorted by trajectory and then by time.
 
     Its arrays are those of `Jump`: `before` and `after` of shape (d, m), the others of shape (m,).
     """
@@ -148,7 +151,7 @@ class Jumps:
 
     @cached_property
     def turn(self) -> Array:
-        """How many others of the trajectory came after the same step."""
+        """The number of earlier jumps of the trajectory after the same step."""
         first = np.ones(len(self.ids), bool)
         first[1:] = (self.ids[1:] != self.ids[:-1]) | (self.number[1:] != self.number[:-1])
         place = np.arange(len(first))
@@ -156,40 +159,40 @@ class Jumps:
 
     @cached_property
     def kinds(self) -> list[tuple[int, Columns]]:
-        """Each event, and which jumps are of it."""
+        """Each event with jumps, and the indices of its jumps."""
         events = np.flatnonzero(np.bincount(self.event)).tolist()
-        # Of a single one without a copy of all.
+        # Without a copy if there is only one event.
         return [(e, np.flatnonzero(self.event == e) if len(events) > 1 else slice(None)) for e in events]
 
     @cached_property
     def still(self) -> Array:
-        """Whether no step ends at a jump, since one before was at the same time, or the start."""
+        """Whether no step ends at a jump, since another jump or the start is at the same time."""
         return (self.turn > 0) | (self.number == 0)
 
     @cached_property
     def lengthens(self) -> Array:
-        """Whether the step before ends at the given time of the jump, whenever that is."""
+        """Whether the step before ends at the given time of the jump, wherever that time moves."""
         return ~self.still & (self.slot != FOUND)
 
     def bounds(self, count: int) -> Array:
-        """Return which is the first of each of `count` trajectories, and behind them how many there are, (count + 1,)."""
+        """Return the index of the first jump per trajectory, and the number of all jumps, shape (count + 1,)."""
         return np.searchsorted(self.ids, np.arange(count + 1))
 
     def before_steps(self) -> Jumps:
-        """Return those that come before the first step."""
+        """Return the jumps before the first step."""
         mask = self.number == 0
         own = Jump(self.ids, self.number, self.event, self.slot, self.time, self.before, self.after).chosen(mask)
         return Jumps([own], np.ones(int(own.ids.max(initial=-1)) + 1, bool))
 
     def at_start(self) -> list[Array]:
-        """Return which come before the first step, one of each trajectory after the other."""
+        """Return the indices of the jumps before the first step, at most one per trajectory in each array."""
         rows = np.flatnonzero(self.number == 0)
         if not rows.size:
             return []
         return [rows[self.turn[rows] == turn] for turn in range(int(self.turn[rows].max()) + 1)]
 
     def by_visits(self, sweep: SortedSweep) -> dict[int, list[tuple[Array, Array]]]:
-        """Return by the visits of a sweep which come after its step, with their columns; one of each column at a time."""
+        """Return, by visit of a sweep, the jumps after its step with their columns; at most one per column in each pair."""
         mine, columns = columns_of(sweep, np.where(self.number > 0, self.ids, -1))
         visits = sweep.visit_of(columns, self.number[mine] - 1)
         return grouped(visits, self.turn[mine], mine, columns)

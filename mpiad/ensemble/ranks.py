@@ -1,8 +1,8 @@
-"""An ensemble divided into contiguous shares that take the same time, by what its trajectories cost in the last solve.
+"""An ensemble divided into contiguous shares of equal cost, estimated from the trajectories' steps in the last solve.
 
-What a share costs: the steps of its trajectories, and its turns, of which there are as many as its longest trajectory has
-steps. A turn has a price however few columns are left in it. So the longest trajectories belong together, and the share
-that has them gets fewer of the others.
+The cost of a share is the steps of its trajectories, plus its iterations of the step loop, as many as its longest
+trajectory has steps. An iteration has a cost however few columns remain. So the longest trajectories belong into one share,
+which gets fewer of the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel
 from mpiad.transport.device_arrays import is_device_array
 
-# Solutions whose trajectories live on several ranks: gathered, or kept in shares with statistics over all.
+# Solutions whose trajectories live on several ranks: gathered, or kept as shares with statistics over all ranks.
 
 
 def gathered(
@@ -38,9 +38,9 @@ def gathered(
 ) -> EnsembleSolution:  # fmt: skip
     """Return the solution of all trajectories on every rank; all ranks call it.
 
-    `start` returns the initial states of all trajectories, shape (d, N), where each rank knows them. `timed` says whether
-    derivatives flow through the times at which trajectories ended: where events are looked for. `made` is its `u`, where
-    that is made already.
+    - `start`: returns the initial states of all trajectories, shape (d, N), if each rank knows them.
+    - `timed`: whether derivatives flow through the times at which trajectories ended, which is so with events.
+    - `made`: the solution's `u`, if it has been computed already.
     """
     later = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
     sol = EnsembleSolution.lazy(
@@ -56,7 +56,7 @@ def gathered(
     if not outcomes.ends or share._start is None:
         sol.u = _collected(used, widened(share.u, outcomes.t.shape[-1]), outcomes)
         return sol
-    # Now, as the problem's arrays may change before they are read.
+    # Read at once, as the problem's arrays may change before they are needed.
     u0 = _collected(used, share._start(), outcomes, axis=1) if start is None else start()
     return at_ends(sol, lambda: u0, sol.u_end)
 
@@ -71,7 +71,7 @@ def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm
     """Return the events of all trajectories, with times through which derivatives flow."""
     if not outcomes.events:
         return {}
-    # In the order of trajectories, by which the gathered times find their events on all ranks.
+    # Sorted by trajectory, so that the gathered times match their events on all ranks.
     mine = [time for i in sorted(share.events) for _, time in share.events[i]]
     everything = mpi_allgather(anp.array(mine) if mine else np.empty(0), axis=0, comm=comm)
     times = iter(everything if isbox(everything) else everything.tolist())
@@ -85,11 +85,11 @@ class ShardedSolution(EnsembleSolution):
     Attributes
     ----------
     indices : array of int
-        Which of the N trajectories these are, from 0.
+        The numbers of these trajectories among all N, from 0.
     outcomes : RankOutcomes
-        How all N went.
+        The outcomes of all N trajectories.
     comm : mpi4py intracommunicator or None
-        One of the user's own isn't pickled with the solution: it is set anew after reading, before statistics are taken.
+        A user's communicator isn't pickled with the solution: set it after unpickling, before computing statistics.
 
     Notes
     -----
@@ -112,11 +112,11 @@ class ShardedSolution(EnsembleSolution):
 
     def _mean_of(self, values: Array) -> Array:
         there = ~np.isnan(getval(values))
-        # Sums and counts, and no mean of means: ranks have different numbers of survivors.
+        # Sums and counts instead of a mean of means: ranks have different numbers of survivors.
         total = mpi_allreduce(anp.sum(anp.where(there, values, 0.0), axis=0), comm=self._over)
-        # Counted by entry: trajectories that failed, and times that weren't reached, weigh nothing on any rank.
+        # Counted by entry: trajectories that failed and times that weren't reached have no weight on any rank.
         count = mpi_allreduce(there.sum(axis=0), comm=self._over)
-        with np.errstate(invalid="ignore"):  # where nobody came, it is NaN
+        with np.errstate(invalid="ignore"):  # NaN if there are no survivors
             return total / count
 
     def mean(self) -> Array:
@@ -143,7 +143,7 @@ def sharded(
 ) -> ShardedSolution:
     """Return this rank's share; `made` says that its u was made by an `output_func` or a `reduction`."""
     sol = object.__new__(ShardedSolution)
-    # As it is: what nobody has read yet isn't made.
+    # Unchanged: lazy attributes that haven't been read aren't computed.
     sol.__dict__.update(share.__dict__, _later=dict(share._later), indices=indices, outcomes=outcomes, comm=comm)
     if not made:
         # Statistics over the ranks need one width, also of ranks without trajectories or with fewer steps.
@@ -153,39 +153,40 @@ def sharded(
     return sol
 
 
-# What a turn of the working set costs besides its columns, in numbers (columns times components), as measured for small f:
-# 1,200 for states, and 1,500 with tangents, for which f is traced at each stage. A kernel's turn is that of its lanes,
-# however few are busy.
+# The cost of an iteration of the step loop in addition to its columns, in numbers (columns times components), as measured
+# for small f: 1,200 for states, and 1,500 with tangents, for which f is traced at each stage. For a kernel it is that of
+# its lanes, however few are busy.
 _TURN, _TRACED_TURN, _LANES = 1200.0, 1500.0, 16.0
-# What a trajectory costs besides its steps, in steps, to enter the working set and to leave it; and a lane of a kernel,
-# which does that outside of its vector instructions. For f of few operations 7 to 12 are best, with tangents, of which a
-# step costs more, 5 to 10.
+# The cost of a trajectory in addition to its steps, in steps: entering and leaving the working set, or for a kernel a lane,
+# which does that outside of its vector instructions. For f of few operations 7 to 12 are best; with tangents, which make a
+# step more expensive, 5 to 10.
 _ENTRY, _LANE_ENTRY, _TRACED_LANE_ENTRY = 2.0, 9.0, 7.0
-# Numbers that all ranks compute from all trajectories: in so many blocks a share misses its due by a thousandth at most.
+# All ranks compute with the costs of all trajectories: with this number of blocks a share misses its target by 0.1 % at
+# most.
 _BLOCKS = 1024
 _TRIES = 8
 
 
 class EnsembleMPI(EnsembleAlgorithm):
-    """A contiguous share of the trajectories for each rank, balanced by the steps that each took in the last solve.
+    """A contiguous share of the trajectories per rank, balanced by the steps of each trajectory in the last solve.
 
     Parameters
     ----------
     inner : EnsembleAlgorithm
-        How a rank runs its share; all together by default.
+        How a rank runs its share; vectorized by default.
     gather : bool
         Whether every rank gets all N solutions. Otherwise it gets its share, with ``sol.indices``; mean, standard
-        deviation, quantiles and summary are over all N all the same.
+        deviation, quantiles and summary are still over all N.
     comm : mpi4py intracommunicator, optional
 
     Raises
     ------
     TypeError
-        Where `inner` is no way to run a share.
+        If `inner` isn't an algorithm that can run a share.
 
     Notes
     -----
-    Keep it for the next solve of an ensemble of this size: it remembers how many steps each trajectory took.
+    Reuse the object for the next solve of an ensemble of this size: it stores the number of steps of each trajectory.
 
     Examples
     --------
@@ -212,8 +213,8 @@ class EnsembleMPI(EnsembleAlgorithm):
         return f"EnsembleMPI({self.inner!r}, gather={self.gather})"
 
     def bounds(self, count: int, size: int) -> Array:
-        """Return where the shares of the ranks begin and end, from 0; the same on all ranks."""
-        # Nothing is known of this ensemble yet: equal numbers of trajectories.
+        """Return the first indices of the ranks' shares and, last, the number of trajectories; the same on all ranks."""
+        # Without costs of this ensemble: equal numbers of trajectories.
         if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
         if self._bounds is None or len(self._bounds) != size + 1:
@@ -221,31 +222,32 @@ class EnsembleMPI(EnsembleAlgorithm):
         return self._bounds
 
     def remember(self, tries: Array, components: int, compiled: bool = False, traced: bool = False) -> None:
-        """Take the numbers of tried steps of all trajectories as their costs.
+        """Store the numbers of tried steps of all trajectories as their costs.
 
         Parameters
         ----------
         tries : array of int, shape (N,)
+            Numbers of tried steps.
         components : int
-            Of a state.
+            Number of components of a state.
         compiled, traced : bool
-            Whether kernels took them, and whether derivatives were wanted.
+            Whether the steps ran in kernels, and whether derivatives were computed.
         """
         before = self._entry, self._turn, self._tries
         lane = _TRACED_LANE_ENTRY if traced else _LANE_ENTRY
         self._tries, self._entry = tries, lane if compiled else _ENTRY
         self._turn = _LANES if compiled else (_TRACED_TURN if traced else _TURN) / max(1, components)
-        # Training loops solve alike again and again; the search for equal costs is made when costs have changed.
+        # Training loops repeat similar solves; the shares are computed again only if costs have changed.
         if before[:2] != (self._entry, self._turn) or not np.array_equal(before[2], tries):
             self._bounds = None
 
 
 class _LoadBalance:
-    """What trajectories cost, in steps of a column.
+    """The costs of trajectories, in steps of a column.
 
-    - `steps`, of shape (N,): of each.
-    - `entry`: what each costs beside its steps.
-    - `turn`: what a turn costs beside its columns.
+    - `steps`: shape (N,); the steps of each trajectory.
+    - `entry`: the cost of a trajectory in addition to its steps.
+    - `turn`: the cost of an iteration of the step loop in addition to its columns.
     - `size`: the number of shares.
     """
 
@@ -260,12 +262,12 @@ class _LoadBalance:
         self._turn, self._size = turn, size
 
     def bounds(self) -> Array:
-        """Return where the shares begin and end, shape (size + 1,)."""
+        """Return the first indices of the shares and, last, the number of trajectories, shape (size + 1,)."""
         own = np.zeros(self._size)
         best = shares = self._divided(own)
         shortest = self._slowest(best)
         for _ in range(_TRIES):
-            # Half the way: a share that gives up its longest trajectory would get it back in the next try.
+            # Damped by one half: a share that gives up its longest trajectory would get it back in the next iteration.
             before, own = shares, (own + self._turns(shares)) / 2
             shares = self._divided(own)
             if np.array_equal(shares, before):
@@ -276,19 +278,19 @@ class _LoadBalance:
         return self._edges[best]
 
     def _divided(self, own: Array) -> Array:
-        """Return shares, in blocks, that are equal with these costs of the shares' own."""
+        """Return shares, in blocks, whose costs are equal including the given extra costs of the shares."""
         done = self._done[1:]
         due = np.cumsum(np.maximum((done[-1] + own.sum()) / self._size - own, 0.0))[:-1]
-        due = np.minimum(due, done[-1])  # clipped at zero, the dues may sum up to more than there is
+        due = np.minimum(due, done[-1])  # clipped at zero, the targets may sum to more than the total
         inner = np.searchsorted(done, due)
-        # Before or after the block that crosses what is due, whichever is nearer.
+        # Before or after the block that crosses the target, whichever is nearer.
         inner += done[inner] - due < due - (done[inner] - self._costs[inner])
         return np.concatenate([[0], np.maximum.accumulate(inner), [len(done)]])
 
     def _turns(self, shares: Array) -> Array:
         filled = np.diff(shares) > 0
         longest = np.zeros(self._size)
-        # Empty shares have no place in reduceat, whose next group begins where they do.
+        # Empty shares are left out, since reduceat has no empty groups.
         longest[filled] = np.maximum.reduceat(self._longest, shares[:-1][filled])
         return self._turn * longest
 

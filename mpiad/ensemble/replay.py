@@ -1,8 +1,8 @@
-"""The accepted steps of a solve once more, in functions that traces see: what derivatives of derivatives are taken of.
+"""Repeats the accepted steps of a solve in traceable functions, for derivatives of derivatives.
 
-Steps are fixed, but for the last one of each trajectory, which ends where tspan does, and those that end at given times of
-events; and for events that end trajectories or act, whose times are roots that move. The first derivatives that plain
-arrays get (`adjoint`, `tangents`) are those of this function.
+Steps are fixed, except for the last one of each trajectory, which ends at the end of tspan, those that end at given times
+of events, and those cut short by events that end trajectories or act, whose times are roots that depend on the inputs. The
+first derivatives of plain arrays (`adjoint`, `tangents`) are those of this function.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, StepSweep, V
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.device_arrays import is_device_array
 
-# One step of a solve once more, in functions that traces see: see `replay`.
+# One step of a solve, repeated in traceable functions: see `replay`.
 
 
-# Newton's steps at an event: its derivatives are right up to the third.
+# Number of Newton steps at an event: derivatives are correct up to third order.
 _ROOT_STEPS = 2
 
 
@@ -53,14 +53,14 @@ class StepReplay:
         return self._run.field.array(self.argument(i), self._leaves, t)
 
     def argument(self, i: int) -> Array:
-        """Return the argument of stage i; that of the last is the new state."""
+        """Return the argument of stage i; that of the last stage is the new state."""
         if i == 0:
             return self._u
         total = sum(k * weight for k, weight in zip(self._k, self._run.tableau.a[i - 1]) if weight)
         return total * _like(self.h, self._u) + self._u
 
     def inside(self, x: Array, columns: Columns) -> Array:
-        """Return the states of some columns at the parts x of the step, of shape (m,), or (s, m) for several in each."""
+        """Return states at the fractions x of the step, of shape (m,), or (s, m) for several per column."""
         if len(self._k) < self._run.tableau.stages:
             self._evaluate(len(self._k))
         weights = [_like(_polynomial(row, x), self._u)[..., None, :] for row in self._run.tableau.dense.tolist()]
@@ -68,14 +68,14 @@ class StepReplay:
         return total * _like(self.h[columns], self._u) + self._u[:, columns]
 
     def root(self, condition: Function, x: Array, columns: Array) -> Array:
-        """Return the root of an event's condition, known by its value, as a function of all that moves it."""
+        """Return the root of an event's condition, whose value is known, as a differentiable function of the inputs."""
         leaves = self._run.columns(self._leaves, columns)
 
         def value(x: Array) -> Array:
             t = self.t[columns] + x * self.h[columns]
             return condition(self.inside(x, columns), self._run.batch.p.build(leaves), t)
 
-        # Newton's steps stay where they are, and each doubles the order to which the root's derivatives are right.
+        # Newton's steps don't change the value, and each doubles the order up to which the root's derivatives are correct.
         for _ in range(_ROOT_STEPS):
             found, slope = jvp(value, x, np.ones_like(getval(x)))
             x = x - (found - getval(found)) / slope
@@ -134,13 +134,13 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
     """Return the results of a run as functions of its inputs, which may be traced.
 
     The inputs are u0, shape (d, N), start and end, shape (N,), on the host, all leaves of the parameters, and the given
-    times at which events act, shape (slots, N). The results are saved states (N, n_saved, d), zero where one failed or
-    wasn't reached, final states (N, d), and where events were looked for the times at which trajectories ended (N,), and
-    those of events (m,).
+    times at which events act, shape (slots, N). The results are saved states (N, n_saved, d), zero if a trajectory failed
+    or didn't reach the time; final states (N, d); and with events the times at which trajectories ended (N,), and those of
+    events (m,).
     """
     replay = _Replay(run, start, end, leaves, due)
     with np.errstate(all="ignore"):
-        # What failed is constant: its states aren't differentiated.
+        # Failed trajectories are constant: their states aren't differentiated.
         u0 = u0 if run.live.all() else anp.where(run.placed(run.live), u0, 0.0)
         states = initial = replay.started(u0)
         for sweep in run.sweeps(whole=True):
@@ -151,16 +151,16 @@ def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any
 
 
 class _Replay:
-    """The pieces of the results, put together at the end."""
+    """The parts of the results, assembled at the end."""
 
     def __init__(self, run: Run, start: Array, end: Array, leaves: Sequence[Any], due: Any):
         self._run, self._leaves, self._due, d = run, leaves, due, len(run.batch.u0)
         self._timed = any(map(isbox, (start, end, due))) or run.times_move
         if self._timed:
-            # Zero in value, and what is traced of both ends: steps move with them, and keep their accepted numbers. After
-            # an event they move with that.
+            # Zeros that carry the traces of both ends: steps shift with them, and keep their accepted values. After an
+            # event they shift with the time of the event.
             self._shift, self._lengthening = (run.moved(x - getval(x)) for x in (start, end))
-        # Saved values as rows, and which row each is; the first is for what wasn't reached.
+        # Saved values as rows, and the row of each value; the first row is for values that weren't reached.
         self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
         self._index = np.zeros_like(run.batch.u0, shape=(run.batch.size, run.slots), dtype=np.int64)
         self._crossings: list[tuple[LocatedEvent, Array, Array]] = []
@@ -171,16 +171,16 @@ class _Replay:
         for visit in sweep.forwards():
             before, width = u.shape[1], len(visit.t)
             if before < width:
-                # Visits are counted from the ends, so on the way forwards shorter trajectories enter later.
+                # Visits are counted from the ends, so in forward order shorter trajectories enter later.
                 entering = states[:, sweep.ids[before:width]]
                 u = concatenate([u, entering], axis=1) if before else entering
             u = self._visited(sweep, visit, u, leaves)
         return self._put(states, sweep.ids, u) if u.shape[1] else states
 
     def _visited(self, sweep: StepSweep, visit: Visit, u: Array, leaves: list[Any]) -> Array:
-        """Return the states after a visit, and note what was saved and what happened in it."""
+        """Return the states after a visit, and store saved values and events in it."""
         run, width = self._run, len(visit.t)
-        # Two columns at least, as in the solve, whose arithmetic this repeats.
+        # At least two columns, as in the solve, whose arithmetic is repeated here.
         columns = run.doubled(width)
         t, h = (time[columns] for time in self._times(sweep, visit))
         kind = RosenbrockReplay if run.tableau.implicit else StepReplay
@@ -206,11 +206,11 @@ class _Replay:
         return new
 
     def _times(self, sweep: StepSweep, visit: Visit) -> tuple[Array, Array]:
-        """Return when the steps start, and their sizes; the last ones end where tspan does."""
+        """Return the starts of the steps and their sizes; the last steps end at the end of tspan."""
         if not self._timed:
             return visit.t, visit.h
-        # The controller's sizes are fixed, so a later end lengthens the last step alone; at a terminal event
-        # there is none to lengthen.
+        # The controller's sizes are fixed, so a later end lengthens only the last step, and no step of a trajectory that
+        # ended at a terminal event.
         ids = sweep.ids[: len(visit.t)]
         longer = anp.where(sweep.moves(visit), self._lengthening[ids] - self._shift[ids], 0.0)
         for rows, own in sweep.jumps(visit)[:1]:
@@ -218,11 +218,11 @@ class _Replay:
         return visit.t + self._shift[ids], visit.h + longer
 
     def _stayed(self, part: Saved, visit: Visit, t: Array, h: Array) -> Array:
-        """Return the parts of steps at which saved times lie, which stay while the steps move."""
+        """Return the fractions of steps at which saved times lie; these times are fixed while the steps move."""
         own = part.columns
         made = visit.h[own] != 0
         gone = visit.t[own] + part.x * visit.h[own] - t[own]
-        # What is saved where an event acts is the state after it, whenever that is.
+        # A value saved at the time of an event that acts is the state after it, at whatever time the event acts.
         made = made & (part.x != 0) if self._run.jumps else made
         return anp.where(made, gone / anp.where(made, h[own], 1.0), 0.0)
 
@@ -236,7 +236,7 @@ class _Replay:
         return u0
 
     def ended(self, states: Array) -> Array:
-        """Return the final states by those after the last events, where these were when tspan ends."""
+        """Return the final states, given those after the last events that coincided with the end of tspan."""
         run = self._run
         ids = np.flatnonzero(run.cut & ~run.terminated) if run.jumps and self._timed else np.empty(0, int)
         if not ids.size:
@@ -245,19 +245,19 @@ class _Replay:
         return self._put(states, ids, moved)
 
     def _moved(self, rows: Array) -> Array:
-        """Return how jumps move: given times by themselves, others as what was before them."""
+        """Return the shifts of jumps: those of given times are their own, others are the shift of the preceding steps."""
         jumps: Any = self._run.jumps
         ids, slot = jumps.ids[rows], jumps.slot[rows]
         due = self._due[np.maximum(slot, 0), ids]
         return anp.where(slot == FOUND, self._shift[ids], due - getval(due))
 
     def _jumped(self, rows: Array, u: Array) -> Array:
-        """Return the states after jumps, one of each trajectory, by those before."""
+        """Return the states after jumps, one per trajectory, given those before."""
         run, jumps = self._run, self._run.jumps
         ids, t = jumps.ids[rows], jumps.time[rows]  # type: ignore[union-attr]
         if self._timed:
             moved = self._moved(rows)
-            # Of others f may not be finite, and no derivative may go there.
+            # For other columns f may not be finite, and no derivative may depend on it.
             still = np.flatnonzero(jumps.still[rows])  # type: ignore[union-attr]
             if still.size:
                 u = self._put(u, still, self._drifted(u[:, still], ids[still], t[still], moved[still]))
@@ -272,7 +272,7 @@ class _Replay:
         return u
 
     def _drifted(self, u: Array, ids: Array, t: Array, moved: Array) -> Array:
-        """Return states as they move where times do that coincide: by u' times what is between, which is zero."""
+        """Return states shifted by u' times the difference of two coinciding times: zero in value, but with derivatives."""
         since = self._shift[ids]
         between = moved - since
         if not isbox(between):
@@ -281,12 +281,12 @@ class _Replay:
         leaves, now, between = run.columns(self._leaves, ids[twice]), (t + since)[twice], between[twice]
         rate_at = partial(rates_of_change, run.batch, run.settings.mass)
         rate = rate_at(u[:, twice], leaves, now)
-        # A step of second order, whose derivatives are right to that order.
+        # A step of second order, whose derivatives are correct to that order.
         rate = 0.5 * (rate + rate_at(u[:, twice] + between * rate, leaves, now + between))
         return u + (between * rate)[:, : len(ids)].astype(u.dtype)
 
     def _save(self, part: Saved, value: Array) -> None:
-        """Note saved values of shape (d, m), or (s, d, m) where each column has several."""
+        """Store saved values of shape (d, m), or (s, d, m) for several per column."""
         rows = anp.reshape(anp.swapaxes(value, -1, -2), (-1, value.shape[-2]))
         numbers = self._count + self._run.arange(len(rows))
         self._index[part.ids, part.place] = numbers.reshape(*value.shape[:-2], -1)
@@ -297,7 +297,7 @@ class _Replay:
         self._count += len(rows)
 
     def _put(self, old: Array, columns: Array, new: Array) -> Array:
-        """Return an array with some of its columns replaced, by a look-up that derivatives can go through."""
+        """Return an array with some of its columns replaced, by an indexing operation that can be differentiated."""
         order = self._run.arange(old.shape[-1])
         order[columns] = old.shape[-1] + self._run.arange(len(columns))
         return concatenate([old, new], axis=-1)[..., order]
@@ -316,11 +316,11 @@ class _Replay:
         return concatenate(self._rows, axis=0)[index[:, : run.n_saved]]
 
     def times(self) -> tuple[Array, Array]:
-        """Return when the trajectories ended, shape (N,), and when events were, (m,)."""
+        """Return the times at which the trajectories ended, shape (N,), and the times of events, (m,)."""
         run = self._run
         reached = run.reached
         if self._timed:
-            # What no event ended, ended where tspan does.
+            # Trajectories that no event ended, ended at the end of tspan.
             reached = reached + anp.where(run.placed(run.live & ~run.terminated), self._lengthening, 0.0)
         if self._timed and run.jumps:
             reached = reached + anp.where(run.live & run.terminated, self._shift, 0.0)
@@ -337,13 +337,13 @@ class _Replay:
 
 
 def replayed_jvp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
-    """Return the tangent of what `replay` makes of a list of all arguments, by those of the arguments `argnums`."""
+    """Return the tangent of the results of `replay` for a list of all arguments, given those of the arguments `argnums`."""
     tangents = [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)]
     return trace_forwards(*_of_some(replay, argnums, args), tangents)[1]
 
 
 def replayed_vjp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
-    """Return the cotangents of some arguments by that of the results, `g`; else as `replayed_jvp`."""
+    """Return the cotangents of some arguments, given that of the results, `g`; otherwise as `replayed_jvp`."""
     fun, variables = _of_some(replay, argnums, args)
     traced = trace_backwards(fun, variables)
     seeds = [(place, conform(g, *spec_like(value))) for place, value in zip(traced.places, traced.values) if place >= 0]
@@ -351,7 +351,7 @@ def replayed_vjp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], g:
 
 
 def _of_some(replay: Replay, argnums: Sequence[int], args: Sequence[Any]) -> tuple[Callable[..., Array], Variables]:
-    """Return the results as a function of some arguments, and these."""
+    """Return the results as a function of some arguments, and these arguments."""
 
     def fun(values: Sequence[Any]) -> Array:
         filled = list(args)

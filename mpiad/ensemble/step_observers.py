@@ -1,4 +1,4 @@
-"""Observers of every step of the working set: the record, events, saved times; in this order."""
+"""Observers of every step of the working set, in this order: the record, events, saved times."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mpiad.ensemble.record import Log, Step
 from mpiad.ensemble.saving import SavePoints
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 
-# Events that act, by columns: steps that end at an event are held, and then the events act on all of them and they go on.
+# Events that act: steps that end at an event are held; then the events act on all held columns at once, which continue.
 #
-# To find where conditions vanish, and what affects make of the states there, costs a hundred calls of NumPy however few the
-# columns are. So a column whose step ends at an event waits, with its step, until it pays (`WorkingSet` says when).
+# Finding where conditions vanish and applying affects takes a hundred calls of NumPy, however few the columns are. So a
+# column whose step ends at an event waits, with its step, until enough columns are held (`WorkingSet` decides when).
 #
-# Where the affect leaves a condition at its root, the trajectory looks for the way back only, and its next step is so short
-# that it isn't back by then (`root_departure`).
+# If the affect leaves a condition at its root, only the return to it is an event, and the next step is so short that it
+# ends before that (`jumps.departure`).
 
 
 NONE = np.empty(0, np.int64)
@@ -35,10 +35,10 @@ class Resumed(NamedTuple):
     """Columns in which events have acted; times are in the direction of the solve."""
 
     columns: Array  # int, shape (n,)
-    # Int, shape (n,). How those have ended that don't go on, else MOVING; and how many steps each has made.
+    # Int, shape (n,). The return codes of columns that have ended, else MOVING; and the number of steps that each has made.
     codes: Array
     number: Array
-    # `t`, `end`, `h`: shape (n,). Times, where the next steps end at the latest, and their sizes.
+    # `t`, `end`, `h`: shape (n,). Times, upper bounds on the ends of the next steps, and their sizes.
     t: Array
     end: Array
     h: Array
@@ -56,7 +56,7 @@ class _Held(NamedTuple):
 
 
 class ActingEvents:
-    """What the columns of a working set know of events that act; `watch` is of conditions, None without any."""
+    """The data about acting events for the columns of a working set; `watch` evaluates conditions, None without any."""
 
     def __init__(
         self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization, watch: EventWatch | None
@@ -66,16 +66,17 @@ class ActingEvents:
         self._jumps = outcome.jumps if settings.record else None
         self._slots, self._resumed = outcome.slots, outcome.resumed
         self._events, self._adaptive = settings.events, settings.alg.tableau.error is not None
-        self._held: dict[bool, list[_Held]] = {False: [], True: []}  # at given times, and where conditions vanish
-        # When columns began or each event acted last, when they met a condition last, how many pieces were short before.
+        self._held: dict[bool, list[_Held]] = {False: [], True: []}  # at given times, and at roots of conditions
+        # The times when columns began or each event acted last, and when they met a condition last; the number of short
+        # intervals in a row.
         self._begun = {e: np.empty(0) for e, event in enumerate(self._events) if event.acts}
         self._met, self._short = np.empty(0), np.empty(0, int)
-        self._limit = np.empty(0)  # where the next step ends at the latest, if that lies ahead
-        # On which sides conditions are that act from both.
+        self._limit = np.empty(0)  # upper bound on the end of the next step, if that lies ahead
+        # The sides on which conditions are, for those that act in both directions.
         self.sides = {e: np.empty(0) for e, event in enumerate(self._events) if event.sided}
 
     def enter(self, new: Entrants, joined: Joint) -> None:
-        """Take up the next working set, whose conditions the watch has taken up."""
+        """Add the columns of the next working set, after the watch has evaluated its conditions."""
         self._begun = {e: joined(begun, new.t) for e, begun in self._begun.items()}
         self._met, self._limit = joined(self._met, new.t), joined(self._limit, new.t)
         self._short = joined(self._short, np.zeros(len(new.t), int))
@@ -84,7 +85,7 @@ class ActingEvents:
             self.sides[e] = np.where(np.isnan(side), np.sign(self._watch.values[e]), side)  # type: ignore[union-attr]
 
     def crossed(self, step: Step, p: Tree) -> list[Array]:
-        """Return for each event in which columns its condition changed its sign as asked for: see `EventWatch.crossed`."""
+        """Return for each event the columns in which its condition changed its sign: see `EventWatch.crossed`."""
         if self._watch is None:
             return []
         watch = self._watch
@@ -98,12 +99,12 @@ class ActingEvents:
         return [changed & ~mask for changed, mask in zip(crossed, resting)]
 
     def at_roots(self, crossed: Sequence[Array]) -> Array:
-        """Return the columns whose steps end where conditions vanish, by those that have changed their signs."""
+        """Return the columns whose steps end at a root of a condition, given those whose conditions have changed signs."""
         masks = [changed for event, changed in zip(self._events, crossed) if event.stops]
         return np.flatnonzero(np.any(masks, axis=0)) if masks else NONE
 
     def at_given_times(self, step: Step, done: Array) -> Array:
-        """Return which of the columns in a mask have come to a given time, and not to the end of tspan alone."""
+        """Return which of the columns in a mask have reached a given time, and not only the end of tspan."""
         if not np.count_nonzero(done):
             return NONE
         columns = np.flatnonzero(done)
@@ -112,9 +113,9 @@ class ActingEvents:
         return columns[due == step.t_new[columns] if step.sign is None else due == step.t_new[columns] * step.sign[columns]]
 
     def hold(self, columns: Array, step: Step, h: Array, crossed: Sequence[Array], at_roots: bool = False) -> None:
-        """Hold the steps of some columns; h, shape (n,), are the sizes of the next ones of all.
+        """Hold the steps of some columns; h, shape (n,), are the sizes of the next steps of all columns.
 
-        They end at given times or, `at_roots`, where conditions vanish, of which some of all have changed their signs.
+        They end at given times or, with `at_roots`, at roots of conditions; `crossed` has the sign changes of all columns.
         """
         if self._watch is None:
             nothing = np.empty((0, len(columns)))
@@ -124,7 +125,7 @@ class ActingEvents:
         self._held[at_roots].append(_Held(columns, h[columns], kept))
 
     def release(self) -> Iterator[tuple[Resumed, Step]]:
-        """Let events act at the ends of the steps that are held, and return how the columns go on, and the steps.
+        """Let events act at the ends of the held steps, and return how the columns continue, and the steps.
 
         These end in the states after the events.
         """
@@ -141,11 +142,11 @@ class ActingEvents:
         reached = kept.after
         if found is not None:
             reached = np.array([there.condition(event, every) for event in self._events])
-        # The values of conditions that are near their roots, if affects leave them there; elsewhere NaN.
+        # The values of conditions that are near their roots, to be used if affects leave them there; NaN elsewhere.
         signs, resting = np.sign(kept.before), np.abs(kept.before) <= LEAST
         unresolved = step.t_new - step.t <= UNRESOLVED * span
         decreed = np.where(unresolved & (resting | (np.sign(reached) != signs)), LEAST * signs, np.nan)
-        if found is None:  # an event that doesn't act has been noted
+        if found is None:  # a non-acting event has been stored
             decreed = np.where(kept.crossed, -LEAST * signs, decreed)
         else:
             happened = self._happened(columns, kept, found, reached, unresolved & resting)
@@ -175,10 +176,11 @@ class ActingEvents:
     def _happened(
         self, columns: Array, kept: CrossedSteps, found: StepEvents, reached: Array, resting: Array
     ) -> list[tuple[int, Array]]:
-        """Return which events have happened in steps that were cut short, and in which rows.
+        """Return the events that have occurred in steps that were cut short, and their rows.
 
-        The roots of several may be closer to each other than they are found, or than a condition is exact. What has changed
-        its sign in the state `reached` would not be seen to do so afterwards: it happens there.
+        The roots of several conditions may be closer to each other than the resolution of the search or the accuracy of a
+        condition. A condition that has changed its sign in the state `reached` wouldn't be seen to do so afterwards, so its
+        event occurs there.
         """
         step, happened = kept.step, []
         located = {e: rows[x <= found.part[rows]] for e, rows, x in found.found}
@@ -209,7 +211,7 @@ class ActingEvents:
                 finite = there.act(self._acting.found[e], rows)
                 self._look_ahead(there, e, columns, rows[finite], before[finite], now, span)
             ending[rows] |= event.terminal
-        # Those that follow each other at once, too many of them.
+        # Trajectories with too many events in immediate succession.
         moving = np.flatnonzero(there.codes == MOVING)
         own = columns[moving]
         short = np.abs(now[moving] - self._met[own]) <= SHORT * span[moving]
@@ -220,7 +222,7 @@ class ActingEvents:
     def _look_ahead(
         self, there: EventColumns, e: int, columns: Array, rows: Array, before: Array, now: Array, span: Array
     ) -> None:
-        """Find on which side of its root a condition goes on, where the affect has left it there, and when it is back."""
+        """Find the side of its root on which a condition continues if the affect has left it there, and when it returns."""
         if not rows.size:
             return
         event, (u, t), own, now, span = self._events[e], there.at(rows), columns[rows], now[rows], span[rows]
@@ -231,8 +233,8 @@ class ActingEvents:
         bent = u + 0.5 * ahead * (rate + there.moving(rows, mass, (straight, later)))
         values = [there.condition(event, rows, at) for at in ((u, t), (straight, later), (bent, later))]
         found = departure((before, *values), event.direction, gone, span)
-        if self._adaptive:  # of fixed steps each is as long as all are
-            # The next step must not go beyond, where nobody would see that it had left.
+        if self._adaptive:  # fixed steps all have the same size
+            # The next step must not end later, since the sign change and return would go unnoticed.
             limit = np.where(self._limit[own] > now, self._limit[own], np.inf)
             self._limit[own] = np.minimum(limit, now + 0.25 * found.back)
         if e in self.sides:
@@ -240,9 +242,10 @@ class ActingEvents:
         there.codes[rows[found.endless]] = ReturnCode.Zeno.code
 
     def _go_on(self, there: EventColumns, columns: Array, rows: Array, reached: Array, decreed: Array) -> None:
-        """Note from where some rows go on, which are these columns, and the values of conditions there.
+        """Store the starting points of some rows, whose columns are `columns[rows]`, and the values of conditions there.
 
-        `reached` are the values before events have acted; those that these don't change are `decreed`, which may be NaN.
+        `reached` are the values before events have acted; if events don't change them, they become `decreed`, unless that
+        is NaN.
         """
         own = columns[rows]
         self._resumed[there.ids[rows]] += 1
@@ -258,16 +261,16 @@ class ActingEvents:
 
 
 class Stopped(NamedTuple):
-    """Which columns' steps end at an event, each array int of shape (m,)."""
+    """The columns whose steps end at an event, each array int of shape (m,)."""
 
-    terminated: Array = NONE  # those that it ends
-    # Those that are held, until events act on them by `StepObservers.release`: where conditions vanish, and at given times.
+    terminated: Array = NONE  # trajectories that end there
+    # Columns that are held until events act on them in `StepObservers.release`: at roots of conditions, and at given times.
     at_roots: Array = NONE
     at_times: Array = NONE
 
 
 class StepObservers:
-    """What is kept of the steps beside the final state; `outcome` is filled in."""
+    """Everything that is kept of the steps besides the final state; `outcome` is filled in."""
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization):
         self._outcome, self._batch, self._settings = outcome, batch, settings
@@ -282,7 +285,7 @@ class StepObservers:
             self._acting = ActingEvents(batch, settings, outcome, initialization, self._events)
 
     def enter(self, new: Entrants, joined: Joint, u: Array, p: Tree, t: Array) -> None:
-        """Take up the next working set: its new trajectories, its states, parameters and actual times."""
+        """Add the next working set: its new trajectories, its states, parameters and actual times."""
         if self._saves is not None:
             self._saves.enter(new.ids, new.u, joined)
         if self._events is not None:
@@ -291,10 +294,10 @@ class StepObservers:
             self._acting.enter(new, joined)
 
     def see(self, step: Step, p: Tree, done: Array, h: Array) -> Stopped:
-        """Look at a step, and say which columns an event has ended, whose steps are cut short there.
+        """Process a step, and return the columns that an event has ended, whose steps are cut short there, and those held.
 
-        `done`, bool, shape (n,), says which have come to the end of tspan or a given time; h, shape (n,), are the sizes of
-        the next steps.
+        `done`, bool, shape (n,): which have reached the end of tspan or a given time; h, shape (n,), are the sizes of the
+        next steps.
         """
         if self._log is not None:
             self._log.note(step)
@@ -322,7 +325,7 @@ class StepObservers:
         return Stopped(terminated, at_roots, at_times)
 
     def release(self) -> Iterator[Resumed]:
-        """Let events act on the columns whose steps are held, and return how they go on."""
+        """Let events act on the columns whose steps are held, and return how they continue."""
         for resumed, step in self._acting.release() if self._acting is not None else ():
             if self._saves is not None:
                 rows = np.arange(len(resumed.columns))
@@ -332,7 +335,7 @@ class StepObservers:
             yield resumed
 
     def _located(self, step: Step, columns: Array, crossed: Sequence[Array]) -> Array:
-        """Note events of some columns, and cut the steps short that they end; return the columns of these."""
+        """Store events of some columns, and cut short the steps that they end; return the columns of these."""
         watch: EventWatch = self._events  # type: ignore[assignment]
         ends = [changed[columns] for event, changed in zip(self._settings.events, crossed) if event.terminal]
         ended = np.any(ends, axis=0) if ends else np.zeros(len(columns), bool)
@@ -343,12 +346,12 @@ class StepObservers:
             return NONE
         kept = watch.kept(step, terminated, crossed)
         watch.cut(kept)
-        # The end and its state, where nothing that is saved may lie behind it.
+        # The end and its state, so that no saved time lies beyond it.
         step.t_new[terminated], step.new[:, terminated] = kept.step.t_new, kept.step.new
         return terminated
 
     def close(self) -> None:
-        """Put the record and the events in order."""
+        """Finish the record and the sorted table of events."""
         rows = None if self._events is None else self._events.rows()
         if rows is not None:
             self._outcome.event_table = rows[:, in_order(rows)]
