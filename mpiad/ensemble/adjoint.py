@@ -24,18 +24,18 @@ from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, Tran
 
 @dataclasses.dataclass
 class Cotangents:
-    """Cotangents of what a solve started from."""
+    """Cotangents of the inputs of a solve."""
 
     u0: Array  # shape (d, N)
     # `start`, `end`: shape (N,).
     start: Array
     end: Array
-    leaves: dict[int, Array]  # from places of leaves of the parameters to arrays in their shapes
+    leaves: dict[int, Array]  # from indices of leaves of the parameters to arrays in their shapes
     # Shape (slots, N). Of the given times at which events act.
     due: Array = dataclasses.field(default_factory=lambda: np.empty((0, 0)))
 
     def add_to_leaf(self, place: int, part: Array, ids: Array | None) -> None:
-        """Add what some trajectories give to a leaf, which all share where `ids` is None."""
+        """Add the contribution of some trajectories to a leaf; `ids` is None if all share it."""
         if ids is None:
             self.leaves[place] = self.leaves[place] + part
         else:
@@ -43,7 +43,7 @@ class Cotangents:
 
 
 def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Return the cotangents of a run's inputs: by the leaves at `places`, and `timed` by times, too."""
+    """Return the cotangents of a run's inputs: of the leaves at `places` and, if `timed`, of times."""
     batch = run.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
@@ -54,7 +54,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
         for sweep in run.sweeps(backwards=True):
             _Block(run, step_of, seeds, found, sweep, timed, jumps).sweep()
     if timed and seeds.reached is not None:
-        # Where no event came first, the time that was reached is the end of tspan itself.
+        # Without an earlier event, the time that was reached is the end of tspan itself.
         found.end += np.where(run.placed(run.live & ~run.terminated), seeds.reached, 0)
     if seeds.saved is not None:
         run.take_up(found.u0, seeds.saved, at_start=True)
@@ -64,7 +64,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
 
 
 def begun(run: Run, seeds: Seeds, found: Cotangents, places: Sequence[int], timed: bool) -> LinearJumps | None:
-    """Return the jumps of a run, where there are any, and note what moves with the ends of trajectories after them."""
+    """Return the jumps of a run, or None; if there are any, first add the contributions of `note_ends`."""
     if run.jumps is None:
         return None
     note_ends(run, seeds, found, timed)
@@ -72,10 +72,10 @@ def begun(run: Run, seeds: Seeds, found: Cotangents, places: Sequence[int], time
 
 
 def note_ends(run: Run, seeds: Seeds, found: Cotangents, timed: bool) -> None:
-    """Note what moves with the ends of trajectories after events that acted."""
+    """Add the contributions of final states and times to the cotangents of ends, after events that acted."""
     if seeds.reached is not None:
         found.start += np.where(run.terminated & run.live, seeds.reached, 0)
-    # What events change where tspan ends would move on to its end.
+    # States changed by events at the end of tspan would continue to a later end.
     ids = np.flatnonzero(run.cut & ~run.terminated)
     if timed and ids.size:
         drift = (found.u0[:, ids] * rates(run, ids, run.outcome.u_end[:, ids], run.batch.end[ids])).real.sum(axis=0)
@@ -84,7 +84,7 @@ def note_ends(run: Run, seeds: Seeds, found: Cotangents, timed: bool) -> None:
 
 
 def to_start(found: Cotangents, jumps: LinearJumps) -> None:
-    """Go back over the events at the start, and take what all events give to parameters and given times."""
+    """Propagate cotangents back over the events at the start; set those of leaves and given times from all events."""
     for rows, ids in reversed(jumps.at_start):
         found.u0[:, ids], found.start[ids] = jumps.pull(rows, found.u0[:, ids], found.start[ids])
     jumps.add_leaves(found.leaves)
@@ -92,7 +92,7 @@ def to_start(found: Cotangents, jumps: LinearJumps) -> None:
 
 
 def of_ends(run: Run, seeds: Seeds) -> Array:
-    """Return the cotangents of the final states; none of those that failed."""
+    """Return the cotangents of the final states; zero for failed trajectories."""
     end = run.masked(seeds.end)
     if seeds.saved is not None:
         run.take_up(end, seeds.saved, at_start=False)
@@ -100,7 +100,7 @@ def of_ends(run: Run, seeds: Seeds) -> Array:
 
 
 class _Block:
-    """One block of columns on the way back."""
+    """One block of columns in the backward sweep."""
 
     def __init__(
         self, run: Run, step_of: Callable, seeds: Seeds, found: Cotangents, sweep: StepSweep, timed: bool,
@@ -109,11 +109,11 @@ class _Block:
         self._run, self._step_of, self._seeds, self._found, self._sweep = run, step_of, seeds, found, sweep
         self._timed, self._jumps, self._leaves = timed, jumps, sweep.leaves
         self._parts = {place: np.zeros_like(self._leaves[place]) for place in found.leaves}
-        # Of the time at which begins what has been gone back over.
+        # Cotangents of the start of the part of each trajectory that has been swept already.
         self._start, self._end = found.start[sweep.ids], run.numbers(len(sweep.ids))
 
     def sweep(self) -> None:
-        """Go from the last step to the first, and put what is found to its place."""
+        """Sweep from the last step to the first, and store the cotangents."""
         found, ids, varies = self._found, self._sweep.ids, self._run.batch.p.varies
         self._cotangent = found.u0[:, ids]
         for visit in self._sweep.backwards():
@@ -144,7 +144,7 @@ class _Block:
         if self._timed and self._jumps is None:
             totals.note_saved(inside)
         elif self._timed:
-            # What is saved where an event acts is the state after it, whenever that is.
+            # A value saved at the time of an event that acts is the state after it, at whatever time the event acts.
             totals.note_saved([part._replace(value=part.value * (part.x != 0)) for part in inside])
         inside += [self._event(one, step, totals, leaves, cotangent) for one in located if one.terminal]
         if self._timed:
@@ -156,7 +156,7 @@ class _Block:
         self._cotangent[:, :width] = cotangent[:, :width]
         if self._timed:
             totals.h_bar += step.by_size
-            # All steps but the last keep their sizes. The last one ends where tspan does, but not before an event.
+            # All steps but the last keep their sizes. The last one ends at the end of tspan, unless it ends at an event.
             moves = np.where(self._sweep.moves(visit), totals.h_bar[:width], 0.0)
             self._start[:width] += totals.t_bar[:width]
             self._start[:width] -= moves
@@ -175,24 +175,24 @@ class _Block:
         handed = there.handed_on
         arrivals = [Arrival(part.columns, part.seeds(saved) * part.h, {0: part.weights[-1]}) for part in handed]
         for part in there.inside:
-            # Elsewhere that stage is the first of the next step, and has got its share there.
+            # Otherwise that stage is the first of the next step, which has taken its contribution already.
             if self._timed or part.whole is None or part.whole.any():
                 step.add_last_stage()
             inside.append(Inside(part.columns, part.seeds(saved), part.x, part.weights, part.whole))
         return inside, arrivals
 
     def _has_time(self, located: LocatedEvent) -> bool:
-        """Tell whether an event on the way has cotangents of its times."""
+        """Return whether a non-terminal event has cotangents of its times."""
         crossed = self._seeds.crossed
         if located.terminal or crossed is None:
             return False
-        return type(crossed) is not np.ndarray or bool(crossed[located.row].any())  # on a device, to look would be to wait
+        return type(crossed) is not np.ndarray or bool(crossed[located.row].any())  # on a device, reading would synchronize
 
     def _event(
         self, located: LocatedEvent, step: TransposedStep, totals: StepCotangents, leaves: list[Any],
         cotangent: Array | None = None,
     ) -> Inside:  # fmt: skip
-        """Hand the cotangents of an event's times, and of states where it ended trajectories, to the step."""
+        """Add the cotangents of an event's times, and of the states of trajectories that it ended, to those of the step."""
         step.add_last_stage()
         end, time, places = None, self._seeds.crossed, tuple(self._parts)
         if cotangent is not None:
@@ -205,7 +205,7 @@ class _Block:
         return pull_event(self._run, located, step, totals, leaves, places, end, row, self._timed)
 
     def _since(self, located: LocatedEvent) -> Array:
-        """Return the cotangent of the time of an event that ended a step, which is what has come after it."""
+        """Return the cotangent of the time of an event that ended a step: that of the start of all later steps."""
         time, crossed = self._start[located.columns], self._seeds.crossed
         self._start[located.columns] = 0.0
         if crossed is not None and self._run.settings.events[located.event].acts:

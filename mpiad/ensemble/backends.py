@@ -1,4 +1,4 @@
-"""How the trajectories of a batch are run by columns: one after the other, all together, or by threads."""
+"""How the trajectories of a batch are run as columns: one after the other, all together, or by threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger("mpiad")
 
 
 class EnsembleAlgorithm:
-    """A way to run an ensemble; results don't depend on it, bit for bit."""
+    """How an ensemble is run; results don't depend on it, bit for bit."""
 
     def run(self, batch: Batch, settings: Settings) -> Outcome:
         """Solve all trajectories of a batch."""
@@ -29,7 +29,7 @@ class EnsembleAlgorithm:
 
 @dataclass(frozen=True)
 class EnsembleSerial(EnsembleAlgorithm):
-    """One trajectory after the other: the reference, and where f can't be called for many at once.
+    """One trajectory after the other: the reference, and for an f that can't be called with many columns at once.
 
     Examples
     --------
@@ -66,12 +66,12 @@ class EnsembleVectorized(EnsembleAlgorithm):
 
 @dataclass(frozen=True)
 class EnsembleThreads(EnsembleAlgorithm):
-    """Contiguous shares, each as by EnsembleVectorized in a thread of its own; f must allow for that.
+    """Contiguous shares, each run like EnsembleVectorized in its own thread; f must be thread-safe.
 
     Parameters
     ----------
     threads : int, optional
-        As many as there are cores by default.
+        Number of threads; by default the number of cores.
 
     Examples
     --------
@@ -94,7 +94,7 @@ class EnsembleThreads(EnsembleAlgorithm):
 
 
 def _require_host(backend: EnsembleAlgorithm, batch: Batch) -> None:
-    # A single one is one share, which is solved where it lives.
+    # A single trajectory is one share, which is solved on the device of its arrays.
     if is_on_device(batch) and batch.size > 1:
         raise NotImplementedError(
             f"solve: {type(backend).__name__} runs on the host, but the states or parameters are device arrays. Take "
@@ -119,17 +119,17 @@ _BLOCKS = (None, 32, 64, 96, 128, 192, 256)
 class EnsembleGPU(EnsembleAlgorithm):
     """All trajectories on a GPU, each in a thread that runs its whole solve in registers.
 
-    The kernel is generated from f and compiled at the first solve. Where f can't be traced `EnsembleVectorized` computes
-    with arrays on the device; the log says once why.
-    Initial states or parameters on a device give results there; host arrays give results on the host, and only they travel.
+    The kernel is generated from f and compiled at the first solve. If f can't be traced, `EnsembleVectorized` computes with
+    arrays on the device; the reason is logged once. Initial states or parameters on a device give results there; host
+    arrays give results on the host, and only these arrays are transferred.
 
     Parameters
     ----------
     block : {32, 64, 96, 128, 192, 256}, optional
-        Threads of a block. By default 128, and 64 or 32 where so many would leave multiprocessors without work.
+        Threads per block. By default 128, or 64 or 32 if 128 would leave multiprocessors without work.
     tape_bytes : int, optional
-        Device memory for the steps of trajectories while an adjoint gradient is computed; by default half of what is free.
-        Trajectories whose steps don't fit go one share after the other.
+        Device memory for the steps of trajectories in an adjoint gradient; by default half of the free memory. If the steps
+        don't fit, the trajectories are processed in several shares.
     contract : bool
         Whether products and sums may be contracted to one operation with one rounding, as on CPUs with FMA.
     fast_math : bool
@@ -138,11 +138,11 @@ class EnsembleGPU(EnsembleAlgorithm):
     Raises
     ------
     ValueError
-        Where `block` or `tape_bytes` can't be.
+        If `block` or `tape_bytes` is invalid.
 
     Ranks
     -----
-    As the inner backend of `EnsembleMPI`, each rank uses the device that is its own: see `mpiad.device.select`.
+    As the inner backend of `EnsembleMPI`, each rank uses its own device: see `mpiad.device.select`.
     """
 
     block: int | None = None
@@ -159,26 +159,26 @@ class EnsembleGPU(EnsembleAlgorithm):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What NVRTC is told."""
+        """The options of NVRTC."""
         exact = ("--std=c++14", f"--fmad={str(self.contract).lower()}")
         return (*exact, "--use_fast_math") if self.fast_math else exact
 
     def run(self, batch: Batch, settings: Settings) -> Outcome:
-        """Solve all trajectories of a batch by arrays: where kernels can't."""
+        """Solve all trajectories of a batch by arrays, when kernels can't."""
         return EnsembleVectorized().run(batch, settings)
 
 
 def device_for(batch: Batch, together: bool) -> ArrayModule:
-    """Return the device that solves a batch of plain arrays: where they live, else this rank's where ranks solve together.
+    """Return the device that solves plain arrays: their own, else this rank's if ranks solve `together`, else the current.
 
-    An ImportError without CuPy, a RuntimeError without a GPU.
+    Raises an ImportError without CuPy, a RuntimeError without a GPU.
     """
     for x in (batch.u0, *batch.p.leaves):
         arrays = arrays_of(x)
         if arrays is not None:
             return arrays
     try:
-        # Ranks of one node must not meet on its first device; one that works alone takes what is current.
+        # Ranks of one node must not share its first device; a single rank uses the current one.
         return selected_arrays(own_device() if together else None)
     except (ImportError, RuntimeError) as error:
         why = str(error).rstrip(".")

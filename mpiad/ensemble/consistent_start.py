@@ -1,12 +1,12 @@
-"""Initial states that satisfy the algebraic equations of M u' = f, where M is singular.
+"""Initial states that satisfy the algebraic equations of M u' = f with a singular M.
 
-With the null vectors N of M and L of Mᵀ the algebraic equations are Lᵀ f(u, p, t) = 0, and what may be chosen to satisfy
-them is u0 + N z, which leaves M u0 as it is. Of index 1 is what has an invertible A = Lᵀ J N, so Newton's method finds z,
-for each trajectory by itself.
+With the null vectors N of M and L of Mᵀ the algebraic equations are Lᵀ f(u, p, t) = 0. The start is u0 + N z with unknown
+z, which leaves M u0 unchanged. If the system has index 1, A = Lᵀ J N is invertible, and Newton's method finds z for each
+trajectory independently.
 
-Two more steps with the last A, u - N A⁻¹ Lᵀ f(u, p, t), which are ordinary traced arithmetic, hand on the derivatives: each
-step squares by how little a change of p is missed, so the first derivatives are those of the implicit function theorem, and
-the second ones are right too.
+Two more steps with the last A, u - N A⁻¹ Lᵀ f(u, p, t), which are ordinary traced arithmetic, propagate the derivatives:
+each step squares the error in the response to a change of p, so the first derivatives are those of the implicit function
+theorem, and the second ones are correct, too.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field
 
 _MOST_STEPS, _TRACED_STEPS = 30, 2
-# A last correction of so small a part of the tolerance is the last: the next one would be its square.
+# The iteration ends with a correction of this fraction of the tolerance: the next one would be of the order of its square.
 _CLOSE = 1e-3
 
 
 class ConsistentStart(NamedTuple):
-    """A batch that starts consistently."""
+    """A batch with consistent initial states."""
 
-    batch: Batch  # NaN where no such state was found
+    batch: Batch  # NaN if no such state was found
     failed: Array  # bool, shape (N,)
 
 
 def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array | float) -> ConsistentStart:
     """Return a batch, which may be traced, with initial states that satisfy the algebraic equations.
 
-    The given one is on the host; `mass` has shape (d, d), None for the identity, and `atol` is a number or of shape (d, 1).
+    The given batch is on the host; `mass` has shape (d, d), None for the identity, and `atol` is a number or of shape (d,
+    1).
     """
     free = None if mass is None or not given.size else null_vectors(mass)
     if free is None or mass is None or not free.shape[1]:
         return ConsistentStart(given, np.zeros(given.size, bool))
     equations = null_vectors(mass.T)
     plain = given.plain()
-    # Two columns at least, wherever f is called.
+    # At least two columns wherever f is called.
     ids = two_at_least(given.size)
     with np.errstate(all="ignore"):
         u, gain, found = _solved(plain, ids, free, equations, rtol, atol)
-    # What isn't found must leave no NaN in the derivatives of others.
+    # Failures must leave no NaN in the derivatives of others.
     gain, shift = np.where(found, gain, 0), np.where(found, u - plain.u0[:, ids], 0)
     found = found[: given.size]
     u0 = anp.where(found, _moved(given, ids, shift, gain), np.nan)
@@ -57,7 +58,7 @@ def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array 
 
 
 def null_vectors(matrix: Array) -> Array:
-    """Return the vectors that a matrix maps to zero, shape (d, m): unit vectors where its zero columns are all."""
+    """Return a basis of the null space of a matrix, shape (d, m): unit vectors if its zero columns span it."""
     missing = len(matrix) - int(np.linalg.matrix_rank(matrix))
     zero = np.flatnonzero(~matrix.any(axis=0))
     if len(zero) == missing:
@@ -68,7 +69,7 @@ def null_vectors(matrix: Array) -> Array:
 def _solved(
     batch: Batch, ids: Array, free: Array, equations: Array, rtol: float, atol: Array | float
 ) -> tuple[Array, Array, Array]:
-    """Return states, the gains N A⁻¹ Lᵀ there, shape (d, d, n), and which were found."""
+    """Return states, the gains N A⁻¹ Lᵀ there, shape (d, d, n), and which converged."""
     u, p = batch.u0[:, ids].copy(), batch.p.columns(ids, len(batch.shape) > 1)
     t, k = batch.start[ids].astype(u.real.dtype), np.empty_like(u)
     derivative = derivative_of(batch.f, batch.shape)
@@ -80,12 +81,12 @@ def _solved(
         jacobian.write(matrices, u, p, t)
         derivative.write(k, u, p, t)
         new = gains(matrices, free, equations)
-        # Where all equations hold nothing is to be done, of whatever index the system is.
+        # If all equations hold, nothing is to be done, whatever the index of the system.
         holds = np.all(_products(equations.T, k) == 0, axis=0)
         change = np.where(holds, 0, applied(new, k))
         gain[:, :, ~found] = np.where(holds & ~np.isfinite(new).all(axis=(0, 1)), 0, new)[:, :, ~found]
         u = np.where(found, u, u - change)
-        # Where the tolerance is zero, no change is none of it.
+        # With a zero tolerance, a zero change still counts as zero.
         size = np.where(change == 0, 0, np.abs(change) / (atol + rtol * np.abs(u))).max(axis=0)
         found |= size <= _CLOSE
         if found.all():
@@ -106,7 +107,7 @@ def gains(jacobian: Array, free: Array, equations: Array) -> Array:
 
 
 def _products(matrix: Array, x: Array) -> Array:
-    """Return a constant matrix times x of shape (d, ..., n), summed term by term: no column depends on those beside it."""
+    """Return a constant matrix times x of shape (d, ..., n), summed term by term: columns don't depend on each other."""
     total = np.zeros((len(matrix), *x.shape[1:]), x.dtype)
     for i, j in np.argwhere(matrix).tolist():
         total[i] += np.array(matrix[i, j], x.dtype) * x[j]
@@ -122,7 +123,7 @@ def applied(gain: Array, k: Array) -> Array:
 
 
 def _moved(given: Batch, ids: Array, shift: Array, gain: Array) -> Array:
-    """Return the initial states as functions of what is traced: shifted, and brought to satisfy the equations again."""
+    """Return the initial states as functions of traced values: shifted, with further Newton steps."""
     real, field, leaves = given.plain().u0.real.dtype, Field(given), given.p.chosen(ids)
     u, t = given.u0[:, ids] + shift, (given.start * np.ones(given.size))[ids].astype(real)
     with np.errstate(all="ignore"):

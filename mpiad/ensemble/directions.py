@@ -1,7 +1,7 @@
-"""The gradient of a solve from tangents: one for each number that a trajectory is differentiated by.
+"""The gradient of a solve from tangents: one per number with respect to which a trajectory is differentiated.
 
-With d initial values and m parameters of a trajectory there are d + m directions, whatever the number of trajectories: for
-a few of them that costs less than an adjoint, whose cost doesn't depend on their number.
+With d initial values and m parameters per trajectory there are d + m directions, whatever the number of trajectories: if
+they are few, that costs less than an adjoint, whose cost doesn't depend on their number.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from mpiad.ensemble.step_sweep import Saved
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-# Carried at once: each takes as much memory as the states and stages of all columns.
+# Number of directions propagated at once: each takes as much memory as the states and stages of all columns.
 _AT_ONCE = 8
 
 
 class Number(NamedTuple):
-    """One of the real numbers that a trajectory is differentiated by."""
+    """One of the real numbers with respect to which a trajectory is differentiated."""
 
-    place: int | None  # of a leaf; None: of the initial state
-    index: Any  # where in it
+    place: int | None  # index of a leaf; None: the initial state
+    index: Any  # index in that array
     unit: complex
 
 
 def numbers_of(run: Run, by_u0: bool, places: Sequence[int]) -> list[Number]:
-    """Return the real numbers of one trajectory that a run is differentiated by."""
+    """Return the real numbers of one trajectory with respect to which a run is differentiated."""
     batch = run.batch
     found = [Number(None, *number) for number in numbers(batch.u0, True)] if by_u0 else []
     for place in places:
@@ -40,7 +40,7 @@ def numbers_of(run: Run, by_u0: bool, places: Sequence[int]) -> list[Number]:
 
 
 def numbers(x: Array, varies: bool) -> list[tuple[Any, complex]]:
-    """Return the places of one trajectory's numbers in an array, with 1, and again with 1j where they are complex.
+    """Return the indices of one trajectory's numbers in an array, with 1, and if complex again with 1j.
 
     `varies` says whether the last axis of x counts trajectories.
     """
@@ -53,7 +53,7 @@ def _units(x: Array) -> tuple[complex, ...]:
 
 
 def _nothing(leaf: Array) -> Any:
-    """Return zeros like a leaf, which may be a number of the host's beside states on a device."""
+    """Return zeros like a leaf, which may be a number of the host with states on a device."""
     return np.zeros_like(leaf) if np.ndim(leaf) or is_device_array(leaf) else np.result_type(leaf).type(0)
 
 
@@ -75,7 +75,7 @@ def _directions(run: Run, group: Sequence[Number], places: Sequence[int]) -> Dir
 
 
 def pushed(run: Run, seeds: Seeds, by_u0: bool, places: Sequence[int]) -> Iterator[tuple[Number, Array]]:
-    """Return for each number what the cotangents of the results and their tangents along it have in common, shape (N,)."""
+    """Yield each number with the products of the results' cotangents and tangents along it, summed per trajectory."""
     found, seeds = numbers_of(run, by_u0, places), seeds._replace(end=run.masked(seeds.end))
     for first in range(0, len(found), _AT_ONCE):
         group = found[first : first + _AT_ONCE]
@@ -93,12 +93,12 @@ def pushed(run: Run, seeds: Seeds, by_u0: bool, places: Sequence[int]) -> Iterat
 def contracted(
     run: Run, by_u0: bool, places: Sequence[int], parts: Iterable[tuple[Number, Array]]
 ) -> tuple[Array | None, dict[int, Array]]:
-    """Return the cotangents of the initial states, where `by_u0`, and of the leaves, from those of single numbers."""
+    """Return the cotangents of the initial states, if `by_u0`, and of the leaves, from those of single numbers."""
     batch = run.batch
     u0 = np.zeros_like(batch.u0) if by_u0 else None
     leaves: dict[int, Any] = {place: _nothing(batch.p.leaves[place]) for place in places}
     for (place, index, unit), part in parts:
-        # Of a real function of a + ib the derivative is ∂/∂a - i ∂/∂b: see autograd's convention.
+        # For a real function of a + ib the derivative is ∂/∂a - i ∂/∂b: see autograd's convention.
         value = part if unit == 1.0 else -1j * part
         value = value if place is None or batch.p.varies[place] else value.sum()
         if place is None:
@@ -111,21 +111,21 @@ def contracted(
 
 
 class _Weighed(SavedTangents):
-    """What the tangents of saved states and their cotangents have in common, summed up as they come; none is kept."""
+    """Sums up the products of saved states' tangents and cotangents, without keeping the tangents."""
 
     def __init__(self, run: Run, saved: Array, count: int):
         self._run, self._cotangents = run, saved
         self.total = np.zeros_like(saved.real, shape=(count, len(saved)))
 
     def take(self, part: Saved, states: Array) -> None:
-        """Take the tangents of one step."""
+        """Add the products of one step."""
         # Over the components, and over several values of each column.
         self.total[:, part.ids] += np.sum(_sum_of_products(part.seeds(self._cotangents), states), axis=1)
 
     add = take
 
     def close(self, start: Array, end: Array) -> None:
-        """Take initial and final states."""
+        """Add the products of initial and final states."""
         for states, at_start in ((start, True), (end, False)):
             bars = np.zeros_like(self._cotangents, shape=states.shape[1:])
             self._run.take_up(bars, self._cotangents, at_start)
@@ -135,10 +135,10 @@ class _Weighed(SavedTangents):
 def in_common(
     seeds: Seeds, end: Array, saved: Array, times: Array = None, crossed: Array = None, run: Run | None = None
 ) -> Array:
-    """Return for each trajectory what the cotangents of its results and their tangents have in common, shape (N,).
+    """Return the products of each trajectory's cotangents and tangents of its results, summed to shape (N,).
 
-    The tangents are of final states, shape (d, N), of saved ones, (N, n_saved, d), times, (N,), and those of a run's
-    events, (m,): all but the first where there are cotangents of them.
+    The tangents are those of final states, shape (d, N), of saved ones, (N, n_saved, d), of times, (N,), and of a run's
+    events, (m,): all but the first only if there are cotangents of them.
     """
     part = _sum_of_products(seeds.end, end)
     if seeds.saved is not None:
@@ -151,7 +151,7 @@ def in_common(
 
 
 def _by_trajectory(ids: Array, values: Array, like: Array) -> Array:
-    """Return the sums of values that trajectories have several of."""
+    """Return the sums of values per trajectory, which may have several."""
     home = arrays_of(like)
     if home is None:
         return np.bincount(ids, values, len(like))
@@ -161,11 +161,11 @@ def _by_trajectory(ids: Array, values: Array, like: Array) -> Array:
 
 
 def _sum_of_products(a: Array, b: Array) -> Array:
-    """Return the real part of the products' sum over the last axis but one, row after row.
+    """Return the real part of the sum of products over the second to last axis, row after row.
 
-    So a column's sum doesn't depend on those beside it, and no array is larger than a row, which stays in the cache.
+    So a column's sum doesn't depend on other columns, and no array is larger than a row, which stays in the cache.
     """
-    if type(b) is not np.ndarray:  # what lives on a device keeps no order, and pays for each call
+    if type(b) is not np.ndarray:  # on a device the order isn't fixed, and each call is costly
         return np.sum((a * b).real, axis=-2)
     total = np.zeros(a.shape[1], a.real.dtype)
     for x, y in zip(a, b):

@@ -1,12 +1,12 @@
-"""Levenberg-Marquardt for many small least-squares problems at once, each with its own damping and its own end.
+"""Levenberg-Marquardt for many small least-squares problems at once, each with its own damping and termination.
 
-In each round every problem that is still under way tries one step, and all of them are evaluated together. A problem is
-known by the triangular factor R of [J r], of which J'J, J'r and the sum of squares are made, so nothing depends on how many
-residuals there are, and no condition number is squared. Steps minimise the damped quadratic model in the box of the bounds:
-variables that are held by a bound, and those that would leave the box, are fixed, and the others solved for again.
+In each round every active problem tries one step, and all of them are evaluated together. A problem is represented by the
+triangular factor R of [J r], from which J'J, J'r and the sum of squares are computed, so costs don't depend on the number
+of residuals, and no condition number is squared. Steps minimize the damped quadratic model within the bounds: variables
+that are held by a bound, and those that would violate one, are fixed, and the others solved for again.
 
-Matrices are factorised one by one and sums over components are matrix products of one problem, so a problem's numbers don't
-depend on those beside it.
+Matrices are factorized one by one and sums over components are matrix products of one problem, so a problem's numbers don't
+depend on the other problems.
 
 References
 ----------
@@ -26,33 +26,33 @@ from mpiad._typing import Array
 from mpiad.ensemble.outcome import ConvergenceCode
 
 _START_DAMPING = 1e-2
-# How much smaller the damping gets at once where the model was right.
+# The smallest factor by which the damping shrinks in one step, if the model was accurate.
 _LEAST_SHRINKAGE = 0.1
 _LEAST_RATIO = 1e-4
-# Of scaled columns: rounding leaves 1e-14 or so of columns that depend on each other.
+# Threshold of singular values for scaled columns: rounding leaves about 1e-14 for linearly dependent columns.
 _SINGULAR = 1e-12
 
 # A step with nearly the damping of one that failed is short for that reason.
 _NEAR_WALL = 0.01
-# Of a step's active sets, for each variable; two or three are enough.
+# Maximum number of active sets per step and variable; two or three are enough.
 _TURNS = 10
 
 _UNDER_WAY = -1
 
 
 class Evaluation(NamedTuple):
-    """The residuals of some problems and their derivatives, at one point for each."""
+    """The residuals of some problems and their derivatives, at one point per problem."""
 
-    cost: Array  # shape (n,); half the sums of squares; infinite where there is none
-    factor: Array  # shape (n, m + 1, m + 1); of [J r] = Q R the triangular R
+    cost: Array  # shape (n,); half the sums of squares; infinite if undefined
+    factor: Array  # shape (n, m + 1, m + 1); the triangular R of [J r] = Q R
 
     def rows(self, rows: Array) -> Evaluation:
-        """Return some of the problems."""
+        """Return the evaluations of some of the problems."""
         return Evaluation(self.cost[rows], self.factor[rows])
 
 
 class Stopping(NamedTuple):
-    """When a problem is done, as SciPy and MINPACK say it."""
+    """Termination criteria, defined as in SciPy and MINPACK."""
 
     ftol: float
     xtol: float
@@ -61,14 +61,14 @@ class Stopping(NamedTuple):
 
 
 class Minima(NamedTuple):
-    """Where N problems ended.
+    """Results for N problems.
 
     Parameters
     ----------
     x : array, shape (N, m)
     cost, optimality : array, shape (N,)
     active_mask : array of int, shape (N, m)
-        -1 and 1 where the lower or the upper bound holds a variable.
+        -1 or 1 if the lower or the upper bound holds a variable, 0 otherwise.
     nfev, njev, codes : array of int, shape (N,)
     factor : array, shape (N, m + 1, m + 1)
     """
@@ -87,10 +87,10 @@ def minimize_each(
     evaluate: Callable[[Array, Array], Evaluation], x0: Array, lower: Array, upper: Array, scale: Array | None,
     stopping: Stopping,
 ) -> Minima:  # fmt: skip
-    """Minimise each problem's sum of squares in its box; x0, lower and upper have shape (N, m).
+    """Minimize each problem's sum of squares within its bounds; x0, lower and upper have shape (N, m).
 
-    ``evaluate(x, ids)`` is for the problems of some numbers, x of shape (n, m). A step of each variable is measured by
-    `scale`, shape (N, m); by default by the norms of the columns of J, the largest so far.
+    ``evaluate(x, ids)`` evaluates the problems `ids` at x of shape (n, m). The step of a variable is measured relative to
+    `scale`, shape (N, m); by default with the norms of the columns of J, the largest so far.
     """
     problems = _Problems(evaluate, np.clip(x0, lower, upper), lower, upper, scale, stopping)
     while problems.under_way.size:
@@ -107,7 +107,7 @@ def scaled_factor(factor: Array, free: Array) -> tuple[Array, Array]:
 
 
 class _Problems:
-    """The problems, and how far each has come."""
+    """The problems and their current iterates."""
 
     def __init__(self, evaluate: Callable, x: Array, lower: Array, upper: Array, scale: Array | None, stopping: Stopping):
         count, m = x.shape
@@ -122,7 +122,7 @@ class _Problems:
         self._rescale(np.arange(count), first=True)
         norms = scaled_factor(self._factor, np.ones((count, m), bool))[1] / self._scale
         self._damping, self._growth = _START_DAMPING * norms.max(axis=1, initial=0.0) ** 2, np.full(count, 2.0)
-        # The damping of the last step that led to where there is no value.
+        # The damping of the last step to a point without a finite value.
         self._wall = np.full(count, np.inf)
         self._settle(self.under_way, self._optimality(self.under_way) <= stopping.gtol)
         self._settle(self.under_way, self._nfev[self.under_way] >= stopping.max_nfev, ConvergenceCode.MaxIters)
@@ -139,7 +139,7 @@ class _Problems:
         )
         found = self._evaluate(trial, ids)
         self._nfev[ids] += 1
-        # Of the model's values and not of their difference, which near the end is all rounding.
+        # From the model's values and not from their difference, which near the end consists of rounding errors.
         predicted = -_dot(self._gradient[ids], step) - 0.5 * _squared(_apply(factor, step))
         actual = cost - found.cost
         with np.errstate(all="ignore"):
@@ -152,7 +152,7 @@ class _Problems:
         self._damp(ids, better, ratio)
 
         stop = self._stopping
-        # As MINPACK: both what the model foresaw and what came is nothing to speak of.
+        # As in MINPACK: both the predicted and the actual reduction are negligible.
         flat = (np.abs(actual) <= stop.ftol * cost) & (np.abs(predicted) <= stop.ftol * cost) & (ratio <= 2)
         lengths = np.sqrt(_squared(scale * step)), np.sqrt(_squared(scale * x))
         short = (lengths[0] <= stop.xtol * (stop.xtol + lengths[1])) | (trial == x).all(axis=1)
@@ -162,11 +162,11 @@ class _Problems:
         self._settle(ids, self._nfev[ids] >= stop.max_nfev, ConvergenceCode.MaxIters)
 
     def minima(self) -> Minima:
-        """Return where all ended; what the residuals don't determine there is called singular."""
+        """Return the results; a problem whose residuals don't determine the variables gets the code Singular."""
         every = np.arange(len(self._x))
         held, succeeded = self._held(every), self._codes == ConvergenceCode.Success.code
         columns, _ = scaled_factor(self._factor[succeeded], ~held[succeeded])
-        # Held variables make zeros of their own, which come last.
+        # Held variables add zero singular values, which come last.
         values, free = np.linalg.svd(columns, compute_uv=False), np.count_nonzero(~held[succeeded], axis=1)
         least = np.take_along_axis(values, np.maximum(free - 1, 0)[:, None], axis=1)[:, 0]
         codes = self._codes.copy()
@@ -179,7 +179,7 @@ class _Problems:
         )  # fmt: skip
 
     def _held(self, ids: Array) -> Array:
-        """Return which variables are at a bound, and would leave the box downhill: shape (n, m)."""
+        """Return which variables are at a bound that a descent step would violate: shape (n, m)."""
         x, g = self._x[ids], self._gradient[ids]
         return ((x <= self._lower[ids]) & (g >= 0)) | ((x >= self._upper[ids]) & (g <= 0))
 
@@ -205,22 +205,22 @@ class _Problems:
         self._growth[ids] = np.where(better, 2.0, 2 * self._growth[ids])
 
     def _settle(self, ids: Array, done: Array, code: ConvergenceCode = ConvergenceCode.Success) -> None:
-        """Give those that are done a code, and keep the codes that they have."""
+        """Set the code of those that are done, unless they have one."""
         chosen = ids[done]
         self._codes[chosen[self._codes[chosen] == _UNDER_WAY]] = code.code
 
 
 def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: Array, held: Array) -> tuple[Array, Array]:
-    """Return the steps that minimise the damped models in the boxes, and where they end.
+    """Return the steps that minimize the damped models within the bounds, and their end points.
 
     By active sets: towards the minimum over the free variables up to the first bound, which then holds its variable; at the
-    minimum the variable that pulls away from its bound most is let go. Each turn lowers the model. `damping` (n, m) has the
-    roots of the numbers on the diagonal.
+    minimum the variable with the largest multiplier of the wrong sign is released. Each iteration lowers the model.
+    `damping` (n, m) has the square roots of the diagonal terms.
     """
     fixed, end, todo = held.copy(), x.copy(), np.arange(len(x))
     for _ in range(_TURNS * x.shape[1]):
         low, high, start = lower[todo], upper[todo], end[todo]
-        # Towards the minimum of the damped model from x over the free variables, from where the last turn ended.
+        # Towards the minimum over the free variables of the damped model at x, starting from the end of the last iteration.
         step = _damped(factor[todo], damping[todo], ~fixed[todo], start - x[todo])
         bound = np.where(step < 0, low, high)
         with np.errstate(all="ignore"):
@@ -232,7 +232,7 @@ def _step_in_box(factor: Array, damping: Array, x: Array, lower: Array, upper: A
         arrived = ~hit.any(axis=1)
         fixed[todo] |= hit
         loose = _loosest(factor[todo], damping[todo], end[todo] - x[todo], fixed[todo], end[todo] <= low, end[todo] >= high)
-        # Multipliers say which way a variable pulls at a minimum only, not where a bound has cut the way to it short.
+        # Multipliers are meaningful at a minimum only, not if a bound has cut the step short.
         loose[~arrived] = False
         fixed[todo] &= ~loose
         todo = todo[~arrived | loose.any(axis=1)]
@@ -246,14 +246,14 @@ def _loosest(factor: Array, damping: Array, step: Array, fixed: Array, at_lower:
     reached = factor[:, :, -1] + _apply(factor, step)
     slope = (np.swapaxes(factor[:, :, :-1], 1, 2) @ reached[..., None])[..., 0] + damping**2 * step
     pull = np.where(at_lower, -slope, slope) / damping
-    # Rounding lets nothing go; where both bounds are one, neither does.
+    # Multipliers of the size of rounding errors release nothing, and neither do variables with equal bounds.
     least = 1e-13 * np.sqrt(_squared(factor[:, :, -1]))[:, None]
     pull = np.where(fixed & (at_lower != at_upper) & (pull > least), pull, 0.0)
     return (pull > 0) & (np.arange(pull.shape[1]) == pull.argmax(axis=1)[:, None])
 
 
 def _damped(factor: Array, damping: Array, free: Array, step: Array) -> Array:
-    """Return the way from `step` to the least |J s + r|² + |damping s|² over what is free: QR of the augmented matrix."""
+    """Return the step from `step` to the least |J s + r|² + |damping s|² over free variables: QR of augmented matrices."""
     n, m = damping.shape
     system = np.zeros((n, 2 * m + 1, m + 1))
     system[:, : m + 1, :m] = factor[:, :, :m] * free[:, None]

@@ -1,12 +1,12 @@
-"""The adjoint of events that change the state: of what their affects do, and of when.
+"""The adjoint of events that change the state: of their affects, and of their times.
 
-The affect A makes u⁺ = A(u⁻, p, τ) of the state that a step has ended in, or that the event before has left. Backwards its
-Jacobian's transpose makes λ⁻ of λ⁺; what of it isn't zero is computed for all events of a run at once, before the sweep.
+The affect A maps u⁻, the state at the end of a step or after the previous event, to u⁺ = A(u⁻, p, τ). Backwards the
+transpose of its Jacobian maps λ⁺ to λ⁻; the nonzero entries are computed for all events of a run at once, before the sweep.
 
-τ moves, too, and with it what comes after, which tells what the result gains by that, σ⁺. Of a given time this is its
-cotangent, σ⁺ + A_τ·λ⁺, with what the step gains that ends there. Of the time at which a condition vanished it goes on to
-what moves the root (`event_adjoint`). Where no step lies between a given time and what was before it at the same time, the
-state would move by its rate of change between them.
+The time τ may move, too, and with it all later steps; σ⁺ is the cotangent of the time at which these begin. For a given
+time the cotangent is σ⁺ + A_τ·λ⁺, plus that of the size of the step that ends there. For the time at which a condition
+vanished it is propagated to the inputs of the root (`event_adjoint`). If no step lies between a given time and an earlier
+event at the same time, the state would move by its rate of change between them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from mpiad.ensemble.step_sweep import Columns
 
 
 class LinearJumps:
-    """Jumps of a run on the way back: all, or those before the first steps where a kernel goes back over the others.
+    """Jumps of a run in the backward sweep: all, or those before the first steps if a kernel sweeps over the others.
 
-    - `places`: of the leaves to differentiate by.
-    - `jumps`: these.
+    - `places`: the leaves to differentiate with respect to.
+    - `jumps`: these jumps.
     - `timed`: whether times move.
-    - `due`, of shape (slots, N): cotangents of the given times, as many as were met.
-    - `at_start`: which jumps come before the first steps, in their order, and of which trajectories.
+    - `due`: shape (slots, N); cotangents of the given times at which an event acted.
+    - `at_start`: the indices of the jumps before the first steps, in order, and their trajectories.
     """
 
     def __init__(self, run: Run, jumps: Jumps, places: Sequence[int], timed: bool):
         self._run, self._jumps, self._places, self._timed = run, jumps, places, timed
         self.at_start = [(rows, jumps.ids[rows]) for rows in jumps.at_start()]
-        # One row more than given times, for what isn't at one.
+        # One row more than given times, for jumps that aren't at one.
         self.due = np.zeros((int(run.jumps.slot.max()) + 2, run.batch.size))  # type: ignore[union-attr]
         self._after = np.zeros_like(jumps.before)
-        # Which component of what is after gives what to which before: only what isn't zero.
+        # The nonzero entries: components of the states after and before, and the factors of all jumps.
         self._terms: list[tuple[int, int, int, Array]] = []
         self._by_time: list[tuple[int, int, Array]] = []
         self._rates = self._drifts() if timed else None
@@ -52,7 +52,7 @@ class LinearJumps:
                 self._linearize(pulls, part, c, unit)
 
     def _linearize(self, pulls: Sequence[Callable], part: int, c: int, unit: complex) -> None:
-        """Note what component c of the states after gives to those before, and to times."""
+        """Store the derivatives of component c of the states after jumps with respect to states before and times."""
         before, by_time = np.zeros_like(self._after), np.zeros(len(self._jumps.ids))
         for (_, rows), pull in zip(self._jumps.kinds, pulls):
             seed = np.zeros_like(before, shape=(len(before), len(self._jumps.ids[rows])))
@@ -78,11 +78,11 @@ class LinearJumps:
         return found
 
     def pull(self, rows: Array, cotangent: Array, since: Array) -> tuple[Array, Array]:
-        """Go back over some jumps, of as many trajectories.
+        """Propagate cotangents back over some jumps, at most one per trajectory.
 
-        The cotangents are of the states after, of shape (d, n), and of the time at which what follows begins, (n,).
-        Returned are those of the states before, (d, n), and of the time at which what was before them ended, or where it
-        began, (n,): given times have got their share.
+        The arguments are the cotangents of the states after, of shape (d, n), and of the time at which the later steps
+        begin, (n,). Returns those of the states before, (d, n), and of the time at which the earlier steps ended, (n,), or
+        of the start; contributions to given times are added to `due`.
         """
         self._after[:, rows] = cotangent
         before, parts = np.zeros_like(cotangent), (cotangent.real, cotangent.imag)
@@ -98,14 +98,14 @@ class LinearJumps:
         return before, np.where(given, -drift, since)
 
     def lengthened(self, rows: Array, by_size: Array) -> Array:
-        """Give the given times at which steps end what those gain with their sizes, and return it; zero for others."""
+        """Add the cotangents of step sizes to the given times at which the steps end, and return them; zero for others."""
         jumps = self._jumps
         gained = np.where(jumps.lengthens[rows], by_size, 0.0)
         self.due[jumps.slot[rows], jumps.ids[rows]] += gained
         return gained
 
     def add_leaves(self, leaves: dict[int, Array]) -> None:
-        """Add to the cotangents of the leaves, when all jumps have been gone back over."""
+        """Add to the cotangents of the leaves, after all jumps have been processed."""
         for e, rows in self._jumps.kinds if self._places else ():
             _, *parts, _ = self._traced(e, rows, self._places, False)(self._after[:, rows])
             add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._jumps.ids[rows])
@@ -126,7 +126,7 @@ def add_leaves(run: Run, leaves: dict[int, Array], parts: dict[int, Any], ids: A
 def rates(run: Run, ids: Array, u: Array, t: Array) -> Array:
     """Return u' of some trajectories at given states and times, shape (d, n)."""
     batch, columns, mass = run.batch, run.doubled(len(ids)), run.settings.mass
-    # Sums over components go row by row where these lie one after the other.
+    # A copy in C order: NumPy then sums over components row by row.
     u, t = u[:, columns].copy(), t[columns].astype(run.coefficients.real)
     if mass is not None:
         return rates_of_change(batch, mass, u, run.columns(batch.p.leaves, ids[columns]), t)[:, : len(ids)]

@@ -1,4 +1,4 @@
-"""How trajectories, and iterations for each, can end, and what a solve leaves of each before it becomes a solution."""
+"""Return codes of trajectories, fits and searches, and the results of a solve before they become a solution."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class NamedCode(str, Enum):
 
     @property
     def code(self) -> int:
-        """Its number in arrays: its place."""
+        """Its number in arrays: its index."""
         return type(self)._member_names_.index(self.name)
 
     @classmethod
     def names_of(cls, codes: Array) -> Array:
         """Return the names of the codes in an array of numbers."""
-        # Strings only where they are asked for: numbers are what is computed, joined and sent.
+        # Strings are made on demand only; numbers are computed, joined and sent.
         return np.array(cls._member_names_)[codes]
 
 
@@ -95,10 +95,10 @@ class ConvergenceCode(NamedCode):
     """Steps became too small, because longer ones led to where the solve fails, or f says nothing."""
 
 
-# They begin with different letters, which are found faster than strings are compared.
+# The names begin with different letters, which are compared faster than whole strings.
 _BY_LETTER = np.zeros(128, np.int8)
 _BY_LETTER[[ord(code.value[0]) for code in ReturnCode]] = np.arange(len(ReturnCode))
-# Those that aren't failures come first.
+# Codes that aren't failures come first.
 _FIRST_FAILURE = [code.failed for code in ReturnCode].index(True)
 
 
@@ -109,7 +109,7 @@ def codes_of(names: Array) -> Array:
 
 
 def came_through(codes: Array) -> Array:
-    """Tell which codes in an array of numbers are of trajectories that didn't fail."""
+    """Return which codes in an array of numbers are of trajectories that didn't fail."""
     # One comparison of small integers, on a device too.
     return codes < _FIRST_FAILURE
 
@@ -125,27 +125,28 @@ class Outcome:
     naccept: Array
     nreject: Array
     saved: Array | None  # shape (N, n_saved, d), or None; NaN at times that weren't reached
-    # Int, shape (N, n_saved), or None. In which accepted step (from 0) each saved time lies; -1 where it is the initial
-    # state, -2 where it wasn't reached.
+    # Int, shape (N, n_saved), or None. The accepted step (from 0) of each saved time; -1 for the initial state, -2 if it
+    # wasn't reached.
     save_step: Array | None
-    # Of a solve with events that act, shape (N,): which given time would be next, and how often the trajectory has gone on.
+    # For a solve with events that act, shape (N,): the index of the next given time, and how often events acted on the
+    # trajectory.
     slots: Array = field(default_factory=lambda: np.empty(0, np.int64))
     resumed: Array = field(default_factory=lambda: np.empty(0, np.int64))
-    # Shape (5, m), or None. All events, trajectory by trajectory in the order of time: the trajectory, which event, in
-    # which of its steps (from 0), at which part of it, and when; None where nothing happened.
+    # Shape (5, m), or None if there are no events. All events, sorted by trajectory and then by time: the trajectory, the
+    # event, the number of its step (from 0), the fraction of that step, and the time.
     event_table: Array | None = None
-    # List of (int, Steps). All accepted steps, where they are recorded: for each share its first trajectory and its steps,
+    # List of (int, Steps). All accepted steps, if they are recorded: the first trajectory of each share and its steps,
     # which count trajectories from there.
     steps: list[tuple[int, Steps]] = field(default_factory=list)
-    # Of a solve by compiled kernels that is to be differentiated; `steps` is then made when it is asked for.
+    # For a solve by compiled kernels that is to be differentiated; `steps` is then computed on demand.
     solver: Any = None
     # `tapes`, `last`: the steps as such a kernel wrote them, and each trajectory's last row.
     tapes: list[Any] = field(default_factory=list)
     last: Array | None = None
-    carried: tuple[Array, Array] | None = None  # the tangents that it carried, of shapes (m, d, N) and (m, N, n_saved, d)
+    carried: tuple[Array, Array] | None = None  # the tangents it propagated, of shapes (m, d, N) and (m, N, n_saved, d)
     crossings: Any = None  # the events that such a kernel found, one row each: see `kernel_rows`
-    record: Any = None  # of a solve on a device that is to be differentiated
-    saved_times: Array | None = None  # shape (N, n_saved), or None; of a solve on a device whose every step was saved
+    record: Any = None  # of a differentiable solve on a device
+    saved_times: Array | None = None  # shape (N, n_saved), or None; of a solve on a device that saved every step
     jumps: list[Any] = field(default_factory=list)  # of a recorded solve with events that act
 
     @property
@@ -154,18 +155,18 @@ class Outcome:
         return ~came_through(self.codes)
 
     def recorded(self) -> list[tuple[int, Steps]]:
-        """Return the accepted steps, for each share its first trajectory and its steps."""
+        """Return the accepted steps: the first trajectory of each share, and its steps."""
         if self.solver is not None and not self.steps:
             found = self.solver.recorded(self)
             self.steps = [(tape.first, tape.steps(found.last, found.naccept, self.u_end.dtype)) for tape in found.tapes]
         return self.steps
 
     def recorded_jumps(self) -> list[Any]:
-        """Return what events did that act."""
+        """Return the jumps of events that act."""
         return self.jumps if self.solver is None else self.solver.recorded(self).jumps
 
     def every_step(self) -> tuple[Array, Array]:
-        """Return the times before each accepted step and at the end, shape (N, n), and states there; filled up with NaN."""
+        """Return the times before each accepted step and at the end, shape (N, n), and states there; padded with NaN."""
         if self.saved_times is not None:
             return self.saved_times, self.saved  # type: ignore[return-value]
         (d, count), most = self.u_end.shape, int(self.naccept.max(initial=0)) + 1
@@ -175,7 +176,7 @@ class Outcome:
             for i in range(len(steps.counts)):
                 t, _, states = steps.trajectory(i)
                 times[first + i, : len(t)], u[first + i, : len(t)] = t, states.T
-        # The record has the state before each step; where the last one ends is known here.
+        # The record has the state before each step; the final state is added here.
         every = np.arange(count)
         times[every, self.naccept], u[every, self.naccept] = self.t_reached, self.u_end.T
         return times, u
@@ -194,7 +195,7 @@ class Outcome:
 
     @staticmethod
     def joined(parts: list[Outcome]) -> Outcome:
-        """Return the outcome of several shares, one after the other; their steps stay apart."""
+        """Return the concatenated outcome of several shares; their steps stay separate."""
         tables, steps, jumps, offset = [], [], [], 0
         for part in parts:
             if part.event_table is not None:
@@ -221,14 +222,14 @@ def _join(arrays: list[Any]) -> Any:
 
 
 def evaluations(naccept: Array, nreject: Array, alg: Algorithm, given: Array | bool) -> Array:
-    """Return how often f was called for each trajectory, whose first step was `given` or not."""
+    """Return the number of calls of f per trajectory, whose first step was `given` or not."""
     tries = naccept + nreject
-    at_start = np.where(given, 1, 2)  # the second is a probe for the size of the first step
+    at_start = np.where(given, 1, 2)  # the second one is a probe for the size of the first step
     return np.where(tries > 0, at_start + alg.tableau.calls * tries, 0)
 
 
 class FactorizationCounts:
-    """A solution, of one trajectory or of many, that knows how many matrices its steps took."""
+    """A solution, of one trajectory or of many, with the number of matrix factorizations of its steps."""
 
     naccept: Any
     nreject: Any
@@ -236,24 +237,24 @@ class FactorizationCounts:
 
     @property
     def nlu(self) -> Any:
-        """How many factorizations the steps of a trajectory took: one for each try, of Rosenbrock methods."""
+        """Number of factorizations per trajectory: for Rosenbrock methods one per tried step, otherwise 0."""
         tries = self.naccept + self.nreject
         return tries if self.alg is not None and self.alg.tableau.implicit else 0 * tries
 
     @property
     def njac(self) -> Any:
-        """How many Jacobians of f they took: each matrix has one of its own."""
+        """Number of Jacobians of f: one per factorization."""
         return self.nlu
 
 
 def failures(kinds: type[NamedCode], retcode: Array, failed: Array, said: str) -> str:
-    """Return how many of all failed, as ``"trajectories failed"`` says it, how, and which first."""
+    """Return a text with the number of failures, their codes and the first; `said` is ``"trajectories failed"``, say."""
     counts = [f"{count} {kind}" for kind in kinds if (count := np.count_nonzero(retcode[failed] == kind))]
     return f"{len(failed)} of {len(retcode)} {said} ({', '.join(counts)}); the first is number {failed[0] + 1}"
 
 
 def report(call: str, what: str, retcode: Array) -> None:
-    """Log how many of what a call looks for, as ``"fits"``, ended without success, how, and which first."""
+    """Log the number of `what`, such as ``"fits"``, that ended without success, their codes, and the first of them."""
     failed = np.flatnonzero(retcode != ConvergenceCode.Success)
     if len(failed):
         _log.warning("%s: %s.", call, failures(ConvergenceCode, retcode, failed, f"{what} ended without success"))

@@ -1,4 +1,4 @@
-"""What is to be solved: one ODE, or an ensemble made from it."""
+"""The problem to be solved: one ODE, or an ensemble made from it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _NO_NUMBER = np.empty(1)
 
 
 class Readable:
-    """A problem that knows, on a solution, the texts of the kernels that solved it."""
+    """A problem that, as attribute of a solution, knows the sources of the kernels that solved it."""
 
     _kernels: ClassVar[Mapping[str, str]] = {}
 
     def kernel_source(self, name: str = "forward") -> str:
-        """Return the source of a kernel that a solve compiled, as ``sol.problem.kernel_source()``.
+        """Return the source of a kernel that a solve compiled; call it as ``sol.problem.kernel_source()``.
 
         Parameters
         ----------
         name : {"forward", "reverse"}
-            The solve, or, after a gradient by an adjoint, the way back over its steps.
+            The solve, or, after an adjoint gradient, the backward sweep over its steps.
 
         Raises
         ------
         ValueError
-            Where there is none.
+            If there is no such kernel.
         """
         kernels = self._kernels
         if name not in kernels:
@@ -50,7 +50,7 @@ class Readable:
         return kernels[name]
 
     def read_from(self, kernels: Mapping[str, str]) -> Any:
-        """Return the problem as that of a solution, with the kernels' texts by their names."""
+        """Return a copy for a solution, with the kernels' sources by name."""
         made = copy.copy(self)
         made.__dict__["_kernels"] = kernels
         return made
@@ -67,16 +67,16 @@ class ODEProblem(Readable):
         trajectory (``u[0] * u[1]``) and called with columns: u of shape (d, n), p of shape (m, n) or as given, t of shape
         (n,). It must not write into its arguments.
     u0 : array or number
-        Shape (d,). Of shape (d, n): n states that are solved as one, with one step size (f is called with exactly this
-        shape, and t is a number). Integers become float64. float32 and complex numbers keep their dtype.
+        Initial state of shape (d,). With shape (d, n): n states that are solved as one, with one step size (f is called
+        with exactly this shape, and t is a number). Integers become float64. float32 and complex numbers keep their dtype.
     tspan : tuple of two float
-        Where to start and to end; the end may lie before the start.
+        Start and end times; the end may lie before the start.
     p : pytree of arrays, optional
-        What f depends on. A list of numbers becomes an array, as in `u0`.
+        Parameters of f. A list of numbers becomes an array, as in `u0`.
     mass_matrix : array, shape (d, d), optional
-        M of M u' = f(u, p, t), constant and the same for all trajectories; the identity by default. Where M is singular
-        this is a differential-algebraic system, of index 1, and Newton's method moves u0, where M doesn't see it, to where
-        its algebraic equations hold. For `Rodas5P`.
+        The matrix M of M u' = f(u, p, t), constant and the same for all trajectories; the identity by default. If M is
+        singular, this is a differential-algebraic system of index 1; Newton's method then moves u0 along the null space of
+        M until the algebraic equations hold. For `Rodas5P`.
 
     Raises
     ------
@@ -107,11 +107,11 @@ class ODEProblem(Readable):
             value = getattr(self, name)
             # So that prob_func can compute with them: 0.5 + prob.u0.
             if type(value) is list and value and all(map(_is_number, value)):
-                # autograd's takes eight times as long, and prob_func comes here for each trajectory.
+                # autograd's function takes eight times as long, and prob_func calls this for each trajectory.
                 object.__setattr__(self, name, (anp if any(map(isbox, value)) else np).array(value))
 
     def changed(self, changes: dict[str, Any]) -> ODEProblem:
-        """Return the problem with some fields changed; what stays isn't checked again."""
+        """Return the problem with some fields changed; the others aren't checked again."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__, **changes)
         made._settle(changes)
@@ -126,22 +126,22 @@ class EnsembleProblem(Readable):
     ----------
     problem : ODEProblem
     prob_func : callable, optional
-        ``prob_func(problem, i, repeat)`` returns the problem of trajectory i, which counts from 1; `repeat` counts from 1
-        as well. With a parameter named ``rng`` it also gets this trajectory's own random generator.
+        ``prob_func(problem, i, repeat)`` returns the problem of trajectory i, counted from 1; `repeat` is counted from 1,
+        too. With a parameter named ``rng`` it also gets this trajectory's own random generator.
     output_func : callable, optional
-        ``output_func(sol, i)`` returns what is kept of a trajectory, and whether to solve it again (``repeat`` then counts
-        up).
+        ``output_func(sol, i)`` returns the output of a trajectory, and whether to solve it again (with `repeat` increased
+        by 1).
     reduction : callable, optional
-        ``reduction(u, batch, I)`` puts the outputs of a batch, those of the trajectories I, to what is kept so far (an
-        empty list, or `u_init`), and returns it with whether to stop early.
+        ``reduction(u, batch, I)`` adds the outputs of a batch, those of the trajectories I, to the accumulated value u
+        (initially an empty list, or `u_init`), and returns it together with whether to stop early.
     seed : int, optional
-        Of the generators: each is drawn from one master by its trajectory's number, whatever the backend.
+        Seed of the generators: each is derived from one master seed by its trajectory's number, whatever the backend.
     u0 : array, shape (N, d), optional
         Initial states, instead of a `prob_func`.
     p : array, shape (N, m), optional
         Parameters, instead of a `prob_func`.
     u_init : object, optional
-        What `reduction` starts from.
+        Initial value of `reduction`.
 
     Examples
     --------
@@ -182,9 +182,9 @@ class EnsembleProblem(Readable):
 
 
 def digests_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()) -> dict[str, int]:
-    """Return for each part of a problem, and for events, a number that ranks compare: what arrays hold and functions read.
+    """Return a digest per part of a problem, and of events, that ranks compare: of arrays, and values functions read.
 
-    Of arrays on a device it tells the shape and dtype only, as their entries would have to be copied to the host.
+    For arrays on a device only the shape and dtype are used, as their entries would have to be copied to the host.
     """
     one = problem.problem if isinstance(problem, EnsembleProblem) else problem
     parts = {"f": one.f, "u0 of the problem": one.u0, "tspan": one.tspan, "p of the problem": one.p}
@@ -195,7 +195,7 @@ def digests_of(problem: ODEProblem | EnsembleProblem, events: Sequence[Any] = ()
 
 
 def _told(part: Any) -> list[Any]:
-    """Return texts and arrays on one argument."""
+    """Return texts and arrays that represent one argument."""
     found: list[Any] = []
     for leaf in map(getval, flatten(part)[0]):
         if callable(leaf):
@@ -215,7 +215,7 @@ def remake(problem: ODEProblem | EnsembleProblem, /, **changes: Any) -> Any:
     ----------
     problem : ODEProblem or EnsembleProblem
     **changes
-        Fields and their new values, as ``u0=``.
+        Fields and their new values, for example ``u0=``.
 
     Returns
     -------
@@ -224,7 +224,7 @@ def remake(problem: ODEProblem | EnsembleProblem, /, **changes: Any) -> Any:
     Raises
     ------
     TypeError
-        Where there is no such field.
+        If there is no such field.
 
     Examples
     --------
@@ -273,13 +273,13 @@ def _is_number(part: object) -> bool:
 
 
 def _required(fun: Function) -> tuple[str, ...] | None:
-    """Return the names of the positional arguments without defaults; None if the function doesn't say."""
+    """Return the names of the positional arguments without defaults; None if they can't be determined."""
     if type(fun) is FunctionType and not fun.__dict__:
-        # A training loop makes its problem anew in each step, and inspect takes its time.
+        # A training loop creates its problem again in each step, and inspect is slow.
         return fun.__code__.co_varnames[: fun.__code__.co_argcount - len(fun.__defaults__ or ())]
     try:
         kinds = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
-        return None  # some built-in functions don't say
+        return None  # some built-in functions have no signature
     positional = [p for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return tuple(p.name for p in positional if p.default is p.empty)

@@ -1,6 +1,6 @@
-"""Saved states of an ensemble together with their derivatives by a few variables of each trajectory.
+"""Saved states of an ensemble together with their derivatives with respect to a few variables per trajectory.
 
-One solve carries the tangents along: in the kernel where there is one, else by a pass over the recorded steps.
+One solve propagates the tangents: in the kernel if there is one, otherwise by a pass over the recorded steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.pytrees import flatten
 from mpiad.transport.tracing import restoring_state
 
-# A kernel that carries more numbers takes longer to compile than it saves: 64 take 5 s, 144 more than 20.
+# A kernel that propagates more entries takes longer to compile than it saves: 64 take 5 s, 144 more than 20.
 _CARRIED = 64
 
 Generator = Callable[[ODEProblem, Array], ODEProblem]
@@ -40,13 +40,13 @@ Tangents = list[Any] | None
 class States(NamedTuple):
     """Saved states of n trajectories and their derivatives."""
 
-    u: Array  # shape (n, n_saved, d); NaN where a trajectory failed
+    u: Array  # shape (n, n_saved, d); NaN if a trajectory failed
     tangents: Array  # shape (m, n, n_saved, d)
-    tries: Array  # int, shape (n,); steps of the solve
+    tries: Array  # int, shape (n,); numbers of tried steps
 
 
 class _Along(NamedTuple):
-    """A batch by columns of variables: traced parts, plain ones, and the tangents of the traced."""
+    """A batch as a function of columns of variables: traced inputs, and the tangents of those."""
 
     given: Batch
     u0: Tangents
@@ -54,10 +54,11 @@ class _Along(NamedTuple):
 
 
 class SensitivitySolve:
-    """Solves of some trajectories of a batch by columns of variables x.
+    """Solves of some trajectories of a batch as functions of columns of variables x.
 
-    `batch`: of plain arrays. `settings`: of all trajectories of the batch; with a record. `generator`: from the problem
-    and x, by columns, to the problem with x in it; by default x are its parameters p.
+    - `batch`: holds plain arrays.
+    - `settings`: those of all trajectories of the batch; with a record.
+    - `generator`: from the problem and x, as columns, to the problem with x in it; by default x are its parameters p.
     """
 
     def __init__(self, compiler: Compiler, batch: Batch, settings: Settings, generator: Generator | None):
@@ -76,7 +77,7 @@ class SensitivitySolve:
         return States(u, tangents, outcome.naccept + outcome.nreject)
 
     def _along(self, x: Array, batch: Batch) -> _Along:
-        """Put variables of shape (m, n) into a batch."""
+        """Insert variables of shape (m, n) into a batch."""
         tangents = unit_tangents(x)
         with restoring_state(), Bundle() as bundle:
             variables = bundle.variable(x, tangents)
@@ -88,7 +89,7 @@ class SensitivitySolve:
             return self._consistent(bundle, made)
 
     def _consistent(self, bundle: Bundle, made: _Along) -> _Along:
-        """Let a batch start where its algebraic equations hold."""
+        """Return a batch with consistent initial states: see `consistent_start`."""
         settings = self._settings
         if settings.mass is None:
             return made
@@ -98,7 +99,7 @@ class SensitivitySolve:
     def _tangents(self, run: Run, along: _Along, m: int) -> Array:
         """Return the tangents of the saved states, shape (m, n, n_saved, d)."""
         solver, places = run.outcome.solver, list(along.leaves)
-        # What a kernel has carried on the way needs no second pass over the steps.
+        # Tangents that a kernel has propagated need no second pass over the steps.
         carried = None if solver is None else carried_tangents(solver, run, along.u0 is not None, places, True)
         if run.tableau.implicit and isinstance(derived(bend_program, run.batch), str):
             return _replayed(run, along, m)
@@ -113,7 +114,7 @@ class SensitivitySolve:
         if self._generator is None and along.u0 is None:
             return saved
         total = np.zeros_like(saved, shape=(m, *saved.shape[1:]))
-        # The chain rule: what a kernel carries are tangents along single initial values and parameters.
+        # The chain rule: a kernel's tangents are those along single initial values and parameters.
         for one, number in zip(saved, numbers_of(run, along.u0 is not None, places)):
             found = along.u0 if number.place is None else along.leaves[number.place]
             for j, g in enumerate(found or []):
@@ -123,7 +124,7 @@ class SensitivitySolve:
 
 
 def _replayed(run: Run, along: _Along, m: int) -> Array:
-    """Return the tangents of the saved states of a Rosenbrock method, where f can't be traced."""
+    """Return the tangents of the saved states of a Rosenbrock method if f can't be traced for its derivatives."""
     batch, none = run.batch, [None] * m
     with restoring_state(), Bundle() as bundle, np.errstate(all="ignore"):
         leaves = [
@@ -136,7 +137,7 @@ def _replayed(run: Run, along: _Along, m: int) -> Array:
 
 
 def unit_tangents(x: Array) -> list[Array]:
-    """Return the tangents of columns of variables, shape (m, n), each along one of them."""
+    """Return the unit tangents of columns of variables, shape (m, n), one for each variable."""
     tangents = [np.zeros_like(x) for _ in x]
     for j, tangent in enumerate(tangents):
         tangent[j] = 1.0
@@ -144,14 +145,14 @@ def unit_tangents(x: Array) -> list[Array]:
 
 
 def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> _Along:
-    """Return a batch with what `generator` makes of columns of variables."""
+    """Return a batch with the u0 and p that `generator` returns for columns of variables."""
     count, shape, varies = batch.size, batch.shape, batch.p.varies
 
     def constant(leaf: Array) -> Any:
-        # Traced, with no tangent at all, so that what is made of it is seen to have an axis of trajectories.
+        # Traced, but without tangents, so that values computed from it can be recognized by their axis of trajectories.
         return bundle.variable(leaf, [None] * len(x))
 
-    # One pair of numbers where all have the same: generators compute with it, and see what the problem has.
+    # A pair of numbers if all have the same: generators compute with it, and see the type that the problem has.
     span: Any = (float(batch.start[0]), float(batch.end[0])) if batch.one_span else (batch.start, batch.end)
     p = batch.p.build([constant(leaf) if own else leaf for leaf, own in zip(batch.p.leaves, varies)])
     made = generator(ODEProblem(batch.f, constant(batch.u0.reshape(*shape, count)), span, p), x)
@@ -177,7 +178,7 @@ def _generated(bundle: Bundle, generator: Generator, batch: Batch, x: Array) -> 
 
 
 def _initial(bundle: Bundle, given: Array, batch: Batch) -> tuple[Array, Tangents]:
-    """Return initial states, shape (d, n), and their tangents; None where there are none."""
+    """Return initial states, shape (d, n), and their tangents, or None."""
     u0, tangents = bundle.parts(as_state(given))
     whole = (*batch.shape, batch.size)
     if u0.shape == batch.shape != whole:
@@ -194,7 +195,7 @@ def _initial(bundle: Bundle, given: Array, batch: Batch) -> tuple[Array, Tangent
 
 
 def _is_small(along: _Along, batch: Batch) -> bool:
-    """Tell whether a kernel is to carry the tangents of the states along all traced numbers."""
+    """Return whether a kernel is to propagate the tangents of the states along all traced numbers."""
     leaves = [batch.p.leaves[place] for place in along.leaves]
     numbers = sum(np.size(leaf) // batch.size for leaf in leaves) + (len(batch.u0) if along.u0 else 0)
     is_real = not any(map(np.iscomplexobj, (batch.u0, *leaves)))

@@ -1,4 +1,4 @@
-"""What a solve returns."""
+"""The results of a solve."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ class ODESolution(FactorizationCounts):
     Attributes
     ----------
     u : array, shape (n_saved, d)
-        States at the saved times; NaN where a time wasn't reached.
+        States at the saved times; NaN if a time wasn't reached.
     t : array, shape (n_saved,)
     u_end : array, shape (d,)
-        The state at the end of tspan; of one that failed, its last accepted state; at a terminal event, the state there.
+        The state at the end of tspan; after a failure, the last accepted state; at a terminal event, the state there.
     retcode : str
         Success, Terminated, MaxIters, DtLessThanMin, Unstable or Zeno.
     t_reached : float
     naccept, nreject, nf, njac, nlu : int
-        Accepted and rejected steps, calls of f; of Rosenbrock methods Jacobians and factorizations, one for each try.
+        Numbers of accepted and rejected steps and calls of f; for Rosenbrock methods also of Jacobians and factorizations,
+        one per try.
     events : list of (int, float)
-        Which events happened, by their place among the events of the solve, and when; the times are traced as `u` is.
+        The events that occurred, by index in the `events` of the solve, and their times; the times are traced if `u` is.
     problem : ODEProblem or EnsembleProblem
-        What was solved; its ``kernel_source()`` is the text of the compiled kernel, where there is one.
+        The problem; its ``kernel_source()`` is the source of the compiled kernel, if there is one.
     alg : Algorithm
-        By which method.
+        The method.
 
     Examples
     --------
@@ -67,7 +68,7 @@ class ODESolution(FactorizationCounts):
     alg: Any = field(default=None, repr=False)
 
     def __call__(self, t: float | Array) -> Array:
-        """Return the states at any times of tspan, by the interpolants of the steps; see `EnsembleSolution`.
+        """Return the states at any times of tspan, interpolated in the steps; see `EnsembleSolution`.
 
         Parameters
         ----------
@@ -88,23 +89,24 @@ class EnsembleSolution(FactorizationCounts):
     Attributes
     ----------
     u : array, shape (N, n_saved, d)
-        States at the saved times, NaN where a time wasn't reached. With an `output_func` or a `reduction`: what they made.
+        States at the saved times, NaN if a time wasn't reached. With an `output_func` or a `reduction`: their results.
     t : array, shape (n_saved,) or (N, n_saved)
     u_end : array, shape (N, d)
-        The states at the end of tspan; of one that failed, its last accepted state; at a terminal event, the state there.
+        The states at the end of tspan; after a failure, the last accepted state; at a terminal event, the state there.
     retcode : array of str, shape (N,)
         Success, Terminated, MaxIters, DtLessThanMin, Unstable or Zeno.
     t_reached : array, shape (N,)
     naccept, nreject, nf, njac, nlu : array of int, shape (N,)
-        Accepted and rejected steps, calls of f; of Rosenbrock methods Jacobians and factorizations, one for each try.
+        Numbers of accepted and rejected steps and calls of f; for Rosenbrock methods also of Jacobians and factorizations,
+        one per try.
     events : dict
-        From trajectories (from 0) to lists of (place among the events of the solve, time); times are traced as `u` is.
+        From trajectories (from 0) to lists of (index in the `events` of the solve, time); times are traced if `u` is.
     converged : bool
         Whether the reduction ended the solve early.
     problem : EnsembleProblem
-        What was solved; its ``kernel_source()`` is the text of the compiled kernel, where there is one.
+        The problem; its ``kernel_source()`` is the source of the compiled kernel, if there is one.
     alg : Algorithm
-        By which method.
+        The method.
 
     Examples
     --------
@@ -130,18 +132,18 @@ class EnsembleSolution(FactorizationCounts):
     problem: Any = field(default=None, repr=False)
     dense: Any = field(default=None, repr=False)
     alg: Any = field(default=None, repr=False)
-    # The numbers of the return codes, where they are known; and what returns the initial states as columns, shape (d, N),
-    # where these and the final ones are all that is saved.
+    # The numbers of the return codes, if known; and a function that returns the initial states as columns, shape (d, N), if
+    # these and the final states are the only saved ones.
     _codes: Any = field(default=None, repr=False, compare=False)
     _start: Any = field(default=None, repr=False, compare=False)
-    # What makes fields that nobody has read yet, by their names: most programs read one or two of ten. None of them refers
-    # to the solution, since a cycle would keep its memory until it is found.
+    # Functions that compute fields on first access, by name: most programs read one or two of ten. None of them refers to
+    # the solution, since a reference cycle would keep its memory until garbage collection.
     _later: ClassVar[dict[str, Callable[[], Any]]] = {}
 
     @classmethod
     def lazy(cls, later: dict[str, Callable[[], Any]], **made: Any) -> Any:
-        """Return a solution some of whose fields are made when they are first read."""
-        # Not by the constructor, which would ask for all fields.
+        """Return a solution some of whose fields are computed when they are first read."""
+        # Not by the constructor, which requires all fields.
         sol = object.__new__(cls)
         others = {"events": {}, "converged": False, **dict.fromkeys(("problem", "dense", "alg", "_codes", "_start"))}
         sol.__dict__.update({name: value for name, value in others.items() if name not in later}, **made, _later=later)
@@ -155,12 +157,12 @@ class EnsembleSolution(FactorizationCounts):
         return value
 
     def __call__(self, t: float | Array) -> Array:
-        """Return the states at any times of tspan, by the interpolants of the steps; of a solve with ``dense_output=True``.
+        """Return the states at any times of tspan, interpolated in the steps; requires ``dense_output=True`` in the solve.
 
         Parameters
         ----------
         t : number, or array of shape (n,) or (N, n)
-            In any order; (N, n) are each trajectory's own.
+            In any order; the rows of shape (N, n) are the trajectories' own times.
 
         Returns
         -------
@@ -170,18 +172,18 @@ class EnsembleSolution(FactorizationCounts):
         Raises
         ------
         NotImplementedError
-            Where t is traced.
+            If t is traced.
         TypeError, ValueError
-            Where a time lies outside tspan, t isn't numbers of such a shape, or the solve kept no steps.
+            If a time lies outside tspan, t isn't an array of numbers of such a shape, or the solve kept no steps.
 
         Ranks
         -----
-        Of a solution that was gathered over ranks, all call it, with the same t. With ``gather=False`` each rank has its
-        share, and t of shape (N, n) has its rows.
+        If the solution was gathered over ranks, all ranks call it with the same t. With ``gather=False`` each rank has its
+        share, and t of shape (N, n) has the rows of that share.
 
         Adjoint
         -------
-        As that of ``saveat=t`` in the solve.
+        The same as that of ``saveat=t`` in the solve.
         """
         states = _interpolants(self.dense)(times_of(t, len(self)))
         return states[:, 0] if np.ndim(t) == 0 else states
@@ -190,7 +192,7 @@ class EnsembleSolution(FactorizationCounts):
         return len(self.u_end)
 
     def __getstate__(self) -> dict[str, Any]:
-        # All is made that can be read, so nothing is left to be made.
+        # All deferred fields are computed before pickling.
         names = [name for name in (*self.__dict__, *self._later) if name not in ("_start", "_later")]
         return {name: getattr(self, name) for name in names}
 
@@ -237,7 +239,7 @@ class EnsembleSolution(FactorizationCounts):
         return spread(self._surviving())
 
     def quantile(self, q: float | list[float]) -> Array:
-        """Return quantiles over the survivors, shape (n_saved, d), with a first axis for a list of them.
+        """Return quantiles over the survivors, shape (n_saved, d), with an additional first axis if q is a list.
 
         Parameters
         ----------
@@ -247,7 +249,7 @@ class EnsembleSolution(FactorizationCounts):
         return quantile(self._surviving(), q)
 
     def summary(self) -> str:
-        """Return a text: how many survived, steps, and mean and standard deviation of the final states."""
+        """Return a text with the number of survivors, steps, and mean and standard deviation of the final states."""
         return summary(self)
 
     def plot(self, ax: Any = None, *, component: int = 0, band: tuple[float, float] = (0.05, 0.95), lines: int = 10) -> Any:
@@ -260,7 +262,7 @@ class EnsembleSolution(FactorizationCounts):
         band : tuple of two float
             Quantiles.
         lines : int
-            How many single trajectories to draw.
+            Number of single trajectories to draw.
 
         Returns
         -------
@@ -269,7 +271,7 @@ class EnsembleSolution(FactorizationCounts):
         Raises
         ------
         ValueError
-            Where trajectories have saved times of their own.
+            If trajectories have saved times of their own.
         """
         from mpiad.ensemble.statistics import draw
 
@@ -286,7 +288,7 @@ def _interpolants(dense: object) -> Any:
 
 
 def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleSolution:
-    """Return the solution of an ensemble, in the shapes that its users see; rows of all steps are filled up with NaN."""
+    """Return the solution of an ensemble, in the users' shapes; rows with all steps are padded with NaN."""
     tries, codes = (outcome.naccept, outcome.nreject), outcome.codes
     made: dict[str, Any] = {
         "u_end": outcome.u_end.T.reshape(batch.size, *batch.shape), "t_reached": outcome.t_reached,
@@ -308,9 +310,9 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         times, u = outcome.every_step()
     else:
         saved: Any = outcome.saved
-        # A copy: a gradient asks for the times, too, when a program may have made minutes of them.
+        # A copy: a gradient needs the times later, and a program may have changed the array, for example to minutes.
         times, u = settings.saveat.copy(), saved
-        # They never enter the working set, which saves the others.
+        # Trajectories with an empty tspan never enter the working set, which saves the others.
         still = batch.start == batch.end
         if type(u) is np.ndarray:  # on a device they are there already
             u[still] = batch.u0.T[still][:, None]
@@ -318,8 +320,8 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
 
 
 def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> EnsembleSolution:
-    """Return a solution of which both ends are all that is saved, with other ones: `u0()` (d, N) and `u_end` (N, ...)."""
-    # Not by dataclasses.replace, which would read what is deferred, and so make it.
+    """Return a solution with only both ends saved, with other ends: `u0()` (d, N) and `u_end` (N, ...)."""
+    # Not by dataclasses.replace, which would read, and so compute, deferred fields.
     made, codes = object.__new__(type(sol)), sol._codes
     later = {**sol._later, "u": lambda: _both_ends(u0(), u_end, codes)}
     made.__dict__.update(sol.__dict__, u_end=u_end, _start=u0, _later=later)
@@ -328,7 +330,7 @@ def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> Ens
 
 
 def unshared(sol: EnsembleSolution) -> EnsembleSolution:
-    """Return a solution whose saved states, where they aren't made yet, don't change with its final ones."""
+    """Return a solution whose deferred saved states don't change if the user writes into its final states."""
     if "u" in sol.__dict__ or type(sol.u_end) is not np.ndarray:
         return sol
     made = at_ends(sol, sol._start, sol.u_end)
@@ -337,7 +339,7 @@ def unshared(sol: EnsembleSolution) -> EnsembleSolution:
 
 
 def _both_ends(u0: Array, u_end: Array, codes: Array) -> Array:
-    """Return the states at both ends, shape (N, 2, ...); of what failed NaN at the end, and no derivative."""
+    """Return the states at both ends, shape (N, 2, ...); failed trajectories have NaN at the end, and no derivative."""
     start, end = anp.reshape(anp.transpose(u0), u_end.shape), u_end
     alive = came_through(codes)
     if not alive.all():

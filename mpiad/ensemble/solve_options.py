@@ -1,4 +1,4 @@
-"""The arguments of `solve`, looked at before anything is computed."""
+"""The arguments of `solve`, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEAST_RTOL = 100 * float(np.finfo(float).eps)
 
 
 class SolveOptions(NamedTuple):
-    """The arguments of `solve`, by its names: one object, which all parts of a solve get."""
+    """The arguments of `solve`, by name: one object, which all parts of a solve get."""
 
     problem: Any
     alg: Any
@@ -39,7 +39,7 @@ class SolveOptions(NamedTuple):
     dtmax: Any
     max_steps: Any
     compile: Any
-    # What `fit` and `steady_state`, whose solves these are as well, needn't say.
+    # Options with defaults that `fit` and `steady_state`, which use these options, needn't set.
     saveat: Any = None
     save_everystep: bool = False
     events: Any = ()
@@ -49,8 +49,8 @@ class SolveOptions(NamedTuple):
     dense_output: bool = False
     progress: bool = False
     throw: bool = False
-    mass: Any = None  # the problem's
-    backend: Any = None  # how this rank runs its trajectories: `ensemblealg`, or what is inside of an EnsembleMPI
+    mass: Any = None  # that of the problem
+    backend: Any = None  # how this rank runs its trajectories: `ensemblealg`, or the `inner` of an EnsembleMPI
 
     @property
     def acting(self) -> bool:
@@ -59,9 +59,9 @@ class SolveOptions(NamedTuple):
 
 
 def checked_options(options: SolveOptions) -> SolveOptions:
-    """Return the arguments in the form that the solve needs.
+    """Check the arguments and return them in the form that the solve needs.
 
-    A NotImplementedError where `saveat` is traced; a TypeError or ValueError where one of them can't be used.
+    Raises a NotImplementedError if `saveat` is traced; a TypeError or ValueError if one of them is invalid.
     """
     _check_kinds(options)
     given = options.ensemblealg
@@ -96,7 +96,7 @@ def checked_options(options: SolveOptions) -> SolveOptions:
         saveat = np.asarray(saveat)
         if saveat.ndim == 2 and len(saveat) != count:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
-    # SciPy's bound: below it rounding is all that the error estimate sees.
+    # SciPy's bound: below it the error estimate consists of rounding errors.
     rtol = max(options.rtol, _LEAST_RTOL)
     return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol, mass=_mass_of(options))
 
@@ -105,10 +105,10 @@ def settings_of(
     options: SolveOptions, batch: Batch, saveat: Array | None, record: bool, ends: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Settings:  # fmt: skip
-    """Return what the trajectories of a batch of plain arrays have in common: options, where needed in their precision.
+    """Return the settings of a batch of plain arrays: options, in the states' precision if needed.
 
-    A NotImplementedError if the method doesn't take complex states, a ValueError if `atol` or the mass matrix doesn't fit
-    the shape of a state.
+    Raises a NotImplementedError if the method doesn't support complex states, a ValueError if `atol` or the mass matrix
+    doesn't fit the shape of a state.
     """
     atol, mass, d = options.atol, options.mass, len(batch.u0)
     if options.alg.tableau.implicit and is_complex(batch.u0):
@@ -122,7 +122,7 @@ def settings_of(
                 f"solve: atol must be one number, or have the shape of a state, {batch.shape}, but has shape "
                 f"{np.shape(atol)}."
             )
-        # A column, as states are columns of numbers, whatever shape the user gave them.
+        # A column, as states are flattened to columns, whatever their shape.
         atol = np.reshape(atol, (-1, 1))
     events = tuple(event.for_states(batch.shape) for event in options.events)
     if mass is not None:
@@ -130,7 +130,7 @@ def settings_of(
             raise ValueError(
                 f"solve: mass_matrix must have shape {(d, d)}, as u0 has {d} components, but has {mass.shape}."
             )
-        # In the states' precision: beside float32 a double matrix would make all of the arithmetic double.
+        # In the states' precision: with float32 states a double matrix would make all of the arithmetic double.
         mass = mass.astype(batch.u0.real.dtype)
     return Settings(
         options.alg, options.rtol, atol, options.dt, options.dtmax, options.max_steps, events, saveat, record,
@@ -140,7 +140,7 @@ def settings_of(
 
 
 def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
-    """Return `checked_options` of the arguments, which must be the same on all ranks; what one finds wrong all raise."""
+    """Return `checked_options` of the arguments, which must be equal on all ranks; an error on one is raised on all."""
 
     def described(options: SolveOptions) -> list[Any]:
         scalars = (
@@ -150,21 +150,21 @@ def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
             f"throw={given.throw}, {len(options.events)} events, {_kind(given.problem)}"
         )
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)
-        # As numbers too: a text has eight digits of each, and of many not all.
+        # As numbers, too: a text has only eight digits of each, and long arrays are abbreviated.
         return [f"saveat={given.saveat}, {scalars}", scalars, saveat, np.asarray(given.atol, float), options.mass]
 
     return alike_on_all(used, lambda: checked_options(given), described, "solve")
 
 
 def _kind(problem: object) -> str:
-    """Return which functions and arrays an ensemble has: by them ranks know what is communicated."""
+    """Return a text with the functions and arrays that an ensemble has: they determine what ranks communicate."""
     names = ("prob_func", "output_func", "reduction", "u0", "p")
     parts = [name for name in names if getattr(problem, name, None) is not None]
     return f"{type(problem).__name__} of {', '.join(parts) or 'nothing else'}, seed={getattr(problem, 'seed', None)}"
 
 
 def _mass_of(options: SolveOptions) -> Array | None:
-    """Return the problem's mass matrix, None for the identity; raise where it can't be used, by this method or at all."""
+    """Return the problem's mass matrix, None for the identity; raise if it is invalid, or unsupported by this method."""
     problem = options.problem.problem if isinstance(options.problem, EnsembleProblem) else options.problem
     given = problem.mass_matrix
     if given is None:
@@ -195,7 +195,7 @@ def _check_untraced(saveat: Array) -> None:
 
 
 def _check_kinds(options: SolveOptions) -> None:
-    # Kinds before values: the checks that follow ask these objects for what they are.
+    # Types before values: the checks that follow use attributes of these objects.
     for name, kinds in (
         ("problem", (ODEProblem, EnsembleProblem)), ("alg", Algorithm), ("ensemblealg", EnsembleAlgorithm)
     ):  # fmt: skip
@@ -228,7 +228,7 @@ def _check_numbers(options: SolveOptions) -> None:
 
 
 def _are_tolerances(atol: Array | float) -> bool:
-    if type(atol) is float:  # most often, and each solve comes here
+    if type(atol) is float:  # the most frequent case, checked in each solve
         return 0 <= atol < math.inf
     values = np.asarray(atol)
     return values.dtype.kind in "iuf" and bool((np.isfinite(values) & (values >= 0)).all())
@@ -239,7 +239,7 @@ def _is_positive(value: object) -> bool:
 
 
 def check_place_of(options: SolveOptions, hosted: bool) -> None:
-    """Refuse what is asked for and isn't there, on the host or on a device: affects of events, and dense output."""
+    """Raise for unsupported combinations of options and devices: affects of events, and dense output."""
     for name, asked, instead in (
         ("dense_output=True", options.dense_output, "Ask for the times by saveat"),
         ("save_everystep=True", options.save_everystep, "Ask for the times by saveat"),
@@ -266,7 +266,7 @@ def _trajectories(options: SolveOptions) -> int:
         raise ValueError(
             f"solve: trajectories=N is needed, where the ensemble has no arrays u0= or p=, but got {count!r}. Say how many."
         )
-    # The rows say how many, and where it is said as well, the check below compares.
+    # The rows determine the number; if `trajectories` is given, too, the check below compares them.
     count = next(iter(lengths.values())) if count is None else count
     if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
         raise ValueError(f"solve: trajectories must be an integer, zero or more, but got {count!r}.")

@@ -1,12 +1,12 @@
 """One step of a Runge-Kutta pair or a Rosenbrock method for all columns at once.
 
-Stages are sums of products, written column by column (no BLAS, whose order of summation depends on the number of
-columns), into buffers that are made once for a number of columns.
+Stages are sums of products, computed column by column (without BLAS, whose order of summation depends on the number of
+columns), in buffers that are allocated once for a number of columns.
 
-Of few columns what a call of NumPy computes takes less time than its start, so a sum of n products takes two calls instead
-of 2 n - 1: one multiplies all stages by their weights, each repeated for all numbers, the other adds row after row. That is
-the order in which sums are taken otherwise, so the numbers are the same to the last bit (see `controller` on reductions
-along the first axis).
+For few columns the overhead of NumPy's calls dominates, so a sum of n products takes two calls instead of 2 n - 1: one
+multiplies all stages by their weights, which are repeated for all entries, the other adds row after row. The order of
+summation is the same in both forms, so the numbers are the same to the last bit (see `controller` on reductions along the
+first axis).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from mpiad.ensemble.derivative import Derivative, derivative_of, locked
 from mpiad.ensemble.field_jacobian import Jacobian, jacobian_of
 from mpiad.ensemble.tableaus import RosenbrockTableau, Tableau
 
-# With `out` by its place: where few columns are left, a turn is a hundred calls and what each takes to start.
+# With `out` as a positional argument: for few columns a turn is a hundred calls, and their overhead counts.
 _multiply, _add = np.multiply, np.add
-# Numbers in one array, columns times components, up to which sums take two calls.
+# Number of entries in one array, columns times components, up to which sums take two calls.
 _FEW = 512
 _LEAST_TERMS = 3
 
@@ -37,11 +37,11 @@ _LEAST_TERMS = 3
 class Stages:
     """The buffers of n columns.
 
-    - `dtype`: of the states.
+    - `dtype`: that of the states.
     - `shape`: (d, n).
-    - `many`: whether so many steps will be taken that preparations pay.
-    - `k`, each shape (d, n): the stages; the first is the derivative at the present state.
-    - `new`, of shape (d, n): the state after the step.
+    - `many`: whether many steps will be taken, so that precomputations pay off.
+    - `k`: the stages, each of shape (d, n); the first is the derivative at the present state.
+    - `new`: shape (d, n); the state after the step.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Stages:
     ):
         self.tableau, self._write = tableau, derivative.write
         self._real = np.dtype(dtype).type(0).real.dtype
-        # Arrays without axes are what ufuncs take fastest, and they keep float32.
+        # Arrays without axes are processed fastest by ufuncs, and they keep float32.
         self._rows = [_weights(row, self._real) for row in tableau.sums]
         self.k, self._sums = _stages(tableau.stages, shape, dtype, self._rows if many else None)
         self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
         self._seen_new, self._seen_argument = locked(self.new), locked(self._argument)
         self._h = np.empty(shape, self._real)
-        # Times of the stages, which are all known before the first is computed.
-        # The first is never asked for here. Those at the end of the step, wherever they stand, have one row, the last.
+        # Times of the stages, which are all known before the first is computed. The first isn't needed here. All those at
+        # the end of the step share one row, the last.
         inner = [i for i, c in enumerate(tableau.c) if i and c != 1]
         self._c = np.array([tableau.c[i] for i in inner])[:, None]
         self._elapsed = np.empty((len(inner), shape[1]))
@@ -67,20 +67,20 @@ class Stages:
         self._scale, self._scale_new = np.empty(shape, self._real), np.empty(shape, self._real)
 
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
-        """Compute all stages and the new state, of u, shape (d, n), and of times and steps, shape (n,).
+        """Compute all stages and the new state from u, shape (d, n), and times and step sizes, shape (n,).
 
-        They are in the direction of the solve, so h is never negative; `sign` is -1 for columns that go backwards, None
-        where there are none.
+        Times are in the direction of the solve, so h is never negative; `sign` is -1 for columns that go backwards, None if
+        there are none.
         """
         self._h[:] = h
         self._set_times(t, h, t_new, sign)
         last = len(self.k) - 1
-        # The last row of a table is that of the new state, at which its last stage is the first one of the next step.
+        # The last row of a table gives the new state, at which its last stage is the first one of the next step.
         for i in range(1, last + 1):
             self._evaluate(self.k[i], i, u, p, sign, i == last)
 
     def _evaluate(self, out: Array, i: int, u: Array, p: Tree, sign: Array | None, at_end: bool) -> None:
-        """Write f at the argument of stage i, which is the new state where the step ends there."""
+        """Write f at the argument of stage i, which is the new state if the step ends there."""
         target, seen = (self.new, self._seen_new) if at_end else (self._argument, self._seen_argument)
         _multiply(self._sum(i - 1, target), self._h, target)
         _add(target, u, target)
@@ -89,7 +89,7 @@ class Stages:
             _multiply(out, sign, out)
 
     def error(self, u: Array, rtol: Array, atol: Array) -> Array:
-        """Return the mean square of the error over its tolerance, shape (n,)."""
+        """Return the mean square of the error relative to its tolerance, shape (n,)."""
         # The argument of the last stage was `new` itself, so this buffer is free.
         e, scale, scale_new = self._argument, self._scale, self._scale_new
         _multiply(self._sum(-1, e), self._h, e)
@@ -102,23 +102,23 @@ class Stages:
         return mean_square(e)
 
     def advance(self, u: Array, accepted: Array | None) -> Array:
-        """Return the states after the step where it is accepted (None: everywhere), and before it elsewhere."""
+        """Return the states after the step in columns that accept it (None: all), and before it in the others."""
         k = self.k
         if accepted is None:
-            # The last stage is the next first one: buffers change places, and nothing is copied that isn't small.
+            # The last stage is the next first one: buffers are swapped, and only small arrays are copied.
             if self._sums is None:
                 k[0], k[-1] = k[-1], k[0]
             else:
                 k[0][...] = k[-1]
             before, self.new, self._seen_new = self.new, u, locked(u)
             return before
-        # Columns whose step was rejected stay where they are, and so do their first stages: the next try needs them.
+        # Columns whose step was rejected keep their states and first stages: the next try needs them.
         np.copyto(u, self.new, where=accepted)
         np.copyto(k[0], k[-1], where=accepted)
         return u
 
     def _sum(self, row: int, out: Array) -> Array:
-        """Return the sum of a row of the table, in `out` or where it is found."""
+        """Return the sum of a row of the table, in `out` or in another buffer."""
         if self._sums is not None:
             found = self._sums.sum(row)
             if found is not None:
@@ -134,7 +134,7 @@ class Stages:
     def _set_times(self, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         _multiply(self._c, h, self._elapsed)
         _add(self._elapsed, t, self._before_end, casting="same_kind")
-        # What the solve takes for the end of the step; t + h may be another number.
+        # The end of the step as the solve defines it; t + h may differ by rounding.
         self._at_end[:] = t_new
         if sign is not None:
             np.multiply(self._time, sign, out=self._time)
@@ -143,7 +143,7 @@ class Stages:
 def _stages(
     count: int, shape: tuple[int, int], dtype: DTypeLike, rows: list[Weights] | None
 ) -> tuple[list[Array], _StageSums | None]:
-    """Return the stages' arrays, and where columns are few and rows given how the sums over them are found."""
+    """Return the stages' arrays, and the object that sums over them if columns are few and `rows` is given."""
     if rows is None or shape[0] * shape[1] > _FEW:
         return [np.empty(shape, dtype) for _ in range(count)], None
     block = np.empty((count, *shape), dtype)
@@ -151,14 +151,14 @@ def _stages(
 
 
 def _weights(row: tuple[float, ...], dtype: DTypeLike) -> Weights:
-    # Zeros are left out: a stage that isn't finite must not reach a sum in which it has no part.
+    # Zeros are left out: a stage that isn't finite must not affect a sum in which its weight is zero.
     return [(i, np.array(weight, dtype)) for i, weight in enumerate(row) if weight]
 
 
 class _StageSums:
     """Sums over the stages in one block.
 
-    `k`: shape (stages, d, n). `rows`: for each sum the stages, in their order, with their weights.
+    `k`: shape (stages, d, n). `rows`: for each sum the stages, in order, with their weights.
     """
 
     def __init__(self, k: Array, rows: list[Weights]):
@@ -167,7 +167,7 @@ class _StageSums:
         self._terms = [self._of(k, row) if len(row) >= _LEAST_TERMS else None for row in rows]
 
     def _of(self, k: Array, row: Weights) -> tuple[list[tuple[Array, Array, Array]], Array]:
-        """Return factors and products, in runs of neighbours among the stages, and all products, each as one row."""
+        """Return factors and products, in runs of adjacent stages, and all products, each as one row."""
         runs, first = [], 0
         for _, run in groupby(enumerate(row), lambda entry: entry[1][0] - entry[0]):
             entries = [entry for _, entry in run]
@@ -179,7 +179,7 @@ class _StageSums:
         return runs, self._products.reshape(len(k), -1)[:first]
 
     def sum(self, row: int) -> Array | None:
-        """Return one of the sums, in a buffer that the next one overwrites; None where it has too few terms."""
+        """Return one of the sums, in a buffer that the next one overwrites; None if it has too few terms."""
         found = self._terms[row]
         if found is None:
             return None
@@ -191,7 +191,7 @@ class _StageSums:
 
 
 def stages_for(tableau: Tableau, batch: Batch, mass: Array | None) -> Callable[..., Stages]:
-    """Return what makes the stages of a method's steps: from dtype, shape (d, n) and whether many steps will be taken."""
+    """Return a factory for the stages of a method's steps, with arguments dtype, shape (d, n) and `many`: see `Stages`."""
     derivative = derivative_of(batch.f, batch.shape)
     if isinstance(tableau, RosenbrockTableau):
         return partial(RosenbrockStages, tableau, derivative, jacobian_of(batch), Mass(mass, tableau.gamma))
@@ -199,7 +199,7 @@ def stages_for(tableau: Tableau, batch: Batch, mass: Array | None) -> Callable[.
 
 
 class RosenbrockStages(Stages):
-    """The buffers of n columns: see `Stages`. In front of the method's stages stands f at the present state."""
+    """The buffers of n columns: see `Stages`. The method's stages are preceded by f at the present state."""
 
     tableau: RosenbrockTableau
 
@@ -218,7 +218,7 @@ class RosenbrockStages(Stages):
         tableau, k = self.tableau, self.k
         self._h[:] = h
         self._set_times(t, h, t_new, sign)
-        # By the present time, which is that of the first stage.
+        # At the present time, which is that of the first stage.
         rise = self._differentiate(self._jacobian, u, p, self._seen_time[1])
         self._factor(sign)
         if rise is not None:

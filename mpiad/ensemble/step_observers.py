@@ -21,7 +21,7 @@ from mpiad.ensemble.settings import MOVING, Acting, Settings
 
 # Events that act: steps that end at an event are held; then the events act on all held columns at once, which continue.
 #
-# Finding where conditions vanish and applying affects takes a hundred calls of NumPy, however few the columns are. So a
+# Finding the roots of conditions and applying affects takes a hundred calls of NumPy, however few the columns are. So a
 # column whose step ends at an event waits, with its step, until enough columns are held (`WorkingSet` decides when).
 #
 # If the affect leaves a condition at its root, only the return to it is an event, and the next step is so short that it

@@ -1,4 +1,4 @@
-"""Forward mode of a solve: tangents carried along its accepted steps, from the first to the last.
+"""Forward mode of a solve: tangents propagated along its accepted steps, from the first to the last.
 
 Values and tangents of a block make one array of shape (1 + directions, d, n), so a sum over stages is one for all of them.
 """
@@ -20,13 +20,13 @@ from mpiad.ensemble.stage_systems import StageSystems, System
 from mpiad.ensemble.step_sweep import Saved, StepSweep, Visit
 from mpiad.transport.tracing import restoring_state
 
-# The tangents of one step of several columns, beside its values.
+# The tangents of one step of several columns, together with its values.
 #
-# With W k_i = r_i in a Rosenbrock step, a tangent of stage i is W⁻¹ of that of r_i, which gains what moves W and ∂f/∂t: see
-# `stage_systems`.
+# With W k_i = r_i in a Rosenbrock step, the tangent of stage i is W⁻¹ times that of r_i, plus terms from the derivatives of
+# W and ∂f/∂t: see `stage_systems`.
 
 
-# Columns up to which each number gets its own step size.
+# Number of columns up to which the step sizes are repeated for each entry.
 _FEW = 1024
 
 
@@ -35,23 +35,23 @@ class TangentStep:
 
     - `write`: writes f and its tangents: see `Tracing.along`.
     - `shape`: (1 + m, d, n).
-    - `like`: of the states' kind.
-    - `u`: before the step.
+    - `like`: an array of the states' kind.
+    - `u`: the states before the step.
     - `k`: the stages.
     """
 
     def __init__(self, coefficients: Coefficients, write: Callable, shape: tuple[int, int, int], like: Array):
         self._coefficients, self._write, self.last = coefficients, write, coefficients.last
-        # In C order, which NumPy takes fastest: what is made by an index of two columns has another.
+        # In C order, which NumPy processes fastest: indexing with two columns returns another order.
         self.u, self._argument, self._end, self._term = (np.empty_like(like, shape=shape, order="C") for _ in range(4))
         self._stages = coefficients.stages(shape, self.u)
         self.k: list[Array] = []
-        # Of few columns each number has its own h, as to repeat one takes as long as to multiply.
+        # For few columns h is repeated for each entry, as repeating takes as long as multiplying.
         self._few = np.empty_like(self.u, dtype=coefficients.real) if shape[2] <= _FEW else None
         self._new: Array | None = None
 
     def take(self, visit: Visit, tangents: Array) -> None:
-        """Compute the stages of a visit, but for the last."""
+        """Compute the stages of a visit, except the last."""
         u, h = self.u, visit.h
         u[0], u[1:] = visit.u, tangents
         self._times = self._coefficients.times(visit.t, h)
@@ -71,7 +71,7 @@ class TangentStep:
         return self._new
 
     def add_last_stage(self) -> None:
-        """Compute the stage at the new state too; once."""
+        """Compute the stage at the new state, too; once."""
         if len(self.k) == self.last:
             self._evaluate(self.new())
 
@@ -87,10 +87,9 @@ class TangentStep:
 
 
 class TangentRosenbrockStep(TangentStep):
-    """The stages of a step with their tangents: see `TangentStep`. f at both ends isn't among them.
+    """The stages of a step with their tangents: see `TangentStep`. f at both ends isn't computed.
 
-    `leaves`: of the parameters of the step's columns. `along`: for each leaf to differentiate by its tangents, None
-    where one is zero.
+    `leaves`: the parameters of the step's columns. `along`: for each differentiated leaf its tangents, None for zero ones.
     """
 
     def __init__(
@@ -134,36 +133,36 @@ class TangentRosenbrockStep(TangentStep):
 
 
 class Directions(NamedTuple):
-    """Along what to differentiate, in m directions."""
+    """The m directions along which to differentiate."""
 
     u0: Array  # shape (m, d, N)
-    # From places of leaves of the parameters to lists of m arrays in their shapes, None where one is zero.
+    # From indices of leaves of the parameters to lists of m arrays in their shapes, None for zero ones.
     leaves: dict[int, list[Any]]
 
 
 class SavedTangents:
-    """The tangents of all saved states, kept as they come: `saved`, shape (m, N, slots, d)."""
+    """Stores the tangents of all saved states: `saved`, shape (m, N, slots, d)."""
 
     def __init__(self, run: Run, directions: Directions):
         m, d, count = directions.u0.shape
         self._run, self.saved = run, np.zeros_like(directions.u0, shape=(m, count, run.slots, d))
 
     def take(self, part: Saved, states: Array) -> None:
-        """Take those of one step, shape (m, d, n); (m, s, d, n) where each column has several."""
+        """Store those of one step, shape (m, d, n), or (m, s, d, n) for several per column."""
         self.saved[:, part.ids, part.place] = np.swapaxes(states, -1, -2)
 
     def add(self, part: Saved, states: Array) -> None:
-        """Add what values taken before gain in the step after."""
+        """Add the contribution of the following step to values stored before."""
         self.saved[:, part.ids, part.place] += np.swapaxes(states, -1, -2)
 
     def close(self, start: Array, end: Array) -> None:
-        """Take initial and final states, (m, d, N), which some of the saved ones are."""
+        """Store initial and final states, (m, d, N), for the saved values that equal them."""
         self._run.put_down(self.saved, start, at_start=True)
         self._run.put_down(self.saved, end, at_start=False)
 
 
 def push_run(run: Run, directions: Directions, taker: SavedTangents | None = None) -> Array:
-    """Return the tangents of the final states, shape (m, d, N), and hand those of saved ones over to `taker`, if any."""
+    """Return the tangents of the final states, shape (m, d, N), and pass those of saved ones to `taker`, if any."""
     begin = run.masked(directions.u0)
     end = begin.copy()
     with np.errstate(all="ignore"), restoring_state(), Bundle() as bundle:
@@ -176,7 +175,7 @@ def push_run(run: Run, directions: Directions, taker: SavedTangents | None = Non
 
 
 class _Block:
-    """One block of columns on the way forwards."""
+    """One block of columns in the forward sweep."""
 
     def __init__(self, run: Run, along: Callable, directions: Directions, sweep: StepSweep, taker: SavedTangents | None):
         self._run, self._f_along, self._sweep, self._taker = run, along, sweep, taker
@@ -186,14 +185,14 @@ class _Block:
             for place, gs in directions.leaves.items()
         ]
         self._varies = [varies[place] for place in directions.leaves]
-        # What steps of one width share is made again where some trajectories have ended, and not in each step.
+        # Objects shared by steps of one width are created again only when trajectories have ended.
         self._width, self._columns = 0, slice(0, 0)
         self._step: Any = None
         self._systems = StageSystems(run, tuple(directions.leaves)) if run.tableau.implicit else None
 
     def sweep(self, end: Array) -> None:
-        """Go from the first step to the last."""
-        # A copy in the order of the sweep, in which those that still go on are the first columns.
+        """Sweep from the first step to the last."""
+        # A copy in the order of the sweep, in which active trajectories are the first columns.
         tangents = end[:, :, self._sweep.ids]
         for visit in self._sweep.forwards():
             self._push(visit, tangents)
@@ -211,7 +210,7 @@ class _Block:
         tangents[:, :, :width] = new[:, :, :width]
 
     def _step_of(self, width: int, tangents: Array) -> TangentStep:
-        """Return what steps of so many columns have in common."""
+        """Return a step for this number of columns."""
         self._width = width
         columns = self._columns = self._run.doubled(width)
         leaves = self._run.columns(self._leaves, columns)
@@ -233,7 +232,8 @@ class _Block:
         for part in saved.handed_on:
             taker.add(part, part.of(step.k[0][1:]) * (part.h * part.weights[-1]))
         for part in saved.inside:
-            # At a fixed part of a fixed step a saved value is linear in the state and the stages, and so are the tangents.
+            # At a fixed fraction of a fixed step a saved value is linear in the state and the stages, and so are the
+            # tangents.
             value = sum(part.of(k[1:]) * weight for k, weight in zip(step.k[:last], part.weights))
             if part.whole is None or part.whole.any():
                 step.add_last_stage()

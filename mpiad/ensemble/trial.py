@@ -1,8 +1,8 @@
-"""First calls of f and of the events' conditions, which show whether they are written for columns.
+"""First calls of f and of the events' conditions, which check that they are written for columns.
 
-A wrong axis is found by a number of columns that no other axis has. A sum over all of u has the right shape and would
-couple the trajectories without a word, and so would p[0] of parameters of shape (n,): they are found because the first
-trajectory's value changes with its column and with those beside it, whose states, parameters and times are others.
+A wrong axis is detected by a number of columns that no other axis has. A sum over all of u has the right shape but would
+silently couple the trajectories, and so would p[0] of parameters of shape (n,): they are detected since the first
+trajectory's value changes if its column and the other columns change, whose states, parameters and times differ.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from mpiad.ensemble.event import Event, affected
 from mpiad.ensemble.linearization import Field, check_traceable
 from mpiad.transport.device_arrays import arrays_of
 
-# By how much the other columns are moved, relative to u or to 1, and what of the largest value is rounding.
+# Relative size of the perturbation of the other columns, and the multiple of the machine precision that counts as rounding.
 MOVED, _ROUNDINGS = 0.01, 1e4
 
 
 def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
-    """Call f and the conditions of events on plain arrays before the solve; f as it will be differentiated, where `traced`.
+    """Call f and the conditions of events on plain arrays before the solve; if `traced`, f also as it is differentiated.
 
-    A TypeError or ValueError where they aren't written for columns, or f for traces.
+    Raises a TypeError or ValueError if they aren't written for columns, or f can't be traced.
     """
     if not batch.size:
         return
     if not len(batch.u0):
         raise ValueError(f"solve: u0 must have one component at least, but has shape {batch.shape}.")
-    # Numbers that no array has as a length: what f makes of columns can't be mistaken for its components.
+    # Numbers of columns that no array has as a length: an axis of columns can't be confused with that of components.
     width, more = _widths(batch)
     home = arrays_of(batch.u0)
     numbers = np.arange if home is None else home.arange
@@ -42,7 +42,7 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
     with np.errstate(all="ignore"):
         first = _columns(batch, numbers(width) % batch.size)
         derivative.check(*first)
-        if len(batch.shape) < 2:  # matrices are handed to f one by one
+        if len(batch.shape) < 2:  # matrices are passed to f one by one
             moved = [cache(partial(_moved, batch, numbers(more), everything)) for everything in (True, False)]
             _check_uncoupled(lambda *at: _written(derivative, *at), first, moved, "f")
             for event in events:
@@ -73,7 +73,7 @@ def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
 
 
 def _moved(batch: Batch, numbers: Array, everything: bool) -> tuple[Array, Any, Array]:
-    """Return the first trajectory in the last column, beside others at other states; of `everything` p and t are, too."""
+    """Return columns with the first trajectory last, and others perturbed in u; with `everything` in p and t, too."""
     ids = (numbers + 1) % len(numbers) % batch.size
     u, p, t = _columns(batch, ids)
     if everything:
@@ -84,11 +84,11 @@ def _moved(batch: Batch, numbers: Array, everything: bool) -> tuple[Array, Any, 
 
 
 def _elsewhere(x: Array, size: Array) -> Array:
-    """Return floating-point columns, moved by a part of a size, all but the last."""
+    """Return floating-point columns, perturbed by a fraction of a size, except the last."""
     if x.dtype.kind not in "fc":
         return x
     home = arrays_of(x)
-    # Each number its own way: moved alike, a sum over columns could come out the same.
+    # Each entry by a different factor: with equal ones a sum over columns might not change.
     way = np.abs(np.cos((np.arange if home is None else home.arange)(x.size).reshape(x.shape)))
     others = (x + MOVED * size * way).astype(x.dtype)
     others[..., -1] = x[..., -1]
@@ -96,7 +96,7 @@ def _elsewhere(x: Array, size: Array) -> Array:
 
 
 def _times(event: Event, u: Array, p: Tree, t: Array) -> Array:
-    """Return the given times of an event for columns, shape (m, n), without those that `GivenTimes` refuses."""
+    """Return the given times of an event for columns, shape (m, n), without those that `GivenTimes` rejects."""
     due = [time for time in event.due(p) if np.shape(time) in ((), t.shape)]
     return np.array([np.broadcast_to(time, t.shape) for time in due]).reshape(len(due), -1)
 
@@ -110,7 +110,7 @@ def _written(derivative: Derivative, u: Array, p: Tree, t: Array) -> Array:
 def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callable[[], tuple]], name: str) -> None:
     value, other = fun(*first), None
     for at in moved:
-        with suppress(Exception):  # what is moved may lie where it isn't defined
+        with suppress(Exception):  # f may be undefined at the perturbed arguments
             other = fun(*at())
             break
     if other is None:
@@ -120,7 +120,7 @@ def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callab
         value = home.to_host(np.stack([alone, beside, np.max(np.abs(value), axis=-1).astype(value.dtype)]))
         alone, beside, other = value[0], value[1], value[:0]
     if alone.tobytes() == beside.tobytes():
-        return  # nearly always, and each solve comes here
+        return  # the usual case, checked in each solve
     known = [part[np.isfinite(part)] for part in (value, other)]
     largest = max((float(np.abs(part).max(initial=0.0)) for part in known), default=0.0)
     rounding = _ROUNDINGS * float(np.finfo(first[0].dtype).eps) * largest

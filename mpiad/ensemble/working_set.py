@@ -1,17 +1,17 @@
 """Many trajectories that advance together, each with its own time, step and error control.
 
-In a turn each column tries one step. `Turns` is the same on the host and on a device (`on_device.rounds`), as is
-all that decides on steps and codes. Ended trajectories stay, with steps of length zero, and nothing is gathered or
-scattered from turn to turn. What differs is what may be asked: the host looks at any mask, so it acts only where something
-happens, in place, and takes a trajectory's results as it ends. A device is waited for once in a turn, so all is masked
-there, and states are new arrays, which the record keeps.
+In an iteration, called a turn, each column tries one step. `Turns` is the same on the host and on a device
+(`on_device.rounds`), and so is everything that decides on steps and codes. Ended trajectories stay, with steps of length
+zero, and nothing is gathered or scattered between turns. The host may look at any mask, so it acts only on columns with
+something to do, in place, and stores a trajectory's results as it ends. A device is synchronized once per turn, so
+everything is masked there, and states are new arrays, which the record keeps.
 
 On the host the working set is a block of columns that stays in the cache. All arithmetic is elementwise over columns, so a
-trajectory's numbers don't depend on those beside it. When there are enough ended ones, they are replaced by waiting ones
-(or dropped, when none wait), so a long one doesn't make all the others pay. There are two columns at least, as norms need
-them (see `controller`): a single trajectory comes twice.
+trajectory's numbers don't depend on its neighbors. When enough trajectories have ended, they are replaced by waiting ones
+(or dropped, if none wait), so that a long one doesn't slow down all the others. There are at least two columns, as norms
+need them (see `controller`): a single trajectory is doubled.
 
-Times run in the direction of the solve, negated where it goes backwards.
+Times run in the direction of the solve; they are negated if it goes backwards.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from mpiad.ensemble.settings import MOVING, Settings
 from mpiad.ensemble.stages import stages_for
 from mpiad.ensemble.step_observers import StepObservers, Stopped
 
-# Numbers in one array of the working set: large enough that NumPy's cost per call doesn't count, and small enough that
+# Number of entries in one array of the working set: large enough to amortize NumPy's cost per call, and small enough that
 # about fifteen such arrays stay in the cache.
 _BLOCK = 32_768
 _LEAST_COLUMNS = 512
-# Ended columns are replaced when so many numbers have been computed for nothing: about what the replacement costs.
+# Ended columns are replaced after this number of wasted entries, about the cost of the replacement.
 _IDLE = 10_000
-# So many turns columns wait for others before events act on them: NumPy's calls take as long for few as for some more.
+# Number of turns that columns wait for others before events act on them: NumPy's calls take about as long for few columns
+# as for more.
 _WAITING = 3
-# Of a step: what is left to the end, where steps are fixed.
+# With fixed steps: a remainder of tspan up to this fraction of a step is added to the last one.
 _ROUNDING = 1e-9
 _ONE_MORE = np.array(1)
 _NOWHERE, _TIRED = Stopped(), ReturnCode.MaxIters.code
@@ -52,7 +53,7 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
     still = np.count_nonzero(batch.start == batch.end)
     if still and settings.progress is not None:
         settings.progress(int(still))
-    # What overflows or turns NaN in one trajectory is told by its return code.
+    # Overflow or NaN in one trajectory is reported by its return code.
     with np.errstate(all="ignore"):
         WorkingSet(batch, settings, outcome).run()
     if settings.acting is not None:
@@ -61,30 +62,30 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
 
 
 class Turns:
-    """The turns of a working set, wherever its columns live."""
+    """The turns of a working set, on the host or on a device."""
 
-    # `ids`, `number`, `entered`: int, shape (n,). The trajectories, their accepted steps, and the turn in which they
-    # entered.
+    # `ids`, `number`, `entered`: int, shape (n,). The trajectories, the numbers of their accepted steps, and the turns in
+    # which they entered.
     ids: Array
     number: Array
     entered: Array
-    # `t`, `end`, `h`, `q2`: shape (n,). Times, ends, next steps, and the squared errors of the last accepted ones, in the
-    # direction of the solve.
+    # `t`, `end`, `h`, `q2`: shape (n,). Times, ends, sizes of the next steps, and the squared errors of the last accepted
+    # ones, in the direction of the solve.
     t: Array
     end: Array
     h: Array
     q2: Array
-    # `live`, `rejected`: bool, shape (n,). Which still move; whether the last try was rejected.
+    # `live`, `rejected`: bool, shape (n,). Which are still active; whether the last try was rejected.
     live: Array
     rejected: Array
-    idle: Array  # shape (n,); 1 where one has ended, else 0
+    idle: Array  # shape (n,); 1 for columns that have ended, else 0
     u: Array  # shape (d, n)
-    _one: Array | float = np.array(1.0)  # as ufuncs take it fastest
+    _one: Array | float = np.array(1.0)  # the form that ufuncs process fastest
 
     def __init__(self, settings: Settings):
         self._settings = settings
         self._tableau, self._controller = settings.alg.tableau, settings.alg.controller
-        # All in it take each turn: how many steps each has tried is the turn, less that in which it entered.
+        # All columns take part in each turn: the number of tries of each is the turn, minus that in which it entered.
         self._turn, self._alive, self._last_turn = 0, 0, settings.max_steps
         self._stages: Any = None
         self._sign: Array | None = None
@@ -94,7 +95,7 @@ class Turns:
         self._error: Array | None = None
 
     def _take_turn(self) -> None:
-        """Try one step of every trajectory, and let go of those that end."""
+        """Try one step of every trajectory, and retire those that end."""
         self._turn += 1
         t_new, h = self._proposed()
         self._stages.take(self.u, self._p, self.t, h, t_new, self._sign)
@@ -102,27 +103,28 @@ class Turns:
 
     @abstractmethod
     def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
-        """Take the steps that are accepted, and let go of what ends by them."""
+        """Advance by the accepted steps, and retire the trajectories that end with them."""
 
     @abstractmethod
     def _some_are_small(self) -> bool:
-        """Tell whether a step may be smaller than time resolves."""
+        """Return whether a step may be smaller than the resolution of time."""
 
     @abstractmethod
     def _end(self, mask: Array, code: ReturnCode) -> None:
-        """Let go of the trajectories of a mask."""
+        """Retire the trajectories of a mask."""
 
     def _proposed(self) -> tuple[Array, Array]:
-        """Return the times after the next steps, and the steps."""
+        """Return the times after the next steps, and the sizes of these."""
         t_new = self.t + self.h
         if self._tableau.error is None:
-            # Many equal steps don't sum up to the span; a last one of rounding's size is none.
+            # Many equal steps don't sum up to the span exactly; a remainder of the size of rounding errors is no step of
+            # its own.
             np.copyto(t_new, self.end, where=t_new > self.end - _ROUNDING * self.h)
         np.minimum(t_new, self.end, out=t_new)
         return t_new, t_new - self.t
 
     def _judged(self, h: Array) -> Array:
-        """Return which columns' steps are accepted, and set the sizes of the next."""
+        """Return which columns' steps are accepted, and set the sizes of the next ones."""
         if self._tableau.error is None:
             self._error = None
             return np.isfinite(self._stages.new).all(axis=0) & self.live
@@ -142,7 +144,7 @@ class Turns:
         return accepted
 
     def _fail(self, accepted: Array) -> None:
-        """Let go of trajectories that can't go on."""
+        """Retire trajectories that can't continue."""
         if self._error is None:
             self._end(self.live & ~accepted, ReturnCode.Unstable)
         elif self._some_are_small():
@@ -175,7 +177,7 @@ class WorkingSet(Turns):
         self.t = self.end = self.h = self.idle = self.q2 = none
         self.live = self.rejected = np.empty(0, bool)
         self.u = batch.u0[:, :0]
-        # How many columns wait for events to act, and for how many turns the first of them has.
+        # The number of columns that wait for events to act, and the number of turns that the first of them has waited.
         self._held = self._waited = 0
 
     def run(self) -> None:
@@ -202,7 +204,7 @@ class WorkingSet(Turns):
         if not count:
             return False
         if count == before and len(keep):
-            # As many come as have left: they are written into those places, and nobody else moves.
+            # If as many come as have left, they are written into those columns, and no others move.
             joined = Joint(np.flatnonzero(~self.live), in_place=True)
         else:
             order = np.concatenate([keep, np.arange(before, before + len(new.ids))])
@@ -227,7 +229,8 @@ class WorkingSet(Turns):
         self._sign, self._p = self._initialization.sign(self.ids), self._initialization.parameters(self.ids)
         if self._observers is not None:
             self._observers.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
-        # Before this turn none can have tried so often, and above this step none is too small: each is looked at only then.
+        # Before this turn no column can have used up its steps, and above this size no step is too small: only then they
+        # are checked.
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
         goal = self._initialization.goal(self.ids)
         self._least_step = np.array(least_step(np.maximum(np.abs(self.t), np.abs(goal)).max()))
@@ -235,12 +238,12 @@ class WorkingSet(Turns):
     # ---- one turn
 
     def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
-        """Take the steps that are accepted, and let go of what ends by them."""
+        """Advance by the accepted steps, and retire the trajectories that end with them."""
         done = t_new == self.end
         done &= accepted
         stopped = self._seen(accepted, h, t_new, done)
         if np.count_nonzero(accepted) == self._alive:
-            # Ended columns may move too: by nothing, or, after a failure, to where nobody looks.
+            # Ended columns may move, too: by zero, or, after a failure, to states that are never read.
             self.u, self.t = self._stages.advance(self.u, None), t_new
             np.add(self.number, _ONE_MORE, self.number)
         else:
@@ -259,7 +262,7 @@ class WorkingSet(Turns):
         self._fail(accepted)
 
     def _seen(self, accepted: Array, h: Array, t_new: Array, done: Array) -> Stopped:
-        """Show the step to those who look at it; return the columns in which an event ends it."""
+        """Pass the step to the observers; return the columns in which an event ends it."""
         if self._observers is None:
             return _NOWHERE
         step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, self._stages.new, self._stages.k, self._sign)
@@ -270,12 +273,12 @@ class WorkingSet(Turns):
     def _hold(self, columns: Array) -> None:
         """Let columns wait until events act on them."""
         self._retire(columns)
-        self.entered[columns] -= self._turn  # until they go on: meanwhile no tries are made
+        self.entered[columns] -= self._turn  # until they continue: they make no tries in between
         self._alive -= len(columns)
         self._held += len(columns)
 
     def _resume(self) -> None:
-        """Let events act on the columns that wait, and these go on, or end."""
+        """Let events act on the waiting columns; these continue or end."""
         self._held = self._waited = 0
         for resumed in self._observers.release():  # type: ignore[union-attr]
             columns, codes = resumed.columns, resumed.codes
@@ -294,15 +297,15 @@ class WorkingSet(Turns):
     # ---- ends
 
     def _some_are_small(self) -> bool:
-        """Tell whether a step may be smaller than time resolves."""
+        """Return whether a step may be smaller than the resolution of time."""
         return bool(np.count_nonzero(np.less(self.h, self._least_step)))
 
     def _end(self, mask: Array, code: ReturnCode) -> None:
-        """Let go of the trajectories of a mask."""
+        """Retire the trajectories of a mask."""
         self._leave(np.flatnonzero(mask), code)
 
     def _leave(self, columns: Array, code: ReturnCode) -> None:
-        """Take the results of trajectories that have ended, and leave their columns where they are."""
+        """Store the results of trajectories that have ended, and leave their columns in place."""
         if not columns.size:
             return
         ids, outcome = self.ids[columns], self._outcome
@@ -318,6 +321,6 @@ class WorkingSet(Turns):
 
     def _retire(self, columns: Array) -> None:
         self.live[columns] = False
-        # So the next steps are of length zero, and what they propose is never the smallest of all.
+        # So the next steps have length zero, and the proposed sizes are never the smallest of all.
         self.end[columns] = self.t[columns]
         self.h[columns] = self.idle[columns] = 1.0
