@@ -83,7 +83,7 @@ class StepReplay:
 
 
 class RosenbrockReplay(StepReplay):
-    """One step of a Rosenbrock method: see `rosenbrock_tableaus`."""
+    """One step of a Rosenbrock method: see `tableaus`."""
 
     def _evaluate(self, i: int) -> None:
         table: Any = self._run.tableau

@@ -157,7 +157,7 @@ def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
 
 
 def _kind(problem: object) -> str:
-    """Return a text with the functions and arrays that an ensemble has: they determine what ranks communicate."""
+    """Return a text with the functions and arrays that an ensemble has, which determine the communication."""
     names = ("prob_func", "output_func", "reduction", "u0", "p")
     parts = [name for name in names if getattr(problem, name, None) is not None]
     return f"{type(problem).__name__} of {', '.join(parts) or 'nothing else'}, seed={getattr(problem, 'seed', None)}"

@@ -228,7 +228,7 @@ class _Block:
         for part in saved.at_end:
             taker.take(part, part.of(new))
         last = step.last
-        # The last stage of a step is the first of the next, where its tangents are computed once for both.
+        # The last stage of a step is the first of the next step, which computes its tangents for both.
         for part in saved.handed_on:
             taker.add(part, part.of(step.k[0][1:]) * (part.h * part.weights[-1]))
         for part in saved.inside:
