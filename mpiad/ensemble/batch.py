@@ -1,4 +1,4 @@
-"""The trajectories of one solve as columns of arrays, and when they are saved: what every backend starts from."""
+"""The trajectories of one solve as columns of arrays, and their saved times: the input of every backend."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 
 def same_for_all(x: Array) -> bool:
-    """Tell whether all trajectories have the same number in an array of shape (N,)."""
-    # Most often it was made of a single one, and nothing needs to be looked at.
+    """Return whether all trajectories have the same number in an array of shape (N,)."""
+    # Usually it was broadcast from a single number, and no entries need to be compared.
     return len(x) < 2 or x.strides == (0,) or bool((x == x[0]).all())
 
 
 def spread(values: np.ndarray, like: Array) -> Array:
-    """Return numbers of the host, one for each trajectory, where `like` lives; without a copy where all are the same."""
+    """Return one number per trajectory on the device of `like`, or the host's array itself if `like` is on the host."""
     home = arrays_of(like)
     if home is None:
         return values
@@ -33,24 +33,24 @@ class Parameters(NamedTuple):
     """The parameters of all trajectories."""
 
     leaves: list[Any]  # arrays and numbers
-    # Whether the last axis of a leaf counts trajectories; a leaf that doesn't vary is handed to f as it is.
+    # Whether the last axis of a leaf counts trajectories; a leaf that doesn't vary is passed to f unchanged.
     varies: list[bool]
     build: Callable[[Any], Tree]  # from leaves to the parameters as f takes them
 
     def chosen(self, which: Any, leaves: Sequence[Any] | None = None) -> list[Any]:
-        """Return the leaves of some trajectories, by an index of the last axis: these, or others in their places."""
+        """Return the leaves of some trajectories, by an index of the last axis: these leaves, or the given ones."""
         leaves = self.leaves if leaves is None else leaves
         return [leaf[..., which] if varies else leaf for leaf, varies in zip(leaves, self.varies)]
 
     def columns(self, ids: Array, one_by_one: bool = False) -> Tree:
-        """Return the parameters of some trajectories as f takes them: `one_by_one` as one that takes single matrices."""
+        """Return the parameters of some trajectories as f takes them; `one_by_one` for an f that takes single matrices."""
         if not any(self.varies):
             return self.build(self.leaves)
         taken = [locked(np.take(leaf, ids, axis=-1)) if own else leaf for leaf, own in zip(self.leaves, self.varies)]
         return self.of_columns(taken, one_by_one)
 
     def of_columns(self, leaves: list[Any], one_by_one: bool) -> Tree:
-        """Return the parameters of some trajectories as f takes them, by their leaves."""
+        """Return the parameters of some trajectories as f takes them, given their leaves."""
         return Columns(leaves, self.varies, self.build) if one_by_one and any(self.varies) else self.build(leaves)
 
 
@@ -72,11 +72,11 @@ class Batch(NamedTuple):
 
     @property
     def one_span(self) -> bool:
-        """Whether all trajectories begin and end at the same times, known without a look at each."""
+        """Whether all trajectories are known to begin and end at the same times, without comparing them."""
         return self.size > 0 and self.start.strides == self.end.strides == (0,)
 
     def both_ends(self) -> Array:
-        """Return the start and the end of tspan: array of shape (2,) where they are the same for all, else (N, 2)."""
+        """Return the start and the end of tspan: array of shape (2,) if they are the same for all, else (N, 2)."""
         start, end = self.start, self.end
         if self.size and same_for_all(start) and same_for_all(end):
             return np.array([start[0], end[0]])
@@ -84,16 +84,16 @@ class Batch(NamedTuple):
 
     @property
     def traced(self) -> bool:
-        """Whether anything of it is traced."""
+        """Whether any part of it is traced."""
         return any(map(isbox, (self.u0, self.start, self.end, *self.p.leaves)))
 
     def own(self) -> Batch:
-        """Return the batch with copies of the arrays that all trajectories share, which stay the user's otherwise."""
+        """Return the batch with copies of the arrays that all trajectories share, which are the user's otherwise."""
         leaves = [leaf.copy() if type(leaf) is np.ndarray and not varies else leaf for leaf, varies in zip(*self.p[:2])]
         return self._replace(p=self.p._replace(leaves=leaves))
 
     def plain(self) -> Batch:
-        """Return the batch with plain arrays for what is traced."""
+        """Return the batch with plain arrays in place of traced ones."""
         leaves = [getval(leaf) for leaf in self.p.leaves]
         u0, start, end = (getval(x) for x in (self.u0, self.start, self.end))
         return self._replace(u0=u0, p=self.p._replace(leaves=leaves), start=start, end=end)
@@ -107,17 +107,17 @@ class Batch(NamedTuple):
 
 
 def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
-    """Return the times that `saveat` asks for, shape (n_saved,) or (N, n_saved), of N trajectories from its row `first` on.
+    """Return the times of `saveat`, shape (n_saved,) or (N, n_saved), for N trajectories from its row `first` on.
 
-    A number is the interval from the start on, and the end is saved too; None is both ends. A TypeError or ValueError where
-    a time lies outside tspan, or times aren't in the order of the solve.
+    A number is the interval from the start on, and the end is saved, too; None is both ends. Raises a TypeError or
+    ValueError if a time lies outside tspan, or times aren't in the order of the solve.
     """
     if saveat is None:
         return batch.both_ends()
     start, end, count = batch.start, batch.end, batch.size
     saveat = saveat[first : first + count] if np.ndim(saveat) == 2 else saveat
-    if count and start.strides == end.strides == (0,):  # one tspan, however many trajectories
-        # Checked once, and not a million times.
+    if count and start.strides == end.strides == (0,):  # one tspan, whatever the number of trajectories
+        # Checked once instead of once per trajectory.
         start, end = start[:1], end[:1]
     times = np.asarray(saveat)
     if times.dtype.kind not in "iuf":
@@ -146,7 +146,7 @@ def _every(interval: float, start: Array, end: Array) -> Array:
             f"({start[i]}, {end[i]}). Give an array of shape (N, n_saved)."
         )
     span = float(end[0] - start[0])
-    # A tenth of a thousand ten times isn't one in binary: the last multiple may miss the end by rounding.
+    # 0.1 isn't exact in binary, for example: the last multiple may miss the end by rounding.
     count = int(np.floor(abs(span) / interval * (1 + 1e-12)))
     times = start[0] + np.copysign(interval, span) * np.arange(count + 1)
     if abs(times[-1] - end[0]) <= 1e-9 * interval:
@@ -177,12 +177,12 @@ def _check(times: Array, start: Array, end: Array) -> None:
 
 
 def is_on_device(batch: Batch) -> bool:
-    """Tell whether the states or parameters of a batch of plain arrays are device arrays."""
+    """Return whether the states or parameters of a batch of plain arrays are device arrays."""
     return is_device_array(batch.u0) or any(map(is_device_array, batch.p.leaves))
 
 
 def placed(batch: Batch) -> Batch:
-    """Return a batch with the initial states where the parameters are: equal ones that a problem gives once."""
+    """Return a batch with the initial states moved to the device of the parameters, if these are on one."""
     home = next((arrays_of(leaf) for leaf in batch.p.leaves if is_device_array(leaf)), None)
     if home is None or is_device_array(batch.u0):
         return batch
@@ -190,10 +190,10 @@ def placed(batch: Batch) -> Batch:
 
 
 def check_place(batch: Batch) -> None:
-    """Raise a TypeError where parameters aren't on the device of the states, or the other way round: no solve is so."""
+    """Raise a TypeError if the parameters and the states aren't on the same device."""
     home = arrays_of(batch.u0)
     for place, leaf in enumerate(batch.p.leaves):
-        # A number of the host's goes along with any call, and needn't live on the device.
+        # A number of the host can be passed to any call, and needn't be on the device.
         array = is_device_array(leaf) or np.ndim(leaf) > 0
         if array and arrays_of(leaf) != home:
             raise TypeError(
@@ -208,5 +208,5 @@ def _place(x: Array) -> str:
 
 
 def two_at_least(count: int) -> Array:
-    """Return the numbers of so many columns, a single one twice: so functions of the user's are called (`controller`)."""
+    """Return the indices of `count` columns, a single one twice, for calls of the user's functions: see `controller`."""
     return np.arange(count) if count > 1 else np.zeros(2, int)

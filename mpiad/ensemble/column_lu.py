@@ -1,8 +1,8 @@
-"""The small matrices of Rosenbrock steps, one for each column of a block: LU factors, and the mass matrix.
+"""The small matrices of Rosenbrock steps, one per column of a block: LU factors, and the mass matrix.
 
-Each operation is elementwise over the columns, so a column's numbers depend on none beside it. A matrix that is singular,
-or isn't finite, leaves infinities or NaN in the solutions of its own column, and nothing is raised: the step that needs
-them fails by its error.
+Each operation is elementwise over the columns, so a column's numbers don't depend on others. A matrix that is singular, or
+isn't finite, gives infinities or NaN in the solutions of its own column, and nothing is raised: the step that needs them is
+rejected because of its error.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from mpiad.transport.device_arrays import arrays_of
 
 
 class ColumnLU:
-    """Factors with partial pivoting, written over the matrices, shape (d, d, n)."""
+    """LU factors with partial pivoting, which overwrite the matrices, shape (d, d, n)."""
 
     def __init__(self, matrices: Array):
-        self._factors = lu = matrices  # the second's diagonal as reciprocals
+        self._factors = lu = matrices  # the diagonal of U is stored as reciprocals
         home = arrays_of(matrices)
-        # For each row the columns in which another one came into its place, and which.
+        # For each row with exchanges: its index, the rows exchanged with it, and their columns.
         self._swaps: list[tuple[int, Array, Array]] = []
         for k in range(len(lu)):
             below = np.argmax(np.abs(lu[k:, k]), axis=0)
-            # On a device nobody looks, and rows may come into their own places.
+            # On a device the indices aren't inspected, and rows may be exchanged with themselves.
             columns = np.flatnonzero(below) if home is None else home.arange(lu.shape[-1])
             if columns.shape[0]:
                 rows = k + below[columns]
                 self._swaps.append((k, rows, columns))
                 _swap(lu, k, rows, columns)
-            # Divided by infinity all would be zero, and look like a solution; the difference makes it NaN.
+            # Division by infinity would give zeros, which look like a solution; the difference makes it NaN.
             lu[k, k] = 1 / lu[k, k] + (lu[k, k] - lu[k, k])
             lu[k + 1 :, k] *= lu[k, k]
             lu[k + 1 :, k + 1 :] -= lu[k + 1 :, k, None] * lu[k, k + 1 :]
@@ -58,20 +58,20 @@ class ColumnLU:
 
 
 def _swap(x: Array, k: int, rows: Array, columns: Array) -> None:
-    """Exchange row k of some columns and another one of each."""
-    # The last axis counts columns; between them lies that of the matrices' own, or none.
+    """Exchange row k of some columns with another row of each."""
+    # The last axis counts columns; matrices have one more axis before it.
     kept = x[k][..., columns]
     x[k][..., columns] = np.moveaxis(x[rows, ..., columns], 0, -1)
     x[rows, ..., columns] = np.moveaxis(kept, -1, 0)
 
 
 def entries_of(matrix: Array) -> tuple[tuple[int, int, float], ...]:
-    """Return the entries that aren't zero, with their places."""
+    """Return the nonzero entries, with their indices."""
     return tuple((i, j, float(matrix[i, j])) for i, j in np.argwhere(matrix).tolist())
 
 
 class Mass:
-    """The mass matrix, shape (d, d), or the identity where it is None, which costs nothing."""
+    """The mass matrix, shape (d, d), or None for the identity, which costs nothing."""
 
     def __init__(self, matrix: Array | None, gamma: float):
         self._gamma, self._entries = gamma, None if matrix is None else entries_of(matrix)
@@ -82,7 +82,7 @@ class Mass:
             diagonal = matrices.dtype.type(1 / self._gamma)
             if isinstance(matrices, np.ndarray):
                 np.einsum("iin->in", matrices)[...] += diagonal
-            else:  # elsewhere it may be no view
+            else:  # in other array libraries it may be no view
                 for i in range(len(matrices)):
                     matrices[i, i] += diagonal
             return
@@ -90,7 +90,7 @@ class Mass:
             matrices[i, j] += np.array(value / self._gamma, matrices.dtype)
 
     def times(self, x: Array, transposed: bool = False) -> Array:
-        """Return M x, or Mᵀ x, of x of shape (..., d, n)."""
+        """Return M x, or Mᵀ x, for x of shape (..., d, n)."""
         if self._entries is None:
             return x
         total = np.zeros_like(x)

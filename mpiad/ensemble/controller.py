@@ -1,10 +1,10 @@
-"""How the size of the next step follows from the error of the last, for each trajectory by itself.
+"""The size of the next step as a function of the error of the last, for each trajectory independently.
 
-With q the root mean square of the error over its tolerance, a step is accepted where q < 1. All here is elementwise, so
-no trajectory sees another. `q2` is q², which spares the root.
+With q the root mean square of the error relative to its tolerance, a step is accepted if q < 1. All operations are
+elementwise, so trajectories don't affect each other. `q2` is q², which avoids the root.
 
-A column's norm must not depend on the columns beside it. NumPy's reductions along the first axis of a contiguous array of
-two columns or more add row after row; with one column they add in another order, so there are always two at least.
+A column's norm must not depend on the other columns. NumPy's reductions along the first axis of a contiguous array with at
+least two columns add row after row; with one column they add in another order, so there are always at least two.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import numpy as np
 
 from mpiad._typing import Array
 
-# The least q² that is remembered: an error of zero says nothing about the next.
+# The least q² that is stored: an error of zero doesn't predict the next one.
 LEAST_ERROR = 1e-8
-# Rows up to which a sum takes less time row by row.
+# Number of rows up to which a sum takes less time row by row.
 _FEW = 16
 
 
 @cache
 def _constant(x: float) -> Array:
-    """Return a number as an array without axes, which ufuncs take faster; for arrays of float64 beside it."""
+    """Return a number as an array without axes, which ufuncs process faster; for use with float64 arrays."""
     return np.array(float(x))
 
 
 def mean_square(e: Array) -> Array:
-    """Return the mean over the rows of the squares of their moduli, float64 (n,); e (d, n), n ≥ 2, is written over."""
+    """Return the mean over the rows of the squares of their moduli, float64 (n,); e (d, n), n ≥ 2, is overwritten."""
     if e.dtype.kind == "c":
         e = np.abs(e)
     np.multiply(e, e, out=e)
-    if len(e) > _FEW or type(e) is not np.ndarray:  # what lives on a device keeps no order, and pays for each call
+    if len(e) > _FEW or type(e) is not np.ndarray:  # on a device the order isn't fixed, and each call is costly
         total = np.sum(e, axis=0)
     else:
         first, *others = e
@@ -73,13 +73,13 @@ class IController:
         Parameters
         ----------
         q2, q2_before : array, shape (n,)
-            Of this step and of the last accepted one.
+            The squared errors of this step and of the last accepted one.
         accepted, rejected : array of bool, shape (n,)
             Whether this step is accepted, and whether the try before it was rejected.
         order : int
-            Of the error estimate in the step: see `Tableau.error_order`.
+            The order of the error estimate: see `Tableau.error_order`.
         """
-        # A root of q², of half the exponent; an error of zero gives infinity, which the bound takes down.
+        # A root of q² with half the exponent; an error of zero gives infinity, which is then bounded.
         number = _numbers_for(q2)
         factor = np.power(q2, number(-0.5 / order))
         factor *= number(self.safety)
@@ -88,14 +88,14 @@ class IController:
 
 @dataclass(frozen=True)
 class PIController:
-    """A proportional-integral controller, smoother where stability bounds the step.
+    """A proportional-integral controller, smoother if stability limits the step size.
 
     Parameters
     ----------
     safety, least, most : float
         The safety factor, and the bounds of the factor.
     beta : float
-        Weight of the error before, times the order; 0 gives SciPy's controller, the default of all methods.
+        Weight of the previous error, times the order; 0 gives SciPy's controller, the default of all methods.
 
     References
     ----------
@@ -119,7 +119,7 @@ class PIController:
     def factor(self, q2: Array, q2_before: Array, accepted: Array, rejected: Array, order: int) -> Array:
         """Return the factor of the next step; parameters as for `IController`."""
         plain = np.power(q2, -0.5 / order)
-        # After a rejection the step before says nothing about this one.
+        # After a rejection the previous step doesn't predict this one.
         steady = np.power(q2, -0.5 * (1 - 0.75 * self.beta) / order) * np.power(q2_before, 0.5 * self.beta / order)
         factor = self.safety * np.where(accepted, steady, plain)
         return _bounded(factor, rejected, self.least, self.most)
@@ -129,14 +129,14 @@ Controller: TypeAlias = IController | PIController
 
 
 def _bounded(factor: Array, rejected: Array, least: float, most: float) -> Array:
-    # fmax, because an error that is NaN must shrink the step.
+    # fmax, because a NaN error must shrink the step.
     number = _numbers_for(factor)
     np.fmax(factor, number(least), out=factor)
-    # On a device, to look would be to wait.
+    # On a device, reading the mask would synchronize.
     bounded = type(rejected) is np.ndarray and not np.count_nonzero(rejected)
     return np.minimum(factor, number(most) if bounded else np.where(rejected, 1.0, most), out=factor)
 
 
 def _numbers_for(x: Array) -> Callable[[float], Any]:
-    """Return in which form ufuncs take numbers beside an array fastest."""
+    """Return the constructor of numbers in the form that ufuncs process fastest with an array."""
     return _constant if type(x) is np.ndarray else float

@@ -1,7 +1,7 @@
-"""The states of a solve at any time, by the interpolants of its steps: what `sol(t)` returns.
+"""The states of a solve at any time, interpolated in its steps, as `sol(t)` returns them.
 
-Nothing is computed before it is asked for: steps were recorded, and the stages of those in which a time lies are computed
-again. With traced inputs the states are saved values of the same steps, whose derivatives are those of `saveat`.
+Everything is computed on demand: steps were recorded, and the stages of those that contain a time are computed again. With
+traced inputs the states are saved values of the same steps, whose derivatives are those of `saveat`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from mpiad.primitives import mpi_allgather
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same
 
-# Numbers in one array while states are interpolated.
+# Number of entries in one array while states are interpolated.
 _BLOCK = 32_768
 
 
 class DenseOutput:
     """The interpolants of all trajectories of a batch.
 
-    `batch`: of plain arrays. `outcome`: with its steps recorded. `given`: the batch before what is traced was made
-    plain.
+    - `batch`: holds plain arrays.
+    - `outcome`: with recorded steps.
+    - `given`: the batch with its traced arrays.
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch):
@@ -46,9 +47,9 @@ class DenseOutput:
         self._signs, self._run = np.where(batch.end < batch.start, -1.0, 1.0), Run(batch, settings, outcome)
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
-        """Return states at times, shape (N, n, …); of one trajectory, `only`, (n, …).
+        """Return states at times, shape (N, n, …), or of the trajectory `only`, (n, …).
 
-        A ValueError where a time lies outside tspan.
+        Raises a ValueError if a time lies outside tspan.
         """
         batch = self._batch
         if self._given.traced:
@@ -63,7 +64,7 @@ class DenseOutput:
         batch, every = self._batch, np.arange(self._batch.size)
         saved, save_step = self._saved(every, self._rows(times, every))
         steps = self._outcome.recorded()
-        # Without the kernels, which know the saved times of the solve and no others.
+        # Without the kernels, which were compiled for the saved times of the solve.
         outcome = dataclasses.replace(
             self._outcome, saved=saved, save_step=save_step, steps=steps, solver=None, carried=None, tapes=[], last=None
         )
@@ -86,13 +87,13 @@ class DenseOutput:
         return rows
 
     def _saved(self, ids: Array, rows: Array) -> tuple[Array, Array]:
-        """Return the states of trajectories at their times, shape (len(ids), n, d), and in which steps these lie."""
+        """Return the states of trajectories at their times, shape (len(ids), n, d), and the steps that contain these."""
         batch, count = self._batch, rows.size
         each, due = np.repeat(ids, rows.shape[1]), rows.ravel()
         number = np.empty(count, np.int64)
         values = np.full((count, len(batch.u0)), np.nan, batch.u0.dtype)
         width = max(2, _BLOCK // max(1, len(batch.u0)))
-        # Steps are recorded in groups of trajectories; each group knows its own from `first` on.
+        # Steps are recorded in groups of trajectories; each group counts its own from `first` on.
         for first, steps in self._outcome.recorded():
             mine = np.flatnonzero((each >= first) & (each < first + len(steps.counts)))
             number[mine] = self._numbers(steps, each[mine] - first, each[mine], due[mine])
@@ -101,14 +102,14 @@ class DenseOutput:
                 chosen = moved[start : start + width]
                 values[chosen] = self._inside(steps, each[chosen] - first, each[chosen], number[chosen], due[chosen]).T
         still = number == INITIAL
-        # Times at the very start lie in no step, and trajectories of an empty tspan have none.
+        # Times at the start lie in no step, and trajectories with an empty tspan have none.
         values[still] = batch.u0.T[each[still]]
         return values.reshape(*rows.shape, len(batch.u0)), number.reshape(rows.shape).astype(np.int32)
 
     def _numbers(self, steps: Steps, own: Array, ids: Array, due: Array) -> Array:
-        """Return in which steps times lie, by bisection: that which ends at a time has it."""
+        """Return the steps that contain the times, by bisection; a time at the end of a step belongs to that step."""
         counts, sign = steps.counts[own], self._signs[ids]
-        # Of all times at once: a loop over trajectories would take longer than their solve.
+        # For all times at once: a loop over trajectories would take longer than their solve.
         low, high = np.full(len(own), -1), counts - 1
         while (low < high).any():
             middle = np.maximum((low + high + 1) // 2, 0)
@@ -116,7 +117,7 @@ class DenseOutput:
             begun = np.zeros(len(own), bool)
             begun[moves] = ((steps.times(own[moves], middle[moves])[0] - due[moves]) * sign[moves]) < 0
             low, high = np.where(moves & begun, middle, low), np.where(moves & ~begun, middle - 1, high)
-        # NaN, and not the last state, where a trajectory had ended before: nothing is extrapolated.
+        # NaN instead of the last state if a trajectory had ended before: nothing is extrapolated.
         reached = (due - self._outcome.t_reached[ids]) * sign <= 0
         return np.where(reached, np.where(low < 0, INITIAL, low), NOWHERE)
 
@@ -126,7 +127,7 @@ class DenseOutput:
         with np.errstate(all="ignore"):
             value = interpolate(self._run.coefficients, u, h, self._run.stages_of(ids, u, t, h)[0], (due - t) / h)
         final = number == steps.counts[own] - 1
-        # At the end of a step the state that the solve went on from: the interpolant gives it but for rounding.
+        # At the end of a step use the state from which the solve continued: the interpolant agrees up to rounding.
         inner = np.flatnonzero(~final)
         ended = inner[steps.times(own[inner], number[inner] + 1)[0] == due[inner]]
         value[:, ended] = steps.states(own[ended], number[ended] + 1)
@@ -136,13 +137,13 @@ class DenseOutput:
 
 
 class JoinedOutput:
-    """Batches, one after the other: `parts` are the interpolants of each, and how many trajectories it has."""
+    """Concatenated batches: `parts` are the interpolants of each, and the number of its trajectories."""
 
     def __init__(self, parts: list[tuple[Any, int]]):
         self._parts = parts
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
-        """Return states, shape (N, n, …); of one trajectory (n, …)."""
+        """Return states, shape (N, n, …), or of the trajectory `only`, (n, …)."""
         found, first = [], 0
         for part, count in self._parts:
             rows = times[first : first + count] if times.ndim == 2 else times
@@ -157,7 +158,8 @@ class JoinedOutput:
 class GatheredOutput:
     """The shares of all ranks.
 
-    `share`: the interpolants of this rank's. `count`: how many trajectories it has.
+    - `share`: the interpolants of this rank.
+    - `count`: the number of its trajectories.
 
     All ranks call it, with the same times.
     """
@@ -166,15 +168,15 @@ class GatheredOutput:
         self._share, self._count, self._comm = share, count, PickledCommunicator(comm)
 
     def __call__(self, times: Array, only: int | None = None) -> Array:
-        """Return states, shape (N, n, …); of one trajectory (n, …)."""
+        """Return states, shape (N, n, …), or of the trajectory `only`, (n, …)."""
         comm = present(self._comm.comm, "sol(t)", "Ask for these times by saveat in the solve, or pickle sol(t).")
         used = channel(comm, "ensemble.solve")
         digest = hashlib.sha256(times.tobytes()).hexdigest()[:16]
-        # By a hash: with other times on one rank the gathered states would be put together of different questions.
+        # By a hash: with other times on one rank the gathered states would be those of different times.
         require_same(used, f"t of shape {times.shape}, with SHA-256 {digest}", "sol(t)")
         counts = used.data.allgather(self._count)
         first = sum(counts[: used.rank])
-        # A rank whose share fails must still come to the agreement, where the others wait.
+        # A rank whose share fails must still take part in the agreement, for which the others wait.
         with raising_together(used, Exception):
             own = self._share(times[first : first + self._count] if times.ndim == 2 else times)
         everything = mpi_allgather(own, axis=0, comm=comm)
@@ -182,14 +184,14 @@ class GatheredOutput:
 
 
 class LeftBehind:
-    """What stands for a communicator that a pickle couldn't take along."""
+    """Placeholder for a communicator that couldn't be pickled."""
 
     def __repr__(self) -> str:
         return "<communicator of the program that pickled this>"
 
 
 class PickledCommunicator:
-    """A communicator on its way with a solution: copies of the solution share it, and pickles take what can be had."""
+    """A solution's communicator: copies of the solution share it, and pickles contain it if it can be pickled."""
 
     def __init__(self, comm: Comm):
         self.comm = comm
@@ -206,7 +208,7 @@ class PickledCommunicator:
 
 
 def present(comm: Comm, call: str, remedy: str) -> Comm:
-    """Return a solution's communicator; a CommunicatorError where its pickle has left it behind."""
+    """Return a solution's communicator; raise a CommunicatorError if its pickle doesn't contain it."""
     if isinstance(comm, LeftBehind):
         raise CommunicatorError(
             f"{call}: this solution was pickled, and its communicator, which belongs to the program of then, couldn't be "

@@ -1,7 +1,7 @@
-"""The user's f, called with columns: checked at its first call, then as fast as it goes.
+"""The user's f, called with columns: checked at its first call, and called without checks afterwards.
 
-f sees read-only arrays, so one that writes into its arguments is refused. Whatever it returns is copied, so it may keep
-and reuse its own buffers.
+f sees read-only arrays, so an f that writes into its arguments is rejected. Its return value is copied, so it may keep and
+reuse its own buffers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ COUPLED = (
 
 
 def locked(array: Array) -> Array:
-    """Return a read-only view; what lives on a device can't be locked."""
+    """Return a read-only view; arrays on a device are returned unchanged."""
     if type(array) is not np.ndarray:
         return array
-    # A view, so that the array itself stays writable for whoever owns it.
+    # A view, so that the array itself stays writable for its owner.
     view = array.view()
     view.flags.writeable = False
     return view
@@ -45,17 +45,17 @@ class Derivative:
         if kind is np.ndarray or (kind is not list and is_device_array(value)):
             if value.shape != out.shape:
                 raise ValueError(self._mismatch(value.shape, out.shape))
-            # Where f turns complex on the way this raises, and drops no imaginary part.
+            # If f returns complex numbers for real states, this raises instead of dropping the imaginary part.
             np.copyto(out, value, casting="same_kind")
         else:
             for i, component in enumerate(value):
                 out[i] = component
 
     def check(self, u: Array, p: Tree, t: Array) -> None:
-        """Call f once and look at all that `write` takes for granted.
+        """Call f once and check all assumptions of `write`.
 
-        A NotImplementedError where f uses a traced value from around it; a TypeError or ValueError where it writes into its
-        arguments, or returns what can't be the derivative of u.
+        Raises a NotImplementedError if f uses a traced value from an enclosing function; a TypeError or ValueError if it
+        writes into its arguments, or returns an invalid derivative of u.
         """
         try:
             value = self.called(u, p, t)
@@ -92,7 +92,7 @@ class Derivative:
         self._check_value(value, u)
 
     def called(self, u: Array, p: Tree, t: Array) -> Any:
-        """Return what f does."""
+        """Return the value of f."""
         return self.f(u, p, t)
 
     def _check_value(self, value: Array, u: Array) -> None:
@@ -123,17 +123,17 @@ class NumberDerivative(Derivative):
         out[0] = self.f(u[0], p, t)
 
     def called(self, u: Array, p: Tree, t: Array) -> Any:
-        """Return what f does, as for a state of one component."""
+        """Return the value of f, as for a state of one component."""
         return [self.f(u[0], p, t)]
 
 
 class MatrixDerivative(Derivative):
-    """f of a problem whose state is a matrix (or has more axes): it is called for one state after the other."""
+    """f of a problem whose state is a matrix (or has more axes): it is called for one state at a time."""
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> None:
         """Write the derivative of each column, a flattened state, into `out`."""
         for j in range(u.shape[1]):
-            # A single state comes twice, because the working set has two columns at least.
+            # A single state is doubled, because the working set has at least two columns.
             if j and not isinstance(p, Columns) and _are_same(u, t, j):
                 out[:, j] = out[:, 0]
             else:
@@ -163,12 +163,12 @@ class MatrixDerivative(Derivative):
 
 
 def _are_same(u: Array, t: Array, j: int) -> bool:
-    """Tell whether column j on the host is the first one again."""
+    """Return whether column j on the host is a copy of the first one."""
     return type(u) is np.ndarray and t[j] == t[0] and bool((u[:, j] == u[:, 0]).all())
 
 
 class Columns:
-    """Parameters of several columns of matrix states, handed out one by one."""
+    """Parameters of several columns of matrix states, accessed one by one."""
 
     def __init__(self, leaves: list, varies: list[bool], build: Function):
         self.leaves, self._varies, self._build = leaves, varies, build
@@ -179,7 +179,7 @@ class Columns:
 
 
 def derivative_of(f: Function, shape: Shape) -> Derivative:
-    """Return f as it is called for states of a shape."""
+    """Return an object that calls f for states of a shape."""
     if len(shape) == 1:
         return Derivative(f, shape)
     return NumberDerivative(f, shape) if not shape else MatrixDerivative(f, shape)

@@ -1,7 +1,7 @@
 """The derivatives of a solve that ran by columns or by a CPU kernel: see `solve_operator`.
 
-Plain arrays are differentiated by an adjoint or by tangents, those of a kernel where it has some. Where something is traced
-in a further trace around, the steps are replayed in functions that this trace sees.
+Plain arrays are differentiated by an adjoint or by tangents, if possible those of a kernel. If an input is traced by an
+outer trace, the steps are replayed in functions that this trace sees.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSolution:
-    """Return a solution, given of plain arrays, whose states are functions of the traced batch that it was made of."""
+    """Return a solution, given with plain arrays, with states as functions of the traced batch that it comes from."""
     count, d, ends = run.batch.size, len(run.batch.u0), run.settings.ends
     saved = np.empty((count, 0, d), run.batch.u0.dtype) if ends else sol.u.reshape(count, sol.u.shape[1], d)
     u, u_end, *times = traced_results(run, saved, sol.u_end.reshape(count, d), batch)
@@ -54,8 +54,8 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
 def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, due: Array = NO_TIMES) -> list[Array]:
     """Return the results of a run, `saved` (N, n_saved, d) and `u_end` (N, d), as functions of a traced batch.
 
-    Where events were looked for, the times at which trajectories ended, (N,), and those of events, (m,), follow. `due` are
-    the given times at which events act, (slots, N), which may be traced, too.
+    With events, the times at which trajectories ended, (N,), and those of events, (m,), follow. `due` are the given times
+    at which events act, (slots, N), which may be traced, too.
     """
     solved = _SolvedRun(run, saved, u_end)
     return solved.layout.parts(solve_operator(batch.u0, batch.start, batch.end, due, *batch.p.leaves, solved=solved))
@@ -72,7 +72,7 @@ class _SolvedRun:
 
     @property
     def _untraced(self) -> bool:
-        """Whether the steps can be differentiated by a replay only: those of Rosenbrock methods, where f has no program."""
+        """Whether only a replay can differentiate the steps: those of a Rosenbrock method whose f can't be traced."""
         return self._run.tableau.implicit and isinstance(derived(curvature_program, self._run.batch), str)
 
     # ---- reverse mode
@@ -107,15 +107,15 @@ class _SolvedRun:
         asked, run = self._asked, self._run
         if asked.gradient is not None:
             return asked.gradient == "tangent"
-        # Whether an event came or not: a trajectory's last bits don't depend on what becomes of others.
+        # Whether or not an event occurred: a trajectory's last bits don't depend on other trajectories.
         if timed or run.settings.events:
-            return False  # where times move, tangents are those of a replay, one direction after the other
+            return False  # with moving times, tangents are those of a replay, one direction after the other
         if run.outcome.solver is not None:
             return run.outcome.carried is not None
         return len(numbers_of(run, by_u0, places)) <= run.few
 
     def _carried(self, by_u0: bool, places: Sequence[int], seeds: Seeds) -> list[tuple[Number, Array]] | None:
-        """Return for each number what cotangents and the tangents that a kernel carried have in common."""
+        """Return each number with the products of cotangents and a kernel's tangents, summed per trajectory, or None."""
         run, solver = self._run, self._run.outcome.solver
         found = None if solver is None else carried_tangents(solver, run, by_u0, places, seeds.saved is not None)
         if found is None:
@@ -172,7 +172,7 @@ class _SolvedRun:
 
 
 def _padded(met: Array, due: Array) -> Array:
-    """Return the cotangents of all given times by those of the ones that were met, before a row for none; or none was."""
+    """Return the cotangents of all given times: `met` without its last row, padded with zeros."""
     found = np.zeros_like(due)
     if len(met):
         found[: len(met) - 1] = met[:-1]

@@ -1,8 +1,8 @@
-"""The adjoint of an event: its time moves with the trajectory.
+"""The adjoint of an event, whose time depends on the trajectory.
 
-The event lies where the condition g vanishes on the step's interpolant U(x), at the part x of the step. By the implicit
-function theorem a change of anything else by δ moves x by -(δg + g_u δU) / (g_u U' + g_t h). A terminal event moves the end
-of the trajectory with it; one on the way has a time, and nothing else moves.
+The condition g vanishes on the step's interpolant U at the fraction x of the step. By the implicit function theorem a
+change δ of all other variables changes x by -(δg + g_u δU) / (g_u U' + g_t h). A terminal event changes the end of the
+trajectory with it; another event changes only its own time.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def pull_event(
     run: Run, located: LocatedEvent, step: TransposedStep, totals: StepCotangents, leaves: Sequence[Any],
     places: tuple[int, ...], end: Array | None, time: Array | float, timed: bool,
 ) -> Inside:  # fmt: skip
-    """Return the cotangent of the states at an event: of a terminal one at its part of the step, else at a fixed time.
+    """Return the cotangent of the states at an event: at a fixed fraction of the step if terminal, else at a fixed time.
 
     - `step`: with its last stage.
-    - `totals`: is told the cotangents of parameters and, of terminal events, of times.
-    - `leaves`: of the parameters of the step's columns; `places`: of those to differentiate by.
-    - `end`, of shape (d, m): cotangents of the states at a terminal event; None for one on the way.
-    - `time`, of shape (m,): cotangents of the event's times.
+    - `totals`: gets the cotangents of parameters and, for terminal events, of times.
+    - `leaves`: the parameters of the step's columns; `places`: the indices of those to differentiate with respect to.
+    - `end`: shape (d, m); cotangents of the states at a terminal event; None for others.
+    - `time`: shape (m,); cotangents of the event's times.
     """
     columns, x, h = located.columns, located.x, step.h[located.columns]
     stages = [k[:, columns] for k in step.k]
     rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
-    moving = time * h  # what the results gain with x: by the event's time, and by the state
+    moving = time * h  # derivative of the results with respect to x: by the event's time, and by the state
     if end is not None:
         moving = (end * rate).real.sum(axis=0) + moving
     states = interpolate(run.coefficients, step.y[0][:, columns], h, stages, x)
@@ -55,7 +55,7 @@ def pull_event(
 def transposed_condition(
     run: Run, located: LocatedEvent, places: Sequence[int], leaves: Sequence[Any], states: Array
 ) -> Callable[[Array], list[Any]]:
-    """Return the transposed derivative of an event's condition where it vanished, for (n,): see `transposed_columns`."""
+    """Return the transposed derivative of an event's condition at its roots, for (n,): see `transposed_columns`."""
     time, condition = located.time, run.settings.events[located.event].written
     own, field = run.columns(leaves, located.columns), Field(run.batch._replace(f=condition))
     pull = transposed_columns(field, places, True, np.empty_like(time)[None], states, own, time)

@@ -1,4 +1,4 @@
-"""Trajectories that are at an event, as columns: what conditions, affects and f say of them."""
+"""Trajectories at events, as columns: evaluates conditions, affects and f there."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mpiad.ensemble.settings import MOVING, Acting
 
 
 class EventColumns:
-    """Some trajectories, each once, in which events act one after the other.
+    """Some trajectories, each once, on which events act one after the other.
 
-    - `slots`, int, shape (N,): of all trajectories which given time comes next; it is counted on.
-    - `signs`, of shape (N,): -1 for trajectories that go backwards.
-    - `jumps`: to which what they do is added; None where that isn't recorded.
-    - `ids`, int, shape (n,).
-    - `u`, of shape (d, n): it is written into. `t`, of shape (n,): actual times.
-    - `number`, int, shape (n,): how many steps each has made.
-    - `codes`, int, shape (n,): how those have ended that have.
-    - `left`: on which side affects have left conditions that act from both, where these were at their roots; else 0.
+    - `slots`: int, shape (N,); for all trajectories the index of the next given time; it is advanced.
+    - `signs`: shape (N,); -1 for trajectories that go backwards.
+    - `jumps`: list to which jumps are appended; None if they aren't recorded.
+    - `ids`: int, shape (n,).
+    - `u`: shape (d, n); it is overwritten. `t`: shape (n,); actual times.
+    - `number`: int, shape (n,); the number of steps that each trajectory has made.
+    - `codes`: int, shape (n,); the return codes of those that have ended, else MOVING.
+    - `left`: the side on which affects have left conditions that act in both directions and were at their roots; else 0.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class EventColumns:
         return self._batch.p.columns(self.ids)
 
     def at(self, rows: Array) -> tuple[Array, Array]:
-        """Return the states and times of some rows, in order, which nobody writes into."""
+        """Return the states and times of some rows, in order; they must not be modified."""
         return (self.u, self.t) if len(rows) == len(self.ids) else (self.u[:, rows], self.t[rows])
 
     def _arguments(self, rows: Array, at: tuple[Array, Array] | None) -> tuple[Array, Tree, Array]:
-        """Return states, parameters and times of some rows, in order, as functions of the user's take them: of two."""
+        """Return states, parameters and times of some rows, in order, at least two, for calls of the user's functions."""
         u, t = at or self.at(rows)
         if len(rows) > 1:
             return u, self._every if len(rows) == len(self.ids) else self._batch.p.columns(self.ids[rows]), t
@@ -59,11 +59,11 @@ class EventColumns:
         return u[:, twice], self._batch.p.columns(self.ids[rows[twice]]), t[twice]
 
     def condition(self, event: Event, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
-        """Return the values of a condition for some rows, where they are or at other states and times."""
+        """Return the values of a condition for some rows, at their own or the given states and times."""
         return event.value(*self._arguments(rows, at))[: len(rows)] if rows.size else np.empty(0)
 
     def rate(self, rows: Array, at: tuple[Array, Array] | None = None) -> Array:
-        """Return f in the direction of the solve for some rows, where they are or at other states and times."""
+        """Return f in the direction of the solve for some rows, at their own or the given states and times."""
         if not rows.size:
             return np.empty_like(self.u[:, :0])
         u, p, t = self._arguments(rows, at)
@@ -71,7 +71,7 @@ class EventColumns:
         return derivative_at(self._derivative, u, p, t if sign is None else t * sign, sign)[:, : len(rows)]
 
     def moving(self, rows: Array, mass: Array | None, at: tuple[Array, Array]) -> Array:
-        """Return u' in the direction of the solve for some rows, at states and times."""
+        """Return u' in the direction of the solve for some rows, at the given states and times."""
         if mass is None:
             return self.rate(rows, at)
         twice, batch = two_at_least(len(rows)), self._batch
@@ -80,9 +80,9 @@ class EventColumns:
         return (rates_of_change(batch, mass, u, leaves, t) * self.signs[rows[twice]].astype(t.dtype))[:, : len(rows)]
 
     def act(self, e: int, rows: Array, slot: Array | None = None) -> Array:
-        """Let event e of all act on some rows, at given times or where its condition has vanished; return which were sane.
+        """Let event e of all act on some rows, at given times or roots of its condition; return which results are finite.
 
-        What it makes of a state must be finite; the trajectory ends otherwise, in the state before.
+        If a new state isn't finite, the trajectory ends in the state before.
         """
         if not rows.size:
             return np.empty(0, bool)
@@ -100,7 +100,7 @@ class EventColumns:
         return finite
 
     def meet_given_times(self) -> None:
-        """Let the events act whose times have come, those of one time one after the other."""
+        """Let the events act whose times have come; those at the same time act one after the other."""
         acting, rows = self._acting, np.arange(len(self.ids))
         while rows.size:
             ids = self.ids[rows]

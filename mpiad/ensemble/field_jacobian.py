@@ -1,7 +1,7 @@
-"""The Jacobian of f at columns, exact: of the program that f computes where it can be traced, else by tangents.
+"""The exact Jacobian of f at columns: from the program of f if it can be traced, otherwise from tangents.
 
-A program's Jacobian is a program, too, in which what is zero isn't computed, so it costs little more than f where each
-component depends on few others (`compiled.jacobian_programs`). Tangents take one direction for each component.
+A program's Jacobian is a program, too, in which zeros aren't computed, so it costs little more than f if each component
+depends on few others (`compiled.jacobian_programs`). Tangents take one direction per component.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import restoring_state
 
 _Derived = TypeVar("_Derived")
-# Trajectories of a device's by which a program is compared with f.
+# Number of a device's trajectories for which a program is compared with f.
 _FEW = 3
 
 
 class Jacobian(Protocol):
-    """The derivatives of f by the state and by time."""
+    """The derivatives of f with respect to the state and time."""
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
-        """Write ∂f/∂u of each column into `out`, shape (d, d, n), and return ∂f/∂t, shape (d, n); None where it is zero.
+        """Write ∂f/∂u of each column into `out`, shape (d, d, n), and return ∂f/∂t, shape (d, n); None if it is zero.
 
-        `out` is zero, or holds what was written before; `u` has shape (d, n), `t` (n,), and p is as f takes it.
+        `out` is zero, or holds an earlier result; `u` has shape (d, n), `t` (n,), and p is as f takes it.
         """
         ...
 
 
 def jacobian_of(batch: Batch) -> Jacobian:
-    """Return the Jacobian of a batch's f; a TypeError where that can neither be traced nor be differentiated."""
+    """Return the Jacobian of a batch's f; raise a TypeError if f can neither be traced nor be differentiated."""
     found = derived(jacobian_program, batch)
     if isinstance(found, JacobianProgram):
         return _ProgramJacobian(found, packing_of(batch.p))
@@ -62,7 +62,7 @@ def jacobian_of(batch: Batch) -> Jacobian:
 
 
 def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived | str:
-    """Return a derivative of what a batch's f computes, or why f can't be traced; what was found before is remembered."""
+    """Return a derivative of the program of a batch's f, or the reason why f can't be traced; results are cached."""
     batch = _on_host(batch)
 
     def made(_: bool) -> _Derived | str:
@@ -71,14 +71,14 @@ def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived
             verify(program, batch)
             return derivative(program)
         except (Untraceable, Refusal) as error:
-            return str(error)  # and not itself, which would keep f's frames
+            return str(error)  # as text, since the exception would keep f's frames alive
 
     found: Any = remembered(made, batch, (), derivative.__name__)
     return found
 
 
 def _on_host(batch: Batch) -> Batch:
-    """Return a few trajectories of a batch of device arrays, on the host; of one on the host itself."""
+    """Return a few trajectories of a batch of device arrays, on the host; a batch on the host is returned unchanged."""
     if not is_on_device(batch):
         return batch
     few = batch.share(slice(0, _FEW))
@@ -87,7 +87,7 @@ def _on_host(batch: Batch) -> Batch:
 
 
 def _try(jacobian: Jacobian, batch: Batch, untraced: str) -> None:
-    d, ids = len(batch.u0), np.zeros(2, int)  # two columns at least, wherever f is called
+    d, ids = len(batch.u0), np.zeros(2, int)  # at least two columns wherever f is called
     p, t = batch.p.columns(ids, len(batch.shape) > 1), batch.start[ids].astype(batch.u0.dtype)
     try:
         with np.errstate(all="ignore"):
@@ -101,7 +101,7 @@ def _try(jacobian: Jacobian, batch: Batch, untraced: str) -> None:
 
 
 class _ProgramJacobian:
-    """By a program, evaluated one operation after the other for all columns."""
+    """The Jacobian as a program, evaluated one operation after the other for all columns."""
 
     def __init__(self, found: JacobianProgram, packing: ParameterPacking):
         self._program, self._places, self._slopes = found
@@ -123,7 +123,7 @@ class _ProgramJacobian:
 
 
 class _TangentJacobian:
-    """By a tangent for each component and one for time, carried beside f."""
+    """The Jacobian from one tangent per component and one for time, propagated with f."""
 
     def __init__(self, field: Field, d: int):
         self._field, self._d = field, d

@@ -1,12 +1,12 @@
 """Solves with events that change the state.
 
-Events at the start act before the first step, all at once. Later ones act on the way, by columns (`acting_events`) or in a
-kernel (`compiled.jump_text`): a step ends where an event is, and the trajectory goes on from the state after it with the
-step that would have been next. Where derivatives are wanted the steps of the whole make one record, in which events stand
-between steps (`jumps`). It is differentiated as that of any solve (`differentiable`), by given times, too. A condition that
-let an event act vanished at a time which moves with the trajectory, and so does all that follows (the saltation term).
+Events at the start act before the first step, all at once. Later ones act during the solve, by columns (`step_observers`)
+or in a kernel (`compiled.jump_text`): a step ends at an event, and the trajectory continues from the state after it with
+the next proposed step. For derivatives all steps form one record, with events between steps (`jumps`). It is differentiated
+as that of any solve (`differentiable`), also with respect to given times. The time at which a condition vanishes depends on
+the trajectory, and so do all later times (the saltation term).
 
-Trajectories that fail after an event drop out: no derivative goes through their earlier steps either.
+Trajectories that fail after an event are left out: no derivative flows through their earlier steps either.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 from mpiad.ensemble.solution import EnsembleSolution
 
-# When events happen that come at given times: those of each trajectory, in the order of its solve.
+# Events at given times: those of each trajectory, in the direction of its solve.
 
 
 class GivenTimes:
     """The given times of a batch.
 
     - `events`: all events of the solve.
-    - `batch`: of plain arrays.
-    - `signs`, of shape (N,): -1 for trajectories that go backwards.
-    - `times`, of shape (m + 1, N): in the order of the solve, the last infinitely far; NaN nowhere.
-    - `event`, int, shape (m + 1, N): which event each is.
-    - `first`, int, shape (N,): the first that doesn't lie before the start.
+    - `batch`: holds plain arrays.
+    - `signs`: shape (N,); -1 for trajectories that go backwards.
+    - `times`: shape (m + 1, N); in the direction of the solve, the last infinite; never NaN.
+    - `event`: int, shape (m + 1, N); the event of each.
+    - `first`: int, shape (N,); the first time that isn't before the start.
     """
 
     def __init__(self, events: Sequence[Event], batch: Batch):
@@ -50,12 +50,12 @@ class GivenTimes:
         self._events = [(e, event) for e, event in enumerate(events) if event.times is not None]
         given = self._of(batch)
         shape = len(given) + 1, batch.size
-        # One column serves all, where all have the same times and go the same way.
+        # One column is enough if all trajectories have the same times and direction.
         alike = all(np.ndim(time) == 0 for _, time in given) and bool((signs == signs[:1]).all())
         own = signs[:1] if alike else signs
         ahead = np.stack([np.full(len(own), np.inf), *(own * time for _, time in given)])
         event = np.array([[-1], *([e] for e, _ in given)])
-        # Of equal times those of events that were given first.
+        # Of equal times, those of earlier events in the list come first.
         order = np.lexsort((np.broadcast_to(event, ahead.shape), ahead), axis=0)
         ahead = np.take_along_axis(ahead, order, axis=0)
         self._order = np.broadcast_to(order, shape)
@@ -64,7 +64,7 @@ class GivenTimes:
         self.times = np.broadcast_to(own * ahead, shape)
 
     def _of(self, batch: Batch) -> list[tuple[int, Any]]:
-        """Return which event is when, a number or of shape (N,), by the batch's parameters, which may be traced."""
+        """Return events and their times, numbers or of shape (N,), given the batch's parameters, which may be traced."""
         found = []
         for e, event in self._events:
             for time in event.due(batch.p.build(batch.p.leaves)):
@@ -80,9 +80,9 @@ class GivenTimes:
             )
 
     def passed(self, stop: Array) -> Array:
-        """Return those that were before others, int of shape (N,), came next.
+        """Return the given times that have passed; `stop`, int of shape (N,), are the indices of the next ones.
 
-        The rows are the trajectories, which event, when, and -1 less the place among the given times.
+        The rows are the trajectories, the events, the times, and -1 minus the index among the given times.
         """
         slot = np.arange(len(self.times))
         ids, slot = np.nonzero((self.first[:, None] <= slot) & (slot < stop[:, None]))
@@ -98,9 +98,9 @@ class GivenTimes:
 def solved_with_events(
     solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, given: Batch
 ) -> EnsembleSolution:
-    """Return the solution of a batch of plain arrays, traced where `given`, the batch that it was made of, is.
+    """Return the solution of a batch of plain arrays, traced if `given`, the original batch, is.
 
-    ``solve(batch, settings)`` solves what comes after the start.
+    ``solve(batch, settings)`` solves from after the events at the start.
     """
     times = GivenTimes(settings.events, batch)
     outcome = _solved(solve, batch, settings, times)
@@ -126,7 +126,7 @@ def solved_with_events(
 
 
 def _solved(solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, times: GivenTimes) -> Outcome:
-    """Let the events at the start act, and solve from there to the end, with all events on the way."""
+    """Let the events at the start act, and solve from there to the end, with all later events."""
     jumps: list[Jump] = []
     every, u, slots = np.arange(batch.size), batch.u0.copy(), times.first.copy()
     acting = Acting(settings.events, times.times, times.event, slots, np.full(batch.size, MOVING), ())
@@ -142,28 +142,29 @@ def _solved(solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings:
 
 
 class _HappenedEvents:
-    """All events of a solve, those of a trajectory in their order, as arrays of shape (m,).
+    """All events of a solve, those of a trajectory in order, as arrays of shape (m,).
 
-    - `ids`, `event`, int: the trajectories, and which event of all.
+    - `ids`, `event`: int; the trajectories, and the indices of the events.
     - `times`.
     """
 
     def __init__(self, outcome: Outcome, given: GivenTimes):
         table = np.empty((5, 0)) if outcome.event_table is None else outcome.event_table
         ids, event, _, _, times = table
-        # Of the conditions the columns of the table, of given times -1 less the place.
+        # For conditions the column of the table, for given times -1 minus the index.
         found = np.stack([ids, event, times, np.arange(len(ids))])
         passed = given.passed(outcome.slots)
         if passed.size:
             found = np.concatenate([found, passed], axis=1)
-            # The given times are in order by themselves; at one of them conditions come first.
+            # The given times are sorted already; at equal times conditions come first.
             found = found[:, np.lexsort((given.signs[found[0].astype(int)] * found[2], found[0]))]
         (self.ids, self.event, self._source), self.times = found[[0, 1, 3]].astype(int), found[2]
 
     def traced(self, run: Run, due: Array, reached: Array, crossed: Array) -> Array:
-        """Return the times as traces see them.
+        """Return the times of events, as traces see them.
 
-        That is by all given times, shape (slots, N), the ends of trajectories, (N,), and `Run.crossed`.
+        They are functions of all given times, shape (slots, N), the times at which trajectories ended, (N,), and
+        `Run.crossed`.
         """
         ids, source = self.ids, self._source
         given = len(crossed) + (-1 - source) * due.shape[1] + ids

@@ -1,4 +1,4 @@
-"""How trajectories enter the working set: their first derivative and step."""
+"""Entry of trajectories into the working set: their first derivative and step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpiad.ensemble.settings import Settings
 
 
 def least_step(t: Array) -> Array:
-    """Return the smallest steps at times t: ten times what time can resolve there, as in SciPy."""
+    """Return the smallest steps at times t: ten times the resolution of time there, as in SciPy."""
     return 10 * (np.nextafter(t, np.inf) - t)
 
 
@@ -33,10 +33,10 @@ class Entrants(NamedTuple):
 
 
 class Joint:
-    """Puts old and new columns together: `joined(old, new)`.
+    """Concatenates old and new columns: `joined(old, new)`.
 
-    `order`: which columns of the old ones followed by the new ones make the next working set. `in_place`: whether
-    `order` says instead which of the old columns are replaced by the new ones.
+    - `order`: the columns, of the old ones followed by the new ones, that form the next working set.
+    - `in_place`: whether `order` has instead the old columns that are replaced by the new ones.
     """
 
     def __init__(self, order: Array, in_place: bool = False):
@@ -45,27 +45,27 @@ class Joint:
     def __call__(self, old: Array, new: Array) -> Array:
         """Return the next working set's array."""
         if self._in_place:
-            # New ones in the places of those that ended, while others wait: nothing else is copied.
+            # New columns replace ended ones: nothing else is copied.
             old[..., self._order] = new
             return old
         return np.take(np.concatenate([old, new], axis=-1), self._order, axis=-1)
 
 
 class Initialization:
-    """The trajectories of a batch that wait."""
+    """The waiting trajectories of a batch."""
 
     def __init__(self, batch: Batch, settings: Settings):
         self._batch, self._settings = batch, settings
         self.derivative: Derivative = derivative_of(batch.f, batch.shape)
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self._backward = bool((self.signs < 0).any())
-        # What has no way to go keeps its initial state.
+        # Trajectories with an empty tspan keep their initial states.
         self._queue = np.flatnonzero(batch.end != batch.start)
         real = batch.u0.real.dtype
         self.rtol, self.atol = np.array(settings.rtol, real), np.array(settings.atol, real)
 
     def sign(self, ids: Array) -> Array | None:
-        """Return -1 for trajectories that go backwards, None where none of the batch does."""
+        """Return -1 for trajectories that go backwards, else 1; None if none of the batch does."""
         return self.signs[ids] if self._backward else None
 
     def parameters(self, ids: Array) -> Tree:
@@ -73,19 +73,19 @@ class Initialization:
         return self._batch.p.columns(ids, len(self._batch.shape) > 1)
 
     def goal(self, ids: Array) -> Array:
-        """Return where tspan ends for some trajectories."""
+        """Return the ends of tspan for some trajectories, in the direction of the solve."""
         return self._batch.end[ids] * self.signs[ids]
 
     def admit(self, count: int) -> Entrants:
-        """Let the next trajectories enter, `count` of them where so many wait."""
+        """Let the next `count` trajectories enter, or fewer if fewer wait."""
         ids, self._queue = self._queue[:count], self._queue[count:]
-        if len(ids) == 1:  # two columns at least, wherever f is called
+        if len(ids) == 1:  # at least two columns wherever f is called
             return Entrants(*(array[..., :1] for array in self._enter(np.repeat(ids, 2))))
         return self._enter(ids)
 
     def _enter(self, ids: Array) -> Entrants:
         batch, settings, signs = self._batch, self._settings, self.signs[ids]
-        # Times in the direction of the solve, which then increase for all: comparisons need no sign.
+        # Times in the direction of the solve always increase, so comparisons need no sign.
         u, t, end = batch.u0[:, ids], batch.start[ids] * signs, self.goal(ids)
         if settings.acting is not None:
             end = settings.acting.until(end, settings.acting.first, ids, signs)
@@ -98,7 +98,7 @@ class Initialization:
 
 
 def derivative_at(derivative: Derivative, u: Array, p: Tree, t: Array, sign: Array | None) -> Array:
-    """Return f in the direction of the solve, shape (d, n); t is in that direction too."""
+    """Return f in the direction of the solve, shape (d, n); t is in that direction, too."""
     k = np.empty_like(u)
     time = (t if sign is None else t * sign).astype(u.real.dtype)
     derivative.write(k, locked(u), p, locked(time))
@@ -109,7 +109,7 @@ def started(
     rate: Callable[[Array, Array], Array], u: Array, t: Array, end: Array, settings: Settings, rtol: Array | float,
     atol: Array | float,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Return the sizes of the first steps, and f before them, shape (d, n); but for the settings as `first_step`."""
+    """Return the sizes of the first steps, and f before them, shape (d, n); other parameters as for `first_step`."""
     k = rate(u, t)
     if settings.dt is not None:
         h = np.full_like(t, settings.dt)
@@ -122,25 +122,25 @@ def first_step(
     rate: Callable[[Array, Array], Array], u: Array, t: Array, end: Array, k: Array, rtol: Array | float,
     atol: Array | float, order: int,
 ) -> Array:  # fmt: skip
-    """Return the sizes of the first steps, shape (n,), as SciPy chooses them.
+    """Return the sizes of the first steps, shape (n,), chosen as in SciPy.
 
-    ``rate(u, t)`` returns f in the direction of the solve, in which `t` and `end`, shape (n,), are too; u and k, shape (d,
-    n), are the initial states and f there. The tolerances are in the precision of the states. `order` is of the error
-    estimate in the step: see `Tableau.error_order`. (E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential
+    ``rate(u, t)`` returns f in the direction of the solve, and `t` and `end`, shape (n,), are in that direction, too; u and
+    k, shape (d, n), are the initial states and f there. The tolerances are in the precision of the states. `order` is that
+    of the error estimate: see `Tableau.error_order`. (E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential
     Equations I, II.4.)
     """
     span = end - t
     scale = tolerance(u, rtol, atol)
     d0, d1 = np.sqrt(mean_square(u / scale)), np.sqrt(mean_square(k / scale))
-    # All constants are those of Hairer's algorithm, as in SciPy: the same steps make the same numbers.
+    # All constants are those of Hairer's algorithm, as in SciPy, so that steps are the same.
     h0 = np.where((d0 < 1e-5) | (d1 < 1e-5), 1e-6, 0.01 * d0 / d1)
     h0 = np.minimum(h0, span)
-    # One step of Euler's tells how fast the derivative changes: a second derivative, for the price of one call of f.
+    # One Euler step estimates the change of the derivative: a second derivative at the cost of one call of f.
     probe = u + h0.astype(u.real.dtype) * k
     d2 = np.sqrt(mean_square((rate(probe, t + h0) - k) / scale)) / h0
     steepest = np.maximum(d1, d2)
     h1 = np.where((d1 <= 1e-15) & (d2 <= 1e-15), np.maximum(1e-6, h0 * 1e-3), np.power(0.01 / steepest, 1 / order))
     # No step goes beyond the end of tspan.
     h = np.minimum(np.minimum(100 * h0, h1), span)
-    # A derivative that isn't finite leaves no estimate; the first step then fails by itself.
+    # A derivative that isn't finite gives no estimate; the first step then fails.
     return np.where(np.isfinite(h), h, span)

@@ -1,7 +1,7 @@
 """f at one stage of a block of columns, with its derivative: transposed, or along a few directions.
 
-f is traced anew at each stage, because its control flow may depend on values. What doesn't vary between stages is kept in
-`Tracing`, for a stage takes microseconds.
+f is traced again at each stage, because its control flow may depend on values. Everything that doesn't vary between stages
+is kept in `Tracing`, since a stage takes microseconds.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from mpiad.transport import Spec
 
 
 class Tracing:
-    """Traces f by the columns' states and some of the rest.
+    """Traces f as a function of the columns' states and some of the other arguments.
 
-    `places`: of the leaves of the parameters to differentiate by. `timed`: whether to differentiate by time, too.
+    - `places`: the leaves of the parameters to differentiate with respect to.
+    - `timed`: whether to differentiate with respect to time, too.
     """
 
     def __init__(self, field: Field, places: Sequence[int], timed: bool):
@@ -39,8 +40,8 @@ class Tracing:
     ) -> Callable[[Array], list[Any]]:
         """Write f of u (d, n) and t (n,) into `out` and return its transposed derivative.
 
-        That is a function from a cotangent of shape (d, n) to those of u, of the leaves, and of t where asked for; None
-        where one is zero. It may be called once, or with `keep` again and again.
+        It is a function from a cotangent of shape (d, n) to those of u, of the leaves, and, if `timed`, of t; None for zero
+        ones. It may be called once, or with `keep` repeatedly.
         """
         whole = False
 
@@ -55,11 +56,11 @@ class Tracing:
         values, places, recording = trace_list(called, given + [t] if self._timed else given)
         _write(out, values, whole)
         specs = [(place, spec_like(value)) for place, value in zip(places, values)]
-        # Their memory is free for the reverse pass, which needs their specs alone.
+        # Their memory can be freed before the reverse pass, which needs only their specs.
         del values
 
         def pull(g: Array) -> list[Any]:
-            # By index: arrays on a device aren't taken apart unasked.
+            # By index: arrays on a device aren't iterable by default.
             parts = (g,) if whole else [g[i] for i in range(len(g))]
             seeds = [(place, _seed(part, spec)) for part, (place, spec) in zip(parts, specs) if place >= 0]
             return run_backward(recording, seeds, self._count, keep)
@@ -69,18 +70,18 @@ class Tracing:
     def along(
         self, bundle: Bundle, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]]
     ) -> Callable[[Array, Array, Array], None]:
-        """Return a function that writes f and its tangents, along those of each leaf; None where one is zero.
+        """Return a function that writes f and its tangents, given those of each leaf; None for zero ones.
 
         It is ``write(out, u, t)`` with u and `out` of shape (1 + directions, d, n), first the values, then the tangents,
         and t of shape (n,). The bundle is an open trace.
         """
         variable, parts = bundle.variable, bundle.parts
-        # What is the same for all stages is traced once.
+        # Everything that is the same for all stages is traced once.
         given = [shortened(variable(leaves[place], list(gs))) for place, gs in zip(self._places, tangents)]
         called = self._field.bound(self._filled(leaves, given))
 
         def write(out: Array, u: Array, t: Array) -> None:
-            # By index: arrays on a device aren't taken apart unasked.
+            # By index: arrays on a device aren't iterable by default.
             gs = [u[j] for j in range(1, len(u))]
             rows = called(shortened(variable(u[0], gs)), t)
             if is_whole(rows, u.shape[1:]):
@@ -111,11 +112,10 @@ class Tracing:
 def transposed_columns(
     field: Field, places: Sequence[int], timed: bool, out: Array, u: Array, leaves: Sequence[Any], t: Array
 ) -> Callable[[Array], list[Any]]:
-    """Return the transposed derivative of a function of columns, as `Tracing` does, but of a single one, too.
+    """Return the transposed derivative of a function of columns, as `Tracing` does, also for a single column.
 
-    That may be called again and again; it returns the cotangents of u, of the leaves at `places` (None where one is zero),
-    and of t, zeros where not `timed`. `out` is room for the values. A single column comes twice, and its double gets
-    nothing.
+    It may be called repeatedly; it returns the cotangents of u, of the leaves at `places` (None for zero ones), and of t,
+    zeros if not `timed`. `out` is a buffer for the values. A single column is doubled, and its copy gets a zero cotangent.
     """
     count, varies = len(t), field.varies
     if count == 1:
@@ -134,7 +134,7 @@ def transposed_columns(
 
 
 def check_traceable(field: Field, u: Array, leaves: Sequence[Any], t: Array) -> None:
-    """Trace f once, by the states; a TypeError where f uses functions that traces don't see."""
+    """Trace f once with respect to the states; raise a TypeError if f uses functions that can't be traced."""
     try:
         Tracing(field, (), False).transposed(np.empty_like(u), u, leaves, t)
     except (TypeError, ValueError) as error:
@@ -152,7 +152,7 @@ def _write(out: Array, values: Sequence[Any], whole: bool) -> None:
 
 
 def _seed(part: Array, spec: Spec) -> Any:
-    """Return the cotangent of a component, one that is the same for all columns included."""
+    """Return the cotangent of a component, which may be the same number for all columns."""
     if part.shape != spec.shape:
         # A component that depends on no column is one number for all.
         part = part.sum()
@@ -160,18 +160,18 @@ def _seed(part: Array, spec: Spec) -> Any:
 
 
 class Field:
-    """f of a batch, called with columns that may be traced; only f, the states' shape and the parameters' nest are used."""
+    """f of a batch, called with columns that may be traced: only f, the states' shape and the structure of p matter."""
 
     def __init__(self, batch: Batch):
         self._f, self._shape, self._build, self.varies = batch.f, batch.shape, batch.p.build, batch.p.varies
         self.one_by_one = len(batch.shape) > 1
 
     def rows(self, u: Array, leaves: Sequence[Any], t: Array) -> Sequence[Any]:
-        """Return the derivative as f gives it: its components, or a list of one array that holds all."""
+        """Return the derivative as f does: its components, or a list of one array with all of them."""
         return self.bound(leaves)(u, t)
 
     def bound(self, leaves: Sequence[Any]) -> Callable[[Array, Array], Sequence[Any]]:
-        """Return `rows` with the leaves given, as a function of u and t: their nest is built once."""
+        """Return `rows` with the leaves given, as a function of u and t: their pytree is built once."""
         if self.one_by_one:
             return lambda u, t: [self._each(u, leaves, t)]
         f, p = self._f, self._build(leaves)
@@ -193,7 +193,7 @@ class Field:
         return stack([row if anp.shape(row) else row * anp.ones_like(getval(u)[0]) for row in rows])
 
     def _each(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
-        """Return the derivatives of flattened states, for which f is called one after the other."""
+        """Return the derivatives of flattened states, for which f is called one by one."""
         columns = []
         for j in range(u.shape[1]):
             own = [leaf[..., j] if varies else leaf for leaf, varies in zip(leaves, self.varies)]
@@ -203,5 +203,5 @@ class Field:
 
 
 def is_whole(rows: Sequence[Any], shape: tuple[int, int]) -> bool:
-    """Tell whether f gave one array that holds all components."""
+    """Return whether f returned one array with all components."""
     return len(rows) == 1 and anp.shape(rows[0]) == shape

@@ -1,4 +1,4 @@
-"""From a problem, or an ensemble of them, to the columns that are solved."""
+"""Conversion of a problem, or an ensemble of problems, to columns."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 
 def master_seed(seed: int | None) -> int:
-    """Return the seed from which the generators of all trajectories are drawn: `seed`, or a fresh one."""
+    """Return the seed from which the generators of all trajectories are derived: `seed`, or a fresh one."""
     return np.random.SeedSequence(seed).entropy  # type: ignore[return-value]
 
 
 def generator(seed: int, i: int, repeat: int = 1) -> np.random.Generator:
-    """Return the generator of a trajectory's try, both counted from 1; it depends on nothing else but the seed."""
-    # A child of one master, reached without making those before it.
+    """Return the generator of a trajectory's try, both counted from 1; it depends on these and the seed only."""
+    # A child of one master seed, derived without creating those before it.
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(i, repeat)))
 
 
 def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> Batch:
-    """Return some trajectories of an ensemble of so many, by their numbers and that of the try, all counted from 1.
+    """Return some trajectories of an ensemble of `count`, by their numbers and that of the try, all counted from 1.
 
-    A TypeError or ValueError where `prob_func` returns something else than a problem of the same f and dimension.
+    Raises a TypeError or ValueError if `prob_func` doesn't return a problem of the same f and dimension.
     """
     if ensemble.prob_func is None or not len(numbers):
         return _from_arrays(ensemble, numbers)
@@ -45,7 +45,8 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
         return _checked(fun(ensemble.problem, i, repeat, **more), ensemble.problem, i)
 
     def others() -> list[list[Any]]:
-        # The first and the last of the ensemble, or a single one once more: what they share is taken to be shared by all.
+        # The first and the last of the ensemble, or a single one once more: leaves shared by these are assumed to be shared
+        # by all.
         outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])
         return [flatten(made(i).p)[0] for i in outside]
 
@@ -53,9 +54,9 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
 
 
 def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> tuple[Batch, Batch]:
-    """Return a rank's trajectories, and those that say of which kind they are: where it has none, the first alone.
+    """Return a rank's trajectories, and those that define shapes and dtypes: the same, or the first one if it has none.
 
-    Without trajectories it still takes part in the derivatives of the others, with arrays of the same dtype.
+    A rank without trajectories still takes part in the derivatives of the others, with arrays of the same dtype.
     """
     alone = not len(numbers) and count > 0
     made = members(ensemble, range(1, 2) if alone else numbers, repeat, seed, count)
@@ -66,9 +67,9 @@ def columns_of(
     problems: Sequence[ODEProblem], numbers: Sequence[int], common: Sequence[Any] = (),
     others: Callable[[], list[list[Any]]] = list,
 ) -> Batch:  # fmt: skip
-    """Return problems of one f and of equal shapes, of these numbers in the ensemble, as columns.
+    """Return problems of one f and of equal shapes, with these numbers in the ensemble, as columns.
 
-    `common` are leaves of parameters that all trajectories of the ensemble share, these or others; `others` returns the
+    `common` are leaves of parameters that are known to be shared by all trajectories of the ensemble; `others` returns the
     leaves of a few more trajectories.
     """
     first = problems[0]
@@ -93,7 +94,7 @@ def _stack(arrays: list[Any], axis: int = 0) -> Array:
 
 
 def as_state(u0: Array) -> Array:
-    """Return an initial state as an array of floats; a TypeError where it isn't numbers."""
+    """Return an initial state as an array of floats; raise a TypeError if it isn't numbers."""
     traced = isbox(u0) or (isinstance(u0, (list, tuple)) and any(map(isbox, u0)))
     state = anp.array(u0) if traced and not is_device_array(getval(u0)) else _array(u0)
     if state.dtype.kind in "biu":
@@ -122,7 +123,7 @@ def _rows(numbers: Sequence[int]) -> slice:
 
 
 def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Array:
-    """Return the initial states of some trajectories, counted from 1, shape (d, N), of an ensemble without `prob_func`."""
+    """Return the initial states of some trajectories, from 1, shape (d, N), of an ensemble without `prob_func`."""
     first = as_state(ensemble.problem.u0)
     if ensemble.u0 is None:
         return _same(first, len(numbers))
@@ -136,7 +137,7 @@ def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Array:
 
 
 def _repeated(t: Array, count: int) -> Array:
-    # Strides of zero say without a look that all are alike: see `Batch.one_span`.
+    # Strides of zero show without a comparison that all are equal: see `Batch.one_span`.
     return t * np.ones(count) if isbox(t) else np.broadcast_to(np.float64(t), count)
 
 
@@ -154,7 +155,7 @@ def _last(leaf: Array) -> Array:
     if isbox(leaf):
         return anp.moveaxis(leaf, 0, -1)
     arrays, moved = arrays_of(leaf), np.moveaxis(leaf, 0, -1)
-    # A copy, also of what lies in this order: solutions read it later, when the user's array may have changed.
+    # Always a copy: solutions read it later, when the user's array may have changed.
     return np.array(moved, order="C") if arrays is None else arrays.contiguous(moved)
 
 
@@ -177,7 +178,8 @@ def _stacked(
             raise ValueError(f"solve: p must have one shape in all trajectories, but has {sorted(shapes)}.")
         shared = all(leaf is leaves[0] for leaf in leaves)
         if shared and np.ndim(leaves[0]) and not any(leaf is leaves[0] for leaf in common):
-            # f must see the same form whichever trajectories are solved together: one alone shares all with itself.
+            # f must see the same shapes for any set of trajectories, also for a single one, which shares all leaves with
+            # itself.
             more = others() if more is None else more
             shared = all(len(other) <= place or other[place] is leaves[0] for other in more)
         varies.append(not shared)
@@ -220,4 +222,4 @@ def _takes_generator(fun: Function) -> bool:
     try:
         return "rng" in inspect.signature(fun).parameters
     except (TypeError, ValueError):
-        return False  # some built-in functions don't say
+        return False  # some built-in functions have no signature

@@ -1,7 +1,7 @@
-"""How the trajectories of all ranks went, exchanged in one message for each: a few bytes for a trajectory.
+"""The outcomes of the trajectories of all ranks, exchanged in one message per rank: a few bytes per trajectory.
 
-What all of a rank's trajectories have in common is sent once. Saved times that differ between ranks are rare and travel by
-themselves.
+Values that all of a rank's trajectories have in common are sent once. Saved times that differ between ranks are rare and
+sent separately.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mpiad.transport.agreement import agreed, fingerprint, raise_first
 
 
 class _Share(NamedTuple):
-    """What a rank tells of its trajectories; one number where it is that of all."""
+    """The data that a rank sends about its trajectories; a single number if it is the same for all."""
 
     count: int
     kind: tuple[Shape, np.dtype]  # of a state
-    times: int  # of saved times that all have a fingerprint, 0 where each has its own
-    # `accepted`, `rejected`: steps, in as few bytes as the largest number needs: most programs never read them.
+    times: int  # a fingerprint of the saved times if all have the same, else 0
+    # `accepted`, `rejected`: numbers of steps, in as few bytes as the largest needs: most programs never read them.
     accepted: Array
     rejected: Array
-    calls: Array | None  # of f where there were events, which may begin steps anew
+    calls: Array | None  # of f if there were events, after which f is called again
     codes: Array  # return codes
     reached: Array  # the times that were reached
     events: dict  # from trajectories to their events, with plain times
@@ -46,34 +46,34 @@ class _Share(NamedTuple):
 
 @dataclass(frozen=True)
 class RankOutcomes:
-    """How the trajectories of all ranks went: the same on all ranks."""
+    """The outcomes of the trajectories of all ranks: the same on all ranks."""
 
     shares: list[_Share]
     t: Array  # shape (n_saved,) or (N, n_saved)
     evaluated: Callable[[Array, Array], Array]  # from `naccept` and `nreject` to the calls of f
 
     def any(self, name: str) -> bool:
-        """Tell whether some share is `converged` (a reduction ended the solve), `compiled` (by kernels) or `traced`."""
+        """Return whether some share is `converged` (a reduction ended the solve), `compiled` (by kernels) or `traced`."""
         return any(getattr(share, name) for share in self.shares)
 
     @property
     def counts(self) -> list[int]:
-        """How many trajectories each rank has."""
+        """The number of trajectories per rank."""
         return [share.count for share in self.shares]
 
     @property
     def ends(self) -> bool:
-        """Whether initial and final states are all that is saved."""
+        """Whether only initial and final states are saved."""
         return all(share.ends for share in self.shares)
 
     @property
     def said(self) -> list[str]:
-        """What each rank has to say of f in the log."""
+        """The messages of all ranks about f, for the log."""
         return [share.said for share in self.shares]
 
     @cached_property
     def events(self) -> dict[int, list[tuple[int, float]]]:
-        """From trajectories to their events."""
+        """The events of each trajectory."""
         return joined_events([share.events for share in self.shares], self.counts)
 
     def _joined(self, name: str, dtype: type | None = None) -> Array:
@@ -92,22 +92,22 @@ class RankOutcomes:
 
     @cached_property
     def naccept(self) -> Array:
-        """Accepted steps, array of int, shape (N,)."""
+        """Numbers of accepted steps, array of int, shape (N,)."""
         return self._joined("accepted", np.int64)
 
     @cached_property
     def nreject(self) -> Array:
-        """Rejected steps, array of int, shape (N,)."""
+        """Numbers of rejected steps, array of int, shape (N,)."""
         return self._joined("rejected", np.int64)
 
     @property
     def tries(self) -> Array:
-        """All steps, array of int, shape (N,)."""
+        """Numbers of all tried steps, array of int, shape (N,)."""
         return np.add(self._joined("accepted"), self._joined("rejected"), dtype=np.int32)
 
     @property
     def nf(self) -> Array:
-        """Calls of f, shape (N,)."""
+        """Numbers of calls of f, shape (N,)."""
         found = np.split(self.evaluated(self.naccept, self.nreject), np.cumsum(self.counts)[:-1])
         own = [share.calls if share.calls is not None else calls for share, calls in zip(self.shares, found)]
         return np.concatenate(own)
@@ -127,11 +127,11 @@ def outcomes_of_all(
     used: Channel, share: EnsembleSolution | Exception, compiled: bool, traced: bool,
     evaluated: Callable[[Array, Array], Array], said: str, given: dict[str, int],
 ) -> tuple[EnsembleSolution, RankOutcomes]:  # fmt: skip
-    """Exchange what the ranks know, and return it with this rank's share; all ranks call it.
+    """Exchange the ranks' outcomes, and return them with this rank's share; all ranks call it.
 
-    The share is what this rank has solved, or why it couldn't: what went wrong on one is raised on all, and so is it where
-    their states aren't of one kind, or they were `given` different arguments (see `digests_of`). `evaluated` is as in
-    `RankOutcomes`, `said` what this rank has to say of f in the log.
+    `share` is this rank's solution, or the exception that it raised. An exception on one rank is raised on all; so is an
+    error if the ranks' states differ in shape or dtype, or they were `given` different arguments (see `digests_of`).
+    `evaluated` is as in `RankOutcomes`, `said` is this rank's message about f for the log.
     """
     if isinstance(share, Exception):
         used.data.allgather(None)
@@ -169,7 +169,7 @@ def _in_few_bytes(counts: Array) -> Array:
 def _times(used: Channel, share: EnsembleSolution, every: list[_Share]) -> Array:
     if every[0].times and all(told.times == every[0].times for told in every):
         return share.t
-    # A rank without trajectories knows the first one's at most, and is in nobody's way.
+    # A rank without trajectories has at most the times of the first one, and is left out.
     found = [(t, told.count) for t, told in zip(used.data.allgather(share.t), every)]
     busy = [pair for pair in found if pair[1]] or found[:1]
     return joined_times([t for t, _ in busy], [count for _, count in busy], max(t.shape[-1] for t, _ in busy))

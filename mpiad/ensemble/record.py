@@ -1,10 +1,10 @@
-"""The accepted steps of a solve, in the order in which a reverse sweep needs them.
+"""The accepted steps of a solve, in the order that a reverse sweep needs.
 
-While the solve runs, each turn's accepted columns are noted as a chunk. At its end they are put into *sweeps*: sweep s
-holds the (s+1)-th step from the end of every trajectory that has so many. Trajectories are ordered by their number of
-steps, the most first, so sweep s is about the first ``widths[s]`` of this order, and the next sweep is about no others: a
-reverse pass sweeps s = 0, 1, … over arrays that only get shorter (a forward pass sweeps back from the last sweep, over
-arrays that only get longer). Each sweep's states are one contiguous block of shape (d, width).
+During the solve each turn's accepted columns are stored as a chunk. At its end they are sorted into *sweeps*: sweep s holds
+the (s+1)-th step from the end of every trajectory with more than s steps. Trajectories are sorted by their number of steps,
+in descending order, so sweep s has the first ``widths[s]`` of this order, and the next sweep has no others: a reverse pass
+visits sweeps s = 0, 1, … with arrays that only get shorter (a forward pass starts with the last sweep, with arrays that
+only get longer). Each sweep's states are one contiguous block of shape (d, width).
 
 Memory is (d + 2) numbers per accepted step.
 """
@@ -17,14 +17,14 @@ import numpy as np
 
 from mpiad._typing import Array
 
-# Columns of narrow chunks that are put to their places together.
+# Number of columns of narrow chunks that are copied together.
 _FILLED = 2048
 
 
 class Step(NamedTuple):
     """A step of n columns; times are in the direction of the solve."""
 
-    # `ids`, `number`: int, shape (n,). The trajectories, and the number of this step among the accepted ones of each, from
+    # `ids`, `number`: int, shape (n,). The trajectories, and the index of this step among the accepted ones of each, from
     # 0.
     ids: Array
     number: Array
@@ -33,11 +33,11 @@ class Step(NamedTuple):
     t: Array
     h: Array
     t_new: Array
-    # `u`, `new`: shape (d, n). Before and after.
+    # `u`, `new`: shape (d, n). States before and after the step.
     u: Array
     new: Array
     k: Array | list[Array]  # list of array, shape (d, n), or on a device array, shape (stages, d, n); the stages
-    sign: Array | None  # shape (n,), or None; -1 for columns that go backwards; None where there are none
+    sign: Array | None  # shape (n,), -1 for columns that go backwards; None if there are none
 
     def at(self, columns: Array) -> Step:
         """Return the step of some columns."""
@@ -48,7 +48,7 @@ class Step(NamedTuple):
         return Step._make(taken)
 
     def at_end(self, columns: Array) -> Step:
-        """Return the ends of the steps of some columns, and of what came before the times alone."""
+        """Return the ends of the steps of some columns; of the data at their starts only the times are kept."""
         taken = (self.ids, self.number, self.t, self.t_new, self.new)
         ids, number, t, t_new, new = (np.take(x, columns, axis=-1) for x in taken)
         sign = None if self.sign is None else self.sign[columns]
@@ -62,23 +62,23 @@ class Step(NamedTuple):
 class Sweep(NamedTuple):
     """One step of several trajectories."""
 
-    ids: Array  # int, shape (width,); the trajectories, each at its place in the order
-    # `t`, `h`: shape (width,). Time before the step, and its signed size.
+    ids: Array  # int, shape (width,); the trajectories, in the sorted order
+    # `t`, `h`: shape (width,). Times before the step, and its signed sizes.
     t: Array
     h: Array
-    u: Array  # shape (d, width); state before the step
+    u: Array  # shape (d, width); states before the step
 
 
 class Steps:
     """All accepted steps, by sweeps.
 
-    - `counts`, int of shape (N,): accepted steps of each trajectory.
-    - `dtype`: of the states.
-    - `every`: only the states before every so many steps are kept, in `kept`: its step j of a trajectory is step j *
+    - `counts`: int, shape (N,); numbers of accepted steps.
+    - `dtype`: that of the states.
+    - `every`: only the states before every `every`-th step are kept, in `kept`: its step j of a trajectory is step j *
       every.
-    - `order`, int of shape (N,): the trajectories, those with the most steps first.
-    - `rank`, int of shape (N,): the place of each trajectory in that order.
-    - `widths`, int of shape (number of sweeps,): how many trajectories take part in each sweep.
+    - `order`: int, shape (N,); the trajectories, those with the most steps first.
+    - `rank`: int, shape (N,); the index of each trajectory in that order.
+    - `widths`: int, shape (number of sweeps,); the number of trajectories in each sweep.
     """
 
     def __init__(self, counts: Array, d: int, dtype: np.dtype, every: int | None = None):
@@ -91,7 +91,7 @@ class Steps:
         self.rank = np.empty_like(self.order)
         self.rank[self.order] = np.arange(len(counts))
         most = int(counts.max(initial=0))
-        # How many trajectories have more than s steps.
+        # The number of trajectories with more than s steps.
         self.widths = len(counts) - np.cumsum(np.bincount(counts, minlength=most + 1))[:most]
         self._offsets = np.concatenate([[0], np.cumsum(self.widths)])
         total = int(self._offsets[-1])
@@ -110,13 +110,13 @@ class Steps:
         """Return times (n,), signed sizes (n,) and states (d, n) before the n steps of a trajectory, first to last."""
         count = int(self.counts[i])
         sweeps = np.arange(count - 1, -1, -1)
-        # In a sweep's block the component c begins c widths behind the first.
+        # In a sweep's block the component c begins c widths after the first.
         place = self._offsets[sweeps] + self.rank[i]
         rows = self.d * self._offsets[sweeps] + np.arange(self.d)[:, None] * self.widths[sweeps] + self.rank[i]
         return self._t[place], self._h[place], self._u[rows]
 
     def times(self, ids: Array, numbers: Array) -> tuple[Array, Array]:
-        """Return times before, and signed sizes of steps of the trajectories `ids`, by their numbers from 0."""
+        """Return times before, and signed sizes of, steps of the trajectories `ids`, by their numbers from 0."""
         place = self._offsets[self.counts[ids] - numbers - 1] + self.rank[ids]
         return self._t[place], self._h[place]
 
@@ -144,7 +144,7 @@ class Steps:
         return steps
 
     def fill(self, ids: Array, numbers: Array, t: Array, h: Array, u: Array) -> None:
-        """Put steps to their places: those of the trajectories `ids`, by their numbers from 0."""
+        """Store steps of the trajectories `ids`, by their numbers from 0."""
         sweeps, rank = self.counts[ids] - numbers - 1, self.rank[ids]
         place = self._offsets[sweeps] + rank
         self._t[place], self._h[place] = t, h
@@ -156,7 +156,7 @@ class Steps:
 
 
 class Log:
-    """Accepted steps in the order in which they were taken, with the states before each, or before `every` so many."""
+    """Accepted steps in the order in which they were taken, with the states before each, or before each `every`-th step."""
 
     def __init__(self, every: int | None = None) -> None:
         self._every = every
@@ -164,8 +164,8 @@ class Log:
         self._kept: list[tuple[Array, ...]] = []
 
     def note(self, step: Step) -> None:
-        """Note the accepted columns of a step, with actual times and signed sizes."""
-        # All chunks are there until the end: half of what their numbers took is a tenth of the whole.
+        """Store the accepted columns of a step, with actual times and signed sizes."""
+        # All chunks are kept until the end: int32 halves the memory of these numbers, a tenth of the total.
         count, u = len(step.ids), step.u
         numbers, times = np.empty((2, count), np.int32), np.empty((2, count))
         numbers[0], numbers[1] = step.ids, step.number
@@ -181,7 +181,7 @@ class Log:
             self._chunks.append(tuple([array.compress(step.accepted, axis=-1) for array in (numbers, times, u)]))
 
     def steps(self, counts: Array, d: int, dtype: np.dtype) -> Steps:
-        """Return all that was noted, by sweeps; the log is empty afterwards."""
+        """Return all stored steps, by sweeps; the log is empty afterwards."""
         steps = Steps(counts, d, dtype, self._every)
         for chunks, filled in ((self._chunks, steps), (self._kept, steps.kept or steps)):
             chunks.reverse()
@@ -192,7 +192,7 @@ class Log:
 
 
 def _several(chunks: list[tuple[Array, ...]]) -> tuple[Array, ...]:
-    """Take so many chunks from the end of a list that a call costs less than what it computes, as one."""
+    """Remove chunks from the end of a list and return them as one, wide enough to amortize the overhead of a call."""
     taken, count = [], 0
     while chunks and count < _FILLED:
         taken.append(chunks.pop())

@@ -1,4 +1,4 @@
-"""Batches of trajectories that were solved one after the other: put together, or reduced to what is kept of them."""
+"""Batches of trajectories that were solved one after the other: concatenated, or reduced to their outputs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from mpiad.ensemble.dense_output import JoinedOutput
 from mpiad.ensemble.problem import EnsembleProblem
 from mpiad.ensemble.solution import EnsembleSolution
 
-# A trajectory that is never good enough would be solved again without end.
+# A trajectory that is never good enough would be solved again endlessly.
 _MOST_REPEATS = 1000
 
 
 def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[..., EnsembleSolution]) -> EnsembleSolution:
-    """Solve batch by batch, by ``solved(numbers, repeat)``, until all are done or the reduction says to stop.
+    """Solve batch by batch with ``solved(numbers, repeat)``, until all are done or the reduction stops the solve.
 
-    Returned is the solution of the batches that were solved; its `u` is what the reduction made.
+    Returns the solution of the batches that were solved; its `u` is the result of the reduction.
     """
     kept: Any = [] if problem.u_init is None else problem.u_init
     parts, converged = [], False
     for numbers in batches:
-        # One batch after the other: what is kept of each is small, and memory is that of one.
+        # One batch after the other: the outputs are small, and only one batch is in memory.
         sol = solved(numbers)
         outputs = [_output(problem, sol, i, number, solved) for i, number in enumerate(numbers)]
-        # What is kept of the batch is its outputs; the states saved on the way aren't needed any more.
+        # Only the outputs of the batch are kept; its saved states aren't needed any more.
         parts.append(dataclasses.replace(sol, u=sol.u[:, :0], dense=None))
         if problem.reduction is None or not outputs:
             kept = kept + outputs if outputs else kept
@@ -43,7 +43,7 @@ def reduced(problem: EnsembleProblem, batches: list[range], solved: Callable[...
 
 
 def combined(problem: EnsembleProblem, parts: list[Any], count: int) -> Any:
-    """Return what several ranks have made, as one: lists one after the other, others reduced as a batch of their own."""
+    """Return the combined outputs of several ranks: lists are concatenated, others reduced as a batch of their own."""
     if problem.reduction is None or all(isinstance(part, list) for part in parts):
         return [output for part in parts for output in part]
     start = [] if problem.u_init is None else problem.u_init
@@ -72,10 +72,10 @@ def _pair(value: object, name: str, expected: str) -> tuple[Any, Any]:
 
 
 def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
-    """Return the solution of several batches, one after the other."""
+    """Return the concatenated solution of several batches."""
     if len(parts) == 1:
         return parts[0]
-    # Batches without trajectories say nothing of the states' shape.
+    # Batches without trajectories don't determine the states' shape.
     check_alike([(part.u_end.shape[1:], part.u_end.dtype) for part in parts if len(part)], "batches")
     events = joined_events([part.events for part in parts], [len(part) for part in parts])
     # With every step saved, batches have rows of different lengths.
@@ -90,7 +90,7 @@ def joined(parts: list[EnsembleSolution]) -> EnsembleSolution:
 
 
 def check_alike(kinds: list[tuple[Any, Any]], groups: str) -> None:
-    """Raise a ValueError where groups of trajectories, solved apart, have states of different `kinds`: shapes or dtypes."""
+    """Raise a ValueError if separately solved groups of trajectories have states of different `kinds`: shapes or dtypes."""
     for shape, dtype in kinds[1:]:
         if (shape, dtype) != kinds[0]:
             raise ValueError(
@@ -106,7 +106,7 @@ def joined_events(events: list[dict[int, Any]], counts: list[int]) -> dict[int, 
 
 
 def joined_times(times: list[Array], counts: list[int], width: int) -> Array:
-    """Return the saved times of several groups of trajectories: one row where they are the same for all."""
+    """Return the saved times of several groups of trajectories: one row if they are the same for all."""
     if all(t.ndim == 1 and np.array_equal(t, times[0]) for t in times):
         return times[0]
     rows = [t if t.ndim == 2 else np.broadcast_to(t, (count, len(t))) for t, count in zip(times, counts)]
@@ -114,7 +114,7 @@ def joined_times(times: list[Array], counts: list[int], width: int) -> Array:
 
 
 def widened(array: Array, width: int) -> Array:
-    """Return an array of shape (N, n, …) with its second axis filled up with NaN to a width."""
+    """Return an array of shape (N, n, …) with its second axis padded with NaN to a width."""
     missing = width - array.shape[1]
     if not missing:
         return array

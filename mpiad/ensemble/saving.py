@@ -1,4 +1,4 @@
-"""How states at given times are saved while the trajectories advance, and which times `sol(t)` asks for afterwards."""
+"""Saves states at given times while the trajectories advance, and checks the times of `sol(t)`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mpiad.ensemble.record import Step
 
 
 def times_of(t: Array, count: int | None) -> Array:
-    """Return the times that `sol(t)` asks for, shape (n,) or (N, n); `count` is N, None for one solution, without rows.
+    """Return the times of `sol(t)` as an array, shape (n,) or (N, n); `count` is N, None for one solution, without rows.
 
-    A NotImplementedError where t is traced; a TypeError or ValueError where it isn't numbers, or of another shape.
+    Raises a NotImplementedError if t is traced; a TypeError or ValueError if it isn't numbers, or has another shape.
     """
     if isbox(t) or (isinstance(t, (list, tuple)) and any(map(isbox, t))):
         raise NotImplementedError(
@@ -46,7 +46,7 @@ class SavePoints:
         self._place = np.empty(0, int)
 
     def enter(self, ids: Array, u: Array, joined: Joint) -> None:
-        """Save the initial states of trajectories that enter, where asked for, and take up the next working set."""
+        """Save the initial states of entering trajectories, if requested, and set up the next working set."""
         place = np.zeros(len(ids), int)
         due = self._due(ids, place)
         while (at_start := due == self._starts[ids] * self._signs[ids]).any():
@@ -67,7 +67,7 @@ class SavePoints:
             self._save_step[ids, place] = step
 
     def see(self, step: Step, changing: Array) -> None:
-        """Save what lies in a step; but not at its end in columns whose states will change there."""
+        """Save the values in a step, except at its end in columns whose states will change there."""
         due = self.next <= step.t_new
         due &= step.accepted
         if not np.count_nonzero(due):
@@ -79,21 +79,21 @@ class SavePoints:
         self.see_end(step, columns, columns, step.number)
 
     def see_inside(self, step: Step, rows: Array, columns: Array) -> None:
-        """Save what lies inside of some of a step's rows, which are these columns."""
+        """Save the values inside some rows of a step; `columns` are those of the working set that belong to the rows."""
         inside = self.next[columns] < step.t_new[rows]
         if np.count_nonzero(inside):
             self._save_inside(rows[inside], columns[inside], step)
 
     def see_end(self, step: Step, rows: Array, columns: Array, number: Array) -> None:
-        """Save what lies at the ends of some of a step's rows, which are these columns, as if in steps of other numbers."""
-        # Most often the end of the step is the end of the solve, for which nothing is interpolated.
+        """Save the values at the ends of some rows of a step, with given step numbers; `columns` belong to the rows."""
+        # Usually the end of the step is the end of the solve, for which nothing is interpolated.
         while np.count_nonzero(at_end := self.next[columns] == step.t_new[rows]):
             rows, columns = rows[at_end], columns[at_end]
             self._write(step.ids[rows], self._place[columns], step.new[:, rows], number[rows])
             self._go_on(columns, step.ids[rows])
 
     def _save_inside(self, rows: Array, columns: Array, step: Step) -> None:
-        # Several times may lie in one step of a column: all are found first, and interpolated in one call.
+        # Several times may lie in one step of a column: all are collected first, and interpolated in one call.
         found = []
         while rows.size:
             found.append((rows, self._place[columns], self.next[columns]))

@@ -1,8 +1,8 @@
-"""Saved values by the steps in which they lie: where a sweep over the steps meets them.
+"""Saved values, sorted by the steps that contain them, as a sweep over the steps needs them.
 
-Inside a step the saved value is u + h Σ w_i(x) k_i, with x the part of the step that is gone there. The last stage k is
-the first one of the next step, so its share belongs there; in a trajectory's last step nothing follows, or an event that
-changes the state, and the stage is computed for it.
+Inside a step the saved value is u + h Σ w_i(x) k_i at the fraction x of the step. The last stage k is the first one of the
+next step, so its contribution is added there; after a trajectory's last step no step follows, or after an event that
+changes the state a different one, and the stage is computed separately.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 def starts_of_runs(*keys: Array) -> Array:
-    """Return where runs of neighbours that are equal in all keys begin."""
+    """Return the first indices of runs of adjacent entries that are equal in all keys."""
     fresh = np.ones(len(keys[0]), bool)
     fresh[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
     return np.flatnonzero(fresh)
 
 
 def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> dict[int, list[tuple[Array, ...]]]:
-    """Return for each visit the entries of arrays that belong to it, kind by kind; the last axis of these counts them.
+    """Return for each visit its entries of arrays, grouped by kind; the last axis of the arrays counts them.
 
-    `rows`: which entries the visits and kinds are of; all by default.
+    `rows`: the entries that the visits and kinds belong to; all by default.
     """
     order = np.lexsort((kinds, visits))
     own = order if rows is None else rows[order]
@@ -45,38 +45,38 @@ class Seeds(NamedTuple):
     """Cotangents of the results."""
 
     end: Array  # shape (d, N)
-    saved: Array | None = None  # shape (N, n_saved, d), or None; none where all are zero
+    saved: Array | None = None  # shape (N, n_saved, d), or None if all are zero
     reached: Array | None = None  # shape (N,), or None; of the times at which trajectories ended
-    crossed: Array | None = None  # shape (m,), or None; of the times of events on the way; None where all are zero
+    crossed: Array | None = None  # shape (m,), or None if all are zero; of the times of non-terminal events
 
     def share(self, rows: slice) -> Seeds:
-        """Return those of some of the trajectories, where there are no events."""
+        """Return those of some of the trajectories, for a solve without events."""
         parts = (None if part is None else part[rows] for part in (self.saved, self.reached))
         return Seeds(self.end[:, rows], *parts)
 
 
 class Entries(NamedTuple):
-    """Values that are saved in some step of some trajectory, ordered by trajectory."""
+    """Values that are saved in some step of some trajectory, sorted by trajectory."""
 
-    # `ids`, `place`: int, shape (m,). The trajectories, and which of their saved values this is.
+    # `ids`, `place`: int, shape (m,). The trajectories, and the indices of the values among their saved ones.
     ids: Array
     place: Array
-    number: Array  # int, shape (m,); the step in which it lies, from 0
-    x: Array  # shape (m,); the part of the step that is gone; 1 at its end
-    h: Array  # shape (m,); the step
+    number: Array  # int, shape (m,); the step that contains it, from 0
+    x: Array  # shape (m,); the fraction of the step; 1 at its end
+    h: Array  # shape (m,); the size of the step
 
     def scheduled(self, sweep: SortedSweep, coefficients: Coefficients) -> Schedule:
-        """Return when a sweep over sorted steps meets those of its trajectories."""
+        """Return the entries of a sweep's trajectories by its visits."""
         starts = np.searchsorted(self.ids, sweep.ids)
         counts = np.searchsorted(self.ids, sweep.ids, side="right") - starts
         column = np.repeat(np.arange(len(sweep.ids)), counts)
-        # A trajectory's entries are neighbours: from its first on, as many as it has.
+        # A trajectory's entries are adjacent: `counts` of them from the first on.
         chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
         return Schedule(Entries(*(array[chosen] for array in self)), column, sweep, coefficients)
 
 
 class Schedule:
-    """The entries of a block of columns, by the visits of a sweep over its steps; `column` is that of each in the block."""
+    """The entries of a block of columns, by the visits of a sweep over its steps; `column`: their columns in the block."""
 
     def __init__(self, entries: Entries, column: Array, sweep: SortedSweep, coefficients: Coefficients):
         final, inside = sweep.is_last(column, entries.number), entries.x != 1
@@ -89,16 +89,17 @@ class Schedule:
         self._handed_on = _by_visits(inside & ~final, following, column, *own, *step, weights[-1:])
 
     def at_visit(self, visit: int) -> SavedInStep:
-        """Return what is saved in the step of a visit, by its number."""
+        """Return the values saved in the step of a visit, given its number."""
         parts = (groups.get(visit, ()) for groups in (self._at_end, self._inside, self._handed_on))
         return SavedInStep._make([Saved(*own) for own in part] for part in parts)
 
 
 def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> dict[int, list[tuple[Array, ...]]]:
-    """Return chosen entries, which are ordered by column, for each visit in groups in which no column comes twice."""
+    """Return chosen entries, which are sorted by column, for each visit in groups with at most one per column."""
     order = np.flatnonzero(chosen)
     order = order[np.argsort(visit[order], kind="stable")]
     v, starts = visit[order], starts_of_runs(visit[order], column[order])
-    # How many of the same visit and column come before. Of equal turns no column comes twice: += by index adds once.
+    # The number of earlier entries of the same visit and column. No column occurs twice with equal turns: += by index adds
+    # once.
     turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
     return grouped(v, turn, *arrays, rows=order)

@@ -1,4 +1,4 @@
-"""How to solve: what all trajectories of a solve have in common."""
+"""The settings that all trajectories of a solve have in common."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ MOVING = -1  # no return code yet
 
 
 class Acting(NamedTuple):
-    """What a solve with events that act needs to know beside their conditions: see `hybrid_solve`."""
+    """The data that a solve with events that act needs besides their conditions: see `hybrid_solve`."""
 
     events: tuple[Event, ...]  # all; the settings have those with conditions
-    # Given times, shape (m + 1, N), those of each trajectory in the order of its solve, the last infinitely far; and which
-    # event each is.
+    # Given times, shape (m + 1, N), those of each trajectory in the direction of the solve, the last infinite; and the
+    # event of each.
     times: Array
     kinds: Array
-    first: Array  # int, shape (N,); which given time comes next after the start
-    codes: Array  # int, shape (N,); how those have ended that events at the start have ended, else MOVING
-    started: tuple[Jump, ...]  # what events have done at the start
+    first: Array  # int, shape (N,); the index of the next given time after the start
+    codes: Array  # int, shape (N,); the codes of trajectories that events at the start have ended, else MOVING
+    started: tuple[Jump, ...]  # the jumps at the start
 
     @property
     def found(self) -> tuple[int, ...]:
-        """Which of all events have conditions."""
+        """The indices of the events with conditions."""
         return tuple(e for e, event in enumerate(self.events) if event.times is None)
 
     def due(self, slot: Array, ids: Array) -> Array:
@@ -37,9 +37,9 @@ class Acting(NamedTuple):
         return self.times[slot, ids]
 
     def until(self, end: Array, slots: Array, ids: Array, signs: Array) -> Array:
-        """Return where the next steps of some trajectories end at the latest: at the next given time, or where tspan does.
+        """Return upper bounds on the ends of the next steps of some trajectories: the next given time or the end of tspan.
 
-        That is in the direction of the solve, where tspan ends at `end`; `slots`, shape (N,), are of all.
+        These are in the direction of the solve, in which tspan ends at `end`; `slots`, shape (N,), is for all trajectories.
         """
         return np.minimum(end, self.due(slots[ids], ids) * signs)
 
@@ -57,18 +57,18 @@ class Settings(NamedTuple):
     alg: Algorithm
     rtol: float
     atol: Array | float  # float or array, shape (d, 1)
-    dt: float | None  # of fixed steps, or the first step
+    dt: float | None  # size of fixed steps, or of the first step
     dtmax: float
     max_steps: int
     events: tuple[Event, ...]
     saveat: Array | None  # shape (n_saved,) or (N, n_saved), or None
     record: bool  # whether to keep all accepted steps
-    checkpoints: int | None = None  # keep the states before every so many steps only
-    progress: Callable[[int], None] | None = None  # ``progress(finished)`` is told how many more trajectories have ended
-    ends: bool = False  # whether initial and final states are all that is saved: then there are no times in `saveat`
-    mass: Array | None = None  # shape (d, d), or None; the mass matrix; None for the identity
-    # {"tangent", "adjoint"} or None. How plain gradients are computed: by tangents or by an adjoint; None: by the number of
-    # directions.
+    checkpoints: int | None = None  # keep only the states before every `checkpoints`-th step
+    progress: Callable[[int], None] | None = None  # ``progress(finished)`` gets the number of newly ended trajectories
+    ends: bool = False  # whether only initial and final states are saved; `saveat` then has no times
+    mass: Array | None = None  # the mass matrix, shape (d, d); None for the identity
+    # {"tangent", "adjoint"} or None. How plain gradients are computed: by tangents or by an adjoint; None: chosen from the
+    # number of directions.
     gradient: str | None = None
     acting: Acting | None = None  # of a solve with events that act
 

@@ -1,9 +1,9 @@
 """A solve as one differentiable function: from initial states, tspan and parameters to final and saved states.
 
-All results make one vector, so that its cotangent comes back whole: reverse mode is one sweep over the steps. The solve
-itself has run before, on plain arrays; what a trace records is this function of its inputs, whose value is known. How it is
-differentiated is asked of the way in which it ran: by columns or a CPU kernel (`differentiable`), or by a kernel on a GPU
-(`compiled.cuda.gpu_derivatives`). A search for steady states is such a function of the parameters (`steady_operator`).
+All results form one vector, so that its cotangent arrives as a whole: reverse mode is one sweep over the steps. The solve
+itself has run before, on plain arrays; a trace records this function of its inputs, whose value is known. Its derivatives
+depend on how it ran: by columns or a CPU kernel (`differentiable`), or by a kernel on a GPU
+(`compiled.cuda.gpu_derivatives`). A search for steady states is such a function of the parameters (`steady_state`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.primitives.cotangents import conform, spec_like
 
-# The first arguments of a solve, with the given times at which events act; the leaves of the parameters follow.
+# The first arguments of a solve, including the given times at which events act; the leaves of the parameters follow.
 U0, START, END, DUE, LEAVES = range(5)
 NO_TIMES = np.empty((0, 0))
 
 
 class DifferentiableSolve(Protocol):
-    """A solve that has run, and its derivatives; arguments are told by their numbers."""
+    """A solve that has run, and its derivatives; arguments are identified by their numbers."""
 
     @property
     def vector(self) -> Array:
@@ -32,19 +32,19 @@ class DifferentiableSolve(Protocol):
         ...
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> Mapping[int, Any]:
-        """Return the cotangents of arguments by that of the vector; all of them are plain."""
+        """Return the cotangents of arguments, given that of the vector; all of them are plain."""
         ...
 
     def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
-        """Return the tangent of the vector by those of arguments; all of them are plain."""
+        """Return the tangent of the vector, given those of arguments; all of them are plain."""
         ...
 
     def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
-        """Return the same as `pull` as a function that further traces see."""
+        """Return the same as `pull` as a function that outer traces see."""
         ...
 
     def push_traced(self, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
-        """Return the same as `push` as a function that further traces see."""
+        """Return the same as `push` as a function that outer traces see."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""The way over the steps of trajectories on the host, which were put into order when the solve had ended.
+"""Sweeps over the steps of trajectories on the host, which were sorted at the end of the solve.
 
-The columns of a block are ordered by their numbers of steps, the most first, and visit v is the (v+1)-th step from the end
-of the first few. Where only some states were kept, visits are about steps of one number, counted from the start, so that
-all columns begin their stretches together.
+The columns of a block are sorted by their numbers of steps, in descending order, and visit v is the (v+1)-th step from the
+end of the first few. If only some states were kept, all steps of a visit have the same number, counted from the start, so
+that all columns begin their segments together.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mpiad.ensemble.record import Steps
 from mpiad.ensemble.seeds import Schedule, grouped
 from mpiad.ensemble.step_sweep import LocatedEvent, SavedInStep, StepSweep, Visit
 
-if TYPE_CHECKING:  # a run makes its sweeps, and so imports this file
+if TYPE_CHECKING:  # a run creates its sweeps, and so imports this file
     from mpiad.ensemble.run import Run
 
 
 def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
-    """Return which of the trajectories `ids` a sweep goes over, and their columns."""
+    """Return which of the trajectories `ids` belong to a sweep, and their columns."""
     order = np.argsort(sweep.ids)
     place = np.minimum(np.searchsorted(sweep.ids, ids, sorter=order), max(0, len(order) - 1))
     mine = np.flatnonzero(sweep.ids[order[place]] == ids) if len(order) else np.empty(0, int)
@@ -31,20 +31,20 @@ def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
 
 
 class Crossings(NamedTuple):
-    """Events on the way of trajectories."""
+    """Events of trajectories."""
 
-    # `ids`, `order`, `event`, `number`: int, shape (m,). The trajectories, which of the events of each this is, which
-    # event, and in which step, from 0.
+    # `ids`, `order`, `event`, `number`: int, shape (m,). The trajectories, the index among the events of each trajectory,
+    # the index of the event in the solve, and that of the step, from 0.
     ids: Array
     order: Array
     event: Array
     number: Array
-    # `x`, `time`: shape (m,). The part of the step that is gone there, and when.
+    # `x`, `time`: shape (m,). The fraction of the step at which it lies, and its time.
     x: Array
     time: Array
 
     def by_visits(self, sweep: SortedSweep) -> dict[int, list[tuple[Array, Array]]]:
-        """Return by the visits of a sweep the crossings and their columns, event by event."""
+        """Return, by visit of a sweep, the crossings and their columns, event by event."""
         mine, columns = columns_of(sweep, self.ids)
         return grouped(sweep.visit_of(columns, self.number[mine]), self.event[mine], mine, columns)
 
@@ -52,9 +52,9 @@ class Crossings(NamedTuple):
 class SortedSweep(StepSweep):
     """The visits of a block of trajectories on the host.
 
-    `start`, `stop`: the block: which places in the order of the steps. `first`: the trajectory that the steps count
-    from. `every`: of every so many states one was kept, and the others are computed again; None: all were, or they
-    aren't wanted.
+    - `start`, `stop`: the bounds of the block in the order of the steps.
+    - `first`: the trajectory from which the steps count.
+    - `every`: one of this number of states was kept, and the others are computed again; None if all were, or aren't needed.
     """
 
     def __init__(self, run: Run, steps: Steps, start: int, stop: int, first: int, every: int | None):
@@ -62,7 +62,7 @@ class SortedSweep(StepSweep):
         self._own = steps.order[start:stop]
         self.counts, self.ids = steps.counts[self._own], self._own + first
         self._every = every
-        # What is looked at in each visit, or never.
+        # Read in each visit if there are events.
         self._cut = run.cut[self.ids] if run.settings.events else None
 
     @cached_property
@@ -82,8 +82,8 @@ class SortedSweep(StepSweep):
         return super().forwards() if self._every else (self._visit(s) for s in range(len(self) - 1, -1, -1))
 
     def visit_of(self, column: Array, number: Array) -> Array:
-        """Return in which visit, counted backwards, the steps of these numbers lie."""
-        # Stretches begin together, so their visits are about steps of one number.
+        """Return the visits, counted backwards, that contain the steps of these numbers."""
+        # With kept states segments begin together, so all steps of a visit have the same number.
         return (len(self) if self._every else self.counts[column]) - 1 - number
 
     def _visit(self, s: int) -> Visit:
@@ -109,7 +109,7 @@ class SortedSweep(StepSweep):
             t, h = self._steps.times(self._own[:width], np.full(width, number))
             visit = Visit(len(self) - 1 - number, t, h, u, slice(following, width))
             yield visit
-            if number + 1 < stop:  # the next stretch begins at a kept state
+            if number + 1 < stop:  # the next segment begins at a kept state
                 u = self._run.stages_again(self, visit)[1]
                 for rows, columns in self.jumps(visit):
                     u[:, columns] = self._run.jumps.after[:, rows]  # type: ignore[union-attr]
@@ -117,10 +117,10 @@ class SortedSweep(StepSweep):
     def _width(self, number: int) -> int:
         return int(np.count_nonzero(self.counts > number))
 
-    # ---- what lies in a step
+    # ---- values and events in a step
 
     def is_last(self, column: Array, number: Array) -> Array:
-        """Tell of which steps the last stage isn't the first of the next: there is none, or it starts elsewhere."""
+        """Return for which steps the last stage isn't the first of a next one: there is none, or its state differs."""
         last, jumps = number == self.counts[column] - 1, self._run.jumps
         if jumps:
             most = int(self._run.counts.max()) + 1
@@ -147,7 +147,7 @@ class SortedSweep(StepSweep):
         for crossings, visits, ends in ((run.crossings, self._passings, False), (run.stops, self._stops, True)):
             for chosen, columns in visits.get(visit.number, ()):
                 x, time, event = crossings.x[chosen], crossings.time[chosen], int(crossings.event[chosen[0]])
-                # Times of events that act come after those of events on the way; an end's is that of its trajectory.
+                # Times of events that act come after those of other events; that of an end is its trajectory's.
                 row = run.acting_row[chosen] if ends and run.jumps else self.ids[columns] if ends else chosen
                 found.append(LocatedEvent(event, ends, columns, x, time, row))
         return found
@@ -161,11 +161,11 @@ class SortedSweep(StepSweep):
         return self._run.jumps.by_visits(self) if self._run.jumps else {}
 
     def jumps(self, visit: Visit) -> Sequence[tuple[Array, Array]]:
-        """Return which jumps follow the step, in their order, and their columns."""
+        """Return the jumps that follow the step, in order, and their columns."""
         return self._jumps.get(visit.number, ())
 
     def moves(self, visit: Visit) -> Array:
-        """Tell in which columns the step ends where tspan does."""
+        """Return in which columns the step ends at the end of tspan."""
         found = np.zeros(len(visit.t), bool)
         found[visit.about] = True if self._cut is None else ~self._cut[visit.about]
         return found

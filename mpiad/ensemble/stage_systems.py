@@ -1,8 +1,8 @@
-"""The linear systems of Rosenbrock steps that are differentiated: their factors, and how their matrices move.
+"""The linear systems of Rosenbrock steps that are differentiated: their factors, and the derivatives of their matrices.
 
-What moves W = M/γ - h J and T = ∂f/∂t moves a stage k as a right-hand side would that gains h (J k + d T), with k held
-fixed: a derivative of f along (h k, h d), whose own derivatives are products with second derivatives of f. They are taken
-by programs of what f computes.
+A change of W = M/γ - h J and T = ∂f/∂t changes a stage k like a change of the right-hand side by that of h (J k + d T),
+with k held fixed: a derivative of f along (h k, h d), whose own derivatives are products with second derivatives of f. They
+are computed by programs derived from that of f.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class System(NamedTuple):
     """The systems of one step of several columns."""
 
     jacobian: Array  # shape (d, d, n)
-    rise: Array | None  # shape (d, n), or None; ∂f/∂t; None where it is zero
+    rise: Array | None  # shape (d, n), or None if it is zero; ∂f/∂t
     lu: ColumnLU  # of W
 
 
 class StageSystems:
-    """The systems of a run's steps, differentiated by the leaves of the parameters at `places`."""
+    """The systems of a run's steps, differentiated with respect to the leaves of the parameters at `places`."""
 
     def __init__(self, run: Run, places: Sequence[int]):
         self._batch, self._places, self._layout = run.batch, places, packing_of(run.batch.p)
@@ -58,11 +58,11 @@ class StageSystems:
         )
 
     def jacobian(self, out: Array, u: Array, leaves: Sequence[Any], t: Array) -> Array | None:
-        """Write ∂f/∂u into zeros, and return ∂f/∂t, by the leaves of the parameters: see `field_jacobian`."""
+        """Write ∂f/∂u into zeros, and return ∂f/∂t, given the leaves of the parameters: see `field_jacobian`."""
         return self._write(out, u, self._batch.p.of_columns(list(leaves), len(self._batch.shape) > 1), t)
 
     def at(self, u: Array, leaves: Sequence[Any], t: Array, h: Array) -> System:
-        """Return the systems of steps of sizes h from states u, by the leaves of the parameters."""
+        """Return the systems of steps of sizes h from states u, given the leaves of the parameters."""
         jacobian = np.zeros_like(u, shape=(len(u), *u.shape))
         rise = self.jacobian(jacobian, u, leaves, t)
         matrices = jacobian * -h
@@ -70,17 +70,17 @@ class StageSystems:
         return System(jacobian, rise, ColumnLU(matrices))
 
     def add_stages(self, right: Array, i: int, stages: Sequence[Array]) -> None:
-        """Add to the right-hand side of stage i what the stages before it are in it."""
+        """Add the coupling terms of the earlier stages to the right-hand side of stage i."""
         for weight, before in zip(self.table.coupling[i - 1], stages):
             if weight:
                 right += self.mass.times(weight * before)
 
     def rows(self, leaves: Sequence[Any], count: int, dtype: np.dtype) -> dict[int, Array]:
-        """Return the numbers of the parameters as programs take them."""
+        """Return the parameters' numbers as rows, as programs take them."""
         return self._layout.numbers(list(leaves), count, dtype)
 
     def pull(self, u: Array, leaves: Sequence[Any], t: Array, right: Array, along: Array, in_time: Array) -> list[Any]:
-        """Return the gradient of Σ right · (derivative of f along directions): by u, by the leaves, and by time.
+        """Return the gradient of Σ right · (derivative of f along directions): with respect to u, the leaves, and time.
 
         `right` and `along` have shape (d, stages, n), `in_time` (stages, n).
         """
@@ -101,7 +101,7 @@ class StageSystems:
     def tangent_rows(self, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]], u: Array) -> list[Array]:
         """Return the tangents of the parameters' numbers, each of shape (m, n), or of one entry that is zero.
 
-        Of each leaf to differentiate by `tangents` has m, None where one is zero.
+        For each differentiated leaf `tangents` has m arrays, None for zero ones.
         """
         count, dtype = u.shape[-1], u.dtype
         numbers, zeros = range(self._layout.size), np.zeros_like(u, shape=(count,))
@@ -122,8 +122,8 @@ class StageSystems:
     ) -> Array:
         """Return the tangents of the derivative of f along a direction, shape (d, m, n).
 
-        `along` has shape (d, n), `in_time` (n,). The tangents are of u, shape (m, d, n), the rows of the parameters: see
-        `tangent_rows`.
+        `along` has shape (d, n), `in_time` (n,). The tangents are those of u, shape (m, d, n), the rows those of the
+        parameters: see `tangent_rows`.
         """
         given = self.rows(leaves, u.shape[1], u.dtype)
         moved = [*(tangents[:, i] for i in range(len(u))), *rows]

@@ -1,4 +1,4 @@
-"""Statistics over the trajectories of an ensemble, as numbers, texts and pictures."""
+"""Statistics over the trajectories of an ensemble, as numbers, texts and plots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def mean(u: Array) -> Array:
-    """Return the mean over the first axis, of what isn't NaN."""
+    """Return the mean over the first axis, ignoring NaN."""
     if isbox(u) or is_device_array(u):
         known = ~np.isnan(getval(u))
         return anp.sum(anp.where(known, u, 0.0), axis=0) / known.sum(axis=0)
@@ -26,31 +26,31 @@ def mean(u: Array) -> Array:
 
 
 def spread(u: Array) -> Array:
-    """Return the standard deviation over the first axis, of what isn't NaN."""
+    """Return the standard deviation over the first axis, ignoring NaN."""
     if isbox(u) or is_device_array(u):
         return root(mean(squared_distance(u, mean(u))))
     return np.nanstd(u, axis=0) if len(u) else np.full(u.shape[1:], np.nan)
 
 
 def squared_distance(u: Array, center: Array) -> Array:
-    """Return |u - center|², NaN where u is: there no derivative flows to the center."""
+    """Return |u - center|², NaN if u is; no derivative flows from there to the center."""
     known = ~np.isnan(getval(u))
-    # NaN are taken out inside as well: the derivative of what is dropped outside is multiplied by zero, and stays NaN.
+    # NaN are replaced inside as well: otherwise the outer derivative, zero, times NaN would remain NaN.
     return anp.where(known, anp.abs(anp.where(known, u, 0.0) - anp.where(known, center, 0.0)) ** 2, np.nan)
 
 
 def root(x: Array) -> Array:
-    """Return the square root; its derivative is taken as 0 where x is 0: there all trajectories are the same."""
+    """Return the square root; its derivative is defined as 0 at x = 0, when all trajectories are equal."""
     still = getval(x) == 0
-    # Of a one where x is 0: the root's derivative at 0 is infinite, and times zero it would be NaN.
+    # The root of one for x = 0: the root's derivative at 0 is infinite, and times zero it would be NaN.
     return anp.where(still, 0.0, anp.sqrt(anp.where(still, 1.0, x)))
 
 
 def quantile(u: Array, q: float | list[float]) -> Array:
-    """Return quantiles over the first axis, of what isn't NaN.
+    """Return quantiles over the first axis, ignoring NaN.
 
-    The adjoint goes to the two trajectories that a quantile lies between, by how near it is to each; which ones these are
-    is taken as fixed.
+    The adjoint flows to the two trajectories next to a quantile, with their interpolation weights; the choice of these
+    trajectories is taken as fixed.
     """
     if (isbox(u) or is_device_array(u)) and len(u):
         return _between(u, np.asarray(q, float))
@@ -58,7 +58,7 @@ def quantile(u: Array, q: float | list[float]) -> Array:
 
 
 def _between(u: Array, q: np.ndarray) -> Array:
-    """Return quantiles of states that are traced or on a device: NumPy's "linear" ones."""
+    """Return "linear" quantiles, as NumPy defines them, of states that are traced or on a device."""
     if q.size and not (q.min() >= 0 and q.max() <= 1):
         raise ValueError(f"quantile: q must lie between 0 and 1, but got {q.tolist()}.")
     values = getval(u)
@@ -71,7 +71,7 @@ def _between(u: Array, q: np.ndarray) -> Array:
     arrays = arrays_of(values)
     each = np.arange(columns.shape[1]) if arrays is None else arrays.arange(columns.shape[1])
     found = []
-    for part in q.ravel().tolist():  # one by one, since numbers go with any call to a device, and arrays must be copied
+    for part in q.ravel().tolist():  # one by one: numbers can be passed to any call on a device, arrays must be copied
         place = part * last
         below = np.floor(place).astype(int)
         ends = (np.take_along_axis(order, end[None], 0)[0] for end in (below, np.minimum(below + 1, last)))
@@ -81,7 +81,7 @@ def _between(u: Array, q: np.ndarray) -> Array:
 
 
 def summary(sol: EnsembleSolution) -> str:
-    """Describe a solution: its survivors, how others failed, its steps, its final states."""
+    """Describe a solution: its survivors, the return codes of the others, its steps, its final states."""
     alive = sol.survivors
     names, counts = np.unique(sol.retcode, return_counts=True)
     codes = ", ".join(f"{count} {name}" for name, count in zip(names, counts))

@@ -1,11 +1,11 @@
-"""Explicit Runge-Kutta methods as tables of numbers, and the facts that a step needs of them.
+"""Explicit Runge-Kutta methods as tables of numbers, and the properties of them that a step needs.
 
-A table says all of a method: columns of arrays, kernels and adjoints of both read it, and know no method by its name. Each
-method has a file of its own in `methods/`, with its published coefficients.
+A table defines a method completely: columns of arrays, kernels and adjoints of both use it, and depend on no method by its
+name. Each method has a file of its own in `methods/`, with its published coefficients.
 
-Each table ends with the derivative at the new state, which is the first stage of the next step. In the error estimate it
-has a weight where a method is first-same-as-last, and none elsewhere: it then costs a call of f where a step is rejected.
-So interpolants have the derivatives at both ends of a step, whatever the method.
+Each table ends with the derivative at the new state, which is the first stage of the next step, so that interpolants have
+the derivatives at both ends of a step, whatever the method. In the error estimate this stage has a weight if the method is
+first-same-as-last, and none otherwise: it then costs an additional call of f if a step is rejected.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.controller import Controller, IController
 
-# Of sums of published decimals.
+# Tolerance for sums of published decimals.
 ROUNDING = 1e-13
 
 
 @dataclass(frozen=True, eq=False)
 class Tableau:
-    """The coefficients of an explicit method; `explicit` makes it. There are few: each is equal to itself alone."""
+    """The coefficients of an explicit method, created by `explicit`. Tables compare by identity."""
 
     # Row i, from the second stage on: the weights of the stages before it. The last row gives the new state.
     a: tuple[tuple[float, ...], ...]
-    c: tuple[float, ...]  # times of the stages, as parts of the step, in any order
-    error: tuple[float, ...] | None  # weights of the error estimate, one for each stage; None where steps are fixed
-    # Shape (stages, degree). Row i: coefficients of x, x², … in the weight of stage i at the part x of the step.
+    c: tuple[float, ...]  # times of the stages, as fractions of the step, in any order
+    error: tuple[float, ...] | None  # weights of the error estimate, one per stage; None for fixed steps
+    # Shape (stages, degree). Row i: coefficients of x, x², … in the weight of stage i at the fraction x of the step.
     dense: Array
-    order: int  # of the solution that goes on
+    order: int  # of the solution from which the next step starts
     embedded_order: int | None  # of the solution that it is compared with
 
-    # Whether its stages are solutions of linear systems, with the Jacobian of f.
+    # Whether its stages are solutions of linear systems with the Jacobian of f.
     implicit: ClassVar[bool] = False
 
     @property
     def takes_mass(self) -> bool:
-        """Whether systems may have a mass matrix, a singular one too."""
+        """Whether systems may have a mass matrix, including a singular one."""
         return False
 
     @cached_property
@@ -52,17 +52,17 @@ class Tableau:
 
     @cached_property
     def error_order(self) -> int:
-        """The order of the error estimate in the step: q of a step h is in proportion to h to this power."""
+        """The order of the error estimate: the error q of a step of size h is proportional to h to this power."""
         return 1 + min(self.order, self.embedded_order or self.order)
 
     @property
     def calls(self) -> int:
-        """How often f is called in a step."""
+        """The number of calls of f per step."""
         return self.stages - 1
 
     @property
     def sums(self) -> tuple[tuple[float, ...], ...]:
-        """The sums over stages that a step takes: in their arguments, and in the error."""
+        """The sums over stages in a step: for their arguments, and for the error."""
         return (*self.a, self.error or ())
 
 
@@ -70,14 +70,14 @@ def explicit(
     c: Sequence[float], a: Sequence[Sequence[float]], b: Sequence[float], error: Sequence[float] | None = None, *,
     order: int, embedded_order: int | None = None, dense: Array | None = None,
 ) -> Tableau:  # fmt: skip
-    """Return the table of an explicit method as it is published.
+    """Return the table of an explicit method in its published form.
 
-    `c` are times of the stages, without the derivative at the new state, of which the first is 0; `a` has a row for each
-    stage but the first: the weights of the stages before it. `b` are the weights of the stages in the new state, `error`
-    the same less the weights of the embedded solution, with one more where that takes the derivative at the new state
-    (first-same-as-last); none for fixed steps. `dense`, shape (stages, degree), has the coefficients of x, x², … in the
-    weights of the stages, that of the derivative at the new state included; Hermite's cubic by default, of order 3. A
-    ValueError where numbers are missing, or sums of weights aren't what they must be.
+    `c` are the times of the stages, of which the first is 0, without the derivative at the new state; `a` has a row for
+    each stage but the first: the weights of the stages before it. `b` are the weights of the stages in the new state,
+    `error` the same minus the weights of the embedded solution, with one more if that uses the derivative at the new state
+    (first-same-as-last); None for fixed steps. `dense`, shape (stages, degree), has the coefficients of x, x², … in the
+    weights of the stages, including the derivative at the new state; by default Hermite's cubic, of order 3. Raises a
+    ValueError if numbers are missing, or sums of weights violate the consistency conditions.
     """
     if len(a) != len(c) - 1 or len(b) != len(c):
         raise ValueError(f"the table has {len(a)} rows for {len(c)} stages, and {len(b)} weights b")
@@ -109,7 +109,7 @@ def _hermite(b: Sequence[float]) -> Array:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A Runge-Kutta method and how its steps are chosen."""
+    """A Runge-Kutta method and its step size controller."""
 
     controller: Controller = IController()
     tableau: ClassVar[Tableau]
@@ -122,17 +122,17 @@ class Algorithm:
 #
 #     W k_i = f(u + h Σ a_ij k_j, t + c_i h) + Σ C_ij k_j + d_i h T,    u_new = u + h Σ b_i k_i.
 #
-# That is the form in which codes have them (Hairer and Wanner, Solving Ordinary Differential Equations II, IV.7: their u_i
-# is h k_i). No product with J is taken in it, and a step of size zero is one like all others. Of M u' = f, W is M/γ - h J,
-# and M stands before the sum of C_ij k_j.
+# This is the form that codes use (Hairer and Wanner, Solving Ordinary Differential Equations II, IV.7: their u_i is h k_i).
+# It needs no product with J, and a step of size zero needs no special case. For M u' = f, W is M/γ - h J, and the sum of
+# C_ij k_j is multiplied by M.
 #
-# To all others such a table is that of a Runge-Kutta method: in front of its stages stands f at the present state, behind
-# them that at the new one, and error estimate and interpolant are sums over the stages.
+# All other code treats such a table as that of a Runge-Kutta method: its stages are preceded by f at the present state and
+# followed by f at the new one, and error estimate and interpolant are sums over the stages.
 
 
 @dataclass(frozen=True, eq=False)
 class RosenbrockTableau(Tableau):
-    """The coefficients of a Rosenbrock method; `rosenbrock` makes it."""
+    """The coefficients of a Rosenbrock method, created by `rosenbrock`."""
 
     gamma: float
     coupling: tuple[tuple[float, ...], ...]  # row i: the weights C of the stages before stage i + 1 in its right-hand side
@@ -142,23 +142,23 @@ class RosenbrockTableau(Tableau):
 
     @cached_property
     def ends_at_new_state(self) -> bool:
-        """Whether f at the last stage's argument is that at the new state, and needn't be called again."""
+        """Whether f at the last stage's argument equals that at the new state, and needn't be called again."""
         row = self.a[-2]
         return self.c[-2] == 1 and self.a[-1] == (*row, 0.0)
 
     @property
     def takes_mass(self) -> bool:
-        """Whether it is stiffly accurate: the new state is the last argument and h times its stage."""
+        """Whether it is stiffly accurate: the new state is the last argument plus h times its stage."""
         return self.a[-1] == (*self.a[-2], 1.0)
 
     @property
     def calls(self) -> int:
-        """How often f is called in a step."""
+        """The number of calls of f per step."""
         return len(self.coupling) - self.ends_at_new_state
 
     @property
     def sums(self) -> tuple[tuple[float, ...], ...]:
-        """The sums over stages: in their arguments, in their right-hand sides, in the error."""
+        """The sums over stages: for their arguments, for their right-hand sides, for the error."""
         return (*self.a, *self.coupling, self.error or ())
 
 
@@ -166,16 +166,16 @@ def rosenbrock(
     gamma: float, c: Sequence[float], a: Sequence[Sequence[float]], coupling: Sequence[Sequence[float]],
     slopes: Sequence[float], b: Sequence[float], error: Sequence[float], dense: Array, *, order: int, embedded_order: int,
 ) -> RosenbrockTableau:  # fmt: skip
-    """Return the table of a Rosenbrock method as it is published.
+    """Return the table of a Rosenbrock method in its published form.
 
-    `c` are times of the stages, of which the first is 0; `a` and `coupling` have a row for each stage but the first: the
-    weights of the stages before it in its argument, and in its right-hand side. `slopes` are the weights of h ∂f/∂t, `b`
-    those of the stages in the new state, `error` the same less those of the embedded solution. `dense`, shape (stages,
-    degree), has the coefficients of x, x², … in the weights of the stages at the part x of the step. A ValueError where
-    numbers are missing, or sums of weights aren't what they must be.
+    `c` are the times of the stages, of which the first is 0; `a` and `coupling` have a row for each stage but the first:
+    the weights of the stages before it in its argument, and in its right-hand side. `slopes` are the weights of h ∂f/∂t,
+    `b` those of the stages in the new state, `error` the same minus those of the embedded solution. `dense`, shape (stages,
+    degree), has the coefficients of x, x², … in the weights of the stages at the fraction x of the step. Raises a
+    ValueError if numbers are missing, or sums of weights violate the consistency conditions.
     """
     count = len(c)
-    # Of u' = 1 each stage is the sum of its row of Γ, which is its weight of h ∂f/∂t.
+    # For u' = 1 each stage is the sum of its row of Γ, which is its weight of h ∂f/∂t.
     expected = [(row, time) for row, time in zip(((), *a), c)]
     expected += [(row, slope / gamma - 1) for row, slope in zip(((), *coupling), slopes)]
     expected += [(b, 1.0), (error, 0.0)]
@@ -192,7 +192,7 @@ def rosenbrock(
             f"the table has {count} times c, and {lengths} slopes, b, error, dense, and rows of a and coupling: all must "
             f"be {count}, and row i have i weights"
         )
-    # f at the present state stands in front, and takes part in no sum.
+    # f at the present state is prepended, with zero weights in all sums.
     shifted = [(0.0, *row) for row in ((), *a, b)]
     return RosenbrockTableau(
         tuple(shifted), (0.0, *c, 1.0), (0.0, *error, 0.0), np.pad(dense, ((1, 1), (0, 0))), order, embedded_order, gamma,

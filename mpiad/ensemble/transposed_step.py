@@ -1,21 +1,21 @@
 """The adjoint of one step of several columns.
 
-In a Runge-Kutta step, with y_i = u + h Σ_{j<i} a_ij k_j, k_i = f(y_i) and the new state y_s of the same form, a cotangent λ
-of the new state goes back from the last stage to the first:
+In a Runge-Kutta step, with y_i = u + h Σ_{j<i} a_ij k_j, k_i = f(y_i) and the new state y_s of the same form, the cotangent
+λ of the new state is propagated from the last stage to the first:
 
     k̄_j = Σ_{i>j} a_ij h ȳ_i,    ȳ_s = λ,    ȳ_j = f'(y_j)ᵀ k̄_j,    ū = λ + Σ_j ȳ_j.
 
-The stages are computed again from the state before the step. All is sums of products, column by column: a trajectory's
-cotangent depends on no other.
+The stages are computed again from the state before the step. All operations are sums of products, column by column: a
+trajectory's cotangent doesn't depend on the others.
 
-In a Rosenbrock step W k_i = r_i, where r_i = f(y_i) + Σ C_ij k_j + d_i h T (see `rosenbrock_tableaus`). A cotangent of
-stage i goes back through the transposed matrix, r̄_i = W⁻ᵀ k̄_i, and from there to the argument, as above, and to the stages
-before it. What is left is how W and T move with the state, the parameters and time: as the gradient of
+In a Rosenbrock step W k_i = r_i, with r_i = f(y_i) + Σ C_ij k_j + d_i h T (see `tableaus`). The cotangent of stage i is
+propagated through the transposed matrix, r̄_i = W⁻ᵀ k̄_i, and from there to the argument, as above, and to the earlier
+stages. The remaining terms, from the dependence of W and T on the state, the parameters and time, are the gradient of
 
     φ = Σ r̄_i · h (J k_i + d_i T),
 
-with r̄ and k held fixed. It is a sum of derivatives of f along (h k_i, h d_i), so its gradient is that of r̄_i · f, along the
-same directions: second derivatives of f, of which no matrix is made.
+with r̄ and k held fixed. It is a sum of derivatives of f along (h k_i, h d_i), so its gradient is that of r̄_i · f along
+the same directions: second derivatives of f, whose matrices are never formed.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from mpiad.ensemble.step_sweep import Columns, Visit
 
 
 def over_slots(x: Array) -> Array:
-    """Return the sum over several values in one step of each column, where there are such, as on devices; shape (d, n)."""
+    """Return the sum over several values per column in one step, as devices have them; shape (d, n)."""
     return x if x.ndim == 2 else np.sum(x, axis=0)
 
 
 class Arrival(NamedTuple):
-    """Cotangents of stages that come from elsewhere: what is saved inside a step."""
+    """Cotangents of stages from values saved inside a step."""
 
-    columns: Columns  # int, shape (m,); none comes twice
-    value: Array  # shape (d, m), or (s, d, m) for several in each column
-    # From stages to arrays of shape (m,), or (s, 1, m): the cotangent of a stage gains `value` times this.
+    columns: Columns  # int, shape (m,); each at most once
+    value: Array  # shape (d, m), or (s, d, m) for several per column
+    # From stages to arrays of shape (m,), or (s, 1, m): `value` times this is added to the cotangent of the stage.
     weights: dict[int, Array]
 
 
@@ -54,13 +54,13 @@ def _take_up(k_bar: Array, j: int, arrivals: Sequence[Arrival]) -> None:
 
 
 class TransposedStep:
-    """The stages of one step, and the way back through them.
+    """The stages of one step, and the backward pass through them.
 
-    - `leaves`: of the parameters of these columns.
-    - `y`, `k`, each shape (d, n): arguments and values of the stages; without the last, which belongs to the next step.
-    - `h`, of shape (n,): steps in the precision of the states.
-    - `last`: the number of the last stage.
-    - `by_size`, of shape (n,), or float: after `pull`: cotangents of the size of the step that aren't those of a stage.
+    - `leaves`: the parameters of these columns.
+    - `y`, `k`: each shape (d, n); arguments and values of the stages, without the last, which belongs to the next step.
+    - `h`: shape (n,); step sizes in the precision of the states.
+    - `last`: the index of the last stage.
+    - `by_size`: shape (n,), or float; after `pull`, cotangents of the size of the step that don't come from a stage.
     """
 
     by_size: Array | float = 0.0
@@ -77,7 +77,7 @@ class TransposedStep:
             self._evaluate(self.argument(i), i)
 
     def argument(self, i: int) -> Array:
-        """Return the argument of stage i; that of the last is the new state."""
+        """Return the argument of stage i; that of the last stage is the new state."""
         if i == len(self.y):
             y = self._coefficients.row(i, self._stages, np.empty_like(self._term), self._term)
             np.multiply(y, self.h, out=y)
@@ -90,29 +90,30 @@ class TransposedStep:
         self.k.append(k)
 
     def add_last_stage(self) -> None:
-        """Compute the stage at the new state too, where no step follows that would; once."""
+        """Compute the stage at the new state, too, if no step follows that would; once."""
         if len(self.k) == self.last:
             self._evaluate(self.argument(self.last), self.last)
 
     def pull(self, cotangent: Array, arrivals: Sequence[Arrival], gains: Callable) -> Array:
-        """Return the cotangent of the state before the step, shape (d, n), of that after it; only once.
+        """Return the cotangent of the state before the step, shape (d, n), given that of the state after it; only once.
 
-        That is written over. ``gains(j, parts, y_bar)`` is told, stage by stage, the cotangents of the leaves (and of time)
-        and of the stage's argument.
+        The given array is overwritten. ``gains(j, parts, y_bar)`` gets, stage by stage, the cotangents of the leaves (and
+        of time) and of the stage's argument.
         """
         total, last = cotangent, self.last
         bars, room = self._coefficients.bars(total), np.empty_like(total)
-        # With the last stage, which is evaluated at the new state, that one's cotangent is complete only after it.
+        # With the last stage, which is evaluated at the new state, the new state's cotangent is complete only after that
+        # stage.
         if len(self.k) == last:
             bars[last] = total * self.h
         for j in range(len(self.k) - 1, -1, -1):
-            # The transpose of y_i = u + h Σ a_ij k_j: stage j gains h a_ij ȳ_i of later arguments and the new state.
+            # The transpose of y_i = u + h Σ a_ij k_j: stage j gets h a_ij ȳ_i from later arguments and the new state.
             k_bar = self._coefficients.column(j, bars, room, self._term)
             _take_up(k_bar, j, arrivals)
-            # Taken off the list, so that the memory of each stage's trace returns at once.
+            # Removed from the list, so that the memory of each stage's trace is freed at once.
             y_bar, *parts = self._pulls.pop()(k_bar)
             gains(j, parts, y_bar)
-            # Each argument begins with u.
+            # Each argument contains u.
             if y_bar is not None:
                 total += y_bar
             if j == last:
@@ -123,14 +124,14 @@ class TransposedStep:
 
 
 class _TransposedRosenbrockStep(TransposedStep):
-    """The stages of one step, and the way back through them: see `TransposedStep`. f at its ends isn't among them."""
+    """The stages of one step, and the backward pass through them: see `TransposedStep`. f at its ends isn't computed."""
 
     def __init__(self, run: Run, tracing: Tracing, systems: StageSystems, visit: Visit, leaves: Sequence[Any]):
         self._systems, self._table, real = systems, systems.table, run.coefficients.real
         h, self._time = (x.astype(real, copy=False) for x in (visit.h, visit.t))
         self._jacobian, self._rise, self._lu = systems.at(visit.u, leaves, self._time, h)
         super().__init__(run.coefficients, tracing, visit, leaves)
-        # Of f at the new state nothing is a part.
+        # f at the new state doesn't occur in the step.
         self.k.append(np.zeros_like(visit.u))
 
     def _evaluate(self, y: Array, i: int) -> None:
@@ -146,7 +147,7 @@ class _TransposedRosenbrockStep(TransposedStep):
         self._lu.solve(k)
 
     def argument(self, i: int) -> Array:
-        """Return the argument of stage i; that of the last is the new state."""
+        """Return the argument of stage i; that of the last stage is the new state."""
         if i == 1 == len(self.y):  # no stage is before it
             self.y.append(self.y[0])
         return super().argument(i)
@@ -183,7 +184,7 @@ class _TransposedRosenbrockStep(TransposedStep):
         return total
 
     def _moved_by_size(self, rights: dict[int, Array]) -> Array:
-        """Return how φ moves with the size of the step, of which it is a multiple."""
+        """Return the derivative of φ with respect to the size of the step."""
         total = np.zeros_like(self.h, dtype=float)
         for j, right in rights.items():
             moved = (self._jacobian * self.k[j]).sum(axis=1)
@@ -194,7 +195,7 @@ class _TransposedRosenbrockStep(TransposedStep):
 
 
 def transposed_steps(run: Run, tracing: Tracing, places: Sequence[int]) -> Callable[[Visit, Sequence[Any]], TransposedStep]:
-    """Return what makes the way back through a visit, by the parameters of its columns and the places of their leaves."""
+    """Return a factory for backward passes, given a visit and its columns' leaves; `places` are leaf indices."""
     if not run.tableau.implicit:
         return lambda visit, leaves: TransposedStep(run.coefficients, tracing, visit, leaves)
     systems = StageSystems(run, places)
@@ -204,16 +205,16 @@ def transposed_steps(run: Run, tracing: Tracing, places: Sequence[int]) -> Calla
 class Inside(NamedTuple):
     """Cotangents of states u + h Σ w_i(x) k_i inside a step."""
 
-    columns: Columns  # int, shape (m,); none comes twice
-    value: Array  # shape (d, m), or (s, d, m) for several in each column
+    columns: Columns  # int, shape (m,); each at most once
+    value: Array  # shape (d, m), or (s, d, m) for several per column
     x: Array  # shape (m,), or (s, m)
     weights: Sequence[Array]  # sequence of array, shape (m,), or (s, 1, m)
-    # Bool, shape (m,), or None. Whether the last stage's share is taken here; if not, it is that of the step after. None:
-    # everywhere.
+    # Bool, shape (m,), or None. Whether the last stage's contribution is added here; otherwise it is added in the next
+    # step. None: everywhere.
     whole: Array | None = None
 
     def arrival(self, step: TransposedStep) -> Arrival:
-        """Return what the stages of the step gain."""
+        """Return the contributions to the stages of the step."""
         last = step.last
         weights = dict(enumerate(self.weights[:last]))
         if len(step.k) > last:
@@ -222,20 +223,21 @@ class Inside(NamedTuple):
 
 
 class StepCotangents:
-    """What one step adds to.
+    """The cotangents to which one step adds.
 
-    `parts`: from places of leaves to their cotangents, which are added to. `width`: how many columns count; the others
-    are doubles. `t_bar`, `h_bar`, of shape (n,): cotangents of the time before the step and of its size.
+    - `parts`: from indices of leaves to their cotangents, which are updated.
+    - `width`: the number of columns; the others are copies.
+    - `t_bar`, `h_bar`: shape (n,); cotangents of the time before the step and of its size.
     """
 
     def __init__(self, step: TransposedStep, parts: dict[int, Array], varies: Sequence[bool], width: int, timed: bool):
         self._step, self._parts, self._varies, self._width, self._timed = step, parts, varies, width, timed
         if timed:
             self.t_bar, self.h_bar = (np.zeros_like(step.h, dtype=float) for _ in range(2))
-            self._divisor = np.where(step.h == 0, 1, step.h)  # what makes no step doesn't move with its size
+            self._divisor = np.where(step.h == 0, 1, step.h)  # a column without a step doesn't depend on its size
 
     def note_stage(self, j: int, parts: list[Any], y_bar: Array | None) -> None:
-        """Note the cotangents of the leaves, of time, and of the argument of stage j."""
+        """Add the cotangents of the leaves, of time, and of the argument of stage j."""
         self.note_leaves(parts, np.s_[: self._width], self._width)
         if not self._timed:
             return
@@ -243,11 +245,11 @@ class StepCotangents:
             self.t_bar += parts[-1]
             self.h_bar += self._step.tableau.c[j] * parts[-1]
         if j and y_bar is not None:
-            # y_j = u + h Σ a k, so its derivative by h is (y_j - u) / h; and so it is of the new state.
+            # y_j = u + h Σ a k, so its derivative with respect to h is (y_j - u) / h; the same holds for the new state.
             self.h_bar += _dot(y_bar, self._step.y[j] - self._step.y[0]) / self._divisor
 
     def note_leaves(self, parts: Sequence[Any], columns: Columns, count: int) -> None:
-        """Add to the cotangents of the leaves; `columns` says to those of which trajectories, `count` of them."""
+        """Add to the cotangents of the leaves, those of the trajectories `columns`; `count` is their number."""
         for (place, total), part in zip(self._parts.items(), parts):
             if part is None:
                 continue
@@ -259,12 +261,12 @@ class StepCotangents:
                 self._parts[place] = total + part
 
     def note_new(self, cotangent: Array) -> None:
-        """Note how the new state moves with the size of the step."""
+        """Add the contribution of the new state to the cotangent of the size of the step."""
         step = self._step
         self.h_bar += _dot(cotangent, step.argument(step.last) - step.y[0]) / self._divisor
 
     def note_saved(self, inside: Sequence[Inside]) -> None:
-        """Note how states at fixed times inside the step move with its time and size."""
+        """Add the contributions of states at fixed times inside the step to the cotangents of its time and size."""
         step = self._step
         for part in inside:
             columns = part.columns
@@ -282,5 +284,5 @@ def _dot(cotangent: Array, change: Array) -> Array:
 
 
 def _summed(x: Array) -> Array:
-    """Return the sum over several values of each column, as `over_slots` does with states."""
+    """Return the sum over several values per column, as `over_slots` does for states."""
     return x if x.ndim == 1 else np.sum(x, axis=0)
