@@ -109,7 +109,7 @@ class _Block:
         self._run, self._step_of, self._seeds, self._found, self._sweep = run, step_of, seeds, found, sweep
         self._timed, self._jumps, self._leaves = timed, jumps, sweep.leaves
         self._parts = {place: np.zeros_like(self._leaves[place]) for place in found.leaves}
-        # Cotangents of the start of the part of each trajectory that has been swept already.
+        # Cotangents of the times at which the parts swept so far begin.
         self._start, self._end = found.start[sweep.ids], run.numbers(len(sweep.ids))
 
     def sweep(self) -> None:
@@ -134,7 +134,7 @@ class _Block:
         columns = self._run.doubled(width)
         leaves = self._run.columns(self._leaves, columns)
         step = self._step_of(visit.of(columns), leaves)
-        # The double of a single column gets nothing, or its parameters would count twice.
+        # The copy of a single column gets zero; otherwise its parameters would count twice.
         cotangent = np.zeros_like(step.y[0])
         cotangent[:, :width] = self._cotangent[:, :width]
         totals = StepCotangents(step, self._parts, self._run.batch.p.varies, width, self._timed)

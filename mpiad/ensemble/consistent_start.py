@@ -38,8 +38,7 @@ class ConsistentStart(NamedTuple):
 def consistent_start(given: Batch, mass: Array | None, rtol: float, atol: Array | float) -> ConsistentStart:
     """Return a batch, which may be traced, with initial states that satisfy the algebraic equations.
 
-    The given batch is on the host; `mass` has shape (d, d), None for the identity, and `atol` is a number or of shape (d,
-    1).
+    `given` is on the host; `mass` has shape (d, d), None for the identity, and `atol` is a number or of shape (d, 1).
     """
     free = None if mass is None or not given.size else null_vectors(mass)
     if free is None or mass is None or not free.shape[1]:

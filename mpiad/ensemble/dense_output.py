@@ -202,7 +202,7 @@ class PickledCommunicator:
     def __reduce__(self) -> tuple[type[PickledCommunicator], tuple[Any]]:
         try:
             pickle.dumps(self.comm)
-        except Exception:  # noqa: BLE001 - mpi4py has raised different kinds in its versions
+        except Exception:  # noqa: BLE001 - the exception type depends on the version of mpi4py
             return PickledCommunicator, (LeftBehind(),)
         return PickledCommunicator, (self.comm,)
 

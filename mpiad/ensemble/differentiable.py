@@ -72,7 +72,7 @@ class _SolvedRun:
 
     @property
     def _untraced(self) -> bool:
-        """Whether only a replay can differentiate the steps: those of a Rosenbrock method whose f can't be traced."""
+        """Whether only a replay can differentiate the steps: those of a Rosenbrock method without a program of f."""
         return self._run.tableau.implicit and isinstance(derived(curvature_program, self._run.batch), str)
 
     # ---- reverse mode

@@ -102,7 +102,7 @@ class Event:
     (False, True)
     """
 
-    # None only if it isn't given: replaced if there are times, or by whether there is an affect.
+    # None only if not given: there are times instead; `terminal` is then set by whether there is an affect.
     condition: Function = None  # type: ignore[assignment]
     terminal: bool = None  # type: ignore[assignment]
     direction: int = 0
@@ -158,7 +158,7 @@ class Event:
         return self.acts or self.terminal
 
     def for_states(self, shape: Shape) -> Event:
-        """Return the event with functions of columns, given the user's, which take states of the same shape as f does.
+        """Return the event with functions of columns, given user functions that take states of a shape, as f does.
 
         Raises a NotImplementedError if the states are matrices.
         """

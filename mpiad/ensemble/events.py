@@ -30,8 +30,8 @@ class StepEvents(NamedTuple):
 
     located: list[LocatedEvent]
     ended: Array | None  # bool, shape (n,); which columns a terminal event ended; None if none did
-    part: Array  # shape (n,); the fraction of the step at which it did; infinite elsewhere
-    states: Array  # shape (d, n); the states there, or after the step elsewhere
+    part: Array  # shape (n,); the fraction of the step at which it did; infinite for the others
+    states: Array  # shape (d, n); the states there, and for the others after the step
     found: list[tuple[int, Array, Array]]  # the events, the columns of each, and the fractions of their steps
 
 

@@ -128,8 +128,8 @@ class Outcome:
     # Int, shape (N, n_saved), or None. The accepted step (from 0) of each saved time; -1 for the initial state, -2 if it
     # wasn't reached.
     save_step: Array | None
-    # For a solve with events that act, shape (N,): the index of the next given time, and how often events acted on the
-    # trajectory.
+    # For a solve with events that act, shape (N,): the index of the next given time, and how often the trajectory was
+    # resumed after events.
     slots: Array = field(default_factory=lambda: np.empty(0, np.int64))
     resumed: Array = field(default_factory=lambda: np.empty(0, np.int64))
     # Shape (5, m), or None if there are no events. All events, sorted by trajectory and then by time: the trajectory, the

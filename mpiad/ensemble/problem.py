@@ -24,7 +24,7 @@ _NO_NUMBER = np.empty(1)
 
 
 class Readable:
-    """A problem that, as attribute of a solution, knows the sources of the kernels that solved it."""
+    """A problem that, as an attribute of a solution, has the sources of the kernels that solved it."""
 
     _kernels: ClassVar[Mapping[str, str]] = {}
 

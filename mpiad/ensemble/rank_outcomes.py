@@ -32,7 +32,7 @@ class _Share(NamedTuple):
     # `accepted`, `rejected`: numbers of steps, in as few bytes as the largest needs: most programs never read them.
     accepted: Array
     rejected: Array
-    calls: Array | None  # of f if there were events, after which f is called again
+    calls: Array | None  # numbers of calls of f if there were events, after which f is called again
     codes: Array  # return codes
     reached: Array  # the times that were reached
     events: dict  # from trajectories to their events, with plain times

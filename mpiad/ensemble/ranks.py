@@ -1,7 +1,7 @@
 """An ensemble divided into contiguous shares of equal cost, estimated from the trajectories' steps in the last solve.
 
 The cost of a share is the steps of its trajectories, plus its iterations of the step loop, as many as its longest
-trajectory has steps. An iteration has a cost however few columns remain. So the longest trajectories belong into one share,
+trajectory has steps. An iteration has a cost however few columns remain. So the longest trajectories belong in one share,
 which gets fewer of the others.
 """
 
@@ -89,7 +89,7 @@ class ShardedSolution(EnsembleSolution):
     outcomes : RankOutcomes
         The outcomes of all N trajectories.
     comm : mpi4py intracommunicator or None
-        A user's communicator isn't pickled with the solution: set it after unpickling, before computing statistics.
+        A communicator created by the user isn't pickled: set it again after unpickling, before computing statistics.
 
     Notes
     -----

@@ -165,7 +165,7 @@ class Log:
 
     def note(self, step: Step) -> None:
         """Store the accepted columns of a step, with actual times and signed sizes."""
-        # All chunks are kept until the end: int32 halves the memory of these numbers, a tenth of the total.
+        # All chunks are kept until the end: int32 halves the memory of these numbers, which saves a tenth of the total.
         count, u = len(step.ids), step.u
         numbers, times = np.empty((2, count), np.int32), np.empty((2, count))
         numbers[0], numbers[1] = step.ids, step.number

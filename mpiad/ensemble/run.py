@@ -35,7 +35,7 @@ class Run:
     """A solve and its record. Everything here is a plain array.
 
     - `live`: bool, shape (N,), on the host. Which trajectories didn't fail.
-    - `home`: makes arrays on a device; None on the host.
+    - `home`: the array module of the states' device; None on the host.
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):

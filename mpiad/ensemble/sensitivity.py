@@ -124,7 +124,7 @@ class SensitivitySolve:
 
 
 def _replayed(run: Run, along: _Along, m: int) -> Array:
-    """Return the tangents of the saved states of a Rosenbrock method if f can't be traced for its derivatives."""
+    """Return the tangents of the saved states of a Rosenbrock method if f can't be traced to a program."""
     batch, none = run.batch, [None] * m
     with restoring_state(), Bundle() as bundle, np.errstate(all="ignore"):
         leaves = [

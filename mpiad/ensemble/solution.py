@@ -314,7 +314,7 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
         times, u = settings.saveat.copy(), saved
         # Trajectories with an empty tspan never enter the working set, which saves the others.
         still = batch.start == batch.end
-        if type(u) is np.ndarray:  # on a device they are there already
+        if type(u) is np.ndarray:  # on a device they are saved already
             u[still] = batch.u0.T[still][:, None]
     return EnsembleSolution.lazy(later, u=u.reshape(*u.shape[:2], *batch.shape), t=times, **made)
 

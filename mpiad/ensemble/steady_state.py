@@ -235,7 +235,7 @@ class SteadyStates:
     def __init__(self, batch: Batch, roots: Roots):
         self._batch, self._jacobian, self.vector = batch, roots.jacobian, np.ascontiguousarray(roots.u.T)
         self._ids = np.flatnonzero(np.isfinite(self.vector).all(axis=1))
-        # Two columns at least, wherever f is called.
+        # At least two columns wherever f is called.
         self._columns = two_at_least(len(self._ids))
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
@@ -414,7 +414,7 @@ def steady_state(
     >>> print(mpiad.grad(lambda p: np.sum(capacity(p) ** 2), objective="sum")(np.array([[1.0], [2.0]])).ravel())
     [2. 4.]
     """
-    given = _Given(**locals())  # first of all: nothing but the arguments is there
+    given = _Given(**locals())  # first, while only the arguments are in scope
     if not isinstance(ensemblealg, EnsembleMPI):
         options = _checked(given)
         compiler = Compiler(options, options.trajectories)

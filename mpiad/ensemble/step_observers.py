@@ -24,8 +24,8 @@ from mpiad.ensemble.settings import MOVING, Acting, Settings
 # Finding the roots of conditions and applying affects takes a hundred calls of NumPy, however few the columns are. So a
 # column whose step ends at an event waits, with its step, until enough columns are held (`WorkingSet` decides when).
 #
-# If the affect leaves a condition at its root, only the return to it is an event, and the next step is so short that it
-# ends before that (`jumps.departure`).
+# If the affect leaves a condition at its root, the next event is its return to the root, and the next step is so short that
+# it ends before that (`jumps.departure`).
 
 
 NONE = np.empty(0, np.int64)
@@ -192,7 +192,7 @@ class ActingEvents:
             if late.any():
                 more = np.flatnonzero(late)
                 self._watch.note(step, e, more, found.part[more], step.actual(step.t_new)[more])  # type: ignore[union-attr]
-                rows = np.union1d(rows, more)  # in order, as all go by rows
+                rows = np.union1d(rows, more)  # sorted, as rows are everywhere
             happened.append((e, rows))
         return happened
 

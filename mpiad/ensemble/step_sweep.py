@@ -38,7 +38,7 @@ class Visit(NamedTuple):
     h: Array
     u: Array  # shape (d, width); before the step
     about: Any  # data of its sweep: on the host the columns for which it is the last step, on a device the round
-    made: Array | None = None  # bool, shape (width,), or None if all columns made this step; which did
+    made: Array | None = None  # bool, shape (width,); which columns made this step; None: all
 
     def of(self, columns: Columns) -> Visit:
         """Return the visit of some columns."""

@@ -22,8 +22,8 @@ from mpiad.transport.tracing import restoring_state
 
 # The tangents of one step of several columns, together with its values.
 #
-# With W k_i = r_i in a Rosenbrock step, the tangent of stage i is W⁻¹ times that of r_i, plus terms from the derivatives of
-# W and ∂f/∂t: see `stage_systems`.
+# With W k_i = r_i in a Rosenbrock step, the tangent of stage i is W⁻¹ times the sum of that of r_i and of terms from the
+# derivatives of W and ∂f/∂t: see `stage_systems`.
 
 
 # Number of columns up to which the step sizes are repeated for each entry.

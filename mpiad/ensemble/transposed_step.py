@@ -148,7 +148,7 @@ class _TransposedRosenbrockStep(TransposedStep):
 
     def argument(self, i: int) -> Array:
         """Return the argument of stage i; that of the last stage is the new state."""
-        if i == 1 == len(self.y):  # no stage is before it
+        if i == 1 == len(self.y):  # no stage precedes it
             self.y.append(self.y[0])
         return super().argument(i)
 
@@ -255,7 +255,7 @@ class StepCotangents:
                 continue
             if self._varies[place]:
                 total[..., columns] += part[..., :count]
-            elif np.ndim(total):  # a number can't be added to in place
+            elif np.ndim(total):  # numbers can't be updated in place
                 total += part
             else:
                 self._parts[place] = total + part

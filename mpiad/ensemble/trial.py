@@ -34,7 +34,7 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
         return
     if not len(batch.u0):
         raise ValueError(f"solve: u0 must have one component at least, but has shape {batch.shape}.")
-    # Numbers of columns that no array has as a length: an axis of columns can't be confused with that of components.
+    # Numbers of columns that no other axis has as its length, so that axes can't be confused.
     width, more = _widths(batch)
     home = arrays_of(batch.u0)
     numbers = np.arange if home is None else home.arange
