@@ -1,11 +1,10 @@
-"""What a jitted function reads beside its arguments, looked at again at each call.
+"""The objects that a jitted function reads in addition to its arguments, compared again at each call.
 
-A trace takes what the function closes over as constants: global names, variables of functions around it, defaults,
-attributes of modules and of the user's objects, arrays, and so on through the functions that it calls. A `Watch` notes
-where each came from, and tells at the next call whether it is still the same: names by identity, arrays that can be
-written to by their contents. NumPy, autograd and this library are taken to stay what they are. Where something can't be
-followed (an object that is handed on, properties, random numbers, bare communication) there is no watch, and the function
-isn't compiled.
+A trace takes the function's closure as constants: global names, variables of enclosing functions, defaults, attributes of
+modules and of the user's objects, arrays, and so on through the functions that it calls. A `Watch` records the origin of
+each, and checks at the next call whether it is unchanged: names by identity, writable arrays by their contents. NumPy,
+autograd and this library are assumed not to change. If an object can't be followed (an object that is passed on,
+properties, random numbers, communication without the primitives), there is no watch, and the function isn't compiled.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from autograd.tracer import Box
 from mpiad._typing import Array
 from mpiad.compiling.function_fingerprint import UNSEEN, Unknown, attribute_of, content_of, uses_of, uses_of_first
 
-# Whether an array is as it was, by its bits: asked of all that a jitted function reads, at each of its calls.
+# Whether an array is unchanged, by its bits: checked for all arrays in a jitted function's closure, at each of its calls.
 
 
 def _c_comparison() -> Any:
-    """Return the C library's memcmp, None where it can't be had: it makes no copies and no temporary arrays."""
+    """Return the C library's memcmp, None if unavailable: it makes no copies and no temporary arrays."""
     try:
         compare = ctypes.CDLL(None).memcmp
     except (OSError, TypeError, AttributeError):  # not on Windows
@@ -41,7 +40,7 @@ _memcmp = _c_comparison()
 
 
 def same_bits(x: Array, y: Array) -> bool:
-    """Tell whether two arrays have the same bits; NaN is itself."""
+    """Return whether two arrays have the same bits; a NaN equals itself."""
     if x is y:
         return True
     if x.shape != y.shape or x.dtype != y.dtype:
@@ -52,19 +51,19 @@ def same_bits(x: Array, y: Array) -> bool:
 
 
 def is_writable(x: Any) -> bool:
-    """Tell whether an array can change: it, or one whose memory it has."""
+    """Return whether an array can change: it, or one that it is a view of."""
     while isinstance(x, np.ndarray):
         if x.flags.writeable:
             return True
         x = x.base
-    return x is not None  # memory that isn't NumPy's
+    return x is not None  # memory not owned by NumPy
 
 
 _STAY = frozenset({"numpy", "autograd", "math", "cmath", "builtins", "mpiad", "scipy", "operator", "mpi4py"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, CodeType, range, type(...), np.dtype)
 _GONE = object()
 _boxes = Box.types
-# What may be asked of a communicator without communicating.
+# Attributes of a communicator that may be read without communicating.
 _OF_COMMUNICATORS = frozenset({"rank", "size", "Get_rank", "Get_size"})
 _COMMUNICATING = frozenset(
     """send bsend ssend isend recv irecv sendrecv bcast gather scatter allgather alltoall reduce allreduce scan
@@ -76,15 +75,15 @@ _MOST = 2000
 
 
 class Unfollowed(Exception):
-    """Report what can't be followed."""
+    """Report an object that can't be followed."""
 
 
 class HoldsTraced(Exception):
-    """Report a traced value of a derivative around the function, which is none of a program's own."""
+    """Report a traced value of an enclosing derivative, which doesn't belong to a program."""
 
 
 class Watch:
-    """Where the constants of a trace came from."""
+    """The origins of a trace's constants."""
 
     def __init__(self) -> None:
         self._terms: list[str] = []
@@ -92,25 +91,25 @@ class Watch:
         self._named: set[tuple[int, str]] = set()
 
     def note(self, term: str, *values: Any) -> None:
-        """Note what must hold for all to be as it was: an expression, with places {0}, {1} and so on for these values."""
+        """Add a condition for an unchanged closure: an expression with the placeholders {0}, {1}, ... for these values."""
         names = [f"x{len(self._values) + k}" for k in range(len(values))]
         self._values.update(zip(names, values))
         self._terms.append(term.format(*names))
 
     def note_name(self, names: Any, name: str) -> None:
-        """Note what is found under a name."""
+        """Add the condition that a name still refers to the same object."""
         if (id(names), name) not in self._named:
             self._named.add((id(names), name))
             self.note(f"{{0}}({name!r}, gone) is {{1}}", names.get, names.get(name, _GONE))
 
     @cached_property
     def is_the_same(self) -> Callable[[], bool]:
-        """Tell whether all is as it was: one expression, since it is asked at each call, in less than half a µs."""
+        """Return a function that checks all conditions: one expression, evaluated at each call in less than half a µs."""
         return eval(f"lambda: {' and '.join(self._terms) or 'True'}", self._values)
 
 
 def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Watch:
-    """Return the watch of a function; it may raise HoldsTraced or Unfollowed.
+    """Return the watch of a function; may raise HoldsTraced or Unfollowed.
 
     `args`: its positional arguments. `objects`: those arguments, and parts of them, that are constants of the trace.
     """
@@ -118,7 +117,7 @@ def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) ->
     try:
         reader.read(fun)
         for value in objects:
-            # A method's object isn't handed on, so it can be told what is read of it.
+            # A method's object isn't passed on, so its attributes that are read are known.
             if args and value is args[0] and isinstance(fun, FunctionType):
                 reader.read_first(fun, value)
             else:
@@ -131,7 +130,7 @@ def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) ->
 
 
 def closed_over_numbers(fun: Any) -> dict[str, float]:
-    """Return the floats among a function's variables of functions around it."""
+    """Return the floats among the variables of enclosing functions that a function uses."""
     if type(fun) is not FunctionType or not fun.__closure__:
         return {}
     cells = zip(fun.__code__.co_freevars, fun.__closure__)
@@ -139,7 +138,7 @@ def closed_over_numbers(fun: Any) -> dict[str, float]:
 
 
 def with_numbers(fun: FunctionType, numbers: Mapping[str, Any]) -> FunctionType:
-    """Return a function with other values of some variables of functions around it, and with all others its own."""
+    """Return a copy of a function with other values of some variables of enclosing functions."""
     cells = zip(fun.__code__.co_freevars, fun.__closure__ or ())
     around = tuple(CellType(numbers[name]) if name in numbers else cell for name, cell in cells)
     made = FunctionType(fun.__code__, fun.__globals__, fun.__name__, fun.__defaults__, around)
@@ -148,7 +147,7 @@ def with_numbers(fun: FunctionType, numbers: Mapping[str, Any]) -> FunctionType:
 
 
 def are_alike(fun: FunctionType, other: FunctionType, numbers: Collection[str]) -> bool:
-    """Return whether two functions of one code read the same objects, some numbers around them aside."""
+    """Return whether two functions with the same code read the same objects, except for some numbers in their closures."""
     cells = zip(fun.__code__.co_freevars, fun.__closure__ or (), other.__closure__ or ())
     around = all(name in numbers or _held_by(a) is _held_by(b) for name, a, b in cells)
     names = "__globals__", "__defaults__", "__kwdefaults__", "__dict__"
@@ -169,10 +168,10 @@ class _Reader:
         self._has_communicator = False
         self._names: set[str] = set()
         self._known: set[int] = set()
-        self._keep: list[Any] = []  # so that an identity stays one object's
+        self._keep: list[Any] = []  # so that no identity is reused
 
     def read(self, value: Any) -> None:
-        """Note a value, and all that it leads to."""
+        """Add conditions for a value and everything reachable from it."""
         if isinstance(value, _PLAIN) or id(value) in self._known:
             return
         if type(value) in _boxes:
@@ -188,13 +187,13 @@ class _Reader:
                 return
         if hasattr(type(value), "__next__"):
             raise Unknown(f"an iterator, {type(value).__name__}")
-        if _wrapped(value) is not None:  # a jitted function, for one
+        if _wrapped(value) is not None:  # a jitted function, for example
             self.read(_wrapped(value))
         elif not _stays(type(value).__module__):
             raise Unknown(f"an object of type {type(value).__name__}")
 
     def check_communicators(self) -> None:
-        """Refuse what may communicate by a communicator that is handed on under another name."""
+        """Refuse functions that may use a communicator that is passed on under another name."""
         if self._has_communicator and self._names & _COMMUNICATING:
             raise Unknown("bare communication")
 
@@ -214,11 +213,11 @@ class _Reader:
     def _function(self, value: FunctionType) -> None:
         module = value.__globals__.get("__name__", "")
         around = dict(zip(value.__code__.co_freevars, value.__closure__ or ()))
-        if module == "autograd.tracer":  # a primitive: of NumPy's, or one of the user's that it has wrapped
+        if module == "autograd.tracer":  # a primitive: NumPy's, or a function of the user's that it wraps
             for cell in around.values():
                 self.read(content_of(cell))
             return
-        if _stays(module):  # a derivative of a function of the user's, for one
+        if _stays(module):  # a derivative of a user's function, for example
             for cell in around.values():
                 self._held(content_of(cell))
             return
@@ -256,7 +255,7 @@ class _Reader:
             if isinstance(value, (*_PLAIN, list, tuple, dict, FunctionType, np.ndarray)) or not hasattr(value, "__dict__"):
                 break
             found = _method_of(value, name) or attribute_of(value, name)
-            # Where it was found, and where it wasn't and would be found first.
+            # The namespace in which it was found, and those searched before, in which it wasn't found.
             for names in _namespaces(value):
                 self.watch.note_name(names, name)
                 if name in names:
@@ -265,7 +264,7 @@ class _Reader:
         self.read(value)
 
     def _held(self, value: Any) -> None:
-        """Note what a function of the library was given by the user."""
+        """Add conditions for the objects that the user passed to a function of the library."""
         known = isinstance(value, (FunctionType, MethodType, partial, np.ndarray, list, tuple, dict))
         if known or type(value) in _boxes or _wrapped(value) is not None:
             self.read(value)
@@ -279,7 +278,7 @@ class _Reader:
         self.read_first(value.__func__, value.__self__)
 
     def read_first(self, fun: FunctionType, value: Any) -> None:
-        """Note what a function reads of its first argument."""
+        """Add conditions for the attributes that a function reads of its first argument."""
         if isinstance(value, (*_PLAIN, *(kind for kind, _ in _READERS))) or _stays(type(value).__module__):
             self.read(value)
             return
@@ -296,7 +295,7 @@ class _Reader:
             self.read(part)
 
     def _class(self, value: type) -> None:
-        # Of what is raised nothing is left in a program.
+        # Raised exceptions leave no operation in a program.
         known = issubclass(value, BaseException) or issubclass(value, tuple) and hasattr(value, "_fields")
         if not known and not _stays(value.__module__):
             raise Unknown(f"class {value.__name__}")
@@ -326,12 +325,12 @@ def _is_communicator(value: Any) -> bool:
 
 
 def _wrapped(value: Any) -> Any:
-    """Return the function that an object of the library's was made of."""
+    """Return the function that is wrapped by an object of the library."""
     return getattr(value, "__wrapped__", None) if _stays(type(value).__module__) else None
 
 
 def _namespaces(value: Any) -> list[Any]:
-    """Return where an attribute is looked for, in turn."""
+    """Return the namespaces in which an attribute is searched, in order."""
     if isinstance(value, ModuleType):
         return [value.__dict__]
     bases = value.__mro__ if isinstance(value, type) else type(value).__mro__
@@ -339,11 +338,11 @@ def _namespaces(value: Any) -> list[Any]:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Return the attributes that a code and the functions defined in it read of what no name around them says."""
+    """Return the attributes that a code object and its nested functions read of objects other than their variables."""
     found, is_read = set(), False
     for instruction in dis.get_instructions(code):
         if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-            is_read = instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF")  # and looked at itself, see `_used`
+            is_read = instruction.opname in ("LOAD_GLOBAL", "LOAD_DEREF")  # which `_used` compares itself
         elif not is_read:
             found.add(instruction.argval)
     for constant in code.co_consts:
@@ -353,7 +352,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _method_of(value: Any, name: str) -> Any:
-    """Return a method of an object, also one that is jitted, or what the object has in its place; None for other names."""
+    """Return a method of an object, also a jitted one, or the object's attribute of that name; None for other names."""
     if isinstance(value, (ModuleType, type)):
         return None
     common = getattr(type(value), name, None)

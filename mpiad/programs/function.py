@@ -1,11 +1,11 @@
 """`mpiad.jit`: a function, compiled for the shapes that it meets.
 
-The first call for a signature runs the function on traced arrays (`recorder`), and makes a program of what it did; later
-calls replay that. Where the trace has to be given up, the function is run once more on plain arrays, with what it had
-communicated until then played back to it, and is interpreted for this signature from then on. What the function itself, a
-communication or a signal handler raises is raised.
+The first call for a signature runs the function on traced arrays (`recorder`) and compiles its operations to a program,
+which later calls replay. If the trace is given up, the function is run once more on plain arrays, with the results of the
+communications made until then played back to it, and later calls of this signature are interpreted. Exceptions of the
+function itself, of a communication or of a signal handler are passed on.
 
-Within a derivative of this library's the function is one node on the tape: see `calls_on_tape`.
+Within a derivative of this library the function is one node on the tape: see `calls_on_tape`.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from mpiad.transport.world import level_of_repeats
 
 
 class Listing:
-    """What a compiled function does, step by step; ``print(jit(f).program(x))`` shows it.
+    """The steps of a compiled function; ``print(jit(f).program(x))`` shows them.
 
     Attributes
     ----------
     operations : str
-        The arrays in the order of the source, each with what it is made of and the user's line.
+        The arrays in the order of the source, each with its operation and operands and the user's line.
     loops : str
-        The loops and calls that compute them, with what was fused and the bytes that are read and written.
+        The loops and calls that compute them, with the fused arrays and the numbers of bytes read and written.
     kernels : list of str
-        The loops' texts.
+        The code of the loops.
     """
 
     def __init__(self, name: str, replays: Replays):
@@ -64,7 +64,7 @@ class Listing:
 
     @property
     def operations(self) -> str:
-        """The arrays, one a line."""
+        """The arrays, one per line."""
         lines = []
         for n in self._replays.schedule.program.needed():
             node = self._nodes[n]
@@ -74,7 +74,7 @@ class Listing:
 
     @property
     def loops(self) -> str:
-        """The loops and calls, one a line."""
+        """The loops and calls, one per line."""
         schedule, lines = self._replays.schedule, []
         for step, text in zip(schedule.steps, self._replays.texts):
             if isinstance(step, Loop):
@@ -91,7 +91,7 @@ class Listing:
 
     @property
     def kernels(self) -> list[str]:
-        """The texts of the loops."""
+        """The code of the loops."""
         return [text.text for text in self._replays.texts if text is not None]
 
     def _bytes(self, b: int) -> int:
@@ -117,11 +117,11 @@ def _name_of(node: Node) -> str:
     return f"{node.kind} {node.data}" if node.kind == "number" else node.kind
 
 
-# Calls of compiled functions with plain arguments, arrays and floats, which needn't be taken apart.
+# Calls of compiled functions with plain arguments, arrays and floats, which need no flattening.
 #
-# A small program takes a few µs, as long as what surrounds it. So a function is written for a signature: it compares the
-# arguments, looks whether the program is still that of the function, and runs it. It returns `MISSED` where the call has to
-# go the general way: for other arguments, a changed closure, all replays in use, calls that are noted or watched.
+# A small program takes a few µs, as long as the code around it. So a function is generated for a signature: it compares the
+# arguments, checks whether the program is still valid for the function, and runs it. It returns `MISSED` if the call needs
+# the general code: for other arguments, a changed closure, all replays in use, calls that are recorded or observed.
 
 
 MISSED: Any = object()
@@ -129,7 +129,7 @@ _PLAIN = (np.ndarray, float, np.float64)
 
 
 def short_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | None:
-    """Return the function from positional arguments like those of a call to a result like its; None where there is none."""
+    """Return the function from positional arguments of the signature of `args` to a result; None if there is none."""
     if FAULT_TOLERANT or entry.may_change or not args or not all(type(x) in _PLAIN for x in args):
         return None
     names: dict[str, Any] = {
@@ -169,7 +169,7 @@ def call(args):
 
 
 def _result(entry: Entry, made: Any) -> str:
-    """Return the text of what the function returns, made of the program's outputs."""
+    """Return the expression of the function's result in terms of the program's outputs."""
     if not all(entry.inside):
         return "build(leaves(made))"
     if isinstance(made, (np.ndarray, np.generic)):
@@ -184,30 +184,30 @@ _SHORT = 4
 
 
 def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
-    """Compile a function: what it computes between its communications becomes fused loops, forwards and backwards.
+    """Compile a function: its computations between communications become fused loops, in both forward and reverse passes.
 
     Parameters
     ----------
     fun : callable
-        Written with autograd.numpy, the primitives and `Domain`; its arguments and results are nests of arrays and
-        numbers. It is traced once for each form, shape and dtype of them, and for the values of integers, booleans and
-        strings among them.
+        Written with autograd.numpy, the primitives and `Domain`; its arguments and results are pytrees of arrays and
+        numbers. It is traced once per structure, shapes and dtypes of the arguments, and per set of values of integers,
+        booleans and strings among them.
     strict : bool
-        Whether a function that can't be compiled raises; by default it runs as it is, after one warning.
+        Whether to raise if the function can't be compiled; by default it is interpreted after one warning.
 
     Returns
     -------
     Jitted
-        A function of the same arguments, results, derivatives and communications. Results are fresh arrays.
+        A function with the same arguments, results, derivatives and communications. Its results are new arrays.
 
     Raises
     ------
     TypeError
-        With `strict`, at a call: the user's line, and what stands in the way there.
+        With `strict`, at a call that can't be compiled: the message names the user's line and the reason.
 
     Ranks
     -----
-    As `fun`. Each rank compiles for itself; ranks that do and ranks that don't fit together.
+    As `fun`. Each rank compiles for itself; compiled and interpreted ranks may be mixed.
 
     Adjoint
     -------
@@ -227,7 +227,7 @@ def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
 
 
 class Jitted:
-    """A compiled function; made by `jit`.
+    """A compiled function, created by `jit`.
 
     Examples
     --------
@@ -240,23 +240,22 @@ class Jitted:
         self.fun, self.strict = fun, strict
         self.__name__ = getattr(fun, "__name__", type(fun).__name__)
         functools.update_wrapper(self, fun, updated=())
-        # The numbers around it that are constants of its programs.
+        # The numbers in its closure that are constants of its programs.
         self._constant: dict[str, float] = {}
-        # By signature; None where it is interpreted.
+        # By signature; None if it is interpreted.
         self._entries: dict[Any, Entry | None] = {}
-        # The latest of those that are called without taking the arguments apart, which would take longer than a small
-        # program does.
+        # The latest entries that are called without flattening the arguments, which would take longer than a small program.
         self._short: list[tuple[Entry, Callable[[tuple], Any]]] = []
         self._reasons: dict[Any, str] = {}
         self._warned = False
         self._traces = 0
-        # Integers that the function decides by: where they stand among the arguments, by the form of these.
+        # Integers on whose values the function branches: their positions among the arguments, by the arguments' structure.
         self._asked: set[Any] = set()
-        # Functions that are made of it: its value and its tangent, several calls of it one after the other.
+        # Functions derived from it: its value and its tangent, a sequence of several calls of it.
         self._derived: dict[Any, Jitted] = {}
-        # Of the last call with tangents: what it read beside its arguments had no traced values.
+        # Of the last call with tangents: objects that it read in addition to its arguments had no traced values.
         self._plain_closure: Watch | None = None
-        # Traces that their reverse pass has yet to complete, as long as it can come.
+        # Traces that await their reverse pass, as long as it can be run.
         self._under_way: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()
 
     def __repr__(self) -> str:
@@ -275,7 +274,7 @@ class Jitted:
                     if tracing.channels is not None:
                         tracing.channels |= entry.channels
                     return made
-        # Inside of another trace its operations are noted like the rest.
+        # Within another trace its operations are recorded like the rest.
         if tracing.recorder is not None:
             return self.fun(*args, **kwargs)
         numbers = closed_over_numbers(self.fun)
@@ -298,16 +297,16 @@ class Jitted:
         return called_on_tape(self, given, args, kwargs)
 
     def program(self, *args: Any, **kwargs: Any) -> Listing:
-        """Return the program for these arguments, to be printed: its operations, loops and messages.
+        """Return the program for these arguments, for printing: its operations, loops and messages.
 
         Raises
         ------
         TypeError
-            Where it can't be compiled.
+            If the function can't be compiled.
 
         Ranks
         -----
-        As a call, which it makes where these shapes are met for the first time.
+        As a call of the function, which is made if these shapes are new.
         """
         given = arguments_of(args, kwargs, self._asked)
         if given.key not in self._entries:
@@ -317,24 +316,24 @@ class Jitted:
             raise TypeError(f"{self.__name__} isn't compiled for these arguments; the log tells why.")
         return Listing(self.__name__, entry.replays)
 
-    # ---- what is made of it
+    # ---- derived functions
 
     @property
     def refused(self) -> bool:
-        """Whether some call can't be compiled, or is by the values of integers only."""
+        """Whether some call can't be compiled, or only for given values of integers."""
         return bool(self._reasons or self._asked)
 
     @property
     def operations(self) -> int:
-        """How many operations its largest program has; 0 where there is none yet, or some call can't be compiled."""
+        """The number of operations of its largest program; 0 if there is none yet, or if some call can't be compiled."""
         if self.refused:
             return 0
         return max((len(entry.replays.schedule.program.nodes) for entry in self._entries.values() if entry), default=0)
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Jitted:
-        """Return a compiled function that was made of this one, the same for equal keys.
+        """Return a compiled function that is derived from this one, the same for equal keys.
 
-        Nobody is told where one that is `optional` can't be compiled.
+        No warning is given if an `optional` one can't be compiled.
         """
         if key not in self._derived:
             made = self._derived[key] = Jitted(make(), self.strict and not optional)
@@ -342,12 +341,12 @@ class Jitted:
         return self._derived[key]
 
     def is_followed(self, key: Any, args: tuple) -> bool:
-        """Tell whether what it reads beside its arguments is known, without traced values of a derivative around it."""
+        """Return whether its closure is known and free of traced values of an enclosing derivative."""
         if self._plain_closure is None or not self._plain_closure.is_the_same():
             self._plain_closure = self._read(key, args)
         return self._plain_closure is not None
 
-    # ---- without a derivative around it
+    # ---- without an enclosing derivative
 
     def _called(self, given: Arguments, args: tuple, kwargs: dict) -> Any:
         entry, watch = self.entry_or_watch(given.key, given, args, self._noted)
@@ -371,14 +370,14 @@ class Jitted:
         return made
 
     def _traced(self, given: Arguments, args: tuple, kwargs: dict, watch: Watch) -> Any:
-        """Run the function on traced arrays, and compile what it did."""
+        """Run the function on traced arrays, and compile the trace."""
         trace = TraceRun(given)
         try:
             parts, build = self._noted(trace)
         except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
             return self._run_again(trace, given.key, error, args, kwargs)
         self._compile(given.key, trace.recorder, parts, build, watch)
-        # Of their own: what a trace has computed may be views of arguments and of one another.
+        # Copies: results of a trace may be views of arguments and of one another.
         return build([own(leaf) for leaf in parts[0]])
 
     def _noted(self, trace: TraceRun) -> tuple:
@@ -389,14 +388,14 @@ class Jitted:
     def entry_or_watch(
         self, key: Any, given: Arguments, args: tuple, noted: Callable[[TraceRun], tuple]
     ) -> tuple[Entry | None, Watch | None]:
-        """Return the entry of a signature, made by `entry_by_shapes` where it can be; else with what it is to be traced.
+        """Return the entry of a signature, created by `entry_by_shapes` if possible, and otherwise the watch for its trace.
 
-        Both are None where the function runs as it is.
+        Both are None if the function is interpreted.
         """
         entry = self._entries.get(key, UNKNOWN)
         if entry is None or entry is not UNKNOWN and entry.is_current():
             return entry, None
-        # A loop calls it again before the reverse pass has made the first call's trace a program.
+        # A loop calls it again before the reverse pass has compiled the trace of the first call.
         watch = None if key in self._under_way else self._watch(key, given, args)
         entry = None if watch is None else entry_by_shapes(given, noted, watch)
         if entry is not None:
@@ -404,10 +403,10 @@ class Jitted:
         return entry, watch
 
     def _compile(self, key: Any, recorder: Recorder, *made: Any) -> None:
-        """Make a trace the program of a signature; see `entry_of`."""
+        """Compile a trace to the program of a signature; see `entry_of`."""
         try:
             self._entries[key] = entry_of(recorder, *made)
-        except Exception as error:  # noqa: BLE001 (what can't be compiled runs all the same)
+        except Exception as error:  # noqa: BLE001 (a function that can't be compiled is interpreted)
             if calls.is_raised_by_user(error):
                 raise
             self._give_up(key, error)
@@ -446,29 +445,29 @@ class Jitted:
         return made
 
     def _is_worth_another(self, trace: TraceRun) -> bool:
-        """Tell whether another trace may succeed where this one was given up.
+        """Return whether another trace may succeed after this one was given up.
 
-        So it is where the function decides by an integer, which further traces take as a constant.
+        This is the case if the function branches on an integer, which further traces take as a constant.
         """
         if trace.recorder.asked is None:
             return False
         given, recorder = trace.given, trace.recorder
         whole = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
-        # One that was computed of integers may be of any of them.
+        # One that was computed from integers may depend on any of them.
         mine = [k for k, number in zip(given.traced, recorder.inputs) if number == recorder.asked]
         self._asked.update((given.form, k) for k in mine or whole)
         return bool(whole)
 
     def _changed(self, key: Any, change: Changed, counts: Any) -> PlayingBack:
-        """Return a context in which the function runs as it is, after a run of its program that can't go on."""
+        """Return a context in which the function is interpreted, after a run of its program that can't continue."""
         if change.log is None:
             raise change
-        # Ranks have told each other something else than in the trace: the next call is traced anew.
+        # Ranks have exchanged other metadata than in the trace: the next call is traced again.
         self._entries.pop(key, None)
         return PlayingBack(change.log, counts)
 
     def _give_up(self, key: Any, error: Any) -> None:
-        """Interpret the function for a signature from now on."""
+        """Interpret the function for a signature in all later calls."""
         if isinstance(error, (str, Abandoned)):
             reason = str(error)
         else:
@@ -488,7 +487,7 @@ class Jitted:
             _log.log(level_of_repeats(), f"jit: {text}", self.__name__, reason)
 
     def as_it_is(self, key: Any, args: tuple, kwargs: dict) -> Any:
-        """Run the function, also for a signature that was given up: all of it, since other ranks wait for its messages."""
+        """Interpret the function, also after its trace was given up: completely, as other ranks wait for its messages."""
         made = self.fun(*args, **kwargs)
         if self.strict and key in self._reasons:
             raise TypeError(f"jit: {self.__name__} can't be compiled: {self._reasons[key]}.")
@@ -496,7 +495,7 @@ class Jitted:
 
 
 class _ByNumbers(NamedTuple):
-    """A function whose numbers around it change from call to call: its first values, and the function of those that do."""
+    """A function whose closure holds numbers that change between calls: their first values, and the derived function."""
 
     fun: Any  # FunctionType, which as an attribute would be a method to type checkers
     first: dict[str, float]
@@ -504,15 +503,15 @@ class _ByNumbers(NamedTuple):
     jitted: Jitted
 
 
-# By code, since a function may be defined again for each value. Few: each keeps what its function closes over.
+# By code object, since a function may be defined again for each value. Few: each keeps its function's closure.
 _changing: dict[CodeType, _ByNumbers] = {}
 _MOST_CHANGING = 16
 
 
 def _by_numbers(fun: FunctionType, numbers: dict[str, float]) -> _ByNumbers | None:
-    """Return a function with those numbers as arguments that have changed since the first call; None if it takes none.
+    """Return a function with the numbers that changed since the first call as arguments; None if there is none.
 
-    So it is if none has changed, and if Python decides by one.
+    This is the case if no number has changed, or if Python branches on one.
     """
     known = _changing.pop(fun.__code__, None)
     if known is None or known.first.keys() != numbers.keys() or not are_alike(fun, known.fun, numbers):

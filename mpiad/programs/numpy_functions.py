@@ -1,6 +1,6 @@
 """NumPy's functions as nodes of a program: from the arguments of a step to arrays that loops compute.
 
-A function that isn't here, or is called in a way that isn't, becomes a call of NumPy's own on whole arrays.
+Functions and signatures that are not supported here become calls of NumPy's functions on whole arrays.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from mpiad.programs.trace_translation import Translation
 
 
-# What the library and autograd ask of traced arrays beyond NumPy's protocols.
+# Support for traced arrays that the library and autograd need beyond NumPy's protocols.
 #
-# For the library that is `ArrayModule`. autograd.numpy's `array`, and with it `stack`, call numpy.array, the one function
-# that asks nobody. So while there are traces, the name `numpy` in that module of autograd's stands for an object that does,
-# and is NumPy otherwise.
+# For the library this is `ArrayModule`. autograd.numpy's `array`, and with it `stack`, call numpy.array, which dispatches on
+# no protocol. So while there are traces, the name `numpy` in that module of autograd refers to an object whose `array`
+# handles traced arrays, and which is NumPy otherwise.
 
 
 numpy_wrapper: Any = autograd.numpy.numpy_wrapper
 
 
 class TracedArrays:
-    """Makes arrays of one trace. There is no other place that they could be copied to."""
+    """Creates arrays of one trace, which has no other memory to copy them to."""
 
     name, kind, device, takes_host_arrays = "traced", TracedArray, 0, True
 
@@ -54,15 +54,15 @@ class TracedArrays:
         return id(self.recorder)
 
     def empty(self, shape: Shape, dtype: DTypeLike) -> Array:
-        """Make an array that is to be filled; its values are zeros here."""
+        """Return an array to be filled; its values are zeros here."""
         return self.full(shape, 0, dtype)
 
     def full(self, shape: Shape, value: Array | float, dtype: DTypeLike) -> Array:
-        """Make an array of one number."""
+        """Return an array of one number."""
         return self.recorder.call(np.full, (tuple(shape), value, np.dtype(dtype)), {})
 
     def arange(self, stop: int) -> Array:
-        """Make an array of the integers from 0 on."""
+        """Return an array of the integers from 0 on."""
         return np.arange(stop)
 
     def add_at(self, x: Any, idx: Index, values: Any) -> None:
@@ -71,7 +71,7 @@ class TracedArrays:
         x[...] = total
 
     def contiguous(self, x: Array) -> Array:
-        """Return the array itself: where it lies is decided when the program is compiled."""
+        """Return the array itself: its layout is decided when the program is compiled."""
         return x
 
     def copy(self, x: Array) -> Array:
@@ -88,7 +88,7 @@ class TracedArrays:
 
 
 def added_at(x: Array, idx: Index, values: Array) -> Array:
-    """Return a copy of x with values added at places that may be named more than once."""
+    """Return a copy of x with values added at an index that may hold repeated entries."""
     total = x.copy()
     np.add.at(total, idx, values)
     return total
@@ -99,7 +99,7 @@ def _arrays_of(x: Any) -> Any:
     return TracedArrays(x.recorder)
 
 
-# Of the protocol's methods those for copies between host and device are missing: a trace is given up before them.
+# The protocol's methods for copies between host and device are missing: a trace is given up before they are called.
 register_arrays(TracedArray, _arrays_of)
 
 
@@ -116,7 +116,7 @@ class _NumPy:
 
 
 def array_of(x: Any, *args: Any, **kwargs: Any) -> Array:
-    """Return numpy.array of what may hold traced arrays."""
+    """Return numpy.array of an argument that may hold traced arrays."""
     return np.array(x, *args, **kwargs)
 
 
@@ -129,24 +129,24 @@ def _traced(x: Any) -> Any:
 
 
 def let_arrays_be_traced(on: bool) -> None:
-    """Let autograd.numpy's `array` know traced arrays, or not."""
+    """Switch support for traced arrays in autograd.numpy's `array` on or off."""
     numpy_wrapper._np = _NumPy() if on else np
 
 
 # Contractions over a few components as parts of loops: a 3 x 3 matrix times the components of a field, entry by entry.
 #
-# NumPy's products are calls on whole arrays, and what comes before and after them is in memory then. Where what is summed
-# over is short, the sum is written out, term by term; so are the components of the result that a field among the operands
-# doesn't have. They are arrays of their own, put together, and so all components are computed in one loop over the field,
-# in which each entry of what is contracted is computed once. Long contractions stay calls: there BLAS is faster.
+# NumPy's products are calls on whole arrays, which need their operands and results in memory. A sum over a short axis is
+# written out instead, term by term; so are the components of the result along axes that the field among the operands
+# doesn't have. These are separate arrays that are joined, so that all components are computed in one loop over the field,
+# in which each entry of a contracted array is computed once. Long contractions stay calls: there BLAS is faster.
 
 
-# So many products are written out at most. What has no more entries may be read once more at each place of a loop.
+# Maximum number of products that are written out. Arrays of at most this size may be read again in each iteration of a loop.
 _MOST_TERMS = _SMALL = 64
 
 
 def einsum(t: Translation, shape: Shape, dtype: np.dtype, subscripts: Any, *operands: Any, optimize: Any = None) -> int:
-    """Append what np.einsum makes of subscripts in a text."""
+    """Append the operations of np.einsum with given subscripts."""
     if not isinstance(subscripts, str):
         raise Opaque
     inputs, out = letters_of(subscripts, [len(_value(x).shape) for x in operands])
@@ -194,7 +194,7 @@ def tensordot(t: Translation, shape: Shape, dtype: np.dtype, x: Any, y: Any, axe
 
 
 def _numbers(t: Translation, x: Any) -> Any:
-    """Return whole numbers that came as arrays, or lists of them, as Python's."""
+    """Return integers given as arrays, or lists of them, as Python integers."""
     if isinstance(x, Value):
         node = t.program.nodes[x.number]
         if node.kind != "constant":
@@ -212,7 +212,7 @@ def _value(x: Any) -> Value:
 class _Contraction:
     """A sum of products.
 
-    `labels`: a label for each axis of each operand, as in Einstein's notation. `out`: labels of the result's axes.
+    `labels`: a label per axis of each operand, as in Einstein notation. `out`: labels of the result's axes.
     """
 
     def __init__(self, t: Translation, dtype: np.dtype, operands: Sequence[Value], labels: Any, out: list[Hashable]):
@@ -225,7 +225,7 @@ class _Contraction:
         self.written, self.folded = self._parted([math.prod(x.shape) for x in self.operands])
 
     def _parted(self, sizes: Sequence[int]) -> tuple[set[Hashable], list[Hashable]]:
-        """Return the labels whose places are written out, and those over which loops add; the others are loops'."""
+        """Return the labels whose indices are written out, and those over which loops sum; the others are axes of the loops."""
         lengths = self.lengths
         fields = [set(found) for found, size in zip(self.labels, sizes) if size > _SMALL]
         of_fields = set(lengths).intersection(*fields)
@@ -246,7 +246,7 @@ class _Contraction:
         return self._put_together(0, {})
 
     def _put_together(self, axis: int, at: dict[Hashable, int]) -> int:
-        """Return the part of the result at places of the axes before one."""
+        """Return the part of the result at given indices of the axes before `axis`."""
         if axis == len(self.out):
             return self._summed(at)
         label = self.out[axis]
@@ -256,7 +256,7 @@ class _Contraction:
         return self.t.program.components(parts, axis)
 
     def _summed(self, at: dict[Hashable, int]) -> int:
-        """Return the sum of products at places of those axes of the result that are written out."""
+        """Return the sum of products at given indices of the axes of the result that are written out."""
         labels = [label for label in self.lengths if label in self.written and label not in self.out]
         places = product(*[range(self.lengths[label]) for label in labels])
         terms = [self._product(at | dict(zip(labels, place))) for place in places]
@@ -270,11 +270,11 @@ class _Contraction:
         return reduce(partial(self._combined, np.multiply), factors)
 
     def _part(self, x: Value, labels: Sequence[Hashable], at: dict[Hashable, int]) -> Value:
-        """Return an operand at the places that are given, with the axes of loops in their order."""
+        """Return an operand at the given indices, with the axes of the loops in order."""
         axes = [*self.out, *self.folded]
         map, shape = [], [1] * len(axes)
         for label, n in zip(labels, x.shape):
-            if label in at or n == 1:  # what is of length 1 is broadcast
+            if label in at or n == 1:  # axes of length 1 are broadcast
                 map.append(Axis(None, 0, min(at.get(label, 0), n - 1)))
             else:
                 place = axes.index(label)

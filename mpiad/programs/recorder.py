@@ -1,8 +1,8 @@
-"""The trace of a function: every operation is run, and noted with its arguments, in the order of the program.
+"""The trace of a function: every operation is run, and recorded with its arguments, in the order of the program.
 
-What is noted is a list of steps. A step calls a function of NumPy's or a communication; its arguments are constants, and
-numbers of values (`Ref`). Arrays that are not traced are constants, kept as they are when they are used: whoever replays
-the program has to look whether what the function reads has changed (see `closure`).
+The trace is a list of steps. A step calls a NumPy function or a communication; its arguments are constants, and
+references to values by number (`Ref`). Arrays that are not traced are constants, copied when they are used: before a
+replay, the caller must check that the function's closure is unchanged (see `closure`).
 """
 
 from __future__ import annotations
@@ -30,47 +30,47 @@ from mpiad.transport.channels import Used, communications
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import tracing
 
-# The values of a trace: a number for each, and what is known of the memory that they lie in.
+# The values of a trace: their numbers, and the memory that they share.
 #
-# Arrays that are not traced are constants, kept as they are when they are used. A traced array that is written to gets the
-# number of the result; other names of the same memory are stale from then on.
+# Arrays that are not traced are constants, copied when they are used. A traced array that is written to gets the number of
+# the result; other names of the same memory are stale from then on.
 
 
 _OBJECT = np.dtype(object)
 
 
 class NotedValues:
-    """What a recorder knows of its values.
+    """The values that a recorder has numbered.
 
-    - `specs`: of each value.
-    - `constants`: as they were when they were used: copies of those that can change.
+    - `specs`: shapes and dtypes of all values.
+    - `constants`: their values at the time of use: copies of those that can change.
     - `inputs`: numbers of the arguments.
-    - `weak`: numbers that are Python's.
+    - `weak`: numbers of the values that are Python scalars.
     """
 
     def __init__(self, kind: type):
         self.kind = kind
         self.specs: list[tuple[Shape, np.dtype]] = []
         self.constants: list[Array] = []
-        # By identity, what isn't an array and is handed on from step to step: requests under way, records of tapes.
+        # By identity, objects other than arrays that are passed from step to step: pending requests, records of tapes.
         self._objects: dict[int, tuple[Any, int]] = {}
         self._constant_of: dict[int, tuple[Any, int]] = {}
         self._holders: dict[int, WeakSet[Any]] = {}
-        # By identity, which is nobody else's as long as they are kept.
+        # By identity, which stays unique as long as they are kept.
         self._inputs: dict[int, Array] = {}
         self.inputs: list[int] = []
         self.weak: set[int] = set()
 
     def refuse(self, reason: str) -> NoReturn:
-        """Give the trace up."""
+        """Give up the trace."""
         raise NotImplementedError
 
     def is_noting(self) -> bool:
-        """Tell whether what is done with traced arrays is noted."""
+        """Return whether operations on traced arrays are recorded."""
         raise NotImplementedError
 
     def input(self, value: Any, weak: bool = False) -> Any:
-        """Return a traced array for an argument; `weak`: a number of Python's."""
+        """Return a traced array for an argument; `weak`: whether it is a Python scalar."""
         made = self._wrapped(value)
         if weak:
             self.weaken(made)
@@ -81,7 +81,7 @@ class NotedValues:
         return made
 
     def weaken(self, made: Any) -> Any:
-        """Take a number for one of Python's, and return it."""
+        """Mark a value as a Python scalar, and return it."""
         if isinstance(made, Traced) and self.is_noting():
             made.weak = True
             self.weak.add(made.number)
@@ -104,14 +104,14 @@ class NotedValues:
         return made
 
     def _noted(self, x: Any) -> Any:
-        """Return arguments with references to values and constants."""
+        """Return the arguments with references to values and constants."""
         return mapped(x, self._noted_leaf)
 
     def _noted_leaf(self, x: Any) -> Any:
         if isinstance(x, Traced):
             if x.recorder is not self:
                 x.recorder.is_noting()
-                return self._constant(np.asarray(x.value))  # of a trace that is given up by this
+                return self._constant(np.asarray(x.value))  # of another trace, which `is_noting` gives up
             if x.stale is not None:
                 self.refuse("it reads an array after other names of the same memory were written to")
             return Ref(x.number)
@@ -148,7 +148,7 @@ def _root(value: Any) -> Any:
     return value
 
 
-# Calls of NumPy's functions that no step of a program stands for, known before they are made.
+# Calls of NumPy functions that can't be steps of a program, known before they are run.
 
 
 _SHAPED_BY_VALUES = frozenset({
@@ -159,7 +159,7 @@ _WRITING = frozenset("at copyto fill_diagonal place put put_along_axis putmask".
 
 
 def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> str:
-    """Return why a call can't be noted; nothing where it can."""
+    """Return why a call can't be recorded; "" if it can."""
     further = *args[1:], *kwargs.values()
     repeats = fun is np.repeat and any(isinstance(x, Traced) for x in further)
     if fun in _SHAPED_BY_VALUES or fun is np.where and len(args) == 1 or repeats:
@@ -190,24 +190,24 @@ def _place_of_out(fun: Callable) -> int | None:
 
 _COMPILED_PACKAGES = ("", "domain")
 _BY_THEMSELVES = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
-# Look for a channel, and communicate by operations alone, or by what is settled before them.
+# Functions that look up a channel, and communicate only by recorded operations or in calls that are settled before.
 _NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _BY_THEMSELVES | set(
     "Domain.begin_exchange value_and_grad grad make_vjp make_jvp jvp hvp".split()
 )
 
 
 class Recorder(NotedValues):
-    """A trace under way.
+    """A trace in progress.
 
-    - `open`: whether operations are still noted.
-    - `reread`: whether its arrays may be met as constants, now that it has ended.
+    - `open`: whether operations are still recorded.
+    - `reread`: whether its arrays may be met as constants after its end.
     - `refused`: why the trace was given up.
-    - `failed`: what a communication has raised.
-    - `log`: results of all communications, and of what was settled.
+    - `failed`: the exception that a communication has raised.
+    - `log`: results of all communications and settled calls.
     - `channels`: those of the communications.
-    - `asked`: number of an integer that the function decides by, where that is what the trace was given up for.
-    - `part`: that part of the program to which what is noted now belongs.
-    - `logged`: how many parts log what they communicate, to be played back.
+    - `asked`: number of the integer on which the function branches, if the trace was given up for this reason.
+    - `part`: the part of the program to which operations are being added.
+    - `logged`: the number of parts whose communications are logged for playback.
     """
 
     ended = False
@@ -227,35 +227,35 @@ class Recorder(NotedValues):
         self._marks: list[tuple[Any, str, bool]] = []
 
     def refuse(self, reason: str) -> NoReturn:
-        """Give the trace up: leave the function by Abandoned."""
+        """Give up the trace: leave the function by Abandoned."""
         self.refused = self.refused or Abandoned(reason, calls.site_of(sys._getframe(1)).text)
         raise self.refused
 
     def ask(self, x: Any, reason: str) -> NoReturn:
-        """Give the trace up because the function asks for a value; where that is an integer, another trace can know it."""
+        """Give up the trace because the function needs a value; if it is an integer, another trace can know it."""
         if x.value.dtype.kind in "iu" and not x.value.ndim:
             self.asked = x.number
         self.refuse(reason)
 
     def close(self) -> None:
-        """End the trace; nothing is computed with its arrays from now on."""
+        """End the trace; any later computation with its arrays is an error."""
         self.open = False
         self._constant_of.clear()
         self._holders.clear()
 
     def looked_up(self, call: str) -> None:
-        """Take note that a function looks for the channel of a communicator: one that isn't noted as a step is refused."""
+        """Record that a function looks up the channel of a communicator: one that isn't recorded as a step is refused."""
         if call not in _NOTED:
             self.refuse(f"it calls {call}, which communicates by itself and isn't compiled yet")
 
     def entered_body(self) -> None:
-        """Take note that an operator runs its body, which isn't noted."""
+        """Record that an operator runs its body, which isn't traced."""
         self.refuse("it calls an operator whose body isn't compiled yet (a solve, a loop in time, or the like)")
 
     # ---- operations
 
     def call(self, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Call a function of NumPy's, and note it."""
+        """Call a NumPy function, and record it."""
         if not self.is_noting():
             return fun(*plain(tuple(args)), **plain(kwargs))
         reason = reason_against(fun, args, kwargs)
@@ -265,7 +265,7 @@ class Recorder(NotedValues):
         return self._recorded("call", fun, *noted, self._computed(fun, plain(tuple(args)), plain(kwargs)))
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
-        """Run a communication on plain arrays, and note it."""
+        """Run a communication on plain arrays, and record it."""
         params, rule = on_host(params), _rule()
         envelopes = envelopes_of(params)
         self._any_sender = self._any_sender or any(envelope.number is None for envelope in envelopes)
@@ -274,7 +274,7 @@ class Recorder(NotedValues):
         noted = self._noted(x), self._noted_request(params) if isinstance(params, Request) else params
         made = self._communicated(operation, plain(x), params)
         self.channels |= channels_of(params)
-        if made is not None and made is plain(x):  # what was sent is its own result
+        if made is not None and made is plain(x):  # the sent array is its own result
             self._step("communicate", operation, noted, ())
             return x
         if isinstance(made, Request):
@@ -286,25 +286,25 @@ class Recorder(NotedValues):
         """Return the reference to a request that is waited for."""
         found = self._objects.pop(id(request), None)
         if found is None:
-            request.done = False  # the function takes it once more
+            request.done = False  # the function waits for it once more
             self.refuse("it waits for a request that was started outside of the jitted function")
         return Ref(found[1])
 
     def check_requests(self) -> None:
-        """Give the trace up where a request is left over at its end."""
+        """Give up the trace if a request is pending at its end."""
         for request in [found for found, _ in self._objects.values() if isinstance(found, Request)]:
             reason = f"it starts a request and doesn't wait for it: {request!r}"
             self.refused = self.refused or Abandoned(reason, "at the end of the jitted function")
 
     def settle(self, fun: Callable, args: tuple) -> Any:
-        """Run what decides how a call goes on, and note it with its result, which replays look at."""
+        """Run a function that decides how a call goes on, and record it with its result, which replays compare."""
         noted = self._noted(args)
         made = self._run(fun, *plain(args))
         self._step("settle", fun, noted, (), {"expected": made})
         return made
 
     def opaque(self, fun: Callable, args: tuple) -> tuple[Any, ...]:
-        """Run a function that isn't taken apart, and note it: it returns arrays, and last what isn't one."""
+        """Run a function that isn't traced, and record it: it returns arrays, followed by one object that isn't an array."""
         noted, start = self._noted(args), next(communications)
         *arrays, rest = self._run(fun, *plain(args))
         self._any_within |= next(communications) > start + 1
@@ -319,11 +319,11 @@ class Recorder(NotedValues):
     call_as_it_is = opaque_call
 
     def once(self, fun: Callable, args: tuple) -> Any:
-        """Run what is done at the first use of a communicator, which replays don't."""
+        """Run the initialization at the first use of a communicator, which replays skip."""
         return self._untold(fun, *args)
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operator of `mpiad.extend` on plain arrays, and note it."""
+        """Run an operator of `mpiad.extend` on plain arrays, and record it."""
         if _package_of(operator) not in _COMPILED_PACKAGES:
             self.refuse(f"it calls {operator.__name__} of mpiad.{_package_of(operator)}, which isn't compiled yet")
         if any(hides_traced(x) for x in (*args, *kwargs.values())):
@@ -333,7 +333,7 @@ class Recorder(NotedValues):
         return self._recorded("operate", operator, *noted, self._operated(operator, plain(args), plain(kwargs)))
 
     def _channels_of(self, args: tuple, call: str) -> set[Used]:
-        """Return the channels of an operator that takes what knows its communicator."""
+        """Return the channels of an operator, found from the arguments that have a communicator."""
         tracing.recorder = None
         try:
             return {(channel(x.comm, call, collective=False), False) for x in args if hasattr(x, "comm")}
@@ -341,30 +341,30 @@ class Recorder(NotedValues):
             tracing.recorder = self
 
     def communicated_by_itself(self) -> None:
-        """Refuse what ranks tell each other by messages that aren't noted, before there are any."""
+        """Refuse functions whose ranks exchange messages that aren't recorded, before any are sent."""
         _, called = calls.user_frame(sys._getframe(1))
         name = calls.entry(called) or "a function of mpiad's"
         self.refuse(f"it calls {name}, whose ranks exchange shapes or settings first, and that isn't compiled yet")
 
     @property
     def communications(self) -> int:
-        """How many communications were noted."""
+        """The number of recorded communications."""
         return sum(step.kind in ("communicate", "operate") for step in self.steps)
 
     @property
     def communicates(self) -> bool:
-        """Whether there are any, also in functions that aren't taken apart: other ranks wait for their adjoints."""
+        """Whether there are any, also in functions that aren't traced: other ranks wait for their adjoints."""
         return self._any_within or self.communications > 0
 
     def complex_line(self) -> str:
-        """Return the first line that computes with complex numbers, entry by entry; nothing where there is none."""
+        """Return the first line that computes with complex numbers elementwise; "" if there is none."""
         for step in self.steps:
             if isinstance(step.fun, np.ufunc) and any(self.specs[out][1].kind == "c" for out in step.outs):
                 return step.site.text
         return ""
 
     def marked(self, channel: Any, reason: str, messages: bool) -> bool:
-        """Take note of messages that an exception has left, which matters where it isn't the trace's own."""
+        """Store messages that an exception has left, which matters if the exception isn't the trace's own."""
         self._marks.append((channel, reason, messages))
         return True
 
@@ -373,7 +373,7 @@ class Recorder(NotedValues):
         for used, *fault in self._marks:
             used.mark(*fault)
 
-    # ---- what is done with the values
+    # ---- running operations on the values
 
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return fun(*args, **kwargs)
@@ -393,7 +393,7 @@ class Recorder(NotedValues):
     def _run(self, fun: Callable, *args: Any) -> Any:
         made = self._untold(fun, *args)
         self.log.append(logged(made, args[-1] if args else None))
-        # Now that what it communicates is done, and noted.
+        # Raised here, after the communication is complete and logged.
         if self.refused is not None:
             raise self.refused
         return made
@@ -404,7 +404,7 @@ class Recorder(NotedValues):
         try:
             return fun(*args)
         except BaseException as error:
-            # What a traced value from around it has led to isn't its own, as long as it may run once more.
+            # An exception that a traced value from the closure has caused isn't the function's own, as long as it may run again.
             if self.refused is None or next(communications) > start + 1:
                 self.failed = error
             raise
@@ -412,7 +412,7 @@ class Recorder(NotedValues):
             tracing.recorder, self._inside = self, False
 
     def is_noting(self) -> bool:
-        """Tell whether what is done with traced arrays is noted; inside of what is one step none must be met."""
+        """Return whether operations on traced arrays are recorded; within a step that is run as one, any is refused."""
         if self._inside:
             reason = "what it calls uses a traced value from around it: hand it on as an argument"
             self.refused = self.refused or Abandoned(reason, calls.site_of(sys._getframe(1)).text)
@@ -420,8 +420,8 @@ class Recorder(NotedValues):
         return self.open and not self._inside
 
     def require_open(self) -> None:
-        """Refuse arrays that have outlasted their trace, by a RuntimeError."""
-        # Later calls wouldn't change it, and derivatives outside don't know of it: its use would be a wrong number.
+        """Raise RuntimeError for arrays that have outlived their trace."""
+        # Later calls wouldn't change them, and outer derivatives don't see them: using them would give wrong numbers.
         if not self.open and not self.reread:
             raise RuntimeError(
                 f"jit: {calls.site_of(sys._getframe(1)).text} uses a value that a jitted function has kept (in a list, an "
@@ -470,12 +470,12 @@ class Recorder(NotedValues):
         return target
 
     def set_entries(self, target: Array, key: Index, value: Array) -> None:
-        """Set entries of an array, and give it the number of what it is then."""
+        """Set entries of an array, and give it the number of the result."""
         place, new = plain(key), plain(value)
         if not self.is_noting():
             target.value[place] = new
             return
-        # total[key] += values: a part was changed, and is put where it lies already.
+        # total[key] += values: the part was changed in place, in the memory of the whole.
         mended = target.stale is not None and value is target.stale and _is_part(target.value, place, new)
         if mended:
             target.stale = None
@@ -489,7 +489,7 @@ class Recorder(NotedValues):
 
 
 def _rule() -> tuple[str, str, Site] | None:
-    """Return which adjoint or tangent is running: calls are noted while there is a trace."""
+    """Return which adjoint or tangent is running; calls are recorded during a trace."""
     call = calls.current()
     if call is None or call.direction == "forward":
         return None
@@ -497,7 +497,7 @@ def _rule() -> tuple[str, str, Site] | None:
 
 
 def _package_of(operator: Any) -> str:
-    """Return the package of the library that an operator belongs to; nothing for one of the user's."""
+    """Return the subpackage of the library that an operator belongs to; "" for a user's operator."""
     module = getattr(operator.fun, "__module__", "").split(".")
     return module[1] if module[0] == "mpiad" and len(module) > 1 else ""
 
@@ -507,6 +507,6 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_part(whole: Array, key: Any, part: Any) -> bool:
-    """Tell whether an array is the memory of whole[key]."""
+    """Return whether an array is the memory of whole[key]."""
     both = whole[key], part
     return all(isinstance(x, np.ndarray) for x in both) and both[0].__array_interface__ == part.__array_interface__

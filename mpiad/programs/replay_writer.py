@@ -1,7 +1,7 @@
-"""The functions of a replay: one line of Python's for each step, written for it.
+"""The functions of a replay: one line of generated Python per step.
 
-What a step needs is bound to names beforehand, so that a step costs its call. Small arguments and results are copied into
-and out of buffers, which is cheaper than to look up where they lie; large ones are used where they are.
+The operands of a step are bound to names beforehand, so that a step costs only its call. Small arguments and results are
+copied into and out of buffers, which is cheaper than looking up their addresses; large ones are used in place.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from mpiad.programs.replay import Replays
 
 
-# Results of a replay that aren't what the program was made for: how that is seen, and what it raises.
+# Results of a replay that differ from those the program was compiled for: how they are detected, and the exception.
 
 
 class Changed(TypeError):
-    """Report a call whose result isn't what the program was made for."""
+    """Report a call whose result differs in shape or dtype from the program's."""
 
-    # What was communicated in this run until then, that call's result the last; None where that isn't known.
+    # Results of the communications of this run, this call's result the last; None if they aren't known.
     log: list[Any] | None = None
 
 
 def raise_changed(made: Any, node: Node, log: list[Any] | None = None) -> None:
-    """Raise what says of which call the result has changed."""
+    """Raise the error that names the call whose result has changed."""
     name = getattr(node.data.fun, "__name__", repr(node.data.fun))
     line = "" if node.site is None else f"{node.site.text}: "
     error = Changed(
@@ -58,7 +58,7 @@ def raise_changed(made: Any, node: Node, log: list[Any] | None = None) -> None:
 
 
 def is_looked_at(schedule: Schedule, at: int) -> bool:
-    """Tell whether a communication may give something else than in the trace."""
+    """Return whether a communication may give a result of another kind than in the trace."""
     step = schedule.steps[at]
     if isinstance(step, Loop) or step.in_place:
         return False
@@ -66,7 +66,7 @@ def is_looked_at(schedule: Schedule, at: int) -> bool:
     if node.kind != "communicate" or node.data.kind in ("settle", "opaque"):
         return node.kind == "communicate"
     fun = node.data.fun
-    if isinstance(fun, Operation):  # of what is copied to all, ranks may know nothing before
+    if isinstance(fun, Operation):  # of a broadcast array, ranks may know nothing before
         known = fun is not BCAST or node.data.args[1].spec is not None
     else:
         known = fun.in_place is not None or fun.alike
@@ -74,9 +74,9 @@ def is_looked_at(schedule: Schedule, at: int) -> bool:
 
 
 def condition_of(node: Node, made: str, bound: Callable[[Any], str]) -> str:
-    """Return the text of the condition under which a result is no longer that of the trace.
+    """Return the expression of the condition under which a result differs from that of the trace.
 
-    The result is called `made`; `bound` gives a value a name.
+    The result is named `made`; `bound` gives a value a name.
     """
     if node.data.kind == "settle":
         return f"{made} != {bound(node.data.kwargs['expected'])}"
@@ -85,18 +85,18 @@ def condition_of(node: Node, made: str, bound: Callable[[Any], str]) -> str:
     return f"{made}.shape != {node.shape} or {made}.dtype != {bound(node.dtype)}"
 
 
-# The memory from which a replay's kernels take their arguments (see `compiling.machine_code`).
+# The memory from which the kernels of a replay read their arguments (see `compiling.machine_code`).
 #
-# Kernels between two calls of Python's are linked: the first one's call runs them all.
+# Kernels between two Python calls are linked: calling the first runs them all.
 
 
 _WORD = 8
 
 
 class KernelBlocks:
-    """A block for each loop among actions, and for each thread that computes a part of it.
+    """An argument block per loop among actions, and per thread that computes a part of it.
 
-    `texts`, `kernels`: of each step, None for calls. `words`: all blocks, one after the other.
+    `texts`, `kernels`: those of the steps, None for calls. `words`: all blocks, one after the other.
     """
 
     def __init__(
@@ -132,16 +132,16 @@ class KernelBlocks:
         return ctypes.addressof(self.words) + _WORD * self._starts[k, thread]
 
     def is_called(self, k: int) -> bool:
-        """Tell whether a loop is called, and isn't run by the one before it."""
+        """Return whether a loop is called, rather than run by the one before it."""
         return k not in self._linked
 
     def bind(self, b: int, address: int) -> None:
-        """Let kernels find a buffer at an address."""
+        """Store the address of a buffer in the blocks."""
         for place in self._places.get(b, ()):
             self.words[place] = address
 
     def assignment(self, b: int, address: str) -> str:
-        """Return the text that lets kernels find a buffer at an address, where `words` is called t."""
+        """Return the statement that stores the address of a buffer in the blocks, with `words` named t."""
         targets = "".join(f"t[{place}] = " for place in self._places.get(b, ()))
         return f"{targets}{address}" if targets else ""
 
@@ -152,7 +152,7 @@ def address_of(array: Array) -> int:
 
 
 def as_kernels_take(x: Any, dtype: np.dtype) -> Array:
-    """Return what kernels take of an array."""
+    """Return an array with the given dtype, contiguous and aligned, as kernels require it."""
     if type(x) is np.ndarray and x.flags.c_contiguous and x.flags.aligned and x.dtype == dtype:
         return x
     return np.require(x, dtype, ["C", "A"])
@@ -160,21 +160,21 @@ def as_kernels_take(x: Any, dtype: np.dtype) -> Array:
 
 # Calls of communications from a replay, as if from the user's line that made them in the trace.
 #
-# Reports, time-outs and traces of calls name the innermost frame of the user's. So each communication of a replay is called
-# from a function of its own, whose code says that it is that line.
+# Reports, timeouts and traces of calls name the innermost frame of user code. So each communication of a replay is called
+# from a function of its own, whose code object carries the user's file, line and function name.
 
 
 def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
-    """Return a function that calls an operation or operator, in a frame of the user's line, where one is known.
+    """Return a function that calls an operation or operator in a frame of the user's line, if it is known.
 
-    What it is given stands in `_CALLS`; of parts the first is done in "begin", and all that are left in "end".
+    Its parameters are listed in `_CALLS`; "begin" runs the first part of an iterator of parts, and "end" all that are left.
     """
     made: Any = _CALLS[kind]
     if rule is not None:
         return _within(made, rule)
     if site is None or not site.file:
         return made
-    # With the site itself among the constants `site_of` needn't find out which function of ours the user called.
+    # With the site itself among the constants, `site_of` needn't find out which function of the library the user called.
     name, code = site.function, made.__code__
     consts = (*code.co_consts, site)
     code = code.replace(co_filename=site.file, co_firstlineno=site.line, co_name=name, co_qualname=name, co_consts=consts)
@@ -182,7 +182,7 @@ def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None =
 
 
 def _within(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
-    """Return a call that is part of an adjoint or tangent, where calls are noted: the line is that of the gradient."""
+    """Return a call that belongs to an adjoint or tangent while calls are recorded: its line is that of the gradient."""
 
     def call(operation: Any, x: Any, *rest: Any) -> Any:
         if not calls.is_noting():
@@ -197,7 +197,7 @@ def _within(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[.
     return call
 
 
-# Each in one line, since code knows its lines as distances from the first.
+# Each on one line, since a code object stores its lines relative to the first.
 _CALLS: dict[str, Any] = {
     "communicate": lambda operation, x, params: operation.forward(x, params),
     "operate": lambda operator, args, kwargs: operator.body(args, kwargs),
@@ -211,15 +211,15 @@ _CALLS: dict[str, Any] = {
 
 
 class ReplayWriter:
-    """Writes the functions of a replay, and makes what they name.
+    """Generates the functions of a replay, and the objects that they refer to.
 
-    `prepared`: whether communications are prepared, where they can be, and loops run while messages are under way.
+    `prepared`: whether communications are prepared, if possible, and loops run while messages are in flight.
     """
 
     def __init__(self, replays: Replays, prepared: bool):
         self.replays, self.schedule = replays, replays.schedule
         self.nodes: list[Node] = self.schedule.program.nodes
-        # What is noted shows an exchange as one call.
+        # The records of calls show an exchange as one call.
         self._prepares = prepared
         self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
         self._blocks = KernelBlocks(self.schedule, replays.texts, replays.kernels, self._actions, replays.homes)
@@ -227,9 +227,9 @@ class ReplayWriter:
         self.names: dict[str, Any] = {
             "empty": np.empty, "address": address_of, "as_array": as_kernels_take, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
-            # What has been communicated, for as long as the run may turn out not to be that of the trace.
+            # The results of communications, as long as the run may turn out to differ from the trace.
             "log": [], "logged": logged, "changed": raise_changed,
-            "blocks": self._blocks,  # which hold what the words point to
+            "blocks": self._blocks,  # which own the memory that the words point to
         }  # fmt: skip
         self._memories: dict[int, Array] = {}
         self._arrays: dict[int, str] = {}
@@ -245,7 +245,7 @@ class ReplayWriter:
         """Return the functions of the program's parts."""
         schedule, steps = self.schedule, self.schedule.steps
         uses = self.replays.uses
-        # Arrays that calls have returned in a part, and that are used in a later one.
+        # Arrays that calls have returned in one part, and that are used in a later one.
         made = {b: schedule.part(at) for at in range(len(steps)) for b in self._made(at)}
         kept = [b for b, part in made.items() if b in uses and schedule.part(uses[b][-1]) > part]
         names = ", ".join(f"r{b}, m{b}" for b in kept)
@@ -278,14 +278,14 @@ class ReplayWriter:
         return [self.names[f"part{k}"] for k in range(len(parts))]
 
     def _made(self, at: int) -> list[int]:
-        """Return the buffers that come from a call."""
+        """Return the buffers that are results of a call."""
         step = self.schedule.steps[at]
         return [] if isinstance(step, Loop) or step.in_place else self.replays.results.get(step.node, [])
 
     # ---- buffers
 
     def _begin(self, touched: set[int]) -> None:
-        """Append lines that take the arguments in and make the outputs; bind all other buffers."""
+        """Append lines that read the arguments and create the outputs; bind all other buffers."""
         buffers = self.schedule.buffers
         for b in sorted({root_of(buffers, b) for b in touched}):
             found = buffers[b]
@@ -326,7 +326,7 @@ class ReplayWriter:
         return self.replays.homes[b].layout.of(memory, found.shape, found.dtype)
 
     def _scratch(self) -> Callable[[], Any]:
-        """Return the function that takes scratch memory for a run; mostly it is that of the replay's run before."""
+        """Return the function that provides scratch memory for a run; mostly it is that of the replay's previous run."""
         buffers = [b for b, home in self.replays.homes.items() if home.is_scratch]
         exchanged = [
             at for at, step in enumerate(self.schedule.steps)
@@ -350,7 +350,7 @@ class ReplayWriter:
         return taken
 
     def _take_in(self, b: int, name: str) -> None:
-        """Append lines by which an array that comes from outside can be read by kernels."""
+        """Append lines that make an array from outside readable by kernels."""
         if self._is_large(b):
             self.names[f"d{b}"] = self.schedule.buffers[b].dtype
             self._lines += [f"m{b} = as_array({name}, d{b})", self._blocks.assignment(b, f"address(m{b})")]
@@ -366,7 +366,7 @@ class ReplayWriter:
         return f"{self._arrays[root]}.reshape({self.schedule.buffers[b].shape})"
 
     def _result(self, b: int) -> str:
-        """Return the text of an output: an array of its own, or a number of NumPy's."""
+        """Return the expression of an output: an array of its own, or a NumPy scalar."""
         found = self.schedule.buffers[b]
         name = self._arrays[b]
         if found.kind == "result" and name != f"b{b}":
@@ -399,11 +399,11 @@ class ReplayWriter:
             self._lines.append(f"log.append({self._made_in_place(step, self.nodes[step.node].data)}.copy())")
 
     def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
-        """Append the lines of an operator in its buffer, or those by which it is begun."""
+        """Append the lines that run an operator in its buffer, or those that begin it."""
         node, buffer = self.nodes[step.node], self._array(step.inputs[0])
         call: Call = node.data
         if self._prepares:
-            if buffer in self.names:  # otherwise once there is scratch memory
+            if buffer in self.names:  # otherwise when there is scratch memory
                 self._prepare(at)
             self.names[f"f{at}"] = called_at(node.site, "begin" if is_begun else "end")
             self._lines += [f"x{at} = q{at}()", f"f{at}(x{at})"]
@@ -416,7 +416,7 @@ class ReplayWriter:
         return at <= self.replays.last_look or self.schedule.part(at) < self.replays.logged
 
     def _prepare(self, at: int) -> None:
-        """Prepare an operator in the buffer that it has now."""
+        """Prepare an operator in its current buffer."""
         step = self.schedule.steps[at]
         call: Call = self.nodes[step.node].data
         self.names[f"q{at}"] = call.fun.in_place.prepared(self.names[f"b{step.inputs[0]}"], *call.args[1:])
@@ -439,7 +439,7 @@ class ReplayWriter:
             self._received(b, f"v{at}[{made.data}]" if made.kind == "item" else f"v{at}")
 
     def _communicate(self, at: int, step: Run, node: Node) -> None:
-        """Append lines that communicate, and that stop where what comes isn't what the program was made for."""
+        """Append lines that communicate, and that stop if the result isn't the one that the program was compiled for."""
         call: Call = node.data
         last_look = self.replays.last_look
         self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, call.kind, call.rule), call.fun
@@ -466,13 +466,13 @@ class ReplayWriter:
         return name
 
     def _made_in_place(self, step: Run, call: Call) -> str:
-        """Return the text of what an operator has made in its buffer."""
+        """Return the expression of an operator's result in its buffer."""
         starts, shape = call.fun.in_place.result(*call.args[1:]), self.nodes[step.node].shape
         cut = ", ".join(f"{start}:{start + n}" for start, n in zip(starts, shape[len(shape) - len(starts) :]))
         return f"{self._array(step.inputs[0])}[..., {cut}]"
 
     def _prepared(self, at: int, step: Run) -> None:
-        """Append the lines of a communication from one buffer into another that is prepared."""
+        """Append the lines of a prepared communication from one buffer into another."""
         node, (made,) = self.nodes[step.node], self._made(at)
         params, renewed = node.data.args[1], []
         if envelopes_of(params):
@@ -494,7 +494,7 @@ class ReplayWriter:
         node = self.nodes[found.data]
         made = self.nodes[node.inputs[0]] if node.kind == "item" else node
         if made.kind == "call":
-            # Kernels are made for a shape: they would read beyond the end of another one.
+            # Kernels are compiled for a shape: they would read beyond the end of a smaller array.
             log = "None" if any(node.kind == "communicate" for node in self.nodes) else "log"
             self._lines.append(f"if r{b}.shape != {found.shape}: changed(r{b}, {self._bound(made)}, {log})")
         if b in self._as_memory:
@@ -503,7 +503,7 @@ class ReplayWriter:
             self._arrays[b] = f"r{b}"
 
     def _argument(self, step: Run, x: Any) -> str:
-        """Return the text of an argument of a call."""
+        """Return the expression of an argument of a call."""
         if isinstance(x, Slot):
             text = self._array(step.inputs[x.place])
             if self.nodes[self.nodes[step.node].inputs[x.place]].dtype == object:
@@ -523,5 +523,5 @@ class ReplayWriter:
 
 
 def _own(x: Any) -> Any:
-    """Return a result in memory of its own: a view may be one of what was sent."""
+    """Return a result in memory of its own: it may be a view of the sent array."""
     return x.copy() if type(x) is np.ndarray and x.base is not None else x
