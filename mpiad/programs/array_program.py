@@ -1,21 +1,21 @@
-"""A program of arrays in static single assignment: each node makes one array of those before it.
+"""A program of arrays in static single assignment: each node defines one array in terms of earlier ones.
 
 Kinds of nodes, and what `data` holds:
 
-- "input": an argument of the function; its place among them.
-- "constant": an array that the function read; its place among the constants.
-- "number": one number at every place; the number.
-- "elementwise": a function of scalars at every place, its arguments broadcast; (name, function of symbols).
-- "view": entries of one array, by an `IndexMap`.
+- "input": an argument of the function; its position among them.
+- "constant": an array that the function read; its position among the constants.
+- "number": an array of equal entries; the number.
+- "elementwise": an elementwise function, its arguments broadcast; (name, function of symbols).
+- "view": entries of one array, selected by an `IndexMap`.
 - "reshape": the entries of one array in another shape.
-- "join": arrays one after the other; the axis.
-- "update": the first array, with the second one in place of a block; the block's first indices.
-- "reduce": an array folded along axes; (name, axes), the axes that are left in their order.
-- "call": a function that isn't taken apart, run by NumPy on whole arrays; a `Call`.
+- "join": a concatenation of arrays; the axis.
+- "update": the first array, with a block replaced by the second; the block's first indices.
+- "reduce": an array folded along axes; (name, axes), the remaining axes in their order.
+- "call": an untraced function, run by NumPy on whole arrays; a `Call`.
 - "communicate": a communication; a `Call`.
-- "item": one of several results of a call; its place.
+- "item": one of several results of a call; its position.
 
-Communications are never dropped and never change their order; all else is needed by them or by an output, or goes.
+Communications are never dropped or reordered; other nodes are dropped unless they or an output need them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from mpiad._typing import Array, Shape
 from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, identity, is_identity, shifted, within
 from mpiad.transport.calls import Site
 
-# Along axes as short as this, arrays that are put together are taken apart again.
+# Along axes that are at most this long, joins of arrays are split into their parts.
 SHORT = 8
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
-# What loops compute with.
+# The dtypes that loops compute with.
 BOOLEAN = np.dtype(bool)
 COMPUTED = (*FLOATS, BOOLEAN)
 # Kinds of nodes that aren't computed by loops.
@@ -47,14 +47,14 @@ class Slot(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of Python's that a program makes."""
+    """A Python call of a program."""
 
     kind: str  # "call", "communicate" or "operate"
     fun: Any  # callable or Operation
     # `args`, `kwargs`: with a `Slot` for each array.
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    # Of a communication that an adjoint or tangent makes: which of both, and the name and site of its forward call.
+    # Of a communication within an adjoint or tangent: which of the two, and the name and site of its forward call.
     rule: tuple[str, str, Site] | None = None
 
 
@@ -62,12 +62,12 @@ class Node(NamedTuple):
     """One array."""
 
     kind: str
-    inputs: tuple[int, ...]  # numbers of the nodes that it is made of
+    inputs: tuple[int, ...]  # numbers of the nodes that it reads
     shape: Shape
     dtype: np.dtype
     data: Any
     site: Site | None = None  # the user's line
-    part: int = 0  # of the program: reverse passes are run later than the rest
+    part: int = 0  # of the program: parts for reverse passes are run later
 
 
 def described(node: Node) -> str:
@@ -77,14 +77,14 @@ def described(node: Node) -> str:
 
 
 class ArrayProgram:
-    """A program, and while it is made its builder.
+    """A program, and its builder.
 
     - `inputs`: nodes of the arguments.
-    - `ends`: how many outputs are wanted before each part that is run later.
-    - `weak`: those nodes that are numbers of Python's.
-    - `logged`: how many parts log what they communicate, to be played back.
-    - `contracts`: whether a contraction is a part of it.
-    - `componentwise`: those joins whose parts were computed by themselves, and stay so in sums.
+    - `ends`: numbers of outputs that are needed before each part that is run later.
+    - `weak`: nodes that are Python scalars.
+    - `logged`: the number of parts whose communications are logged for playback.
+    - `contracts`: whether it contains a contraction.
+    - `componentwise`: joins whose parts were computed separately, and stay so in sums.
     """
 
     def __init__(self) -> None:
@@ -103,12 +103,12 @@ class ArrayProgram:
         self._precisions: dict[int, np.dtype | None] = {}
 
     def add(self, kind: str, inputs: Sequence[int], shape: Shape, dtype: np.dtype, data: Any = None) -> int:
-        """Append a node, or find it where the same was computed before."""
+        """Append a node, or return an existing one with the same value."""
         node = Node(kind, tuple(inputs), tuple(shape), np.dtype(dtype), data, self.site, self.part)
         if kind in ("call", "communicate", "item", "input"):
             self.nodes.append(node)
             return len(self.nodes) - 1
-        # 0 is not -0, and NaN is itself.
+        # 0 differs from -0, and NaN equals itself.
         mark = (type(data), data.hex()) if isinstance(data, float) else data
         key = (kind, node.inputs, node.shape, node.dtype, mark)
         if key not in self._known:
@@ -122,7 +122,7 @@ class ArrayProgram:
         return self.inputs[-1]
 
     def constant(self, value: Array) -> int:
-        """Append an array that doesn't change."""
+        """Append a constant array."""
         if value.dtype.kind in "fb" and (value.size == 1 or (value.size and not any(value.strides))):
             return self.number(value.reshape(-1)[0].item(), value.shape, value.dtype)
         for place, known in enumerate(self.constants):
@@ -137,7 +137,7 @@ class ArrayProgram:
         return self.add("number", (), shape, dtype, dtype.type(value).item())
 
     def view(self, x: int, map: IndexMap, shape: Shape) -> int:
-        """Append entries of an array, by a map."""
+        """Append a view of an array, by an index map."""
         node = self.nodes[x]
         if is_identity(map, node.shape, shape):
             return x
@@ -157,7 +157,7 @@ class ArrayProgram:
         return self.add("view", (x,), shape, node.dtype, map)
 
     def _view_of_join(self, x: int, map: IndexMap, shape: Shape) -> int:
-        """Append entries of arrays that are put together: of the parts, where they are some of each one's in turn."""
+        """Append a view of a join: of its parts, if the view takes entries of each part in turn."""
         node = self.nodes[x]
         source, stride, offset = map[node.data]
         parts, start, done = [], 0, 0
@@ -166,7 +166,7 @@ class ArrayProgram:
             if _lies(map[node.data], shape, start, stop) is True:
                 return self.view(part, shifted(map, node.data, -start), shape)
             if source is not None and stride == 1:
-                # The places that lie in this part.
+                # The indices that lie in this part.
                 first, last = max(start - offset, 0), min(stop - offset, shape[source])
                 if last > first:
                     inner = tuple([
@@ -181,7 +181,7 @@ class ArrayProgram:
         return self.add("view", (x,), shape, node.dtype, map)
 
     def elementwise(self, inputs: Sequence[int], shape: Shape, dtype: np.dtype, data: tuple[str, Any]) -> int:
-        """Append a function of scalars at every place; part by part, where arrays are put together of a few."""
+        """Append an elementwise function; part by part for joins of a few arrays."""
         for x in inputs:
             node = self.nodes[x]
             if node.kind == "join" and node.shape == tuple(shape) and node.shape[node.data] <= SHORT:
@@ -205,13 +205,13 @@ class ArrayProgram:
         return self.view(x, broadcast(self.nodes[x].shape, shape), shape)
 
     def reshape(self, x: int, shape: Shape) -> int:
-        """Append an array in another shape; a view, where only axes of length 1 come or go."""
+        """Append an array in another shape; a view, if only axes of length 1 are added or removed."""
         node = self.nodes[x]
         if node.shape == tuple(shape):
             return x
         if node.kind == "number":
             return self.number(node.data, shape, node.dtype)
-        if node.kind == "join":  # where axes of length 1 come or go, of each part
+        if node.kind == "join":  # if axes of length 1 are added or removed, of each part
             place = _same_axis(node.shape, tuple(shape), node.data)
             if place is not None:
                 lengths = [self.nodes[y].shape[node.data] for y in node.inputs]
@@ -228,7 +228,7 @@ class ArrayProgram:
         return self.add("reshape", (x,), shape, node.dtype)
 
     def join(self, parts: Sequence[int], axis: int) -> int:
-        """Append arrays one after the other along an axis."""
+        """Append the concatenation of arrays along an axis."""
         found = []
         for x in parts:
             node = self.nodes[x]
@@ -242,20 +242,20 @@ class ArrayProgram:
         return self.add("join", parts, shape, first.dtype, axis)
 
     def components(self, parts: Sequence[int], axis: int) -> int:
-        """Append arrays of length 1 along an axis, put together, that are computed by themselves."""
+        """Append the concatenation of arrays of length 1 along an axis, which are computed separately."""
         made = self.join(parts, axis)
         self.componentwise.add(made)
         return made
 
     def update(self, x: int, block: int, starts: Sequence[int]) -> int:
-        """Append an array with another one in place of a block of as many axes."""
+        """Append an array with a block replaced by another array with the same number of axes."""
         node, part = self.nodes[x], self.nodes[block]
         if not math.prod(part.shape):
             return x
         if part.shape == node.shape:
             return block
         for axis, (start, n, length) in enumerate(zip(starts, part.shape, node.shape)):
-            # A few arrays in one: each by itself.
+            # A join of a few arrays: each separately.
             if n < length <= SHORT and len(node.shape) > 1:
 
                 def cut(first: int, last: int, axis: int = axis) -> int:
@@ -276,27 +276,27 @@ class ArrayProgram:
         return sorted(found)
 
     def precision(self, x: int) -> np.dtype | None:
-        """Return in which precision a node's entries are computed; None for what is in memory, or needs none."""
+        """Return the precision in which a node's entries are computed; None if it is in memory, or needs none."""
         if x not in self._precisions:
             node, found = self.nodes[x], []
             if node.kind not in IN_MEMORY and node.kind != "number":
-                # Booleans are computed as what they are made of.
+                # Booleans are computed in the precision of their operands.
                 made_of = [self.precision(y) or self.nodes[y].dtype for y in node.inputs]
                 found = [y for y in ([node.dtype] if node.dtype in FLOATS else made_of) if y in FLOATS]
             self._precisions[x] = max(found, key=lambda y: y.itemsize, default=None)
         return self._precisions[x]
 
     def is_float(self, x: int) -> bool:
-        """Tell whether a node holds real numbers that loops compute with, or booleans."""
+        """Return whether a node holds real numbers or booleans of a dtype that loops compute with."""
         return self.nodes[x].dtype in COMPUTED
 
 
 class Opaque(Exception):
-    """Report that a call isn't taken apart."""
+    """Report that a call can't be traced, and is run as a whole."""
 
 
 class Value:
-    """A node among the arguments of a call that is taken apart."""
+    """A node among the arguments of a call that is translated."""
 
     __slots__ = ("dtype", "number", "shape")
 
@@ -306,14 +306,14 @@ class Value:
 
 
 def _same_axis(shape: Shape, made: Shape, axis: int) -> int | None:
-    """Return the place of an axis after axes of length 1 have come or gone, None where more has changed."""
+    """Return the position of an axis after axes of length 1 were added or removed; None if more has changed."""
     if shape[axis] == 1 or [n for n in shape if n != 1] != [n for n in made if n != 1]:
         return None
     return [k for k, n in enumerate(made) if n != 1][sum(n != 1 for n in shape[:axis])]
 
 
 def _lies(axis: Axis, shape: Shape, start: int, stop: int) -> bool | None:
-    """Tell whether an index is between bounds for all places of a shape, or for none (False); None: for some."""
+    """Return whether an index is between bounds for all indices of a shape (True) or for none (False); None: for some."""
     last = 0 if axis.source is None else max(shape[axis.source] - 1, 0)
     low, high = sorted((axis.offset, axis.offset + axis.stride * last))
     if start <= low and high < stop:

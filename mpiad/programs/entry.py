@@ -1,4 +1,4 @@
-"""A compiled program for one signature: what a call of it runs, and what that returns."""
+"""A compiled program for one signature: its replays, and the structure of its result."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Entry(NamedTuple):
     """A compiled program for one signature."""
 
     replays: Replays
-    inside: list[bool]  # which leaves of the result are outputs of the program, in their order
-    constants: list[Any]  # what the others are
+    inside: list[bool]  # whether each leaf of the result is an output of the program
+    constants: list[Any]  # the other leaves
     build: Callable[[list[Any]], Any]  # from leaves to the result
     watch: Watch
-    communications: int  # how many steps of a call are one; as many in the reverse pass
-    communicates: bool  # whether it makes any, also in functions that aren't taken apart
-    channels: set[Used]  # on which
+    communications: int  # number of steps of a call that communicate; as many in the reverse pass
+    communicates: bool  # whether it communicates, also in untraced functions
+    channels: set[Used]  # of the communications
 
     def is_current(self) -> bool:
-        """Tell whether it can be run: what it was made of is the same, and no message is left of an exception."""
+        """Return whether it can be run: its closure is unchanged, and no message is left over from an exception."""
         for channel, _ in self.channels:
             if channel.fault:
                 return False
@@ -49,12 +49,12 @@ class Entry(NamedTuple):
 
     @property
     def may_change(self) -> bool:
-        """Whether a run may turn out not to be that of the trace (see `Changed`)."""
+        """Whether a run may differ from the trace (see `Changed`)."""
         replays = self.replays
         return replays.last_look >= 0 or any(node.kind == "call" for node in replays.schedule.program.nodes)
 
     def called(self, values: Sequence[Any]) -> Any:
-        """Run the program, and return what the function returns."""
+        """Run the program, and return the function's result."""
         replay = self.replays.take()
         count(self.communications)
         made = replay.first(*values)
@@ -70,7 +70,7 @@ class Entry(NamedTuple):
 def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Any, watch: Watch) -> Entry:
     """Compile a trace.
 
-    `parts`: the leaves of what each part of the program returns, its values or constants; the first are the function's.
+    `parts`: the leaves that each part of the program returns, its values or constants; the first are the function's.
     """
     inside = in_program(parts[0])
     wanted = [[x for x, is_in in zip(parts[0], inside) if is_in], *parts[1:]]
@@ -83,18 +83,18 @@ def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Any, wat
 def entry_by_shapes(
     given: Arguments, noted: Callable[[TraceRun], tuple[Any, ...]], watch: Watch, small: bool = False
 ) -> Entry | None:
-    """Compile a function of large arrays before it is run; None where there are none, or where it takes more than shapes.
+    """Compile a function of large arrays before it is run; None if there are none, or if it needs more than shapes.
 
-    `noted` makes the trace, and returns the leaves of its parts, and what builds the result. `small`: it is done for
-    small arrays, too.
+    `noted` runs the trace, and returns the leaves of its parts, and the function that builds the result. `small`: do this
+    for small arrays, too.
     """
     if is_shown() or not small and not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None
     trace = TraceRun(given, ShapeRecorder)
     try:
-        with np.errstate(all="ignore"):  # of memory that stands for results
+        with np.errstate(all="ignore"):  # of uninitialized memory in place of results
             parts, build = noted(trace)
-            # What is said of complex numbers is said by the trace that runs the function, as what stands in the way is.
+            # Warnings on complex numbers and on obstacles come from the trace that runs the function.
             if trace.recorder.complex_line():
                 return None
             return entry_of(trace.recorder, parts, build, watch)
@@ -104,12 +104,12 @@ def entry_by_shapes(
 
 
 def is_shown() -> bool:
-    """Tell whether all that is called is shown in its turn."""
+    """Return whether calls are being recorded or observed."""
     return calls.is_noting() or is_watched()
 
 
 def in_program(leaves: Sequence[Any]) -> list[bool]:
-    """Tell which leaves of a trace's are values of the program."""
+    """Return which leaves of a trace are values of the program."""
     return [isinstance(x, Traced) for x in leaves]
 
 
@@ -120,5 +120,5 @@ def own(leaf: Any) -> Any:
 
 
 def count(number: int) -> None:
-    """Count so many communications."""
+    """Count this number of communications."""
     next(islice(communications, number, number), None)

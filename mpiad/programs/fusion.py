@@ -1,11 +1,11 @@
-"""Which loops compute the arrays that a program keeps in memory, where these lie, and in which order all is done.
+"""The loops that compute the arrays that a program keeps in memory, the places of these arrays, and the order of the steps.
 
-A program is cut where Python runs: at communications, and at calls that aren't taken apart. Before each cut the arrays that
-it needs are computed, and what else the program has kept until there; those over the same index space in one loop, unless
-one reads another's neighbours.
+A program is cut where Python runs: at communications, and at untraced calls. Before each cut the arrays that it needs are
+computed, and all other kept arrays of the program up to it; arrays over the same index space in one loop, unless one reads
+neighboring entries of another.
 
-An array that is put together of others is kept by keeping its parts at their places. What is to be communicated by an
-operator that works in a buffer (a halo exchange) is kept in that buffer from the start.
+A join of arrays is kept by storing its parts at their places. An array that is communicated by an operator that works in a
+buffer (a halo exchange) is stored in that buffer from the start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpiad.programs.schedule import Buffer, Fold, Loop, Place, Run, Schedule, St
 
 
 class Fusion:
-    """Makes the schedule of a program."""
+    """Builds the schedule of a program."""
 
     def __init__(self, program: ArrayProgram):
         self.program, self.nodes = program, program.nodes
@@ -36,7 +36,7 @@ class Fusion:
         self._waiting = deque(sorted(self._kept - self._decision.anchored))
         self.buffers: list[Buffer] = []
         self.places: dict[int, Place] = {}
-        self._placed: dict[int, list[int]] = {}  # nodes by the memory where they are
+        self._placed: dict[int, list[int]] = {}  # nodes by the memory that holds them
         self.copies: dict[int, tuple[int, Place]] = {}
         self.since: dict[int, int] = {}
         self.steps: list[Loop | Run] = []
@@ -59,7 +59,7 @@ class Fusion:
         return Schedule(self.program, *found, outputs, cuts[:-1])
 
     def _compute_outputs(self, places: Iterable[int], part: int) -> list[int]:
-        """Let loops compute outputs; where nothing comes after them, they may be read from where they are returned."""
+        """Let loops compute outputs; if no steps follow, other nodes may be read from the output's buffer."""
         last = part == len(self.program.ends)
         wanted, outputs = [], []
         for place in places:
@@ -74,7 +74,7 @@ class Fusion:
         return outputs
 
     def _end(self, part: int) -> int:
-        """Return the number up to which nodes are computed after a part: that of the first one that is run later."""
+        """Return the number up to which nodes are computed after a part: that of the first node that is run later."""
         return next((n for n in self.needed if self.nodes[n].part > part), len(self.nodes))
 
     # ---- buffers
@@ -91,7 +91,7 @@ class Fusion:
         self._place(n, Place(buffer, identity(len(self.nodes[n].shape))))
 
     def _whole(self, n: int) -> int | None:
-        """Return a buffer that holds nothing but a node, in its order and shape; None where there is none."""
+        """Return a buffer that holds a node alone, in its order and shape; None if there is none."""
         place, shape = self.places.get(n), self.nodes[n].shape
         if place is None:
             return None
@@ -125,7 +125,7 @@ class Fusion:
         lead = (0,) * (len(given) - len(placed.given(*rest)))
         buffer = self._buffer("temporary", given[: len(lead)] + tuple(placed.shape(*rest)), node.dtype)
         place = Place(buffer, beginning_at(lead + tuple(placed.given(*rest))))
-        # What the operator changes can't be read by others afterwards.
+        # A node that the operator changes can't be read by others afterwards.
         shared = placed.changes_given and self._decision.is_shared(x)
         wanted: list[tuple[int, Place | None, bool]] = [(x, None, True)] * shared
         before = len(self.steps)
@@ -136,7 +136,7 @@ class Fusion:
         self._place(n, Place(buffer, beginning_at(lead + tuple(placed.result(*rest)))))
 
     def _note_copies(self, buffer: int, loops: Sequence[Any]) -> None:
-        """Note which arguments have been copied into a buffer whose given part stays as it is."""
+        """Note which arguments have been copied into a buffer in which the block given to the operator stays unchanged."""
         for loop in loops:
             for item in [item for item in loop.items if item.place.buffer == buffer]:
                 n, map = item.node, item.reads
@@ -147,7 +147,7 @@ class Fusion:
                     self.copies.setdefault(n, (len(self.steps), item.place))
 
     def _compute_whole(self, numbers: Sequence[int], cut: int) -> list[int]:
-        """Let loops compute nodes as wholes, and return their buffers."""
+        """Let loops compute nodes as whole buffers, and return the buffers."""
         missing = [x for x in dict.fromkeys(numbers) if self._whole(x) is None]
         places = {x: self._anywhere(x) for x in missing}
         self._compute([(x, places[x], x not in self.places) for x in missing], cut)
@@ -160,17 +160,17 @@ class Fusion:
     # ---- loops
 
     def _compute(self, wanted: Sequence[tuple[int, Place | None, bool]], cut: int) -> None:
-        """Let loops compute nodes: (node, where, whether it can be read from there), and what is kept before a cut."""
+        """Let loops compute nodes, given as (node, place, whether it can be read there), and those kept before a cut."""
         items: list[Store | Fold] = []
         for n, place, lasts in wanted:
             if place is not None:
                 self._put(n, place, lasts, items)
             elif n not in self.places:
                 self._keep(n, items)
-        # In the order of the program, so that what they are computed of needn't stay.
+        # In the order of the program, so that their operands can be freed.
         for n in self._to_keep(cut):
             self._keep(n, items)
-        # What these are computed of: what is kept gets a place, and so becomes an item that is looked at, too.
+        # Their operands: a kept node gets a place, and so becomes an item whose operands are visited, too.
         seen: set[int] = set()
         for item in items:
             if item.copies:
@@ -194,7 +194,7 @@ class Fusion:
         return [n for n in found if n not in self.places]
 
     def _put(self, n: int, place: Place, lasts: bool, items: list[Store | Fold]) -> None:
-        """Append the items that put a node at a place; the parts of one that is put together, each at its own."""
+        """Append the items that store a node at a place; each part of a join at its own place."""
         node = self.nodes[n]
         copies = n in self.places
         if not copies and node.kind in ("reduce", "reshape"):
@@ -215,14 +215,14 @@ class Fusion:
                 return
         if lasts and not copies:
             self._place(n, place)
-        # A second time in one buffer: part by part, since the whole would wait for all that is written there.
+        # A second store in one buffer is done part by part, since the whole would wait for all stores to that buffer.
         if node.kind == "join" and (not copies or self._root(self.places[n].buffer) == self._root(place.buffer)):
             start = 0
             for x in node.inputs:
                 self._put(x, place._replace(map=moved(place.map, node.data, start)), lasts, items)
                 start += self.nodes[x].shape[node.data]
             return
-        # Of what is in memory under both names, the one that loops have put there is copied.
+        # If a view and its source are both in memory, the one that loops have stored at the place is copied.
         if node.kind == "view" and copies == (node.inputs[0] in self.places):
             back = inverse(node.data, self.nodes[node.inputs[0]].shape, node.shape)
             if back is not None:
@@ -261,13 +261,13 @@ class Fusion:
             self._put(n, self._anywhere(n), True, items)
 
     def _group(self, items: list[Store | Fold]) -> None:
-        """Append the loops of items."""
+        """Append the loops that compute items."""
         pending = sorted(items, key=lambda item: (item.node, item.copies))
         computed = {item.node: self._root(item.place.buffer) for item in pending if not item.copies}
         written = {self._root(item.place.buffer) for item in pending}
-        # What is read through another shape, or is put together in one buffer, waits for all that is written there.
+        # Reads through another shape, or of a join in one buffer, wait for all stores to that buffer.
         wholes = {n for buffer in written for n in self._placed.get(buffer, ()) if n not in computed}
-        # Other shapes of what one item puts there, which isn't copied there later, wait for that alone.
+        # Other shapes of an item's node, if it isn't copied there later, wait for that item only.
         shapes = {n: x for n in wholes if (x := self._computed_as(n, computed)) is not None}
         named = {n: x for n, x in shapes.items() if computed[x] == self._root(self.places[n].buffer)}
         wholes -= named.keys()
@@ -285,7 +285,7 @@ class Fusion:
                 if shape is not None and (mine != shape or partial or alone):
                     continue
                 if exact is not None and precision is not None and exact != precision:
-                    continue  # in double precision what is read in the loop wouldn't be rounded
+                    continue  # in double precision the values that are read within the loop wouldn't be rounded
                 if all(
                     inside[n] == map if n in inside
                     else n not in waiting and (n not in wholes or self._root(self.places[n].buffer) not in buffers)
@@ -301,7 +301,7 @@ class Fusion:
             for n in (*inside, *(n for n, x in named.items() if x in inside)):
                 self.since[n] = len(self.steps)
             self.steps.append(Loop(shape, tuple(loop), frozenset(inside)))
-            # Further loops of these items may read what nothing is written to any more.
+            # Further loops of these items may read buffers with no pending stores.
             left = {self._root(item.place.buffer) for item in pending}
             for n in wholes:
                 if self._root(self.places[n].buffer) not in left:
@@ -311,7 +311,7 @@ class Fusion:
         return root_of(self.buffers, buffer)
 
     def _computed_as(self, n: int, computed: Container[int]) -> int | None:
-        """Return the node of an item that a node is all of in another shape; None where it is no such view."""
+        """Return the node of an item that a node is a reshaped view of; None if it is no such view."""
         while self.nodes[n].kind == "view":
             (x,) = self.nodes[n].inputs
             if inverse(self.nodes[n].data, self.nodes[x].shape, self.nodes[n].shape) is None:
@@ -322,7 +322,7 @@ class Fusion:
         return None
 
     def _needs(self, item: Store | Fold, written: set[int], named: dict[int, int]) -> set[tuple[int, IndexMap]]:
-        """Return the nodes that an item reads from memory which is written in these loops, and by which maps."""
+        """Return the nodes that an item reads from memory that is written in these loops, with their index maps."""
         found: set[tuple[int, IndexMap]] = set()
         if item.copies:
             return {(item.node, item.reads)}

@@ -1,8 +1,8 @@
-"""The text of a loop, in the kernel language: loads at shifted places, one scalar program as the body, stores, folds.
+"""The text of a loop, in the kernel language: loads at shifted indices, a scalar program as the body, stores, folds.
 
-Where arrays are put together of parts, what an entry is computed of depends on where it is. Inside the largest box in which
-that is the same everywhere the body knows it; around this box, at the edges, a second body decides by the indices. Full
-folds add up in sixteen lanes, which vector units add at once: in one order for a given shape, whatever the processor.
+In joins of arrays, the expression of an entry depends on its index. In the largest box with one expression everywhere
+the body has no branches; around this box, at the edges, a second body branches on the indices. Full folds add up in sixteen
+lanes, which vector units add at once: in one order for a given shape, on any processor.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class LoopText(NamedTuple):
 
     body: str
     arguments: tuple[tuple[str, str], ...]  # their names and kinds
-    buffers: tuple[int, ...]  # those that are arrays, in their order
+    buffers: tuple[int, ...]  # the arguments that are arrays, in their order
     written: frozenset[int]  # those among them that the loop writes
-    # Each of shape (n, 2 d); arguments after the buffers: first and last place along each axis, of the boxes without
-    # decisions where the loop is `divisible`, and of those at the edges where there are any.
+    # Each of shape (n, 2 d); arguments after the buffers: first and last index along each axis, of the boxes without
+    # branches if the loop is `divisible`, and of those at the edges if there are any.
     boxes: tuple[Array, ...]
-    lanes: int  # length of the array of lanes, the last argument; 0 where there is none
-    loads: frozenset[tuple[int, IndexMap]]  # what is read: buffers, and their indices by those of the loop
-    divisible: bool  # whether any boxes can be given: a part of them is computed, then the others
-    # A buffer that is written where another one was, and that other one; nothing where there is none.
+    lanes: int  # length of the array of lanes, the last argument; 0 if there is none
+    loads: frozenset[tuple[int, IndexMap]]  # reads: buffers, and maps from the loop's indices to theirs
+    divisible: bool  # whether the boxes may be divided: a part of them is computed, then the others
+    # A buffer that overwrites another one, and that other one; empty if there is none.
     over: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
-        """All of the kernel."""
+        """The text of the kernel."""
         return f"def {NAME}({', '.join(name for name, _ in self.arguments)}):\n{self.body}\n"
 
     @property
@@ -54,14 +54,14 @@ class LoopText(NamedTuple):
 
 
 def text_of(schedule: Schedule, at: int, divisible: bool = False) -> LoopText:
-    """Return the text of the loop that is a step of a schedule; one whose sums have an order can't be divisible."""
+    """Return the text of the loop that is a step of a schedule; one whose sums have a fixed order can't be divisible."""
     return LoopWriter(schedule, at, divisible).text()
 
 
 class LoopWriter:
-    """Writes the text of one loop.
+    """Generates the text of one loop.
 
-    `at`: of which step.
+    `at`: the number of its step.
     """
 
     def __init__(self, schedule: Schedule, at: int, divisible: bool = False):
@@ -81,7 +81,7 @@ class LoopWriter:
         self.divisible = divisible and bool(math.prod(loop.shape)) and bool(loop.shape) and not self.folds
 
     def text(self) -> LoopText:
-        """Return all of it."""
+        """Return the text of the loop."""
         shape = self.loop.shape
         inside, edges = self._boxes() if math.prod(shape) else ([(0, 0)] * len(shape), None)
         body: list[str] = []
@@ -115,10 +115,10 @@ class LoopWriter:
         axes = max(len(found.shape), 1)
         return f"{'boolean' if found.dtype == bool else found.dtype.name}[{', '.join([':'] * (axes - 1) + ['::1'])}]"
 
-    # ---- where it is the same everywhere
+    # ---- the box without branches
 
     def _boxes(self) -> tuple[Box, Array | None]:
-        """Return the largest box without decisions, and the boxes around it."""
+        """Return the largest box without branches, and the boxes around it."""
         shape = self.loop.shape
         points: list[set[int]] = [{0, n} for n in shape]
         seen: set[tuple[int, IndexMap]] = set()
@@ -153,19 +153,19 @@ class LoopWriter:
             stack += [(x, composed(inner, map)) for x, inner in reads_of(self.schedule.program, node)]
 
     def is_load(self, n: int) -> bool:
-        """Tell whether a node is read from memory."""
+        """Return whether a node is read from memory."""
         if n not in self.schedule.places or n in self.loop.inside or self.nodes[n].kind == "number":
             return False
         return self.schedule.since.get(n, -1) < self.at
 
     def place_of(self, n: int) -> Place:
-        """Return where a node is read: beside others in one buffer, where it is there, too."""
+        """Return the place from which a node is read: a copy in a buffer that is read anyway, if there is one."""
         since, copy = self.schedule.copies.get(n, (math.inf, None))
         if copy is not None and self.at >= since and any(self.schedule.places[x].buffer == copy.buffer for x in self._read):
             return copy
         return self.schedule.places[n]
 
-    # ---- the nest of loops
+    # ---- nested loops
 
     def _nest(self, box: Box | None, ranges: Sequence[str], edges: bool, lanes: bool) -> list[str]:
         body = LoopBody(self, box, edges)
@@ -227,7 +227,7 @@ class LoopWriter:
         return made
 
     def entry(self, buffer: int, map: IndexMap, clamped: bool = False) -> str:
-        """Return the text of an entry of a buffer."""
+        """Return the expression of an entry of a buffer."""
         name = self.buffers.setdefault(buffer, f"a{len(self.buffers)}")
         if not map:
             return f"{name}[0]"
@@ -248,7 +248,7 @@ class LoopWriter:
 
 
 def index_text(axis: Axis) -> str:
-    """Return the text of an index."""
+    """Return the expression of an index."""
     if axis.source is None:
         return str(axis.offset)
     text = f"i{axis.source}" if axis.stride == 1 else f"{axis.stride} * i{axis.source}"
@@ -258,10 +258,10 @@ def index_text(axis: Axis) -> str:
 
 
 def _note(points: list[set[int]], axis: Axis, at: int) -> None:
-    """Note where an index passes a place."""
+    """Add the loop index at which an array index passes a boundary."""
     if axis.source is None or not axis.stride:
         return
-    # The first i with stride i + offset >= at, or < at where it runs down.
+    # The first i with stride i + offset >= at, or < at for a negative stride.
     distance = at - axis.offset
     first = -(-distance // axis.stride) if axis.stride > 0 else -distance // -axis.stride + 1
     found = points[axis.source]

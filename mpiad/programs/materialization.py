@@ -1,8 +1,7 @@
-"""Which arrays of a program are kept in memory; all others are computed where they are read.
+"""The arrays of a program that are kept in memory; all others are computed by the loops that read them.
 
-What communications and calls need, and what the program returns, has to be in memory. Of the rest an array is kept only
-where that is cheaper than to compute its entries again at each place that reads them, or where what it is computed of
-would have to stay in memory for it.
+Operands of communications and calls, and the program's results, have to be in memory. Another array is kept only if this
+is cheaper than computing its entries again at each read, or if otherwise its operands would have to stay in memory for it.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from mpiad.programs.array_program import IN_MEMORY, SHORT, ArrayProgram, Node
 from mpiad.programs.index_maps import IndexMap, broadcast, composed, identity, inverse, long_axes, shifted, to_long, within
 from mpiad.programs.schedule import working_in_place
 
-# Where Python runs, which reads and writes whole arrays.
+# Nodes that Python runs, which read and write whole arrays.
 _CUTS = frozenset({"communicate", "call"})
 
-# What an operation costs, and what it costs to keep an entry and read it once more, in additions.
+# Costs of operations, and the cost of keeping an entry and reading it once more, in additions.
 _COSTS = {"divide": 4, "sqrt": 5, "power": 8, "where": 1}
 _CALL, _KEEPING = 20, 8
 _SIMPLE = frozenset(
@@ -29,12 +28,12 @@ _SIMPLE = frozenset(
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
     clip at_least at_most""".split()
 )
-# Expressions that are deeper than this, or read arrays of more eras, are cut; more leaves than this aren't counted.
+# Expressions that are deeper than this, or read arrays of more eras, are cut; leaves are counted up to this number.
 _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
 
 
 class _Use(NamedTuple):
-    """Where a node is read: before which cut, over which index space, and by which map."""
+    """A read of a node: the cut before which it happens, its index space, and its index map."""
 
     cut: float
     shape: Shape
@@ -42,11 +41,11 @@ class _Use(NamedTuple):
 
 
 class Materialization:
-    """Decides what is kept.
+    """Decides which arrays are kept.
 
     - `needed`, `cuts`: the nodes that outputs and communications need; those at which Python runs.
-    - `users`: the nodes that read one.
-    - `anchored`: what is put where a cut or an output needs it, and not before.
+    - `users`: the nodes that read a node.
+    - `anchored`: nodes that are stored at the place that a cut or an output needs, and not before.
     """
 
     def __init__(self, program: ArrayProgram):
@@ -62,7 +61,7 @@ class Materialization:
     def kept(self) -> set[int]:
         """Return the nodes that are kept in memory."""
         forced = kept = self._forced()
-        # What an entry costs depends on what is kept, and what is kept on that.
+        # The cost of an entry depends on the set of kept nodes, and this set on the costs.
         for _ in range(_ROUNDS):
             costs, leaves, long = self._costs(kept)
             kept = self._decided_by(forced | long, costs, leaves)
@@ -74,7 +73,7 @@ class Materialization:
         kept: set[int] = set()
         before = [sum(self.nodes[n].part <= part for n in self.cuts) for part in range(len(self.program.ends))]
         for place, n in enumerate(self.program.outputs):
-            # Half a cut further: after the last communication before it, and apart from what the next one needs.
+            # Half a cut further: after the last communication before it, and apart from the operands of the next.
             part = bisect(self.program.ends, place)
             at = before[part] - 0.5 if part < len(before) else len(self.cuts)
             uses[n].add(_Use(at, long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape)))
@@ -100,20 +99,20 @@ class Materialization:
         return kept
 
     def _era(self, n: int) -> int:
-        """Return before which cut a node stands in the program."""
+        """Return the index of the cut before which a node stands in the program."""
         return bisect(self.cuts, n)
 
     def _costs(self, forced: set[int]) -> tuple[dict[int, int], dict[int, int], set[int]]:
-        """Return what an entry costs where it isn't kept, how many arrays it reads, and which expressions grow too long.
+        """Return the costs of entries that aren't kept, the numbers of arrays they read, and the nodes that grow too long.
 
-        Those are deep, or read arrays of many eras (a sum over all time steps), which all would have to stay in memory.
+        These are deep, or read arrays of many eras (a sum over all time steps), which would all have to stay in memory.
         """
         costs: dict[int, int] = {}
         sets: dict[int, frozenset[int]] = {}
         deep: dict[int, int] = {}
         eras: dict[int, frozenset[int]] = {}
         long: set[int] = set()
-        # What is read of a node: nothing but itself, where it is kept.
+        # The reads of a node: itself only, if it is kept.
         for n in self.needed:
             node = self.nodes[n]
             if node.kind in IN_MEMORY:
@@ -131,8 +130,8 @@ class Materialization:
             eras[n] = frozenset().union(
                 *(frozenset([self._era(x)]) if kept else eras[x] for x, kept in zip(node.inputs, read))
             )
-            # What is contracted is computed before, in a loop of its own. In each of them a running sum of results would be
-            # added up from the start: k steps would have loops of 1, 2 ... k terms. So are sums of cotangents.
+            # Contractions are computed before, in loops of their own. A running sum of results would be added up in each of them
+            # from the start: k steps would have loops of 1, 2, ..., k terms. The same holds for sums of cotangents.
             runs_on = self.program.contracts or node.part > 0
             crowded = runs_on and len(found) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
             if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS or crowded):
@@ -147,7 +146,7 @@ class Materialization:
         return _COSTS.get(name, 1 if name in _SIMPLE else _CALL)
 
     def _forced(self) -> set[int]:
-        """Return what has to be in memory."""
+        """Return the nodes that have to be in memory."""
         forced = set()
         joined: dict[int, bool] = {}
         for n in self.needed:
@@ -176,7 +175,7 @@ class Materialization:
         return {n for n in forced if self.nodes[n].kind not in (*IN_MEMORY, "number")}
 
     def _force(self, n: int, forced: set[int]) -> None:
-        """Note that a node is kept, or the parts that it is put together of."""
+        """Mark a node as kept, or the parts that it joins."""
         node = self.nodes[n]
         if node.kind == "join":
             for x in node.inputs:
@@ -187,12 +186,12 @@ class Materialization:
             forced.add(n)
 
     def is_shared(self, n: int) -> bool:
-        """Tell whether a node is read in several places, or returned."""
+        """Return whether a node is read more than once, or returned."""
         return len(self.users[n]) > 1 or n in self.program.outputs
 
 
 def _times(shape: Shape, uses: Collection[_Use]) -> int:
-    """Return how often an entry is computed where the array isn't kept: once, where a loop reads components one by one."""
+    """Return the number of times an entry is computed if the array isn't kept: once, if a loop reads single components."""
     short = [k for k, n in enumerate(shape) if 1 < n <= SHORT]
     whole, apart = 0, Counter[tuple[int, ...]]()
     for use in uses:
@@ -201,13 +200,13 @@ def _times(shape: Shape, uses: Collection[_Use]) -> int:
             whole += 1
             continue
         along = {axis.source for axis in use.map}
-        # At each place of the axes that aren't the array's own the loop would compute it once more.
+        # For each index along axes that aren't the array's own the loop would compute it once more.
         apart[tuple([axis.offset for axis in places])] += math.prod(n for k, n in enumerate(use.shape) if k not in along)
     return min(len(uses), whole + max(apart.values(), default=0))
 
 
 def reads_of(program: ArrayProgram, node: Node) -> Iterable[tuple[int, IndexMap]]:
-    """Yield the nodes that one is computed of, by which maps."""
+    """Yield the nodes that a node reads, with their index maps."""
     if node.kind == "elementwise":
         for x in node.inputs:
             yield x, broadcast(program.nodes[x].shape, node.shape)

@@ -1,9 +1,10 @@
-"""Which memory the temporary buffers of a program are in: what one needs no more is another one's.
+"""The memory of a program's temporary buffers: buffers that aren't used at the same time share memory.
 
-A loop may write over an array that nobody needs any more, where it reads each entry in its own place.
+A loop may overwrite an array that isn't used afterwards, if it reads each entry at the index that it writes.
 
-A replay that waits for its reverse pass keeps what that reads. The rest is scratch memory, which the next replay uses in
-the meantime, of this program or another: a loop of a hundred steps has a hundred replays, and scratch memory once.
+A replay that waits for its reverse pass keeps the arrays that this pass reads. The rest is scratch memory, which the next
+replay of this or another program uses in the meantime: a loop of a hundred steps has a hundred replays, and scratch memory
+once.
 """
 
 from __future__ import annotations
@@ -24,39 +25,39 @@ SMALL = 4096
 """Bytes of an array that is copied sooner than its address is found."""
 
 
-# From so many bytes on an array is worth sharing where nothing else runs in the meantime; and by how much the memory of
-# another program may be larger, which this one keeps from being freed.
+# Minimum size in bytes at which an array is worth sharing if nothing else runs in the meantime; and the maximum ratio by
+# which the memory of another program may be larger, since this program keeps it from being freed.
 _SHARED, _LARGER = 1 << 20, 4
-# Bytes that a processor loads at once; and of rows that aren't worth a gap behind them.
+# Cache line in bytes; and the largest row in bytes that isn't worth padding.
 _LINE, _SHORT = 64, 1024
 
 
 class Layout(NamedTuple):
-    """How an array lies in memory that begins at a line."""
+    """The layout of an array in memory that is aligned to a cache line."""
 
-    pitch: int  # entries from a row to the next
-    shift: int  # bytes before it
+    pitch: int  # entries from one row to the next
+    shift: int  # bytes before the array
 
     def of(self, memory: Array, shape: Shape, dtype: np.dtype) -> Array:
-        """Return the array."""
+        """Return the array in this memory."""
         rows = math.prod(shape[:-1])
         whole = memory[self.shift :][: rows * self.pitch * dtype.itemsize].view(dtype)
         return whole.reshape(*shape[:-1], self.pitch)[..., : shape[-1]] if shape else whole.reshape(())
 
 
 class Home(NamedTuple):
-    """Which memory a temporary buffer is in."""
+    """The memory of a temporary buffer."""
 
     memory: int
     nbytes: int
-    is_scratch: bool  # whether it is one that replays have in common
+    is_scratch: bool  # whether replays share it
     layout: Layout
 
 
 class Scratch:
-    """Scratch memory of a program, used by one run at a time; made where none that is free has about its size."""
+    """Scratch memory of a program, used by one run at a time; allocated if no free memory has about its size."""
 
-    # Of all programs. It is there as long as a replay is that has used it.
+    # Of all programs. Memory is freed with the last replay that has used it.
     _free: ClassVar[list[ReferenceType[Array]]] = []
 
     def __init__(self, homes: dict[int, Home]):
@@ -68,7 +69,7 @@ class Scratch:
                 self._size += home.nbytes + -home.nbytes % _LINE
 
     def take(self) -> Array:
-        """Return memory that is free, and about as large; the latest, which is the likeliest to be in a cache."""
+        """Return free memory of about the size; the last used one, which is likeliest to be in a cache."""
         others = []
         try:
             while True:
@@ -78,24 +79,24 @@ class Scratch:
                     return memory
                 others += [reference] * (memory is not None)
         except IndexError:
-            # What nobody writes to is only an address; a larger program finds room there.
+            # Pages that nobody writes to cost only addresses; a larger program can use this memory.
             return aligned(2 * self._size)
         finally:
             self._free.extend(others[::-1])
 
     def give_back(self, memory: Array) -> None:
-        """Take memory back."""
+        """Return memory to the free list."""
         self._free.append(ref(memory))
 
     def part(self, memory: Array, home: Home) -> Array:
-        """Return which part of it a home is."""
+        """Return the part of the scratch memory that belongs to a home."""
         return memory[self._places[home.memory] :][: home.nbytes]
 
 
 def homes_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, Home]:
-    """Return the memory of temporary buffers: what one needs no more is another one's."""
+    """Return the memory of temporary buffers; buffers that aren't used at the same time share memory."""
     spans = spans_of(schedule, texts)
-    # What is written over another one is there from the first of them on.
+    # A buffer that overwrites another one is in use from the first use of the other.
     first = {}
     for text in texts:
         if text is not None and text.over:
@@ -112,7 +113,7 @@ def homes_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
         found, layout = schedule.buffers[buffer], layouts[buffer]
         nbytes = math.prod(found.shape[:-1]) * layout.pitch * found.dtype.itemsize + layout.shift
         start, end = spans[buffer][0], spans[buffer][-1]
-        # What the later part reads of the first is there for as long as that may be run again. Small ones aren't worth it.
+        # Buffers that a later part reads of an earlier one stay as long as it may run again. Small ones aren't shared.
         is_scratch = nbytes > (SMALL if schedule.part(last - 1) > 0 else _SHARED)
         if schedule.part(start) < schedule.part(end):
             end, is_scratch = last, False
@@ -122,7 +123,7 @@ def homes_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
             free.append(entry)
         fitting = [entry for entry in free if nbytes <= entry[1] <= 2 * nbytes and entry[3] == is_scratch]
         if fitting:
-            # The one that was used last is the likeliest to be in a cache.
+            # The last used one is the likeliest to be in a cache.
             entry = max(fitting, key=lambda entry: (entry[1] == nbytes, entry[0]))
             free.remove(entry)
             size, memory = entry[1], entry[2]
@@ -135,15 +136,15 @@ def homes_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
 
 
 def aligned(nbytes: int) -> Array:
-    """Return memory that begins at a line."""
+    """Return memory that is aligned to a cache line."""
     memory = np.empty(nbytes + _LINE, np.uint8)
     return memory[-memory.ctypes.data % _LINE :][:nbytes]
 
 
 def _layouts(schedule: Schedule, spans: Iterable[int], first: dict[int, int]) -> dict[int, Layout]:
-    """Return layouts in which loops write their rows from the start of a line on."""
+    """Return layouts in which loops write rows that are aligned to cache lines."""
     buffers, shifts = schedule.buffers, {}
-    # What is called, other than in place, or has another shape, too, lies without gaps.
+    # Arguments of calls, other than in place, and buffers with aliases of another shape are contiguous.
     dense = {first.get(found.data, found.data) for found in buffers if found.kind == "alias"}
     for step in schedule.steps:
         if isinstance(step, Run):
@@ -159,7 +160,7 @@ def _layouts(schedule: Schedule, spans: Iterable[int], first: dict[int, int]) ->
         pitch = shape[-1] if shape else 1
         if len(shape) > 1 and b not in dense and pitch * itemsize > _SHORT:
             pitch += -pitch % (_LINE // itemsize)
-            # Rows at the same place of their pages would push one another out of the cache.
+            # Rows at the same offset of their pages would evict one another from the cache.
             pitch += _LINE // itemsize * (pitch * itemsize % SMALL == 0)
         made[b] = Layout(pitch, shifts.get(b, 0))
     return made
@@ -175,9 +176,9 @@ def spans_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
 
 
 def written_over(schedule: Schedule, texts: Sequence[LoopText | None]) -> list[LoopText | None]:
-    """Return the texts of loops, in which one array stands for what is read and what is written over it.
+    """Return the texts of loops in which a buffer that is overwritten is replaced by the buffer that overwrites it.
 
-    A field of a time step goes where the one before the last was, so that the loop passes over one array less.
+    The new field of a time step overwrites the one before the last, so that the loop accesses one array less.
     """
     spans = spans_of(schedule, texts)
     has_other_shapes = {found.data for found in schedule.buffers if found.kind == "alias"}
@@ -189,11 +190,11 @@ def written_over(schedule: Schedule, texts: Sequence[LoopText | None]) -> list[L
         for item in step.items:
             b, map = item.place
             several = sum(other.place.buffer == b for other in step.items) > 1
-            # A store meets each entry once; a fold, the same ones again and again.
+            # A store writes each entry once; a fold updates the same ones repeatedly.
             if not isinstance(item, Store) or several or b not in own or spans[b][0] != at:
                 continue
             for c in own & set(text.buffers) - text.written:
-                # The later part may be run again, with what it reads of the first.
+                # A later part may run again, and needs the buffers that it reads of an earlier one.
                 same_part = schedule.part(spans[c][0]) == schedule.part(at)
                 alike = schedule.buffers[b] == schedule.buffers[c]
                 if alike and same_part and spans[c][-1] == at and {m for x, m in text.loads if x == c} == {map}:
@@ -205,7 +206,7 @@ def written_over(schedule: Schedule, texts: Sequence[LoopText | None]) -> list[L
 
 
 def _over(text: LoopText, b: int, c: int) -> LoopText:
-    """Return a loop whose buffer c is b."""
+    """Return a loop in which buffer c is replaced by buffer b."""
     place = text.buffers.index(c)
     old, new = text.arguments[place][0], text.arguments[text.buffers.index(b)][0]
     return text._replace(

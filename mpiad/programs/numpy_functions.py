@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Support for traced arrays that the library and autograd need beyond NumPy's protocols.
 #
-# For the library this is `ArrayModule`. autograd.numpy's `array`, and with it `stack`, call numpy.array, which dispatches on
+# The library needs `ArrayModule`. autograd.numpy's `array`, and with it `stack`, call numpy.array, which dispatches on
 # no protocol. So while there are traces, the name `numpy` in that module of autograd refers to an object whose `array`
 # handles traced arrays, and which is NumPy otherwise.
 
@@ -141,7 +141,7 @@ def let_arrays_be_traced(on: bool) -> None:
 # in which each entry of a contracted array is computed once. Long contractions stay calls: there BLAS is faster.
 
 
-# Maximum number of products that are written out. Arrays of at most this size may be read again in each iteration of a loop.
+# Maximum number of products that are written out. Arrays of at most this size may be read again in each loop iteration.
 _MOST_TERMS = _SMALL = 64
 
 
@@ -225,7 +225,7 @@ class _Contraction:
         self.written, self.folded = self._parted([math.prod(x.shape) for x in self.operands])
 
     def _parted(self, sizes: Sequence[int]) -> tuple[set[Hashable], list[Hashable]]:
-        """Return the labels whose indices are written out, and those over which loops sum; the others are axes of the loops."""
+        """Return the labels whose indices are written out, and those over which loops sum; the others are axes of loops."""
         lengths = self.lengths
         fields = [set(found) for found, size in zip(self.labels, sizes) if size > _SMALL]
         of_fields = set(lengths).intersection(*fields)

@@ -1,8 +1,8 @@
-"""What a program does while messages travel: in which order its steps are begun, and ended, and in which parts.
+"""The order in which a program's steps are begun and ended, and divided, so that loops run while messages are in flight.
 
 An exchange in a buffer changes the buffer's edges. The loops after it that read none of these come before its end, and the
-first one that does is cut in two: its interior is computed while the messages are under way, the rest afterwards. The
-communications of a program stay in their order, since nothing but loops is moved.
+first loop that does is cut in two: its interior is computed while the messages are in flight, the rest afterwards. The
+communications of a program stay in their order, since only loops are moved.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from mpiad.programs.loops import LoopText
 from mpiad.programs.schedule import Loop, Schedule, root_of
 from mpiad.transport.threads import loop_threads
 
-# Loops over several threads, where a rank has more than one core to itself.
+# Multithreaded loops, if a rank has more than one core to itself.
 #
-# A large loop is divided along its first axis, and each thread computes its part with the same machine code: what an entry
-# is doesn't depend on how many threads there are. Sums aren't divided, since they have an order.
+# A large loop is divided along its first axis, and each thread computes its part with the same machine code: entries don't
+# depend on the number of threads. Sums aren't divided, since their order is fixed.
 
 
 LARGE = 1 << 20
@@ -54,7 +54,7 @@ class _Team:
             try:
                 self._done.get()
                 left -= 1
-            except KeyboardInterrupt as error:  # the others write to arrays that must stay until they end
+            except KeyboardInterrupt as error:  # the others write to arrays that must stay alive until they end
                 interrupt = error
         if interrupt is not None:
             raise interrupt
@@ -71,7 +71,7 @@ _team = _Team()
 
 def _renew() -> None:
     global _team
-    _team = _Team()  # a child process has none of its parent's threads
+    _team = _Team()  # a child process doesn't inherit its parent's threads
 
 
 if hasattr(os, "register_at_fork"):
@@ -79,7 +79,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_together(kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
-    """Run a linked kernel on several blocks at the same time; in turn, where another thread of the user's is at that."""
+    """Run a linked kernel on several blocks concurrently; one after the other, if another user thread is using the team."""
     team = _team
     if team.lock.acquire(blocking=False):
         try:
@@ -92,10 +92,10 @@ def run_together(kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
 
 
 def shares_of(boxes: tuple[Array, ...], entries: int) -> tuple[tuple[Array, ...], ...]:
-    """Return the boxes of each thread, all of them for one where a loop of so many entries is too little.
+    """Return the boxes of each thread; all of them for one thread if the loop has too few entries.
 
-    The boxes, each of shape (n, 2 d), are of a divisible loop: those without decisions, and those at the edges, which the
-    last thread computes.
+    The boxes, each of shape (n, 2 d), are those of a divisible loop: boxes without branches, and boxes at the edges, which
+    the last thread computes.
     """
     threads = loop_threads()
     if entries < LARGE or threads < 2:
@@ -110,23 +110,23 @@ def shares_of(boxes: tuple[Array, ...], entries: int) -> tuple[tuple[Array, ...]
     return tuple(shares)
 
 
-# Entries of a loop below which its two halves cost more than the messages take.
+# Number of entries of a loop below which dividing it costs more than the messages take.
 _SMALL = 1 << 13
 
 
 class Action(NamedTuple):
-    """What is done at once."""
+    """An operation of a replay: a step, or a part of one."""
 
     kind: str  # "loop", "call", "begin" or "end"
-    at: int  # of which step
-    # Of a loop: the boxes that its kernel takes, of each thread; all of them, or a part.
+    at: int  # number of the step
+    # Of a loop: the boxes that its kernel computes, per thread; all of them, or a part.
     shares: tuple[tuple[Array, ...], ...] = ()
 
 
 def is_divided(schedule: Schedule, at: int) -> bool:
-    """Tell whether a loop may be computed in parts: one after an exchange, or a large one.
+    """Return whether a loop may be computed in parts: one after an exchange, or a large one.
 
-    It doesn't depend on how many threads there are, so that neither does its text.
+    The result, and so the loop's text, doesn't depend on the number of threads.
     """
     step = schedule.steps[at]
     if not isinstance(step, Loop) or math.prod(step.shape) < _SMALL:
@@ -136,7 +136,7 @@ def is_divided(schedule: Schedule, at: int) -> bool:
 
 
 def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: bool) -> list[Action]:
-    """Return what a program does, one after the other; `overlaps`: loops run while messages are under way."""
+    """Return the actions of a program in order; `overlaps`: whether loops run while messages are in flight."""
     actions: list[Action] = []
     late: list[Action] = []
     for at, text in enumerate(texts):
@@ -159,7 +159,7 @@ def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: b
 
 
 def _still(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] | None:
-    """Return the part of its buffer that an exchange leaves alone, None where a step is no exchange or nothing travels."""
+    """Return the block of its buffer that an exchange leaves unchanged; None if the step isn't one or sends nothing."""
     step = schedule.steps[at]
     if isinstance(step, Loop) or not step.in_place:
         return None
@@ -168,7 +168,7 @@ def _still(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] | None:
 
 
 def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Array, ...], tuple[Array, ...]] | None:
-    """Return the boxes of the loop after an exchange that don't need its messages, and the others; None where few don't."""
+    """Return the boxes of the loop after an exchange that don't need its messages, and the others; None if most do."""
     if text is None or not text.divisible or at + 1 in schedule.cuts:
         return None
     still, buffer = _still(schedule, at), schedule.steps[at].inputs[0]
@@ -189,16 +189,16 @@ def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Ar
 def _inner(
     schedule: Schedule, at: int, text: LoopText, buffer: int, still: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]] | None:
-    """Return the box of a loop in which it reads of a buffer but what stays; None where that can't be told."""
+    """Return the box of a loop in which it reads only unchanged entries of a buffer; None if it is unknown."""
     roots = {root_of(schedule.buffers, b) for b in text.written}
-    # Where it reads nothing of it, the buffer's memory may be another one's by then.
+    # If the loop doesn't read the buffer, the buffer's memory may be shared with another one by then.
     if buffer in roots or buffer not in {root_of(schedule.buffers, b) for b, _ in text.loads}:
         return None
     inner = [(0, n) for n in schedule.steps[at].shape]
     for b, map in text.loads:
         if root_of(schedule.buffers, b) != buffer:
             continue
-        if b != buffer:  # in another shape
+        if b != buffer:  # an alias in another shape
             return None
         for (source, stride, offset), (low, high) in zip(map[len(map) - len(still) :], still):
             if source is None:

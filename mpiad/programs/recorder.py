@@ -304,7 +304,7 @@ class Recorder(NotedValues):
         return made
 
     def opaque(self, fun: Callable, args: tuple) -> tuple[Any, ...]:
-        """Run a function that isn't traced, and record it: it returns arrays, followed by one object that isn't an array."""
+        """Run a function that isn't traced, and record it: it returns arrays, followed by one object of another type."""
         noted, start = self._noted(args), next(communications)
         *arrays, rest = self._run(fun, *plain(args))
         self._any_within |= next(communications) > start + 1
@@ -404,7 +404,7 @@ class Recorder(NotedValues):
         try:
             return fun(*args)
         except BaseException as error:
-            # An exception that a traced value from the closure has caused isn't the function's own, as long as it may run again.
+            # An exception caused by a traced value of the closure isn't the function's own, as long as it may run again.
             if self.refused is None or next(communications) > start + 1:
                 self.failed = error
             raise

@@ -1,18 +1,18 @@
 """Calls of a compiled function whose reverse pass is differentiated: in `grad(grad(f))`, `make_hvp(f)` and `linearize(f)`.
 
-The program has four parts: the function, its reverse pass, the reverse pass of that one, and what is left of the function's
-own. Two nodes are placed on the tape around the gradient: the call runs the first part and places one, the gradient's
-reverse pass runs the second part and places the other. In their turn they run the third part and the fourth, as often as
-that tape is run backwards. So all is communicated that the interpreted function would, in the same order.
+The program has four parts: the function, its reverse pass, the reverse pass of the reverse pass, and the rest of the
+function's own. Two nodes are placed on the tape around the gradient: the call runs the first part and places one, and the
+gradient's reverse pass runs the second part and places the other. These run the third and the fourth part, as often as
+that tape is run backwards. So all communications are those of the interpreted function, in the same order.
 
-Around `linearize` there is no tape, and all but the cotangent is constant in what is differentiated: a program of three
-parts, whose second and third multiply with the transposed Jacobian and with the Jacobian. That of `make_vjp` has two.
+Around `linearize` there is no tape, and only the cotangent varies in the differentiated function: a program of three
+parts, whose second and third multiply by the transposed Jacobian and by the Jacobian. That of `make_vjp` has two.
 
-What the first two parts communicate is logged, for a run that communicates otherwise than the program: with cotangents of
-several lanes, whose messages are put together, or with cotangents that are traced. Then the function is run once more on
+The communications of the first two parts are logged, for a run that communicates differently from the program: with
+cotangents of several lanes, whose messages are combined, or with traced cotangents. Then the function is run once more on
 tapes of its own, with the messages played back, and these are run backwards from there on.
 
-Such a program is traced by shapes alone. A function that takes more than these is interpreted here, and says nothing.
+Such a program is traced by shapes alone. A function that needs values is interpreted here, without a warning.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
 
 # A function and its reverse pass on a tape around both, which is run backwards in two steps: the reverse pass first.
 #
-# So are the parts of a program traced whose reverse pass is differentiated in turn (`reverse_over_reverse`), and so is its
-# function run where that program can't serve.
+# This traces the parts of a program whose reverse pass is differentiated in turn (`reverse_over_reverse`), and runs its
+# function if that program can't be used.
 
 
 _box_types = Box.types
 
 
 class By(NamedTuple):
-    """By which leaves of the arguments a function is differentiated."""
+    """The leaves of the arguments with respect to which a function is differentiated."""
 
     inner: list[int]  # by its own reverse pass
     outer: list[int]  # by the one of both
-    # Of the program: 2 without a reverse pass of both, 3 with one by the cotangents alone, 4 with one by outer leaves, too.
+    # Of the program: 2 without a reverse pass of both, 3 with one for the cotangents alone, 4 with one for outer leaves too.
     parts: int
 
 
@@ -76,7 +76,7 @@ class Record(NamedTuple):
     build: Callable[[list[Any]], Any]  # from leaves to the function's result
 
     def lane(self, seeds: Iterable[tuple[int, Any]]) -> Lane:
-        """Return a reverse pass that begins."""
+        """Return a new reverse pass."""
         lane = Lane([None] * len(self.nodes), bytearray(len(self.nodes)))
         seed(lane, seeds)
         return lane
@@ -91,7 +91,7 @@ class Record(NamedTuple):
 
 
 def seed(lane: Lane, pairs: Iterable[tuple[int, Any]]) -> None:
-    """Add cotangents to those of nodes; a place of -1 is none."""
+    """Add cotangents to those of nodes; a place of -1 means no node."""
     for place, g in pairs:
         if place >= 0:
             lane.totals[place], lane.owned[place] = accumulate(lane.totals[place], bool(lane.owned[place]), g)
@@ -103,8 +103,8 @@ def recorded(
 ) -> Record:  # fmt: skip
     """Run a function and its reverse pass on a tape around both.
 
-    `seeds` makes of the results their cotangents, None for constants. `contexts`: two, for the function and for its reverse
-    pass.
+    `seeds` maps the results to their cotangents, None for constants. `contexts`: one for the function and one for its
+    reverse pass.
     """
     with OrderedTape(of_cotangents=by.parts == 3) as tape:
         given = list(leaves)
@@ -124,28 +124,28 @@ def recorded(
 
 
 def _variable(tape: Any, x: Any) -> Any:
-    """Return a variable; what can be none gets a place on the tape all the same."""
+    """Return a variable; a value that can't be one gets a place on the tape all the same."""
     node = OrderedNode.variable(tape)
     return new_box(x, tape.number, node) if is_variable(x) else x
 
 
 def _lowered(x: Any, tape: Any) -> tuple[Any, int]:
-    """Return a value below a tape, and its place on it; -1 for a constant."""
+    """Return a value without its tape, and its place on the tape; -1 for a constant."""
     if type(x) in _box_types and x._trace == tape.number:
         return x._value, x._node.index
     return x, -1
 
 
 def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
-    """Trace the parts of a program, and return their leaves, and what builds the result.
+    """Trace the parts of a program, and return their leaves, and the function that builds the result.
 
-    Its inputs are the arguments, and those of each part: the cotangents of the results, what multiplies those of the
-    variables, and again cotangents of the results.
+    Its inputs are the arguments, and those of each part: the cotangents of the results, the multipliers of the variables'
+    cotangents, and again cotangents of the results.
     """
     recorder = trace.recorder
 
     def inputs_like(values: list[Any]) -> list[Any]:
-        """Return inputs like those values that belong to the program."""
+        """Return inputs with the shapes and dtypes of those values that belong to the program."""
         return [recorder.input(like(spec_like(x.value))) if isinstance(x, Traced) else None for x in values]
 
     def seeds(values: list[Any]) -> list[Any]:
@@ -181,7 +181,7 @@ _boxes = Box.types
 def called_with_reverse_differentiated(
     jitted: Jitted, given: Arguments, boxed: Sequence[int], args: tuple
 ) -> tuple[Any] | None:
-    """Call a compiled function on a tape whose reverse pass may be differentiated; None where it isn't compiled for it."""
+    """Call a compiled function on a tape whose reverse pass may be differentiated; None if it isn't compiled for it."""
     tape: Any = current.tape
     variables, leaves, along = apart(given, boxed)
     by = By(variables, along, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
@@ -197,7 +197,7 @@ def called_with_reverse_differentiated(
 
 
 class _Played(NamedTuple):
-    """What plays back the messages of a part: their results, and the counts of messages before it."""
+    """The messages of a part for playback: their results, and the message counts before the part."""
 
     log: list[Any]
     counts: list[Any]
@@ -212,16 +212,16 @@ class _Pass:
     def __init__(self, gs: list[Any]):
         self.gs = gs
         self.played: _Played
-        # What multiplies it in its own reverse pass: in each lane, and what the program was run with last.
+        # The seeds of its own reverse pass: those of each lane, and those of the last run of the program.
         self.vs: dict[int, list[Any]] = {}
         self.ran: list[Any] | None = None
-        # On the tape of a run that was played back, and the lanes that are under way there.
+        # On the tape of a run that was played back, and the lanes in progress there.
         self.record: Record | None = None
         self.lanes: dict[int, Lane] = {}
 
 
 class _Call:
-    """A call of a program, and the parts of it that are run later; `outer` is the tape around the gradient."""
+    """A call of a program, and its parts that are run later; `outer` is the tape around the gradient."""
 
     def __init__(self, jitted: Jitted, entry: Entry, given: Arguments, by: By, outer: OrderedTape | None):
         self._jitted, self._entry, self._given, self._by, self._outer = jitted, entry, given, by, outer
@@ -229,7 +229,7 @@ class _Call:
         self._inputs = [self._values[k] for k in given.traced]
         self._inside = entry.inside
         self._specs = [spec_like(self._values[k]) for k in by.inner]
-        # Alone it may communicate in any order.
+        # A single rank may communicate in any order.
         self._meets_others = entry.communicates and any(channel.size > 1 for channel in live_channels())
         self._pass: _Pass | None = None
         self._run: Any = None
@@ -247,7 +247,7 @@ class _Call:
     def placed(
         self, tape: Any, values: list[Any], inside: list[bool], places: list[int], pull: Callable, together: Callable | None
     ) -> list[Any]:
-        """Put values onto a tape; `together` is for the cotangents of several lanes, whose messages others put together."""
+        """Put values onto a tape; `together` is for the cotangents of several lanes whose messages other ranks combine."""
         tape.channels |= self._entry.channels
         return placed(
             tape, values, inside, places, pull, self._entry.communicates, together if self._meets_others else None
@@ -261,7 +261,7 @@ class _Call:
         return (replay.later[number - 1] if number else replay.first)(*inputs)
 
     def _played_part(self, number: int, *given: Sequence[Any]) -> tuple[list[Any], _Played]:
-        """Run a part of the program, and return what plays its messages back, too."""
+        """Run a part of the program, and return its results, and its messages for playback."""
         log, counts = self._lease.replay.log, message_counts() if self._entry.communicates else []
         log.clear()
         made = self._part(number, *given)
@@ -286,7 +286,7 @@ class _Call:
         places = [gs[k]._node.index for k in boxed]
         if self._outer is not None:
             self._pass = of
-            places.append(self._place)  # whose turn comes then in any case
+            places.append(self._place)  # which is run in any case
         pull, together = partial(self._pull_second, of, boxed), partial(self._second_played, of, boxed, together=True)
         return self.placed(tape, found, [True] * len(found), places, pull, together)
 
@@ -304,10 +304,10 @@ class _Call:
     def _conformed(self, found: Sequence[Any]) -> list[Any]:
         return [conformed(g, spec) for g, spec in zip(found, self._specs)]
 
-    # ---- its own reverse pass, and then what is left of the function's: from the program, or played back
+    # ---- its own reverse pass, and then the rest of the function's: from the program, or played back
 
     def _pull_second(self, of: _Pass, boxed: list[int], vs: list[Any]) -> list[Any]:
-        """Return the cotangents of those of the results that are variables, and what calls for the function's own."""
+        """Return the cotangents of the results that are variables, and 1 to activate the node of the function's own pass."""
         if _is_traced(vs):
             return self._second_played(of, boxed, [vs])[0]
         of.vs[current.lane] = vs

@@ -1,4 +1,4 @@
-"""What a program does, one after the other: loops over arrays, and calls of Python's, on numbered buffers."""
+"""The steps of a program in order: loops over arrays, and Python calls, on numbered buffers."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from mpiad.programs.index_maps import IndexMap
 
 
 class Buffer(NamedTuple):
-    """Memory of an array."""
+    """The memory of an array."""
 
-    # "input", "constant", "temporary", "result", "output" or "alias"; a result comes from a call of Python's; outputs are
-    # made anew at each call of the program; an alias is another buffer in another shape.
+    # "input", "constant", "temporary", "result", "output" or "alias"; a result comes from a Python call; outputs are
+    # allocated at each call of the program; an alias is another buffer in another shape.
     kind: str
     shape: Shape
     dtype: np.dtype
-    data: int = -1  # which input, constant, output or buffer
+    data: int = -1  # number of the input, constant, output or buffer
 
 
 class Place(NamedTuple):
-    """Where an array is: a buffer, and for each of its axes the index of the array."""
+    """The place of an array: a buffer, and an index map from the buffer's axes to the array's."""
 
     buffer: int
     map: IndexMap
 
 
 class Store(NamedTuple):
-    """What a loop puts into memory at each place of its index space."""
+    """An array that a loop writes, over its index space."""
 
     node: int
-    reads: IndexMap  # the node's indices by those of the loop
-    place: Place  # the buffer's indices by those of the loop
-    copies: bool  # whether the node is read from where it is kept; else it is computed
+    reads: IndexMap  # map from the loop's indices to the node's
+    place: Place  # map from the loop's indices to the buffer's
+    copies: bool  # whether the node is read from its place in memory; otherwise it is computed
 
     @property
     def of(self) -> int:
-        """The node whose entries the loop takes: this one."""
+        """The node whose entries the loop reads: this one."""
         return self.node
 
 
 class Fold(NamedTuple):
-    """What a loop adds up over its index space, or folds otherwise."""
+    """A sum, or another reduction, of an array over a loop's index space."""
 
     node: int  # the result
-    of: int  # what is folded
-    reads: IndexMap  # its indices by those of the loop
+    of: int  # the array that is folded
+    reads: IndexMap  # map from the loop's indices to the array's
     name: str  # of the operation
-    place: Place  # the buffer's indices by those of the loop; an axis that is folded occurs in none
+    place: Place  # map from the loop's indices to the buffer's; a folded axis occurs in none
 
-    copies = False  # it is computed, whatever it is folded of
+    copies = False  # it is computed in any case
 
     @property
     def is_full(self) -> bool:
-        """Whether one number is left."""
+        """Whether the result is one number."""
         return all(axis.source is None for axis in self.place.map)
 
 
@@ -67,29 +67,29 @@ class Loop(NamedTuple):
 
     shape: Shape
     items: tuple[Store | Fold, ...]
-    inside: frozenset[int]  # nodes that are computed here, and read from here and not from memory
+    inside: frozenset[int]  # nodes that are computed in this loop, and read from registers rather than memory
 
 
 class Run(NamedTuple):
-    """A call of Python's."""
+    """A Python call."""
 
     node: int
-    inputs: tuple[int, ...]  # buffers of its arrays
+    inputs: tuple[int, ...]  # buffers of its array arguments
     in_place: bool  # whether it works in a buffer that holds its argument already
 
 
 class Schedule(NamedTuple):
-    """What a program does, one after the other."""
+    """The steps of a program in order."""
 
     program: ArrayProgram
     buffers: list[Buffer]
-    places: dict[int, Place]  # where nodes are in memory
-    # From which step on arguments of the program are in a buffer of its own, too, and where.
+    places: dict[int, Place]  # of nodes in memory
+    # Copies of the program's arguments in other buffers: the step from which on they exist, and their places.
     copies: dict[int, tuple[int, Place]]
-    since: dict[int, int]  # after which step those are that loops compute; loops before it compute them again
+    since: dict[int, int]  # the steps after which computed nodes are in memory; loops before them compute them again
     steps: list[Any]  # of Loop or Run
     outputs: list[int]  # buffers
-    cuts: list[int]  # how many steps come before each part that is run later
+    cuts: list[int]  # numbers of steps before each part that is run later
 
     def part(self, at: int) -> int:
         """Return the part of the program that a step belongs to."""
@@ -97,14 +97,14 @@ class Schedule(NamedTuple):
 
 
 def root_of(buffers: Sequence[Buffer], b: int) -> int:
-    """Return the buffer whose memory one has: another one's, where it is that in another shape."""
+    """Return the buffer that owns a buffer's memory: the aliased one for an alias."""
     while buffers[b].kind == "alias":
         b = buffers[b].data
     return b
 
 
 def working_in_place(node: Node) -> Any:
-    """Return how a call works in one buffer, None where it doesn't."""
+    """Return the in-place implementation of a call, None if it has none."""
     call = node.data
     if node.kind != "communicate" or call.kind != "operate" or len(node.inputs) != 1 or not isinstance(call.args[0], Slot):
         return None

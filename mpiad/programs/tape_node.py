@@ -1,4 +1,4 @@
-"""A call of a compiled function as a node on the tape of a derivative around it."""
+"""A call of a compiled function as a node on the tape of an enclosing derivative."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
 
 class Lease:
-    """A replay, until nobody can run it backwards any more."""
+    """A replay in use, until nobody can run it backwards."""
 
     def __init__(self, replays: Replays):
         self.replays, self.replay = replays, replays.take()
@@ -38,7 +38,7 @@ class Lease:
 
 
 def is_simple(tape: Any, boxes: Sequence[Any]) -> bool:
-    """Tell whether there is one trace around a call, and it is of ours."""
+    """Return whether there is exactly one trace around a call, and it is of this library."""
     return (
         type(tape) in (OrderedTape, TangentTape) and tape.outer is None
         and all(box._trace == tape.number and getattr(box._node, "tape", None) is tape for box in boxes)
@@ -47,14 +47,14 @@ def is_simple(tape: Any, boxes: Sequence[Any]) -> bool:
 
 
 def is_above(tape: Any, boxes: Sequence[Any]) -> bool:
-    """Tell whether all that is traced belongs to a trace of ours, which is the innermost one, or to those around it."""
+    """Return whether all traced values belong to the innermost trace, of this library, or to the traces around it."""
     return tape.outer is not None and all(
         getattr(box._node, "tape", None) is tape if box._trace == tape.number else box._trace < tape.number for box in boxes
     )
 
 
 def is_gradient_within(outer: type, tape: Any, boxes: Sequence[Any]) -> bool:
-    """Tell whether a call is on the tape of a gradient, and this within one tape of another type, and nothing else."""
+    """Return whether a call is on the tape of a gradient, inside one tape of another type, and on no others."""
     if type(tape) is not OrderedTape or type(tape.outer) is not outer or not is_above(tape, boxes):
         return False
     below = [box._value if box._trace == tape.number else box for box in boxes]
@@ -62,14 +62,14 @@ def is_gradient_within(outer: type, tape: Any, boxes: Sequence[Any]) -> bool:
 
 
 def apart(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], list[Any], list[int]]:
-    """Return where the current tape's variables are, all leaves without that tape, and which of these are traced still."""
+    """Return the positions of the current tape's variables, all leaves without that tape, and the leaves traced still."""
     variables = [k for k in boxed if given.leaves[k]._trace == current.tape.number]  # type: ignore[union-attr]
     leaves = [x._value if k in variables else x for k, x in enumerate(given.leaves)]
     return variables, leaves, [k for k in boxed if type(leaves[k]) in _boxes]
 
 
 def with_tangents(tape: Any, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """Put the results of a call onto a tape that carries tangents along."""
+    """Put the results of a call onto a tape that propagates tangents."""
     return [
         new_box(x, tape.number, TangentNode.placed(tape, along)) if is_variable(x) else x
         for x, along in zip(values, tangents, strict=True)
@@ -80,11 +80,11 @@ def placed(
     tape: Any, values: Sequence[Any], in_program: Sequence[bool], inputs: Sequence[int], pull: Callable, communicates: bool,
     pull_all: Callable | None = None,
 ) -> list[Any]:  # fmt: skip
-    """Put a call onto the tape: a node for it, which runs backwards, and one for each result, which keeps its cotangent.
+    """Put a call onto the tape: a node for it, which runs backwards, and a node per result, which stores its cotangent.
 
-    With `pull_all` the node has the cotangents of all lanes, where there are several, before it is run.
+    With `pull_all` the node receives the cotangents of all lanes, if there are several, before it is run.
     """
-    slots: dict[int, list[Any]] = {}  # of each lane
+    slots: dict[int, list[Any]] = {}  # per lane
     specs = [spec_like(x) for x, is_in in zip(values, in_program) if is_in]
 
     def given(lane: int) -> list[Any]:
@@ -99,11 +99,11 @@ def placed(
     def kept(place: int) -> Callable[[Any], tuple[int]]:
         def keep(g: Any) -> tuple[int]:
             slots.setdefault(current.lane, [None] * len(specs))[place] = g
-            return (1,)  # which tells the call's node that there is one
+            return (1,)  # which signals to the call's node that there is a cotangent
 
         return keep
 
-    # Visited always where it communicates: other ranks wait for its messages.
+    # Always visited if it communicates: other ranks wait for its messages.
     like = _NO_VALUE if communicates else None
     run = pulled if pull_all is None else Abreast(pulled, all_pulled)
     main = OrderedNode.placed(tape, tuple(inputs), run, like)
@@ -118,9 +118,9 @@ def placed(
 
 
 def require_of(tape: Any, gs: Sequence[Any], name: str) -> None:
-    """Refuse cotangents that are traced, but by the tape of tangents around the call: the reverse pass is a program.
+    """Raise TypeError for cotangents that are traced by any tape except that of tangents around the call.
 
-    They are refused by a TypeError.
+    The reverse pass is a program, which takes plain arrays.
     """
     if any(type(g) in _boxes and (tape is None or getattr(g._node, "tape", None) is not tape) for g in gs):
         raise TypeError(
@@ -131,12 +131,12 @@ def require_of(tape: Any, gs: Sequence[Any], name: str) -> None:
 
 
 def conformed(g: Any, spec: Spec) -> Any:
-    """Return a cotangent in the shape and dtype of what it belongs to; zeros where there is none."""
+    """Return a cotangent in the shape and dtype of its value; zeros if there is none."""
     return spec.zeros() if g is None else conform(g, *spec)
 
 
 def backwards(run: Any, inside: Sequence[bool], gs: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
-    """Return the cotangents of the variables, of these specs, of a run, given those of its results in the program."""
+    """Return the cotangents of a run's variables, of these specs, given those of its results in the program."""
     places = [place for place, is_in in zip(run.places, inside) if is_in]
     seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]
     found = run_backward(run.recording, seeds, len(specs), True)

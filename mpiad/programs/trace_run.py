@@ -1,4 +1,4 @@
-"""One call of a function on traced arrays, on a tape of its own or without, and the same call without a trace."""
+"""One call of a function on traced arrays, with or without a tape of its own, and the same call without a trace."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from mpiad.transport import calls
 from mpiad.transport.channels import Channel, live_channels, tell_recorders
 from mpiad.transport.tracing import tracing
 
-# A function that has left its trace, run once more without a second communication.
+# A function that has left its trace, run once more without repeating its communications.
 
 
 class Playback:
-    """Stands for a recorder where a function that has left its trace is run once more, on plain arrays.
+    """Replaces the recorder when a function that has left its trace is run once more, on plain arrays.
 
-    What it has communicated until then isn't communicated again: the results are those of the first time.
+    Its communications until then aren't repeated: the results are those of the first time.
 
-    `log`: of a recorder, or of a replay that couldn't go on.
+    `log`: of a recorder, or of a replay that couldn't continue.
     """
 
     def __init__(self, log: Sequence[Any]):
@@ -39,11 +39,11 @@ class Playback:
 
     @property
     def ended(self) -> bool:
-        """Whether all of it has been played back."""
+        """Whether the whole log has been played back."""
         return not self._rest
 
     def communicate(self, operation: Any, x: Any, params: Any) -> Any:
-        """Return what a communication gave when it was traced, or communicate."""
+        """Return the logged result of a communication, or communicate."""
         params = on_host(params)
         made = self._next(operation.forward, plain(x), params)
         if isinstance(made, Answer):
@@ -52,17 +52,17 @@ class Playback:
         return made.again() if isinstance(made, Request) else made
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return what an operator gave when it was traced, or apply it."""
+        """Return the logged result of an operator, or apply it."""
         return self._next(operator.body, plain(args), plain(kwargs))
 
     def settle(self, fun: Callable, args: tuple) -> Any:
-        """Return what came out in the trace, or run it."""
+        """Return the logged result of a settled call, or run it."""
         return self._next(fun, *plain(args))
 
     opaque, call_as_it_is = settle, opaque_call
 
     def once(self, fun: Callable, args: tuple) -> Any:
-        """Run what is done once: in the trace it was done then."""
+        """Run an initialization that is done once, unless the trace has done it."""
         return self._untold(fun, *args)
 
     def _next(self, fun: Callable, *args: Any) -> Any:
@@ -78,20 +78,20 @@ class Playback:
             tracing.recorder = self
 
     def refuse(self, reason: str) -> None:
-        """Let it do what can't be traced."""
+        """Allow operations that can't be traced."""
 
     def looked_up(self, call: str) -> None:
-        """Let it look for channels."""
+        """Allow it to look up channels."""
 
     def entered_body(self) -> None:
-        """Let it run bodies: what was traced came before all of them."""
+        """Allow it to run bodies: all traced operations came before them."""
         tracing.recorder = None
 
     def communicated_by_itself(self) -> None:
-        """Let it communicate as it likes."""
+        """Allow any communication."""
 
     def marked(self, channel: Any, reason: str, messages: bool) -> bool:
-        """Let channels be marked."""
+        """Allow channels to be marked."""
         return False
 
 
@@ -111,12 +111,12 @@ class TraceRun:
         return fun(*args, **kwargs)
 
     def run_backwards(self, fun: Function, boxed: Sequence[int], leaves: list[Any] | None = None) -> Any:
-        """Call the function on a tape, with these leaves of its arguments, or traced ones."""
+        """Call the function on a tape, with these leaves of its arguments, or with traced ones."""
         variables = Variables(self.leaves() if leaves is None else leaves, list(boxed), self.given.build)
         return trace_backwards(lambda given: fun(*given[0], **given[1]), variables)
 
     def leaves(self) -> list[Any]:
-        """Return the leaves of the arguments, traced."""
+        """Return the traced leaves of the arguments."""
         leaves = list(self.given.leaves)
         for place in self.given.traced:
             plain = getval(leaves[place])
@@ -124,13 +124,13 @@ class TraceRun:
         return leaves
 
     def noting(self, part: int = 0) -> Noting:
-        """Return a context in which it is noted what is done with traced arrays."""
+        """Return a context in which operations on traced arrays are recorded."""
         return Noting(self.recorder, part)
 
     def raise_own(self, error: BaseException) -> None:
-        """Raise the exception under way if a communication, the function or a signal handler has raised it.
+        """Raise the current exception if a communication, the function or a signal handler has raised it.
 
-        All others end the trace alone: the function runs once more. So it does to raise with plain values.
+        All others end only the trace: the function runs once more, and raises its own with plain values.
         """
         has_traced = any(isinstance(getval(part), Traced) for part in error.args)
         if error is self.recorder.failed or not has_traced and calls.is_raised_by_user(error):
@@ -147,7 +147,7 @@ class TraceRun:
 
 
 class Noting:
-    """A context in which it is noted what is done with traced arrays."""
+    """A context in which operations on traced arrays are recorded."""
 
     def __init__(self, recorder: Recorder, part: int):
         self._recorder, self._part = recorder, part
@@ -156,7 +156,7 @@ class Noting:
         recorder = self._recorder
         recorder.open, recorder.part = True, self._part
         self.around, tracing.contexts = tracing.contexts, self
-        calls.note(recorder)  # so that it is known whose adjoint it is that communicates
+        calls.note(recorder)  # so that each communicating adjoint can be attributed to its forward call
         with _lock:
             _recorders.add(recorder)
             _tell(True)
@@ -166,12 +166,12 @@ class Noting:
         tracing.recorder = None
         self.end(error, trace)
         tracing.contexts, self.around = self.around, None
-        # If the function has caught it by itself.
+        # If the function has caught the exception itself.
         if error is None and self._recorder.refused is not None:
             raise self._recorder.refused
 
     def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
-        """End the trace; this may be done twice."""
+        """End the trace; a second call has no effect."""
         recorder = self._recorder
         recorder.check_requests()
         calls.forget(recorder)
@@ -195,10 +195,10 @@ def _tell(on: bool) -> None:
 
 
 class PlayingBack:
-    """A context in which communications give what they gave in a trace, as far as that went.
+    """A context in which communications return their logged results, until the log is exhausted.
 
-    `log`: of its recorder. `counts`: of each channel's messages before it, which are counted again: partners have counted
-    them once.
+    `log`: of its recorder. `counts`: the message counts of each channel before the trace; messages are counted from there
+    again, since partners have counted them once.
     """
 
     def __init__(self, log: Sequence[Any], counts: Sequence[_Counts] | None = None, reread: Recorder | None = None):
@@ -233,12 +233,12 @@ _Counts: TypeAlias = "tuple[Channel, dict[tuple[int, int], int], dict[tuple[int,
 
 
 def message_counts() -> list[_Counts]:
-    """Return how many messages each channel has numbered until now."""
+    """Return the message counts of all channels."""
     return [(channel, dict(channel.sent), dict(channel.received)) for channel in live_channels()]
 
 
 def as_value(x: Any) -> Any:
-    """Return a number of Python's as one of NumPy's."""
+    """Return a Python number as a NumPy scalar."""
     if isinstance(x, (np.ndarray, np.generic)):
         return x
     if isinstance(x, int):

@@ -1,9 +1,9 @@
-"""Arrays whose operations are run and written down: what a function under `mpiad.jit` computes with at its first call.
+"""Arrays whose operations are run and recorded: the arguments of a function under `mpiad.jit` at its first call.
 
-A `TracedArray` holds NumPy's own result beside its number in the program, so shapes, dtypes, errors and messages of the
-first call are those of the interpreted one, and whatever can't be compiled loses nothing: the trace is given up, and the
-call goes on. To the rest of the library it is a kind of array like those on a device. Its values are handed out to nobody
-unnoticed: what decides by one, or leaves NumPy's protocols, gives the trace up.
+A `TracedArray` holds NumPy's own result together with its number in the program, so shapes, dtypes, errors and messages of
+the first call are those of the interpreted one, and code that can't be compiled loses nothing: the trace is given up, and
+the call goes on. To the rest of the library it is a kind of array like those on a device. All access to its values is
+intercepted: branching on a value, or leaving NumPy's protocols, gives up the trace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DECIDES = (
     "it decides by a traced value (if, while, and, or, not, float, int, item): write np.where(x > 0, ...), or leave this "
     "part out of the jitted function"
 )
-# What a function says of its arguments without looking at their values.
+# Functions whose results depend on their arguments' shapes and dtypes only.
 _STATIC = frozenset(
     {np.shape, np.ndim, np.size, np.result_type, np.iscomplexobj, np.isrealobj, np.can_cast, np.common_type}
 )
@@ -55,7 +55,7 @@ def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
     def method(self: TracedArray, other: Any) -> Any:
         if type(other) in _boxes:
             return NotImplemented
-        # A number of NumPy's has no memory: the name gets a new one, as in Python.
+        # A NumPy scalar has no memory: the name gets a new one, as in Python.
         if not isinstance(self.value, np.ndarray):
             return self.recorder.call(ufunc, (self, other), {})
         return self.recorder.write(self, ufunc, (self, other))
@@ -66,14 +66,14 @@ def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
 class TracedArray(Traced):
     """An array of a function that is being traced.
 
-    `number`: of its value in the program. `value`: an array or number of NumPy's: what it is in this call.
+    `number`: of its value in the program. `value`: its value in this call, a NumPy array or scalar.
     """
 
     __slots__ = ("__weakref__",)
     __array_priority__ = 50.0
     __hash__ = object.__hash__
 
-    # ---- what it is, which no value decides
+    # ---- properties that don't depend on values
 
     @property
     def dtype(self) -> np.dtype:
@@ -87,17 +87,17 @@ class TracedArray(Traced):
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """The number of axes."""
         return self.value.ndim
 
     @property
     def size(self) -> int:
-        """How many entries it has."""
+        """The number of entries."""
         return self.value.size
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
+        """The number of bytes of its values."""
         return self.value.nbytes
 
     @property
@@ -134,7 +134,7 @@ class TracedArray(Traced):
     def __repr__(self) -> str:
         return f"<traced array of {self.dtype}, shape {self.shape}>"
 
-    # ---- what is computed with it
+    # ---- traced operations
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if any(type(x) in _boxes for x in inputs):
@@ -182,7 +182,7 @@ class TracedArray(Traced):
         return self.recorder.call(np.transpose, (self, given), {})
 
     def view(self, kind: Any = None) -> Any:
-        """Return itself, as autograd asks of what it has put together."""
+        """Return the array itself, as autograd requires of its results."""
         return self if kind in (None, np.ndarray) else self._asked(f"it looks at their bits as {kind}").view(kind)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -191,7 +191,7 @@ class TracedArray(Traced):
             raise AttributeError(f"a traced array has no {name!r}")
         return lambda *args, **kwargs: self.recorder.call(function, (self, *args), kwargs)
 
-    # ---- what asks for its values
+    # ---- operations that need its values
 
     def _asked(self, reason: str = _DECIDES) -> Any:
         if self.recorder.is_noting():
@@ -217,7 +217,7 @@ class TracedArray(Traced):
         return format(self._asked("it writes a traced value into a text"), spec) if spec else repr(self)
 
     def item(self, *args: Any) -> Any:
-        """Return an entry as a number of Python's, which ends the trace."""
+        """Return an entry as a Python number, which ends the trace."""
         return self._asked().item(*args)
 
     def tolist(self) -> Any:
@@ -225,7 +225,7 @@ class TracedArray(Traced):
         return self._asked().tolist()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        # numpy.array and numpy.asarray ask for this, and give no way to take part in what they make.
+        # numpy.array and numpy.asarray call this, and have no protocol to intercept their results.
         return np.asarray(
             self._asked(
                 "it makes an array of NumPy's of traced values (numpy.array, numpy.asarray): put them together by "
@@ -268,7 +268,7 @@ def with_entries(x: Array, key: Index, value: Array) -> Array:
     return made
 
 
-# Methods that are functions of NumPy's.
+# Methods that are functions of NumPy.
 _METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(np, name)
     for name in (
