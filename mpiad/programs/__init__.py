@@ -1,4 +1,4 @@
-"""Compiled programs: `jit` makes fused loops of what a function computes between its communications."""
+"""Compiled programs: `jit` compiles the computations between a function's communications to fused loops."""
 
 from mpiad.programs.function import Jitted, jit
 

@@ -1,7 +1,7 @@
 """Calls of a compiled function within a derivative: nodes on its tape.
 
-Two calls of one program: what comes before its cut is run forwards, the rest when the node's turn comes in the reverse
-pass. The first call traces both, and the program is complete when the reverse pass has come.
+Two calls of one program: the part before its cut is run forwards, the rest when the node is reached in the reverse
+pass. The first call traces both, and the program is complete after the reverse pass.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
         key = "tangent", given.key
         if key in jitted._entries:
             return jitted.as_it_is(key, args, kwargs)
-        if not jitted.is_followed(key, args):  # what it holds may have tangents, too
+        if not jitted.is_followed(key, args):  # objects in its closure may have tangents, too
             return jitted.fun(*args, **kwargs)
         return _called_with_tangents(jitted, tape, given, [k for k in boxed if given.leaves[k]._trace == tape.number])
     if not simple:
@@ -84,7 +84,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
             return jitted.fun(*args, **kwargs)
     tape.channels |= entry.channels
     specs = [spec_like(getval(given.leaves[k])) for k in boxed]
-    # What isn't read any more is let go of; where the function may run once more, it reads all.
+    # Values that aren't read any more are released; if the function may run once more, it reads all.
     later = [x if k in entry.replays.read_later else None for k, x in enumerate(values)]
     whole = given if entry.may_change else None
 
@@ -106,11 +106,11 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
 
 
 def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, boxed: list[int]) -> Any:
-    """Call it with tangents carried along: the value and its tangent are a function of their own, compiled."""
+    """Call it with tangents: the value and its tangent are computed by a compiled function of their own."""
     form = given.form, tuple(boxed)
     both = jitted.derived(form, lambda: _along(jitted.fun, given.build, boxed))
     leaves = [x._value if k in boxed else x for k, x in enumerate(given.leaves)]
-    # Of a trace around this one value and tangent are functions alike.
+    # A trace around this one differentiates the value and the tangent alike.
     with suspended(tape.outer, body=False):
         made = both(leaves, [given.leaves[k]._node.g for k in boxed])
     (values, build), (along, _) = map(flatten, made)
@@ -129,7 +129,7 @@ def _along(fun: Function, build: Callable, places: Sequence[int]) -> Function:
 
 
 def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tuple:
-    """Trace a function and its reverse pass, and return the leaves of both, and what builds the function's result."""
+    """Trace a function and its reverse pass, and return the leaves of both, and the function that builds the result."""
     with suspended(body=False):
         with trace.noting():
             run = trace.run_backwards(fun, boxed)
@@ -143,7 +143,7 @@ def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tu
 def _traced_on_tape(
     jitted: Jitted, key: Any, given: Arguments, boxed: list[int], args: tuple, kwargs: dict, watch: Watch
 ) -> Any:
-    """Run the function on traced arrays on a tape of its own; the program is complete when that has run backwards."""
+    """Run the function on traced arrays on a tape of its own; the program is complete when the tape has run backwards."""
     tape, trace = current.tape, TraceRun(given)
     try:
         with suspended(body=False), trace.noting():
@@ -160,7 +160,7 @@ def _traced_on_tape(
         nonlocal done
         require_of(None, gs, jitted.__name__)
         with suspended(body=False):
-            if done or key in jitted._entries:  # once more, on arrays that are constants by now
+            if done or key in jitted._entries:  # a further reverse pass, with arrays that have become constants
                 with trace.reread():
                     return backwards(run, inside, gs, specs)
             done = True

@@ -9,9 +9,9 @@ from mpiad._typing import Shape
 
 
 class Axis(NamedTuple):
-    """The index along one axis of the array that is read: stride times an index of the one that is made, and offset."""
+    """The index along one axis of an array that is read: stride times an index of the resulting array, plus offset."""
 
-    source: int | None  # axis of the array that is made; None where the index is the offset alone
+    source: int | None  # axis of the resulting array; None if the index is the offset alone
     stride: int
     offset: int
 
@@ -26,12 +26,12 @@ def identity(ndim: int) -> IndexMap:
 
 
 def is_identity(map: IndexMap, shape: Shape, made: Shape) -> bool:
-    """Tell whether a map from an array of a shape makes the same array."""
+    """Return whether a map from an array of a given shape is the identity."""
     return shape == made and all(axis == (k, 1, 0) or shape[k] == 1 for k, axis in enumerate(map))
 
 
 def composed(inner: IndexMap, outer: IndexMap) -> IndexMap:
-    """Return the map that reads through two: what `outer` reads of an array that `inner` makes."""
+    """Return the composition of two maps: `outer` reads an array that `inner` yields from another one."""
     axes = []
     for source, stride, offset in inner:
         if source is None:
@@ -46,12 +46,12 @@ def composed(inner: IndexMap, outer: IndexMap) -> IndexMap:
 
 
 def shifted(map: IndexMap, axis: int, by: int) -> IndexMap:
-    """Return a map whose index along an axis of what is read is higher."""
+    """Return a map whose index along an axis of the array that is read is shifted."""
     return tuple([old._replace(offset=old.offset + by) if k == axis else old for k, old in enumerate(map)])
 
 
 def within(map: IndexMap, starts: Sequence[int]) -> IndexMap:
-    """Return a map of an array as one of a block of it that begins at these indices."""
+    """Return a map into an array as a map into its block that begins at these indices."""
     return tuple([axis._replace(offset=axis.offset - start) for axis, start in zip(map, starts)])
 
 
@@ -64,7 +64,7 @@ def broadcast(shape: Shape, made: Shape) -> IndexMap:
 
 
 def of_key(shape: Shape, key: Sequence[int | slice | None]) -> tuple[IndexMap, Shape]:
-    """Return the map and the shape of what a basic index takes of an array, the index without Ellipsis and in full."""
+    """Return the map of a basic index into an array, without Ellipsis and in full, and the shape of the result."""
     axes: list[Axis] = []
     made: list[int] = []
     for part in key:
@@ -80,7 +80,7 @@ def of_key(shape: Shape, key: Sequence[int | slice | None]) -> tuple[IndexMap, S
 
 
 def axes_of(axis: Any, ndim: int) -> set[int]:
-    """Return the axes that NumPy means by one or several."""
+    """Return the axes given by an integer or several, as nonnegative integers."""
     return {int(k) % ndim for k in (axis if isinstance(axis, (tuple, list)) else (axis,))}
 
 
@@ -90,7 +90,7 @@ def long_axes(shape: Shape) -> Shape:
 
 
 def to_long(shape: Shape) -> IndexMap:
-    """Return an array's indices by those of its loops."""
+    """Return the map from the indices of an array's loops to the array's."""
     axes, place = [], 0
     for n in shape:
         axes.append(Axis(None, 0, 0) if n == 1 else Axis(place, 1, 0))
@@ -99,19 +99,19 @@ def to_long(shape: Shape) -> IndexMap:
 
 
 def beginning_at(starts: Sequence[int]) -> IndexMap:
-    """Return a buffer's indices by those of an array that begins there."""
+    """Return the map from a block's indices to those of a buffer in which it begins at these indices."""
     return tuple([Axis(k, 1, start) for k, start in enumerate(starts)])
 
 
 def moved(map: IndexMap, axis: int, by: int) -> IndexMap:
-    """Return a map that reads further on along an axis of what is made."""
+    """Return a map that is shifted along an axis of the resulting array."""
     return tuple([
         old._replace(offset=old.offset + by * old.stride) if old.source == axis else old for old in map
     ])  # fmt: skip
 
 
 def inverse(map: IndexMap, shape: Shape, made: Shape) -> IndexMap | None:
-    """Return the indices of what a view makes by those of what it reads, None where that isn't all of it, in order."""
+    """Return the inverse map of a view, None if the view doesn't contain all of its source in order."""
     back: list[Axis] = [Axis(None, 0, 0)] * len(made)
     for k, (source, stride, offset) in enumerate(map):
         if source is None:

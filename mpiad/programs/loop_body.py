@@ -1,4 +1,4 @@
-"""What a loop computes at one place of its index space: loads at shifted places, and one scalar program."""
+"""The body of a loop: loads at shifted indices, and one scalar program."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def cut(box: Box, inner: Box, inside: list[Box], outside: list[Box]) -> None:
 
 
 def as_rows(boxes: Sequence[Box], width: int) -> Array:
-    """Return boxes as kernels take them, of shape (n, 2 d)."""
+    """Return boxes as an array of shape (n, 2 d), as kernels require."""
     return np.array([[place for pair in box for place in pair] for box in boxes], np.int64).reshape(len(boxes), width)
 
 
 class LoopBody:
-    """One scalar program: what the stores and folds of a loop are at one place."""
+    """A scalar program that computes the stores and folds of a loop at one index."""
 
     def __init__(self, writer: LoopWriter, box: Box | None, edges: bool):
         self.writer, self.nodes, self.box, self.edges = writer, writer.nodes, box, edges
@@ -68,7 +68,7 @@ class LoopBody:
         writer.loads.update(self.loads)
         groups = {"x": len(self.loads), "i": len(loop.shape)}
         program = self.builder.program(groups, outputs)
-        # The kind of a variable is the same in all of a kernel, so each body has names of its own.
+        # A variable has the same kind in the whole kernel, so each body has names of its own.
         x, v = ("y", "u") if self.edges else ("x", "v")
         names = {"x": [f"{x}{k}" for k in range(len(self.loads))], "i": [f"t{k}" for k in range(len(loop.shape))]}
         used = {value for op, _, value in program.instructions if op == "input"}
@@ -84,7 +84,7 @@ class LoopBody:
         return text if dtype in (BOOLEAN, self.writer.real) else f"np.{self.writer.real.name}({text})"
 
     def value(self, n: int, map: IndexMap) -> Symbol:
-        """Return a node's entry."""
+        """Return the symbol of a node's entry."""
         key = n, map
         if key not in self._known:
             self._known[key] = self._load(n, map) if self.writer.is_load(n) else self._computed(n, map)
@@ -151,7 +151,7 @@ class LoopBody:
         return choose(both, inner, self.value(base, map))
 
     def _known_index(self, axis: Axis) -> int | None:
-        """Return an index that is one number, or whose side of every break is that of the box's first place."""
+        """Return an index that is one number, or that is on the same side of every break as that of the box's first index."""
         if axis.source is None:
             return axis.offset
         return None if self.box is None else axis.stride * self.box[axis.source][0] + axis.offset

@@ -130,8 +130,8 @@ class Materialization:
             eras[n] = frozenset().union(
                 *(frozenset([self._era(x)]) if kept else eras[x] for x, kept in zip(node.inputs, read))
             )
-            # Contractions are computed before, in loops of their own. A running sum of results would be added up in each of them
-            # from the start: k steps would have loops of 1, 2, ..., k terms. The same holds for sums of cotangents.
+            # Contractions are computed before, in loops of their own. A running sum of results would be added up in each of
+            # them from the start: k steps would have loops of 1, 2, ..., k terms. The same holds for sums of cotangents.
             runs_on = self.program.contracts or node.part > 0
             crowded = runs_on and len(found) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
             if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS or crowded):

@@ -1,8 +1,8 @@
-"""The numbers of a replay's messages: new ones in each run, and one for a message and for what answers it.
+"""The numbers of a replay's messages: new ones in each run, and the same for a message and its answer.
 
 The number of a point-to-point message is part of its adjoint's address, and both sides count alike. So the addresses of a
-trace, which hold the numbers of that call, are made anew when the program runs again; or they stay, and take new numbers,
-where communications are prepared.
+trace, which hold the numbers of that call, are created again when the program runs; or they stay, and get new numbers, if
+communications are prepared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOTHING = np.empty(0)
 
 
 class MessageNumbers:
-    """Addresses of one replay, in place of those of the trace."""
+    """Addresses of one replay, which replace those of the trace."""
 
     def __init__(self) -> None:
         self._made: dict[Envelope, Envelope] = {}
@@ -48,7 +48,7 @@ class MessageNumbers:
         made = self._made[first]
         if envelope is first:
             return made
-        # The sender of a message from any rank may be another one than in the trace.
+        # The sender of a message received from any rank may differ from that in the trace.
         return Envelope(made.channel, made.peer, made.tag, envelope.outgoing, made.number, envelope.reverse, made)
 
     def _numbered(self, params: Any) -> Any:
@@ -58,7 +58,7 @@ class MessageNumbers:
         return params._replace(number=self._numbers[id(owner), number])
 
     def kept(self, params: Any) -> tuple[Any, list[Envelope]]:
-        """Return an operation's parameters with addresses that stay the replay's, and which to renew before it, in turn."""
+        """Return an operation's parameters with addresses that the replay keeps, and those to renew before each run."""
         renewed: list[Envelope] = []
         own = {name: self._kept_of(x, renewed) for name, x in zip(params._fields, params) if isinstance(x, Envelope)}
         return params._replace(**own), renewed
@@ -86,7 +86,7 @@ def envelopes_of(params: Any) -> list[Envelope]:
 
 
 def is_numbered(params: Any) -> bool:
-    """Tell whether the parameters of an operation have numbers of their run."""
+    """Return whether the parameters of an operation have message numbers."""
     return bool(envelopes_of(params)) or hasattr(params, "numbered")
 
 
@@ -98,7 +98,7 @@ def channels_of(params: Any) -> set[Used]:
 
 
 class Answer(NamedTuple):
-    """What came from any rank, and which it was."""
+    """A message received from any rank, and the address of its sender."""
 
     value: Any
     peer: int
@@ -106,7 +106,7 @@ class Answer(NamedTuple):
 
 
 def logged(made: Any, params: Any) -> Any:
-    """Return what is kept of a communication for a playback."""
+    """Return the entry of a communication in the log for playback."""
     for envelope in envelopes_of(params):
         if min(envelope.asked) < 0:
             return Answer(made.copy(), envelope.peer, envelope.tag)
@@ -118,13 +118,13 @@ def prepared_steps(
 ) -> tuple[set[int], set[int]]:
     """Return the steps that can be prepared, and those whose messages have numbers.
 
-    Prepared are communications from one buffer into another, both small ones that stay. `made` tells which buffers a step
-    returns, and `is_large` of a buffer whether it may lie somewhere else in each run; kernels read or write those of
+    Communications from one buffer into another can be prepared if both are small and stay. `made` returns the buffers that a
+    step writes, and `is_large` whether a buffer's memory may differ between runs; kernels read or write those of
     `in_kernels`.
     """
     found: set[int] = set()
     numbered: set[int] = set()
-    staying: set[int] = set()  # results
+    staying: set[int] = set()  # buffers of results
     for at, step in enumerate(schedule.steps):
         if isinstance(step, Loop) or step.in_place:
             continue
@@ -143,5 +143,5 @@ def prepared_steps(
         if call.fun.prepared(call.args[1], _NOTHING, _NOTHING) is not None:
             found.add(at)
             staying.add(results[0])
-    # Messages are counted in one way by all of them.
+    # Either all messages are counted by prepared communications, or none is.
     return (found if numbered <= found else found - numbered), numbered

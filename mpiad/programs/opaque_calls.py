@@ -1,9 +1,9 @@
-"""Functions of this library's that a compiled program calls as they are: solves, and loops in time with checkpoints.
+"""Functions of this library that a compiled program calls untraced: solves, and loops in time with checkpoints.
 
-While a function is traced, such a call is one step, run on plain arrays with whatever it communicates and agrees on. On the
-tape of a derivative it is one node: the step runs the function on a tape of its own and returns that tape's record beside
-the results, and a second step, in the reverse pass, runs backwards along the record. So the rules of solves and loops are
-those of the interpreted function, at each run of the program.
+While a function is traced, such a call is one step, run on plain arrays with all its communications and agreements. On
+the tape of a derivative it is one node: the step runs the function on a tape of its own and returns the tape's record
+together with the results, and a second step, in the reverse pass, runs backwards along the record. So the rules of solves
+and loops are those of the interpreted function, at each run of the program.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _boxes = Box.types
 
 
 class _Outcome(NamedTuple):
-    """What a call has made beside arrays: the form of its result, and on a tape its record."""
+    """The result of a call apart from its arrays: their structure, and on a tape its record."""
 
     build: Callable[[list[Any]], Any]
     traced: Traced | None
-    communicates: bool = False  # on a tape; noted when the call runs, since a playback communicates nothing
+    communicates: bool = False  # on a tape; set when the call runs, since a playback communicates nothing
 
 
 class _Call:
-    """A function as it was called: how its arguments are put together of their leaves."""
+    """A function and the structure of its arguments, with which they are rebuilt from their leaves."""
 
     def __init__(self, fun: Function, build: Callable[[list[Any]], tuple[tuple, dict]]):
         self._fun, self._build = fun, build
@@ -49,12 +49,12 @@ class _Call:
     def __call__(
         self, leaves: list[Any], places: list[int] | None = None, tangents: list[Any] | None = None
     ) -> tuple[Any, ...]:
-        """Return the results, with tangents these too, and the outcome.
+        """Return the results, their tangents if given, and the outcome.
 
-        `places`, of the variables, may be none on this rank; they aren't given outside of derivatives. Without `tangents`
-        of the variables the tape is to be run backwards.
+        `places`, of the variables, may be empty on this rank; None outside of derivatives. Without `tangents` of the
+        variables the tape is to be run backwards.
         """
-        # What it keeps, or returns, mustn't be the program's memory, which is used again.
+        # Arrays that it keeps or returns mustn't be memory of the program, which is reused.
         leaves = [x.copy() if type(x) is np.ndarray else x for x in leaves]
         if places is None:
             values, build = flatten(self._called(self._build(leaves)))
@@ -96,9 +96,9 @@ def _as_array(x: Any) -> Any:
 
 
 def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a function that isn't taken apart as one step, or two on the tape of a derivative.
+    """Run an untraced function as one step, or two on the tape of a derivative.
 
-    The recorder may be a `Playback`. The function's results are arrays, in any nest.
+    The recorder may be a `Playback`. The function's results are arrays, in any pytree.
     """
     leaves, build = flatten((args, kwargs))
     call, tape = _Call(fun, build), current.tape

@@ -1,4 +1,4 @@
-"""A scheduled program, run: kernels that are compiled once, and buffers that are made once for each that runs it."""
+"""A scheduled program, run: kernels that are compiled once, and buffers that are allocated once per replay."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from mpiad.transport import calls
 from mpiad.transport.channels import is_watched
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 
-# Products that are added may be rounded once, and a quotient be a product with the reciprocal.
+# Products that are added may be rounded once, and a quotient may become a product with the reciprocal.
 _FAST = "contract arcp"
 
 
 class Replays:
-    """A program ready to be run, by several at a time: each has buffers of its own.
+    """A program ready to run, by several replays at a time, each with buffers of its own.
 
-    - `texts`: of each step, None for calls.
+    - `texts`: those of the steps, None for calls.
     - `results`: the buffers that each call returns.
     - `uses`: the steps that use each buffer.
-    - `logged`: how many parts log what they communicate.
-    - `read_later`: the inputs that come into what is run after the first part.
-    - `last_look`: the last step that may give something else than in the trace, so that the program can't go on; -1 for
-      none.
-    - `free`: those that nobody uses, by whether their communications are prepared.
+    - `logged`: the number of parts whose communications are logged.
+    - `read_later`: the inputs that are read after the first part.
+    - `last_look`: the last step whose result may differ from the trace, so that the program can't continue; -1 for none.
+    - `free`: unused replays, by whether their communications are prepared.
     """
 
     def __init__(self, schedule: Schedule):
@@ -57,14 +56,14 @@ class Replays:
     def _kernel(self, step: Any, text: LoopText | None) -> Kernel | None:
         try:
             return None if text is None else kernel_of(text.text, NAME, text.signature, _FAST)
-        except NotImplementedError as error:  # whose message is of the kernel's text
+        except NotImplementedError as error:  # whose message refers to the kernel's text
             nodes = [self.schedule.program.nodes[item.node] for item in step.items]
             said = ", ".join(dict.fromkeys(map(described, nodes)))
             raise NotImplementedError(f"no kernel can compute {said}") from error
 
     def take(self) -> Replay:
-        """Return one that nobody uses."""
-        # Communications that are prepared aren't logged, noted, watched or interrupted.
+        """Return an unused replay."""
+        # Prepared communications aren't logged, recorded, observed or interrupted.
         prepared = self.last_look < 0 and not (calls.is_noting() or is_watched() or FAULT_TOLERANT)
         try:
             return self.free[prepared].pop()
@@ -72,7 +71,7 @@ class Replays:
             return Replay(self, prepared)
 
     def give_back(self, replay: Replay) -> None:
-        """Take one back."""
+        """Mark a replay as unused."""
         self.free[replay.prepared].append(replay)
 
 

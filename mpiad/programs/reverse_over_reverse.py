@@ -58,7 +58,7 @@ class By(NamedTuple):
 
     inner: list[int]  # by its own reverse pass
     outer: list[int]  # by the one of both
-    # Of the program: 2 without a reverse pass of both, 3 with one for the cotangents alone, 4 with one for outer leaves too.
+    # 2 without a reverse pass of both, 3 with one for the cotangents alone, 4 with one for outer leaves, too.
     parts: int
 
 
@@ -307,7 +307,7 @@ class _Call:
     # ---- its own reverse pass, and then the rest of the function's: from the program, or played back
 
     def _pull_second(self, of: _Pass, boxed: list[int], vs: list[Any]) -> list[Any]:
-        """Return the cotangents of the results that are variables, and 1 to activate the node of the function's own pass."""
+        """Return the cotangents of the results that are variables, and 1 to activate the function's own node."""
         if _is_traced(vs):
             return self._second_played(of, boxed, [vs])[0]
         of.vs[current.lane] = vs

@@ -1,8 +1,8 @@
-"""A trace of shapes and dtypes alone: nothing is computed with large arrays, and nothing communicated.
+"""A trace of shapes and dtypes alone: large arrays are neither computed nor communicated.
 
-What stands for a result is memory of its shape that nobody touches, which costs nothing. So a function of large arrays is
-compiled before it is run, in no more time than one of small arrays. What has to know a value, or what other ranks
-say, gives this trace up, and the function is traced while it runs (`Recorder`): until then no rank has heard of it.
+A result is represented by uninitialized memory of its shape, which costs nothing. So a function of large arrays is compiled
+before it is run, in no more time than one of small arrays. Operations that need a value or a message from another rank give
+up this trace, and the function is traced while it runs (`Recorder`): until then no message has been sent.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mpiad.programs.message_numbers import envelopes_of
 from mpiad.programs.recorder import Recorder
 from mpiad.transport import Spec
 
-# Entries of an array with which it takes longer to compute than to find out what comes out.
+# Number of entries of an array above which computing with it takes longer than inferring the result's shape.
 _LARGE = 1 << 13
 
 
 def is_large(x: Any) -> bool:
-    """Tell whether it takes long to compute with an array."""
+    """Return whether computing with an array takes long."""
     return isinstance(x, np.ndarray) and x.size > _LARGE
 
 
-# Whose results have a known shape, and of which nothing is left on this rank where the trace is given up.
+# Operations whose results have a known shape, and that leave no state on this rank if the trace is given up.
 _KNOWN = frozenset(
     "mpi_allreduce mpi_alltoall mpi_barrier mpi_exchange mpi_exscan mpi_scan mpi_send mpi_sum "
     "value_and_grad grad make_vjp make_jvp jvp hvp".split()
@@ -37,10 +37,10 @@ _AS_SENT = frozenset({ALLREDUCE, ALLTOALL, SCAN, SUM_TO_ROOT})
 
 
 class ShapeRecorder(Recorder):
-    """A trace under way, of shapes and dtypes."""
+    """A trace of shapes and dtypes in progress."""
 
     def looked_up(self, call: str) -> None:
-        """Take note that a function looks for the channel of a communicator."""
+        """Record that a function looks up the channel of a communicator."""
         if call not in _KNOWN:
             self.refuse(f"what {call} gives only a run can tell")
 
@@ -61,7 +61,7 @@ class ShapeRecorder(Recorder):
 
     def _written_into(self, fun: Callable, args: tuple, out: Array) -> None:
         if np.broadcast_shapes(*[np.shape(x) for x in args]) != out.shape:
-            fun(*args, out=out)  # what NumPy says to that
+            fun(*args, out=out)  # raises NumPy's error
 
     def _put(self, out: Array, place: Any, values: Any) -> None:
         part = out[place]
@@ -95,11 +95,11 @@ class ShapeRecorder(Recorder):
 
 
 def _joined(parts: Any, axis: int = 0) -> Array:
-    # With an axis of no length before them there is nothing to copy.
+    # An additional leading axis of length 0 leaves nothing to copy.
     made = np.concatenate([np.empty((0, *np.shape(x)), x.dtype) for x in parts], axis if axis < 0 else axis + 1)
     return np.empty(made.shape[1:], made.dtype)
 
 
 def like(spec: Spec) -> Any:
-    """Return what stands for a value in a trace of shapes."""
+    """Return the representation of a value in a trace of shapes."""
     return np.empty(spec.shape, spec.dtype) if spec.shape else spec.dtype.type(1)

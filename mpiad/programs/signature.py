@@ -1,4 +1,4 @@
-"""What a trace depends on of its arguments: their form, the shapes and dtypes of arrays, and all that isn't a number."""
+"""The properties of its arguments on which a trace depends: structure, shapes and dtypes, and all that aren't numbers."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _NUMBERS = (float, np.floating, np.complexfloating, complex)
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call, taken apart."""
+    """The arguments of a call, flattened."""
 
     leaves: list[Any]
     build: Any  # from leaves to the arguments, as (args, kwargs)
-    traced: list[int]  # places of those leaves that are values of the program; the others are constants of the trace
-    key: tuple[Any, ...]  # equal for calls that one trace serves
-    form: Any  # hashable; of the nest, without its leaves
+    traced: list[int]  # positions of the leaves that are values of the program; the others are constants of the trace
+    key: tuple[Any, ...]  # equal for calls that can use the same trace
+    form: Any  # hashable; structure of the pytree
 
     def constants(self) -> list[Any]:
         """Return those leaves that are constants of a trace."""
         return [leaf for place, leaf in enumerate(self.leaves) if place not in self.traced]
 
     def values(self) -> list[Any]:
-        """Return the leaves without what is traced around the call."""
+        """Return the leaves without enclosing traces."""
         return [getval(leaf) for leaf in self.leaves]
 
 
 class _Object:
-    """Stands for an object in a key: equal for the same object only, whatever it calls equal."""
+    """An object in a key: equal to the same object only, whatever its `__eq__` says."""
 
     __slots__ = ("value",)
 
@@ -52,9 +52,9 @@ _COMPARED = (type(None), bool, int, str, bytes, np.generic, np.dtype, type, type
 
 
 def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[Any] = ()) -> Arguments:
-    """Take arguments apart; a TypeError for a leaf that can't be compared with that of another call.
+    """Flatten arguments; raises TypeError for a leaf that can't be compared with that of another call.
 
-    `asked`: those integers, by the form of all arguments and their places, that the function decides by.
+    `asked`: the integers on which the function branches, as pairs of the arguments' structure and their position.
     """
     if not kwargs and all(type(x) is np.ndarray for x in args):  # the commonest case
         return Arguments(
@@ -85,7 +85,7 @@ def _is_integer(x: Any) -> bool:
 
 
 def _form(tree: Any) -> Any:
-    """Return a nest's form, in the order of its leaves."""
+    """Return the structure of a pytree, in the order of its leaves."""
     if isinstance(tree, dict):
         return type(tree), tuple(tree), tuple([_form(part) for part in tree.values()])
     if isinstance(tree, (list, tuple)):

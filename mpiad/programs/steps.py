@@ -1,4 +1,4 @@
-"""What a trace notes: steps with their arguments, in which numbers stand for values; and arrays that have such a number."""
+"""The records of a trace: steps with their arguments, in which numbers represent values; and arrays with such numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Constant(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A call that the program makes."""
+    """A call of the program."""
 
     kind: str  # "call", "communicate", "operate", "opaque" or "settle"
     fun: Any  # callable or Operation
@@ -37,15 +37,15 @@ class Step(NamedTuple):
     kwargs: dict[str, Any]
     outs: tuple[int, ...]  # numbers of the results, in the order of a tuple or list of them
     site: Site  # the user's line
-    part: int = 0  # of the program: the reverse pass of a derivative that is taken outside of it is the second
-    # Of a communication that an adjoint or tangent makes: which of both, and the name and site of its forward call.
+    part: int = 0  # of the program: the reverse pass of an outer derivative is the second
+    # Of a communication within an adjoint or tangent: which of the two, and the name and site of its forward call.
     rule: tuple[str, str, Site] | None = None
 
 
 class Abandoned(BaseException):
-    """Leave a trace that can't become a program; no exception, so that the function's own handlers let it pass.
+    """Leave a trace that can't become a program; not an Exception, so that the function's own handlers don't catch it.
 
-    `line`: the user's line that stands in the way.
+    `line`: the user's line that can't be compiled.
     """
 
     def __init__(self, reason: str, line: str):
@@ -54,19 +54,19 @@ class Abandoned(BaseException):
 
 
 class Traced:
-    """What arrays of a trace are made of; `TracedArray` has their operations."""
+    """The data of an array of a trace; `TracedArray` has the operations."""
 
     __slots__ = ("number", "recorder", "stale", "value", "weak")
 
     def __init__(self, recorder: Recorder, number: int, value: Any):
         self.recorder, self.number, self.value = recorder, number, value
         self.stale: Any = None
-        # A number of Python's takes the precision of what it meets; one of NumPy's has its own.
+        # A Python number takes the precision of the array that it is combined with; a NumPy scalar has its own.
         self.weak = False
 
 
 def plain(x: Any) -> Any:
-    """Return arguments with the values of traced arrays in their places."""
+    """Return arguments in which traced arrays are replaced by their values."""
     return mapped(x, _plain)
 
 
@@ -77,7 +77,7 @@ def _plain(x: Any) -> Any:
 
 
 def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Return arguments with something else in place of each part that is no tuple, list, dict or slice."""
+    """Return arguments with a function applied to each leaf, that is, to all but tuples, lists, dicts and slices."""
     kind = type(x)
     if kind is tuple or kind is list:
         return kind([mapped(part, leaf) for part in x])
@@ -89,7 +89,7 @@ def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
 
 
 def hides_traced(x: Any, depth: int = 4) -> bool:
-    """Tell whether an object or a function holds traced arrays that `plain` doesn't find."""
+    """Return whether an object or a function holds traced arrays that `plain` doesn't find."""
     if isinstance(x, (Traced, np.ndarray, np.generic, str, bytes, int, float, complex, type(None), type)) or not depth:
         return False
     if isinstance(x, (tuple, list)):
@@ -101,7 +101,7 @@ def hides_traced(x: Any, depth: int = 4) -> bool:
         parts = [*getattr(x, "__dict__", {}).values(), *(cell.cell_contents for cell in cells if _is_filled(cell))]
         parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
     nest = isinstance(x, (tuple, list, dict))
-    # Also one that carries a derivative.
+    # Also a part that carries a derivative.
     plain_parts = [getval(part) for part in parts]
     return any(isinstance(part, Traced) and not nest or hides_traced(part, depth - 1) for part in plain_parts)
 

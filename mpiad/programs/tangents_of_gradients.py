@@ -1,11 +1,11 @@
-"""Calls of a compiled function within a gradient that carries tangents along: what `hvp(jit(f))` makes of f.
+"""Calls of a compiled function within a gradient that carries tangents along, as in `hvp(jit(f))`.
 
 The gradient's tape records one node, and its outer tape carries the tangents. The program is that of f and its reverse
-pass, both with their tangents, traced under two tapes of its own that are nested as those around the call: so it
-communicates what the interpreted function would, in the same order. As in `calls_on_tape`, what comes before the program's
-cut is run by the call, and the rest in the node's turn.
+pass, both with their tangents, traced under two tapes of its own that are nested as those around the call: so its
+communications are those of the interpreted function, in the same order. As in `calls_on_tape`, the part before the
+program's cut is run by the call, and the rest when the node is reached in the reverse pass.
 
-Such a program is traced by shapes alone. A function that takes more than these is interpreted here, and says nothing.
+Such a program is traced by shapes alone. A function that needs values is interpreted here, without a warning.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def called_with_tangents_of_gradients(
 def entry_by_shapes_alone(
     jitted: Jitted, key: Any, given: Arguments, args: tuple, noted: Callable[[TraceRun], tuple]
 ) -> Entry | None:
-    """Return the entry of a program; None where the function runs as it is."""
+    """Return the entry of a program; None if the function is interpreted."""
     entry = jitted._entries.get(key, UNKNOWN)
     if entry is None or entry is not UNKNOWN and entry.is_current():
         return entry
@@ -75,7 +75,7 @@ def entry_by_shapes_alone(
         watch = None
     jitted._traces += 1
     entry = entry_by_shapes(given, noted, watch, True) if watch is not None and jitted._traces <= MOST_TRACES else None
-    # One that may turn out otherwise would have to go on interpreted, amid the messages of four passes.
+    # If a run could differ from the trace, it would have to be continued by interpreting, amid the messages of four passes.
     jitted._entries[key] = None if entry is None or entry.replays.last_look >= 0 else entry
     return jitted._entries[key]
 
@@ -83,7 +83,7 @@ def entry_by_shapes_alone(
 def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """Run a program up to its cut, and return its results with the node that runs the rest.
 
-    `places` and `variables` are places and values of the gradient's variables; `inputs` those of the program before the
+    `places` and `variables` are positions and values of the gradient's variables; `inputs` those of the program before the
     cotangents.
     """
     tape: Any = current.tape

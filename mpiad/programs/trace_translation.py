@@ -17,12 +17,12 @@ from mpiad.programs.numpy_functions import REDUCED, RULES, SPLITTING
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.steps import Constant, Ref, Step, Traced, mapped
 
-_MOST_NUMBERS = 2**53  # up to here integers are exact as floats
+_MOST_NUMBERS = 2**53  # up to this number integers are exact as floats
 _NAMED: dict[str, Callable] = {}
 
 
 def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]]) -> ArrayProgram:
-    """Return the program of a trace that has ended; its parts return values of it, or constants."""
+    """Return the program of a trace that has ended; its parts return values of the program, or constants."""
     made = Translation(recorder)
     for step in recorder.steps:
         made.step(step)
@@ -32,7 +32,7 @@ def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]]) -> ArrayProgr
 
 
 class Translation:
-    """A program that is made of a trace, step by step; what the rules of NumPy's functions use to add to it."""
+    """A program that is built from a trace, step by step; the rules of NumPy's functions append to it."""
 
     def __init__(self, recorder: Recorder):
         self.recorder, self.program = recorder, ArrayProgram()
@@ -74,7 +74,7 @@ class Translation:
                 program.weak.add(number)
 
     def _taken_apart(self, step: Step, args: tuple, kwargs: dict, specs: list) -> list[int]:
-        # What isn't real is left to NumPy.
+        # Calls with complex or integer arrays are left to NumPy.
         if any(dtype not in COMPUTED for _, dtype in specs):
             raise Opaque
         if step.kind != "call" or len(specs) != 1 and step.fun not in SPLITTING:
@@ -90,7 +90,7 @@ class Translation:
             raise Opaque
         try:
             made = rule(self, shape, dtype, *args, **kwargs)
-        except TypeError as error:  # arguments that the rule doesn't know
+        except TypeError as error:  # arguments that the rule doesn't support
             raise Opaque from error
         return list(made) if isinstance(made, list) else [made]
 
@@ -120,7 +120,7 @@ class Translation:
             return Value(self.program, self.program.constant(self.recorder.constants[x.number]))
         return x
 
-    # ---- what rules are made of
+    # ---- operations used by rules
 
     def of(self, x: Any, dtype: np.dtype) -> Value:
         """Return an argument as a value that loops compute with."""
@@ -133,7 +133,7 @@ class Translation:
                 return Value(self.program, self.program.constant(whole.astype(np.float64)))
             if node.dtype.kind in "iu" and node.kind == "number":
                 return Value(self.program, self.program.number(node.data, node.shape, np.float64))
-            # An integer of the arguments' is read as the float that it is.
+            # An integer argument is read as the equal float.
             integer = node.kind == "input" and node.dtype.kind == "i" and not node.shape
             if not integer and not self.program.is_float(x.number):
                 raise Opaque
@@ -141,13 +141,13 @@ class Translation:
         if isinstance(x, (bool, np.bool_)):
             return Value(self.program, self.program.number(bool(x), (), bool))
         if isinstance(x, (int, float, np.integer, np.floating)) and abs(x) < math.inf or isinstance(x, float):
-            # A number of Python's has the precision of what it meets.
+            # A Python number has the precision of the array that it is combined with.
             kind = x.dtype if isinstance(x, np.floating) else dtype if dtype in FLOATS else np.dtype(np.float64)
             return Value(self.program, self.program.number(float(x), (), kind))
         raise Opaque
 
     def elementwise(self, name: str, function: Callable, args: Sequence[Any], shape: Shape, dtype: np.dtype) -> int:
-        """Append a function of scalars at every place."""
+        """Append an elementwise function."""
         if dtype not in COMPUTED:
             raise Opaque
         wide = dtype if dtype in FLOATS else np.result_type(*[x.dtype for x in args if isinstance(x, Value)], np.float32)
@@ -155,7 +155,7 @@ class Translation:
         return self.program.elementwise([x.number for x in given], shape, dtype, (name, function))
 
     def computed(self, ufunc: np.ufunc, args: Sequence[Any], shape: Shape, dtype: np.dtype) -> int:
-        """Append a function of NumPy's at every place."""
+        """Append a NumPy ufunc."""
         function: Any = scalar_function(ufunc)
         return self.elementwise(ufunc.__name__, function, args, shape, dtype)
 
@@ -220,7 +220,7 @@ class Translation:
         return self.elementwise(name, _NAMED.setdefault(name, function), [x], shape, dtype)
 
     def join(self, shape: Shape, dtype: np.dtype, arrays: Any, axis: int | None = 0) -> int:
-        """Append arrays put together."""
+        """Append the concatenation of arrays."""
         parts = [self._array(x, dtype) for x in arrays]
         if axis is None:
             parts, axis = [Value(self.program, self.program.reshape(x.number, (math.prod(x.shape),))) for x in parts], 0
@@ -238,7 +238,7 @@ class Translation:
         return x
 
     def stack(self, shape: Shape, dtype: np.dtype, arrays: Any, axis: int = 0) -> int:
-        """Append arrays put together along a new axis."""
+        """Append arrays joined along a new axis."""
         axis %= len(shape)
         parts = [self._array(x, dtype) for x in arrays]
         unit = _one(shape, axis)
@@ -260,7 +260,7 @@ class Translation:
         map, made = of_key(x.shape, _in_full(key, len(x.shape)))
         if any(axis.source is not None and axis.stride != 1 and made[axis.source] > 1 for axis in map):
             raise Opaque
-        # NumPy broadcasts the values to what is set, and lets leading axes of length 1 go.
+        # NumPy broadcasts the values to the entries that are set, and drops leading axes of length 1.
         value = self._array(value, x.dtype)
         while len(value.shape) > len(made) and value.shape[0] == 1:
             value = Value(program, program.reshape(value.number, value.shape[1:]))
@@ -271,14 +271,14 @@ class Translation:
     def pad(
         self, shape: Shape, dtype: np.dtype, x: Value, widths: Any, mode: str = "constant", constant_values: Any = 0
     ) -> int:
-        """Append an array with a number around it."""
+        """Append an array padded with a number."""
         if mode != "constant" or isinstance(constant_values, (list, tuple, Value)) or not isinstance(x, Value):
             raise Opaque
         before = np.broadcast_to(np.asarray(widths), (len(x.shape), 2))[:, 0].tolist()
         return self.program.update(self.full(shape, constant_values, dtype), x.number, before)
 
     def roll(self, shape: Shape, dtype: np.dtype, x: Value, shift: Any, axis: Any = None) -> int:
-        """Append an array whose entries are moved along axes, around its ends."""
+        """Append an array whose entries are rolled along axes."""
         if axis is None:
             flat = Value(self.program, self.program.reshape(x.number, (math.prod(x.shape),)))
             return self.program.reshape(self.roll(flat.shape, dtype, flat, shift, 0), shape)
@@ -299,7 +299,7 @@ def _one(shape: Shape, axis: int) -> Shape:
 
 
 def _first_axis(args: tuple, kwargs: dict) -> tuple:
-    # ufunc.reduce folds along the first axis where none is named.
+    # ufunc.reduce folds along the first axis if none is given.
     given = dict(zip(("x", "axis", "dtype", "out", "keepdims"), args)) | kwargs
     if given.get("dtype") is not None or given.get("out") is not None or "initial" in given or "where" in given:
         raise Opaque
@@ -307,7 +307,7 @@ def _first_axis(args: tuple, kwargs: dict) -> tuple:
 
 
 def _in_full(key: Index, ndim: int) -> list[Any]:
-    """Return a basic index with one part for each axis."""
+    """Return a basic index with one entry per axis."""
     parts = list(key) if type(key) is tuple else [key]
     if not all(
         part is None or part is Ellipsis or (isinstance(part, (int, np.integer)) and not isinstance(part, bool))
