@@ -1,6 +1,6 @@
 """A program of arrays in static single assignment: each node defines one array in terms of earlier ones.
 
-Kinds of nodes, and what `data` holds:
+Kinds of nodes, and the contents of `data`:
 
 - "input": an argument of the function; its position among them.
 - "constant": an array that the function read; its position among the constants.

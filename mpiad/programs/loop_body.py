@@ -151,7 +151,7 @@ class LoopBody:
         return choose(both, inner, self.value(base, map))
 
     def _known_index(self, axis: Axis) -> int | None:
-        """Return an index that is one number, or that is on the same side of every break as that of the box's first index."""
+        """Return an index that is one number, or that is on the same side of every break as in the box's first index."""
         if axis.source is None:
             return axis.offset
         return None if self.box is None else axis.stride * self.box[axis.source][0] + axis.offset

@@ -118,8 +118,8 @@ def prepared_steps(
 ) -> tuple[set[int], set[int]]:
     """Return the steps that can be prepared, and those whose messages have numbers.
 
-    Communications from one buffer into another can be prepared if both are small and stay. `made` returns the buffers that a
-    step writes, and `is_large` whether a buffer's memory may differ between runs; kernels read or write those of
+    Communications from one buffer into another can be prepared if both are small and stay. `made` returns the buffers that
+    a step writes, and `is_large` whether a buffer's memory may differ between runs; kernels read or write those of
     `in_kernels`.
     """
     found: set[int] = set()

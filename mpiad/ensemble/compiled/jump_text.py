@@ -1,6 +1,6 @@
-"""Lines of kernels on events that act: a lane goes on with its next step from the state after, and back from that before.
+"""Kernel lines for events that act: a lane continues its next step from the state after, and back from that before.
 
-What that takes of affects is theirs: `back0`, `back1`, ... are their adjoints, as `g` is that of f.
+The lines of affects are programs of their own: `back0`, `back1`, ... are their adjoints, as `g` is that of f.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from mpiad.ensemble.jumps import (
     SHORT_PIECE,
 )
 
-# On a lane whose step may have ended at an event: events act, and its next goal is set. `code` is what ends the trajectory
-# there, or -1. All is as `ActingEvents` has it.
+# For a lane whose step may have ended at an event: events act, and its next goal is set. `code` is the return code if the
+# trajectory ends there, or -1. All is as in `ActingEvents`.
 _JUMP = """
 code = -1
 own = 0 if one_given else i
@@ -78,8 +78,8 @@ if acted and code < 0 and tn != $end:
             $next = min($next, $limit - tn)
 """
 
-# The value of a condition with which a lane goes on, and on which side it is. Near its root, if affects leave it there,
-# rounding decides on its sign: it has the new one if its event has happened, the old one after a step that is too short.
+# The value of a condition with which a lane continues, and its sign. Near its root, if affects leave it there, the sign is
+# subject to rounding: it is the new one if the event has occurred, the old one after a step that is too short.
 _GO_ON = """
 {value}
 old = $condition[{e}]
@@ -102,7 +102,7 @@ each c: u_{c} = $new[{c}]
 each p: p{p} = $p[{p}]
 """
 
-# An event lets the trajectory go on from w; where that isn't finite it ends.
+# The trajectory continues from w after an event; if w isn't finite, it ends.
 _TAKEN = """
 if {finite}:
     each c: u_{c} = w_{c}
@@ -124,9 +124,9 @@ if $part[{e}] <= first:
     noted += 1
 """
 
-# How a condition, which was `was` before the affect, leaves its root from the state u at the time t: the lines of
-# `root_departure`. They shorten the next step, keep the side on which the condition is `left`, and make the `code` of what
-# is back at once.
+# The departure of a condition, which was `was` before the affect, from its root at the state u and the time t: the lines
+# of `root_departure`. They shorten the next step, keep the side `left` of the root, and set `code` if the condition
+# returns at once.
 _DEPARTURE = """
 gone = tn - $begun[{e}]
 $begun[{e}] = tn
@@ -163,7 +163,7 @@ _CONSTANTS = {
 
 
 def jump_lines(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
-    """Return lines of the forward kernel, whose templates have these names."""
+    """Return lines of the forward kernel, whose templates use these names."""
     names = names | _CONSTANTS
     names |= {
         "state": filled(_STATE, names), "behind": U + form.d,
@@ -193,7 +193,7 @@ def _gone_on(form: Form, steps: Steps, e: int, names: dict[str, Any]) -> list[st
 
 
 def _affect(steps: Steps, e: int) -> str:
-    """Return a line that lets event e of all act on the state u; what it makes of it is w."""
+    """Return a line that lets event e of all act on the state u, with the result w."""
     return steps.called(steps.state("w"), f"affect{e}", "u", steps.rounded("t"))
 
 
@@ -207,8 +207,8 @@ def _departure(form: Form, steps: Steps, e: int, names: dict[str, Any]) -> list[
     })  # fmt: skip
 
 
-# On a lane whose next step back events have followed. The last one's number is `jump[l]`; that at which the steps ended
-# which have been gone back over is kept behind.
+# For a lane whose next step back was followed by events. The number of the last one is `jump[l]`; that of the jump at which
+# the steps already passed ended is stored behind.
 _JUMP_BACK = """
 if {followed} == step[l] + 1:
     each p: p{p} = $p[{p}]
@@ -240,7 +240,7 @@ if {followed} == step[l] + 1:
     {next_jump}
 """
 
-# What the last step's size gains belongs to the time at which it ends.
+# The cotangent of the last step's size belongs to the time at which it ends.
 _LEFT = """
 if {ended} < 0:
     stop_bar[i] += $h_bar
@@ -248,8 +248,8 @@ else:
     jump_due[{ended}] += $h_bar
 """
 
-# On a lane whose next step back was cut short where a condition vanished. The state there is one inside the step, whose
-# part moves as `KernelStops` says.
+# For a lane whose next step back was cut short at the root of a condition. The state there is one inside the step, whose
+# part moves as in `KernelStops`.
 _STOP_BACK = """
 if {stopped} == step[l]:
     stop = {stop}
@@ -273,10 +273,10 @@ if {stopped} == step[l]:
 
 
 def jumps_back(form: Form, steps: Steps, names: dict[str, Any]) -> dict[str, Any]:
-    """Return what the reverse kernel's templates name of events that acted, by the names that they have already.
+    """Return the names of the reverse kernel's templates for events that acted, given the names defined so far.
 
-    In `jump` lanes note the number of their next jump back, that of the jump at which the steps ended which have been gone
-    back over, the number of their next stop, and after which steps both came; -1 where there is none.
+    In `jump` lanes store the number of their next jump back, that of the jump at which the steps already passed ended, the
+    number of their next stop, and the numbers of steps before both; -1 if there is none.
     """
     components = range(form.d)
     ended, stop, followed, stopped = (f"jump[{row * form.lanes} + l]" for row in range(1, 5))

@@ -1,7 +1,7 @@
 """Whether a kernel solves an ensemble, and which kernels one call of `solve` compiles and uses.
 
-By ``compile="auto"`` kernels are chosen by what all ranks and all batches of a solve have in common, so all of an ensemble
-is solved one way.
+With ``compile="auto"`` kernels are chosen by properties that all ranks and all batches of a solve have in common, so that
+a whole ensemble is solved by one method.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpiad.ensemble.solve_options import SolveOptions
 from mpiad.ensemble.trial import try_once
 from mpiad.transport.threads import cores
 
-# Fewer trajectories are solved in less time than a kernel is loaded or compiled in.
+# Fewer trajectories are solved in less time than loading or compiling a kernel takes.
 LEAST_TRAJECTORIES = 1000
 
 
@@ -30,7 +30,7 @@ def _threads_of(backend: EnsembleAlgorithm) -> int:
 
 
 def check_implicit(batch: Batch, settings: Settings, on_device: bool = False) -> None:
-    """Raise NotImplementedError for what methods with linear systems don't have on the host, or by arrays on a device."""
+    """Raise NotImplementedError for unsupported settings of implicit methods, on the host or by arrays on a device."""
     name = type(settings.alg).__name__
     if not settings.alg.tableau.implicit:
         return
@@ -42,11 +42,11 @@ def check_implicit(batch: Batch, settings: Settings, on_device: bool = False) ->
 
 
 class Compiler:
-    """What one call of `solve` compiles.
+    """The kernels that one call of `solve` compiles.
 
-    - `count`: how many trajectories the whole ensemble has; 0 for a single problem.
-    - `together`: whether ranks solve together: what there is to say of f is then kept until they know who says it.
-    - `kernels`: by their names, forward and reverse, the texts of those that were used.
+    - `count`: the number of trajectories of the whole ensemble; 0 for a single problem.
+    - `together`: whether ranks solve together: warnings about f are then kept until one rank is chosen to log them.
+    - `kernels`: the texts of those that were used, by their names, forward and reverse.
     """
 
     def __init__(self, options: SolveOptions, count: int, together: bool = False):
@@ -56,30 +56,30 @@ class Compiler:
         self._kept: list[tuple[Function, str]] = []
 
     def _is_wanted(self) -> bool:
-        """Return whether to compile an ensemble, if it can be: by what all its ranks and batches have in common."""
+        """Return whether to compile an ensemble, if possible: from settings that are the same on all ranks and batches."""
         if self.compile == "auto":
             vectorized = self.together or not isinstance(self.backend, EnsembleSerial)
             return self._count >= LEAST_TRAJECTORIES and vectorized
         return self.compile is True
 
     def run(self, batch: Batch, settings: Settings, given: Batch) -> Outcome:
-        """Solve all trajectories of a batch where they live, by a kernel where that is chosen; `given` is as for `plan`."""
+        """Solve all trajectories of a batch on its device, by a kernel if one is chosen; `given` is as for `plan`."""
         return self.run_planned(self.plan(batch, settings, given), batch, settings, given)
 
     def run_planned(self, plan: TracedProblem | None, batch: Batch, settings: Settings, given: Batch) -> Outcome:
-        """Solve all trajectories of a batch by a plan that was made for it or one like it."""
+        """Solve all trajectories of a batch by a plan for it or for a similar one."""
         if plan is None:
             return self.backend.run(batch, settings)
         return Solver(self.kernels, plan, batch, settings, _threads_of(self.backend)).solved(given)
 
     def plan(self, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
-        """Try out f and the events, and return what a kernel computes where one is chosen: on the host.
+        """Try out f and the events, and return the traced problem if a kernel is chosen, which runs on the host.
 
-        `given` is the batch before what is traced was made plain.
+        `given` is the batch before traced values were made plain.
         """
 
         def made(tried: bool = False) -> TracedProblem | None:
-            # With other numbers f is compared with arrays, too, where it is traced.
+            # With other numbers f is compared with arrays, too, when it is traced.
             if not tried:
                 try_once(batch, settings.events, given.traced)
             found = problem_of(batch, settings.events, must, self.warn) if wanted else None
@@ -95,7 +95,7 @@ class Compiler:
         must = self.compile is True
         wanted = batch.size > 0 and self._is_wanted()
         if wanted and settings.mass is not None and any(event.acts and event.times is None for event in settings.events):
-            # How a condition leaves its root is told by u', for which kernels don't solve.
+            # The departure of a condition from its root depends on u', for which kernels don't solve.
             if must:
                 raise NotImplementedError(
                     "solve: compile=True isn't there for a mass_matrix together with an event whose affect comes by a "
@@ -111,11 +111,11 @@ class Compiler:
                 "Leave it out, or bring them to the host with mpiad.device.to_host."
             )
         check_implicit(batch, settings, on_device=True)
-        # Before f is tried out, whose own error for mixed places would name neither.
+        # Before f is tried out, whose own error for arrays on several devices would name neither.
         check_place(batch)
 
     def warn(self, f: Function, text: str) -> None:
-        """Log a warning about f, now or by `log_warnings`."""
+        """Log a warning about f, immediately or by `log_warnings`."""
         if not self.together:
             warn_once(f, text)
         # Batches and repeats come here again with the same f.
@@ -124,10 +124,10 @@ class Compiler:
 
     @property
     def warnings(self) -> str:
-        """What `log_warnings` will log."""
+        """The texts that `log_warnings` will log."""
         return "\n".join(text for _, text in self._kept)
 
     def log_warnings(self, said: Sequence[str], rank: int) -> None:
-        """Log what was kept, on the first rank that says so: `said` are the `warnings` of all."""
+        """Log the kept warnings on the first rank that has the same; `said` are the `warnings` of all ranks."""
         for f, text in self._kept:
             warn_once(f, text, logs=said.index(said[rank]) == rank)

@@ -1,4 +1,4 @@
-"""What a kernel is generated for: the sizes and options that its source has built in, and where its lanes keep numbers."""
+"""The sizes and options for which a kernel is generated, and the places of its lanes' numbers."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from mpiad.ensemble.tableaus import Tableau
 class Form(NamedTuple):
     """The sizes and options of one kernel."""
 
-    d: int  # components of a state; of complex ones the parts, as many again
-    # `varying`, `shared`: numbers among the parameters: those of each trajectory, and those of all.
+    d: int  # components of a state; for complex ones the parts, twice as many
+    # `varying`, `shared`: numbers of parameters per trajectory, and shared by all.
     varying: int
     shared: int
     tableau: Tableau
     controller: Controller
     single: bool = False  # whether states are float32
-    lanes: int = 16  # how many trajectories advance together
-    inside: bool = False  # whether times are saved that lie inside of steps
-    record: bool = False  # whether all accepted steps are kept
+    lanes: int = 16  # number of trajectories that advance together
+    inside: bool = False  # whether times inside of steps are saved
+    record: bool = False  # whether all accepted steps are recorded
     tolerances: bool = False  # whether each component has its own absolute tolerance
-    # Along which initial values ("u") and parameters ("p" of each, "s" of all) tangents are carried.
+    # The initial values ("u") and parameters ("p" per trajectory, "s" shared) for which tangents are propagated.
     directions: tuple[tuple[str, int], ...] = ()
-    # `wanted_varying`, `wanted_shared`: how many parameters of each trajectory, and of all, an adjoint is asked for.
+    # `wanted_varying`, `wanted_shared`: numbers of parameters per trajectory, and shared, in an adjoint.
     wanted_varying: int = 0
     wanted_shared: int = 0
-    timed: bool = False  # whether it is asked for the ends of tspan
-    events: tuple[tuple[bool, int], ...] = ()  # of each whether it ends its trajectory, and its direction
-    in_pairs: bool = False  # whether each two components are the parts of a complex number, whose modulus counts in norms
-    jacobian: tuple[tuple[int, int], ...] = ()  # of Rosenbrock methods: which entries of the Jacobian may not be zero
-    slopes: tuple[int, ...] = ()  # of Rosenbrock methods: which components of f depend on time by themselves
-    # The entries of the mass matrix that aren't zero; None for the identity.
+    timed: bool = False  # whether the ends of tspan are differentiated
+    events: tuple[tuple[bool, int], ...] = ()  # per event: whether it ends its trajectory, and its direction
+    in_pairs: bool = False  # whether pairs of components are the parts of complex numbers, whose moduli enter norms
+    jacobian: tuple[tuple[int, int], ...] = ()  # of Rosenbrock methods: the entries of the Jacobian that may be nonzero
+    slopes: tuple[int, ...] = ()  # of Rosenbrock methods: the components of f that depend on time explicitly
+    # The nonzero entries of the mass matrix; None for the identity.
     mass: tuple[tuple[int, int, float], ...] | None = None
-    affects: tuple[int, ...] | None = None  # which of all events act at given times; None where none acts in the kernel
-    acting: tuple[int, ...] = ()  # for each of `events` which of all it is, where it acts in the kernel; else -1
-    ending: tuple[int, ...] = ()  # which of all act and end trajectories as well
-    # Of an adjoint that goes back over events that acted: which these are of all, and whether they come at given times.
+    affects: tuple[int, ...] | None = None  # indices of all events that act at given times; None if none acts in the kernel
+    acting: tuple[int, ...] = ()  # index among all events of each of `events` that acts in the kernel; -1 for others
+    ending: tuple[int, ...] = ()  # indices of all events that act and end trajectories as well
+    # In an adjoint over events that acted: their indices among all events, and whether they occur at given times.
     jumps: tuple[tuple[int, bool], ...] | None = None
-    stops: bool = False  # whether over conditions that vanished, too
+    stops: bool = False  # whether the adjoint goes over roots of conditions, too
 
     @property
     def dtype(self) -> np.dtype:
@@ -60,7 +60,7 @@ class Form(NamedTuple):
 
     @property
     def sided(self) -> list[int]:
-        """Which of `events` act wherever they come from, so that they are left on one side and come back from there."""
+        """The `events` that act in both directions, whose conditions leave a root on one side and may return from there."""
         return [e for e, acts in enumerate(self.acting) if acts >= 0 and not self.events[e][1]]
 
     @property
@@ -70,31 +70,31 @@ class Form(NamedTuple):
 
     @property
     def remembers(self) -> bool:
-        """Whether the size of a step depends on the error of the one before."""
+        """Whether the size of a step depends on the error of the previous step."""
         return self.tableau.error is not None and isinstance(self.controller, PIController)
 
     @property
     def numbers(self) -> list[tuple[int, ...]]:
-        """For each number of a state, real or complex, which components it has."""
+        """The components of each number of a state, real or complex."""
         width = 2 if self.in_pairs else 1
         return [tuple(range(c, c + width)) for c in range(0, self.d, width)]
 
     @property
     def row_of_event(self) -> int:
-        """How many numbers of states there are in an event's row: see `kernel_rows`."""
+        """The number of entries of states in an event's row: see `kernel_rows`."""
         return self.d * (2 if self.record and self.acting else 1)
 
     @property
     def stages(self) -> int:
-        """How many stages a step has, without the one that belongs to the next."""
+        """The number of stages of a step, without the one that belongs to the next."""
         return len(self.tableau.a)
 
 
 def form_of(traced: TracedProblem, batch: Batch, settings: Settings) -> Form:
-    """Return what the kernels of a batch, without derivatives, are generated for."""
+    """Return the form of the kernels of a batch, without derivatives."""
     program, varying = traced.program, len(traced.packing.varying)
     events, acting = tuple((event.stops, event.direction) for event in settings.events), settings.acting
-    # Which entries are zero is part of the form: elimination is written out for those that aren't.
+    # The sparsity pattern is part of the form: elimination is generated for the nonzero entries.
     linear = jacobian_program(program)[1:] if settings.alg.tableau.implicit else ((), ())
     acts: dict[str, Any] = {}
     if acting is not None:
@@ -112,18 +112,18 @@ def form_of(traced: TracedProblem, batch: Batch, settings: Settings) -> Form:
 
 
 def _at_ends(batch: Batch, saveat: Array | None) -> bool:
-    """Tell whether nothing is saved but at the ends of tspan."""
+    """Return whether all saved times are ends of tspan."""
     times = np.empty((1, 0)) if saveat is None else np.atleast_2d(saveat)
     start, end = batch.start, batch.end
-    # One row is enough where all begin and end alike.
+    # One row is enough if all begin and end at the same times.
     rows = slice(1 if not times.size or (same_for_all(start) and same_for_all(end)) else None)
     return bool(((times == start[rows, None]) | (times == end[rows, None])).all())
 
 
 class Fields:
-    """Places in a flat buffer: each field is one number for each lane.
+    """Places in a flat buffer: each field has one number per lane.
 
-    With constant distances between fields in one buffer, the compiler can prove that they don't overlap. Of states in
+    With constant distances between fields in one buffer, the compiler can prove that they don't overlap. If states are in
     single precision, times have a buffer of their own.
     """
 
@@ -133,7 +133,7 @@ class Fields:
         self.counts = {"b": 0, "exact": 0}
 
     def add(self, lines: list[str]) -> None:
-        """Make room for fields, as many of each name as ``name[2, 3]`` says; those of lines of `exact` ones are double."""
+        """Add fields, given as ``name[2, 3]`` for arrays of fields; lines of `exact` ones are double."""
         for line in lines:
             if line.startswith("#"):
                 continue
@@ -144,7 +144,7 @@ class Fields:
                 self.counts[buffer] += math.prod(lengths)
 
     def part(self, name: str, size: int) -> int:
-        """Make room for `size` numbers that lanes have one after the other, and return where it begins."""
+        """Reserve `size` numbers for each lane, contiguous per lane, and return where they begin."""
         self.add([f"{name}[{-(-size // self._lanes)}]"])
         return self._places[name][1] * self._lanes
 
@@ -154,7 +154,7 @@ class Fields:
         return aligned(b, dtype), aligned(exact, np.dtype(float))
 
     def placed(self, lines: list[str]) -> str:
-        """Return a text in which ``$name[0]`` has become the place of a lane's field; an index may be a local integer."""
+        """Return a text with ``$name[0]`` replaced by the place of a lane's field; an index may be a local integer."""
         return re.sub(r"\$(\w+)(?:\[([\w, ]+)\])?", self._place, "\n".join(lines) + "\n")
 
     def _place(self, field: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
 """Accepted steps and events as kernels write them: one row each, in the order in which lanes took or met them.
 
-The memory of records is used again by the next solve. Fresh memory is given by the system page by page, which takes longer
-than the solve that writes to it, and a training loop records the same ensemble again and again.
+The memory of records is reused by the next solve. The system provides fresh memory page by page, which takes longer than
+the solve that writes to it, and a training loop records the same ensemble repeatedly.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from mpiad.ensemble.outcome import Outcome
 from mpiad.ensemble.record import Steps
 from mpiad.ensemble.settings import Acting
 
-# An event's row is the trajectory, which event, in which of its steps (from 0), the part of the step that is gone there,
-# and when; then what the step started from: its time, its signed size, and the components of the state, of a complex one
-# its parts. Where events act in a kernel that records, those of the state at the event follow.
+# An event's row holds the trajectory, the event, its step (from 0), the part of the step before the event, and its time;
+# then the start of the step: its time, its signed size, and the components of the state, for a complex one its parts. If
+# events act in a kernel that records, those of the state at the event follow.
 T, H, U = 5, 6, 7
-# Rows for which there is room at first, beside those of one turn.
+# Initial number of rows, in addition to those of one turn.
 _EVENT_ROWS = 1024
 
 
 class Tape(NamedTuple):
     """The steps of some trajectories; each links to the one before it."""
 
-    # `first`, `stop`: which trajectories.
+    # `first`, `stop`: the range of trajectories.
     first: int
     stop: int
-    # Shape (m, 2 + d); time before the step, its signed size, and the state before it; of a complex one its parts.
+    # Shape (m, 2 + d); time before the step, its signed size, and the state before it, for a complex one its parts.
     rows: Array
-    before: Array  # int, shape (m,); the row of the same trajectory's step before; -1 where there is none
+    before: Array  # int, shape (m,); the row of the same trajectory's previous step; -1 if there is none
 
     def steps(self, last: Array, counts: Array, dtype: np.dtype) -> Steps:
-        """Return the steps in the order of sweeps; `last` has the row of the last step of every trajectory of the whole."""
+        """Return the steps in the order of sweeps; `last` has the row of the last step of every trajectory of the batch."""
         d = (self.rows.shape[1] - 2) // (2 if is_complex(dtype) else 1)
         steps = Steps(counts[self.first : self.stop], d, dtype)
         row = last[self.first : self.stop][steps.order]
         for s, width in enumerate(steps.widths):
-            row = row[:width]  # those that have so many steps stand first in the order
+            row = row[:width]  # trajectories with this many steps come first in the order
             ids, found = steps.order[:width], self.rows[row]
             steps.fill(ids, steps.counts[ids] - 1 - s, found[:, 0], found[:, 1], from_parts(found[:, 2:], dtype).T)
             row = self.before[row]
@@ -51,9 +51,9 @@ class Tape(NamedTuple):
 
 
 def room_for(turn: int, width: int, before: Array | None = None) -> Array:
-    """Return a table for events, with rows for one turn at least; after `before`, a longer one that begins with it.
+    """Return a table for events, with rows for at least one turn; after `before`, a longer one that begins with it.
 
-    A turn can bring so many events, whose rows have `width` numbers of states.
+    A turn can produce `turn` events, whose rows have `width` entries of states.
     """
     if before is None:
         return np.empty((_EVENT_ROWS + turn, U + width))
@@ -63,9 +63,9 @@ def room_for(turn: int, width: int, before: Array | None = None) -> Array:
 
 
 def note_crossings(outcome: Outcome, tables: list[Array], d: int) -> Array:
-    """Put the events of all shares, of states of d components, into an outcome, each trajectory's in the order of time.
+    """Put the events of all shares, of states of d components, into an outcome, those of a trajectory in order of time.
 
-    Returned are the states before events acted, shape (m, d), where they are recorded, else (m, 0).
+    Returns the states before events acted, shape (m, d), if they are recorded, otherwise (m, 0).
     """
     rows = np.concatenate(tables)
     rows = rows[in_order(rows.T)]
@@ -76,11 +76,11 @@ def note_crossings(outcome: Outcome, tables: list[Array], d: int) -> Array:
 def jumps_of(
     outcome: Outcome, acting: Acting, numbers: Array, before: Array, at_conditions: Array, dtype: np.dtype
 ) -> list[Jump]:
-    """Return what events did in a kernel that records.
+    """Return the jumps of a kernel that records.
 
-    `numbers` and `before`, of shapes (N, slots) and (N, slots, d), are after how many steps given times came, or -1, and
-    the states then; `at_conditions`, of shape (m, d), are those where conditions had vanished. States after events are in
-    the record, and none are computed again.
+    `numbers` and `before`, of shapes (N, slots) and (N, slots, d), are the numbers of steps before given times, or -1, and
+    the states then; `at_conditions`, of shape (m, d), are those at roots of conditions. States after events are in the
+    record, and none are recomputed.
     """
     (count, slots), numbers = numbers.shape, numbers.ravel()
     met = numbers >= 0
@@ -95,14 +95,14 @@ def jumps_of(
         states = from_parts(at_conditions[acts], dtype).T
         found, time = np.full(len(ids), FOUND), outcome.event_table[4, acts]
         own = Jump(ids, number + 1, np.array(acting.found)[event], found, time, states, states)
-        # After the same step conditions come first.
+        # Conditions of the same step come first.
         joined = [np.concatenate(parts, axis=-1) for parts in zip(own, jumps[0])]
         order = np.lexsort((joined[1], joined[0]))
         jumps = [Jump(*(part[..., order] for part in joined))]
     return jumps
 
 
-# What is kept at most, in numbers: 128 MiB.
+# Maximum size of kept arrays, in numbers: 128 MiB.
 _MOST = 1 << 24
 
 _lock = threading.Lock()
@@ -110,7 +110,7 @@ _spare: list[Array] = []
 
 
 def room(size: int) -> Array:
-    """Return an array of at least so many numbers, with anything in it."""
+    """Return an uninitialized array of at least this size."""
     with _lock:
         for i, array in enumerate(_spare):
             if size <= len(array) <= 2 * size:
@@ -119,7 +119,7 @@ def room(size: int) -> Array:
 
 
 def give_back(arrays: list[Array]) -> None:
-    """Keep arrays from `room` for later, of which nobody has any view."""
+    """Keep arrays from `room` for reuse; there must be no views of them."""
     with _lock:
         for array in arrays:
             if sum(map(len, _spare)) + len(array) <= _MOST:

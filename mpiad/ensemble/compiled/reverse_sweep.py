@@ -1,4 +1,4 @@
-"""Derivatives of a solve by CPU kernels: cotangents by the reverse kernel, tangents that the forward one has carried."""
+"""Derivatives of a solve by CPU kernels: cotangents by the reverse kernel, tangents computed by the forward kernel."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from mpiad.ensemble.seeds import Seeds
 from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.ensemble.transposed_step import StepCotangents
 
-# What the reverse kernel starts from: cotangents of the ends of trajectories, and of states inside their steps.
+# The seeds of the reverse kernel: cotangents of the ends of trajectories, and of states inside their steps.
 #
-# The state at an event is one inside a step, as a saved one is. By the implicit function theorem (`crossing`) what the
-# results gain with the event's time becomes a cotangent of that state and of the parameters. So the kernel meets an event
-# as one more saved time, and knows nothing of conditions.
+# The state at an event is one inside a step, like a saved one. By the implicit function theorem (`crossing`) the cotangent
+# of the event's time becomes a cotangent of that state and of the parameters. So the kernel treats an event as one more
+# saved time, and needs no conditions.
 
 
 class KernelSeeds(NamedTuple):
-    """The cotangents that a reverse kernel takes up on its way."""
+    """The cotangents with which a reverse kernel is seeded."""
 
     end: Array  # shape (d, N); at the end of the last step
     saved: Array | None  # shape (N, n_saved, d)
-    save_step: Array  # int, shape (N, n_saved); in which step each of them lies; those that lie nowhere come last
+    save_step: Array  # int, shape (N, n_saved); the step that contains each of them; those in no step come last
     times: Array  # shape (1, n_saved) or (N, n_saved)
-    stop: Array  # shape (N,); when the last step ends
-    leaves: dict[int, Array]  # from places of leaves of the parameters to what they gain beside
-    # Shape (N,), or a number; what the start of tspan gains beside, where terminal events move with it.
+    stop: Array  # shape (N,); end time of the last step
+    leaves: dict[int, Array]  # from places of leaves of the parameters to additional cotangents
+    # Shape (N,), or a number; additional cotangents of the start of tspan, with which terminal events move.
     start: Array | float = 0.0
 
 
 class _Step(NamedTuple):
-    """The stages of the steps in which events lie, as `crossing` asks for them."""
+    """The stages of the steps that contain events, as `crossing` requires them."""
 
     y: list[Array]
     k: list[Array]
@@ -54,7 +54,7 @@ class _Step(NamedTuple):
 
 
 def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) -> KernelSeeds:
-    """Return what the kernel takes up by the leaves at `places`, of states saved at `times` (1 or N rows)."""
+    """Return the kernel's seeds for the leaves at `places`, with states saved at `times` (1 or N rows)."""
     count = run.batch.size
     save_step = np.empty((count, 0), np.int32) if seeds.saved is None else run.save_step.astype(np.int32)
     plain = KernelSeeds(of_ends(run, seeds), seeds.saved, save_step, times, run.outcome.t_reached, {})
@@ -62,7 +62,7 @@ def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) ->
 
 
 def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelSeeds) -> KernelSeeds:
-    """Return the same with the cotangents of states at events among those of saved ones."""
+    """Return `plain` with the cotangents of states at events among those of saved ones."""
     table = run.outcome.crossings[run.live[run.outcome.crossings[:, 0].astype(int)]]
     ids, event = table[:, 0].astype(int), table[:, 1].astype(int)
     leaves = {place: np.zeros_like(run.batch.p.leaves[place]) for place in places}
@@ -72,10 +72,10 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
     stop, start = plain.stop.copy(), np.zeros(run.batch.size)
     crossed = np.zeros(len(table))
     crossed[~terminal] = 0.0 if seeds.crossed is None else seeds.crossed[: len(run.crossings.ids)]
-    if run.jumps is not None:  # what ended steps the kernel meets itself, by `KernelStops`
+    if run.jumps is not None:  # the kernel itself handles the conditions that ended steps, by `KernelStops`
         terminal[:] = False
     stop[ids[terminal]] = (table[:, T] + table[:, H])[terminal]
-    # Two terminal ones may be met at once; the trajectory's end was that of one of them.
+    # Two terminal events may occur at once; the trajectory was ended by one of them.
     ending = np.flatnonzero(terminal & (event == run.ending_events[ids]))
     passing = np.flatnonzero(crossed)
     with np.errstate(all="ignore"):
@@ -95,8 +95,8 @@ def _pulled(
 ) -> tuple[Array, Array]:
     """Return the cotangents of states at one event, shape (m, d), and of the start of tspan, (m,).
 
-    What leaves gain is added to `leaves`. The kernel takes the states for ones at fixed times, but a terminal event moves
-    with the start.
+    The cotangents of the leaves are added to `leaves`. The kernel takes the times of the states for fixed, but a terminal
+    event moves with the start.
     """
     count, varies, ids = len(rows), run.batch.p.varies, rows[:, 0].astype(int)
     columns = two_at_least(count)
@@ -108,7 +108,7 @@ def _pulled(
     inside = pull_event(run, located, step, totals, given, places, end, time, True)
     for place in places:
         if varies[place]:
-            # A trajectory may meet an event more than once.
+            # An event may occur more than once in a trajectory.
             np.add.at(np.moveaxis(leaves[place], -1, 0), ids, np.moveaxis(own[place], -1, 0))
         else:
             leaves[place] = leaves[place] + own[place]
@@ -119,10 +119,10 @@ def _pulled(
 
 
 class KernelJumps:
-    """Events that acted on the way of a run, for the reverse kernel.
+    """Events that acted during a run, for the reverse kernel.
 
-    `since`, shape (N,), is as `LinearJumps.pull` has it behind the last jumps of trajectories, where no step follows them.
-    What has been given to the kernel is zero afterwards.
+    `since`, shape (N,), is that of `LinearJumps.pull` after the last jumps of trajectories, for those that no step
+    follows. Entries that are passed to the kernel are set to zero.
     """
 
     def __init__(self, run: Run, jumps: Jumps, since: Array, dtype: np.dtype):
@@ -133,7 +133,7 @@ class KernelJumps:
         last = self._first[ids + 1] - 1
         mine = last >= self._first[ids]
         number = jumps.number[last[mine]]
-        # Those before the first step are `LinearJumps`'.
+        # Those before the first step are handled by `LinearJumps`.
         mine[mine] = (jumps.slot[last[mine]] != FOUND) & (number == run.counts[ids[mine]]) & (number > 0)
         self.due[last[mine]] = since[ids[mine]]
         since[ids[mine]] = 0.0
@@ -141,7 +141,7 @@ class KernelJumps:
 
     @property
     def arguments(self) -> tuple[Array, ...]:
-        """What the kernel is given, and the last one to add to: the cotangents of the events' times."""
+        """The kernel's arguments; the last one, to which it adds, is the cotangents of the events' times."""
         jumps, whole = self._jumps, np.dtype(np.int64)
         number, event, time = argument(jumps.number, whole), argument(jumps.event, whole), argument(jumps.time)
         return self._first, number, event, time, self._state, self.due
@@ -154,14 +154,15 @@ class KernelJumps:
 
 
 class KernelStops:
-    """Where conditions vanished that ended steps of a run with events that act, linearized for the reverse kernel.
+    """The conditions whose roots ended steps of a run with events that act, linearized for the reverse kernel.
 
-    With λ of the state there and σ of the time, the part x of the step moves by -(h σ + λ·U') / (g_u U' + g_t h), as
-    `event_adjoint` says, and that times g_u, g_t and g_p is what the state, the time and the parameters gain.
+    With λ the cotangent of the state there and σ that of its time, the part x of the step moves by
+    -(h σ + λ·U') / (g_u U' + g_t h), as in `event_adjoint`. This factor times g_u, g_t and g_p is added to the cotangents of
+    the state, the time and the parameters.
 
-    - `places`: of the leaves to differentiate by.
-    - `bar`, of shape (m,): cotangents of these times beside what comes after them.
-    - `rows`, of shape (m, 3 + 2 d): the part; h by the denominator, and g_t; h U' by the denominator, and g_u.
+    - `places`: of the leaves to differentiate with respect to.
+    - `bar`, of shape (m,): cotangents of these times, in addition to those from later steps.
+    - `rows`, of shape (m, 3 + 2 d): x; h over the denominator, and g_t; h U' over the denominator, and g_u.
     """
 
     def __init__(self, run: Run, places: tuple[int, ...], bar: Array):
@@ -191,7 +192,7 @@ class KernelStops:
         self._conditions.append((own, pull))
 
     def add_leaves(self, leaves: dict[int, Array]) -> None:
-        """Add to the cotangents of the leaves, by how the kernel has found that parts move."""
+        """Add to the cotangents of the leaves, with the factors that the kernel has computed."""
         for own, pull in self._conditions:
             _, *parts, _ = pull(self.moved[own])
             add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._run.stops.ids[own])
@@ -206,7 +207,7 @@ def _step(run: Run, rows: Array) -> _Step:
 
 
 def _merged(plain: KernelSeeds, rows: Array, value: Array) -> KernelSeeds:
-    """Put cotangents at events into rows of saved ones, each row in the order of steps."""
+    """Insert cotangents at events into the rows of those of saved states, each row in the order of steps."""
     ids, (count, width) = rows[:, 0].astype(int), plain.save_step.shape
     order = np.argsort(ids, kind="stable")
     ids, rows, value = ids[order], rows[order], value[order]
@@ -233,7 +234,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
     if timed and run.settings.mass is not None and run.jumps is not None and (run.jumps.turn > 0).any():
-        return pull_run(run, seeds, places, timed)  # between events at one time the kernel has f, and not u'
+        return pull_run(run, seeds, places, timed)  # between events at one time the kernel computes f rather than u'
     stopped = run.jumps is not None and len(run.stops.ids) > 0
     timed = timed or stopped
     batch, chosen = run.batch, [part for part in solver.traced.packing.parts if part.place in places]
@@ -254,7 +255,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     function, form = solver.reverse(wanted, timed, inside, acted is not None, stopped)
     saved = np.empty((0, 0, 0)) if start.saved is None else parts(np.ascontiguousarray(start.saved.conj()))
     end_bar = argument(row_parts(start.end.conj()), real)
-    # Of a trajectory that takes no step the kernel writes nothing, and its end is its start.
+    # For a trajectory without steps the kernel writes nothing, and its end is its start.
     u0_bar = end_bar.copy()
     given = (
         solver.p,
@@ -292,7 +293,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     }
     for place, more in start.leaves.items():
         leaves[place] = leaves[place] + more
-    # Where there is no step to go back over, the start is the end.
+    # For a trajectory without steps, the start is the end.
     still = outcome.naccept == 0
     start_bar[still] += found.start[still]
     found = Cotangents(initial, start_bar, stop_bar + found.end, leaves)
@@ -305,7 +306,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
 
 
 def _stops(run: Run, seeds: Seeds, places: Sequence[int], since: Array) -> KernelStops:
-    """Return the conditions that ended steps; `since` are cotangents of the times of the last ones."""
+    """Return the conditions that ended steps; `since` holds the cotangents of the times of the last ones."""
     rows, bar = run.acting_row, np.zeros(len(run.stops.ids))
     acting = rows >= 0
     if seeds.crossed is not None:
@@ -319,7 +320,7 @@ def _stops(run: Run, seeds: Seeds, places: Sequence[int], since: Array) -> Kerne
 
 
 def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Record the steps of some trajectories, go back over them and forget them, before those of the next."""
+    """Record the steps of some trajectories, go back over them and discard them, before those of the next."""
     batch = solver.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     nothing = np.empty((0, batch.size))
@@ -345,7 +346,7 @@ def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], t
 
 
 def _add_still(run: Run, seeds: Seeds, u0_bar: Array) -> None:
-    """Add what is saved of trajectories that take no step."""
+    """Add the cotangents of saved states of trajectories without steps."""
     if seeds.saved is not None:
         still = np.flatnonzero(run.live & (run.outcome.naccept == 0))
         chosen = run.save_step[still] == INITIAL
@@ -353,7 +354,7 @@ def _add_still(run: Run, seeds: Seeds, u0_bar: Array) -> None:
 
 
 def _move_ends(run: Run, seeds: Seeds, start_bar: Array, stop_bar: Array) -> None:
-    """Take it into account that the last step of what an event ended keeps its size, and else ends when tspan does."""
+    """Correct the cotangents of the ends: the last step ends with tspan, but keeps its size if an event ended it."""
     ended = run.live & run.terminated
     start_bar[ended] += stop_bar[ended]
     stop_bar[ended] = 0.0
@@ -364,10 +365,10 @@ def _move_ends(run: Run, seeds: Seeds, start_bar: Array, stop_bar: Array) -> Non
 def carried_tangents(
     solver: Solver, run: Run, by_u0: bool, places: Sequence[int], saving: bool
 ) -> tuple[Array, Array | None] | None:
-    """Return the tangents of final and saved states along the numbers that a run is differentiated by.
+    """Return the tangents of final and saved states in the directions of the variables of a run.
 
-    They are of shapes (m, d, N) and, where `saving`, (m, N, n_saved, d); None instead of both, where others were carried.
-    The numbers of the initial states, `by_u0`, come first, those of the leaves at `places` follow.
+    Their shapes are (m, d, N) and, if `saving`, (m, N, n_saved, d); None instead of both if others were propagated.
+    The components of the initial states, `by_u0`, come first, followed by those of the leaves at `places`.
     """
     if run.outcome.carried is None:
         return None

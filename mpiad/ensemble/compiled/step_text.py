@@ -1,8 +1,8 @@
-"""One step of a method in the kernel language: what CPU and GPU kernels compute of it, in the same order.
+"""One step of a method in the kernel language: the operations of CPU and GPU kernels, in the same order.
 
-The lanes of CPU kernels take these lines as they are, the threads of GPUs as C (`mpiad.compiling.c_translation`). They are
-about scalars: the components u_0, u_1, ... of the state before the step and new_0, new_1, ... of that after it, k0_0, ...
-of the stages, y1_0, ... of their arguments; the times `t` and `tn` of both ends, and the signed step `h`, all double.
+CPU kernels run these lines in each lane, GPU threads as C (`mpiad.compiling.c_translation`). Their variables are scalars:
+the components u_0, u_1, ... of the state before the step and new_0, new_1, ... of the state after it, k0_0, ... of the
+stages, y1_0, ... of their arguments; the times `t` and `tn` of both ends, and the signed step `h`, all double.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from mpiad.ensemble.events import EVALUATIONS, RESOLUTION, TRUNCATION
 class Steps:
     """Lines on one step.
 
-    `fused`: whether sums of products in derivatives are made of `fma`. `room`: how many numbers the array `lu` has, in
-    kernels without lanes.
+    `fused`: whether sums of products in derivatives use `fma`. `room`: the length of the array `lu` in kernels without
+    lanes.
     """
 
     room = 0
 
     def __init__(self, form: Form, fused: bool = True):
         self.form, self.fused = form, fused
-        # Times are double; what a state is multiplied by has its precision.
+        # Times are double; factors of a state have the state's precision.
         self.h, self.rtol = ("h_", "rtol_") if form.single else ("h", "rtol")
         self.parameters = numbered("p", form.varying) + numbered("s", form.shared)
 
@@ -51,7 +51,7 @@ class Steps:
         return f"{top} / {bottom}" if self.fused else f"{top} * ({self.number(1.0)} / {bottom})"
 
     def rounded_step(self) -> list[str]:
-        """Return lines that make the step `h` a number of the states' precision."""
+        """Return lines that convert the step `h` to the states' precision."""
         return [f"{self.h} = np.float32(h)"] if self.form.single else []
 
     def state(self, name: str) -> list[str]:
@@ -61,7 +61,7 @@ class Steps:
     # ---- stages
 
     def weighted(self, weights: Sequence[float], name: str, c: int, fused: bool = False) -> str:
-        """Return the sum of the component c of the stages called `name`."""
+        """Return the weighted sum of the component c of the stages called `name`."""
         terms = [(self.number(w), f"{name}{j}_{c}") for j, w in enumerate(weights) if w]
         text = " * ".join(terms[0])
         for w, stage in terms[1:]:
@@ -69,7 +69,7 @@ class Steps:
         return text
 
     def argument(self, out: str, i: int, k: str, u: str, slope: str = "", fused: bool = False) -> list[str]:
-        """Return lines on the argument of stage i, u + h Σ a_ij k_j, which keep the sums under the name `slope`."""
+        """Return lines for the argument of stage i, u + h Σ a_ij k_j, which store the sums under the name `slope`."""
         lines, fused = [], fused and self.fused
         for c in range(self.form.d):
             total = self.weighted(self.form.tableau.a[i - 1], k, c, fused)
@@ -94,11 +94,11 @@ class Steps:
         return f"{', '.join(out)}, = {function}({', '.join([*self.state(state), *self.parameters, time, *more])})"
 
     def argument_of(self, i: int, kept: bool = True) -> str:
-        """Return what the argument of stage i is called; those that aren't kept share a name."""
+        """Return the name of the argument of stage i; those that aren't kept share a name."""
         return "u" if i == 0 else "new" if i == self.form.stages else f"y{i}" if kept else "y"
 
     def stages(self, kept: bool = True) -> list[str]:
-        """Return lines on all stages but the first, and on the new state."""
+        """Return lines for all stages but the first, and for the new state."""
         lines = []
         for i in range(1, self.form.stages + 1):
             y = self.argument_of(i, kept)
@@ -108,11 +108,11 @@ class Steps:
     # ---- errors
 
     def atol(self, n: int) -> str:
-        """Return the absolute tolerance of a state's number."""
+        """Return the absolute tolerance of a state's entry."""
         return f"atol{n}" if self.form.tolerances else "atol0"
 
     def error(self) -> list[str]:
-        """Return lines on `q2`, the mean square of error over tolerance; of fixed steps zero where all is finite."""
+        """Return lines for `q2`, the mean square of error over tolerance; for fixed steps zero if all is finite."""
         form = self.form
         if form.tableau.error is None:
             # x - x is then zero.
@@ -133,9 +133,9 @@ class Steps:
         return [*lines, f"q2 = {self.doubled(total)} {f'/ {count}.0' if self.fused else f'* {1 / count!r}'}"]
 
     def _modulus(self, n: int, parts: tuple[int, ...]) -> list[str]:
-        """Return lines on the larger modulus of a complex number before and after the step."""
+        """Return lines for the larger modulus of a complex number before and after the step."""
         names = [f"{state}_{c}" for state in ("u", "new") for c in parts]
-        # By the largest part, so that no square overflows; a call of hypot would keep the loop from being vectorised.
+        # Scaled by the largest part, so that no square overflows; a call of hypot would prevent vectorization of the loop.
         lines = [f"top = {self.number(float(np.finfo(self.form.dtype).tiny))}"]
         lines += [f"top = where(abs({name}) > top, abs({name}), top)" for name in names]
         lines.append(f"over = {self.number(1.0)} / top")
@@ -144,10 +144,10 @@ class Steps:
         return [*lines, f"low = {low}", f"high = {high}", f"largest{n} = math.sqrt(where(high > low, high, low)) * top"]
 
     def factor(self, power: Callable[[str, str, str], list[str]], before: str, rejected: str) -> list[str]:
-        """Return lines on the `factor` of the next step, by `q2` and whether this one is `accepted`.
+        """Return lines for the `factor` of the next step, from `q2` and whether this one is `accepted`.
 
-        ``power(x, exponent, out)`` returns lines on a power. `before` is what the `q2` of the last accepted step is called,
-        `rejected` what says whether the try before was rejected.
+        ``power(x, exponent, out)`` returns lines for a power. `before` is the name of the `q2` of the last accepted step,
+        `rejected` an expression for whether the previous attempt was rejected.
         """
         controller, order = self.form.controller, self.form.tableau.error_order
         beta = controller.beta if isinstance(controller, PIController) else None
@@ -157,7 +157,7 @@ class Steps:
             lines = [f"exponent = where(q2 < 1.0, {number(-0.5 * (1 - 0.75 * beta) / order)}, {plain})"]
         lines += power("q2", "exponent", "factor")
         scaled = [f"factor = {number(controller.safety)} * factor"]
-        # Threads multiply in the order of columns, lanes in another: both keep the bits that they have always had.
+        # Threads multiply in the order of columns, lanes in another: this keeps the bits of both.
         lines += scaled if self.fused else []
         if beta is not None:
             lines += [
@@ -175,7 +175,7 @@ class Steps:
         ]
 
     def first_step(self) -> list[str]:
-        """Return lines on the first step `h` of a way `span`, as `first_step` of the vectorised path chooses it."""
+        """Return lines for the first step `h` over an interval `span`, as chosen by `first_step` of the vectorized path."""
         form, d = self.form, self.form.d
         lines = []
         for n, parts in enumerate(form.numbers):
@@ -184,7 +184,7 @@ class Steps:
         for out, top in (("d0", "u_{}"), ("d1", "k0_{}")):
             lines += self._norm(out, top)
         lines += [
-            # So long that an explicit Euler step changes u by about a hundredth of its size.
+            # So large that an explicit Euler step changes u by about a hundredth of its size.
             "h0 = 1e-6 if d0 < 1e-5 or d1 < 1e-5 else 0.01 * d0 / d1",
             "h0 = h0 if h0 < span else span",
             "h = sign * h0",
@@ -195,7 +195,7 @@ class Steps:
             *self._norm("d2", "(k1_{0} - k0_{0})"),
             "d2 = d2 / h0",
             "steepest = d1 if d1 > d2 else d2",
-            # Where the derivative is as good as zero its powers say nothing.
+            # If the derivative is practically zero, its powers are meaningless.
             "if d1 <= 1e-15 and d2 <= 1e-15:",
             "    h = max(1e-6, h0 * 1e-3)",
             "else:",
@@ -214,14 +214,14 @@ class Steps:
             lines.append(f"norm = norm + ({square})" if n else f"norm = {square}")
         return [*lines, f"{out} = np.sqrt({self.doubled('norm')} / {len(self.form.numbers)}.0)"]
 
-    # ---- states inside
+    # ---- states inside steps
 
     def used(self) -> list[int]:
-        """Return the stages that the interpolant is made of."""
+        """Return the stages that the interpolant uses."""
         return [i for i, row in enumerate(self.form.tableau.dense) if row.any()]
 
     def weights(self, rates: bool = False) -> list[str]:
-        """Return lines on the stages' weights w0, ... at the part `x` of the step, and on their derivatives r0, ..."""
+        """Return lines for the stages' weights w0, ... at the part `x` of the step, and for their derivatives r0, ..."""
         lines = []
         for i in self.used():
             row = self.form.tableau.dense[i]
@@ -230,9 +230,9 @@ class Steps:
         return lines
 
     def interpolated(self, target: str, stage: Callable[[int], str], u: str, fused: bool = False) -> list[str]:
-        """Return lines that give a component of the state, with the weights known, to `target`.
+        """Return lines that assign a component of the state, with the weights known, to `target`.
 
-        `stage` says what the component of each stage is called, and `u` that of the state before the step.
+        `stage` returns the name of the component of a stage, and `u` is that of the state before the step.
         """
         first, *others = self.used()
         lines = [f"total = w{first} * {stage(first)}", *[f"total = total + w{i} * {stage(i)}" for i in others]]
@@ -251,24 +251,24 @@ class Steps:
         return [x for e in events for x in (self.condition(e, "value", state, time), f"${target}[{e}] = value")]
 
     def changed(self, e: int, before: str, after: str, direction: int = 0) -> str:
-        """Return whether the condition of event e has changed its sign as asked, or by `direction`: see `Event.crossed`."""
+        """Return whether the condition of event e changed its sign as required, or by `direction`: see `Event.crossed`."""
         up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"
         direction = direction or self.form.events[e][1]
         return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
 
     def located(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:
-        """Return lines that find at which part of the step, `high`, a condition vanishes: see `EventWatch`.
+        """Return lines that find the part of the step, `high`, at which a condition vanishes: see `EventWatch`.
 
         It was `old`, and is `late` at the end of the step. `stage` and `u` name the components of stages and of the state
-        before the step; `value` are lines on the condition's `value` at the state y and the part x of the step.
+        before the step; `value` are lines for the condition's `value` at the state y and the part x of the step.
         """
         inner = [
             "width = high - low",
             f"if width <= {RESOLUTION!r}:",
             "    break",
             "middle = 0.5 * (low + high)",
-            # ITP: the secant's root, moved towards the middle so that no end of the bracket stays where it is, and no
-            # further from the middle than bisection could still make up for.
+            # ITP: the root of the secant, moved towards the middle so that both ends of the bracket move, and no further from
+            # the middle than bisection could still compensate.
             "x = (late * low - early * high) / (late - early)",
             "away = middle - x",
             f"shift = max({TRUNCATION!r} * width * width, {0.5 * RESOLUTION!r})",
@@ -282,7 +282,7 @@ class Steps:
             inner += self.interpolated(f"y_{c}", lambda i, c=c: stage(i, c), u(c))
         inner += [
             *value,
-            # Compared with the sign before the step: at a zero, as after it, the event has happened, so `high` is there.
+            # Compared with the sign before the step: at and after a zero the event has occurred, so `high` is there.
             "if (value > 0.0) if old > 0.0 else (value < 0.0):",
             "    low = x",
             f"    early = {self.doubled('value')}",
@@ -293,20 +293,20 @@ class Steps:
         begin = ["low = 0.0", "high = 1.0", "value = 0.0", "early = old", "reach = 1.0"]
         return [*begin, f"for evaluation in range({EVALUATIONS}):", *indented(inner)]
 
-    # ---- the way back
+    # ---- reverse sweep
 
     @property
     def pulled_stages(self) -> range:
-        """Which stages the way back goes through; the last only where states inside the step have a part of it."""
+        """The stages that the reverse sweep passes; the last only if states inside the step depend on it."""
         return range(self.form.stages + self.form.inside)
 
     @property
     def moving_stages(self) -> range:
-        """Which stages states inside the step may have a part of."""
+        """The stages on which states inside the step may depend."""
         return range(self.form.stages + 1)
 
     def again(self) -> list[str]:
-        """Return lines on the stages by the state y0, for the way back: their arguments y1, ..., the new state the last."""
+        """Return lines that recompute the stages from y0 for the reverse sweep: arguments y1, ..., then the new state."""
         lines, form = [], self.form
         for i in range(form.stages + 1 if form.inside or form.timed else form.stages):
             if i:
@@ -318,11 +318,11 @@ class Steps:
     def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
         """Return lines that pull the cotangent of stage i back to its argument: see `transposed_step`.
 
-        The arguments are y0, y1, ..., their cotangents z0, z1, ..., those of the parameters e0, e1, ... What each component
-        of the stage has gained by states inside the step is `arrival` of its number.
+        The arguments are y0, y1, ..., their cotangents z0, z1, ..., those of the parameters e0, e1, ...; `arrival` returns
+        the contribution of states inside the step to the cotangent of a component of the stage.
         """
         form, table = self.form, ((), *self.form.tableau.a)
-        # The stage that was pulled back just now comes last: nothing else waits for it.
+        # The stage that was pulled back last comes last: it alone waits for that result.
         weights = [(j, self.number(table[j][i])) for j in range(form.stages, i, -1) if table[j][i]]
         lines = []
         for c in range(form.d):

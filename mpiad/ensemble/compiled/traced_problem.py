@@ -1,7 +1,7 @@
-"""What f and the conditions of events compute, traced and remembered, or why kernels can't compute it.
+"""The programs of f and of the conditions of events, traced and cached, or why kernels can't compute them.
 
-Training loops solve the same f again and again. What was traced, compared with f and tried out needn't be so again, where f
-and the conditions read the same as then (see `function_fingerprint`) and are given states and parameters of the same kinds.
+Training loops solve the same f repeatedly. Traces and their comparisons with f are reused if f and the conditions read the
+same objects (see `function_fingerprint`) and are given states and parameters of the same kinds.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ from mpiad.ensemble.event import Event, affected
 
 _log = logging.getLogger("mpiad")
 
-# What hears why an f isn't compiled.
+# Receives the reason why an f isn't compiled.
 Warn: TypeAlias = "Callable[[Function, str], None]"
 _Found = TypeVar("_Found")
 
-# Up to so many directions a kernel's tangents cost less than its adjoint.
+# Up to this number of directions a kernel's tangents cost less than its adjoint.
 FEW = 4
 MOST_COMPONENTS = 100
-# Of f: a step has four to eleven, and each is a few machine instructions for all lanes.
+# Of f: a step has four to eleven calls, and each operation is a few machine instructions for all lanes.
 MOST_OPERATIONS = 1500
-# An f that does something else from solve to solve would be compiled in each.
+# An f whose operations differ between solves would be compiled in each.
 _MOST_PROGRAMS = 8
 
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-# Without their numbers: those that change are parameters.
+# Without their numbers: those that change become parameters.
 _structures: WeakKeyDictionary[Any, set[tuple]] = WeakKeyDictionary()
-# Of each f, by structure: the numbers at first, which of them have changed since, and the problem with those as parameters.
+# Per f and structure: the first numbers, the indices of those that have changed, and the problem with these as parameters.
 _first: WeakKeyDictionary[Any, dict[tuple, tuple[list[float], list[int], TracedProblem]]] = WeakKeyDictionary()
-# So that constants that change from solve to solve don't fill the memory.
+# Limits the memory of constants that change from solve to solve.
 _MOST_KNOWN = 64
 _known: dict[Fingerprint, Any] = {}
 _kinds: dict[Fingerprint, None] = {}
 
 
 class TracedProblem(NamedTuple):
-    """What f, and the conditions and affects of events, compute, and of which numbers."""
+    """The traced programs of f, and of the conditions and affects of events, and their parameters."""
 
     program: Program
     conditions: tuple[Program, ...]
     packing: ParameterPacking
-    # What the program's parameters are called in kernels: p0, p1, … those of each trajectory, s0, s1, … those of all.
+    # The names of the program's parameters in kernels: p0, p1, … per trajectory, and s0, s1, … shared by all.
     names: tuple[str, ...]
     affects: tuple[Program | None, ...]  # of all events; None for those that don't act
-    # Numbers that f and the others read beside their arguments, which change from solve to solve: the last of `names`.
+    # Numbers in the closures of f and the others that change from solve to solve: the last of `names`.
     numbers: tuple[float, ...] = ()
 
     def direction(self, j: int) -> tuple[str, int]:
-        """Return the direction of one of the program's parameters, along which a tangent can be carried."""
+        """Return the direction of one of the program's parameters, in which a tangent can be propagated."""
         return self.names[j][0], int(self.names[j][1:])
 
     def directions_of(self, place: int) -> list[tuple[str, int]]:
-        """Return the directions of a leaf's numbers."""
+        """Return the directions of a leaf's entries."""
         return [self.direction(j) for part in self.packing.parts if part.place == place for j in part.scalars]
 
     def carried(self, given: Batch, gradient: str | None) -> tuple[tuple[str, int], ...]:
-        """Return along which of the traced numbers of a trajectory to carry tangents: none, where an adjoint is better."""
+        """Return the variables of a trajectory for which to propagate tangents: none if an adjoint is better."""
         if gradient == "adjoint":
             return ()
         found = [("u", c) for c in range(self.program.groups["state"])] if isbox(given.u0) else []
@@ -84,12 +84,12 @@ class TracedProblem(NamedTuple):
 def remembered(
     make: Callable[[bool], _Found | None], batch: Batch, events: Sequence[Event], *asked: object
 ) -> _Found | None:
-    """Return what a batch computes, as it was traced before for one like it, or else what `make` returns.
+    """Return the cached trace for a batch like this one, or otherwise the result of `make`.
 
-    `make` is told whether something was made before that differs by numbers alone. None isn't remembered. `asked` is what
-    else it depends on, and by which what is made here differs from what others remember.
+    The argument of `make` is whether a trace is cached that differs by numbers alone. None isn't cached. `asked` are further
+    objects on which the result depends.
     """
-    # In the place of numbers their kind and shape, by which another program would be made; other leaves count by value.
+    # Numbers are compared by kind and shape, on which the program depends; other leaves by value.
     parts = {part.place: part for part in packing_of(batch.p).parts}
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]
     functions = [f for event in events for f in (event.written, event.affect, event.times) if callable(f)]
@@ -104,15 +104,15 @@ def remembered(
         _known[key], _kinds[kind] = made, None
         for kept in (_known, _kinds):
             if len(kept) > _MOST_KNOWN:
-                # The oldest one: a loop that makes its f anew each time leaves one behind in every step.
+                # The oldest one: a loop that creates its f again in every step adds one in each.
                 kept.pop(next(iter(kept)))
     return made
 
 
 def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) -> TracedProblem | None:
-    """Return what f and the events' conditions compute; None, and a word about it to `warn`, where they can't be compiled.
+    """Return the programs of f and the events' conditions; None, with a message to `warn`, if they can't be compiled.
 
-    A TypeError where they must be, by ``compile=True``, and can't be traced.
+    Raises TypeError if they must be compiled, with ``compile=True``, and can't be traced.
     """
     program = _program_of(batch, must, warn)
     if program is None:
@@ -137,9 +137,9 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
 
 
 def _changing(f: Function, found: TracedProblem) -> TracedProblem:
-    """Return a problem with those numbers as parameters that were others in an earlier solve, so that one kernel has all.
+    """Return a problem whose parameters include the numbers that have changed since an earlier solve, for one kernel.
 
-    The function was traced with the new ones: if Python decides otherwise by them, the structure is another one.
+    The function was traced with the new numbers: if Python branches differently on them, the structure differs.
     """
     programs = [g for g in (found.program, *found.conditions, *found.affects) if g is not None]
     structure = (found.names, tuple(g and g.structure for g in (found.program, *found.conditions, *found.affects)))
@@ -156,7 +156,7 @@ def _changing(f: Function, found: TracedProblem) -> TracedProblem:
 
 
 def _with_parameters(found: TracedProblem, changed: Sequence[int]) -> TracedProblem:
-    """Return a problem with further parameters, which all trajectories share, in the place of some numbers."""
+    """Return a problem in which some numbers are replaced by further parameters, which all trajectories share."""
     size, shared, place = found.packing.size, len(found.packing.shared), count()
     inputs = {i: ("parameter", size + k) for k, i in enumerate(changed)}
 
@@ -193,12 +193,12 @@ def _program_of(batch: Batch, must: bool, warn: Warn) -> Program | None:
 
 
 def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
-    """Return whether a function, `name` in the log, does something else in each solve, whatever its numbers are."""
+    """Return whether a function, `name` in the log, has other operations in each solve, apart from its numbers."""
     known = _structures.setdefault(identity_of(f), set())
     known.add(program.structure)
     if len(known) <= _MOST_PROGRAMS:
         return False
-    # Not kept: if one of the first ones comes back, its kernel is used again.
+    # Removed: if one of the first ones recurs, its kernel is used again.
     known.discard(program.structure)
     warn(
         f, f"{name} has done other operations in each of {len(known)} solves, and was compiled in each; now f is called "
@@ -208,7 +208,7 @@ def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
 
 
 def warn_once(f: Function, text: str, logs: bool = True) -> None:
-    """Log a warning about an f, once for each text; `logs` is false where another rank says the same."""
+    """Log a warning about an f, once per text; `logs` is false if another rank logs the same."""
     known = _warned.setdefault(identity_of(f), set())
     if text not in known:
         known.add(text)
@@ -223,10 +223,10 @@ def _row(event: Event, dtype: np.dtype, u: Array, p: Tree, t: Array) -> Array:
 def _function_of(
     f: Function, name: str, called: Callable[..., Array], batch: Batch, must: bool, warn: Warn, result: Shape | None = None
 ) -> Program | None:
-    """Return what a condition or an affect computes; ``called(u, p, t)`` computes it by arrays."""
+    """Return the program of a condition or an affect; ``called(u, p, t)`` computes it by arrays."""
     try:
         program = trace(f, batch.shape, batch.p, batch.u0.dtype, result=result)
-        # They see time in double precision whatever the states are; a program has one precision throughout.
+        # They take time in double precision for all states; a program has one precision throughout.
         if program.reads("time") and real_dtype(batch.u0.dtype) != np.float64:
             raise Untraceable(f"it looks at time, which is double, and u0 is {batch.u0.dtype}", place_of(f))
         verify(program, batch, f, called)
