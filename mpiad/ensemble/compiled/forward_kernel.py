@@ -1,15 +1,15 @@
 """The source of the forward kernel: lanes of trajectories that advance together.
 
-Each turn is one loop over the lanes without branches and calls, so that the compiler makes vector instructions of it. It
-takes the step before where that was accepted, computes the next one and its error, accepts it or not, and chooses a size
-for the one after. Then lanes that have something to tell are visited one by one: a step to record, a saved time, an end. A
-lane that has ended takes the next trajectory. After so many turns, or where there is no room for what the next one may
-write down, the kernel leaves off, and goes on from there when it is called again: `state` says where.
+Each turn is one loop over the lanes without branches and calls, so that the compiler can vectorize it. It accepts the
+previous step if its error allows, computes the next one and its error, decides on its acceptance, and chooses the size of
+the one after. Then lanes with something to write are visited one by one: a step to record, a saved time, an end. A lane
+whose trajectory has ended starts the next one. After a given number of turns, or if the output arrays may be too small for
+the next one, the kernel returns; when it is called again, it continues from `state`.
 
-Several threads take their trajectories from one count, a few at a time, so that all end at about the same time.
+Several threads take trajectories from a shared counter, a few at a time, so that all end at about the same time.
 
-The arithmetic is that of the vectorised path, operation by operation, and the compiler may not change it. So a trajectory's
-numbers are the same in each lane and in all kernels that are generated from one f. Only tangents are left to `fma`.
+The arithmetic is that of the vectorized path, operation by operation, and the compiler may not change it. So the numbers of
+a trajectory are the same in each lane and in all kernels that are generated from one f. Only tangents may use `fma`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from mpiad.ensemble.compiled.rosenbrock_text import lanes_of
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.jumps import LEAST
 
-# What visits lanes of the forward kernel one by one: saved times, events, ends.
+# The part of the forward kernel that visits lanes one by one: saved times, events, ends.
 #
-# At the end of a step the events' conditions are computed in the loop over all lanes. Where one has changed its sign, the
-# part of the step at which it did is found.
+# At the end of a step the events' conditions are computed in the loop over all lanes. If one has changed its sign, the part
+# of the step at which it did is located.
 
 
-# On a lane where a state is to be saved, or where the trajectory ends.
+# For a lane in which a state is to be saved, or the trajectory ends.
 _PUT_OUT = """
 i = ids[l]
 took = $accepted > 0.0
@@ -105,8 +105,8 @@ if save_step.shape[0] > 0:
 @next_due
 """
 
-# A step's events are found and noted (see `kernel_rows`), and it is cut short at the first terminal one. `first` becomes
-# the part of the step that is gone there, where there is one.
+# A step's events are located and written (see `kernel_rows`), and it is cut short at the first terminal one. `first` is
+# set to the part of the step before that event, if there is one.
 _EVENTS = """
 h = $sign * $size
 @rounded_step
@@ -150,7 +150,7 @@ for e in range({count}):
 
 
 def put_out(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
-    """Return lines on a lane that has something to tell, in a kernel whose templates have these names."""
+    """Return lines for a lane with something to write, in a kernel whose templates use these names."""
     components, saved, cut, value, late = range(form.d), [], [], [], []
     for c in components if form.inside else ():
         saved += steps.interpolated(f"saved[i, place[l], {c}]", partial(_stage, form, c=c), f"$u[{c}]")
@@ -182,12 +182,12 @@ def _stage(form: Form, i: int, c: int) -> str:
 
 
 def crossed(form: Form, steps: Steps) -> list[str]:
-    """Return lines that tell whether conditions have changed their signs as asked."""
+    """Return lines that compute whether conditions have changed their signs as required."""
     lines = []
     for e in range(len(form.events)):
         lines += [f"crossed{e} = where({_changed(form, steps, e)}, accepted, 0.0)"]
         if form.affects is not None:
-            # Near its root it stays on its side: a step as short as this one doesn't tell.
+            # Near its root it stays on its side: the sign after a step as short as this one is uncertain.
             rests = f"(abs($condition[{e}]) <= {LEAST}) & ($size <= $unresolved)"
             lines += [f"crossed{e} = where({rests}, 0.0, crossed{e})"]
         lines += [f"$crossed[{e}] = crossed{e}"]
@@ -195,11 +195,11 @@ def crossed(form: Form, steps: Steps) -> list[str]:
 
 
 def _changed(form: Form, steps: Steps, e: int) -> str:
-    """Return whether a condition has changed its sign as asked for."""
+    """Return the expression for whether a condition has changed its sign as required."""
     values = f"$condition[{e}]", f"$condition_new[{e}]"
     if e not in form.sided:
         return steps.changed(e, *values)
-    # What leaves on one side comes back from there.
+    # A condition that leaves its root on one side returns from there.
     up, down = (steps.changed(e, *values, way) for way in (1, -1))
     return f"(({up} & ($side[{e}] <= 0.0)) | ({down} & ($side[{e}] >= 0.0)))"
 
@@ -341,14 +341,14 @@ if place[l] < n_saved:
     $due = $sign * times[i if by_row else 0, place[l]]
 """
 
-# `most` is 10 times what time can resolve on the way; where a step is shorter, it is looked at more closely.
+# `most` is 10 times the resolution of time over the interval; shorter steps are examined more closely.
 _LEAST = """
 most = max(abs(t), abs(goal))
 most = 10.0 * (number_of(bits_of(most + 0.0) + (1 if most >= 0.0 else -1)) - most)
 $least = most
 """
 
-# A lane takes the step before where it was accepted, and proposes the next.
+# A lane takes the previous step if it was accepted, and proposes the next.
 _TAKE = """
 took = $accepted > 0.0
 each c:
@@ -384,7 +384,7 @@ $size = size
 each p: p{p} = $p[{p}]
 """
 
-# The step is accepted or not, and the size of the next is chosen.
+# The step is accepted or rejected, and the size of the next is chosen.
 _DECIDE = """
 live = $live
 when adaptive:
@@ -431,12 +431,12 @@ when affected: exact unresolved
 
 @lru_cache(64)
 def fields_of(form: Form) -> Fields:
-    """Return where the kernel's lanes keep their numbers."""
+    """Return the places of the numbers of the kernel's lanes."""
     return lanes_of(form, _FIELDS)[0]
 
 
 def forward_source(form: Form, wide: bool) -> str:
-    """Return the source of `forward`, which calls `f`, along directions `df0`, `df1`, ..., and `fma`."""
+    """Return the source of `forward`, which calls `f`, its tangents `df0`, `df1`, ..., and `fma`."""
     fields, steps, names = lanes_of(form, _FIELDS)
     full = f" or row + {form.lanes} > rows.shape[0]" if form.record else ""
     full += f" or found + {form.lanes * len(form.events)} > crossings.shape[0]" if form.events else ""
@@ -483,7 +483,7 @@ def _tangent(form: Form, steps: Steps, j: int) -> list[str]:
     return lines + [f"$dk[{j}, {i}, {c}] = l{i}_{c}" for i in range(stages) for c in components if form.inside]
 
 
-# Powers without a call, so that a loop over lanes becomes vector instructions.
+# Powers without a call, so that a loop over lanes can be vectorized.
 # For x = m 2^n with m near 1: log2 m = r q(r²), r = (m - 1) / (m + 1), and 2^f, for |f| <= 1/2, by their series.
 _LOG2 = [2 / math.log(2) / (2 * k + 1) for k in range(11)]
 _EXP2 = [math.log(2) ** k / math.factorial(k) for k in range(14)]
@@ -491,22 +491,22 @@ _ROOT_HALF = 0x3FE6A09E667F3BCD  # the bits of √½: m lies between it and √2
 
 
 def power_lines(x: str, exponent: str, out: str) -> list[str]:
-    """Return lines for out = x ** exponent, without a call: to a few units of the last place, for |exponent| <= 0.5.
+    """Return lines for out = x ** exponent, without a call: accurate to a few ulp, for |exponent| <= 0.5.
 
-    Outside of 1e-30 to 1e30, x is taken for these; NaN for the second.
+    x is clamped to [1e-30, 1e30]; a NaN gives the upper bound.
     """
     return [
         f"x = where({x} < 1e30, {x}, 1e30)",
         "x = where(x > 1e-30, x, 1e-30)",
         f"i = bits_of(x) - {_ROOT_HALF}",
-        # The exponent, by a double's bits: no vector unit before AVX-512 converts integers of 64 bits.
-        # 0x433 is the exponent of 2^52, from which on doubles are the integers: the bits of n + 1024 become a number.
+        # The exponent, from a double's bits: no vector unit before AVX-512 converts integers of 64 bits.
+        # 0x433 is the exponent of 2^52, from which on doubles are integers: the bits of n + 1024 become a number.
         "n = number_of(((i + 0x4000000000000000) >> 52) | 0x4330000000000000) - 4503599627371520.0",
         f"m = number_of((i & 0xFFFFFFFFFFFFF) + {_ROOT_HALF})",
         "r = (m - 1.0) / (m + 1.0)",
         "r2 = r * r",
         f"y = {exponent} * fma({_series('r2', _LOG2)}, r, n)",
-        "w = y + 6755399441055744.0",  # 1.5 · 2^52: what is added to it is rounded to an integer
+        "w = y + 6755399441055744.0",  # 1.5 · 2^52: a number is rounded to an integer when it is added to it
         "r = y - (w - 6755399441055744.0)",
         f"{out} = number_of(bits_of({_series('r', _EXP2)}) + (bits_of(w) << 52))",
     ]

@@ -1,4 +1,4 @@
-"""A batch by compiled kernels: the forward kernel's call, from a batch to its outcome, and what derivatives need of it."""
+"""A batch solved by compiled kernels: the call of the forward kernel, its outcome, and the records for derivatives."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from mpiad.ensemble.hybrid_outcome import complete
 from mpiad.ensemble.outcome import Outcome, ReturnCode, counters
 from mpiad.ensemble.settings import Settings
 
-# Steps of a trajectory for which there is room at first.
+# Initial capacity in steps of a trajectory.
 _STEPS = 48
-# So many trajectories a thread takes at a time, where all take them from one count. At the end some wait for those that
-# have a block more; and each writes to cache lines of its own, but for those at the ends of blocks.
+# Number of trajectories that a thread takes at a time from the shared counter. At the end some threads wait for those that
+# have one more block; and each writes to cache lines of its own, except at the ends of blocks.
 _BLOCK = 64
 
 
 class Solver:
     """A batch, and the kernels for it.
 
-    `kernels`: by their names, forward and reverse, the texts of those that this solve has used, noted here. `batch`: of
-    plain arrays.
+    `kernels`: the texts of the kernels that this solve has used, by their names, forward and reverse; filled in here.
+    `batch`: of plain arrays.
     """
 
     def __init__(self, kernels: dict[str, str], traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
@@ -50,9 +50,9 @@ class Solver:
         self._recorded: Outcome | None = None
 
     def solved(self, given: Batch) -> Outcome:
-        """Solve, and keep what a gradient by the traced parts of `given` will need."""
+        """Solve, and keep the records for a gradient with respect to the traced parts of `given`."""
         self.directions = self._directions(given) if given.traced and not self.every else ()
-        # With checkpoints steps are recorded on the way back, of some trajectories after the other.
+        # With checkpoints steps are recorded in the reverse pass, for some trajectories at a time.
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
         outcome = self._run(self.form._replace(directions=self.directions, record=record))
         if self.settings.record:
@@ -66,14 +66,14 @@ class Solver:
         return launch(self._function("forward", text), form, self)
 
     def _function(self, name: str, text: str) -> Callable[..., None]:
-        """Return a kernel's function, and note its text."""
+        """Return a kernel's function, and record its text."""
         self._kernels[name] = text
         return kernel_of(text, name, signature_in(text, name), call="solve").function
 
     # ---- derivatives
 
     def _directions(self, given: Batch) -> tuple[tuple[str, int], ...]:
-        """Return along which numbers of a trajectory tangents are carried: none, where an adjoint will be wanted."""
+        """Return the variables of a trajectory for which tangents are propagated: none if an adjoint will be used."""
         asked = self.settings
         # With events the ends move, too.
         moved = isbox(given.start) or isbox(given.end) or asked.events or asked.acting is not None
@@ -82,8 +82,8 @@ class Solver:
         return self.traced.carried(given, asked.gradient)
 
     def recorded(self, outcome: Outcome) -> Outcome:
-        """Return an outcome of this solver's with a record of all steps; where tangents were carried, it is made now."""
-        # Nothing is kept of one that has its own: a cycle would keep its memory until it is found.
+        """Return an outcome of this solver with a record of all steps; if tangents were propagated, it is created here."""
+        # An outcome with a record of its own isn't kept: a reference cycle would delay the release of its memory.
         if outcome.last is not None:
             return outcome
         if self._recorded is None:
@@ -91,11 +91,11 @@ class Solver:
         return self._recorded
 
     def record(self) -> Outcome:
-        """Solve once more, and keep all steps."""
+        """Solve once more, and record all steps."""
         return self._run(self.form._replace(record=True))
 
     def parts(self) -> Iterator[tuple[slice, Solver]]:
-        """Return the trajectories in as many parts as the checkpoints ask for, each with its own solver."""
+        """Return the trajectories in the number of parts given by the checkpoints, each with its own solver."""
         count = self.batch.size
         # Parts of fewer trajectories than lanes would leave some empty.
         parts = max(1, min(self.settings.checkpoints or 1, count // self.form.lanes))
@@ -109,7 +109,7 @@ class Solver:
     def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, stops: bool) -> tuple[Any, Form]:
         """Return the reverse kernel's function for some of the program's parameters, and its form.
 
-        `jumps` and `stops` say whether it goes back over events that acted, and over conditions among them.
+        `jumps` and `stops`: whether it goes back over events that acted, and over conditions among them.
         """
         names = self.traced.names
         own, common = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
@@ -140,11 +140,11 @@ def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome
     try:
         done = run.all()
     except BaseException:
-        give_back(run.rooms)  # no thread is at work any more
+        give_back(run.rooms)  # no thread is running any more
         raise
     if form.record:
         outcome.tapes, outcome.last = done, run.last
-        # With the outcome its tapes go, and nobody else holds them.
+        # The tapes are released with the outcome, which alone refers to them.
         weakref.finalize(outcome, give_back, run.rooms)
     before = note_crossings(outcome, run.crossings, form.d) if form.events else np.empty((0, 0))
     if settings.acting is not None:
@@ -157,11 +157,11 @@ def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome
 
 
 def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
-    """Return an outcome into which the kernel writes all but what belongs to trajectories that don't move."""
+    """Return an outcome whose entries the kernel writes, except those of trajectories that don't move."""
     (d, n), dtype = batch.u0.shape, batch.u0.dtype
     n_saved = settings.saveat.shape[-1] if settings.saveat is not None else 0
     outcome = Outcome(
-        # A trajectory's components lie side by side, as a solution has them.
+        # A trajectory's components are contiguous, as in a solution.
         np.empty((n, d), dtype).T, np.empty(n), np.empty(n, np.int8), np.empty(n, np.int64), np.empty(n, np.int64),
         np.full((n, n_saved, d), np.nan, dtype), np.full((n, n_saved), -2, np.int32) if settings.record else None,
         *counters(settings.acting),
@@ -180,7 +180,7 @@ class _Launch:
         m, n_saved = len(form.directions), solver.times.shape[1]
         self.rooms: list[Array] = []
         self.crossings: list[Array] = []
-        # How many trajectories threads have taken, of how many, and how many at a time.
+        # The number of trajectories that threads have taken, the total, and the number taken at a time.
         self.taken = np.array([0, 0, _BLOCK])
         self.last = np.full(count if form.record else 0, -1)  # below zero there is no step before
         real = form.dtype
@@ -191,12 +191,12 @@ class _Launch:
         if settings.acting is not None:
             times, kinds = (x[:, :1] if x.strides[1] == 0 else x for x in settings.acting[1:3])
             slots = len(times) - 1 if form.record else 0
-            # After how many steps given times came, and the states then.
+            # The numbers of steps before given times, and the states then.
             self.at_given_times = np.full((count, slots), -1), np.empty((count, slots, d), real)
             self._more += [argument(times), argument(kinds, np.dtype(np.int64)), outcome.slots, outcome.resumed]
             self._more += self.at_given_times
         atol = argument(np.ravel(settings.atol), real)
-        # What all have in common isn't copied for each.
+        # Arrays that all trajectories share aren't copied per trajectory.
         u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0
         start, end = (x[:1] if batch.one_span else x for x in (batch.start, batch.end))
         inputs = (argument(row_parts(u0), real), solver.p, solver.s, argument(start), argument(end))
@@ -210,10 +210,10 @@ class _Launch:
         )  # fmt: skip
 
     def all(self) -> list[Tape]:
-        """Solve all trajectories, and return their steps, where they are recorded."""
+        """Solve all trajectories, and return their steps, if they are recorded."""
         count, threads = self._solver.batch.size, self._solver.threads
         if self._form.record or self._solver.settings.progress is not None:
-            # What is kept of a share, and what is told of it, should stay small.
+            # The record of a share should stay small, and the progress bar move often.
             return each(self._share, shares_of(count, threads), threads)
         if threads == 1:
             return each(self._share, [(0, count)], 1)
@@ -222,7 +222,7 @@ class _Launch:
         return each(self._share, [(0, 0)] * threads, threads)
 
     def _share(self, bounds: tuple[int, int], pause: Callable[[], None]) -> Tape:
-        """Solve the trajectories of a share, and then what is to be taken; return their steps, where they are recorded."""
+        """Solve the trajectories of a share, or from the shared counter; return their steps, if they are recorded."""
         (first, stop), form = bounds, self._form
         lanes, size = form.lanes, (stop - first) * _STEPS if form.record else 0
         rows, before = self._rows(size)
@@ -235,12 +235,12 @@ class _Launch:
         while True:
             events = (crossings,) if form.events else ()
             call(*lane, *self._given, *self._made, rows, before, *self._more, *events)
-            waiting, vacant, row, found, end, _ = state  # the kernel has left off there, and goes on from there
+            waiting, vacant, row, found, end, _ = state  # at the kernel's return, from which it continues
             told = self._tell(first, waiting, lanes - vacant, told)
             if vacant == lanes and waiting == end:
                 break
             pause()
-            # There may be no room left for the steps of a turn, or for its events.
+            # The arrays may be too small for the steps of a turn, or for its events.
             if found + turn > len(crossings):
                 crossings = room_for(turn, form.row_of_event, crossings)
             elif form.record and row + lanes > size:
@@ -251,7 +251,7 @@ class _Launch:
         return Tape(first, stop, rows[:row], before[:row])
 
     def _tell(self, first: int, waiting: int, busy: int, told: int) -> int:
-        """Tell the progress bar how many more of a share have ended; return how many have."""
+        """Update the progress bar with the trajectories of a share that have ended; return their number."""
         progress, batch = self._solver.settings.progress, self._solver.batch
         if progress is None:
             return 0

@@ -1,13 +1,13 @@
-"""Kernels' texts as templates, from which those of one form are filled in.
+"""Kernels' texts as templates, from which those of one form are generated.
 
-A template is the text of a kernel, in the kernel language or in C, in which these stand for others:
+A template is the text of a kernel, in the kernel language or in C, with these placeholders:
 
-- ``@name``, alone on a line: the lines called so.
+- ``@name``, alone on a line: the lines of this name.
 - ``{name}``: a text or a number; ``{name+other}``, ``{name-1}`` a sum of numbers.
-- ``each name:``: what follows it, on the line or below it further to the right, for each value of `name`.
-- ``when name:``, ``when not name:``: what follows it, or nothing.
+- ``each name:``: the text that follows on the line, or the more indented lines below it, for each value of `name`.
+- ``when name:``, ``when not name:``: the text that follows likewise, under this condition.
 
-``$name``, ``$name[0, 1]`` are fields of lanes, whose places are put in last: see `Fields.placed`.
+``$name``, ``$name[0, 1]`` are fields of lanes, whose places are filled in last: see `Fields.placed`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _NAME = re.compile(r"\{(\w+)(?:([+-])(\w+))?\}")
 
 
 def names_of(form: Form, steps: Steps) -> dict[str, Any]:
-    """Return what templates of all kernels name: all that a form says, and these."""
+    """Return the names that templates of all kernels use: the fields of the form, and these."""
     return {
         **form._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
         "real": form.dtype.name,
-        # Components of states, parameters of each trajectory and of all, those that an adjoint is asked for.
+        # Components of states, parameters per trajectory and shared, those with respect to which an adjoint is taken.
         "c": range(form.d), "p": range(form.varying), "s": range(form.shared),
         "own": range(form.wanted_varying), "common": range(form.wanted_shared),
-        # Directions of tangents, events, stages; how many there are of the first two.
+        # Directions of tangents, events, stages; the numbers of the first two.
         "j": range(len(form.directions)), "e": range(len(form.events)), "i": range(form.stages + 1),
         "m": len(form.directions), "count": len(form.events), "last": form.stages, "used": steps.used(),
         "tolerance": range(len(form.numbers) if form.tolerances else 1), "room": steps.room,

@@ -18,7 +18,7 @@ from mpiad.ensemble.compiled.reverse_kernel import reverse_source
 _MOST_TEXTS = 32
 
 
-# A training loop asks for the same texts in each step.
+# A training loop requests the same texts in each step.
 @lru_cache(_MOST_TEXTS)
 def forward_text(
     program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...] = (),
@@ -40,7 +40,7 @@ def reverse_text(
     programs = _reverse_programs(program, form, wanted)
     by: Wanted = {"state": None, "parameter": wanted} | ({"time": None} if form.timed else {})
     programs |= {f"back{e}": simplify(vjp(affects[e], by)) for e, _ in form.jumps or ()}  # type: ignore[arg-type]
-    # The stages are computed again for their derivatives only, so here they may be rounded otherwise.
+    # The stages are recomputed for their derivatives only, so here they may be rounded differently.
     parts = [_function(one, name, form, names, fused=True) for name, one in programs.items()]
     return "\n\n".join([*parts, reverse_source(form, are_simple(list(programs.values())))])
 
@@ -50,10 +50,10 @@ def cuda_text(
     kernel: str, program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...] = (),
     wanted: tuple[int, ...] = (),
 ) -> str:  # fmt: skip
-    """Return CUDA C of the kernel "forward", or of "reverse", which differentiates by the parameters `wanted`.
+    """Return CUDA C of the kernel "forward", or of "reverse", which differentiates with respect to parameters `wanted`.
 
-    It is complete for NVRTC and nvcc; for a compiler of C++ the kernels are functions that loop over the trajectories. What
-    the arguments are stands before each kernel; all rows are contiguous along the trajectories.
+    It is complete for NVRTC and nvcc; for a C++ compiler the kernels are functions that loop over the trajectories. The
+    arguments are described before each kernel; all rows are contiguous along the trajectories.
     """
     if kernel == "forward":
         programs, text = _forward_programs(program, form, names, conditions), cuda_forward_text(form)
@@ -66,7 +66,7 @@ def cuda_text(
 def _forward_programs(
     program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...]
 ) -> dict[str, Program]:
-    """Return f, its tangents, of the parameter that is 1, and the events' conditions, by the names that kernels call."""
+    """Return f, its tangents, of the parameter that is 1, and the events' conditions, by the names that kernels use."""
     programs = {"f": program}
     if form.jacobian or form.slopes:
         programs["jacobian"] = jacobian_program(program).program
@@ -80,7 +80,7 @@ def _forward_programs(
 def _reverse_programs(
     program: Program, form: Form, wanted: tuple[int, ...], conditions: tuple[Program, ...] = ()
 ) -> dict[str, Program]:
-    """Return f, its adjoint, and the derivatives of the events' conditions, by the names that kernels call."""
+    """Return f, its adjoint, and the derivatives of the events' conditions, by the names that kernels use."""
     by: Wanted = {"state": None, "parameter": wanted}
     with_time: Wanted = {**by, "time": None}
     programs = {"f": program, "g": simplify(vjp(program, with_time if form.timed else by))}
@@ -93,12 +93,12 @@ def _reverse_programs(
 def _function(
     program: Program, name: str, form: Form, parameters: tuple[str, ...], fused: bool = False, language: str = "python"
 ) -> str:
-    """Return the text of ``name(*u, *p, *s, t, *w)``; w are the seeds, where there are any."""
+    """Return the text of ``name(*u, *p, *s, t, *w)``; w are the seeds, if there are any."""
     names = {"state": numbered("u", form.d), "parameter": parameters, "time": ["t"]}
     names["seed"] = numbered("w", min(form.d, program.groups.get("seed", 0)))  # a parameter's own is 1
     names["cotangent"] = numbered("w", program.groups.get("cotangent", 0))
     names["direction"] = numbered("x", program.groups.get("direction", 0))
-    # As kernels pass them: first those of each trajectory, then those of all.
+    # As kernels pass them: first those per trajectory, then the shared ones.
     order = sorted(parameters, key=lambda text: (text[0], int(text[1:])))
     arguments = [*names["state"], *order, "t", *names["seed"], *names["cotangent"], *names["direction"]]
     return function_source(program, name, names, arguments, fused, form.dtype, language)

@@ -1,8 +1,8 @@
-"""The parameters of an ensemble as rows of numbers, in the order in which a program counts them.
+"""The parameters of an ensemble as rows of numbers, in the order in which a program numbers them.
 
-A leaf is one of three: it differs between trajectories; all share it; or it is no number that a derivative is taken of (an
-integer, a boolean, a text, a function) and all share it. The last is part of the program: f may count and choose by it,
-and another value makes another program.
+There are three kinds of leaves: those that differ between trajectories; those shared by all; and those that can't be
+differentiated (an integer, a boolean, a string, a function), also shared by all. The last are part of the program: f may
+count and branch on them, and another value gives another program.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 class PackedLeaf(NamedTuple):
-    """One leaf that a program takes its parameters from."""
+    """One leaf from which a program takes parameters."""
 
     place: int  # of the leaf
-    shape: Shape  # of one trajectory's
-    varies: bool  # whether each trajectory has its own
+    shape: Shape  # of one trajectory's leaf
+    varies: bool  # whether it differs between trajectories
     first: int  # the number of its first scalar among the parameters; the others follow in C order
-    complex: bool = False  # whether its numbers are complex: each is then two scalars, its real and its imaginary part
+    complex: bool = False  # whether its numbers are complex: each is two scalars then, its real and its imaginary part
 
     @property
     def scalars(self) -> range:
@@ -37,9 +37,9 @@ class PackedLeaf(NamedTuple):
 
 
 class ParameterPacking(NamedTuple):
-    """Where the scalars of a program's parameters are."""
+    """The numbering of the scalars of a program's parameters."""
 
-    parts: tuple[PackedLeaf, ...]  # by their places, so by the numbers of their scalars
+    parts: tuple[PackedLeaf, ...]  # in the order of their leaves, and so of their scalars
 
     @property
     def size(self) -> int:
@@ -66,7 +66,7 @@ class ParameterPacking(NamedTuple):
         return _together(own or [np.empty((0, count))], dtype), _together(common or [np.empty(0)], dtype)
 
     def numbers(self, leaves: list[Any], count: int, dtype: DTypeLike) -> dict[int, Any]:
-        """Return the scalars of `count` trajectories by their numbers, as programs take them, where the leaves live."""
+        """Return the scalars of `count` trajectories by their numbers, as programs take them, on the leaves' device."""
         if not any(map(is_device_array, leaves)):
             varying, shared = self.split(leaves, count, dtype)
             return dict(zip(self.varying, varying)) | dict(zip(self.shared, shared))
@@ -80,7 +80,7 @@ class ParameterPacking(NamedTuple):
         return rows
 
     def joined(self, varying: Sequence[Array] | Array, shared: Sequence[Array] | Array, count: int) -> dict[int, Array]:
-        """Return, by the places of leaves, arrays of their shapes from rows in the order of `split`, of `count` numbers."""
+        """Return arrays in the shapes of leaves, by their places, from rows in the order of `split`, of `count` numbers."""
         # Parts are in the order of their scalars, so each takes the next rows.
         rows = {True: iter(varying), False: iter(shared)}
         made = {}
@@ -93,12 +93,12 @@ class ParameterPacking(NamedTuple):
 
 
 def _together(arrays: list[Array], dtype: DTypeLike) -> Array:
-    # A single one is taken as it is: the batch has it for itself.
+    # A single array isn't copied: the batch owns it.
     return argument(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), dtype)
 
 
 def packing_of(p: Parameters) -> ParameterPacking:
-    """Return where the scalars of an ensemble's parameters are."""
+    """Return the numbering of the scalars of an ensemble's parameters."""
     found: list[PackedLeaf] = []
     first = 0
     for place, (leaf, varies) in enumerate(zip(p.leaves, p.varies)):
@@ -110,6 +110,6 @@ def packing_of(p: Parameters) -> ParameterPacking:
 
 
 def names_of(packing: ParameterPacking) -> tuple[str, ...]:
-    """Return what a program's parameters are called: p0, p1, … those of each trajectory, s0, s1, … those of all."""
+    """Return the names of a program's parameters: p0, p1, … per trajectory, and s0, s1, … shared by all."""
     named = {j: f"{kind}{i}" for kind in "ps" for i, j in enumerate(packing.varying if kind == "p" else packing.shared)}
     return tuple(named[j] for j in range(packing.size))

@@ -1,10 +1,10 @@
 """The source of the reverse kernel: the adjoint of the accepted steps, in lanes of trajectories that go back together.
 
-Each turn takes one step back in all lanes: its stages are computed again from the state before it, and cotangents go back
-through them as `transposed_step` says. What is saved inside of a step adds to the cotangents of its stages, "arrivals",
-which are summed up before, lane by lane. A lane that is at the start takes the next trajectory: from the last to the first,
-so that the record is read from its end, which the caches still hold. After so many turns the kernel leaves off, and goes on
-from there when it is called again: `state` says where.
+Each turn takes one step back in all lanes: its stages are recomputed from the state before it, and cotangents are pulled
+back through them as in `transposed_step`. States saved inside a step add to the cotangents of its stages, "arrivals", which
+are summed beforehand, lane by lane. A lane that is at the start begins the next trajectory: from the last to the first, so
+that the record is read from its end, which is still in the caches. After a given number of turns the kernel returns; when
+it is called again, it continues from `state`.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ when stops:
     {next_stop}
 """
 
-# What takes up the step before, and the cotangents of what is saved in it.
+# Loads the previous step, and the cotangents of states saved in it.
 _FETCH = """
 i = ids[l]
 now = row[l]
@@ -235,7 +235,7 @@ when inside:
 
 @lru_cache(64)
 def fields_of(form: Form) -> Fields:
-    """Return where the kernel's lanes keep their numbers."""
+    """Return the places of the numbers of the kernel's lanes."""
     return lanes_of(form, _FIELDS)[0]
 
 
@@ -246,7 +246,7 @@ def reverse_source(form: Form, wide: bool) -> str:
         "wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if form.single else "",
         "zero": steps.number(0.0), "weights": steps.weights(rates=form.timed),
         "arriving": ["arrival", *(["rate", "rate_x"] if form.timed else [])],
-        # Rosenbrock's steps differ too little.
+        # The steps of Rosenbrock methods differ too little.
         "quiets": form.stops and not form.tableau.implicit,
     }  # fmt: skip
     names |= jumps_back(form, steps, names)
@@ -266,7 +266,7 @@ def _back(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
 
 
 def _pulled(form: Form, steps: Steps, i: int, names: dict[str, Any]) -> list[str]:
-    """Return lines that pull the cotangent of stage i back to its argument, and sum up those of parameters and time."""
+    """Return lines that pull the cotangent of stage i back to its argument, and add to those of parameters and time."""
     time = form.tableau.c[i]
     own = {"stage": steps.pulled(i, lambda c: f"$arrival[{i}, {c}]"), "later": time, "time": number(time)}
     return filled(_PULLED, names | own | {"i": i, "between": 0 < i < form.stages})

@@ -1,4 +1,4 @@
-"""One step of a Rosenbrock method in the kernel language: see `step_text`; by columns it is that of `stages`."""
+"""One step of a Rosenbrock method in the kernel language: see `step_text`; for columns, see `stages`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mpiad.ensemble.tableaus import RosenbrockTableau
 
 # LU factors of one small matrix in the kernel language, with partial pivoting: see `column_lu`.
 #
-# Those of few entries are written out, operation by operation, so that all lanes of a kernel go the same way, in vector
-# registers. A long text would take minutes to compile, so those of larger matrices are loops over a part of the lanes'
-# buffer: then the lanes go one after the other, and vector instructions are those along the matrix's columns.
+# Factors of few entries are written out, operation by operation, so that all lanes of a kernel run the same instructions,
+# in vector registers. A long text would take minutes to compile, so those of larger matrices are loops over a part of the
+# lanes' buffer: then the lanes run one after the other, and vector instructions operate along the matrix's columns.
 #
 # The entries of the matrix are the scalars w0_0, w0_1, ...
 
 
 class WrittenLU:
-    """The factors as scalars; after they have been made, the diagonal has its reciprocals.
+    """The factors as scalars; after factorization, the diagonal holds its reciprocals.
 
-    Entries that are zero whatever the numbers are aren't computed, and unknowns are eliminated in an order that leaves many
-    of them so: next is always that which takes the fewest operations. Rows are exchanged by choices: each row below that
-    may have the larger entry is compared with that on the diagonal, one after the other. An exchange fills both rows.
+    Structural zeros aren't computed, and unknowns are eliminated in an order that preserves many of them: next is always
+    the one that takes the fewest operations. Rows are exchanged by selections: each row below that may have the larger entry
+    is compared with that on the diagonal, one after the other. An exchange fills both rows.
 
-    `places`: of the entries that may not be zero, the diagonal included.
+    `places`: of the entries that may be nonzero, including the diagonal.
     """
 
     def __init__(self, d: int, places: Iterable[tuple[int, int]]):
@@ -36,7 +36,7 @@ class WrittenLU:
         self._rows: list[set[int]] = [set() for _ in range(d)]
         for i, j in places:
             self._rows[i].add(j)
-        # For each column the rows that are compared with its own, and that it is taken from.
+        # Per column, the rows that are compared with the pivot row, and from which it is subtracted.
         self._compared: list[list[int]] = []
         self.factors: list[str] = []
         self._left = set(range(d))
@@ -69,7 +69,7 @@ class WrittenLU:
                 lines += [
                     f"v = {upper}", f"w{k}_{j} = where({choice}, {lower}, v)", f"w{i}_{j} = where({choice}, v, {lower})"
                 ]  # fmt: skip
-            # What is left of a row in the columns before are its factors, which stay.
+            # The entries of a row in earlier columns are its factors, which stay.
             both = (rows[k] | rows[i]) & left
             rows[k] |= both
             rows[i] |= both
@@ -150,7 +150,7 @@ if best_ != k_:
     $x[best_] = v
 """
 
-# The right-hand side is taken from scalars, and given back to them.
+# The right-hand side is copied from scalars, and the solution back to them.
 _SOLVED = """
 each c: {b}[{rhs+c}] = {x}_{c}
 for k_ in range({d}):
@@ -188,7 +188,7 @@ each c: {x}_{c} = {b}[{rhs+c}]
 class LoopedLU:
     """The factors in a buffer, column by column, with the right-hand side and the exchanges of rows behind them.
 
-    `places`: of the entries that are given as scalars. `start`: where in the buffer there is room for `room(d)` numbers.
+    `places`: of the entries that are given as scalars. `start`: the offset in the buffer of `room(d)` numbers.
     """
 
     def __init__(self, d: int, places: Iterable[tuple[int, int]], buffer: str, start: int):
@@ -201,7 +201,7 @@ class LoopedLU:
 
     @staticmethod
     def room(d: int) -> int:
-        """Return how many numbers the buffer has room for."""
+        """Return the length of the buffer."""
         return d * d + 2 * d
 
     def _lines(self, template: str, x: str = "") -> list[str]:
@@ -223,21 +223,21 @@ class LoopedLU:
 LU: TypeAlias = "WrittenLU | LoopedLU"
 
 
-# Of factors and solutions that are written out: what is compiled in ten seconds, and then several times as fast as loops.
+# Limit for written-out factors and solutions: text that compiles in ten seconds, and runs several times as fast as loops.
 _MOST_LINES = 4000
 _MOST_ENTRIES = 100
 
 
 def steps_of(form: Form, fields: Fields | None = None, fused: bool = True) -> Steps:
-    """Return the lines on the steps of a form's method.
+    """Return the lines for the steps of a form's method.
 
-    They may take room in the lanes' buffer; in kernels without lanes, in an array `lu` of each thread: see `Steps.room`.
+    They may reserve space in the lanes' buffer; in kernels without lanes, in an array `lu` per thread: see `Steps.room`.
     """
     return RosenbrockSteps(form, fields, fused) if form.tableau.implicit else Steps(form, fused)
 
 
 def lanes_of(form: Form, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:
-    """Return where lanes keep the numbers of a template of `Fields.add`, their steps, and what templates of both name."""
+    """Return the fields of lanes for a template of `Fields.add`, their steps, and the names that both templates use."""
     made = Fields(form)
     steps = steps_of(form, made)
     names = names_of(form, steps)
@@ -246,7 +246,7 @@ def lanes_of(form: Form, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:
 
 
 class RosenbrockSteps(Steps):
-    """Lines on one step. The kernel's `jacobian` returns the entries that aren't zero, and then the derivatives by time."""
+    """Lines for one step. The kernel's `jacobian` returns the nonzero entries, and then the derivatives in time."""
 
     def __init__(self, form: Form, fields: Fields | None, fused: bool):
         super().__init__(form, fused)
@@ -268,7 +268,7 @@ class RosenbrockSteps(Steps):
         return LoopedLU(d, places, "b", fields.part("lu", size))
 
     def matrix(self, u: str = "u") -> list[str]:
-        """Return lines on the factors of W at a state, and on h ∂f/∂t."""
+        """Return lines for the factors of W at a state, and for h ∂f/∂t."""
         form, h = self.form, self.h
         entries = [f"j{i}_{j}" for i, j in form.jacobian] + [f"slope_{i}" for i in form.slopes]
         given = [*self.state(u), *self.parameters, self.time(0)]
@@ -278,14 +278,14 @@ class RosenbrockSteps(Steps):
         for i, j, value in self._mass:
             own = self.number(value / self._table.gamma)
             lines.append(f"w{i}_{j} = w{i}_{j} + {own}" if (i, j) in form.jacobian else f"w{i}_{j} = {own}")
-        # What pivots stand on is compared, also where nothing is.
+        # Pivots are compared, also structurally zero ones.
         still = {(i, i) for i in range(form.d)} - {*form.jacobian, *((i, j) for i, j, _ in self._mass)}
         lines += [f"w{i}_{i} = zero" for i, _ in sorted(still)]
         lines += [f"rise_{i} = slope_{i} * {h}" for i in form.slopes]
         return [*lines, *self._lu.factors]
 
     def stages(self, kept: bool = True) -> list[str]:
-        """Return lines on all stages but the first, and on the new state."""
+        """Return lines for all stages but the first, and for the new state."""
         table, last = self._table, self.form.stages
         lines = self.matrix()
         for i in range(1, last):
@@ -304,7 +304,7 @@ class RosenbrockSteps(Steps):
         return lines
 
     def right_hand_side(self, i: int) -> list[str]:
-        """Return lines that add to f at the argument of stage i what its right-hand side has beside."""
+        """Return lines that add the other terms of the right-hand side to f at the argument of stage i."""
         lines, slope = [], self._table.slopes[i - 1]
         coupled, d = self._table.coupling[i - 1], self.form.d
         if any(coupled) and self.form.mass is None:
@@ -316,17 +316,17 @@ class RosenbrockSteps(Steps):
             lines += [f"k{i}_{c} = k{i}_{c} + rise_{c} * {self.number(slope)}" for c in self.form.slopes]
         return lines
 
-    # ---- the way back: see `transposed_step`
+    # ---- reverse sweep: see `transposed_step`
 
     @property
     def pulled_stages(self) -> range:
-        """Which stages the way back goes through: not f at both ends of the step."""
+        """The stages that the reverse sweep passes: without f at both ends of the step."""
         return range(1, self.form.stages)
 
     moving_stages = pulled_stages
 
     def again(self) -> list[str]:
-        """Return lines on the stages by the state y0, for the way back: their arguments y1, ..., the new state the last."""
+        """Return lines that recompute the stages from y0 for the reverse sweep: arguments y1, ..., then the new state."""
         form, d = self.form, self.form.d
         lines = self.matrix("y0")
         for i in range(1, form.stages):
@@ -354,7 +354,7 @@ class RosenbrockSteps(Steps):
             lines += [f"q{i}_{c} = fma({w}, {'r' if form.mass else 'q'}{j}_{c}, q{i}_{c})" for j, w in coupled]
         lines += self._lu.solved_transposed(f"q{i}")
         if form.mass:
-            # What stages before gain of this one goes through the transposed mass matrix.
+            # The cotangents of earlier stages from this one are multiplied by the transposed mass matrix.
             lines += [f"r{i}_{c} = {self.number(0.0)}" for c in range(d)]
             lines += [f"r{i}_{c} = fma({self.number(value)}, q{i}_{r}, r{i}_{c})" for r, c, value in form.mass]
         own = form.wanted_varying + form.wanted_shared
@@ -362,7 +362,7 @@ class RosenbrockSteps(Steps):
         outputs = [*self.state(f"z{i}"), *numbered("e", own), *time[0]]
         given = [*self.state(f"y{i}"), *self.parameters, self.time(i), *self.state(f"q{i}")]
         lines.append(f"{', '.join(outputs)}, = g({', '.join(given)})")
-        # How W and ∂f/∂t move, along this stage: by second derivatives of f at the state before the step.
+        # The derivatives of W and ∂f/∂t along this stage: second derivatives of f at the state before the step.
         along = [f"{self.h} * k{i}_{c}" for c in range(d)] + [f"{self.h} * {self.number(table.slopes[i - 1])}"]
         outputs = [*self.state("x"), *numbered("b", own), *time[1]]
         given = [*self.state("y0"), *self.parameters, self.time(0), *self.state(f"q{i}"), *along]
@@ -372,7 +372,7 @@ class RosenbrockSteps(Steps):
         return lines + (self._moved_by_size(i) if form.timed else [])
 
     def _moved_by_size(self, i: int) -> list[str]:
-        """Return lines on how stage i moves with the size of the step by W and h ∂f/∂t, and with time by these."""
+        """Return lines that add to the cotangents of h, through W and h ∂f/∂t, and of t."""
         lines, slope = ["t_bar = t_bar + tj"], self.number(self._table.slopes[i - 1])
         for row, column in self.form.jacobian:
             lines.append(f"h_bar = fma(q{i}_{row} * j{row}_{column}, k{i}_{column}, h_bar)")

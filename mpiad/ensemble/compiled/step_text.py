@@ -267,8 +267,8 @@ class Steps:
             f"if width <= {RESOLUTION!r}:",
             "    break",
             "middle = 0.5 * (low + high)",
-            # ITP: the root of the secant, moved towards the middle so that both ends of the bracket move, and no further from
-            # the middle than bisection could still compensate.
+            # ITP: the root of the secant, moved towards the middle so that both ends of the bracket move, and no further
+            # from the middle than bisection could still compensate.
             "x = (late * low - early * high) / (late - early)",
             "away = middle - x",
             f"shift = max({TRUNCATION!r} * width * width, {0.5 * RESOLUTION!r})",

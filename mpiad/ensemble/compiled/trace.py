@@ -2,9 +2,8 @@
 
 A complex number is two of the program's scalars, its real part and then its imaginary part.
 
-f is called as the vectorised path calls it: with columns, of which there is one here. So the same texts are accepted, but
-for those that need numbers: branches that depend on values, functions of other libraries, places that are looked up by
-values.
+f is called as by the vectorized path: with columns, of which there is one here. So the same functions are accepted, except
+those that need numbers: branches that depend on values, functions of other libraries, indexing by values.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ _COLUMNS = 5
 
 
 def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Shape | None = None) -> Program:
-    """Return what f, as in `ODEProblem`, computes from one trajectory's state, parameters and time; or raise Untraceable.
+    """Return the program of f, as in `ODEProblem`, of one trajectory's state, parameters and time; may raise Untraceable.
 
-    The program has an output for each scalar of what f returns for one trajectory, in C order: of real numbers in the shape
-    `result`, by default of a state's derivative. Of `p` the shapes are used, and the values of what isn't a variable. The
-    program's parameters are numbered as `packing_of` says: leaf after leaf, C order within a leaf, those that vary and
-    those that are shared alike. `ParameterPacking.split` makes both kinds of row for a kernel. Untraceable says the reason,
-    and the user's line.
+    The program has one output per scalar of f's result for one trajectory, in C order: of real numbers in the shape
+    `result`, by default that of a state's derivative. Of `p` only the shapes are used, and the values of leaves that aren't
+    variables. The program's parameters are numbered as in `packing_of`: leaf after leaf, C order within a leaf, both those
+    that vary and those that are shared. `ParameterPacking.split` creates both kinds of rows for a kernel. Untraceable gives
+    the reason, and the user's line.
     """
     width = 2 if is_complex(dtype) else 1
     groups = {"state": math.prod(shape) * width, "parameter": packing_of(p).size, "time": 1}
@@ -52,11 +51,11 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Sh
 
 
 def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: DTypeLike) -> tuple[Any, Any, Any]:
-    """Return u, p and t as symbols, of the shapes that one column has."""
+    """Return u, p and t as symbols, in the shapes of one column."""
     one_by_one, in_pairs = len(shape) > 1, is_complex(dtype)
     leaves = list(p.leaves)
     for part in packing_of(p).parts:
-        # A matrix state comes alone, without an axis for trajectories.
+        # A matrix state is passed alone, without an axis for trajectories.
         column = (1,) if part.varies and not one_by_one else ()
         own = (*part.shape, *column)
         leaves[part.place] = input_array(builder, "parameter", part.scalars, own, dtype, part.complex)
@@ -93,8 +92,8 @@ def _counted(builder: Builder, numbers: list[int], shape: Shape) -> list[Symbol]
 def verify(program: Program, batch: Batch, fun: Function | None = None, called: Called | None = None) -> None:
     """Compare a program with f at the initial states of a few trajectories, which are plain arrays.
 
-    Or with another function of the user's, `fun`, of which ``called(u, p, t)`` returns an array, shape (rows, n).
-    Untraceable where they differ by more than rounding.
+    Or with another function of the user, `fun`, of which ``called(u, p, t)`` returns an array, shape (rows, n). Raises
+    Untraceable if they differ by more than rounding.
     """
     if not batch.size:
         return
@@ -123,9 +122,9 @@ def _columns(batch: Batch) -> tuple[Array, Array, Array]:
     ids = np.resize(np.arange(batch.size), _COLUMNS)
     u, t = batch.u0[:, ids], batch.start[ids].astype(real_dtype(batch.u0.dtype))
     if is_complex(u):
-        # Away from the real axis, where a trace that has lost imaginary parts would be right: as those of NumPy's arrays
-        # of objects, which are zero whatever the objects are.
-        u[:, 1:] += MOVED * (1 + np.abs(u[:, 1:])) * np.exp(1j * np.arange(u[:, 1:].size)).reshape(u[:, 1:].shape)
+        # Off the real axis, since on it a trace that has lost imaginary parts would be right: such as those of NumPy's object
+        # Off the real axis, since on it a trace that has lost imaginary parts would be right: such as those of NumPy's
+        # object arrays, which are zero for all objects.
     u.flags.writeable = t.flags.writeable = False
     return ids, u, t
 

@@ -86,8 +86,8 @@ def remembered(
 ) -> _Found | None:
     """Return the cached trace for a batch like this one, or otherwise the result of `make`.
 
-    The argument of `make` is whether a trace is cached that differs by numbers alone. None isn't cached. `asked` are further
-    objects on which the result depends.
+    The argument of `make` is whether a trace is cached that differs by numbers alone. None isn't cached. `asked` are
+    further objects on which the result depends.
     """
     # Numbers are compared by kind and shape, on which the program depends; other leaves by value.
     parts = {part.place: part for part in packing_of(batch.p).parts}

@@ -1,9 +1,9 @@
-"""The trajectories of a solve divided into shares, for threads and so that what is kept of one stays small; and into turns.
+"""The division of a solve's trajectories into shares, for threads and to bound memory; and into turns.
 
-While machine code runs, Python handles no signals: a Ctrl-C would wait until all trajectories have ended. So a kernel takes
-as many turns as it is given, and leaves off with its lanes as they are, about ten times a second. It looks at no clock,
-which its loop would feel: how many turns fit is found out from call to call, and remembered for the next solve by the same
-kernel.
+While machine code runs, Python handles no signals: a Ctrl-C would wait until all trajectories have ended. So a kernel
+runs a given number of turns, and returns with the state of its lanes kept, about ten times a second. It doesn't read the
+clock, which would slow down its loop: the number of turns is adapted from call to call, and remembered for the next solve
+by the same kernel.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from weakref import WeakKeyDictionary
 
 from mpiad._typing import Array
 
-# At the end of a share its last trajectories leave lanes empty: two hundredths of the work, for so few trajectories.
+# At the end of a share its last trajectories leave lanes empty: 2% of the work, for this number of trajectories.
 _LEAST, _MOST = 512, 16_384
-# A share is at most one in so many, for each thread, of the trajectories that nobody has taken yet.
+# A share has at most 1 / (_EACH * threads) of the trajectories that are left.
 _EACH = 2
-# In seconds.
+# Seconds for which a finished thread polls the others before it sleeps.
 _AWAKE = 0.0005
-# Between two returns of a kernel.
+# Seconds between two returns of a kernel.
 _SECONDS = 0.1
-# Of a kernel that nobody knows yet: those of the largest f take a tenth of a second, of the smallest less than a call.
+# Of a new kernel: the turns of the largest f take a tenth of a second, of the smallest less than a call.
 _FIRST = 64
-# By which factor the turns change at most, from one call to the next: the process may have been stopped for a while.
+# Maximum factor of change in the number of turns between calls: the process may have been suspended for a while.
 _CHANGE = 64.0
 
 _executors: dict[int, ThreadPoolExecutor] = {}
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 def shares_of(count: int, threads: int) -> list[tuple[int, int]]:
-    """Return where shares begin and end: for several threads ever smaller ones, so that all end at about the same time."""
+    """Return the bounds of the shares: for several threads of decreasing size, so that all end at about the same time."""
     if threads == 1:
         parts = -(-count // _MOST)
         bounds = [count * i // parts for i in range(parts + 1)] if parts else [0]
@@ -52,9 +52,9 @@ def shares_of(count: int, threads: int) -> list[tuple[int, int]]:
 
 
 def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any], threads: int) -> list[Result]:
-    """Return what a function makes of all items, by so many threads, of which this one is one.
+    """Apply a function to all items in several threads, of which this one is one, and return its results.
 
-    ``fun(item, pause)`` calls ``pause()`` now and then: what is raised in one thread ends it there in the others.
+    ``fun(item, pause)`` calls ``pause()`` regularly: an exception in one thread stops the others there.
     """
     items = list(items)
     if threads == 1 or len(items) < 2:
@@ -75,7 +75,7 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
                     return
                 made[i] = fun(items[i], pause)
         except _Ended:
-            return  # another thread has something to raise
+            return  # another thread raises
         except BaseException:
             ended.set()
             raise
@@ -98,21 +98,21 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
 
 
 class _Ended(Exception):  # noqa: N818 no error, and nobody sees it
-    """What ends a thread's work whose result nobody wants any more."""
+    """Stops a thread whose result is no longer needed."""
 
 
 def _executor(threads: int) -> ThreadPoolExecutor:
-    """Return threads that wait for work since the last solve: to start one takes as long as a thousand trajectories."""
+    """Return threads kept from the last solve: starting one takes as long as a thousand trajectories."""
     kept = _executors.get(threads)
-    # Without a lock, which a process could be forked under; an executor that isn't used has no threads.
+    # Without a lock, since a process could be forked while it is held; an unused executor has no threads.
     return kept or _executors.setdefault(threads, ThreadPoolExecutor(threads, thread_name_prefix="mpiad-kernels"))
 
 
 def _wait(others: list[Future], ended: threading.Event) -> None:
-    """Wait for those that have begun: none is left behind, also by an interrupt, that writes to arrays of this solve."""
+    """Wait for the running threads, also after an interrupt: none may write to arrays of this solve afterwards."""
     try:
         running = [other for other in others if not other.cancel()]
-        # To fall asleep and be woken takes a tenth of a millisecond or two, and what is waited for is near.
+        # Sleeping and waking up takes 0.1 to 0.2 ms, and the others will finish soon.
         end = time.perf_counter() + _AWAKE
         while not all(other.done() for other in running) and time.perf_counter() < end:
             time.sleep(0)
@@ -123,15 +123,15 @@ def _wait(others: list[Future], ended: threading.Event) -> None:
         raise
 
 
-# A forked process has none of the threads.
+# A forked process doesn't inherit the threads.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_executors.clear)
 
 
 class Paced:
-    """A kernel that leaves off after a while.
+    """A kernel that returns after a while.
 
-    `state`: where it leaves off, and last how many turns it is to take, from which it counts down.
+    `state`: the kernel's state when it returns, of which the last entry counts down the turns that are left.
     """
 
     def __init__(self, function: Callable[..., None], state: Array):
@@ -139,11 +139,11 @@ class Paced:
         self._turns = _known.get(function, _FIRST)
 
     def __call__(self, *given: Any) -> None:
-        """Let the kernel take turns, until it leaves off or has done all."""
+        """Run the kernel until its turns are used up, or until it returns for another reason or has finished."""
         self._state[-1] = self._turns
         started = time.perf_counter()
         self._function(*given)
-        # One that left off for another reason has taken fewer turns, of which the call itself may be the most.
+        # If it returned for another reason, it has run fewer turns, and the overhead of the call may dominate.
         if not self._state[-1]:
             fits = _SECONDS / max(time.perf_counter() - started, 1e-9)
             self._turns = _known[self._function] = max(1, int(self._turns * min(max(fits, 1 / _CHANGE), _CHANGE)))

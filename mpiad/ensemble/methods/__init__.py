@@ -1,4 +1,4 @@
-"""The methods, one a file: a published table, and the class that `solve` takes.
+"""The methods, one per file: a published table, and the class that `solve` takes.
 
-No other file knows a method by its name. docs/project/map.md says how to add one.
+No other code refers to a method by name. docs/project/map.md describes how to add one.
 """

@@ -24,7 +24,7 @@ class Rosenbrock23(Algorithm):
 
     Notes
     -----
-    Each step takes the Jacobian of f, which is that of what f computes, one factorization and three solves.
+    Each step takes the exact Jacobian of f, computed by automatic differentiation, one factorization and three solves.
 
     References
     ----------
@@ -39,7 +39,7 @@ class Rosenbrock23(Algorithm):
     [1.   0.99] True
     """
 
-    # Their k are Γ⁻¹ times the stages here, with Γ⁻¹ = ((1, 0, 0), (1, 1, 0), (2, e32, 1)) / d.
+    # The paper's k are Γ⁻¹ times the stages here, with Γ⁻¹ = ((1, 0, 0), (1, 1, 0), (2, e32, 1)) / d.
     tableau: ClassVar[RosenbrockTableau] = rosenbrock(
         gamma=_D,
         c=(0.0, 1 / 2, 1.0),

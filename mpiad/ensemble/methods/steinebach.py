@@ -36,7 +36,7 @@ class Rodas5P(Algorithm):
 
     Notes
     -----
-    Each step takes the Jacobian of f, which is that of what f computes, one factorization and eight solves.
+    Each step takes the exact Jacobian of f, computed by automatic differentiation, one factorization and eight solves.
 
     References
     ----------

@@ -1,4 +1,4 @@
-"""A solve on the device that is to be differentiated: its rounds as visits of a sweep."""
+"""A solve on the device for differentiation: its rounds as visits of a sweep."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mpiad.ensemble.step_sweep import LocatedEvent, Saved, SavedInStep, StepSwee
 
 
 def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
-    """Return a solve with its record, where its states live."""
+    """Return a solve with its record, on the states' device."""
     return (Run if outcome.record is None else DeviceRun)(batch, settings, outcome)
 
 
 class DeviceRun(Run):
-    """A solve on a device and its closed record; what is said to be on the host is there, all else on the device."""
+    """A solve on a device and its closed record; arrays are on the device unless they are said to be on the host."""
 
-    few = 0  # by the adjoint, unless tangents are asked for
+    few = 0  # by the adjoint, unless tangents are requested
     keeps_tangents = False
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
@@ -39,17 +39,17 @@ class DeviceRun(Run):
 
     @property
     def coefficients(self) -> DeviceCoefficients:  # type: ignore[override]
-        """The pair's table on the device."""
+        """The method's table on the device."""
         return self.record.table
 
     @property
     def n_saved(self) -> int:
-        """How many values are saved of each trajectory."""
+        """The number of saved values per trajectory."""
         return 0 if self.record.saves is None else self.record.saves.count
 
     @property
     def slots(self) -> int:
-        """For how many there is room: the last place is for what nobody asked for."""
+        """The number of slots for saved values: the last one is for values that aren't requested."""
         return self.n_saved + 1
 
     # ---- steps
@@ -75,14 +75,14 @@ class DeviceRun(Run):
         """The ends of tspan in the direction of the solve."""
         return self.placed(self.batch.end * self.record.signs)
 
-    # ---- what was saved
+    # ---- saved states
 
     def seeds(self, saved: Array, end: Array, times: Sequence[Array]) -> Seeds:
-        """Return the cotangents of the results, those of saved states with room for what nobody asked for."""
+        """Return the cotangents of the results, those of saved states with the additional slot."""
         padded = None
         if self.n_saved:
             padded = np.zeros_like(saved, shape=(saved.shape[0], self.slots, saved.shape[2]))
-            padded[:, :-1] = np.where(np.isnan(saved), 0, saved)  # of what wasn't reached
+            padded[:, :-1] = np.where(np.isnan(saved), 0, saved)  # NaN for states that weren't reached
         return Seeds(np.swapaxes(end, 0, 1), padded, *times)
 
     def _saved_at(self, at_start: bool) -> np.ndarray:
@@ -95,12 +95,12 @@ class DeviceRun(Run):
 
     @property
     def reached(self) -> Array:
-        """When each trajectory ended, shape (N,)."""
+        """End times of the trajectories, shape (N,)."""
         return self.record.events.reached  # type: ignore[union-attr]
 
     @property
     def crossed(self) -> Array:
-        """When all events were, shape (m,)."""
+        """Times of all events, shape (m,)."""
         return self.record.events.times  # type: ignore[union-attr]
 
     @property
@@ -110,7 +110,7 @@ class DeviceRun(Run):
 
     @cached_property
     def crossed_row(self) -> np.ndarray:
-        """For each row of the table of events its place among all; -1 where a trajectory ended."""
+        """Per row of the table of events its index among all; -1 if it ended its trajectory."""
         return np.where(self._event_columns[-1], -1, self.record.events.order)  # type: ignore[union-attr]
 
 
@@ -125,8 +125,8 @@ class Slots(Saved):
 class RoundSweep(StepSweep):
     """The visits of a block of rounds.
 
-    `every`: of every so many states one was kept, and the others are computed again; None: all were, or they aren't
-    wanted.
+    `every`: interval between the kept states; the others are recomputed. None: all were kept, or they aren't
+    needed.
     """
 
     def __init__(self, run: DeviceRun, block: Block, every: int | None):
@@ -164,7 +164,7 @@ class RoundSweep(StepSweep):
                 new[:, c] = states_at(terms, located.x.astype(table.real))
         return new
 
-    # ---- what lies in a round
+    # ---- values and events in a round
 
     def saved(self, visit: Visit) -> SavedInStep:
         """Return the values saved in the step."""
@@ -187,9 +187,9 @@ class RoundSweep(StepSweep):
         return [located._replace(row=self.ids[located.columns]) if located.terminal else located for located in found]
 
     def moves(self, visit: Visit) -> Array:
-        """Tell in which columns the step ends where tspan does."""
+        """Return the columns in which the step ends with tspan."""
         found = visit.made & (visit.about.t_new == self._run.ends[self.ids])
         for located in visit.about.located:
-            if located.terminal:  # it ends there before
+            if located.terminal:  # the step ends before
                 found[located.columns] = False
         return found

@@ -1,6 +1,6 @@
-"""One step of a Runge-Kutta pair or a Rosenbrock method on a device: new arrays in each, and no look at any.
+"""One step of a Runge-Kutta pair or a Rosenbrock method on a device: new arrays in each step, none read by the host.
 
-The Jacobian is a program of what f computes, evaluated one operation after the other (`field_jacobian`).
+The Jacobian is a program derived from f's, evaluated one operation after the other (`field_jacobian`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DeviceStages:
         return np.sum(relative * relative, axis=0).astype(float) / len(u)
 
     def following(self, accepted: Array) -> Array:
-        """Return f where the next step starts."""
+        """Return f at the start of the next step."""
         return np.where(accepted, self.k[-1], self.first)
 
     def inside(self, u: Array, x: Array) -> Array:
@@ -73,7 +73,7 @@ def stages_on_device(table: DeviceCoefficients, derivative: Derivative, first: A
 
 
 class DeviceRosenbrockStages(DeviceStages):
-    """The stages of steps: see `DeviceStages`. In front of the method's stages stands f at the present state."""
+    """The stages of steps: see `DeviceStages`. The first is f at the present state, followed by the method's stages."""
 
     def __init__(self, table: DeviceCoefficients, derivative: Derivative, first: Array, batch: Batch):
         super().__init__(table, derivative, first)
@@ -86,7 +86,7 @@ class DeviceRosenbrockStages(DeviceStages):
         table, tableau, backwards = self._table, self._tableau, self._backwards
         jacobian = np.zeros_like(u, shape=(len(u), *u.shape))
         rise = self._jacobian.write(jacobian, u, p, table.time(1, t, h, t_new, sign))
-        # Backwards in time f changes its sign, and ∂f/∂t doesn't.
+        # Backwards in time f changes its sign, but ∂f/∂t doesn't.
         matrices = jacobian * (-self._h if backwards is None else -self._h * backwards)
         self._mass.add_to(matrices)
         lu, count = ColumnLU(matrices), len(tableau.coupling)

@@ -1,4 +1,4 @@
-"""What derivatives need of a solve on the device: the states before each round, and its steps."""
+"""The record of a solve on the device for derivatives: the states before each round, and its steps."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Round(NamedTuple):
     h: Array
     t_new: Array
     accepted: Array  # bool, shape (n,)
-    u: Array | None  # shape (d, n); before the step; None where it isn't kept
+    u: Array | None  # shape (d, n); before the step; None if it isn't kept
     place: Array  # int, shape (n,)
-    count: Array | None  # int, shape (n,), or None; how many saved times lie in the step of each column, from `place` on
-    # Shape (n,), or None. When the step ended, where a terminal event may have cut it short; None elsewhere: it is `t_new`.
+    count: Array | None  # int, shape (n,), or None; number of saved times in the step of each column, from `place` on
+    # Shape (n,), or None. The end of the step, if a terminal event may have cut it short; None if it is `t_new`.
     reached: Array | None
     most: int  # of saved times in one column's step
     located: list[LocatedEvent]
 
     def at(self, columns: Array) -> Round:
         """Return the round of some columns."""
-        # All but the last two fields, which aren't arrays over columns.
+        # All except the last two fields, which aren't arrays over columns.
         taken: list[Any] = [None if array is None else np.take(array, columns, axis=-1) for array in self[:-2]]
         if not self.located:
             return Round._make([*taken, self.most, []])
@@ -42,19 +42,19 @@ class Round(NamedTuple):
 
 
 def _moved(located: LocatedEvent, place: Array) -> LocatedEvent:
-    """Return what is left of an event where columns go: `place` says where each is found, -1 for those that go."""
+    """Return an event in the columns that are left; `place` holds their new positions, -1 for removed ones."""
     columns = place[located.columns]
     kept = np.flatnonzero(columns >= 0)
     return located._replace(columns=columns[kept], x=located.x[kept], time=located.time[kept], row=located.row[kept])
 
 
 class Events(NamedTuple):
-    """What happened in a solve."""
+    """The times of events and of the ends of trajectories."""
 
-    reached: Array  # shape (N,); when each trajectory ended
-    ids: Array  # int, shape (m,); of the table of all events: the trajectories
-    times: Array  # shape (m,); and when
-    order: np.ndarray  # int, shape (m,), on the host; which they are in the outcome's table, which is in order
+    reached: Array  # shape (N,); end times of the trajectories
+    ids: Array  # int, shape (m,); the trajectories of all events
+    times: Array  # shape (m,); their times
+    order: np.ndarray  # int, shape (m,), on the host; their positions in the outcome's table, which is sorted
 
 
 class Block:
@@ -68,17 +68,17 @@ class Block:
 class Record:
     """All rounds of a solve, block by block.
 
-    - `every`: keep the states before every so many rounds of a block only.
+    - `every`: interval, in rounds of a block, between the kept states; None: all are kept.
     - `signs`, of shape (N,): -1 for trajectories that go backwards; on the host.
     - `blocks`: without the columns of trajectories that failed, once the record is closed.
-    - `events`: None where none were looked for.
+    - `events`: None if there are no event conditions.
     """
 
     def __init__(
         self, batch: Batch, table: DeviceCoefficients, saves: SaveTimes | EveryStep | None, every: int | None = None
     ):
         self.batch, self.table, self.saves, self.every = batch, table, saves, every
-        # Rounds advance time upwards for all; a trajectory that goes backwards is mirrored.
+        # Rounds advance in increasing time for all; a trajectory that goes backwards is mirrored.
         self.signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self.blocks: list[Block] = []
         self.events: Events | None = None
@@ -90,12 +90,12 @@ class Record:
     def note(self, done: Round) -> None:
         """Add a round to the last block."""
         rounds = self.blocks[-1].rounds
-        # Between checkpoints states are left out, and computed again from those before.
+        # Between checkpoints states aren't kept, but recomputed from earlier ones.
         between = self.every is not None and len(rounds) % self.every
         rounds.append(done._replace(u=None) if between else done)
 
     def close(self, failed: np.ndarray) -> None:
-        """Leave out what failed: its steps may have led to where f isn't finite."""
+        """Remove failed trajectories: their steps may have led to states at which f isn't finite."""
         if not failed.any():
             return
         home: Any = arrays_of(self.batch.u0)
@@ -111,7 +111,7 @@ class Record:
         return found
 
     def due(self, block: Block, done: Round) -> Due:
-        """Return what was saved in a round."""
+        """Return the values saved in a round."""
         saves: Any = self.saves
         end = done.t_new if done.reached is None else done.reached
         return saves.due(block.ids, done.place, done.count, done.most, done.t, done.h, end)

@@ -1,8 +1,7 @@
-"""The solve on a device in rounds: turns of one step of all trajectories that still move, and one look at each of them.
+"""The solve on a device in rounds: one step of all trajectories that still move, and one small copy to the host.
 
-Steps that aren't accepted are masked, and of what happens the host learns a few numbers: how many still move, how many
-saved times lie in the longest step, and how many columns met an event. Ended trajectories stay until half of all have
-ended.
+Steps that aren't accepted are masked, and the host reads only a few numbers: of trajectories that still move, of saved
+times in the longest step, and of columns with an event. Ended trajectories stay until half of all have ended.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from mpiad.transport.device_arrays import arrays_of
 def integrate(batch: Batch, settings: Settings) -> Outcome:
     """Solve all trajectories of a batch whose states are device arrays, start and end on the host.
 
-    In the outcome states and saved states are on the device; the rest is on the host, brought there in one copy at the end.
+    In the outcome states and saved states are on the device; the rest is on the host, copied there at once at the end.
     """
     pool = DeviceWorkingSet(batch, settings)
     with np.errstate(all="ignore"):
@@ -62,11 +61,11 @@ class DeviceWorkingSet(Turns):
         self._looks = settings.saveat is not None and self._saves is not None and self._saves.looks
         self._watch = EventWatch(settings.events, self._table, self._parameters) if settings.events else None
         self._record = Record(batch, self._table, self._saves, settings.checkpoints) if settings.record else None
-        # Results, filled in as trajectories are dropped; all as doubles, so that they come to the host in one copy.
+        # Results, filled in as trajectories are dropped; all as doubles, so that one copy brings them to the host.
         self._u_end, self._outcomes = self._home.copy(u0), self._home.full((4, batch.size), 0.0, float)
         self._saved: Array = None
         if settings.saveat is not None:
-            shape = batch.size, settings.saveat.shape[-1] + 1, len(u0)  # the last place is for what nobody asked for
+            shape = batch.size, settings.saveat.shape[-1] + 1, len(u0)  # the last slot is for values that aren't requested
             self._saved = self._home.full(shape, np.nan, u0.dtype)
 
     def run(self) -> None:
@@ -75,7 +74,7 @@ class DeviceWorkingSet(Turns):
         self._tell(int(np.count_nonzero(self._batch.start == self._batch.end)))
         while self._alive:
             self._take_turn()
-            # Columns of ended trajectories cost as much as others: they go when they are the half of all.
+            # Columns of ended trajectories cost as much as others: they are dropped when they are half of all.
             if 2 * self._alive <= len(self.ids) and self._alive:
                 self._drop()
         self._leave_all()
@@ -108,7 +107,7 @@ class DeviceWorkingSet(Turns):
         self._begin()
 
     def _drop(self) -> None:
-        """Take the results of all, and go on with those that still move."""
+        """Store the results of all columns, and continue with those that still move."""
         self._leave_all()
         keep, varies = np.flatnonzero(self.live), self._batch.p.varies
         for name in (
@@ -123,7 +122,7 @@ class DeviceWorkingSet(Turns):
         self._begin()
 
     def _begin(self) -> None:
-        """Show a new working set to those who look at steps."""
+        """Pass a new working set to the objects that inspect steps."""
         if self._watch is not None:
             self._watch.enter(self.u, self._p, self.t if self._sign is None else self.t * self._sign)
         if self._record is not None:
@@ -132,7 +131,7 @@ class DeviceWorkingSet(Turns):
     # ---- one turn
 
     def _settle(self, accepted: Array, h: Array, t_new: Array) -> None:
-        """Take the steps that are accepted, and let go of what ends by them."""
+        """Take the accepted steps, and end the trajectories that they complete."""
         stages = self._stages
         step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
         crossed = [] if self._watch is None else self._watch.crossed(step, self._p)
@@ -145,7 +144,7 @@ class DeviceWorkingSet(Turns):
             found = self._watch.located(step, columns, self._watch.pairs)  # type: ignore[union-attr]
             located, ended = found.located, found.ended
             if ended is not None:
-                # Once more, with steps cut short, and a second look.
+                # Once more, with steps cut short, and a second copy to the host.
                 reached = step.t + np.where(ended, found.part, 0.0) * (step.t_new - step.t)
                 step = step._replace(t_new=np.where(ended, reached, step.t_new), new=found.states)
                 self.live, self.end, self.h, self.idle, self._code, self._tries = before
@@ -163,7 +162,7 @@ class DeviceWorkingSet(Turns):
         self._tell(self._alive - alive)
 
     def _advance(self, step: Step, terminated: Array | None) -> None:
-        """Take the steps that are accepted, and set codes of what ends."""
+        """Take the accepted steps, and set the codes of ended trajectories."""
         accepted = step.accepted
         self.t, self.u = np.where(accepted, step.t_new, step.t), np.where(accepted, step.new, step.u)
         self.number, self._stages.first = step.number + accepted, self._stages.following(accepted)
@@ -175,21 +174,21 @@ class DeviceWorkingSet(Turns):
         self._fail(accepted)
 
     def _some_are_small(self) -> bool:
-        return True  # to look would be to wait
+        return True  # reading it would wait for the device
 
     def _end(self, mask: Array, code: ReturnCode) -> None:
-        """Let go of the trajectories of a mask."""
+        """End the trajectories of a mask."""
         self.live, self._code = self.live & ~mask, np.where(mask, code.code, self._code)
-        # So the next steps are of length zero, and what they propose is never the smallest of all.
+        # So their next steps have length zero, and their proposed sizes are never the smallest of all.
         self.end, self._tries = np.where(mask, self.t, self.end), np.where(mask, self._turn, self._tries)
         self.h, self.idle = (np.where(mask, 1.0, x) for x in (self.h, self.idle))
 
     def _look(self, step: Step, crossed: list[Array]) -> tuple[int, int, Any, list[int]]:
-        """Return what the host learns of a turn: how many still move, of how many saved times most, and of events.
+        """Return the numbers that the host reads in a turn.
+"""Return the numbers that the host reads in a turn.
 
-        It is how many still move; how many saved times lie in the longest step; how many in each, on the device; and how
-        many columns met each event.
-        """
+They count the trajectories that still move; the saved times in the longest step; those in each step, on the device; and
+the columns that met each event.
         numbers, count = [np.sum(self.live)], None
         if self._looks:
             count = np.where(step.accepted, self._saves.passed(self.ids, self.t) - self._place, 0)
@@ -210,7 +209,7 @@ class DeviceWorkingSet(Turns):
     # ---- results
 
     def _leave_all(self) -> None:
-        """Take the results of all columns, for good or until they move on."""
+        """Store the results of all columns, finally or until they change."""
         self._u_end[:, self.ids] = self.u
         outcomes = self.t, self._code, self.number, self._tries
         self._outcomes[:, self.ids] = np.stack([outcome.astype(float) for outcome in outcomes])

@@ -1,9 +1,9 @@
 """The lines of CUDA kernels that look for events, and those that go back through them.
 
-A thread finds its trajectory's events as lanes do (`step_text`), and writes each into one table for all, in whatever order
-threads come. There a trajectory's events are a chain: each says which was before it, and `heads` which was the last. On the
-way back a thread follows its chain, and gives what the results gain with an event's time to the state there and to the
-parameters, as `crossing` does.
+A thread finds its trajectory's events as lanes do (`step_text`), and writes each into one table for all, in arbitrary order
+of the threads. The events of a trajectory form a linked list in it: each refers to the previous one, and `heads` to the
+last. In the reverse sweep a thread follows its list, and adds the cotangent of an event's time to those of the state there
+and of the parameters, as `crossing` does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.kernel_template import filled
 from mpiad.ensemble.compiled.step_text import Steps
 
-# Of the table: the trajectory, which event, in which of its steps (from 0), the part of the step that is gone there, and
-# when; then the row of the event before.
+# Of the table: the trajectory, the event, its step (from 0), the part of the step before the event, and its time; then the
+# row of the previous event.
 ROWS = 6
 
 # Finds the events of a step, and cuts it short at the first terminal one.
@@ -61,7 +61,7 @@ if (crossed{e}) {
 }
 """
 
-# The events of a step, between its stages and the way back through them.
+# The events of a step, between its stages and the reverse sweep through them.
 _CROSSED = """
 when moves: real {rate_at_end};
 while (row >= 0 && (long long)rows[2 * room + row] == step) {
@@ -99,7 +99,7 @@ if (event == {e}) {
 
 
 def search_names(form: Form, steps: Steps) -> dict[str, Any]:
-    """Return what the forward kernel's template names of events, beside what steps are made of."""
+    """Return the names of the forward kernel's template for events, in addition to those for steps."""
     events, terminal = range(len(form.events)), [ends for ends, _ in form.events]
     names: dict[str, Any] = {"declared": "", "found": [], "conditions": []}
     if not events:
@@ -125,7 +125,7 @@ def search_names(form: Form, steps: Steps) -> dict[str, Any]:
 
 
 def crossing_names(form: Form, steps: Steps) -> dict[str, Any]:
-    """Return what the reverse kernel's template names of events."""
+    """Return the names of the reverse kernel's template for events."""
     if not form.events:
         return {"declared": "", "crossed": []}
     d, h, last, lines = form.d, steps.h, [], ["x = rows[3 * room + row]"]

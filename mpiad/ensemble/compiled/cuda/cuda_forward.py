@@ -13,10 +13,10 @@ from mpiad.ensemble.compiled.rosenbrock_text import steps_of
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.controller import PIController
 
-# What stands before the functions of both kernels.
+# The text before the functions of both kernels.
 
 
-# NVRTC has no headers; a compiler for CPUs runs through the trajectories in a loop.
+# NVRTC has no headers; a compiler for CPUs loops over the trajectories.
 _PRELUDE = """
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define KERNEL extern "C" __global__ void
@@ -74,7 +74,7 @@ INLINE double due_at(
 
 
 def prelude(form: Form) -> str:
-    """Return a state's type, and what C lacks."""
+    """Return definitions of a state's type, and of functions that C lacks."""
     return "\n".join(filled(_PRELUDE, {"real": "float" if form.single else "double"}))
 
 
@@ -205,9 +205,9 @@ KERNEL forward(
 
 
 def cuda_forward_text(form: Form) -> str:
-    """Return the text of `forward`, which calls `f`, and `df0`, `df1`, ... along directions."""
+    """Return the text of `forward`, which calls `f`, and its tangents `df0`, `df1`, ...."""
     steps = steps_of(form, fused=False)
-    scope: set[str] = set()  # what the body of the loop over steps declares
+    scope: set[str] = set()  # variables that the body of the loop over steps declares
     return "\n".join(filled(_KERNEL, {
         **names_of(form, steps), **search_names(form, steps),
         "k0": ", ".join(steps.state("k0")), "unit_tangents": _unit_tangents(form, steps),
@@ -219,7 +219,7 @@ def cuda_forward_text(form: Form) -> str:
 
 
 def _factor(form: Form, steps: Steps) -> list[str]:
-    """Return lines on the factor of the next step."""
+    """Return lines for the factor of the next step."""
 
     def power(x: str, exponent: str, out: str) -> list[str]:
         if x == "q2" and not isinstance(form.controller, PIController):

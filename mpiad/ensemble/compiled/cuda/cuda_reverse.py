@@ -1,7 +1,8 @@
 """The text of the reverse kernel: in each thread the adjoint of one trajectory's accepted steps.
 
-See `transposed_step`: the stages are computed again from the state before the step, and cotangents go back through them.
-What all trajectories share gets a column of its own from each, so that the sum doesn't depend on who comes first.
+See `transposed_step`: the stages are recomputed from the state before the step, and cotangents are pulled back through
+them. Each trajectory writes its contribution to shared parameters to a column of its own, so that the order of the sum is
+fixed.
 """
 
 from __future__ import annotations
@@ -99,21 +100,21 @@ def cuda_reverse_text(form: Form) -> str:
     """Return the text of `reverse`, which calls `f` and its adjoint `g`."""
     steps, last = steps_of(form, fused=False), form.stages
     new = steps.state(f"z{last}")
-    scope = {*new, *steps.state("total")}  # what the body of the loop over steps declares
+    scope = {*new, *steps.state("total")}  # variables that the body of the loop over steps declares
     names = {
         **names_of(form, steps), **crossing_names(form, steps), "new": ", ".join(new),
         "weights": c_lines(["x = (due - now) / size", *steps.weights()]),
         "stages": c_lines(steps.again(), scope), "pulled_last": [],
     }  # fmt: skip
     if last in steps.pulled_stages:
-        # The stage at the new state counts only where a state inside of this step was saved.
+        # The stage at the new state contributes only if a state inside this step was saved.
         names["pulled_last"] = ["if (met) {", *indented(_pulled(form, steps, last, set(scope))), "}"]
     names["pulled"] = [line for i in reversed(steps.pulled_stages) if i < last for line in _pulled(form, steps, i, scope)]
     return "\n".join(filled(_KERNEL, names))
 
 
 def _pulled(form: Form, steps: Steps, i: int, scope: set[str]) -> list[str]:
-    """Return how the cotangent of stage i goes back to its argument, and to the parameters."""
+    """Return lines that pull the cotangent of stage i back to its argument, and to the parameters."""
     made = c_lines(steps.pulled(i, lambda c: f"arrival{i}_{c}"), scope)
     sums = numbered("own", form.wanted_varying) + numbered("common", form.wanted_shared)
     return made + [f"{name} += e{j};" for j, name in enumerate(sums)]

@@ -1,7 +1,7 @@
 """The derivatives of a solve by a kernel on a GPU: see `solve_operator`.
 
-Where the arguments live on the host, so do the results and their cotangents: each travels once. Derivatives are taken once;
-those of a gradient need `EnsembleVectorized`.
+If the arguments are on the host, so are the results and their cotangents: each is copied once. Only first derivatives are
+available; those of a gradient need `EnsembleVectorized`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 class Solved:
-    """A solve and where its results live.
+    """A solve and the location of its results.
 
-    - `carried`: along which the results carried tangents.
+    - `carried`: directions in which the results carry tangents.
     - `by_tangent`: whether a gradient is computed by tangents.
-    - `on_host`: whether results live on the host.
+    - `on_host`: whether results are on the host.
     """
 
     def __init__(self, solver: Solver, results: DeviceResults, carried: Directions, by_tangent: bool, on_host: bool):
@@ -40,7 +40,7 @@ class Solved:
 
     @property
     def vector(self) -> Array:
-        """All results as one vector: states, and behind them the times at which trajectories ended, and those of events."""
+        """All results as one vector: states, followed by the times at which trajectories ended, and those of events."""
         results = self.results
         if not self.timed:
             return self._out(results.vector)
@@ -61,7 +61,7 @@ class Solved:
         return [part for part in self.solver.traced.packing.parts if part.place + LEAVES in argnums]
 
     def _tangents(self, wanted: Directions) -> list[tuple[Directions, DeviceResults]]:
-        """Return runs that carry tangents, with the directions of each; more than a few take several."""
+        """Return runs with tangents, with the directions of each; more than a few directions take several runs."""
         if wanted and set(wanted) <= set(self.carried):
             return [(self.carried, self.results)]
         groups = [wanted[i : i + FEW] for i in range(0, len(wanted), FEW)]
@@ -80,12 +80,12 @@ class Solved:
             return {k: row.reshape(np.shape(args[k])) for k, row in home.items()}
 
     def _parted(self, bar: Array) -> tuple[Array, list[Array]]:
-        """Return the cotangents of the states, and on the device those of times, of one of all results."""
+        """Split the cotangent of all results into those of the states and, on the device, those of times."""
         if not self.timed:
             return bar, []
         count, arrays = self.solver.count, self.solver.arrays
         end = bar.size - count - self.results.found_events
-        # Of what wasn't reached states are NaN, and so may their cotangents be.
+        # States that weren't reached are NaN, and so may their cotangents be.
         return bar[:end], [placed(arrays, part, float) for part in (bar[end : end + count], bar[end + count :])]
 
     def _adjoint(self, argnums: Sequence[int], bar: Array, times: Sequence[Array]) -> dict[int, Array]:
@@ -108,7 +108,7 @@ class Solved:
                 row = np.sum(results.du_end[k] * end_bar, axis=0)
                 if saved_bar.size:
                     row = row + np.sum(results.dsaved[k] * saved_bar, axis=(0, 1))
-                # By a choice, not by a factor of zero: a tangent of what failed may be NaN.
+                # By a selection, not by a factor of zero: tangents of failed trajectories may be NaN.
                 found[direction] = np.where(came_through(results.codes), row, 0)
         rows = {U0: [found["u", c] for c in range(self.solver.d)]} if U0 in argnums else {}
         for part in self._parts(argnums):
@@ -134,7 +134,7 @@ class Solved:
             return self._out(total)
 
     def _along(self, tangents: Mapping[int, Any]) -> dict[tuple[str, int], Array]:
-        """Return by how much each direction is gone: one number for all trajectories, or a row."""
+        """Return the coefficients of the directions: one number for all trajectories, or a row."""
         rows = {k: self._place(g) for k, g in tangents.items()}
         found = {("u", c): rows[U0][c] for c in range(self.solver.d)} if U0 in rows else {}
         for part in self._parts(tuple(rows)):
@@ -153,12 +153,12 @@ class Solved:
 
 
 def results_of(solved: Solved, given: Batch) -> list[Array]:
-    """Return the results as functions of what is traced in `given`.
+    """Return the results as functions of the traced values in `given`.
 
-    They are saved states, (N, n_saved, d), and last ones, (N, d); with events and where something is traced when
-    trajectories ended, (N,), and when all events were, in the order of the table's rows, on the host.
+    These are saved states, (N, n_saved, d), and last ones, (N, d); with events and traced values also the times at which
+    trajectories ended, (N,), and those of all events, in the order of the table's rows, on the host.
     """
-    # Nobody differentiates by what isn't traced, and times would make a second array of all states.
+    # Without traced values no derivatives are needed, and times would make a second array of all states.
     solved.timed = solved.timed and given.traced
     vector = solve_operator(given.u0, given.start, given.end, NO_TIMES, *given.p.leaves, solved=solved)
     solver, n_saved = solved.solver, solved.solver.inputs.n_saved

@@ -1,4 +1,4 @@
-"""A batch as the kernels take it, rows of numbers on a device; and a few trajectories on the host that stand for it."""
+"""A batch as arguments of the kernels, rows of numbers on a device; and a few sample trajectories on the host."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _COLUMNS = 5
 
 
 class Inputs(NamedTuple):
-    """Arguments that all kernels of a solve have, in their order; the forward kernel alone has those from `u0` on.
+    """Arguments that all kernels of a solve have, in their order; only the forward kernel has those from `u0` on.
 
-    What is the same for all trajectories is one column, and its stride along the trajectories is zero.
+    An array that is the same for all trajectories is one column, and its stride along the trajectories is zero.
     """
 
     # `p`, `s`: shapes (varying, n), (shared,).
@@ -71,12 +71,12 @@ def inputs_of(arrays: ArrayModule, batch: Batch, settings: Settings, traced: Tra
 
 
 def _is_alike(x: Array) -> bool:
-    """Return whether an array on the host has one column for all trajectories."""
+    """Return whether an array is on the host and has one column for all trajectories."""
     return not is_device_array(x) and x.size > 0 and x.strides[-1] == 0
 
 
 def _copied_together(arrays: ArrayModule, parts: list[np.ndarray]) -> list[Array]:
-    """Return arrays of the host on the device, by one copy of all."""
+    """Copy host arrays to the device in one transfer."""
     starts = [0, *accumulate(-(-part.nbytes // 8) * 8 for part in parts)]  # each is a multiple of eight bytes
     buffer = np.zeros(starts[-1], np.uint8)
     for part, start in zip(parts, starts):
@@ -86,7 +86,7 @@ def _copied_together(arrays: ArrayModule, parts: list[np.ndarray]) -> list[Array
 
 
 def placed(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
-    """Return an array on the device, contiguous and of a dtype: itself where it is so already."""
+    """Return an array on the device, contiguous and of a dtype: itself if it is so already."""
     if not is_device_array(x):
         return arrays.to_device(np.ascontiguousarray(x, dtype))
     return arrays.contiguous(x if x.dtype == dtype else x.astype(dtype))
@@ -94,7 +94,7 @@ def placed(arrays: ArrayModule, x: Array, dtype: DTypeLike) -> Array:
 
 def _rows(arrays: ArrayModule, leaf: Array, count: int, dtype: DTypeLike) -> Array:
     leaf = leaf if is_device_array(leaf) else np.asarray(leaf)
-    # The number of rows is said, or it couldn't be told without trajectories.
+    # The number of rows is given, since it can't be inferred without trajectories.
     rows = int(np.prod(leaf.shape[:-1], dtype=int))
     return placed(arrays, leaf, dtype).reshape(rows, count)
 
@@ -109,7 +109,7 @@ def _together(arrays: ArrayModule, parts: list[Array], empty: tuple[int, ...], d
 def sample_batch(batch: Batch) -> Batch:
     """Return a batch of host arrays with the same f and the same shapes, of a few trajectories.
 
-    What all trajectories share is taken as it is where it lives on the host.
+    Parameters that all trajectories share are passed unchanged if they are on the host.
     """
     leaves = [_leaf(leaf, varies) for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
     times = [np.full(_COLUMNS, x[0] if len(x) else value) for x, value in ((batch.start, 0.0), (batch.end, 1.0))]
@@ -124,10 +124,10 @@ def _leaf(leaf: Array, varies: bool) -> Any:
     shape = (*leaf.shape[:-1], _COLUMNS) if varies else leaf.shape
     if leaf.dtype.kind in "fc":
         return _made_up(shape, leaf.dtype)
-    # By integers f may count and choose, so they must be the true ones: those of the first trajectories, again and again.
+    # f may count and branch on integers, so they must be the true ones: those of the first trajectories, repeated.
     return np.resize((leaf if arrays is None else arrays.to_host(leaf)).T, shape[::-1]).T
 
 
 def _made_up(shape: Shape, dtype: DTypeLike) -> Array:
-    """Return numbers between a half and three halves, none like another."""
+    """Return distinct numbers between 0.5 and 1.5."""
     return (1 + 0.5 * np.sin(1 + 2.3 * np.arange(int(np.prod(shape, dtype=int))))).reshape(shape).astype(dtype)

@@ -32,22 +32,22 @@ from mpiad.ensemble.trial import try_once
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.device_kernels import DeviceKernel
 
-# Of each thread. A step then moves about as much memory for what didn't fit into registers as arrays would move.
+# Per thread. With more, a step moves about as much memory for spilled registers as arrays would.
 MOST_LOCAL_BYTES = 8192
 
 
 class DeviceSolution(EnsembleSolution):
-    """The solutions of an ensemble by a kernel, whose states live on a device, or came from there.
+    """The solutions of an ensemble by a kernel, whose states are on a device, or were copied from one.
 
-    As `EnsembleSolution`; return codes, times, counts and events are copied to the host when they are asked for, each once.
-    `failed`: how many failed, the one number that each solve brings to the host.
+    As `EnsembleSolution`; return codes, times, counts and events are copied to the host when they are first read.
+    `failed`: number of failed trajectories, the only number that each solve copies to the host.
     """
 
     failed: int
 
     @property
     def all_succeeded(self) -> bool:
-        """Whether it is known, without a look at any trajectory, that all reached their ends."""
+        """Whether it is known, without reading any trajectory, that all reached their ends."""
         return self.__dict__.get("failed") == 0
 
     def _surviving(self) -> Array:
@@ -57,11 +57,11 @@ class DeviceSolution(EnsembleSolution):
 def solved_on_gpu(
     compiler: Compiler, given: Batch, batch: Batch, settings: Settings, by_arrays: Callable[..., EnsembleSolution]
 ) -> EnsembleSolution:
-    """Solve all trajectories of a batch: by a kernel where that can be, else by arrays where they live.
+    """Solve all trajectories of a batch: by a kernel if possible, otherwise by arrays on their device.
 
-    In `given` some values may be traced; `batch` is the same as plain arrays, on a device or on the host. By arrays it is
-    ``by_arrays(given, batch, settings)`` that solves. An ImportError or RuntimeError without CuPy, or without a GPU; a
-    NotImplementedError for what Rosenbrock methods don't have there.
+    In `given` some values may be traced; `batch` is the same as plain arrays, on a device or on the host. Arrays are solved
+    by ``by_arrays(given, batch, settings)``. Raises ImportError or RuntimeError without CuPy, or without a GPU;
+    NotImplementedError for unsupported settings of Rosenbrock methods.
     """
     on_host = not is_on_device(batch)
     check_implicit(batch, settings, on_device=not on_host)
@@ -79,7 +79,7 @@ def solved_on_gpu(
 
 
 def _moved(given: Batch, arrays: ArrayModule) -> Batch:
-    """Return a batch, traced or not, whose arrays live on a device."""
+    """Return a batch, traced or not, with its arrays on a device."""
     leaves = [array_to_device(leaf, arrays) if anp.ndim(leaf) else leaf for leaf in given.p.leaves]
     return given._replace(u0=array_to_device(given.u0, arrays), p=given.p._replace(leaves=leaves))
 
@@ -94,7 +94,7 @@ def _by_kernel(
     solver = Solver(compiler.backend, arrays, traced, batch, settings, compiler.kernels)
     by_tangents = given.traced and not settings.events and not settings.alg.tableau.implicit
     directions = traced.carried(given, settings.gradient) if by_tangents else ()
-    carried = directions if len(directions) <= FEW else ()  # more are carried later, a few at a time
+    carried = directions if len(directions) <= FEW else ()  # more are propagated later, a few at a time
     if carried and settings.gradient is None and not is_small(solver.kernel(carried)):
         directions = carried = ()  # the adjoint's kernels are smaller
     if not fits(solver.kernel(carried), batch, compiler):
@@ -113,8 +113,8 @@ def _by_kernel(
 
 
 def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dict[str, Callable[[], Any]]:
-    """Return what makes the fields of a solution that are copied to the host when they are asked for."""
-    # Of the results only what they are made of: states would keep their memory until events are read.
+    """Return functions that create the fields of a solution that are copied to the host when they are first read."""
+    # They refer only to the results that they need: states would keep their memory until events are read.
     results, arrays, alg, given = solved.results, solved.solver.arrays, settings.alg, settings.dt is not None
     codes, reached, counts = results.codes, results.t_reached, (results.naccept, results.nreject)
     rows = None if results.rows is None else results.rows[:5, : results.found_events]
@@ -130,7 +130,7 @@ def _deferred(solved: Solved, settings: Settings, times: Sequence[Array]) -> dic
 
 
 def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Event], times: Sequence[Array]) -> dict:
-    """Return the events of all trajectories, with times that are traced where derivatives are wanted."""
+    """Return the events of all trajectories, with traced times if derivatives are needed."""
     if not rows.size:
         return {}
     table = arrays.to_host(arrays.contiguous(rows))
@@ -143,15 +143,15 @@ def _events(arrays: ArrayModule, codes: Array, rows: Array, asked: Sequence[Even
 
 
 def _shaped(x: Array, shape: Shape) -> Array:
-    """Return states, along the last axis, in their shape; what is one row stays the view that it is."""
+    """Return states, along the last axis, in their shape; vectors are returned unchanged, as views."""
     return x if len(shape) == 1 else anp.reshape(x, (*x.shape[:-1], *shape))
 
 
 def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Settings) -> TracedProblem | None:
-    """Return what is compiled; None, and one line in the log, where arrays solve the ensemble.
+    """Return the problem to compile; None, with one line in the log, if arrays solve the ensemble.
 
     In `given` some values may be traced; `batch` is the same as plain arrays, on a device or on the host. With
-    ``compile=True`` a TypeError or ValueError if it can't be compiled.
+    ``compile=True`` raises TypeError or ValueError if it can't be compiled.
     """
     if compiler.compile is False:
         return None
@@ -204,12 +204,12 @@ def _traces(given: Batch) -> set[int]:
 
 
 def is_small(kernel: DeviceKernel) -> bool:
-    """Tell whether what a kernel keeps beside its registers is little enough."""
+    """Return whether a kernel needs little memory in addition to its registers."""
     return kernel.local_bytes <= MOST_LOCAL_BYTES
 
 
 def fits(kernel: DeviceKernel, batch: Batch, compiler: Compiler) -> bool:
-    """Tell whether a kernel is small enough, or must be taken; where it isn't, the log says so."""
+    """Return whether a kernel is small enough, or required by the settings; if it is too large, log a warning."""
     must = compiler.compile is True
     if is_small(kernel):
         return True

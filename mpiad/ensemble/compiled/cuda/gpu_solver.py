@@ -1,8 +1,8 @@
-"""A batch on a device, and the runs of its kernels: solves, tangents, and the way back over the steps.
+"""A batch on a device, and the runs of its kernels: solves, tangents, and the reverse sweep over the steps.
 
-The forward kernel keeps nothing for the way back. Where an adjoint is wanted, it runs once more, share by share, and writes
-down the steps for which the first run has counted out the room; the reverse kernel follows. So device memory is taken for
-one share's steps, and only during a backward pass. Both runs are of the same machine code, so they take the same steps.
+The forward kernel keeps no record for the reverse sweep. For an adjoint, it runs once more, share by share, and records the
+steps in memory whose size the first run has determined; the reverse kernel follows. So device memory is used for the steps
+of one share, and only during a backward pass. Both runs use the same machine code, so they take the same steps.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.device_kernels import DeviceKernel, Launcher, launcher_of
 
-# Which trajectories go back over their steps together: as many as there is device memory for.
+# The trajectories that go back over their steps together: as many as device memory allows.
 
 
-# So many numbers come to the host, whatever the ensemble's size.
+# Number of values that are copied to the host, for ensembles of all sizes.
 _BLOCKS = 4096
 
 
@@ -43,7 +43,7 @@ class Share(NamedTuple):
 
 
 def longest_of_blocks(arrays: ArrayModule, naccept: Array) -> tuple[int, Array]:
-    """Return how many trajectories a block has, and on the host the most steps of any in each block."""
+    """Return the number of trajectories in a block, and on the host the largest number of steps of each block."""
     n = len(naccept)
     size = -(-n // _BLOCKS)
     whole = n // size * size
@@ -54,10 +54,10 @@ def longest_of_blocks(arrays: ArrayModule, naccept: Array) -> tuple[int, Array]:
 
 
 def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, budget: int) -> list[Share]:
-    """Return shares of `count` trajectories, in order, whose steps fit into a budget.
+    """Divide `count` trajectories, in order, into shares whose steps fit into a budget.
 
-    Blocks have so many trajectories, of which the longest has so many steps. A MemoryError where those of one trajectory
-    alone don't fit.
+    Blocks have `size` trajectories, and `longest` holds the largest number of steps per block. Raises MemoryError if the
+    steps of one trajectory alone don't fit.
     """
     needed = int(longest.max(initial=0)) * bytes_per_step
     if needed > budget:
@@ -78,7 +78,7 @@ def shares_within(size: int, longest: Array, count: int, bytes_per_step: int, bu
     return made
 
 
-# Rows of events for which there is room at first, beside those that are to be expected.
+# Initial number of rows of events, in addition to the expected ones.
 _ROWS = 1024
 Directions = tuple[tuple[str, int], ...]
 _log = logging.getLogger("mpiad")
@@ -88,7 +88,7 @@ _known: dict[tuple[Any, ...], DeviceKernel] = {}
 
 
 class DeviceResults(NamedTuple):
-    """What a solve leaves on the device."""
+    """The results of a solve on the device."""
 
     vector: Array  # shape ((n_saved + 1) * d * n,); saved states, of shape (n_saved, d, n), and last ones, (d, n)
     # `t_reached`, `codes`, `naccept`, `nreject`: shape (n,).
@@ -96,17 +96,17 @@ class DeviceResults(NamedTuple):
     codes: Array
     naccept: Array
     nreject: Array
-    # `du_end`, `dsaved`: shapes (m, d, n), (m, n_saved, d, n); tangents along the m directions that were carried.
+    # `du_end`, `dsaved`: shapes (m, d, n), (m, n_saved, d, n); tangents in the m directions that were propagated.
     du_end: Array
     dsaved: Array
-    failed: Array  # shape (1,); how many trajectories failed
-    rows: Any = None  # shape (6, room); what happened, row by row: see `cuda_events`; None without events
-    heads: Any = None  # shape (n,); of each trajectory the row of its last event, -1 without one
-    found_events: int = 0  # how many rows there are
+    failed: Array  # shape (1,); number of failed trajectories
+    rows: Any = None  # shape (6, room); the table of events: see `cuda_events`; None without events
+    heads: Any = None  # shape (n,); per trajectory the row of its last event, -1 without one
+    found_events: int = 0  # number of rows
 
 
 class InputCotangents(NamedTuple):
-    """Cotangents, row by row: u0 (d, n), each trajectory's parameters (rows, n), those that all share (rows,)."""
+    """Cotangents, row by row: u0 (d, n), parameters per trajectory (rows, n), shared parameters (rows,)."""
 
     u0: Array
     p: Array
@@ -118,7 +118,7 @@ class Solver:
 
     - `arrays`: of the device.
     - `batch`: of plain arrays, on the host or on the device.
-    - `kernels`: by their names, forward and reverse, the texts of those that this solve has used: noted here.
+    - `kernels`: the texts of the kernels that this solve has used, by their names, forward and reverse; filled in here.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Solver:
     # ---- forward
 
     def kernel(self, directions: Directions = ()) -> DeviceKernel:
-        """Return the forward kernel that carries tangents along these directions."""
+        """Return the forward kernel with tangents in these directions."""
         if directions not in self._forward_kernels:
             self._forward_kernels[directions] = self._loaded("forward", self.form._replace(directions=directions))
         return self._forward_kernels[directions]
@@ -154,14 +154,14 @@ class Solver:
             happened = int(self.arrays.to_host(counter)[0])
             if happened <= room:
                 return results._replace(rows=table[0], heads=table[3], found_events=happened)
-            room = happened  # all over again, with room for all
+            room = happened  # repeated, with rows for all events
 
     def _most_events(self) -> int:
-        """Return for how many events there is room at first: two of each kind on the way of a trajectory."""
+        """Return the initial capacity for events: two of each kind per trajectory."""
         return _ROWS + self.count * sum(1 if terminal else 2 for terminal, _ in self.form.events)
 
     def _table(self, room: int) -> tuple[tuple[Any, ...], Any]:
-        """Return the forward kernel's arguments on events, and among them the counter."""
+        """Return the forward kernel's arguments for events, and among them the counter."""
         if not self.form.events:
             return (), None
         counter, heads = (self.arrays.full((n,), value, np.int64) for n, value in ((1, 0), (self.count, -1)))
@@ -186,13 +186,13 @@ class Solver:
     ) -> None:
         settings, rtol = self.settings, self.real.type(self.settings.rtol)
         scalars = (0.0 if settings.dt is None else float(settings.dt), float(settings.dtmax), int(settings.max_steps))
-        # Without arrays for results no saved time is looked up.
+        # Without arrays for results saved times aren't looked up.
         given = self.inputs if results[0] is not None else self.inputs._replace(n_saved=0)
         self._launch(
             self.kernel(directions), share, *given, rtol, *scalars, *results, *steps, share.capacity, *table,
         )  # fmt: skip
 
-    # ---- back
+    # ---- reverse
 
     def pulled(
         self, results: DeviceResults, vector_bar: Array, wanted: tuple[int, ...], times: Sequence[Array] = ()
@@ -228,7 +228,7 @@ class Solver:
             return []
         size, longest = longest_of_blocks(self.arrays, results.naccept)
         budget = self._gpu.tape_bytes or self._launcher.free_bytes() // 2
-        # Of each step the state, and two doubles for its time and size.
+        # Per step the state, and two doubles for its time and size.
         return shares_within(size, longest, self.count, self.d * self.real.itemsize + 16, budget)
 
     def _room(self, shares: list[Share]) -> tuple[Array, Array]:
@@ -253,9 +253,9 @@ class Solver:
 
 
 def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -> DeviceKernel:
-    """Return the kernel "forward" or "reverse" of a text of CUDA C, compiled where this device doesn't have it yet."""
+    """Return the kernel "forward" or "reverse" of a text of CUDA C, compiled if this device doesn't have it yet."""
     key = launcher, name, options, text
-    # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
+    # Within the lock: a second thread waits for the first one's kernel instead of compiling it, too.
     with _lock:
         if key not in _known:
             started = time.perf_counter()
@@ -269,9 +269,9 @@ def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -
 
 
 def threads_per_block(count: int, multiprocessors: int) -> int:
-    """Return how many threads a block has: 128, fewer where two blocks wouldn't come to each multiprocessor.
+    """Return the number of threads in a block: 128, fewer if there would be less than two blocks per multiprocessor.
 
-    A block leaves when its longest trajectory has ended, so it isn't larger than what hides latency. Registers never limit
-    it: 256 threads may have the 255 that are the most there are.
+    A block occupies its resources until its longest trajectory has ended, so it is only large enough to hide latency.
+    Registers never limit it: 256 threads may have the maximum of 255 each.
     """
     return next((threads for threads in (128, 64) if count >= 2 * threads * multiprocessors), 32)
