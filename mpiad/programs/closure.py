@@ -213,7 +213,7 @@ class _Reader:
     def _function(self, value: FunctionType) -> None:
         module = value.__globals__.get("__name__", "")
         around = dict(zip(value.__code__.co_freevars, value.__closure__ or ()))
-        if module == "autograd.tracer":  # a primitive: NumPy's, or a function of the user's that it wraps
+        if module == "autograd.tracer":  # a primitive: of NumPy, or one that wraps a user's function
             for cell in around.values():
                 self.read(content_of(cell))
             return

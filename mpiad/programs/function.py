@@ -1,4 +1,4 @@
-"""`mpiad.jit`: a function, compiled for the shapes that it meets.
+"""`mpiad.jit`: a function, compiled for the shapes of its arguments.
 
 The first call for a signature runs the function on traced arrays (`recorder`) and compiles its operations to a program,
 which later calls replay. If the trace is given up, the function is run once more on plain arrays, with the results of the
@@ -253,7 +253,7 @@ class Jitted:
         self._asked: set[Any] = set()
         # Functions derived from it: its value and its tangent, a sequence of several calls of it.
         self._derived: dict[Any, Jitted] = {}
-        # Of the last call with tangents: objects that it read in addition to its arguments had no traced values.
+        # Of the last call with tangents, if its closure had no traced values.
         self._plain_closure: Watch | None = None
         # Traces that await their reverse pass, as long as it can be run.
         self._under_way: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()

@@ -200,7 +200,7 @@ class Recorder(NotedValues):
     """A trace in progress.
 
     - `open`: whether operations are still recorded.
-    - `reread`: whether its arrays may be met as constants after its end.
+    - `reread`: whether its arrays may be used as constants after its end.
     - `refused`: why the trace was given up.
     - `failed`: the exception that a communication has raised.
     - `log`: results of all communications and settled calls.

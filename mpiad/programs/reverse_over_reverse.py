@@ -56,8 +56,8 @@ _box_types = Box.types
 class By(NamedTuple):
     """The leaves of the arguments with respect to which a function is differentiated."""
 
-    inner: list[int]  # by its own reverse pass
-    outer: list[int]  # by the one of both
+    inner: list[int]  # in its own reverse pass
+    outer: list[int]  # in the reverse pass of both
     # 2 without a reverse pass of both, 3 with one for the cotangents alone, 4 with one for outer leaves, too.
     parts: int
 

@@ -2,7 +2,7 @@
 
 A `TracedArray` holds NumPy's own result together with its number in the program, so shapes, dtypes, errors and messages of
 the first call are those of the interpreted one, and code that can't be compiled loses nothing: the trace is given up, and
-the call goes on. To the rest of the library it is a kind of array like those on a device. All access to its values is
+the call continues. To the rest of the library it is a kind of array like those on a device. All access to its values is
 intercepted: branching on a value, or leaving NumPy's protocols, gives up the trace.
 """
 

@@ -1,4 +1,4 @@
-"""Accepted steps and events as kernels write them: one row each, in the order in which lanes took or met them.
+"""Accepted steps and events as kernels write them: one row each, in the order in which lanes produced them.
 
 The memory of records is reused by the next solve. The system provides fresh memory page by page, which takes longer than
 the solve that writes to it, and a training loop records the same ensemble repeatedly.

@@ -157,7 +157,7 @@ class KernelStops:
     """The conditions whose roots ended steps of a run with events that act, linearized for the reverse kernel.
 
     With λ the cotangent of the state there and σ that of its time, the part x of the step moves by
-    -(h σ + λ·U') / (g_u U' + g_t h), as in `event_adjoint`. This factor times g_u, g_t and g_p is added to the cotangents of
+    -(h σ + λ·U') / (g_u U' + g_t h), as in `event_adjoint`. This times g_u, g_t and g_p is added to the cotangents of
     the state, the time and the parameters.
 
     - `places`: of the leaves to differentiate with respect to.

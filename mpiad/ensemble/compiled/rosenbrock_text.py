@@ -25,8 +25,8 @@ class WrittenLU:
     """The factors as scalars; after factorization, the diagonal holds its reciprocals.
 
     Structural zeros aren't computed, and unknowns are eliminated in an order that preserves many of them: next is always
-    the one that takes the fewest operations. Rows are exchanged by selections: each row below that may have the larger entry
-    is compared with that on the diagonal, one after the other. An exchange fills both rows.
+    the one that takes the fewest operations. Rows are exchanged by selections: each row below that may have a larger entry
+    is compared with the pivot row, one after the other. An exchange fills both rows.
 
     `places`: of the entries that may be nonzero, including the diagonal.
     """

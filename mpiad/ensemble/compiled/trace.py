@@ -122,9 +122,9 @@ def _columns(batch: Batch) -> tuple[Array, Array, Array]:
     ids = np.resize(np.arange(batch.size), _COLUMNS)
     u, t = batch.u0[:, ids], batch.start[ids].astype(real_dtype(batch.u0.dtype))
     if is_complex(u):
-        # Off the real axis, since on it a trace that has lost imaginary parts would be right: such as those of NumPy's object
         # Off the real axis, since on it a trace that has lost imaginary parts would be right: such as those of NumPy's
         # object arrays, which are zero for all objects.
+        u[:, 1:] += MOVED * (1 + np.abs(u[:, 1:])) * np.exp(1j * np.arange(u[:, 1:].size)).reshape(u[:, 1:].shape)
     u.flags.writeable = t.flags.writeable = False
     return ids, u, t
 

@@ -30,7 +30,7 @@ def run_of(batch: Batch, settings: Settings, outcome: Outcome) -> Run:
 class DeviceRun(Run):
     """A solve on a device and its closed record; arrays are on the device unless they are said to be on the host."""
 
-    few = 0  # by the adjoint, unless tangents are requested
+    few = 0  # gradients by the adjoint, unless tangents are requested
     keeps_tangents = False
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):

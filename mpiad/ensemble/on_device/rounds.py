@@ -30,7 +30,7 @@ from mpiad.transport.device_arrays import arrays_of
 def integrate(batch: Batch, settings: Settings) -> Outcome:
     """Solve all trajectories of a batch whose states are device arrays, start and end on the host.
 
-    In the outcome states and saved states are on the device; the rest is on the host, copied there at once at the end.
+    In the outcome states and saved states are on the device; the rest is on the host, copied there in one transfer.
     """
     pool = DeviceWorkingSet(batch, settings)
     with np.errstate(all="ignore"):
@@ -185,10 +185,10 @@ class DeviceWorkingSet(Turns):
 
     def _look(self, step: Step, crossed: list[Array]) -> tuple[int, int, Any, list[int]]:
         """Return the numbers that the host reads in a turn.
-"""Return the numbers that the host reads in a turn.
 
-They count the trajectories that still move; the saved times in the longest step; those in each step, on the device; and
-the columns that met each event.
+        They count the trajectories that still move; the saved times in the longest step; those in each, on the device; and
+        the columns that met each event.
+        """
         numbers, count = [np.sum(self.live)], None
         if self._looks:
             count = np.where(step.accepted, self._saves.passed(self.ids, self.t) - self._place, 0)

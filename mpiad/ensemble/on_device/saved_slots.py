@@ -48,7 +48,7 @@ class SaveTimes:
         self.initial = (times == start) | (start == end)
         at_end = (times == end) & ~self.initial
         self.looks = not (self.initial.all() if watched else (self.initial | at_end).all())
-        # If every step is examined, states at the end are saved with the last one.
+        # If every step is examined, states at the end are saved with the last step.
         self.final = at_end if not self.looks else np.zeros_like(at_end)
         self._rows: Array = None
         if self.looks:
