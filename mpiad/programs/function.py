@@ -253,7 +253,7 @@ class Jitted:
         self._asked: set[Any] = set()
         # Functions derived from it: its value and its tangent, a sequence of several calls of it.
         self._derived: dict[Any, Jitted] = {}
-        # Of the last call with tangents, if its closure had no traced values.
+        # The watch of the last call with tangents, if its closure had no traced values.
         self._plain_closure: Watch | None = None
         # Traces that await their reverse pass, as long as it can be run.
         self._under_way: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()

@@ -58,7 +58,7 @@ def raise_changed(made: Any, node: Node, log: list[Any] | None = None) -> None:
 
 
 def is_looked_at(schedule: Schedule, at: int) -> bool:
-    """Return whether a communication may give a result of another kind than in the trace."""
+    """Return whether the result of a communication must be compared with that of the trace."""
     step = schedule.steps[at]
     if isinstance(step, Loop) or step.in_place:
         return False
@@ -66,7 +66,7 @@ def is_looked_at(schedule: Schedule, at: int) -> bool:
     if node.kind != "communicate" or node.data.kind in ("settle", "opaque"):
         return node.kind == "communicate"
     fun = node.data.fun
-    if isinstance(fun, Operation):  # of a broadcast array, ranks may know nothing before
+    if isinstance(fun, Operation):  # ranks may not know the shape of a broadcast array
         known = fun is not BCAST or node.data.args[1].spec is not None
     else:
         known = fun.in_place is not None or fun.alike

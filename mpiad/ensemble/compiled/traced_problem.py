@@ -193,7 +193,7 @@ def _program_of(batch: Batch, must: bool, warn: Warn) -> Program | None:
 
 
 def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
-    """Return whether a function, `name` in the log, has other operations in each solve, apart from its numbers."""
+    """Return whether a function, `name` in the log, has different operations in each solve, apart from its numbers."""
     known = _structures.setdefault(identity_of(f), set())
     known.add(program.structure)
     if len(known) <= _MOST_PROGRAMS:

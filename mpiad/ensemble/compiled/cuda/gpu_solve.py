@@ -59,8 +59,8 @@ def solved_on_gpu(
 ) -> EnsembleSolution:
     """Solve all trajectories of a batch: by a kernel if possible, otherwise by arrays on their device.
 
-    In `given` some values may be traced; `batch` is the same as plain arrays, on a device or on the host. Arrays are solved
-    by ``by_arrays(given, batch, settings)``. Raises ImportError or RuntimeError without CuPy, or without a GPU;
+    In `given` some values may be traced; `batch` is the same as plain arrays, on a device or on the host. Without a kernel
+    ``by_arrays(given, batch, settings)`` solves it. Raises ImportError or RuntimeError without CuPy, or without a GPU;
     NotImplementedError for unsupported settings of Rosenbrock methods.
     """
     on_host = not is_on_device(batch)

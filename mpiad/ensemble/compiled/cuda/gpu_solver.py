@@ -269,9 +269,9 @@ def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -
 
 
 def threads_per_block(count: int, multiprocessors: int) -> int:
-    """Return the number of threads in a block: 128, fewer if there would be less than two blocks per multiprocessor.
+    """Return the number of threads in a block: 128, fewer if there would be fewer than two blocks per multiprocessor.
 
     A block occupies its resources until its longest trajectory has ended, so it is only large enough to hide latency.
-    Registers never limit it: 256 threads may have the maximum of 255 each.
+    Registers never limit it: 256 threads may have the maximum of 255 registers each.
     """
     return next((threads for threads in (128, 64) if count >= 2 * threads * multiprocessors), 32)
