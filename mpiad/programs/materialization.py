@@ -99,7 +99,7 @@ class Materialization:
         return kept
 
     def _era(self, n: int) -> int:
-        """Return the index of the cut before which a node stands in the program."""
+        """Return the index of the first cut after a node."""
         return bisect(self.cuts, n)
 
     def _costs(self, forced: set[int]) -> tuple[dict[int, int], dict[int, int], set[int]]:

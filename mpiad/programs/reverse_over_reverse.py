@@ -124,7 +124,7 @@ def recorded(
 
 
 def _variable(tape: Any, x: Any) -> Any:
-    """Return a variable; a value that can't be one gets a place on the tape all the same."""
+    """Return a variable; a value that can't be one still gets a place on the tape."""
     node = OrderedNode.variable(tape)
     return new_box(x, tape.number, node) if is_variable(x) else x
 

@@ -34,7 +34,7 @@ class Arguments(NamedTuple):
 
 
 class _Object:
-    """An object in a key: equal to the same object only, whatever its `__eq__` says."""
+    """An object in a key: equal to the same object only, regardless of its `__eq__`."""
 
     __slots__ = ("value",)
 

@@ -27,7 +27,7 @@ _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
 
 class Lease:
-    """A replay in use, until nobody can run it backwards."""
+    """A replay that stays in use as long as it can be run backwards."""
 
     def __init__(self, replays: Replays):
         self.replays, self.replay = replays, replays.take()

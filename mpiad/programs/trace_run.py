@@ -62,7 +62,7 @@ class Playback:
     opaque, call_as_it_is = settle, opaque_call
 
     def once(self, fun: Callable, args: tuple) -> Any:
-        """Run an initialization that is done once, unless the trace has done it."""
+        """Run the initialization at the first use of a communicator, which isn't in the log."""
         return self._untold(fun, *args)
 
     def _next(self, fun: Callable, *args: Any) -> Any:
@@ -189,7 +189,7 @@ _recorders: set[Recorder] = set()
 
 
 def _tell(on: bool) -> None:
-    """Let channels and autograd.numpy know whether there are traces in any thread."""
+    """Notify channels and autograd.numpy whether there are traces in any thread."""
     tell_recorders(on)
     let_arrays_be_traced(on)
 

@@ -111,14 +111,14 @@ class Compiler:
                 "Leave it out, or bring them to the host with mpiad.device.to_host."
             )
         check_implicit(batch, settings, on_device=True)
-        # Before f is tried out, whose own error for arrays on several devices would name neither.
+        # Before f is tried out, whose own error for mixed host and device arrays would name neither.
         check_place(batch)
 
     def warn(self, f: Function, text: str) -> None:
         """Log a warning about f, immediately or by `log_warnings`."""
         if not self.together:
             warn_once(f, text)
-        # Batches and repeats come here again with the same f.
+        # Further batches and repeats warn again about the same f.
         elif (f, text) not in self._kept:
             self._kept.append((f, text))
 

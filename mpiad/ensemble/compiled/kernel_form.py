@@ -144,7 +144,7 @@ class Fields:
                 self.counts[buffer] += math.prod(lengths)
 
     def part(self, name: str, size: int) -> int:
-        """Reserve `size` numbers for each lane, contiguous per lane, and return their offset."""
+        """Reserve `size` numbers that lanes use one after the other, and return their offset."""
         self.add([f"{name}[{-(-size // self._lanes)}]"])
         return self._places[name][1] * self._lanes
 

@@ -186,7 +186,7 @@ each c: {x}_{c} = {b}[{rhs+c}]
 
 
 class LoopedLU:
-    """The factors in a buffer, column by column, with the right-hand side and the exchanges of rows behind them.
+    """The factors in a buffer, column by column, followed by the right-hand side and the exchanges of rows.
 
     `places`: of the entries that are given as scalars. `start`: the offset in the buffer of `room(d)` numbers.
     """

@@ -322,7 +322,7 @@ class Steps:
         the contribution of states inside the step to the cotangent of a component of the stage.
         """
         form, table = self.form, ((), *self.form.tableau.a)
-        # The stage that was pulled back last comes last: it alone waits for that result.
+        # The term of the stage that was pulled back last is added last, so that the other additions needn't wait for it.
         weights = [(j, self.number(table[j][i])) for j in range(form.stages, i, -1) if table[j][i]]
         lines = []
         for c in range(form.d):

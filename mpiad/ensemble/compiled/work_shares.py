@@ -97,7 +97,7 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
     return made
 
 
-class _Ended(Exception):  # noqa: N818 no error, and nobody sees it
+class _Ended(Exception):  # noqa: N818 control flow, not an error
     """Stops a thread whose result is no longer needed."""
 
 
