@@ -1,6 +1,6 @@
 """The loops that compute the arrays that a program keeps in memory, the places of these arrays, and the order of the steps.
 
-A program is cut at the steps that Python runs: communications and untraced calls. Before each cut the arrays that it needs are
+A program is cut at the steps that Python runs: communications and untraced calls. Before each cut, its operands are
 computed, and all other kept arrays of the program up to it; arrays over the same index space in one loop, unless one reads
 neighboring entries of another.
 
@@ -136,7 +136,7 @@ class Fusion:
         self._place(n, Place(buffer, beginning_at(lead + tuple(placed.result(*rest)))))
 
     def _note_copies(self, buffer: int, loops: Sequence[Any]) -> None:
-        """Record which arguments have been copied into a buffer in which the block given to the operator stays unchanged."""
+        """Record which arguments have been copied into a buffer in which the operator's argument stays unchanged."""
         for loop in loops:
             for item in [item for item in loop.items if item.place.buffer == buffer]:
                 n, map = item.node, item.reads

@@ -232,7 +232,7 @@ class Recorder(NotedValues):
         raise self.refused
 
     def ask(self, x: Any, reason: str) -> NoReturn:
-        """Give up the trace because the function needs a value; if it is an integer, another trace can take it as a constant."""
+        """Give up the trace because the function needs a value; an integer can become a constant of another trace."""
         if x.value.dtype.kind in "iu" and not x.value.ndim:
             self.asked = x.number
         self.refuse(reason)
@@ -297,7 +297,7 @@ class Recorder(NotedValues):
             self.refused = self.refused or Abandoned(reason, "at the end of the jitted function")
 
     def settle(self, fun: Callable, args: tuple) -> Any:
-        """Run a function on whose result the control flow depends, and record it with the result, which replays compare."""
+        """Run a function on whose result control flow depends, and record it with the result, which replays compare."""
         noted = self._noted(args)
         made = self._run(fun, *plain(args))
         self._step("settle", fun, noted, (), {"expected": made})
