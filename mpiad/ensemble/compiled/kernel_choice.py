@@ -30,7 +30,7 @@ def _threads_of(backend: EnsembleAlgorithm) -> int:
 
 
 def check_implicit(batch: Batch, settings: Settings, on_device: bool = False) -> None:
-    """Raise NotImplementedError for unsupported settings of implicit methods, on the host or by arrays on a device."""
+    """Raise NotImplementedError for an implicit method with a mass matrix, if the solve is by arrays on a device."""
     name = type(settings.alg).__name__
     if not settings.alg.tableau.implicit:
         return
