@@ -1,4 +1,4 @@
-"""Exceptions that all ranks raise: what one rank finds wrong, or runs into, the others learn from it."""
+"""Exceptions raised on all ranks: an error found or raised on one rank is sent to the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpiad.transport.tracing import settled
 
 T = TypeVar("T")
 
-# What can be made anew on another rank of a name and one text.
+# Exceptions that can be constructed on another rank from a name and one text.
 _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
     TypeError, ValueError, RuntimeError, NotImplementedError, ArithmeticError, FloatingPointError, OverflowError,
     ZeroDivisionError, LookupError, IndexError, KeyError, AssertionError, AttributeError, NameError, MemoryError, OSError,
@@ -27,9 +27,9 @@ _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
 
 
 class Failure(NamedTuple):
-    """What a rank tells the others of its exception."""
+    """A rank's exception as it is sent to the others."""
 
-    # `kind`, `text`: name of its class, and what it says.
+    # `kind`, `text`: name of its class, and its message.
     kind: str
     text: str
     # `summary`, `trace`: as Python shows it at the end of a traceback, and with all of it.
@@ -59,7 +59,7 @@ def first_of(failures: Failures) -> tuple[int, str]:
 
 
 def error_of(failures: Failures, call: str, kind: type[RemoteError]) -> RemoteError:
-    """Return what ranks raise that haven't failed, or all: the first failure, with its rank's traceback."""
+    """Return the exception for ranks that haven't failed, or for all: the first failure, with its rank's traceback."""
     rank, others = first_of(failures)
     failure = failures[rank]
     text = f"{call}: rank {rank}{others} raised {failure.summary}"
@@ -67,7 +67,7 @@ def error_of(failures: Failures, call: str, kind: type[RemoteError]) -> RemoteEr
 
 
 def failures_among(comm: Comm, error: BaseException | None) -> Failures:
-    """Return on which ranks something was raised, and for each what it was on the first; all ranks of `comm` call it."""
+    """Return the ranks on which something was raised, each with the first one's failure; all ranks of `comm` call it."""
     # Flags first: only one traceback travels, and only once something has failed.
     failed = [rank for rank, has in enumerate(comm.allgather(error is not None)) if has]
     first: Failure = comm.bcast(None if error is None else Failure.of(error), failed[0])  # type: ignore[assignment]
@@ -94,7 +94,7 @@ def agreed_among(error: BaseException) -> frozenset[int]:
 def mark_left(used: Iterable[Used], error: BaseException, what: str) -> None:
     """Refuse the further use of channels on which an exception may have left ranks at different communications.
 
-    Where all ranks of a channel raise it by agreement, collectives have ended, and messages alone may be left.
+    If all ranks of a channel raise it by agreement, collectives have ended, and only messages may be left.
     """
     agreed = agreed_among(error)
     for channel, messages in used:
@@ -103,23 +103,23 @@ def mark_left(used: Iterable[Used], error: BaseException, what: str) -> None:
 
 
 def forget_agreement(error: BaseException) -> None:
-    """Undo what `agreed` noted."""
+    """Undo the effect of `agreed`."""
     error.__dict__.pop("_agreed_among", None)
 
 
 def raise_together(channel: Channel, error: Exception | None) -> None:
-    """Raise on all ranks where one has an error: its own there, one of the same kind and text elsewhere.
+    """Raise on all ranks if one has an error: its own exception there, one of the same kind and text elsewhere.
 
-    Of a kind that isn't Python's own or our solvers', the nearest that is, so that `except ValueError` catches it on all
-    ranks or none; a RuntimeError where there is none. All ranks of the channel call it, each with what is wrong there, or
-    None.
+    For a kind other than Python's own and our solvers', the nearest base class that is one of these, so that `except
+    ValueError` catches it on all ranks or none; else a RuntimeError. All ranks of the channel call it, each with its own
+    error, or None.
     """
     settled(_raised_together, channel, error)
 
 
 def _raised_together(channel: Channel, error: Exception | None) -> None:
     note_use(channel)
-    # One number in any case; texts are pickled, and travel only where there is one.
+    # One number in any case; texts are pickled, and sent only if there is an error.
     if on_any_rank(channel.data, error is not None):
         raise_first(channel, error)
 
@@ -128,7 +128,7 @@ def _raised_together(channel: Channel, error: Exception | None) -> None:
 def raising_together(
     channel: Channel, kinds: type[Exception] | tuple[type[Exception], ...] = (TypeError, ValueError)
 ) -> Iterator[None]:
-    """Raise on all ranks what is raised inside on one, of these kinds: see `raise_together`. All ranks enter it."""
+    """Raise on all ranks an exception of these kinds raised inside on one: see `raise_together`. All ranks enter it."""
     error = None
     try:
         yield
@@ -138,7 +138,7 @@ def raising_together(
 
 
 def raise_first(channel: Channel, error: Exception | None) -> NoReturn:
-    """Raise on all ranks what the first that has an error says; its own where a rank has one. All ranks call it."""
+    """Raise on all ranks the error of the first rank that has one; its own on each rank that has one. All ranks call it."""
     failures = failures_among(channel.data, error)
     if error is not None:
         raise agreed(channel, error)  # with its own traceback
@@ -147,7 +147,7 @@ def raise_first(channel: Channel, error: Exception | None) -> NoReturn:
 
 
 def require_same(channel: Channel, described: str, call: str) -> None:
-    """Raise on all ranks where they were called with different arguments, which the error shows as `described`.
+    """Raise on all ranks if they were called with different arguments, which the error shows as `described`.
 
     All ranks of the channel call it; the ValueError has the first two that differ.
     """
@@ -175,17 +175,17 @@ def fingerprint(*parts: Any) -> int:
 
 
 def require_alike(channel: Channel, error: Exception | None, call: str, described: str, *compared: Any) -> None:
-    """Do in one message what `raise_together` and `require_same` do in three, where all is well; all ranks call it.
+    """Do in one message what `raise_together` and `require_same` do in three, if there is no error; all ranks call it.
 
-    Errors show the arguments as `described`; texts and arrays to be compared follow, where it isn't that text.
+    Errors show the arguments as `described`; texts and arrays to compare follow, if they differ from that text.
     """
     settled(_required_alike, channel, error, fingerprint(*(compared or [described])), described, call)
 
 
 def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T], Sequence[Any]], call: str) -> T:
-    """Return what `make` returns; raise on all ranks what it raises on one, or where ranks make different things.
+    """Return the result of `make`; raise on all ranks if it raises on one, or if the ranks' results differ.
 
-    `describe` returns a text of what was made, and what is compared, as `require_alike` takes them. All ranks call it.
+    `describe` returns a text for the result, and the values to compare, as `require_alike` takes them. All ranks call it.
     """
     error, made, described = None, None, [""]
     try:

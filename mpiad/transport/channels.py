@@ -28,10 +28,10 @@ from mpiad.errors import CommunicatorError
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT, is_interruption
 from mpiad.transport.tracing import tracing
 
-# What is still under way on a communicator before it is freed: messages that nobody will receive are taken off it.
+# Draining of a communicator before it is freed: pending messages that nobody will receive are received and dropped.
 #
-# MPI may give the number of a freed communicator to the next one that is made, and a message left on the first would be
-# received on the second, in the place of a new one. Messages between two ranks come in the order in which they were
+# MPI may give the context of a freed communicator to the next one that is made, and a message left on the first would be
+# received on the second in place of a later one. Messages between two ranks come in the order in which they were
 # sent, so each rank sends a last one to each, and receives from each until that has come.
 
 
@@ -42,7 +42,7 @@ ABANDONED: list[tuple] = []
 def drain(comm: Comm, tag: int, attempt: int = 1) -> None:
     """Receive and drop all messages on a communicator on which this rank has no receive posted; collective.
 
-    The last ones have the `tag`. An exception may end it before its end: the next `attempt` drops what that has left.
+    Each rank's last message has the `tag`. After an exception during a drain, the next `attempt` drops the rest of this one.
     """
     for part in getattr(comm, "parts", (comm,)):  # under watch, the messages and their headers
         _drain(part, tag, attempt)
@@ -73,16 +73,16 @@ def _receive_until_last(comm: Comm, peer: int, tag: int, final: np.ndarray) -> N
 
 
 def has_ended(reduction: Request) -> bool:
-    """Tell whether a reduction has ended as it should, so that nothing of it is under way."""
+    """Return whether a reduction has completed, so that none of its messages are pending."""
     try:
         return reduction.Test()
-    except MPI.Exception:  # Open MPI gives up in its middle where the ranks' sizes differ
+    except MPI.Exception:  # Open MPI stops midway if the ranks' sizes differ
         return False
 
 
 def give_back(comms: list[Comm], unended: bool) -> None:
-    """Free communicators; collective. Not where a rank has begun a collective on them that others never come to."""
-    # What it has sent stays under way, and MPI gives the numbers of those that are freed to others, who would receive it:
+    """Free communicators; collective. They are kept if a rank has begun a collective on them that others don't begin."""
+    # Its messages stay under way. MPI reuses the contexts of freed communicators, whose ranks would receive these messages:
     # the sums of a communicator made later would be wrong.
     if unended:
         ABANDONED.append(tuple(comms))
@@ -122,7 +122,7 @@ def note_use(channel: Channel) -> None:
 
 
 def make_communicator(make: Callable[..., Comm], *arguments: Any) -> Comm:
-    """Return a communicator that MPI makes, or raise an error that says what to free if MPI has none left; collective."""
+    """Return a communicator made by MPI, or raise an error with advice on freeing some if MPI has none left; collective."""
     try:
         return make(*arguments)
     except MPI.Exception as error:
@@ -189,7 +189,7 @@ class Channel:
         return self._backwards
 
     def aside(self) -> Comm:
-        """Return a duplicate for what is started in the middle of other communication; collective at first."""
+        """Return a duplicate for operations started in the middle of other communication; collective at first."""
         # Under watch, or no longer, the ranks make another: each can see it by itself.
         if self._aside is None or self._aside[0] is not self.data:
             if self._aside is not None:
@@ -203,7 +203,7 @@ class Channel:
         return self.derived[-1]
 
     def drop(self, comm: Comm) -> None:
-        """Free what `derive` returned, where it wasn't given up with this channel's own; collective."""
+        """Free a communicator that `derive` returned, unless it was freed with this channel's own; collective."""
         if any(kept is comm for kept in self.derived):
             self.derived = [kept for kept in self.derived if kept is not comm]
             comm.Free()
@@ -231,7 +231,7 @@ class Channel:
 
     def _drop_sent(self) -> None:
         looked = len(self.pending)
-        # In place, and no further than here: meanwhile other threads may add what they send.
+        # In place, and only the sends counted above: meanwhile other threads may add theirs.
         self.pending[:looked] = [held for held in self.pending[:looked] if not held[0].Test()]
         # Looking again only when twice as many wait keeps the looks linear in the number of sends.
         self._next_look = 2 * len(self.pending) + 1
@@ -254,12 +254,12 @@ class Channel:
         return requests
 
     def hold(self, kind: str, request: Request, buffers: object) -> None:
-        """Hold the buffers of what was started before."""
+        """Hold the buffers of an operation that has already been started."""
         requests = [request]
         self.started[id(requests)] = kind, requests, buffers
 
     def release(self, requests: list[Request]) -> None:
-        """Give up the buffers of what has ended."""
+        """Release the buffers of an operation that has ended."""
         self.started.pop(id(requests), None)
 
     def leave(self, requests: list[Request]) -> None:
@@ -282,7 +282,7 @@ class Channel:
             drain(comm, self.tag_limit, self.drained)
         for request in self._sends():
             request.Wait()
-        # A reduction that not all ranks have started never ends; without its request it isn't known what ends.
+        # A reduction that not all ranks have started never ends; without its request its end can't be detected.
         self.unended = self._has_unended()
         ABANDONED.extend(held for held in self.started.values() if held[0] == "reduction" or not held[1])
         self.pending.clear()
@@ -296,7 +296,7 @@ class Channel:
         with self._looking:
             self._drop_sent()
         here = bool(self.pending or self.started or self.fault)
-        # Of one rank alone this says nothing, since it may only send; the sum over all is what nobody has received.
+        # On one rank alone this is inconclusive, since it may only send; the sum over all ranks counts the unreceived messages.
         unreceived = sum(self.sent.values()) - sum(self.received.values())
         # All in one message, since every program pays for it at its exit.
         mine, every = np.array([here, unreceived, self._has_unended()], dtype=np.int64), np.empty(3, dtype=np.int64)
@@ -309,7 +309,7 @@ class Channel:
         return self.unended or any(not has_ended(request) for request in self._requests("reduction"))
 
     def sends(self) -> bool:
-        """Tell whether messages of this rank's are under way."""
+        """Return whether messages of this rank are under way."""
         return any(not request.Test() for request in self._sends())
 
     def _sends(self) -> list[Request]:
@@ -337,7 +337,7 @@ class Channel:
         self.has_messages |= messages
 
     def renew(self) -> None:
-        """Replace the duplicates; collective. What was under way on the old ones is dropped."""
+        """Replace the duplicates; collective. Messages under way on the old ones are dropped."""
         self.fault = self.fault or "a reset was interrupted."  # until its end
         if FAULT_TOLERANT:
             self.reopen(self.data.Shrink())
@@ -351,7 +351,7 @@ class Channel:
         give_back(old, on_any_rank(self.data, unended))
 
     def renew_beneath(self) -> None:
-        """Renew what communications use, but keep what `derive` returned: a call that goes on works with it; collective."""
+        """Renew the duplicates, but keep the results of `derive`: a call that continues works with them; collective."""
         kept, self.derived = self.derived, []
         self.renew()
         self.derived = kept
@@ -376,7 +376,7 @@ class Channel:
         self.fault = f"the process of rank {', '.join(map(str, ranks))} of {self.size} has died."
 
     def close(self) -> None:
-        """End what is under way and free the duplicates; collective."""
+        """Complete pending communication and free the duplicates; collective."""
         unended = False
         if not self.lost and self.has_unfinished():
             unended = self.unended
@@ -411,8 +411,8 @@ class Refusing:
 
 
 def tell_recorders(on: bool) -> None:
-    """Tell the trace under way in a thread when its function communicates on a channel other than by operations, or not."""
-    # A property on the class comes before what an object has itself; without one, nothing is looked up at all.
+    """Turn on or off reports to a thread's trace of communication on a channel other than by operations."""
+    # A property on the class comes before the object's attribute; without one, there is no additional lookup.
     for name in ("data", "reverse"):
         if on:
             setattr(Channel, name, property(partial(_told, name), partial(_set, name)))
@@ -431,11 +431,11 @@ def _set(name: str, self: Channel, comm: Comm) -> None:
 
 
 class Watch(NamedTuple):
-    """What guards the communicators of channels; `guarded.switch` puts it in."""
+    """Functions that guard the communicators of channels; `guarded.switch` installs them."""
 
     duplicate: Callable[[Channel], Comm]  # makes a duplicate of a channel's communicator
     put_on: Callable[[Channel], None]  # guards a channel's communicators
-    # Forgets what was agreed on a channel, whose communicators are about to be replaced.
+    # Resets the agreements of a channel whose communicators are about to be replaced.
     start_anew: Callable[[Channel], None]
 
 
@@ -449,7 +449,7 @@ def set_watch(watch: Watch | None) -> None:
 
 
 def is_watched() -> bool:
-    """Tell whether waits have a limit of their own."""
+    """Return whether waits have a limit of their own."""
     return _watch is not None
 
 
@@ -488,7 +488,7 @@ class _Freed:
 
 
 def on_any_rank(comm: Comm, here: bool) -> bool:
-    """Tell whether it is so on any rank; collective."""
+    """Return whether `here` is true on any rank; collective."""
     mine, every = np.array(here, dtype=np.int32), np.empty((), dtype=np.int32)
     comm.Allreduce(mine, every, MPI.MAX)
     return bool(every)

@@ -1,11 +1,11 @@
-"""Arrays that live on a device: what counts as one, and what makes others of its kind.
+"""Arrays that live on a device: their recognition, and the functions that make others of their kind.
 
 A device array is an object whose type has `__cuda_array_interface__`; NumPy's arrays have none. All that the library
 asks of a kind of arrays beyond NumPy's own protocols (`__array_ufunc__`, `__array_function__`) is in `ArrayModule`: one
 object for each device, found by `arrays_of(x)`. CuPy's is in `cupy_arrays`, and loaded when CuPy's first array is met;
 other kinds bring theirs by `register_arrays`.
 
-Memory moves only where one of these methods is called by name: there is no implicit copy in either direction.
+Memory moves only by explicit calls of these methods: there is no implicit copy in either direction.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from mpiad._typing import Array, Scalar, Shape
 
 
 class ArrayModule(Protocol):
-    """What makes and copies arrays of one kind, on one device.
+    """The functions that make and copy arrays of one kind, on one device.
 
-    Two modules are equal where arrays of one can be used with arrays of the other without a copy: same kind, same
-    device. All arrays made are C-contiguous. What is called *queued* may go on after the call returns, in the order of
+    Two modules are equal if arrays of one can be used with arrays of the other without a copy: same kind, same
+    device. All arrays made are C-contiguous. A *queued* operation may continue after the call returns, in the order of
     the current stream, as arithmetic on device arrays does.
 
     Attributes
     ----------
     name : str
-        What the arrays are called in messages, as "CuPy".
+        Name of the arrays in messages, such as "CuPy".
     kind : type
         Type of the arrays.
     device : int
         Number of the device.
     takes_host_arrays : bool
-        Whether arrays of NumPy's may be used beside them, as constants: not on a device.
+        Whether NumPy arrays may be combined with them, as constants: False on a device.
     """
 
     name: str
@@ -62,11 +62,11 @@ class ArrayModule(Protocol):
         ...
 
     def contiguous(self, x: Array) -> Array:
-        """Return `x` itself where it is C-contiguous, else a C-contiguous copy (queued)."""
+        """Return `x` itself if it is C-contiguous, else a C-contiguous copy (queued)."""
         ...
 
     def copy(self, x: Array) -> Array:
-        """Return a C-contiguous copy, also of what is contiguous (queued)."""
+        """Return a C-contiguous copy, also if `x` is contiguous (queued)."""
         ...
 
     def to_host(self, x: Array) -> np.ndarray:
@@ -111,13 +111,13 @@ class ArrayModule(Protocol):
         ...
 
     def wait_on_device(self, event: object) -> None:
-        """Let what is queued on the current stream from now on begin after an event; returns at once."""
+        """Let operations queued on the current stream after this call begin after an event; returns at once."""
         ...
 
     def copying_stream(self) -> AbstractContextManager[Any]:
-        """Return a context in which the current stream is one for copies, beside the one of the arithmetic.
+        """Return a context in which the current stream is one for copies, separate from the one of the arithmetic.
 
-        It begins without order towards other streams: `wait_on_device` an event of theirs inside.
+        It isn't ordered with respect to other streams: `wait_on_device` an event of theirs inside.
         """
         ...
 
@@ -126,7 +126,7 @@ class ArrayModule(Protocol):
         ...
 
     def message(self, x: Array) -> Any:
-        """Return what a CUDA-aware MPI is given for a C-contiguous array.
+        """Return the buffer of a C-contiguous array that is passed to a CUDA-aware MPI.
 
         It is an object that mpi4py takes as a buffer, with the array's shape, dtype and nbytes.
         """
@@ -147,9 +147,9 @@ _on_host = frozenset({np.ndarray, np.float64, np.float32, float, int, bool, comp
 
 
 def arrays_of(x: Array) -> ArrayModule | None:
-    """Return what makes arrays of the kind of `x`, an untraced value, on its device; None where that is no device array.
+    """Return the module for arrays of the kind and device of `x`, an untraced value; None if `x` isn't a device array.
 
-    A TypeError for a device array of a kind that nobody has registered.
+    Raises a TypeError for a device array of an unregistered kind.
     """
     kind = type(x)
     if kind in _on_host:
@@ -164,7 +164,7 @@ def arrays_of(x: Array) -> ArrayModule | None:
 
 
 def arrays_named(name: str) -> ArrayModule:
-    """Return what makes arrays of the kind of this name, on this process's current device; a TypeError without any."""
+    """Return the module for arrays of the kind of this name, on this process's current device; a TypeError without any."""
     if name == "CuPy":
         from mpiad.transport.cupy_arrays import on_current_device
 
@@ -177,7 +177,7 @@ def arrays_named(name: str) -> ArrayModule:
 
 
 def is_device_array(x: Array) -> bool:
-    """Tell whether an untraced value is a device array, of a kind that is registered or not.
+    """Return whether an untraced value is a device array, of a registered kind or not.
 
     Examples
     --------
@@ -189,19 +189,19 @@ def is_device_array(x: Array) -> bool:
 
 
 def is_array(x: Array) -> bool:
-    """Tell whether an untraced value is an array, on the host or on a device."""
+    """Return whether an untraced value is an array, on the host or on a device."""
     return isinstance(x, np.ndarray) or is_device_array(x)
 
 
 def named(x: Array) -> str:
-    """Return what a value is called in messages: where it is on a device, CuPy's kind has the name of NumPy's."""
+    """Return the name of a value's type for messages, with its device if it is on one, since CuPy's type is named as NumPy's."""
     arrays = arrays_of(x) if is_device_array(x) else None
     kind = type(x).__name__
     return kind if arrays is None else f"{kind} on device {arrays.device} ({arrays.name})"
 
 
 def register_arrays(kind: type, maker: Maker, here: Callable[[], ArrayModule] | None = None) -> None:
-    """Say what makes arrays of a kind.
+    """Register the functions that make arrays of a kind.
 
     Parameters
     ----------
@@ -222,18 +222,18 @@ def register_arrays(kind: type, maker: Maker, here: Callable[[], ArrayModule] | 
 
 def when_registered(listener: Callable[[type], None]) -> None:
     """Call a function with each kind of arrays that is registered, those so far at once."""
-    # Also for what comes later: CuPy is often imported after this library.
+    # Also for kinds registered later: CuPy is often imported after this library.
     _listeners.append(listener)
     for kind in _makers:
         listener(kind)
 
 
 def discover() -> None:
-    """Register CuPy's arrays where the program has loaded CuPy; nothing is loaded here.
+    """Register CuPy's arrays if the program has loaded CuPy; nothing is loaded here.
 
     A trace calls it at its start: a device array that is a constant of the traced function is met by autograd first.
     """
-    # Looked for among what is loaded, never imported: that takes a second, and most programs have no GPU.
+    # Looked up among the loaded modules, never imported: that takes a second, and most programs have no GPU.
     cupy = sys.modules.get("cupy")
     kind = getattr(cupy, "ndarray", None)
     if kind is not None and kind not in _makers:

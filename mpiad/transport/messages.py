@@ -35,11 +35,11 @@ class Envelope:
     - `peer`: the other rank.
     - `tag`: the user's tag.
     - `outgoing`: whether this rank sends it.
-    - `number`: its place among the messages of that peer, tag and direction; the next one where it isn't given, and
-      unknown until it has come where it may come from any rank (negative `peer` or `tag`).
+    - `number`: its place among the messages of that peer, tag and direction; the next one if it isn't given, and
+      unknown until it has come if it may come from any rank (negative `peer` or `tag`).
     - `reverse`: whether it is the message of an adjoint.
-    - `answers`: the one whose number it has, which took that.
-    - `asked`, (int, int): peer and tag as they were given, which may be any.
+    - `answers`: the envelope whose number this one has.
+    - `asked`, (int, int): peer and tag as passed by the caller, possibly wildcards.
     """
 
     __slots__ = ("answers", "asked", "channel", "number", "outgoing", "peer", "reverse", "tag")
@@ -60,7 +60,7 @@ class Envelope:
         return number
 
     def give_back(self) -> None:
-        """Give the number back that it took, where nothing is sent or received."""
+        """Give the number back if nothing is sent or received."""
         if self.answers is None and not self.reverse and self.number is not None:
             counts = self.channel.sent if self.outgoing else self.channel.received
             # Else the partner's next message would have another number than ours, and its adjoint another tag.
@@ -111,12 +111,13 @@ class Envelope:
         return Envelope(self.channel, self.peer, self.tag, self.outgoing)
 
 
-# Messages with arrays of a device: what the sender copies, and large arrays that travel in pieces.
+# Messages with arrays of a device: the sender's copies, and large arrays that are sent in chunks.
 #
-# The first message of an array has the address of any other message. Where a sender copies a large array through the host,
-# it is short and says that the array follows in pieces, on the channel's duplicate for adjoints, under a tag of its own. A
-# piece is sent while the next one is copied. Receivers expect both: they make room for the whole, and look at how much has
-# come. So the two ends needn't agree on anything, and either may hold its array on a device or on the host.
+# The first message of an array has the address of any other message. If a sender copies a large array through the host,
+# this message is short and announces that the array follows in chunks, on the channel's duplicate for adjoints, under a tag
+# of its own. A chunk is sent while the next one is copied. Receivers expect both forms: they allocate the whole array, and
+# check the number of bytes received. So the two ends needn't agree in advance, and either may hold its array on a device or
+# on the host.
 
 
 _SAYING = b"mpiad: in pieces"
@@ -124,7 +125,7 @@ ANNOUNCEMENT_BYTES = len(_SAYING) + 16
 
 
 class Announcement(list):
-    """What MPI is given for a message that stands for an array: a buffer and its type, with the array's form."""
+    """The buffer and type passed to MPI for a message that represents an array, with the array's form."""
 
     def __init__(self, array: Array, chunk: int):
         said = np.frombuffer(_SAYING + np.array([array.nbytes, chunk], np.int64).tobytes(), np.uint8)
@@ -138,7 +139,7 @@ def ship(array: Array, envelope: Envelope, kind: str) -> list[Request]:
     arrays = arrays_of(array)
     way = way_of(arrays)
     chunk = device_settings.present().chunk
-    # What is as short as an announcement would be taken for one.
+    # An array of the size of an announcement would be mistaken for one.
     if isinstance(way, Staged) and array.nbytes > max(chunk, ANNOUNCEMENT_BYTES):
         return _ship_in_pieces(array, envelope, chunk, kind)
     sent = way.copied(array)
@@ -159,9 +160,9 @@ def _ship_in_pieces(array: Array, envelope: Envelope, chunk: int, kind: str) -> 
 
 
 def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] | None:
-    """Return the bytes of the array that is announced, and of a piece; None where the message isn't an announcement.
+    """Return the bytes of the announced array, and of a chunk; None if the message isn't an announcement.
 
-    A message of `got` bytes is in `buffer`, on a device where MPI has written to one; an array like `spec` was expected.
+    A message of `got` bytes is in `buffer`, on a device if MPI has written to one; an array like `spec` was expected.
     """
     if got != ANNOUNCEMENT_BYTES:
         return None
@@ -181,7 +182,7 @@ def collect(spec: Spec, envelope: Envelope, chunk: int, room: Array) -> Array:
         for _ in _received(room.reshape(-1).view(np.uint8), envelope, chunk):
             pass
         return result(room)
-    # An array that MPI would have written to the device comes this way, too, where its sender can't do the same.
+    # This applies also to an array that MPI could write to the device, if its sender can't send from one.
     pieces = of_whole(spec.nbytes // spec.dtype.itemsize, spec.dtype.itemsize, chunk)
     coming = arriving(spec, pieces, getattr(room, "loan", None))
     for number, _ in enumerate(_received(coming.memory.view(np.uint8), envelope, chunk)):
@@ -238,7 +239,7 @@ def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Requ
 
 
 def finish_send(requests: list[Request], envelope: Envelope) -> None:
-    """End a send without waiting for its receiver, who may come only after what this rank does next."""
+    """End a send without waiting for its receiver, which may arrive only after this rank's next operations."""
     envelope.channel.leave(requests)
 
 
@@ -258,7 +259,7 @@ def post_receive(spec: Spec, envelope: Envelope, kind: str = "receive") -> Recei
 
 
 def finish_receive(receipt: Receipt, call: str) -> Array:
-    """Wait for a receive and return its array; a ValueError where the message has another number of bytes than that."""
+    """Wait for a receive and return its array; a ValueError if the message has another number of bytes."""
     return _completed(receipt, MPI.Status(), call)
 
 
@@ -305,7 +306,7 @@ def _refused(message: Any, dropped: np.ndarray, buffer: Buffer, spec: Spec, enve
 
 
 def _drop_pieces(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> None:
-    """Receive and drop what a message announces that isn't wanted: nobody else will."""
+    """Receive and drop the chunks announced by an unwanted message, which nobody else receives."""
     announced = read_announcement(buffer, got, spec)
     if announced is not None:
         discard(*announced, envelope)
@@ -331,14 +332,14 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
 
 
 def too_long(error: MPI.Exception, room: np.ndarray, back: Envelope, call: str) -> ValueError | None:
-    """Return what is raised for an error of MPI's while an array was received, None where it isn't the message's length."""
+    """Return the exception for MPI's error while an array was received, None if its cause isn't the message's length."""
     if error.Get_error_class() != MPI.ERR_TRUNCATE:
         return None
     return ValueError(_mismatch(Spec(room.shape, room.dtype), "more bytes", back, call))
 
 
 def require_whole(room: np.ndarray, status: Status, back: Envelope, call: str) -> None:
-    """Raise a ValueError where a message had fewer bytes than the array that it was received into, or get its pieces."""
+    """Receive announced chunks, if the message is an announcement; a ValueError if it is shorter than the array."""
     got = status.Get_count(MPI.BYTE)
     if got != room.nbytes:
         room[...] = _in_pieces(room, got, Spec(room.shape, room.dtype), back, np.empty_like(room), call)
@@ -356,7 +357,7 @@ def _completed(receipt: Receipt, status: Status, call: str) -> Array:
         receipt.envelope.channel.release(receipt.requests)
         raise
     receipt.envelope.channel.release(receipt.requests)
-    # MPI reports what is too long; what is too short it receives without a word.
+    # MPI reports a message that is too long; it receives one that is too short without an error.
     got = status.Get_count(MPI.BYTE)
     if got != receipt.buffer.nbytes:
         return _in_pieces(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.room, call)
@@ -387,7 +388,7 @@ def _await(receipt: Receipt, status: Status, call: str) -> None:
 
 
 def _in_pieces(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, room: Array, call: str) -> Array:
-    """Receive what a message of another size announces; a ValueError where that isn't the array that is expected."""
+    """Receive the chunks that a message of another size announces; a ValueError if that isn't the expected array."""
     announced = read_announcement(buffer, got, spec)
     if announced is None:
         raise ValueError(_mismatch(spec, f"{got} bytes", envelope, call))

@@ -1,7 +1,7 @@
 """Whether a value of which every rank holds a copy is the same on all of them, bit for bit.
 
-Equal copies cost one reduction of a hash, whatever their size. Only where the hashes differ do the ranks tell each other
-what they hold, leaf by leaf, and look for the first entry that differs.
+Equal copies cost one reduction of a hash, whatever their size. Only if the hashes differ do the ranks exchange
+descriptions of their copies, leaf by leaf, and look for the first entry that differs.
 
 Equality is that of bits: ``-0.0`` isn't ``0.0`` (they divide differently), and a NaN equals a NaN of the same bits and no
 other. Copies that were broadcast, and updated alike, are equal in this sense; those that are only nearly equal drift apart.
@@ -22,7 +22,7 @@ from mpiad.errors import ReplicationError
 from mpiad.transport.channels import Channel
 from mpiad.transport.device_arrays import arrays_of
 
-# Where two arrays of one shape and dtype differ first, and by how much.
+# Position of the first difference of two arrays of one shape and dtype, and its size.
 
 
 _SHOWN = 8
@@ -36,8 +36,8 @@ class Difference(NamedTuple):
 
     path: str  # of the first leaf that differs
     index: tuple[int, ...]  # of its first entry that differs
-    # `absolute`, `relative`: the largest difference of that leaf's entries, and relative to the larger of both; NaN where
-    # there is none (a NaN, a string, another shape).
+    # `absolute`, `relative`: the largest difference of that leaf's entries, and relative to the larger of both; NaN if
+    # it isn't defined (a NaN, a string, another shape).
     absolute: float
     relative: float
     text: str
@@ -47,7 +47,7 @@ class Difference(NamedTuple):
 
 
 def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, others: int) -> Difference:
-    """Compare what differs in its bits; rank `reference` holds `theirs`, and so many other leaves differ, too."""
+    """Compare values whose bits differ; rank `reference` holds `theirs`, and `others` is the number of other leaves that do."""
     more = f"; {others} more differ" if others else ""
     if not isinstance(mine, np.ndarray):
         text = f"{path} is {mine!r:.60} instead of rank {reference}'s {theirs!r:.60}{more}"
@@ -66,7 +66,7 @@ def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, ot
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:
-    """Return the bytes that say what an array holds, shape (size, bytes of an entry), without those that only fill up."""
+    """Return the bytes that determine an array's values, shape (size, bytes of an entry), without padding bytes."""
     if not array.size:
         return np.empty((0, 1), np.uint8)
     if array.dtype.names:  # there may be gaps between the fields
@@ -85,7 +85,7 @@ def listed(differences: Mapping[int, Difference]) -> str:
 
 
 def greatest(values: Sequence[float] | np.ndarray) -> float:
-    """Return the greatest number, NaN where there is none."""
+    """Return the greatest number, NaN if there is none."""
     known = np.asarray(values)[~np.isnan(values)]
     return float(known.max()) if known.size else float("nan")
 
@@ -98,7 +98,7 @@ def _of_integers(mine: Array, theirs: Array) -> tuple[float, float]:
 
 
 def _largest(mine: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
-    """Return the largest absolute and relative difference; NaN where no two entries are numbers."""
+    """Return the largest absolute and relative difference; NaN if no two entries are numbers."""
     if mine.dtype.kind not in "biufc":
         return float("nan"), float("nan")
     # In their own type, integers wrap and halves overflow.
@@ -113,7 +113,7 @@ def _largest(mine: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
 
 
 class _Held(NamedTuple):
-    """What the ranks tell each other of a leaf: where it is, what kind of value, and a hash of its bits."""
+    """A leaf as the ranks describe it to each other: its path, the kind of its value, and a hash of its bits."""
 
     path: str
     kind: str
@@ -124,11 +124,11 @@ class _Held(NamedTuple):
 
 
 def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said: str, advice: str = "") -> None:
-    """Raise on all ranks where the copies of a value differ; all ranks of the channel call it.
+    """Raise on all ranks if the copies of a value differ; all ranks of the channel call it.
 
-    `leaves` are the arrays, numbers, strings and Nones that this rank's copy is made of, each with its path. The message
-    begins with what the user `said`, and ends with the `advice`. A ReplicationError says which ranks differ, where first,
-    and by how much; a TypeError that one holds an object whose bits can't be compared.
+    `leaves` are the arrays, numbers, strings and Nones that make up this rank's copy, each with its path. The message
+    begins with `said`, and ends with the `advice`. A ReplicationError has the ranks that differ, the first difference,
+    and its size; a TypeError is raised if one holds an object whose bits can't be compared.
     """
     values, wrong = [], ""
     held = []
@@ -166,7 +166,7 @@ def _described(value: object) -> tuple[str, bytes]:
 
 
 def _all_equal(channel: Channel, digest: bytes, wrong: bool) -> bool:
-    """Tell whether the least and the greatest hash are the same one, and no rank has a mistake to tell."""
+    """Return whether the least and the greatest hash are equal, and no rank has an error to report."""
     words = np.frombuffer(digest, dtype=np.uint64)
     # The least of the complements is the complement of the greatest: one reduction finds both.
     sent = np.concatenate([words, ~words, np.array([not wrong], dtype=np.uint64)])
@@ -176,13 +176,13 @@ def _all_equal(channel: Channel, digest: bytes, wrong: bool) -> bool:
 
 
 def _explain(channel: Channel, values: list[Any], held: list[_Held], wrong: str, said: str, advice: str) -> None:
-    # Only here, where something differs, do the ranks tell each other more than a hash.
+    # Only here, after a difference was found, do the ranks exchange more than a hash.
     every: list[tuple[list[_Held], str]] = channel.data.allgather((held, wrong))
     for rank, (_, text) in enumerate(every):
         if text:
             raise TypeError(f"{said}{text} This happened on rank {rank}.")
     copies = [tuple(found) for found, _ in every]
-    # Where one rank of many has drifted away, it is that rank that differs, whichever it is.
+    # If one rank of many has drifted away, it is that rank that differs, whichever it is.
     reference = copies.index(Counter(copies).most_common(1)[0][0])
     ranks = [rank for rank, copy in enumerate(copies) if copy != copies[reference]]
     places = {rank: _first_difference(copies[rank], copies[reference]) for rank in ranks}
@@ -207,7 +207,7 @@ def _first_difference(copy: tuple[_Held, ...], other: tuple[_Held, ...]) -> int:
 def _compared(
     channel: Channel, values: list[Any], copies: list[tuple[_Held, ...]], reference: int, places: dict[int, int]
 ) -> Difference | None:
-    """Compare this rank's copy with the reference's, which tells all what it holds where another's first difference is."""
+    """Compare this rank's copy with the reference's, which broadcasts its leaves at the other ranks' first differences."""
     shared = copies[reference]
     held = {k: values[k] for k in set(places.values()) if k < len(values)} if channel.rank == reference else None
     theirs = channel.data.bcast(held, reference)

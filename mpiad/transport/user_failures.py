@@ -1,16 +1,16 @@
-"""A function of the user's raises on one rank of a collective call: how the others learn of it, and what all raise.
+"""Collective error handling for user functions: propagation of an exception raised on one rank to all ranks of the call.
 
-A rank that failed mustn't leave the others waiting in a communication that comes after. Where the MPI can interrupt ranks
-that wait, the exception leaves the call at once, and `recovery` brings the ranks together. Elsewhere it is kept until all
-have come to an agreement:
+A rank that failed mustn't leave the others waiting in a later communication. If the MPI can interrupt waiting ranks, the
+exception leaves the call at once, and `recovery` synchronizes the ranks. Otherwise it is kept until all ranks have reached
+an agreement:
 
 - `StageFailures` are agreed on after each stage of the call, with a sum of one flag, by which a number of each rank's can
   be added up too;
-- `DeferredFailures` are agreed on where a sum that the ranks make anyhow says so: a rank whose function raised goes on with
-  NaN in its place, through the same communication as the others, and that sum is NaN on all of them.
+- `DeferredFailures` are agreed on when a sum that the ranks compute anyway is NaN: a rank whose function raised continues
+  with NaN in place of the value, through the same communication as the others, so that the sum is NaN on all of them.
 
-Only then do they say to each other what happened, and raise it together. What becomes of a rank that comes to an agreement
-which others never reach, since they wait for it, is the business of `failure_detector`.
+Only then do the ranks exchange the exceptions, and raise together. `failure_detector` handles a rank that waits in an
+agreement which the others never reach because they wait for that rank.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from mpiad.transport.signals import requested
 from mpiad.transport.tracing import tracing
 from mpiad.transport.uncaught import end_by
 
-# What becomes of a rank that failed and goes where the others will learn of it, when they don't come.
+# Termination of a job in which a failed rank waits to report its failure, and the other ranks don't come.
 #
-# They may wait for a message that this rank never sends, and nothing tells that from a long computation: a wait inside MPI
-# can't be looked into. An exception that one rank raises alone ends the job where nobody catches it; so does one that all
-# were to raise, and never will.
+# They may wait for a message that this rank never sends. This can't be distinguished from a long computation, since a wait
+# inside MPI can't be inspected. An exception that one rank raises alone ends the job unless it is caught; so does one that
+# all ranks should raise if they never meet.
 #
 # A `LoneFailure` ends it after some time. A thread measures that, which there is on no rank that hasn't failed.
 #
@@ -67,16 +67,15 @@ from mpiad.transport.uncaught import end_by
 # bare mpi4py: from outside they look alike. So it counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
 
 
-SOON, LATE = 10.0, 300.0  # seconds: where others may well wait for this rank, and where that would be a surprise
+SOON, LATE = 10.0, 300.0  # seconds: if others probably wait for this rank, and if that would be unexpected
 
 _PROCESS_FAILED, _MOVES, _WAITS, _ARRIVED = range(1, 5)
 _TICK = 0.2
 _WAITS_AFTER = 0.5
-# Where MPIAD_TIMEOUT says nothing: in code of the user's own a communication by bare mpi4py can't be told from a long
-# computation.
+# Without MPIAD_TIMEOUT: a communication by bare mpi4py in user code can't be distinguished from a long computation.
 _STUCK_AFTER = 300.0
 _COMMUNICATES = ("mpiad.transport", "mpiad.primitives", "mpiad.differentiation", "mpiad.domain", "mpiad.linalg")
-# These poll, and call what is to be looked at.
+# These poll; the state is determined by their caller.
 _POLLS = (
     "mpiad.transport.guarded", "mpiad.transport.polling", "mpiad.transport.user_failures",
     "mpiad.transport.user_failures",
@@ -88,15 +87,15 @@ _DEATH_WITHIN = 2.0
 
 
 class FailureDetector:
-    """A rank's lookout during a call; `close` ends it. It listens only where ranks that wait can't be interrupted.
+    """Monitors the states of ranks during a call; `close` ends it. It listens only if waiting ranks can't be interrupted.
 
-    `room`: module of whoever comes to agreements.
+    `room`: module of the functions that take part in agreements.
     """
 
     def __init__(self, comm: Comm, room: str, listens: bool = True):
         self._room, self._notices = room, Notices(comm)
         self._watched = threading.get_ident()
-        self._told: dict[int, int] = {}  # failed ranks, and what they know of this one
+        self._told: dict[int, int] = {}  # failed ranks, and the state of this rank last reported to each
         self._states = dict.fromkeys(set(range(comm.size)) - {comm.rank}, _MOVES)
         self._ear = threading.Lock()
         self._place: tuple[FrameType, int, float] | None = None
@@ -129,9 +128,9 @@ class FailureDetector:
                 self._notices.post(rank, state)
 
     def _state(self) -> int:
-        """Return what the main thread does: whether it has been at one instruction for long."""
+        """Return the main thread's state, one of the constants above; it waits if it stays at one instruction for long."""
         frame, now = sys._current_frames().get(self._watched), time.monotonic()
-        # What polls doesn't stay at one instruction; who called it does.
+        # A polling function doesn't stay at one instruction, but its caller does.
         while frame is not None and frame.f_globals.get("__name__", "").startswith(_POLLS):
             frame = frame.f_back
         if frame is None:
@@ -145,7 +144,7 @@ class FailureDetector:
         return _WAITS if now - self._place[2] >= limit else _MOVES
 
     def wait_as_failed(self, request: Request, error: BaseException) -> None:
-        """Wait until all ranks have come to an agreement; end the job where one never will."""
+        """Wait until all ranks have reached an agreement; end the job if one never will."""
         start = time.monotonic()
         for rank in self._states:
             self._notices.post(rank, _PROCESS_FAILED)
@@ -184,9 +183,9 @@ def _end_at_once(error: BaseException, reason: str) -> None:
 
 
 class LoneFailure:
-    """Ends the job after some time, unless `met` is called before; not under watch, where waits have their own limit.
+    """Ends the job after some time unless `met` is called before; not under watch, when waits have a limit of their own.
 
-    `error`: what this rank would raise. `call`: name of the public function.
+    `error`: the exception that this rank would raise. `call`: name of the public function.
     """
 
     def __init__(self, error: Exception, call: str, seconds: float):
@@ -215,8 +214,8 @@ def _end_late(error: Exception, call: str, seconds: float) -> None:
 
 T = TypeVar("T")
 
-# What a rank says of its part of a stage: whether it failed, whether a solver in it didn't converge, whether the rank was
-# told to end, and its term of a sum.
+# A rank's contribution to a stage: whether it failed, whether a solver in it didn't converge, whether the rank was
+# requested to end, and its term of a sum.
 _FAILED, _UNREACHED, _END_REQUESTED, _TERM = range(4)
 
 
@@ -225,11 +224,11 @@ class Unreached(Exception):  # noqa: N818 - no error, as StopIteration is none
 
 
 class WrongValueError(TypeError):
-    """Report a function that returned what it mustn't: raised on all ranks as a TypeError."""
+    """Report that a function returned an invalid value: raised on all ranks as a TypeError."""
 
 
 def verdict(failures: Failures, call: str = "minimize") -> Exception:
-    """Return what all ranks raise after failures on some; those of the first rank count."""
+    """Return the exception that all ranks raise after failures on some of them; the first failed rank determines it."""
     rank, others = first_of(failures)
     if failures[rank].kind == WrongValueError.__name__:
         return TypeError(f"{failures[rank].text} This happened on rank {rank}{others}.")
@@ -237,14 +236,14 @@ def verdict(failures: Failures, call: str = "minimize") -> Exception:
 
 
 class StageFailures:
-    """What the ranks know of each other's failures in a call of many stages.
+    """Failures of ranks in a call of many stages, known to all of its ranks.
 
     - `comm`: the call's own.
     - `call`: name of the public function.
-    - `room`: module of the stages: a rank whose innermost frame is of it has come to an agreement.
-    - `complete`: ``complete(error, trace)`` completes the text of an exception before it is told to all ranks.
-    - `error` (or None): what all ranks have raised; nothing is agreed on any more afterwards.
-    - `broken`: whether this rank's stage has failed where the ranks that wait for it can be interrupted.
+    - `room`: module of the stages: a rank whose innermost frame is in it has reached an agreement.
+    - `complete`: ``complete(error, trace)`` completes the text of an exception before it is sent to all ranks.
+    - `error` (or None): the exception that all ranks have raised; there are no further agreements after it.
+    - `broken`: whether this rank's stage has failed while the ranks that wait for it can be interrupted.
     - `end_requested`: whether any rank had been told to end (SIGTERM) when it came to an agreement: the same on all
       ranks.
     - `tolerates`: whether a ConvergenceError is no failure: `Unreached` is then raised on all ranks, and the call may
@@ -257,21 +256,21 @@ class StageFailures:
         self._detector = FailureDetector(comm, room, listens=not self._interrupts)
         self.broken, self.end_requested, self._call, self._complete = False, False, call, complete
         self.members = tuple(getattr(comm, "members", None) or world_ranks(comm))
-        self._refused = [found for found in live_channels() if found.fault]  # by what came before
+        self._refused = [found for found in live_channels() if found.fault]  # because of an earlier exception
         self._mine, self._sums = np.zeros(4), np.zeros(4)
         self.error: Exception | None = None
         self.tolerates = False
 
     def run(self, stage: Callable[[], T]) -> T:
-        """Run this rank's part of a stage; raise on all ranks where any rank's part has failed.
+        """Run this rank's part of a stage; raise on all ranks if any rank's part has failed.
 
-        A WorkerError has the rank and the traceback of the first one; a TypeError stands for a `WrongValueError` there. It
-        is Unreached where only solvers have failed, and that is tolerated.
+        A WorkerError holds the first failed rank and its traceback; a `WrongValueError` there is raised as a TypeError.
+        `Unreached` is raised if only solvers have failed and this is tolerated.
         """
         return self.summed(stage, lambda result: 0.0)[0]
 
     def summed(self, stage: Callable[[], T], term: Callable[[T], float]) -> tuple[T, float]:
-        """Run this rank's part of a stage as `run` does; return what it returned, and the sum of all ranks' terms of it."""
+        """Run this rank's part of a stage as `run` does; return its result, and the sum of all ranks' terms of it."""
         self.raise_if_failed()
         try:
             result = stage()
@@ -279,8 +278,8 @@ class StageFailures:
         except Unreached:  # of a stage inside this one: all ranks have met
             raise
         except (Exception, SystemExit) as failure:
-            self._complete(failure, failure.__traceback__)  # it is told to all ranks before it leaves the trace
-            # What all raise together leaves nobody waiting.
+            self._complete(failure, failure.__traceback__)  # sent to all ranks before it leaves the trace
+            # An exception that all ranks raise together leaves no rank waiting.
             alike = self._tolerated(failure) and len(agreed_among(failure)) >= self._comm.size
             if self._interrupts and not alike:
                 self.broken = True
@@ -292,7 +291,7 @@ class StageFailures:
         return result, self._conclude(None, own)
 
     def _conclude(self, failure: BaseException | None, term: float = 0.0) -> float:
-        """Return the sum of all ranks' terms; raise on all where one has failed."""
+        """Return the sum of all ranks' terms; raise on all ranks if one has failed."""
         unreached = self._tolerated(failure)
         self._mine[:] = failure is not None and not unreached, unreached, requested() is not None, term
         if self._comm.size == 1:
@@ -328,19 +327,19 @@ class StageFailures:
         return self.tolerates and isinstance(failure, ConvergenceError)
 
     def raise_if_failed(self) -> None:
-        """Raise what all ranks have raised, should a method go on in spite of it."""
+        """Raise the exception that all ranks have raised, if a method continues in spite of it."""
         if self.error is not None:
             raise self.error
 
     def clear(self, members: tuple[int, ...]) -> None:
-        """End what an unreached stage has left under way on communicators among these ranks; all of them call this.
+        """End pending communication of an unreached stage on communicators among these ranks; all of them call this.
 
         Ranks may have left the stage at different messages, and old ones mustn't be taken for new.
         """
         inside = {(found.members, found.number): found for found in live_channels() if set(found.members) <= set(members)}
         every = self._comm.allgather(list(inside))
         held = dict(zip(members, map(set, every)))
-        # In one order on all ranks; only what all of its ranks still have.
+        # In the same order on all ranks; only channels that all of their ranks still have.
         for key in sorted(set().union(*held.values())):
             if key in inside and all(key in held[rank] for rank in key[0]):
                 inside[key].renew_beneath()
@@ -352,17 +351,16 @@ class StageFailures:
 
 
 class DeferredFailures:
-    """What this rank has run into, and the others don't know yet.
+    """Failures on this rank that the others don't know yet.
 
-    A function that communicates may have raised before the other ranks got from it what they wait for. Where it has raised
-    before its first communication, at its first call or after it communicated when it was called before, it is called once
-    more with an argument that it can take, for the sake of its messages. What else may leave the others waiting ends the
-    job after a while.
+    A function that communicates may have raised before it sent what other ranks wait for. If it has raised before its first
+    communication, at its first call, or if it communicated in earlier calls, it is called once more with a valid argument
+    for the sake of its messages. Any other failure that may leave ranks waiting ends the job after a while.
 
     - `comm`: the ranks that are to know.
     - `call`: name of the public function.
     - `talkers`: names of functions that have communicated, in this call or in others with the same functions; it grows.
-    - `apart`: whether they meet on a communicator of its own, where no function's communication is taken for it.
+    - `apart`: whether agreements use a separate communicator, which no function communicates on.
     - `error` (or None): the first one.
     """
 
@@ -376,7 +374,7 @@ class DeferredFailures:
         self._fault: str | None = None
 
     def attempt(self, name: str, fun: Function, *args: Any, again: Callable[[], Any] | None = None) -> Any:
-        """Return what the function `name` of the user's returns; None where it raises, and the others are yet to be told.
+        """Return the result of the user function `name`; None if it raises and the others have yet to be informed.
 
         `again` returns an argument that the function can take in place of `args`.
         """
@@ -384,7 +382,7 @@ class DeferredFailures:
         try:
             out = fun(*args)
         except Exception as error:
-            # A wait that has reached its limit has ended the others' too.
+            # A DeadlockError ends the waits of the other ranks, too.
             alone = self._used.size == 1 or recovers() or isinstance(error, DeadlockError)
             if alone or set(self._used.members) <= agreed_among(error):
                 raise
@@ -405,7 +403,7 @@ class DeferredFailures:
         return out
 
     def note(self, error: Exception, seconds: float = LATE) -> None:
-        """Keep what is wrong on this rank; `seconds` are those after which it is wrong that the others don't know."""
+        """Record an error of this rank; the job ends if the other ranks haven't been informed of it after `seconds`."""
         if self.error is None:
             self.error, self._lone = error, LoneFailure(error, self._call, seconds)
 
@@ -413,14 +411,14 @@ class DeferredFailures:
         """Begin a communication in which the others are to learn of it."""
 
     def __exit__(self, kind: object, reached: object, trace: object) -> None:
-        # What this rank has raised says more than that the others didn't come within the limit of a wait.
+        # This rank's own exception is more informative than the DeadlockError that followed from it.
         if isinstance(reached, DeadlockError) and self.error is not None:
             raise reached from self.error
 
     def raise_together(self) -> None:
-        """Raise on all ranks where one has run into something: its own there, one of the same kind and text elsewhere.
+        """Raise on all ranks if one has failed: its own exception there, one of the same kind and text elsewhere.
 
-        All ranks call it: it costs one small reduction where no sum has told of it.
+        All ranks call it: it costs one small reduction unless a sum has reported the failure.
         """
         under_way = self._fault is not None or (self._used, True) in (tracing.channels or ())
         mine, every = np.array([self.error is not None, under_way], np.int32), np.empty(2, np.int32)

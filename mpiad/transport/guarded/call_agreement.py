@@ -1,8 +1,8 @@
-"""The ranks of a group agree on what they are about to do, over a communicator of their own.
+"""The ranks of a group agree on their next call, over a communicator of their own.
 
-Each rank has a number that stands for its call. In log2(P) rounds of one small message all learn the least and the
-greatest: where these are the same, all calls are. Only where they aren't do descriptions travel. Channels of the same
-ranks share one communicator for this, so that a call on the wrong one of two is found, too.
+Each rank has a number that identifies its call. In log2(P) rounds of one small message all learn the minimum and the
+maximum: if these are equal, all calls are. Descriptions are sent only if they differ. Channels of the same ranks share
+one communicator for this, so that a call on the wrong one of two is found, too.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _abandoned: list[Any] = []  # MPI may still use these buffers
 
 
 class Agreement:
-    """What the ranks of one group agree over.
+    """The communicators and counters by which the ranks of one group agree.
 
-    `members`: their ranks in the world, by their rank in its communicator. `epoch`: how often it has begun anew.
+    `members`: their ranks in the world, by their rank in its communicator. `epoch`: the number of restarts.
     `starts`: by lane, the number of nonblocking reductions begun: they must come at the same place among the other
     calls.
     """
 
     def __init__(self, comm: Comm, members: tuple[int, ...], label: str):
         self.comm, self.members, self.label = comm, members, label
-        # What was never received must not meet a later epoch's receives: as many as MPI has tags for, twice the lanes each.
+        # Messages never received must not match a later epoch's receives: as many epochs as MPI has tags for, twice the lanes each.
         self._epochs = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1) // (2 * _LANES)
         self.epoch = 0
         # Of agreements begun, by lane: it says who is missing.
@@ -43,16 +43,16 @@ class Agreement:
         self._later: Comm | None = None
 
     def open(self) -> None:
-        """Make what `renew` has dropped; all ranks call it, when all are there."""
+        """Recreate the communicator that `renew` dropped; all ranks call it, when all are present."""
         if self._later is None:
             self._later = self.comm.Dup()
 
     def later(self, lane: int, own: Comm) -> Comm:
-        """Return the communicator for what is compared at the end of nonblocking calls: the channel's own in threads."""
+        """Return the communicator for comparisons at the end of nonblocking calls: the channel's own in threads."""
         return own if lane else self._later  # type: ignore[return-value]
 
     def begun(self, lane: int) -> tuple[str, int]:
-        """Return what the agreements of a lane are counted as, and their number."""
+        """Return the key under which the agreements of a lane are counted, and their number."""
         return self._key(lane), self._numbers[lane]
 
     def counts(self) -> dict[str, int]:
@@ -63,13 +63,13 @@ class Agreement:
         return f"{self.label}, lane {lane}" if lane else self.label
 
     def agree(self, mine: int, lane: int, make: Callable[[], Awaited]) -> bool:
-        """Tell whether all ranks have given the same number; a wait with a deadline."""
+        """Return whether all ranks have given the same number; a wait with a deadline."""
         self._numbers[lane] += 1
-        # The count is part of what must be equal; a fingerprint leaves room for it, so the sum is below 2⁶³.
+        # The count is part of the compared number; a fingerprint leaves bits free for it, so the sum is below 2⁶³.
         return self._lane(lane).agree(mine + self.starts[lane], make)
 
     def descriptions(self, mine: Array, lane: int, make: Callable[[], Awaited]) -> list[Any]:
-        """Return what each rank says; all ranks call it after they have disagreed."""
+        """Return each rank's description; all ranks call it after they have disagreed."""
         tag = self._tag(lane) + _LANES * self._epochs
         buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)
         # To this rank too, so that it needs no case of its own.
@@ -80,12 +80,12 @@ class Agreement:
         return found
 
     def renew(self, epoch: int | None = None) -> None:
-        """Forget what is under way, and count anew: later messages have other tags. All ranks call it.
+        """Forget agreements under way, and restart the counts: later messages have other tags. All ranks call it.
 
-        The `epoch` is the same on all ranks, where they may have begun anew without each other.
+        The `epoch` is the same on all ranks, if they may have restarted independently.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
-        # One rank may have begun there what the others haven't. Not freed: whoever got its number would receive that.
+        # One rank may have begun an operation there that others haven't. Not freed: a reuse of its context would receive that.
         if self._later is not None:
             _abandoned.append(self._later)
             self._later = None
@@ -109,7 +109,7 @@ _MAIN = threading.main_thread().ident
 
 
 def lane_of(channel_number: int) -> int:
-    """Return the lane of this thread: threads beside the main one may each have a communicator, and agree apart."""
+    """Return the lane of this thread: other threads than the main one may each have a communicator, and agree separately."""
     return 0 if threading.get_ident() == _MAIN else channel_number % (_LANES - 1) + 1
 
 
@@ -159,7 +159,7 @@ class _Lane:
         return least == greatest
 
     def abandon(self) -> None:
-        """Take back what is under way: a later message must not be received in its place."""
+        """Cancel pending rounds: a later message must not be received in their place."""
         self.broken = True
         for _, _, send, receive in self._rounds:
             if self.active is receive:
