@@ -1,6 +1,6 @@
 """End the whole job when one rank can't go on: the others would wait for it for ever.
 
-`uncaught` does so after an exception that nobody catches, `signals` where a rank is told to end, `departure` where one has
+`uncaught` does so after an uncaught exception, `signals` when a rank receives a signal to end, `departure` when one has
 left the others behind.
 """
 
@@ -22,7 +22,7 @@ from mpiad.transport.fault_tolerance import FAULT_TOLERANT, lost_ranks
 
 _UNTIL_READ, _UNTIL_KILLED = 0.3, 2.0  # seconds
 
-last_words: list[Callable[[], object]] = []  # what a rank does before it ends the job: nothing that waits for others
+last_words: list[Callable[[], object]] = []  # called before a rank ends the job: nothing that waits for others
 
 _exit = os._exit  # before `departure` replaces it
 _process = os.getpid()
@@ -30,18 +30,18 @@ _ending = threading.Lock()
 
 
 def is_rank() -> bool:
-    """Tell whether this process can communicate: MPI is there, and this is no fork of a rank."""
+    """Return whether this process can communicate: MPI is initialized, and this is no fork of a rank."""
     return os.getpid() == _process and MPI.Is_initialized() and not MPI.Is_finalized()
 
 
 def at_place(frame: FrameType | None) -> str:
-    """Return " at program.py:12 in work, in mpi_recv" for a frame of the program; "" where there is none."""
+    """Return " at program.py:12 in work, in mpi_recv" for a frame of the program; "" if there is none."""
     site = site_of(frame)
     return f" at {site}{f', in {site.entry}' if site.entry else ''}" if site.file else ""
 
 
 def at_trace(trace: TracebackType | None) -> str:
-    """Return " at program.py:12 in work" for the program's innermost line in a traceback; "" where there is none."""
+    """Return " at program.py:12 in work" for the program's innermost line in a traceback; "" if there is none."""
     site = site_of_trace(trace)
     return f" at {site}" if site.file else ""
 
@@ -52,7 +52,7 @@ def end_job(text: str, code: int) -> None:
         time.sleep(_UNTIL_READ + _UNTIL_KILLED)
         _exit(code)
     # One write, so that the lines of ranks that fail together don't mix.
-    # Standard output too: what the program has printed into its buffer, an abort would lose.
+    # Standard output too: an abort would lose the contents of its buffer.
     for stream, last in ((sys.stdout, ""), (sys.stderr, text)):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be none, or a closed one
             stream.write(last)
@@ -60,16 +60,16 @@ def end_job(text: str, code: int) -> None:
     for last in last_words:
         with contextlib.suppress(Exception):
             last()
-    # Launchers end a job without reading what is still in its pipes: the text would be lost now and then.
+    # Launchers end a job without reading the rest of its pipes: the text would be lost now and then.
     time.sleep(_UNTIL_READ)
-    # Where Open MPI has outlived the death of a rank, its abort ends the job with 0, and a rank's exit with its code.
+    # If Open MPI has survived the death of a rank, its abort ends the job with 0, and a rank's exit with its code.
     if not (FAULT_TOLERANT and lost_ranks(MPI.COMM_WORLD)):
         MPI.COMM_WORLD.Abort(code)
-        # Some MPIs return from it. What would run at the exit of this process waits for the other ranks.
+        # Some MPIs return from it. Functions called at the exit of this process wait for the other ranks.
         time.sleep(_UNTIL_KILLED)
     _exit(code)
 
 
 def may_end_job() -> bool:
-    """Tell whether an exception on one rank may end the others: where there are any, and not under ``MPIAD_ABORT=0``."""
+    """Return whether an exception on one rank may end the others: if there are any, and not under ``MPIAD_ABORT=0``."""
     return switch("MPIAD_ABORT", True) and MPI.COMM_WORLD.size > 1

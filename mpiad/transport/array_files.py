@@ -25,7 +25,7 @@ _ATTEMPTS = 100
 
 
 class Layout(NamedTuple):
-    """What a file holds."""
+    """Shape, dtype and data offset of a file's array."""
 
     shape: Shape  # of the whole array
     dtype: np.dtype
@@ -41,7 +41,7 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
     """Write a file of all ranks' blocks, whole or not at all: under another name, which is changed at the end.
 
     This rank's block, contiguous and of the dtype of all, begins at `starts` of the whole array, which has the `shape`. All
-    ranks of the channel call it: an OSError on all, where it can't be written, and the file that there was stays.
+    ranks of the channel call it: an OSError on all, if it can't be written, and an existing file is kept.
     """
     head = io.BytesIO()
     described = {"descr": np.lib.format.dtype_to_descr(block.dtype), "fortran_order": False, "shape": shape}
@@ -58,7 +58,7 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
 
     root = used.rank == 0
     try:
-        # By rank 0 first, whose error all raise: of MPICH's some ranks have no text where other errors came before.
+        # By rank 0 first, whose error all raise: on some ranks MPICH's errors have no text after earlier errors.
         _together(used, path, make if root else None, call)
         data = Path(used.data.bcast(str(data_of(begun[0][0])) if root else None))
         with _opened(used, data, MPI.MODE_WRONLY, call) as file:
@@ -80,7 +80,7 @@ def _discard(begun: list[tuple[Path, IO[bytes]]]) -> None:
 
 
 def _layout_in(file: IO[bytes]) -> Layout:
-    """Return what a file holds; a ValueError if it isn't of NumPy's format, or has another length than it says."""
+    """Return the layout of a file; a ValueError if it isn't in NumPy's format, or its length isn't the stated one."""
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read(file)
@@ -99,13 +99,13 @@ def _layout_in(file: IO[bytes]) -> Layout:
 def read_block(used: Channel, path: Path, place: Callable[[Layout], tuple[Shape, np.ndarray]], call: str) -> np.ndarray:
     """Return this rank's block of a file, all ranks' of the same one, though others may replace it meanwhile.
 
-    `place` returns where the block begins and memory for it; a ValueError if the file doesn't fit. All ranks call it: an
-    OSError or ValueError on all, where one can't read it.
+    `place` returns the start of the block and memory for it; a ValueError if the file doesn't fit. All ranks call it: an
+    OSError or ValueError on all, if one can't read it.
     """
     for attempt in range(_ATTEMPTS):
         begun, name = list[tuple[Path, IO[bytes]]](), None
         if attempt and used.rank == 0:
-            # A second name, which nobody replaces; where there are none, another attempt with the first one.
+            # A second name, which nobody replaces; if the file system has no links, another attempt with the first one.
             with contextlib.suppress(OSError):
                 begun.append(begin(path))
                 os.link(path, data_of(begun[0][0]))
@@ -123,7 +123,7 @@ def read_block(used: Channel, path: Path, place: Callable[[Layout], tuple[Shape,
 def _read_once(
     used: Channel, path: Path, place: Callable[[Layout], tuple[Shape, np.ndarray]], call: str
 ) -> np.ndarray | None:
-    """Do what `read_block` does; None on all ranks if they have opened different files."""
+    """Implement `read_block`; return None on all ranks if they have opened different files."""
     error, held = None, None
     try:
         require_regular(path)
@@ -154,7 +154,7 @@ def _read_once(
 
 
 def _viewed(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, transfer: Callable[[list], None]) -> None:
-    """Read or write a block where it belongs."""
+    """Read or write a block at its place in the file."""
     # In bytes, so that MPI needn't know the dtype; in rows, since a count of bytes may be beyond an int.
     width = layout.dtype.itemsize
     sizes, inner = [(*whole[:-1], whole[-1] * width) for whole in (layout.shape, block.shape)]
@@ -170,7 +170,7 @@ def _viewed(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, tr
 
 @contextlib.contextmanager
 def _opened(used: Channel, path: Path, mode: int, call: str) -> Iterator[MPI.File]:
-    """Open a file on all ranks, and close it; an OSError on all ranks where one can't."""
+    """Open a file on all ranks, and close it; an OSError on all ranks if one can't."""
     opened: list[MPI.File] = []
     hints = MPI.Info.Create(_HINTS)
     comm: Comm = getattr(used.data, "bare", used.data)  # MPI-IO knows nothing of a watch
@@ -183,7 +183,7 @@ def _opened(used: Channel, path: Path, mode: int, call: str) -> Iterator[MPI.Fil
 
 
 def _together(used: Channel, path: Path, act: Callable[[], object] | None, call: str) -> None:
-    """Act, if there is something to do on this rank; raise on all ranks what any of them raises."""
+    """Call `act`, if it is given on this rank; raise on all ranks an error that any of them raises."""
     error: Exception | None = None
     try:
         if act is not None:

@@ -1,6 +1,6 @@
 """Arrays as MPI takes them: contiguous, of a dtype that MPI has a type for.
 
-Nothing is cast here. What can't be sent as it is raises before anything is sent.
+Nothing is cast here. Arrays that can't be sent as they are raise an error before any message.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALLOWED = "an array or number of dtype float32/64, complex64/128, an integer ty
 
 
 class Spec(NamedTuple):
-    """Shape and dtype of an array, and where it lives: what makes arrays of its kind, None on the host."""
+    """Shape and dtype of an array, and the module that makes arrays on its device: None on the host."""
 
     shape: Shape
     dtype: np.dtype
@@ -29,7 +29,7 @@ class Spec(NamedTuple):
 
     @property
     def differentiable(self) -> bool:
-        """Tell whether arrays like this one carry derivatives."""
+        """Return whether arrays like this one carry derivatives."""
         return self.dtype.kind in "fc"
 
     @property
@@ -49,7 +49,7 @@ class Spec(NamedTuple):
 
 
 def outgoing(x: Array, call: str) -> Array:
-    """Return `x` as a C-contiguous array where it lies, itself where it is one already.
+    """Return `x` as a C-contiguous array on the same device, or `x` itself if it already is one.
 
     A TypeError for objects, strings, sequences, masked arrays, and dtypes that MPI has no type for.
     """
@@ -60,7 +60,7 @@ def outgoing(x: Array, call: str) -> Array:
 
 
 def require_sendable(x: Array, call: str) -> None:
-    """Raise a TypeError where `outgoing` would."""
+    """Raise a TypeError if `outgoing` would."""
     if type(x) is not np.ndarray or x.dtype not in _DTYPES:
         _converted(x, call)
 
@@ -73,7 +73,7 @@ def _converted(x: Array, call: str) -> Array:
         return arrays.contiguous(x)
     if isinstance(x, np.ma.MaskedArray) or not isinstance(x, (np.ndarray, *_SCALARS)):
         raise TypeError(f"{call}: x must be {_ALLOWED}, but got {type(x).__name__} ({_shortened(x)}). {_advice(x)}")
-    # NumPy's ascontiguousarray gives what has no dimensions one.
+    # NumPy's ascontiguousarray returns one dimension for an array without any.
     array = np.ascontiguousarray(x) if np.ndim(x) else np.asarray(x)
     if array.dtype not in _DTYPES:
         raise _of_other_dtype(call, "x", array)
@@ -86,7 +86,7 @@ def _of_other_dtype(call: str, argument: str, x: Array) -> TypeError:
 
 
 def conversion(dtype: np.dtype, argument: str) -> str:
-    """Return how to convert an argument of a dtype that isn't taken, in words; empty where there is no obvious way."""
+    """Return how to convert an argument of an unsupported dtype, as text; empty if there is no obvious conversion."""
     native = dtype.newbyteorder("=")
     if native in _DTYPES and not dtype.isnative:
         return f"Its bytes are in another order than this machine's: pass {argument}.astype({native.name!r})."
@@ -113,45 +113,45 @@ def _shortened(x: Array) -> str:
 def private_copy(array: Array, x: Array) -> Array:
     """Return `array`, made from `x` by `outgoing`, as memory that nobody else can change.
 
-    One on a device is returned as it is: what sends it copies it, to where MPI reads it.
+    An array on a device is returned as it is: it is copied by the function that sends it, to memory that MPI can read.
     """
     if type(array) is not np.ndarray:
         return array
-    # What asarray makes of a subclass of ndarray is a view of the user's memory, and another object.
+    # For a subclass of ndarray asarray returns a view of the user's memory, as another object.
     return array.copy() if array is x or array.base is not None else array
 
 
 def copied(array: Array) -> Array:
-    """Return a C-contiguous copy of an array where it lies; of one without dimensions a NumPy scalar on the host."""
+    """Return a C-contiguous copy of an array on the same device; for one without dimensions a NumPy scalar on the host."""
     arrays = arrays_of(array)
     return result(array.copy()) if arrays is None else arrays.copy(array)
 
 
 def contiguous(array: Array) -> Array:
-    """Return an array where it lies, C-contiguous."""
+    """Return an array on the same device, C-contiguous."""
     arrays = arrays_of(array)
     return np.ascontiguousarray(array) if arrays is None else arrays.contiguous(array)
 
 
 def empty_beside(u: Array, shape: Shape) -> Array:
-    """Return a C-contiguous array without values, of the dtype of `u` and where it lives."""
+    """Return a C-contiguous array without values, with the dtype and device of `u`."""
     arrays = arrays_of(u)
     return np.empty(shape, u.dtype) if arrays is None else arrays.empty(shape, u.dtype)
 
 
 def zeros_beside(u: Array, shape: Shape) -> Array:
-    """Return a C-contiguous array of zeros, of the dtype of `u` and where it lives."""
+    """Return a C-contiguous array of zeros, with the dtype and device of `u`."""
     arrays = arrays_of(u)
     return np.zeros(shape, u.dtype) if arrays is None else arrays.full(shape, 0, u.dtype)
 
 
 def result(array: Array) -> Array:
-    """Return a received array; on the host a NumPy scalar where it has no dimensions, as NumPy's own functions do."""
+    """Return a received array; on the host a NumPy scalar if it has no dimensions, as NumPy's own functions do."""
     return array[()] if type(array) is np.ndarray and not array.ndim else array
 
 
 def spec_of(like: Array, call: str, argument: str = "like") -> Spec:
-    """Return shape and dtype of a template; a TypeError where it is missing or isn't an array that can be received."""
+    """Return shape and dtype of a template; a TypeError if it is missing or isn't an array that can be received."""
     if isinstance(like, np.ndarray) or isinstance(like, _SCALARS):
         dtype = np.result_type(like) if isinstance(like, (bool, int, float, complex)) else like.dtype
         if dtype in _DTYPES:

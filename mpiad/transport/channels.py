@@ -42,7 +42,7 @@ ABANDONED: list[tuple] = []
 def drain(comm: Comm, tag: int, attempt: int = 1) -> None:
     """Receive and drop all messages on a communicator on which this rank has no receive posted; collective.
 
-    Each rank's last message has the `tag`. After an exception during a drain, the next `attempt` drops the rest of this one.
+    Each rank's last message has the `tag`. After an exception during a drain, the next `attempt` drops the rest.
     """
     for part in getattr(comm, "parts", (comm,)):  # under watch, the messages and their headers
         _drain(part, tag, attempt)
@@ -296,7 +296,7 @@ class Channel:
         with self._looking:
             self._drop_sent()
         here = bool(self.pending or self.started or self.fault)
-        # On one rank alone this is inconclusive, since it may only send; the sum over all ranks counts the unreceived messages.
+        # On one rank this is inconclusive, since it may only send; the sum over all ranks counts the unreceived messages.
         unreceived = sum(self.sent.values()) - sum(self.received.values())
         # All in one message, since every program pays for it at its exit.
         mine, every = np.array([here, unreceived, self._has_unended()], dtype=np.int64), np.empty(3, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Collectives on arrays, without derivatives: shapes are agreed where the caller can't know them."""
+"""Collectives on arrays, without derivatives: shapes are agreed on if the caller can't know them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mpiad.transport.staging import way_of
 
 
 class Summation:
-    """A sum under way: MPI's requests, one for each piece, what takes a piece that is there, and what makes the result."""
+    """A sum under way: MPI's requests, one per chunk, the function for a complete chunk, and the one for the result."""
 
     __slots__ = ("_channel", "_home", "_requests", "_take")
 
@@ -79,23 +79,23 @@ def sum_in_place(channel: Channel, array: np.ndarray) -> None:
 
 # Maxima and minima of floating-point numbers as NumPy's: a NaN on any rank is the result on all.
 #
-# MPI leaves open what its MAX and MIN make of a NaN. Its libraries keep it or lose it by the order in which they compare,
+# MPI leaves the result of MAX and MIN for a NaN open. Its libraries keep it or lose it by the order in which they compare,
 # and that order differs between the ranks. So a NaN travels as the infinity that nothing beats: inf to a maximum, -inf to a
 # minimum. Nearly always none of these comes out, hence there was no NaN on any rank, and one reduction is all. Else a
 # second one tells the ranks which were NaN, and they write the same NaN there: all have found the same, so all reduce again
-# or none. What comes out as zero is 0.0: -0.0 is as great, and the order would decide which of them it is.
+# or none. Results that are zero are 0.0: -0.0 compares equal, and the order would decide which of them it is.
 
 
 _HOST = (np.ndarray, np.generic)
 
 
 def are_meant(array: Array, op: Op) -> bool:
-    """Tell whether a reduction is one that could lose a NaN, the same on all ranks."""
+    """Return whether a reduction is one that could lose a NaN, the same on all ranks."""
     return op is not MPI.SUM and array.dtype.kind == "f" and op in (MPI.MAX, MPI.MIN)
 
 
 def without_nan(array: Array, op: Op) -> Array:
-    """Return a contiguous array itself, or where it may have NaN a copy with infinities for these."""
+    """Return a contiguous array itself, or if it may have NaN a copy with infinities for these."""
     if _is_clearly_finite(array):
         return array
     arrays = arrays_of(array)
@@ -105,7 +105,7 @@ def without_nan(array: Array, op: Op) -> Array:
 
 
 def may_be_nan(found: Array, op: Op) -> bool:
-    """Tell whether anything was reduced to what NaN travels as."""
+    """Return whether any entry is the infinity that represents NaN."""
     if _is_clearly_finite(found):
         return False
     arrays, reached = arrays_of(found), np.any(found == _unbeaten(op))
@@ -113,7 +113,7 @@ def may_be_nan(found: Array, op: Op) -> bool:
 
 
 def finished(found: Array, nan: Array | None) -> Array:
-    """Return what was reduced with NaN where a flat array says so, and with its zeros as 0.0; may overwrite it."""
+    """Return a reduced array with NaN at the places of a flat mask, and with its zeros as 0.0; may overwrite it."""
     found += found.dtype.type(0)  # -0.0 + 0.0 is 0.0
     if nan is None:
         return found
@@ -127,7 +127,7 @@ def _unbeaten(op: Op) -> float:
 
 
 def _is_clearly_finite(array: Array) -> bool:
-    """Tell at once of most arrays of the host that they have neither NaN nor infinities; where it is False, they may."""
+    """Return True for most host arrays without NaN and infinities, at low cost; if False, they may have some."""
     if not isinstance(array, _HOST):
         return False
     if array.size == 1:
@@ -213,7 +213,7 @@ def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array
 
 
 def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str) -> Array:
-    """Sum over the ranks before this one (after it, where `backwards`), with its own unless `exclusive`."""
+    """Sum over the ranks before this one (after it, if `backwards`), with its own unless `exclusive`."""
     array = outgoing(x, call)
     # MPI has no suffix sums: on the ranks in reverse order they are prefix sums.
     comm = channel.backwards() if backwards else channel.data
@@ -240,10 +240,10 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
 
 
 def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
-    """Agree on the pieces of a gather: each rank's length along `axis`, 1 each where they are stacked.
+    """Agree on the blocks of a gather: each rank's length along `axis`, 1 each if they are stacked.
 
-    A ValueError on all ranks, where their other dimensions or their dtypes, here those of `like`, differ. What one has
-    found `wrong` is raised on all: the others must not wait for it.
+    A ValueError on all ranks, if their other dimensions or their dtypes, here those of `like`, differ. An error found
+    by one rank, `wrong`, is raised on all: the others must not wait for it.
     """
     if wrong is not None:
         like, axis = _NOTHING, None  # it takes part all the same: the others are on their way to the same call
@@ -265,7 +265,7 @@ def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wr
 
 
 def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengths: list[int], call: str) -> Array:
-    """Stack (`axis` None) or concatenate every rank's array on the root, or on all ranks where `root` is None."""
+    """Stack (`axis` None) or concatenate every rank's array on the root, or on all ranks if `root` is None."""
     array = _front(outgoing(x, call), axis)
     rest = array.shape if axis is None else array.shape[1:]
     mine = root is None or channel.rank == root

@@ -194,7 +194,7 @@ def is_array(x: Array) -> bool:
 
 
 def named(x: Array) -> str:
-    """Return the name of a value's type for messages, with its device if it is on one, since CuPy's type is named as NumPy's."""
+    """Return the name of a value's type for messages, with its device if any, since CuPy's type is named as NumPy's."""
     arrays = arrays_of(x) if is_device_array(x) else None
     kind = type(x).__name__
     return kind if arrays is None else f"{kind} on device {arrays.device} ({arrays.name})"

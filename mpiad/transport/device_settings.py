@@ -1,10 +1,10 @@
 """How device arrays travel: read from the environment at the start, the same on all ranks.
 
 The numbers of bytes decide how many messages a large array is sent in, so the ranks agree on them: the least that is
-asked for on any rank. What is asked for on one rank holds for all, since not every launcher passes variables on.
+on any rank. A setting of one rank holds for all, since not every launcher passes variables on.
 
-Collectives cut large arrays on all ranks or on none, and a rank can't see where the others' arrays lie. So it is agreed
-once, whether any rank may bring arrays that are copied to the host: then all cut alike, also what lies on the host.
+Collectives cut large arrays on all ranks or on none, and a rank doesn't know the devices of the others' arrays. So the
+ranks agree once on whether any of them may use arrays that are copied to the host: then all cut alike, also host arrays.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def present() -> DeviceSettings:
 
 
 def put(settings: DeviceSettings) -> DeviceSettings:
-    """Change how they travel, on all ranks alike, and return what was before."""
+    """Change the settings, on all ranks alike, and return the previous ones."""
     global _present
     before, _present = _present, settings
     return before
 
 
 def divides(nbytes: int) -> bool:
-    """Tell whether a collective on an array of so many bytes goes piece by piece, the same on all ranks."""
+    """Return whether a collective on an array of so many bytes is cut into chunks, the same on all ranks."""
     return _present.expected and nbytes > _present.chunk and not _present.cuda_aware
 
 
@@ -61,7 +61,7 @@ def exchanges(nbytes: int) -> bool:
 
 
 def from_environment() -> DeviceSettings:
-    """Return what MPIAD_CUDA_AWARE, MPIAD_DEVICE_CHUNK and MPIAD_DEVICE_PINNED ask for; a ValueError for other values."""
+    """Return the settings of MPIAD_CUDA_AWARE, MPIAD_DEVICE_CHUNK and MPIAD_DEVICE_PINNED; a ValueError for other values."""
     default = DeviceSettings()
     return DeviceSettings(
         switch("MPIAD_CUDA_AWARE", None),
@@ -80,9 +80,9 @@ def _bytes(name: str, least: int, default: int) -> int:
 
 
 def start() -> None:
-    """Agree on what the environment asks for on any rank; collective over the world.
+    """Agree on the settings of all ranks' environments; collective over the world.
 
-    A ValueError on all ranks, where one was given a value that a variable doesn't take.
+    A ValueError on all ranks, if a variable has an invalid value on one.
     """
     wrong, wanted = None, DeviceSettings()
     try:
@@ -93,7 +93,7 @@ def start() -> None:
     sizes = [size if given else _UNSET for size, given in zip((wanted.chunk, wanted.pinned), asked)]
     expects = wrong is None and (asked[0] or may_bring_arrays())
     direct = bool(device_kinds())
-    # By their minima each learns what any rank wants: no error, no "0", no "1", no device arrays, none that are copied to
+    # Their minima give the requests of any rank: no error, no "0", no "1", no device arrays, none that are copied to
     # the host, none that MPI takes, and the least of the sizes.
     asks = [wanted.cuda_aware is not False, wanted.cuda_aware is not True]
     switches = [wrong is None, *asks, not expects, not expects or direct, not expects or not direct]
@@ -104,7 +104,7 @@ def start() -> None:
         raise wrong or ValueError(
             "MPIAD_DEVICE_CHUNK or MPIAD_DEVICE_PINNED has a value on another rank that it doesn't take."
         )
-    # Where the ranks ask for both, what always works.
+    # If the ranks ask for both, the setting that always works.
     cuda_aware = None if least[1] and least[2] else bool(least[1])
     default = DeviceSettings()
     chunk, pinned = (int(size) if size != _UNSET else usual for size, usual in zip(least[6:], default[1:]))
@@ -115,6 +115,6 @@ def start() -> None:
 
 
 def may_bring_arrays() -> bool:
-    """Tell whether this process could have arrays on a GPU; nothing is loaded for it."""
+    """Return whether this process could have arrays on a GPU; nothing is loaded for it."""
     found = "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
     return found and may_be_used()

@@ -4,10 +4,10 @@ This needs an MPI that can revoke a communicator (`fault_tolerance`); elsewhere 
 composite is the bare function. With it a composite ends by an agreement on its channel, which works on revoked
 communicators too: on all ranks that nothing has happened, or none leaves it. A rank that fails goes there at once. If
 the others don't come within a moment, it revokes the duplicates of the channel and of all channels among its ranks, so
-that whoever waits in one is interrupted, and comes too. Then the ranks tell each other what was raised where, and renew
+so that ranks waiting in one are interrupted, and come too. Then the ranks exchange their exceptions, and renew
 the duplicates. Those that failed raise their own exception, and the others a `RemoteError`.
 
-Of nested composites the outermost one recovers: messages around the inner one would be lost with its duplicates.
+In nested composites the outermost one recovers: messages around the inner one would be lost with its duplicates.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _current = _Current()
 def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = None) -> Callable[[F], F]:
     """Make the decorator of a collective composite, which all ranks of a communicator call; `call` is its public name.
 
-    The communicator is by default what the composite gets as its keyword `comm`. ``verdict(failures)`` returns what all
-    ranks raise; the composite then recovers inside of others too. By default ranks that failed raise their own exception,
-    and the others a RemoteError. Where the MPI can't revoke, the decorator returns the function itself.
+    The communicator is by default the composite's keyword argument `comm`. ``verdict(failures)`` returns the exception that
+    all ranks raise; the composite then recovers inside of others too. By default ranks that failed raise their own exception,
+    and the others a RemoteError. If the MPI can't revoke, the decorator returns the function itself.
     """
 
     def decorate(fun: F) -> F:
@@ -87,12 +87,12 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = N
 
 
 def recovers() -> bool:
-    """Tell whether an exception that leaves this rank's composite brings all its ranks together."""
+    """Return whether an exception that leaves this rank's composite brings all its ranks together."""
     return FAULT_TOLERANT and _current.place is not None
 
 
 def interruptible(name: str, forward: F) -> F:
-    """Return a communication that recovers when it is interrupted outside of all composites; itself where none can be."""
+    """Return a communication that recovers if it is interrupted outside of all composites; `forward` without ULFM."""
     if not FAULT_TOLERANT:
         return forward
 
@@ -109,7 +109,7 @@ def interruptible(name: str, forward: F) -> F:
 
 
 def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
-    """Leave a composite together with all its ranks; where it failed on another, a RemoteError or what `verdict` says."""
+    """Leave a composite together with all its ranks; if it failed on another one, raise a RemoteError or the `verdict`'s."""
     place = None if used.size == 1 else _trouble(used)
     if place is None:
         return
@@ -119,14 +119,14 @@ def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
 
 
 def recover(used: Channel | None, error: BaseException, call: str, verdict: Verdict | None = None) -> None:
-    """Meet the other ranks after an exception; return where this rank is to raise its own.
+    """Meet the other ranks after an exception; return if this rank is to raise its own.
 
-    `used` is the channel of the composite, None outside of all; `verdict` as in `recoverable`, and what it returns is
-    raised. So is a RemoteError, where another rank has failed and this one was interrupted, or where one has died. All
+    `used` is the channel of the composite, None outside of all; `verdict` as in `recoverable`, and its result is raised. A
+    RemoteError is raised if another rank has failed and this one was interrupted, or if one has died. All
     ranks of the channel come here or to `conclude`, each with its own exception or with MPI's interruption.
     """
     interrupted = is_interruption(error)
-    # Where all its ranks raise the same by agreement, none waits, and nothing is under way.
+    # If all ranks of the channel raise the same by agreement, none waits, and nothing is under way.
     if used is not None and (used.size == 1 or not interrupted and set(used.members) <= agreed_among(error)):
         return
     place = _meeting_place(used, interrupted)
@@ -149,7 +149,7 @@ def _raise_verdict(
     if verdict is not None and place is used and failures:
         raise verdict(failures) from (error if mine else None)
     if failures and not mine:
-        # The interruption's traceback shows where this rank was.
+        # The interruption's traceback shows this rank's place in the program.
         raise error_of(failures, call, RemoteError) from error
 
 
@@ -176,7 +176,7 @@ def _is_given_up(found: Channel) -> bool:
 
 
 def _trouble(used: Channel) -> Channel | None:
-    """Wait until all ranks of the channel have come; return where to meet if one has failed, there or around it."""
+    """Wait for all ranks of the channel; return the channel to meet on if one has failed, in it or around it."""
     flag = np.ones(1, np.int32)
     request, patience = used.data.Iagree(flag), Backoff()
     while not _is_complete(request, flag):
@@ -230,7 +230,7 @@ def _within(place: Channel) -> list[Channel]:
 
 
 def _renewed(place: Channel, mine: Failure | None) -> Failures:
-    """Renew the duplicates of the channel and of those among its ranks; return what was raised on which rank."""
+    """Renew the duplicates of the channel and of those among its ranks; return the failures by rank."""
     fresh = place.data.Shrink()
     ranks = ranks_within(place, fresh)
     told = fresh.allgather(mine)

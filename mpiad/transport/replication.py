@@ -47,7 +47,7 @@ class Difference(NamedTuple):
 
 
 def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, others: int) -> Difference:
-    """Compare values whose bits differ; rank `reference` holds `theirs`, and `others` is the number of other leaves that do."""
+    """Compare values whose bits differ; rank `reference` holds `theirs`, and `others` more leaves differ."""
     more = f"; {others} more differ" if others else ""
     if not isinstance(mine, np.ndarray):
         text = f"{path} is {mine!r:.60} instead of rank {reference}'s {theirs!r:.60}{more}"

@@ -1,4 +1,4 @@
-"""What is under way in this thread: traces, the trace of a compiled program, operators, calls that are noted.
+"""The state of this thread: traces, the trace of a compiled program, operators, recorded calls.
 
 Whoever changes it puts it back. An interrupt may arrive at any moment, also at the start of an `__exit__` or `finally`, and
 then nothing is put back. So each operation that changes the state runs in a second context, `restoring_state`, which an
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ProgramRecorder(Protocol):
-    """What is asked of a trace under way."""
+    """The methods of a trace under way."""
 
     @property
     def ended(self) -> bool:
@@ -33,11 +33,11 @@ class ProgramRecorder(Protocol):
         """Run an operator of `mpiad.extend` on plain arrays, and note it."""
 
     def settle(self, fun: Callable[..., T], args: tuple) -> T:
-        """Run what decides how a call goes on, and note it with its result."""
+        """Run a function whose result determines how a call continues, and record it with its result."""
         ...
 
     def once(self, fun: Callable[..., T], args: tuple) -> T:
-        """Run what is done once for a communicator, and don't note it."""
+        """Run a function that is called once per communicator, and don't record it."""
         ...
 
     def call_as_it_is(self, fun: Callable[..., T], args: tuple, kwargs: dict[str, Any]) -> T:
@@ -57,7 +57,7 @@ class ProgramRecorder(Protocol):
         """Take note that a function communicates other than by an operation."""
 
     def marked(self, channel: object, reason: str, messages: bool) -> bool:
-        """Tell whether the trace decides later that messages were left on a channel: it may be run once more."""
+        """Return whether the trace decides later that messages were left on a channel: it may be run once more."""
         ...
 
 
@@ -88,7 +88,7 @@ tracing = _ThreadState()
 
 
 class restoring_state:
-    """A context that an exception leaves with the thread's state as it was; what was left open inside is ended."""
+    """A context that an exception leaves with the thread's state as it was; contexts still open inside are ended."""
 
     __slots__ = ("_kept",)
 
@@ -101,9 +101,9 @@ class restoring_state:
 
 
 def restore_state(kept: dict[str, Any], error: BaseException) -> None:
-    """Restore a copy of the thread's state after an exception, and end what was left open since.
+    """Restore a copy of the thread's state after an exception, and end contexts and tapes opened since.
 
-    What runs very often calls this itself instead of `restoring_state`, which costs as much as a simple operation.
+    Frequently used contexts call this directly instead of `restoring_state`, which costs as much as a simple operation.
     """
     left = tracing.__dict__.copy()
     tracing.__dict__.update(kept)
@@ -114,22 +114,22 @@ def restore_state(kept: dict[str, Any], error: BaseException) -> None:
 
 
 def settled(fun: Callable[..., T], *args: Any) -> T:
-    """Run what decides how a call goes on, and may come out otherwise next time, as lengths that ranks tell each other.
+    """Run a function whose result decides how a call continues and may vary, such as lengths that ranks exchange.
 
-    A compiled program runs it again, and goes on only where it comes out as in the trace.
+    A compiled program runs it again, and continues only if the result is as in the trace.
     """
     recorder = tracing.recorder
     return fun(*args) if recorder is None else recorder.settle(fun, args)
 
 
 def once(fun: Callable[..., T], *args: Any) -> T:
-    """Run what is done at the first use of a communicator, and is no part of a compiled program."""
+    """Run a function at the first use of a communicator; it is no part of a compiled program."""
     recorder = tracing.recorder
     return fun(*args) if recorder is None else recorder.once(fun, args)
 
 
 def opaque(fun: Callable[..., T]) -> Callable[..., T]:
-    """Let compiled programs call a function as it is; its results are arrays, in any nest."""
+    """Let compiled programs call a function as it is; its results are arrays, in any pytree."""
 
     @functools.wraps(fun)
     def called(*args: Any, **kwargs: Any) -> T:

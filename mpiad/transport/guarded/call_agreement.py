@@ -33,7 +33,7 @@ class Agreement:
 
     def __init__(self, comm: Comm, members: tuple[int, ...], label: str):
         self.comm, self.members, self.label = comm, members, label
-        # Messages never received must not match a later epoch's receives: as many epochs as MPI has tags for, twice the lanes each.
+        # Messages never received must not match a later epoch's receives: as many epochs as MPI has tags, twice the lanes each.
         self._epochs = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1) // (2 * _LANES)
         self.epoch = 0
         # Of agreements begun, by lane: it says who is missing.
@@ -85,7 +85,7 @@ class Agreement:
         The `epoch` is the same on all ranks, if they may have restarted independently.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
-        # One rank may have begun an operation there that others haven't. Not freed: a reuse of its context would receive that.
+        # One rank may have begun an operation there that others haven't. Not freed: a reused context would receive that.
         if self._later is not None:
             _abandoned.append(self._later)
             self._later = None
@@ -109,7 +109,7 @@ _MAIN = threading.main_thread().ident
 
 
 def lane_of(channel_number: int) -> int:
-    """Return the lane of this thread: other threads than the main one may each have a communicator, and agree separately."""
+    """Return the lane of this thread: other threads than the main one may have communicators, and agree separately."""
     return 0 if threading.get_ident() == _MAIN else channel_number % (_LANES - 1) + 1
 
 

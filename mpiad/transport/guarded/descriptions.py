@@ -1,8 +1,8 @@
-"""What a rank is about to do, in a form that ranks can compare: a fingerprint of what must be the same on all of them.
+"""A rank's next call in a form that ranks can compare: a fingerprint of the properties that must be equal on all of them.
 
-Shapes and dtypes are compared where MPI needs them to be equal. The line is compared where no rank leads: calls with a
-root are often written as ``if rank == root: ... else: ...``. Where ranks are about to do different things, the error has a
-table of them, and a sentence on what differs and what to do.
+Shapes and dtypes are compared if MPI needs them to be equal. The line is compared if no rank leads: calls with a
+root are often written as ``if rank == root: ... else: ...``. If ranks are about to make different calls, the error has a
+table of them, and a sentence with the differences and a remedy.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _ROOTED = frozenset(
 
 
 class Description(NamedTuple):
-    """One rank's call, in words: what is compared, then what is shown."""
+    """One rank's call, as text: first the compared fields, then those that are only shown."""
 
     operation: str
     communicator: str
@@ -86,17 +86,17 @@ class Description(NamedTuple):
 
     @property
     def compared(self) -> tuple:
-        """What must be the same on all ranks."""
+        """The fields that must be equal on all ranks."""
         return self[: len(_NAMES)]
 
     def arguments(self, sums: bool = False) -> str:
-        """Return the arguments in words; sums are named where other ranks reduce otherwise."""
+        """Return the arguments as text; sums are named if other ranks reduce with another operation."""
         root = None if self.root is None else f"root={self.root}"
         op = f"op={self.reduction}" if self.reduction is not None and (sums or self.reduction != "SUM") else None
         return ", ".join(filter(None, (root, op, self.given)))
 
 
-_NAMES = ("operation", "communicator", "root", "reduction", "shape", "dtype", "call site", "step")  # of what is compared
+_NAMES = ("operation", "communicator", "root", "reduction", "shape", "dtype", "call site", "step")  # of the compared fields
 
 
 def caller() -> tuple[str, Site, Call | None]:
@@ -124,7 +124,7 @@ def describe(
 
 
 def shown_arguments(call: Call | None, label: str) -> str:
-    """Return shape and communicator in words: the shape of what the user gave, not of what the library sends."""
+    """Return shape and communicator as text: the shape of the user's array, not of the one that the library sends."""
     parts = []
     if call is not None and call.arguments.shape is not None:
         given = call.arguments
@@ -185,7 +185,7 @@ _ADVICE = {
 
 
 def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoReturn:
-    """Raise what all ranks of a group raise, from what each of them has said."""
+    """Raise on all ranks of a group the error for their descriptions."""
     rows = sorted(zip(group.members, said))
     descriptions = [description for _, (description, _) in rows]
     compared = zip(*(description.compared for description in descriptions))
@@ -196,7 +196,7 @@ def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoRetur
         ("operation", "arguments", "where"),
         [(str(rank), d.operation, _arguments(d, starts, different), d.place) for rank, (d, starts) in rows],
     )
-    # Where operations differ, all that follows differs too, and says nothing.
+    # If operations differ, all following fields differ too, and are uninformative.
     name = different[0] if different else "step"
     others = f" ({', '.join(different[1:])} too)" if len(different) > 1 and name != "operation" else ""
     error = CommunicationMismatchError(

@@ -16,7 +16,7 @@ from mpiad.transport.guarded.call_agreement import Agreement, lane_of
 from mpiad.transport.guarded.descriptions import Description, caller, describe, raise_mismatch, shown_arguments, where
 from mpiad.transport.guarded.timed_waits import Awaited, Departure, poll
 
-# What a rank waits for: all ranks in a collective, or one rank at the other end of a message.
+# Descriptions of waits: for all ranks in a collective, or for one rank at the other end of a message.
 
 
 class _Wait:
@@ -44,15 +44,15 @@ class Gathering(_Wait):
             self.name, self.arguments, self.place = description.operation, description.arguments(), description.place
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
-        """Tell whether a member left the program without coming to this collective."""
+        """Return whether a member left the program without coming to this collective."""
         return any(
-            # Who has been here before leaving isn't what this wait lacks.
+            # A rank that left after coming here isn't missing from this wait.
             rank in gone and gone[rank].heard < before and gone[rank].counts.get(self.key, 0) < self.number
             for rank in self.comm.members
         )
 
     def report(self) -> dict[str, Any]:
-        """Return what a table of waits shows."""
+        """Return the entries of a table of waits."""
         return {
             "call": self.name, "arguments": self.arguments, "place": self.place, "key": self.key, "number": self.number,
             "members": self.comm.members, "hint": "",
@@ -70,7 +70,7 @@ class Letter(_Wait):
         self.sends, self.peer, self.tag = sends, peer, tag
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
-        """Tell whether the other end has left the program, and sends nothing any more."""
+        """Return whether the other end has left the program, and sends nothing any more."""
         peers = self._peers()
         return bool(peers) and all(
             # A long message of a rank that has left may still be on its way; who has left receives nothing.
@@ -84,7 +84,7 @@ class Letter(_Wait):
         return anyone if self.peer < 0 else [members[self.peer]]
 
     def report(self) -> dict[str, Any]:
-        """Return what a table of waits shows."""
+        """Return the entries of a table of waits."""
         partner = "any rank" if self.peer < 0 else f"rank {self.peer}"
         # The tag of an adjoint's message is made of several things.
         tag = "" if self.comm.reverse else " with any tag" if self.tag < 0 else f" with tag {self.tag}"
@@ -106,7 +106,7 @@ class Letter(_Wait):
         return ""
 
 
-# What MPI may still use of requests that were given up; never emptied: nobody knows when MPI is done with it.
+# Buffers of abandoned requests that MPI may still use; never emptied, since the end of that use is unknown.
 _abandoned: list[tuple[Any, Any]] = []
 
 
@@ -121,7 +121,7 @@ class GuardedRequest:
         self._held, self._receives = held, receives
 
     def Test(self, status: Status = None) -> bool:
-        """Tell whether it is complete."""
+        """Return whether it is complete."""
         return self.request.Test(status)
 
     def Wait(self, status: Status = None) -> None:
@@ -151,7 +151,7 @@ _BYTES = 1024  # for each rank: of one length, so that one nonblocking call is e
 
 
 class StartedReduction(GuardedRequest):
-    """A reduction under way, and the descriptions of what each rank has started."""
+    """A reduction under way, and the descriptions of the calls by which each rank has started it."""
 
     def __init__(self, comm: Comm, array: Array, out: np.ndarray, op: Op | None):
         agreement: Agreement = comm.agreement
@@ -174,7 +174,7 @@ class StartedReduction(GuardedRequest):
         poll(self._saying.Test, self._make)
         said = [pickle.loads(every.tobytes()) for every in self._every]
         if len({(description.compared, starts) for description, starts in said}) > 1:
-            # The sum of what doesn't belong together may never end, and mustn't be written into memory that others use.
+            # The sum of mismatched calls may never end, and mustn't be written into memory that others use.
             _abandoned.append((self.request, self._held))
             raise_mismatch(said, self._group)
         super().Wait(status)
@@ -182,12 +182,12 @@ class StartedReduction(GuardedRequest):
 
 def _described(comm: Comm, out: np.ndarray, op: Op | None) -> Description:
     said, call = describe(comm.label, "Iallreduce", out, op, None, watch_settings.present().compares_lines), calls.current()
-    # Of an array that goes in pieces, the first ones are alike where the ranks' lengths differ.
+    # For an array that is sent in chunks, the first chunks are alike even if the ranks' lengths differ.
     return said if call is None or call.arguments.shape is None else said._replace(shape=call.arguments.shape)
 
 
 def _packed(said: Description, starts: int) -> np.ndarray:
-    """Return a description in at most so many bytes: cut short on all ranks alike, where names are long."""
+    """Return a description in at most `_BYTES` bytes: cut short on all ranks alike, if names are long."""
     packed, width = pickle.dumps((said, starts)), 256
     while len(packed) > _BYTES:
         cut = [value[:width] if isinstance(value, str) else value for value in said]

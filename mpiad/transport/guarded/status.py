@@ -1,7 +1,7 @@
-"""What each rank is doing, told to a rank that asks: by a thread of each rank, over a communicator of its own.
+"""Each rank's current call, reported to a rank that asks: by a thread of each rank, over a communicator of its own.
 
 A rank whose wait has expired asks all others, makes the table of the answers and sends it to those that wait with it,
-which raise the same. Where MPI allows no second thread, ranks answer from inside their own waits only.
+which raise the same. If MPI allows no second thread, ranks answer from inside their own waits only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LONGEST = 10  # ranks of a cycle in a sentence
 
 
 class Finding(NamedTuple):
-    """What was found when a wait took too long."""
+    """The result of the search after a wait took too long."""
 
     text: str
     table: str
@@ -84,7 +84,7 @@ def _has_come(state: State | None, key: str, number: int) -> bool:
 
 
 def _cycle(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
-    """Return a cycle of waits that can be reached from a rank; empty where there is none."""
+    """Return a cycle of waits that can be reached from a rank; empty if there is none."""
     path, ahead = {start: None}, [iter(edges.get(start, ()))]  # not by recursion: a ring may have thousands of ranks
     done: set[int] = set()
     while ahead:
@@ -215,7 +215,7 @@ class Responder:
             self.answer()
 
     def answer(self) -> None:
-        """Answer what has come in."""
+        """Answer pending questions and notices."""
         with self._ear:
             while (come := self._taken(_ASK)) is not None:
                 source, (number,) = come
@@ -228,13 +228,13 @@ class Responder:
                 timed_waits.tell(told[self._comm.rank], DeadlockError(*found))
 
     def announce(self, sends: bool) -> None:
-        """Tell all other ranks that this one has left the program."""
+        """Notify all other ranks that this one has left the program."""
         self._leaving_since = self._leaving_since or perf_counter()
         with self._ear:
             self._post(self._others, _LEFT, (communicator.counts(), sends, *farewell()))
 
     def hear_departures(self) -> None:
-        """Take the notices of all others, which have been sent: some MPIs complain of what is left over."""
+        """Receive the notices of all others, which have been sent: some MPIs complain of unreceived messages."""
         until = perf_counter() + self._patience
         # Not for ever: a rank may have been ended from outside, without a notice.
         while len(departed) < len(self._others) and perf_counter() < until:
@@ -242,7 +242,7 @@ class Responder:
             time.sleep(_TICK / 20)
 
     def expire(self, waiting: Waiting) -> Exception:
-        """Return what a wait raises that has taken too long, and tell the ranks that wait with it."""
+        """Return the exception of a wait that has taken too long, and notify the ranks that wait with it."""
         # One after the other: the first one's verdict spares the others the question to all ranks.
         self._await_verdict(waiting, _APART * self._comm.rank)
         if waiting.verdict is not None:
@@ -283,7 +283,7 @@ class Responder:
             come = self._taken(_TOLD)
             if come is None:
                 time.sleep(_TICK / 10)
-            # An answer to an earlier question may come late: what it says is no longer so.
+            # An answer to an earlier question may come late, and is outdated.
             elif come[1][0] == self._asked:
                 states[come[0]] = come[1][1]
                 missing.discard(come[0])
@@ -292,7 +292,7 @@ class Responder:
         return states
 
     def _state(self) -> dict[str, Any]:
-        """Return what this rank is doing."""
+        """Return this rank's current state."""
         main: int = threading.main_thread().ident  # type: ignore[assignment]
         every = timed_waits.who_waits()
         waiting = every.get(main) or next(iter(every.values()), None)
@@ -324,7 +324,7 @@ class Responder:
 
 
 def _departure(rank: int) -> dict[str, Any] | None:
-    """Return what a rank has told of its leaving, that answers no more; None where it hasn't left."""
+    """Return a rank's notice of its leaving, if it answers no more; None if it hasn't left."""
     gone = departed.get(rank)
     if gone is None:
         return None

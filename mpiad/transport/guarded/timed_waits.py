@@ -1,7 +1,7 @@
 """Wait by polling: briefly at full speed, then with naps that leave the core to others, up to the deadline.
 
-While a thread waits for longer than a moment, a `Waiting` says what for; `status` shows it to ranks that ask, and puts
-the verdict here where another rank has found that this wait will never end.
+While a thread waits for longer than a moment, a `Waiting` describes the wait; `status` shows it to ranks that ask, and
+stores the verdict here if another rank has found that this wait will never end.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class Awaited(Protocol):
     """Describes a wait."""
 
     def give_up(self, reason: str) -> None:
-        """Refuse the further use of what will never be complete."""
+        """Refuse further use of an object that will never be complete."""
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
-        """Tell whether ranks that left the program before that time would be needed."""
+        """Return whether the wait needs ranks that left the program before that time."""
         ...
 
     def report(self) -> dict[str, Any]:
-        """Return what a table of waits shows of it."""
+        """Return the entries of a table of waits for this one."""
         ...
 
 
 class Waiting:
-    """What a thread waits for; an `endless` wait is shown, but has no deadline and takes no verdict."""
+    """A thread's wait; an `endless` wait is shown, but has no deadline and takes no verdict."""
 
     __slots__ = ("began", "endless", "number", "verdict", "what")
 
@@ -66,13 +66,13 @@ class _Lift(threading.local):
 
 _by_thread: dict[int, Waiting] = {}
 _lift = _Lift()
-# What to do at the deadline is known by who makes the table: it puts itself in.
+# The module that makes the table of waits installs its functions for the deadline here.
 _expire: Callable[[Waiting], Exception] | None = None
 _answer: Callable[[], None] | None = None
 
 
 def set_reporter(expire: Callable[[Waiting], Exception], answer: Callable[[], None] | None) -> None:
-    """Say who makes the error at the deadline, and who answers other ranks from inside a wait where no thread does."""
+    """Set the function that makes the error at the deadline, and the one that answers other ranks in a wait without a thread."""
     global _expire, _answer
     _expire, _answer = expire, answer
 
@@ -88,9 +88,9 @@ class deadline_lifted:
 
 
 def poll(test: Callable[[], Any], make: Callable[[], Awaited], endless: bool = False) -> None:
-    """Return when `test` is true; `make` describes what is waited for, where it takes longer than a moment.
+    """Return when `test` is true; `make` describes the wait, if it takes longer than a moment.
 
-    A DeadlockError at the deadline, and where another rank has found that this wait doesn't end, unless it is `endless`.
+    A DeadlockError at the deadline, or if another rank has found that this wait doesn't end, unless it is `endless`.
     """
     for _ in range(_SPINS):
         if test():
@@ -99,7 +99,7 @@ def poll(test: Callable[[], Any], make: Callable[[], Awaited], endless: bool = F
 
 
 def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
-    """Return what `find` does, once that isn't None; else as `poll`."""
+    """Return the result of `find`, once that isn't None; otherwise as `poll`."""
     found: list[Any] = []
 
     def come() -> bool:
@@ -114,7 +114,7 @@ def poll_for(find: Callable[[], Any], make: Callable[[], Awaited]) -> Any:
 
 def _wait(test: Callable[[], Any], waiting: Waiting) -> None:
     thread = threading.get_ident()
-    # A wait may be inside of another: where no thread answers, answers are sent from within.
+    # A wait may be inside another one: if no thread answers, answers are sent from within.
     before = _by_thread.get(thread)
     try:
         try:
@@ -150,16 +150,16 @@ def _nap_until(test: Callable[[], Any], waiting: Waiting) -> None:
 
 
 def _is_over(waiting: Waiting) -> bool:
-    """Tell whether a wait has come to the deadline, or is for ranks that have left the program."""
+    """Return whether a wait has reached the deadline, or needs ranks that have left the program."""
     limit, elapsed = watch_settings.present().timeout, perf_counter() - waiting.began
     if limit is not None and elapsed > limit:
         return True
-    # What such a rank sent before may still be on its way.
+    # Messages that such a rank sent before may still be on their way.
     return bool(departed) and elapsed > _ON_THE_WAY and waiting.what.in_vain(departed, perf_counter() - _ON_THE_WAY)
 
 
 def who_waits() -> dict[int, Waiting]:
-    """Return what each thread waits for."""
+    """Return each thread's wait."""
     return dict(_by_thread)
 
 
