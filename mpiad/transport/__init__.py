@@ -1,4 +1,4 @@
-"""What knows MPI: buffers, communicators, messages and collectives, without derivatives."""
+"""The interface to MPI: buffers, communicators, messages and collectives, without derivatives."""
 
 from mpiad.transport import launcher  # looks at the environment before MPI starts, which may end the process
 

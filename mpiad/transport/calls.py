@@ -39,7 +39,7 @@ class Site:
         self.text = f"{os.path.basename(file)}:{line}{where}"
 
     def named(self, operation: str) -> str:
-        """Return the public function that the user called, where an operation serves several of them."""
+        """Return the public function that the user called, if an operation serves several of them."""
         return self.entry if self.entry.startswith("mpi_") and self.entry not in _COMPOSITES else operation
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ _OPERATORS = ("", "extend")
 
 
 class Arguments(NamedTuple):
-    """What a call was given, as far as it has such a thing."""
+    """The arguments of a call, as far as it has them."""
 
     communicator: str | None = None
     root: int | None = None
@@ -100,7 +100,7 @@ class Call:
 
     @property
     def arguments(self) -> Arguments:
-        """What it was given; read when it is first asked for."""
+        """The call's arguments; read at the first access."""
         found = self._arguments
         if found is None:
             found = self._arguments = Call.read(self._x, self._params)
@@ -129,7 +129,7 @@ class Call:
 
 
 class Observer(Protocol):
-    """What is told of every call."""
+    """The functions called for every call."""
 
     def began(self, call: Call) -> None:
         """Take note of a call before it communicates."""
@@ -161,7 +161,7 @@ def note(owner: Hashable) -> None:
 
 
 def forget(owner: Hashable) -> None:
-    """End what `note` began; the last owner switches it off."""
+    """End the effect of `note`; the last owner switches it off."""
     if owner in _owners:
         if len(_owners) == 1:
             for switch in _switches:
@@ -170,12 +170,12 @@ def forget(owner: Hashable) -> None:
 
 
 def is_noting() -> bool:
-    """Tell whether calls are noted."""
+    """Return whether calls are noted."""
     return bool(_owners)
 
 
 def current() -> Call | None:
-    """Return the innermost call of this thread, None where there is none."""
+    """Return the innermost call of this thread, None if there is none."""
     return tracing.call
 
 
@@ -220,7 +220,7 @@ def _folder(path: str) -> str:
 
 
 _OURS = _folder(os.path.dirname(os.path.dirname(__file__)))
-# What runs a compiled function stands between the user and what is called: it isn't what he called.
+# The runner of a compiled function lies between the user and the called function: the user didn't call it.
 _BETWEEN = _folder(os.path.join(_OURS, "programs"))
 _STANDARD = tuple({_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("autograd", "scipy", "numpy", "mpi4py"))
@@ -315,7 +315,7 @@ def entry(code: CodeType | None) -> str:
     """Return the name of the library's function that the user called, "" for none."""
     if code is None:
         return ""
-    # What a function of ours returned (a gradient) is named by its file; gradient.py's by its first function.
+    # A function that the library returned (a gradient) is named by its file; gradient.py's by its first function.
     name, file = code.co_name, os.path.basename(code.co_filename)[:-3]
     if name in _NAMES:
         return _NAMES[name]

@@ -1,13 +1,13 @@
 """Large arrays on their way between their memory and MPI, piece by piece: one is copied while another one travels.
 
 A passage gives MPI its memory for one piece after another, and takes each back when MPI is done with it. An array of the
-host is its own memory. One on a device goes through page-locked memory of the host, where its pieces lie one behind the
-other: all copies to the host are queued at once, on the stream for copies, with an event behind each piece. MPI gets a
+host uses its own memory. One on a device goes through page-locked memory of the host, as consecutive pieces:
+all copies to the host are queued at once, on the stream for copies, with an event behind each piece. MPI gets a
 piece when its event is over; its copy back is queued on the current stream.
 
 Pieces are lists of ranges of the flat array. Of an array that all ranks have whole, a piece is one range. Of an array
 that has a block for each rank, a piece is a range of every block: each call then keeps all ranks busy, as the whole would.
-All follows from what the ranks know of each other, so they cut alike wherever their arrays lie.
+All this follows from data known to all ranks, so they cut alike wherever their arrays lie.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def arriving(spec: Spec, pieces: list[Ranges], loan: Loan | None = None) -> Chun
 
 
 def passing(array: Array, pieces: list[Ranges], private: bool = False) -> ChunkedTransfer:
-    """Begin the passage of an array that MPI reads and overwrites; what comes is a new array.
+    """Begin the transfer of an array that MPI reads and overwrites; the result is a new array.
 
     `private`: nobody else uses the array, so on the host its own memory is overwritten.
     """
@@ -51,7 +51,7 @@ def passing(array: Array, pieces: list[Ranges], private: bool = False) -> Chunke
 
 
 class _OnHost:
-    """An array of the host. `memory` is what MPI reads and writes, flat; what it overwrites is copied from `source`."""
+    """An array of the host. MPI reads and writes `memory`, flat; pieces to be overwritten are copied from `source`."""
 
     def __init__(self, array: np.ndarray, pieces: list[Ranges], source: np.ndarray | None = None):
         self._array, self._pieces = array, pieces
@@ -59,7 +59,7 @@ class _OnHost:
         self._source = None if source is None else source.reshape(-1)
 
     def piece(self, number: int) -> np.ndarray:
-        """Return MPI's memory for a piece, contiguous; a copy to be read, where the piece isn't in one place."""
+        """Return MPI's memory for a piece, contiguous; a copy to be read, if the piece isn't in one place."""
         ranges = self._pieces[number]
         if len(ranges) > 1:
             return np.concatenate([self.memory[start:end] for start, end in ranges])
@@ -74,7 +74,7 @@ class _OnHost:
         return [self.memory, ([end - start for start, end in ranges], [start for start, _ in ranges])]
 
     def take(self, number: int) -> None:
-        """Take a piece from MPI, which has written it: here it is where it belongs."""
+        """Take a piece from MPI, which has written it: here it is already in its place."""
 
     def home(self) -> Array:
         """Return the array, when all pieces were taken."""
@@ -82,7 +82,7 @@ class _OnHost:
 
 
 class _Staged:
-    """An array of a device, through memory of the host; what comes back from there is a new array."""
+    """An array of a device, through memory of the host; the result is a new array."""
 
     def __init__(self, spec: Spec, pieces: list[Ranges], loan: Loan | None = None):
         self._spec, self._pieces = spec, pieces
@@ -149,7 +149,7 @@ _MOST_PARTS = 16
 
 
 def bounds(size: int, itemsize: int, chunk: int | None = None) -> Ranges:
-    """Return where the pieces of an array of so many entries begin and end; `chunk` is the most bytes of one."""
+    """Return the begins and ends of the pieces of an array of so many entries; `chunk` is the most bytes of one."""
     chunk = device_settings.present().chunk if chunk is None else chunk
     step = (chunk - chunk % _LARGEST_ENTRY) // itemsize  # whole entries of any dtype
     return [(start, min(start + step, size)) for start in range(0, size, step)]
@@ -174,7 +174,7 @@ def of_block(counts: list[int], rank: int, itemsize: int) -> list[Ranges]:
 
 
 def _parts(counts: list[int], itemsize: int) -> list[Ranges]:
-    """Return the pieces, each as what it takes of every block, counted from the block's begin."""
+    """Return the pieces, each as a range of every block, counted from the block's begin."""
     chunk = device_settings.present().chunk
     step = max(chunk // min(len(counts), _MOST_PARTS) // itemsize, 1)
     return [[(min(start, count), min(start + step, count)) for count in counts] for start in range(0, max(counts), step)]

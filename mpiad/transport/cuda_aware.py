@@ -1,7 +1,7 @@
 """Whether MPI takes the memory of a device as it is: asked of the library, and tried out before it is believed.
 
 An MPI that isn't CUDA-aware doesn't refuse the address of device memory, but reads from it and crashes. So nothing is
-tried where the library hasn't said yes. Where it has, arrays are sent from this process to itself and compared: builds
+tried unless the library has said yes. If it has, arrays are sent from this process to itself and compared: builds
 that know CUDA are known to be misconfigured. ``MPIAD_CUDA_AWARE`` overrides both.
 """
 
@@ -26,7 +26,7 @@ _BLOCKING_ONLY = MPI.get_vendor()[0] == "Open MPI"
 _LENGTHS = 8, 1 << 16  # MPI sends short and long messages in different ways
 _REMEDY = "Arrays are copied; MPIAD_CUDA_AWARE=0 asks for it from the start, and has large ones copied in pieces."
 _log = logging.getLogger("mpiad")
-_tried: dict[tuple[type, int], bool | None] = {}  # None where the library hasn't said yes
+_tried: dict[tuple[type, int], bool | None] = {}  # None if the library hasn't said yes
 
 
 def takes_directly(arrays: ArrayModule, nonblocking: bool = False) -> bool:
@@ -74,7 +74,7 @@ def _try_cupy() -> None:
 
 
 def _passes(arrays: ArrayModule) -> bool:
-    """Send arrays to this process itself, and compare what came."""
+    """Send arrays to this process itself, and compare the received ones."""
     alone = MPI.COMM_SELF.Dup()
     try:
         right = all(_comes_back(alone, arrays, length) for length in _LENGTHS)
@@ -89,7 +89,7 @@ def _passes(arrays: ArrayModule) -> bool:
 
 
 def _comes_back(alone: Comm, arrays: ArrayModule, length: int) -> bool:
-    numbers = np.arange(length) + 0.5  # none is zero: what was never written shows
+    numbers = np.arange(length) + 0.5  # none is zero: entries that were never written show
     sent, got = arrays.to_device(numbers), arrays.full((length,), 0, numbers.dtype)
     arrays.synchronize()
     alone.Sendrecv(arrays.message(sent), 0, 0, arrays.message(got), 0, 0)

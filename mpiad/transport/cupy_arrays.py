@@ -111,7 +111,7 @@ class CupyArrays:
         # CuPy enters a stream on its own device only, and a program's current one may be another.
         with self.current():
             if self._copying is None:
-                # A blocking stream would wait for the default one, where the arithmetic is.
+                # A blocking stream would wait for the default one, which has the arithmetic.
                 self._copying = cupy.cuda.Stream(non_blocking=True)
             with self._copying:
                 yield self._copying
@@ -127,15 +127,15 @@ class CupyArrays:
 
 @cache
 def on_device(device: int) -> CupyArrays:
-    """Return what makes CuPy's arrays on the device of this number."""
+    """Return the module for CuPy's arrays on the device of this number."""
     return CupyArrays(device)
 
 
 def arrays_of_device(x: Array) -> CupyArrays:
-    """Return what makes arrays on the device of `x`."""
+    """Return the module for arrays on the device of `x`."""
     return on_device(x.device.id)
 
 
 def on_current_device() -> CupyArrays:
-    """Return what makes arrays on CuPy's current device."""
+    """Return the module for arrays on CuPy's current device."""
     return on_device(cupy.cuda.runtime.getDevice())

@@ -39,7 +39,7 @@ class CupyLauncher:
             kernel.function((blocks,), (threads,), given)
 
     def free_bytes(self) -> int:
-        """Return what the device has left, and what CuPy's pool has taken and doesn't use."""
+        """Return the free memory of the device, and the unused memory of CuPy's pool."""
         with self._arrays.current():
             free, _ = cupy.cuda.runtime.memGetInfo()
             return int(free) + int(cupy.get_default_memory_pool().free_bytes())
@@ -51,12 +51,12 @@ def _on(device: int) -> CupyLauncher:
 
 
 def launcher_of_device(arrays: CupyArrays) -> CupyLauncher:
-    """Return what runs kernels on the device of these arrays."""
+    """Return the launcher of kernels for the device of these arrays."""
     return _on(arrays.device)
 
 
 def current_arrays(device: int | None = None) -> CupyArrays:
-    """Return what makes arrays on a device, by default the current one; a RuntimeError where this process sees no GPU."""
+    """Return the module for arrays on a device, by default the current one; a RuntimeError if this process sees no GPU."""
     try:
         return on_device(int(cupy.cuda.runtime.getDevice()) if device is None else device)
     except cupy.cuda.runtime.CUDARuntimeError as error:

@@ -1,8 +1,8 @@
-"""A rank leaves the program: with which code, from where, and whether the others leave too.
+"""A rank leaves the program: its exit code, its place in the program, and whether the others leave too.
 
 MPI ends on all ranks or on none, so a rank that has left waits for the others. One that left with an error waits for
 some seconds only: the others may be waiting for it. `os._exit` leaves nothing to wait with, and the launchers differ in
-what they make of it (one ends the other ranks at once, and returns 0), so it waits first.
+in their reaction (one ends the other ranks at once, and returns 0), so it waits first.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ def _note_exit(code: object, trace: TracebackType | None) -> None:
 
 
 def _look_after(farewell: _Farewell) -> None:
-    """End the job where this rank doesn't come to `await_others`: Python first joins threads, and runs exit functions."""
+    """End the job if this rank doesn't come to `await_others`: Python first joins threads, and runs exit functions."""
     left = time.monotonic()
     while not _awaits:
-        # They have all the time that they take, but for communications: the others may wait for what this rank was to do.
+        # They may take any time, except in communications: the others may wait for something that this rank was to do.
         if time.monotonic() - left > _GRACE and is_rank() and (waiting := _waiting_thread()):
             _end(farewell, f"{_GRACE:g} s ago, but its {waiting} waits in a communication")
         time.sleep(_LOOKS)
 
 
 def _waiting_thread() -> str:
-    """Return the name of a thread that Python waits for and that is inside a communication, "" where there is none."""
+    """Return the name of a thread that Python waits for and that is inside a communication, "" if there is none."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         frame = None if thread.daemon else frames.get(thread.ident or 0)
@@ -100,7 +100,7 @@ def _leave_at_once(status: int) -> None:
 
 
 def farewell() -> tuple[str, str]:
-    """Return how this rank has left, and from where."""
+    """Return the call by which this rank has left, and its place in the program."""
     if _farewell is not None:
         return _farewell.call, _farewell.where.removeprefix(" at ") or "-"
     error = getattr(sys, "last_value", None)
@@ -113,13 +113,13 @@ def code_at_end() -> int:
 
 
 def note_finalize() -> None:
-    """Note that this rank ends MPI before the program's end, for those that ask where it is."""
+    """Note that this rank ends MPI before the program's end, for ranks that ask for its state."""
     global _farewell
     _farewell = _Farewell("mpi_finalize()", 0, at_place(sys._getframe(1)))
 
 
 def await_others(patience: float | None = None) -> bool:
-    """Wait until all ranks have left the program; end the job where this one left with an error and others haven't.
+    """Wait until all ranks have left the program; end the job if this one left with an error and others haven't.
 
     After `patience`, in seconds, the job ends in any case: communication was given up, and the others may never leave.
     Returned is whether it was given up on any rank, so that there may be no more of it. All ranks of the world call it,
@@ -150,7 +150,7 @@ def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = N
             if world_is_given_up():
                 return False
             wait.pause()
-    except MPI.Exception:  # a rank has died, where the MPI survives that: there is nobody to wait for
+    except MPI.Exception:  # a rank has died, and the MPI survives that: there is nobody to wait for
         return False
     if at_once and every[:2].all():
         _end(farewell, "where other ranks leave in good order, which takes all of them")

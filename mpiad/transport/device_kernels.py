@@ -1,6 +1,6 @@
-"""Kernels of our own on a device: what compiles a text of CUDA C there, and runs it.
+"""Kernels of our own on a device: compilation of CUDA C source there, and launches.
 
-`Launcher` is all that is asked of a device beside arrays (see `device_arrays`): one object for each device, found by
+A device needs only a `Launcher` besides its arrays (see `device_arrays`): one object per device, found by
 `launcher_of(arrays)`. CuPy's is in `cupy_kernels`; other kinds of arrays bring theirs by `register_launcher`.
 """
 
@@ -17,11 +17,11 @@ class DeviceKernel(Protocol):
     """A compiled kernel."""
 
     registers: int  # that each thread takes
-    local_bytes: int  # memory of each thread's own, for what doesn't fit into registers
+    local_bytes: int  # memory per thread for values that don't fit into registers
 
 
 class Launcher(Protocol):
-    """What compiles and runs kernels on one device."""
+    """Compiler and launcher of kernels on one device."""
 
     multiprocessors: int  # how many blocks of threads make progress at the same time, at least
 
@@ -33,7 +33,7 @@ class Launcher(Protocol):
         """Queue a run of a kernel, of so many blocks of so many threads each, on the current stream.
 
         Arguments are device arrays, which are C-contiguous; None for a pointer to nothing; an int for a ``long long``, a
-        float for a ``double``, and NumPy's scalars for what they are.
+        float for a ``double``, and NumPy scalars of their own type.
         """
         ...
 
@@ -48,7 +48,7 @@ _makers: dict[type, Maker] = {}
 
 
 def register_launcher(kind: type, maker: Maker) -> None:
-    """Say what runs kernels on arrays of a kind.
+    """Register the launcher of kernels on arrays of a kind.
 
     ``maker(arrays) -> Launcher`` for the device of an `ArrayModule` is called often, so it keeps them.
     """
@@ -56,7 +56,7 @@ def register_launcher(kind: type, maker: Maker) -> None:
 
 
 def launcher_of(arrays: ArrayModule) -> Launcher:
-    """Return what compiles and runs kernels on the device of these arrays; a TypeError for a kind of arrays without."""
+    """Return the launcher of kernels for the device of these arrays; a TypeError for a kind of arrays without one."""
     maker: Any = _makers.get(arrays.kind)
     if maker is None and arrays.name == "CuPy":
         from mpiad.transport.cupy_kernels import launcher_of_device
@@ -69,9 +69,9 @@ def launcher_of(arrays: ArrayModule) -> Launcher:
 
 
 def selected_arrays(device: int | None = None) -> ArrayModule:
-    """Return what makes arrays on a device; by default on the one that is current.
+    """Return the module for arrays on a device; by default on the current one.
 
-    An ImportError without CuPy; a RuntimeError where this process sees no GPU.
+    An ImportError without CuPy; a RuntimeError if this process sees no GPU.
     """
     if find_spec("cupy") is None:
         raise ImportError("CuPy isn't installed: pip install mpiad[gpu] for CUDA 12, mpiad[gpu13] for CUDA 13")

@@ -61,7 +61,7 @@ def exchanges(nbytes: int) -> bool:
 
 
 def from_environment() -> DeviceSettings:
-    """Return the settings of MPIAD_CUDA_AWARE, MPIAD_DEVICE_CHUNK and MPIAD_DEVICE_PINNED; a ValueError for other values."""
+    """Return the settings of MPIAD_CUDA_AWARE, MPIAD_DEVICE_CHUNK, MPIAD_DEVICE_PINNED; a ValueError for other values."""
     default = DeviceSettings()
     return DeviceSettings(
         switch("MPIAD_CUDA_AWARE", None),

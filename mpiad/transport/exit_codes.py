@@ -1,6 +1,6 @@
 """Learn with which code Python ends the program, before it joins threads and runs exit functions.
 
-Python tells nobody. But where a SystemExit ends the program, the interpreter asks the exception for its `code`, in the
+There is no hook for it. But if a SystemExit ends the program, the interpreter asks the exception for its `code`, in the
 main thread, when no frame of Python's is left. So that attribute of the type is replaced by one that takes note when it is
 read from nowhere, whoever raised the exception (`sys.exit`, `exit`, ``raise``, a task of asyncio's) and whoever holds it
 or has looked at it on its way. One that is caught for good is never read so.
@@ -26,7 +26,7 @@ _MADE_LATE = sys.version_info < (3, 12)
 
 
 def exit_code(code: object) -> int:
-    """Return what the launcher sees of SystemExit's `code`."""
+    """Return the exit code that the launcher gets for SystemExit's `code`."""
     if code is None:
         return 0
     # The system keeps eight bits; anything but an integer Python prints, and ends with 1.
@@ -75,7 +75,7 @@ def _has_caller() -> bool:
 def _whole_trace(error: SystemExit) -> TracebackType | None:
     if not _MADE_LATE:
         return error.__traceback__
-    # The exception has it only up to where it was looked at. The interpreter has the whole, and nobody else does.
+    # The exception has it only up to the frame that looked at it. The interpreter has the whole, and nobody else does.
     traces = [found for found in gc.get_objects() if isinstance(found, TracebackType)]
     inner = {id(trace.tb_next) for trace in traces}
     outermost = [trace for trace in traces if id(trace) not in inner]
@@ -96,7 +96,7 @@ def note_exit(leaves: Callable[[Any, TracebackType | None], object]) -> bool:
 
 
 def forget_exit() -> None:
-    """Undo `note_exit`: what reads a code while Python takes its modules down must find its own attribute."""
+    """Undo `note_exit`: code that reads a code while Python tears its modules down must find its own attribute."""
     _replace_code(_member)
 
 
@@ -119,7 +119,7 @@ def _exit(status: Any = None, /) -> None:
 
 def _replace_exit(by: Callable[..., None]) -> None:
     sys.exit = by
-    # Also where a module has it by its name.
+    # Also in modules that have it by name.
     for names in gc.get_referrers(_python_exit):
         if isinstance(names, dict) and "__name__" in names:
             names.update({name: by for name, value in names.items() if value is _python_exit and name != "_python_exit"})

@@ -1,7 +1,7 @@
 """Whether the MPI can tell its ranks that a communicator is given up, and which of its errors say so.
 
-Open MPI 5 can, where its launcher was told: ``mpiexec --with-ft ulfm``. It is found out once, without a call of MPI, so
-that what isn't needed elsewhere needn't exist there.
+Open MPI 5 can, if its launcher was asked to: ``mpiexec --with-ft ulfm``. It is detected once, without a call of MPI, so
+that functions that aren't needed elsewhere needn't exist there.
 
 The end of MPI waits for all ranks of the world, and with Open MPI 5.0 now and then for the dead ones too, for ever. So
 the ranks that are left wait for each other by themselves, and leave without it.
@@ -37,14 +37,14 @@ _CLASSES = {getattr(MPI, name, None) for name in ("ERR_REVOKED", "ERR_PROC_FAILE
 
 
 def is_revoked(comm: Comm) -> bool:
-    """Tell whether a rank has given a communicator up."""
+    """Return whether a rank has given a communicator up."""
     return comm != MPI.COMM_NULL and comm.Is_revoked()
 
 
 def is_interruption(error: BaseException | None) -> bool:
-    """Tell whether an exception is, or was raised while handling, MPI's word that other ranks have failed."""
+    """Return whether an exception is, or was raised while handling, MPI's error that other ranks have failed."""
     seen = 0
-    # A RemoteError is what became of an interruption; all ranks know by then.
+    # A RemoteError is the result of an interruption; all ranks know by then.
     while error is not None and not isinstance(error, RemoteError) and seen < 100:
         if isinstance(error, MPI.Exception):
             kind = error.Get_error_class()
@@ -56,7 +56,7 @@ def is_interruption(error: BaseException | None) -> bool:
 
 
 def is_process_failure(error: BaseException) -> bool:
-    """Tell whether an exception is MPI's word that a process has died."""
+    """Return whether an exception is MPI's error that a process has died."""
     names = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")
     return isinstance(error, MPI.Exception) and error.Get_error_class() in [getattr(MPI, name, None) for name in names]
 

@@ -51,13 +51,13 @@ def _of_rocm() -> list[str]:
 
 
 def may_be_used() -> bool:
-    """Tell whether this process might use a GPU; nothing is run for it."""
-    # Where the driver shows no folder (in WSL, in some containers), the program that comes with it tells of GPUs.
+    """Return whether this process might use a GPU; nothing is run for it."""
+    # If the driver shows no folder (in WSL, in some containers), the program that comes with it indicates GPUs.
     return bool(visible(1) and (_of_the_driver() or shutil.which("nvidia-smi") or _of_rocm()))
 
 
 def visible(count: int) -> list[str]:
-    """Return the GPUs that this process may use, as the environment names them: all numbers where it doesn't."""
+    """Return the GPUs that this process may use, as the environment names them: all numbers if it doesn't."""
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         if name in os.environ:
             chosen = [word.strip() for word in os.environ[name].split(",")]
@@ -66,7 +66,7 @@ def visible(count: int) -> list[str]:
 
 
 def device_of(local_rank: int, count: int) -> str:
-    """Return the GPU of this process: cupy's current one where it is loaded, else the one of its place on the node."""
+    """Return the GPU of this process: cupy's current one if it is loaded, else the one of its place on the node."""
     seen = visible(count)
     if not seen:
         return ""

@@ -1,4 +1,4 @@
-"""One-to-all with a header: the receivers learn shape and dtype from the root, in the same message where it is small.
+"""One-to-all with a header: the receivers learn shape and dtype from the root, in the same message if it is small.
 
 The root's own mistake (an object where an array belongs, a shape that can't be divided) travels too, so that all ranks
 raise it.
@@ -19,7 +19,7 @@ from mpiad.transport.device_settings import divides, present
 from mpiad.transport.staging import Direct, Staged, way_of
 
 _WORDS = 128
-# Dtype, number of dimensions, then NumPy's 64 dimensions at most; where it lies, and the bytes of its pieces.
+# Dtype, number of dimensions, then NumPy's 64 dimensions at most; the device, and the bytes of its chunks.
 _KIND, _CHUNK, _SHAPE_WORDS = 66, 70, 71
 # By letter, since two of them may be one and the same type: int64 is "l" here, and "q" elsewhere.
 _CODES = ["?", "b", "h", "i", "l", "q", "B", "H", "I", "L", "Q", "f", "d", "F", "D"]
@@ -31,9 +31,9 @@ _INLINE = -1  # in the place of the bytes of a piece: the array is in the header
 def bcast_with_header(channel: Channel, x: Array, root: int, call: str) -> Array:
     """Copy the root's array to all ranks, which needn't know its shape and dtype.
 
-    Elsewhere it comes to where the template `x` lies, or the root's array where there is none.
+    Elsewhere it is placed on the device of the template `x`, or on that of the root's array if there is none.
     """
-    # Of fixed size, since the receivers can't know another; what fits travels in it and needs no second message.
+    # Of fixed size, since the receivers can't know another; a small array fits in it and needs no second message.
     packet = np.zeros(_WORDS, dtype=np.int64)
     if channel.rank == root:
         return _bcast_from_here(channel, x, root, call, packet)
@@ -60,7 +60,7 @@ def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: n
         _send_error(channel, error, root, packet)
         raise
     _pack(packet, Spec(array.shape, array.dtype, arrays))
-    # What MPI reads on the device isn't copied to the host for the sake of a header.
+    # An array that MPI reads on the device isn't copied to the host for the sake of a header.
     small = array.nbytes <= _INLINE_BYTES and not isinstance(way, Direct)
     if small:
         packet[_CHUNK] = _INLINE
@@ -76,9 +76,9 @@ def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: n
 
 
 def agree_on_spec(channel: Channel, make: Callable[[], Spec], root: int, template: object) -> Spec:
-    """Tell all ranks the spec that `make` returns on the root, or raise its error on all of them.
+    """Broadcast the spec that `make` returns on the root to all ranks, or raise its error on all of them.
 
-    Elsewhere it lies where the template does, or as on the root where there is none.
+    Elsewhere it has the device of the template, or that of the root if there is none.
     """
     packet = np.zeros(_WORDS, dtype=np.int64)
     if channel.rank != root:

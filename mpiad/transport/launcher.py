@@ -1,4 +1,4 @@
-"""Who started this process, by what its launcher left in the environment; read before MPI starts.
+"""The launcher of this process, recognized by its environment variables; read before MPI starts.
 
 A launcher and a library of different MPIs don't find each other. Some libraries then make each process a world of its
 own, and others end the process while MPI starts, which with mpi4py is at its import: so the warning comes before that.
@@ -17,9 +17,9 @@ _log = logging.getLogger("mpiad")
 
 
 class Launcher(NamedTuple):
-    """What started this process."""
+    """The launcher of this process."""
 
-    name: str = ""  # empty where no launcher is recognised
+    name: str = ""  # empty if no launcher is recognized
     family: str = ""  # whose libraries it starts: "mpich", "openmpi", or "" for those that start any
     # `size`, `rank`: the number of processes that it started, and which of them this one is.
     size: int = 1
@@ -42,7 +42,7 @@ _FAMILIES = {"Open MPI": "openmpi", "Spectrum MPI": "openmpi", "MPICH": "mpich",
 
 
 def launcher(environment: Mapping[str, str] = os.environ) -> Launcher:
-    """Return what started this process."""
+    """Return the launcher of this process."""
     for name, family, mark, size, rank in _KNOWN:
         if mark in environment and environment.get(size, "").isdigit():
             number = environment.get(rank, "0")
@@ -56,7 +56,7 @@ def family_of(vendor: str) -> str:
 
 
 def mpiexec_beside(library: str) -> str:
-    """Return the mpiexec that was installed with a library (its path), "" where there is none."""
+    """Return the mpiexec that was installed with a library (its path), "" if there is none."""
     candidate = Path(library).parent.parent / "bin" / "mpiexec"
     return str(candidate) if library and candidate.exists() else ""
 
@@ -104,7 +104,7 @@ def warn_of_separate_worlds(size: int) -> None:
 
 
 def in_pool() -> bool:
-    """Tell whether `python -m mpi4py.futures` runs the program: on rank 0 alone, while the other ranks wait for tasks."""
+    """Return whether `python -m mpi4py.futures` runs the program: on rank 0 alone, while the other ranks wait for tasks."""
     core = sys.modules.get("mpi4py.futures._core")
     return getattr(core, "SharedPool", None) is not None
 

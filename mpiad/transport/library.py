@@ -1,4 +1,4 @@
-"""What the MPI library says of itself."""
+"""Properties that the MPI library reports."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Library(NamedTuple):
     version: str
     standard: str  # the version of the MPI standard that it follows
     threads: str  # {"single", "funneled", "serialized", "multiple"}; the level of thread support it was initialised with
-    path: str  # its file, "" where the system doesn't tell
+    path: str  # its file, "" if the system doesn't report it
     takes_device_buffers: str  # "yes (CUDA)", "no", or "unknown": whether it takes the memory of a GPU as it is
     mpi4py: str  # version of mpi4py
 
 
 def library() -> Library:
-    """Return what the loaded MPI library says of itself; MPI must be initialised."""
+    """Return the properties that the loaded MPI library reports; MPI must be initialized."""
     vendor, version = MPI.get_vendor()
     path, standard = _path(), _dotted(MPI.Get_version())
     threads = _LEVELS[MPI.Query_thread()]
@@ -43,7 +43,7 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 def _path() -> str:
-    """Return the file of the library, by what this process has mapped."""
+    """Return the file of the library, from this process's memory map."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return ""
@@ -61,7 +61,7 @@ def device_buffers() -> str:
 
 
 def device_kinds() -> list[str] | None:
-    """Return the kinds of device whose memory the library says it takes, as "CUDA"; None where it says nothing."""
+    """Return the kinds of device whose memory the library reports to take, such as "CUDA"; None without a report."""
     path = _path()
     asked = _asked(path)
     if asked:
@@ -74,7 +74,7 @@ def device_kinds() -> list[str] | None:
 
 
 def _asked(path: str) -> dict[str, bool]:
-    # Extensions, which mpi4py doesn't wrap; loading what is loaded already only adds a name for it.
+    # Extensions, which mpi4py doesn't wrap; loading an already loaded library only adds a name for it.
     try:
         loaded = ctypes.CDLL(path or None)
     except OSError:

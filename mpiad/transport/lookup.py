@@ -1,4 +1,4 @@
-"""From a communicator of the user's to the library's channel on it, and the refusal of what can't be used.
+"""The library's channel on a communicator of the user's, and the refusal of unusable communicators.
 
 A channel hangs on its communicator as an attribute and is freed with it; the world's is kept here.
 """
@@ -40,16 +40,16 @@ def open_world() -> Channel:
 
 
 def world_is_given_up() -> bool:
-    """Tell whether ranks wait for this one to learn of a failure, where the MPI can say so."""
+    """Return whether ranks wait for this one to learn of a failure, if the MPI can report it."""
     return FAULT_TOLERANT and _world is not None and is_revoked(_world.data)
 
 
 def close_world() -> None:
-    """Complete what was sent and free the duplicates of the world; collective over all ranks."""
+    """Complete pending sends and free the duplicates of the world; collective over all ranks."""
     global _world, _finalized
     if _world is not None:
         _world.close()
-    # Also where none was open: mpi_finalize was called, and errors say so.
+    # Also if none was open: mpi_finalize was called, and errors report it.
     _world, _finalized = None, True
 
 
@@ -133,7 +133,7 @@ def _validate(comm: Comm, call: str) -> None:
 
 
 def prepare(comm: Comm, call: str) -> Channel:
-    """Return the channel of a communicator, making its duplicates where there are none; collective."""
+    """Return the channel of a communicator, making its duplicates if there are none; collective."""
     member(comm, call)
     if comm == MPI.COMM_WORLD:
         return open_world()
@@ -147,7 +147,7 @@ def prepare(comm: Comm, call: str) -> Channel:
 def renew(comm: Comm, call: str) -> None:
     """Renew the duplicates of a communicator; collective over its ranks."""
     member(comm, call)
-    # Not by `channel`, which refuses what is marked: just what is to be renewed here.
+    # Not by `channel`, which refuses a marked channel, which is to be renewed here.
     found = open_world() if comm is None or comm == MPI.COMM_WORLD else prepare(comm, call)
     if found.lost:
         _refuse(found, call)

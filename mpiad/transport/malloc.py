@@ -2,13 +2,13 @@
 
 A fresh array above glibc's mmap threshold costs a page fault for every 4 KiB, each time it is made: ten times the
 arithmetic done on it. Reverse passes make such arrays by the dozen, of equal sizes. So the thresholds are raised once,
-at import, where the C library has `mallopt`. ``MPIAD_MALLOPT=0`` leaves them alone, and so do glibc's own variables that
+at import, if the C library has `mallopt`. ``MPIAD_MALLOPT=0`` leaves them alone, and so do glibc's own variables that
 name them (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_TOP_PAD_``, and a ``GLIBC_TUNABLES`` that does).
 
-Arrays then lie in the heap, and with pages of 4 KiB which of them share a place in the second-level cache is chance, drawn
-anew with each process's pages: the same program took 1 or 2.5 times as long for minutes. In a huge page of 2 MiB neighbours
-in the array are neighbours in the cache. The kernel gives them where it is asked to (``madvise``), so the heap is made
-longer once, which takes addresses and no memory, and is asked for in whole. ``MPIAD_HUGE_PAGES=0`` leaves that, and so does
+Arrays then lie in the heap. With pages of 4 KiB it is random which of them share a line of the second-level cache, and it
+differs between processes: the same program took 1 or 2.5 times as long for minutes. In a huge page of 2 MiB neighbors
+in the array are neighbors in the cache. The kernel provides them on request (``madvise``), so the heap is extended once,
+which takes addresses and no memory, and requested as a whole. ``MPIAD_HUGE_PAGES=0`` omits that, and so does
 a ``GLIBC_TUNABLES`` that names ``glibc.malloc.hugetlb``.
 """
 
@@ -23,13 +23,13 @@ from mpiad.environment_variables import switch
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _MMAP_BYTES = 32 << 20  # the largest that glibc accepts on 64 bits; larger arrays are mapped as before
-_TRIM_BYTES = 512 << 20  # what may stay at the top of the heap once it is free
+_TRIM_BYTES = 512 << 20  # the free memory that may stay at the top of the heap
 _PAD_BYTES = 16 << 20
 _USERS_OWN = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
 _TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.top_pad")
 
 _MADV_HUGEPAGE = 14
-_HEAP_BYTES = 256 << 20  # what the heap is made longer by: half of what may stay at its top
+_HEAP_BYTES = 256 << 20  # the extension of the heap: half of the free memory that may stay at its top
 _SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 _advised = False
@@ -38,7 +38,7 @@ _advised = False
 def prepare_memory() -> bool:
     """Raise glibc's thresholds for this process, and ask for huge pages in its heap.
 
-    Returned is whether the thresholds were raised: False without glibc, or where the user has decided otherwise.
+    Returned is whether the thresholds were raised: False without glibc, or if the user has set them.
     """
     global _advised
     libc = _glibc()
@@ -64,7 +64,7 @@ def huge_pages() -> str:
 
 
 def _glibc() -> Any:
-    """Return the C library where it is glibc, else None; musl has a mallopt that does nothing."""
+    """Return the C library if it is glibc, else None; musl has a mallopt that does nothing."""
     try:
         libc = ctypes.CDLL(None)
     except OSError:

@@ -21,7 +21,7 @@ _OF_KIND = {
 
 
 def defined_for(kind: str) -> tuple[str, ...]:
-    """Return the names of the reductions of a kind of number, NumPy's letter for it; all where it is no number."""
+    """Return the names of the reductions of a kind of number, NumPy's letter for it; all if it is no number."""
     return _OF_KIND.get(kind, _NAMES)
 
 

@@ -12,7 +12,7 @@ from mpiad._typing import Comm, Rank
 
 
 def threads_may_communicate() -> bool:
-    """Tell whether MPI was initialised for calls from several threads at once."""
+    """Return whether MPI was initialized for calls from several threads at once."""
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
@@ -32,7 +32,7 @@ class Notices:
         self._sent[dest] += 1
 
     def take(self) -> tuple[Rank, int] | None:
-        """Return sender and kind of the next notice, None where there is none; one thread at a time."""
+        """Return sender and kind of the next notice, None if there is none; one thread at a time."""
         status = MPI.Status()
         if not self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
             return None
@@ -46,7 +46,7 @@ class Notices:
     def drain(self) -> None:
         """Take all that is still under way, so that the communicator can be freed; all its ranks call it."""
         size = self._comm.size
-        # A probe may find nothing though a notice is on its way; the senders' counts tell what is still to come.
+        # A probe may find nothing though a notice is on its way; the senders' counts give the number still to come.
         for source, sent in enumerate(self._comm.alltoall([self._sent[rank] for rank in range(size)])):
             while self._taken[source] < sent:
                 self._receive(source, MPI.ANY_TAG)

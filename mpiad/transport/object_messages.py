@@ -1,7 +1,7 @@
 """Messages of any Python objects between two ranks; large arrays travel as they lie in memory.
 
 A message is one pickle with the lengths of its buffers before it, and a further message for each buffer. A buffer is
-what pickle leaves out by its protocol 5: the data of a contiguous array of 64 KiB or more.
+an object that pickle's protocol 5 leaves out: the data of a contiguous array of 64 KiB or more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORD = np.dtype(np.int64)
 
 
 class Message(NamedTuple):
-    """What came: its sender, the kind that it was posted with, and the object."""
+    """A received message: its sender, the kind that it was posted with, and the object."""
 
     source: Rank
     kind: int
@@ -36,7 +36,7 @@ class PackedObject(NamedTuple):
 
     @classmethod
     def of(cls, content: object, lent: bool = False) -> PackedObject:
-        """Pack an object; raises what pickle raises. Its arrays may change afterwards, unless they are `lent`."""
+        """Pack an object; raises the exceptions of pickle. Its arrays may change afterwards, unless they are `lent`."""
         buffers: list[np.ndarray] = []
 
         def leave_out(buffer: pickle.PickleBuffer) -> bool:
@@ -53,7 +53,7 @@ class PackedObject(NamedTuple):
 
     def opened(self) -> Any:
         """Unpack the object, as its receiver does."""
-        # Copies: what is unpacked may be written to, and the parcel sent once more.
+        # Copies: unpacked arrays may be written to, and the parcel sent once more.
         return _unpacked(self.head, [buffer.copy() for buffer in self.buffers])
 
 
@@ -90,7 +90,7 @@ class Line:
             self._posted.append((self.comm.Isend(part, dest, tag), part, dest))
 
     def take(self, source: Rank = MPI.ANY_SOURCE) -> Message | None:
-        """Return a message that has come, None where there is none."""
+        """Return a message that has come, None if there is none."""
         status = self._status
         found = self.comm.Improbe(source, MPI.ANY_TAG, status)
         if found is None:
@@ -107,7 +107,7 @@ class Line:
         return buffer
 
     def is_quiet(self) -> bool:
-        """Tell whether all that was posted has been sent."""
+        """Return whether all posted messages have been sent."""
         self._settle()
         return not self._posted
 
@@ -115,5 +115,5 @@ class Line:
         self._posted = [held for held in self._posted if not _is_over(held[0])]
 
     def forget(self, dest: Rank) -> None:
-        """Wait no longer for what was posted to a rank that has died."""
+        """Stop waiting for messages posted to a rank that has died."""
         self._posted = [held for held in self._posted if held[2] != dest]

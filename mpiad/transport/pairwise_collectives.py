@@ -1,6 +1,6 @@
-"""Collectives of two ranks on long arrays: each sends the other what it lacks, and combines what it gets by itself.
+"""Collectives of two ranks on long arrays: each sends the part that the other lacks, and combines what it receives.
 
-MPI's algorithms for any number of ranks send in small pieces and by way of memory that they take anew in each call. Between
+MPI's algorithms for any number of ranks send in small pieces and through memory allocated in each call. Between
 two processes of one machine that takes up to three times as long as one exchange. The exchange is a collective, too, so it
 meets no message of another kind. How more ranks are connected MPI knows better.
 """
@@ -17,12 +17,12 @@ from mpiad.transport.mpi_operations import name_of
 
 # Bytes: shorter ones travel as fast in any way; of very long ones each rank combines a half, and sends the result.
 _LONG, _VERY_LONG = 1 << 16, 1 << 20
-# What a with b is, is b with a, to the same bits; `extremes` sees to zeros and NaN.
+# Commutative to the last bit; `extremes` handles zeros and NaN.
 _FUNCTIONS: dict[str | None, np.ufunc] = {"SUM": np.add, "MAX": np.maximum, "MIN": np.minimum}
 
 
 def are_two(channel: Channel, whole: Array, op: Op = MPI.SUM) -> bool:
-    """Tell whether a collective goes this way, the same on both ranks; `whole` is as long on both."""
+    """Return whether a collective uses these functions, the same on both ranks; `whole` is as long on both."""
     # If a rank may have arrays on a device, all go the general way: the other rank's array may be one.
     settings = present()
     return not (settings.expected or settings.exchanged) and exchanges_pieces(channel, whole, op)
@@ -45,7 +45,7 @@ def allgather(comm: Comm, mine: np.ndarray, whole: np.ndarray, counts: list[int]
 
 
 def allreduce(comm: Comm, array: np.ndarray, op: Op) -> np.ndarray:
-    """Return what both ranks' contiguous arrays make by an operation that `are_two` allows; the same bits on both."""
+    """Reduce both ranks' contiguous arrays by an operation that `are_two` allows; the same bits on both."""
     total = np.empty(array.shape, array.dtype)
     if array.nbytes < _VERY_LONG:
         _swap(comm, array, total)
@@ -68,7 +68,7 @@ def allreduce_in_place(comm: Comm, array: np.ndarray, op: Op) -> None:
 
 
 def reduce_scatter(comm: Comm, array: np.ndarray, block: np.ndarray, counts: list[int], op: Op = MPI.SUM) -> None:
-    """Combine what both ranks' contiguous arrays have in this rank's place, of so many entries, and write it to `block`."""
+    """Combine this rank's part, of `counts` entries, of both ranks' contiguous arrays, and write it to `block`."""
     parts = _cut(array, counts)
     _swap(comm, parts[1 - comm.rank], block)
     total = block.reshape(-1)

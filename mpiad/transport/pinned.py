@@ -2,7 +2,7 @@
 
 To lock pages takes longer than to copy them, so memory that was used once is kept for the next array, in classes of
 size a quarter of an octave apart. It is lent as an array, and comes back when the last view of that array is dropped:
-what MPI still holds on to (a request under way, also one that an exception has abandoned) keeps its memory by that
+a request of MPI's (under way, also one that an exception has abandoned) keeps its memory by that
 alone. A copy that the device hasn't finished yet leaves its event with the memory, which whoever borrows it next awaits.
 """
 
@@ -78,7 +78,7 @@ class Pool:
             raise
 
     def take_back(self, memory: np.ndarray, after: tuple) -> None:
-        """Keep memory for its next use, or free it where enough is kept."""
+        """Keep memory for its next use, or free it if enough is kept."""
         with self._lock:
             self.lent -= memory.size
             keeps = not self._closed and self.kept + memory.size <= device_settings.present().pinned
@@ -89,7 +89,7 @@ class Pool:
             self._await(after)  # the device may still read it
 
     def close(self) -> None:
-        """Free what is kept, and what comes back from now on."""
+        """Free the memory that is kept, and memory that is returned after this call."""
         with self._lock:
             self._closed = True
             idle = [held for queue in self._idle.values() for held in queue]

@@ -62,8 +62,8 @@ def prepared_swap(array: np.ndarray, there: Envelope, room: np.ndarray, back: En
 class PreparedMessages:
     """One message to and one from each of several ranks, all under way at once.
 
-    `going`, `coming`: on the host and contiguous, one for each of these ranks: what is sent, and where what comes is
-    written.
+    `going`, `coming`: on the host and contiguous, one for each of these ranks: the arrays to send, and those to receive
+    into.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class PreparedMessages:
         self._status = MPI.Status()
 
     def start(self) -> None:
-        """Start all; what is sent isn't changed, and what is received isn't read, before `finish`."""
+        """Start all; arrays to send mustn't be changed, and those to receive mustn't be read, before `finish`."""
         comm, tag = self._channel.data, self._tag
-        # Receives first: what comes then needs no buffer of MPI's. They are counted as those of other ranks are.
+        # Receives first: messages then need no buffer of MPI's. They are counted as those of other ranks are.
         for envelope, _, message in self._coming:
             envelope.renew()
             self._receives.extend(map(comm.Irecv, (message,), (envelope.peer,), (tag,)))  # in one step, as `Channel.begin`
@@ -88,9 +88,9 @@ class PreparedMessages:
             self._sends.extend(map(comm.Isend, (message,), (envelope.peer,), (tag,)))
 
     def finish(self, call: str) -> None:
-        """Wait for all; a ValueError where a message has another number of bytes than the array that it is received into.
+        """Wait for all; a ValueError if a message has another number of bytes than the array that it is received into.
 
-        Each peer receives before it waits, and waits for what this rank has sent: so these end, too.
+        Each peer receives before it waits, and waits for this rank's messages: so these waits end, too.
         """
         status = self._status
         for request, (envelope, room, _) in zip(self._receives, self._coming):
@@ -105,7 +105,7 @@ class PreparedMessages:
         self._sends.clear()
 
     def leave(self, reason: str) -> None:
-        """Give up in the middle: the channel is refused until it is renewed, which ends what is under way."""
+        """Give up in the middle: the channel is refused until it is renewed, which ends pending messages."""
         for request, (_, room, _) in zip(self._receives, self._coming):
             if request != MPI.REQUEST_NULL:
                 self._channel.hold("receive", request, room)

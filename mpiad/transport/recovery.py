@@ -56,7 +56,7 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = N
     """Make the decorator of a collective composite, which all ranks of a communicator call; `call` is its public name.
 
     The communicator is by default the composite's keyword argument `comm`. ``verdict(failures)`` returns the exception that
-    all ranks raise; the composite then recovers inside of others too. By default ranks that failed raise their own exception,
+    all ranks raise; the composite then recovers inside of others too. By default ranks that failed raise their own error,
     and the others a RemoteError. If the MPI can't revoke, the decorator returns the function itself.
     """
 
@@ -109,7 +109,7 @@ def interruptible(name: str, forward: F) -> F:
 
 
 def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
-    """Leave a composite together with all its ranks; if it failed on another one, raise a RemoteError or the `verdict`'s."""
+    """Leave a composite together with all its ranks; if it failed on another, raise a RemoteError or the `verdict`'s."""
     place = None if used.size == 1 else _trouble(used)
     if place is None:
         return

@@ -1,7 +1,7 @@
 """A counter from which any rank takes the next number, while all of them compute.
 
-It lies on rank 0, where a thread answers the others: a one-sided operation of MPI's would do, but several MPIs carry it out
-only when the rank that it goes to comes into a call of its own, which takes as long as its computation.
+It lies on rank 0, on which a thread answers the others: a one-sided operation of MPI's would do, but several MPIs execute
+it only when the target rank enters a call of its own, which takes as long as its computation.
 """
 
 from __future__ import annotations

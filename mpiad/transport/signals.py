@@ -1,10 +1,10 @@
-"""End the job, and say where the rank was, when one is told to end: SIGTERM, and SIGINT that can't be raised.
+"""End the job with the rank's place in the program after a signal to end: SIGTERM, or SIGINT that can't be raised.
 
 Python runs its handlers between two instructions of the main thread, and a thread that waits inside MPI has none. So
 Python's wakeup file tells a second thread, which finds the place and ends the job. There is one such file in a process, and
-asyncio takes it (`add_signal_handler`): what is set by `signal.set_wakeup_fd`, before or after, is set here, and the second
-thread writes there what it reads. Whoever has a handler of his own, installed before or after, keeps it. SIGINT stays a
-KeyboardInterrupt; only where the main thread has not moved for a second after it does the job end here.
+asyncio takes it (`add_signal_handler`): a file set by `signal.set_wakeup_fd`, before or after, is kept here, and the
+second thread forwards to it. Handlers of the program, installed before or after, stay in effect. SIGINT remains a
+KeyboardInterrupt; the job ends here only if the main thread hasn't moved for a second after it.
 
 Who wants to end in good order (write a checkpoint, return) runs inside `postponed` and looks at `requested` between
 two steps.
@@ -40,7 +40,7 @@ _patience: list[float] = []  # of those who have postponed the end, the innermos
 
 
 def requested() -> int | None:
-    """Return the signal that told this rank to end while the end was postponed; None where none has come.
+    """Return the signal that told this rank to end while the end was postponed; None if none has come.
 
     It is a rank's own: others may have had none. Agree before acting on it.
     """
@@ -51,7 +51,7 @@ def requested() -> int | None:
 def postponed(patience: float = 30.0) -> Iterator[None]:
     """Leave it to the caller to end after SIGTERM: it looks at `requested` between its steps, and returns.
 
-    Where it hasn't come to its end after `patience`, in seconds, the job ends all the same.
+    If it hasn't returned after `patience`, in seconds, the job ends nevertheless.
     """
     _patience.append(patience)
     # A job of one rank, and one that mustn't be aborted, was left alone so far.
@@ -95,7 +95,7 @@ def _set_others(fd: int, *, warn_on_full_buffer: bool = True) -> int:
     global _others
     with _forwarding:  # once this returns, nothing is written to the file before, which may be closed then
         try:
-            _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)  # refuses what it can't use
+            _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)  # refuses an invalid one
         finally:
             _set_wakeup_fd(_mouth, warn_on_full_buffer=False)
         before, _others = _others, fd
@@ -103,7 +103,7 @@ def _set_others(fd: int, *, warn_on_full_buffer: bool = True) -> int:
 
 
 def _hold_back() -> None:
-    # A fork shares the file until it has forgotten it: what is sent to the child would be heard here.
+    # A fork shares the file until it has forgotten it: signals sent to the child would be read here.
     _mask.held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
 
 
@@ -133,7 +133,7 @@ def _hear(ear: int, main: int) -> None:
 
 
 def _interrupted(frame: FrameType | None) -> FrameType | None:
-    # Where the main thread wakes first, it stands in the handler already: the program's place is where that came in.
+    # If the main thread wakes first, it is already in the handler: the program's place is the interrupted frame.
     inner = frame
     while inner is not None:
         if inner.f_code is _on_sigterm.__code__:

@@ -1,12 +1,12 @@
 """How MPI gets at the memory of an array: as it is, or through page-locked memory of the host.
 
-Three ways with the same methods: `lent` gives MPI what it reads of a C-contiguous array, which mustn't change until then,
-and `copied` the same in memory that nobody else can change; `room` makes what MPI writes to, `buffer` is how it sees that
-room, and `home` returns the array that it has become, where the input lay. An array of the host is its own buffer. So is
-one on a device, where MPI takes device memory; the current stream is then waited for before MPI sees any of it, since the
-device may still be writing there (also to memory that was just made: it may have been another array's). Else it is
-staged: copied to the host, waited for, and what comes is copied back by a copy that is queued on the current stream, so
-that whatever is computed from it comes after.
+There are three classes with the same methods. `lent` returns the buffer that MPI reads for a C-contiguous array, which
+mustn't change until then, and `copied` the same in private memory; `room` makes the array that MPI writes to, `buffer`
+returns MPI's view of it, and `home` returns the received array, on the device of the input. An array of the host is its
+own buffer. So is one on a device, if MPI takes device memory; the current stream is then waited for before MPI sees any
+of it, since the device may still be writing there (also to new memory: it may have been another array's). Otherwise it is
+staged: copied to the host, waited for, and received data are copied back by a copy queued on the current stream, so
+that later computations on the stream use them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Host:
         return room
 
     def home(self, room: np.ndarray) -> Array:
-        """Return the array; a NumPy scalar where it has no dimensions, as NumPy's own functions do."""
+        """Return the array; a NumPy scalar if it has no dimensions, as NumPy's own functions do."""
         return room if room.ndim else room[()]
 
 

@@ -100,7 +100,7 @@ def limit_threads(ranks_on_node: int) -> None:
 
 
 def _limited(ranks_on_node: int) -> int | None:
-    """Limit this rank's pools, and return to how many threads each; None where nothing was changed."""
+    """Limit this rank's pools, and return their number of threads; None if nothing was changed."""
     decided = not switch("MPIAD_THREADS", True) or any(name in os.environ for name in _USERS_OWN)
     if ranks_on_node < 2 or decided:
         return None

@@ -1,8 +1,8 @@
 """An exception that nobody catches on one rank ends the job: in the program, in a thread, in a function at exit.
 
 Python then calls a hook. Debuggers, loggers and test frameworks set the same hooks, before this library is imported or
-after; theirs must be called, and must not take away the end of the job. So where Python looks for its hooks it finds ours,
-which call what others have set; and these others find their own, since the modules `sys` and `threading` get a class of
+after; theirs must be called, and must not prevent the end of the job. So Python finds our hooks in the modules, and ours
+call those of others; others find their own, since the modules `sys` and `threading` get a class of
 which the hook is an attribute.
 """
 
@@ -30,7 +30,7 @@ _in_session = False
 
 
 class _Foreign:
-    """What others see and set as a hook of a module, in whose dictionary Python finds ours."""
+    """The hook of a module as others see and set it, whereas Python finds ours in the module's dictionary."""
 
     def __init__(self, module: ModuleType, name: str):
         self._module, self._name = module, name
@@ -86,12 +86,12 @@ def install_hooks() -> bool:
 
 
 def is_reporting() -> bool:
-    """Tell whether a hook of somebody else's runs, after which the job ends."""
+    """Return whether another library's hook runs, after which the job ends."""
     return _reporting
 
 
 def end_by(error: BaseException) -> None:
-    """End the job by an exception that is past catching; where no hook ends jobs, only show it."""
+    """End the job by an uncaught exception; if no hook ends jobs, only show it."""
     (_end_job if _installed else sys.excepthook)(type(error), error, error.__traceback__)
 
 

@@ -1,4 +1,4 @@
-"""Start and end: what happens to this process at import, in `mpi_init` and in `mpi_finalize`."""
+"""Start and end of the library in this process: at import, in `mpi_init` and in `mpi_finalize`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def start(call: str) -> None:
 def meet(call: str) -> None:
     """Wait until all ranks have come to the start, to which `call` brings them: MPI alone would wait in silence.
 
-    A DeadlockError where it takes longer than ``MPIAD_TIMEOUT``, and longer than Python needs to load its modules.
+    A DeadlockError if it takes longer than ``MPIAD_TIMEOUT``, and longer than Python needs to load its modules.
     """
     limit = None
     with contextlib.suppress(ValueError):  # which `switch.start` raises, on all ranks
@@ -93,7 +93,7 @@ def meet(call: str) -> None:
 
 
 def at_start(begin: Callable[[], None]) -> None:
-    """Have a collective function run once the world is prepared: at once where it is."""
+    """Have a collective function run once the world is prepared: at once if it already is."""
     _begins.append(begin)
     if initialized():
         begin()
@@ -105,7 +105,7 @@ def at_end(end: Callable[[], None]) -> None:
 
 
 def any_rank(asks: bool) -> bool:
-    """Tell whether any rank asks for something; collective. Not every launcher passes variables on to all nodes."""
+    """Return whether `asks` is true on any rank; collective. Not every launcher passes variables on to all nodes."""
     return bool(MPI.COMM_WORLD.allreduce(asks, MPI.LOR))
 
 
@@ -125,17 +125,17 @@ def local_rank() -> int:
 
 
 def initialized() -> bool:
-    """Tell whether communication is possible: MPI initialised and not finalised, the world prepared."""
+    """Return whether communication is possible: MPI initialized and not finalized, the world prepared."""
     return _local is not None and MPI.Is_initialized() and not MPI.Is_finalized()
 
 
 def finalized() -> bool:
-    """Tell whether MPI was finalised."""
+    """Return whether MPI was finalized."""
     return MPI.Is_finalized()
 
 
 def finalize() -> None:
-    """Complete what was sent and finalise MPI; collective over all ranks. A second call does nothing."""
+    """Complete pending sends and finalize MPI; collective over all ranks. A second call does nothing."""
     if MPI.Is_initialized() and not MPI.Is_finalized():
         note_finalize()
         closing.close(_end_world)
@@ -150,7 +150,7 @@ def level_of_repeats() -> int:
 
 
 def speaks(rank: int, size: int) -> bool:
-    """Tell whether a rank speaks for others: 0, 1, 2, 4, 8 and so on, and the last one, where a grid's edge often lies."""
+    """Return whether a rank speaks for others: 0, 1, 2, 4, 8 and so on, and the last one, often at a grid's edge."""
     return rank & (rank - 1) == 0 or rank == size - 1
 
 

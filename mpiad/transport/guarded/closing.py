@@ -23,7 +23,7 @@ _KILLED_WITHIN, _GRACE = 3.0, 5.0  # seconds
 def close(close_world: Callable[[], None]) -> None:
     """Close the world, when all ranks have come to its end.
 
-    In debug mode a CommunicationMismatchError on all ranks, where messages or requests are left over.
+    In debug mode a CommunicationMismatchError on all ranks, if messages or requests are left over.
     """
     if not watch_settings.present().watches:
         await_others()
@@ -36,7 +36,7 @@ def close(close_world: Callable[[], None]) -> None:
     given_up = await_others((watch_settings.present().timeout or _GRACE) if faulted else None)
     left_over = []
     if given_up:
-        # What the ranks have given up they no longer do in step; MPI's own end is all that is left to them.
+        # After the ranks have given up they aren't in step any more; only MPI's own end is left to them.
         # It may wait for communication that nobody continues, when no Python runs any more: so the system ends it, unless
         # the program has use for the signal itself.
         if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
@@ -54,7 +54,7 @@ def close(close_world: Callable[[], None]) -> None:
 
 
 def close_at_exit(close_world: Callable[[], None]) -> None:
-    """Close the world at the end of this process; end the job where something is left over."""
+    """Close the world at the end of this process; end the job if something is left over."""
     if not watch_settings.present().watches:
         close(close_world)
         return
@@ -65,10 +65,10 @@ def close_at_exit(close_world: Callable[[], None]) -> None:
 
 
 def _left_over() -> list[str]:
-    """Return sentences on what nobody received or waited for; collective over the world in debug mode."""
+    """Return sentences on unreceived messages and pending requests; collective over the world in debug mode."""
     if not watch_settings.debug():
         return []
-    # What a caught exception left under way was told then.
+    # Communication left pending by a caught exception was reported then.
     faulted = {channel.label for channel in channels.live_channels() if channel.fault is not None}
     every = lookup.open_world().reverse.allgather((message_counts.summary(), faulted))
     known = set().union(*[labels for _, labels in every])

@@ -1,8 +1,8 @@
 """A communicator whose waits end: the methods that the library uses of mpi4py's, each with a deadline.
 
 The ranks agree on a collective before they enter it; then all are there, and MPI's own blocking call is the fastest. MPI's
-nonblocking forms don't see that lengths differ, and add up what doesn't belong together: they are polled only before the
-ranks can agree. What is awaited is described only when it takes longer than a moment.
+nonblocking forms don't see that lengths differ, and add up mismatched data: they are polled only before the
+ranks can agree. A wait is described only if it takes longer than a moment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _all: weakref.WeakValueDictionary[int, Guarded] = weakref.WeakValueDictionary()
 
 
 def counts() -> dict[str, int]:
-    """Return how many collectives this rank has begun, by what is counted together."""
+    """Return the number of collectives that this rank has begun, by the key under which they are counted."""
     every = [comm for reference in _all.valuerefs() if (comm := reference()) is not None]
     found = {comm.label: comm.started for comm in every}
     for agreement in {comm.agreement for comm in every if comm.agreement is not None}:
@@ -79,10 +79,10 @@ class Guarded:
     - `label`: the same on all its ranks.
     - `members`: its ranks' numbers in the world.
     - `agreement`: with which its ranks compare collectives.
-    - `owner`: of which the channel is marked where a wait is given up; it returns None where there is none, or no longer.
+    - `owner`: returns the channel that is marked when a wait is given up, or None if there is none, or not any more.
     - `number`: of the channel, among those of the same ranks.
     - `reverse`: whether it carries the messages of adjoints.
-    - `post`: the communicator for what is said of calls.
+    - `post`: the communicator for descriptions of calls.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Guarded:
         _all[id(self)] = self
 
     def agree(self, step: str, array: Array = None, op: Op | None = None, root: int | None = None) -> None:
-        """Raise on all ranks where they aren't about to do the same."""
+        """Raise on all ranks if they are about to make different calls."""
         if self.size == 1:
             return
         agreement: Agreement = self.agreement  # type: ignore[assignment]
@@ -141,7 +141,7 @@ class Guarded:
     Ibcast = _nonblocking("Ibcast")
 
     def Iallreduce(self, array: Array, out: np.ndarray, op: Op = MPI.SUM) -> GuardedRequest:
-        """Start to reduce; what the ranks have started is compared when it is waited for (see `requests`)."""
+        """Start to reduce; the ranks' calls are compared when it is waited for (see `requests`)."""
         start = _iallreduce if self.agreement is None else StartedReduction
         return start(self, array, out, op)
 
@@ -161,7 +161,7 @@ class Guarded:
         return every if self.rank == root else None
 
     def alltoall(self, values: list[Any]) -> list[Any]:
-        """Return what each rank has for this one."""
+        """Return each rank's value for this one."""
         return [every[self.rank] for every in self.allgather(list(values))]
 
     def bcast(self, value: object, root: int = 0) -> Any:

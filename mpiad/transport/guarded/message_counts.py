@@ -22,7 +22,7 @@ class Entry(NamedTuple):
 class MessageCounts:
     """Counts the messages of one channel.
 
-    `owner`: which holds what was started and not waited for.
+    `owner`: the channel that holds requests started and not waited for.
     """
 
     def __init__(self, label: str, members: tuple[int, ...], owner: Any):
@@ -48,7 +48,7 @@ class MessageCounts:
         _all.pop(id(self), None)
 
     def entries(self) -> tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]:
-        """Return what was sent, what was received, and what was started and not waited for."""
+        """Return the messages sent, those received, and the requests started and not waited for."""
         # Copied in one step: a tuple of the items makes each of them, and a collection amid that lets the program add more.
         sent = [
             Entry(self.label, self.members[peer], tag, count, tuple(places))
@@ -98,7 +98,7 @@ def unreceived(summaries: list[Any]) -> list[str]:
     lines = []
     for rank, found in enumerate(summaries):
         for entry in found[0] if found else ():
-            # Of a rank that doesn't answer it isn't known what it has received.
+            # The receives of a rank that doesn't answer are unknown.
             if summaries[entry.peer] is None:
                 continue
             lost = entry.count - taken.get((entry.communicator, rank, entry.peer, entry.tag), 0)

@@ -66,7 +66,7 @@ class HeadedMessages(Guarded):
         self.ledger.close()
 
     def skip(self, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
-        """Expect no headers where only one end of a message was under watch; collective.
+        """Expect no headers if only one end of a message was under watch; collective.
 
         So many messages this rank has `sent` to, and begun to receive from, each (rank, tag).
         """
@@ -96,7 +96,7 @@ class HeadedMessages(Guarded):
         return _Matched(self, message, status.source, status.tag)
 
     def expect(self, source: int, tag: int) -> tuple[Any, bytearray] | None:
-        """Start to receive the next header; None where the message has none."""
+        """Start to receive the next header; None if the message has none."""
         if _counted_down(self.skipped, source, tag):
             return None
         header = bytearray(_BYTES)
@@ -105,7 +105,7 @@ class HeadedMessages(Guarded):
     def compare(
         self, expected: tuple[Any, bytearray] | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]
     ) -> None:
-        """Raise where a message that has come differs from what it was received into."""
+        """Raise if a message that has come differs from the array that it was received into."""
         self.ledger.received(source, tag)
         if expected is None:
             return
@@ -155,7 +155,7 @@ class HeadedSend(GuardedRequest):
         self._ahead, self.caller = ahead, caller
 
     def Test(self, status: Status = None) -> bool:
-        """Tell whether MPI is done with it."""
+        """Return whether MPI has completed it."""
         return self.request.Test(status) and (self._ahead is None or self._ahead.Test())
 
 
@@ -180,7 +180,7 @@ class HeadedReceive(GuardedRequest):
         try:
             super().Wait(status)
         except MPI.Exception as error:
-            # MPI says only that it was too long; the header says what it was, and who sent it.
+            # MPI says only that it was too long; the header has its size and sender.
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
                 self._compare(status)
             raise
@@ -219,6 +219,6 @@ class _Matched:
         self.refuse(buffer, buffer)
 
     def refuse(self, dropped: np.ndarray, wanted: np.ndarray) -> None:
-        """Receive it into other memory than what was wanted, into which it may not fit, and look at its header."""
+        """Receive it into other memory than the array, into which it may not fit, and compare its header."""
         self._message.Recv(dropped)
         self._comm.compare(self._comm.expect(self._source, self._tag), wanted, self._source, self._tag, self._caller)

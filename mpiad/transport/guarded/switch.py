@@ -25,18 +25,18 @@ _meeting: Guarded | None = None
 
 
 def start() -> None:
-    """Turn on what the environment asks for, on any rank; collective over the world."""
+    """Turn on the settings of any rank's environment; collective over the world."""
     wrong, wanted = None, Settings()
     try:
         environment_variables.check()
         wanted = watch_settings.from_environment()
     except ValueError as error:
         wrong = error
-    # What one rank asks for, all do: one that doesn't answer would hang the others.
+    # A request of one rank holds for all: a rank that doesn't answer would hang the others.
     never = np.inf
     limit = never if wanted.timeout is None else wanted.timeout
     mine = np.array([wrong is None, not wanted.debug, wanted.call_sites, limit], dtype=float)
-    # One reduction by MIN: `not debug` is 0 where any rank wants it, and the shortest limit counts.
+    # One reduction by MIN: `not debug` is 0 if any rank wants it, and the shortest limit counts.
     every = np.empty_like(mine)
     MPI.COMM_WORLD.Allreduce(mine, every, MPI.MIN)
     if wrong is not None or not every[0]:
@@ -52,10 +52,10 @@ def apply(wanted: Settings) -> None:
     global _responder, _meeting
     before = watch_settings.put(wanted)
     if _responder is None:
-        # Once for the program, and kept: in `restore`, where ranks come each by itself, none could be made or freed.
+        # Once for the program, and kept: `restore` isn't collective, so that none could be made or freed there.
         comm = MPI.COMM_WORLD.Dup()
         _responder, _meeting = Responder(comm), Guarded(comm, "world, to meet", tuple(range(comm.size)))
-        # The user may end MPI by himself: what hangs on this communicator is dropped first.
+        # The user may end MPI: pending requests on this communicator are dropped first.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: stop_answering()), None)
     elif not before.watches:
         _responder.start()
@@ -96,7 +96,7 @@ def stop_answering(all_have_left: bool = False) -> None:
 
 
 def announce() -> None:
-    """Tell all ranks that this one has left the program."""
+    """Notify all ranks that this one has left the program."""
     if _responder is not None:
         _responder.announce(any(channel.sends() for channel in channels.live_channels()))
 

@@ -1,4 +1,4 @@
-"""What is watched: read from the environment at the start, changed by `mpiad.debug.checked`."""
+"""The settings of the watch: read from the environment at the start, changed by `mpiad.debug.checked`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEBUG_TIMEOUT = 300.0
 
 
 class Settings(NamedTuple):
-    """What is watched."""
+    """The settings of the watch."""
 
     debug: bool = False  # whether messages are compared too, and lines
     timeout: float | None = None  # seconds that a wait may take
@@ -33,17 +33,17 @@ _present = Settings()
 
 
 def present() -> Settings:
-    """Return what is watched now."""
+    """Return the current settings."""
     return _present
 
 
 def debug() -> bool:
-    """Tell whether the ranks compare what they do."""
+    """Return whether the ranks compare their calls."""
     return _present.debug
 
 
 def put(settings: Settings) -> Settings:
-    """Change what is watched and return what was before; `switch.apply` does what follows from it."""
+    """Change the settings and return the previous ones; `switch.apply` puts them into effect."""
     global _present
     before, _present = _present, settings
     return before
@@ -61,7 +61,7 @@ def seconds_of(value: object, name: str) -> float | None:
 
 
 def from_environment() -> Settings:
-    """Return what MPIAD_DEBUG, MPIAD_TIMEOUT and MPIAD_DEBUG_SITES ask for."""
+    """Return the settings of MPIAD_DEBUG, MPIAD_TIMEOUT and MPIAD_DEBUG_SITES."""
     checks = switch("MPIAD_DEBUG", False)
     given = os.environ.get("MPIAD_TIMEOUT")
     timeout = seconds_of(given, "MPIAD_TIMEOUT") if given else (DEBUG_TIMEOUT if checks else None)
