@@ -72,7 +72,7 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     Raises
     ------
     TypeError
-        Where `operator` wasn't made by `custom_operator`.
+        If `operator` wasn't made by `custom_operator`.
 
     Examples
     --------
@@ -107,7 +107,7 @@ def defvjp_together(operator: Communicating, maker: Callable) -> None:
     Raises
     ------
     TypeError
-        Where `operator` wasn't made by `custom_operator`.
+        If `operator` wasn't made by `custom_operator`.
 
     Examples
     --------
@@ -141,7 +141,7 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
     Raises
     ------
     TypeError
-        Where `operator` wasn't made by `custom_operator`.
+        If `operator` wasn't made by `custom_operator`.
 
     Examples
     --------
@@ -181,7 +181,7 @@ def defjvp_together(operator: Communicating, rule: Callable) -> None:
     Raises
     ------
     TypeError
-        Where `operator` wasn't made by `custom_operator`.
+        If `operator` wasn't made by `custom_operator`.
 
     Examples
     --------
@@ -222,7 +222,7 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     Raises
     ------
     TypeError
-        Where `operator` wasn't made by `custom_operator`.
+        If `operator` wasn't made by `custom_operator`.
 
     Examples
     --------

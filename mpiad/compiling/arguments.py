@@ -1,8 +1,8 @@
-"""What a kernel takes: the types of its arguments, and arrays that it can take.
+"""Arguments of kernels: their types, and conversion of arrays.
 
-Of complex arrays it takes the real and imaginary parts, one after the other, in twice as many rows or columns; real arrays
-are what they are. A cotangent g of autograd's belongs to a + ib as ∂/∂a - i ∂/∂b, so the parts' cotangents are the parts of
-its conjugate.
+For complex arrays it takes the real and imaginary parts, one after the other, in twice as many rows or columns; real arrays
+are passed as they are. A cotangent g of autograd's belongs to a + ib as ∂/∂a - i ∂/∂b, so the parts' cotangents are the
+parts of its conjugate.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ def signature_in(text: str, name: str) -> str:
 
 
 def is_linked(signature: str) -> bool:
-    """Tell whether a signature is that of a linked kernel (see `machine_code`)."""
+    """Return whether a signature is that of a linked kernel (see `machine_code`)."""
     return signature.startswith("linked(")
 
 
 def argument(x: Array, dtype: DTypeLike = float) -> Array:
-    """Return an array as kernels take it: itself, where it is contiguous, of this dtype, and may be written."""
+    """Return an array as kernels take it: itself, if it is contiguous, of this dtype, and writable."""
     return np.require(x, dtype, ["C_CONTIGUOUS", "WRITEABLE"])
 
 
 def aligned(count: int, dtype: np.dtype) -> Array:
-    """Return zeros that begin with a cache line, and share none with what another thread has."""
+    """Return zeros that begin with a cache line, and share none with another thread's data."""
     # Memory begins at any multiple of 16 bytes. From some, each vector of 64 bytes lies in two lines: up to a fifth slower.
     bytes_ = np.zeros(count * dtype.itemsize + 2 * _LINE, np.uint8)
     first = -bytes_.ctypes.data % _LINE
@@ -62,7 +62,7 @@ def aligned(count: int, dtype: np.dtype) -> Array:
 
 
 def is_complex(x: Array) -> bool:
-    """Tell whether an array's, a number's or a dtype's numbers are complex."""
+    """Return whether an array's, a number's or a dtype's numbers are complex."""
     return np.issubdtype(x, np.complexfloating) if isinstance(x, (type, np.dtype)) else np.iscomplexobj(x)
 
 

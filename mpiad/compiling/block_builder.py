@@ -88,7 +88,7 @@ class BlockBuilder:
     # ---- instructions
 
     def do(self, line: str) -> None:
-        """Append an instruction without a result; what can't be reached is left out."""
+        """Append an instruction without a result; unreachable ones are left out."""
         if not self.current.ended:
             self.current.lines.append(line)
 
@@ -175,7 +175,7 @@ class Variables:
     """The variables of a function, each with memory of its own, which LLVM turns into registers.
 
     `given`: the function's arguments, by name; those that it assigns to become variables. `kinds`: by name the widest
-    kind of number that is known to be assigned to a variable. Where a wider one comes, it is noted here, and the
+    kind of number that is known to be assigned to a variable. A wider one is noted here, and the
     function must be translated again.
     """
 
@@ -185,7 +185,7 @@ class Variables:
         self._arrays: dict[str, tuple[str, str, tuple[str, ...]]] = {}  # dtype, and memory of the address and the lengths
 
     def read(self, name: str) -> Value | ArrayValue | None:
-        """Return the value of a variable or an argument; None where there is none of this name."""
+        """Return the value of a variable or an argument; None if there is none of this name."""
         build = self._build
         if name in self._numbers:
             kind, slot = self._numbers[name]

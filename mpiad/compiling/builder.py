@@ -11,20 +11,20 @@ import numpy as np
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Input, Instruction, Program, Refusal, exact, is_boolean
 
-# What an operation is by algebra, without changing a value.
+# Algebraic simplifications of operations, which don't change a value.
 #
-# All are exact, NaN and infinity included, but for the sign of a zero: x + 0 is x also where x is -0. So 0 · x stays, and
-# so does x - x. The square of a modulus loses its root and is right to rounding: |z|² is what f has most often of it.
+# All are exact, NaN and infinity included, but for the sign of a zero: x + 0 is x also if x is -0. So 0 · x stays, and
+# so does x - x. The square of a modulus loses its root and is right to rounding: |z|² is its most frequent use in f.
 
 
 def identity(builder: Builder, operation: str, arguments: tuple[int, ...]) -> int | None:
-    """Return the number of a simpler value that equals an operation's, None where there is none."""
+    """Return the number of a simpler value that equals an operation's, None if there is none."""
     rule = _RULES.get(operation)
     return None if rule is None else rule(builder, *arguments)
 
 
 def _inner(builder: Builder, x: int, operation: str) -> int | None:
-    """Return the argument of x where x is that operation of one argument."""
+    """Return the argument of x if x is that operation of one argument, else None."""
     instruction = builder.instructions[x]
     return instruction.arguments[0] if instruction.operation == operation else None
 
@@ -177,12 +177,12 @@ class Builder:
         return self._number(Instruction("complex", (real, imag)))
 
     def parts(self, number: int) -> tuple[int, ...] | None:
-        """Return the numbers of the real and the imaginary part of a complex value, None where it is real."""
+        """Return the numbers of the real and the imaginary part of a complex value, None if it is real."""
         instruction = self.instructions[number]
         return instruction.arguments if instruction.operation == "complex" else None
 
     def call(self, operation: str, *arguments: int) -> int:
-        """Return the number of an operation's value, simplified where that is possible."""
+        """Return the number of an operation's value, simplified if possible."""
         simpler = identity(self, operation, arguments)
         if simpler is not None:
             return simpler
@@ -196,17 +196,17 @@ class Builder:
         return self._number(Instruction(operation, arguments))
 
     def value(self, number: int) -> float | bool | None:
-        """Return the value of a constant, None where it isn't one."""
+        """Return the value of a constant, None if it isn't one."""
         instruction = self.instructions[number]
         return instruction.value if instruction.operation == "constant" else None  # type: ignore[return-value]
 
     def is_boolean(self, number: int) -> bool:
-        """Tell whether a value is boolean."""
+        """Return whether a value is boolean."""
         return is_boolean(self.instructions, number)
 
     def program(self, groups: Mapping[str, int], outputs: Sequence[int]) -> Program:
         """Return the program of some outputs, without what they don't need."""
-        # Arguments come before what is made of them, so one pass from the end finds all that is needed.
+        # Arguments precede the values computed from them, so one pass from the end finds all that is needed.
         needed = set(outputs)
         for number in range(len(self.instructions) - 1, -1, -1):
             if number in needed:

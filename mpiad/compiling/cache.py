@@ -1,6 +1,6 @@
 """Compiled kernels, by their source text: in memory, and on disk for the next process.
 
-What is kept on disk is machine code (see `machine_code`).
+The files on disk hold machine code (see `machine_code`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mpiad.compiling.machine_code import Code, code_of, function_of
 
 # Compiled kernels on disk, a file each: it is written whole or not at all, and checked before it is used.
 #
-# What is kept is run as code, so nothing is taken from a folder or file that somebody else can write into, nor from one
+# Their content is run as code, so nothing is taken from a folder or file that somebody else can write into, nor from one
 # whose checksum isn't that of its content. A file is made under a name of its own and renamed when it is complete. Of
 # processes that want the same one at the same time, one makes it, and the others wait.
 
@@ -54,7 +54,7 @@ class Store:
         self.root = root
 
     def find(self, key: str) -> bytes | None:
-        """Return the content of an entry, None where there is none that can be trusted."""
+        """Return the content of an entry, None if there is none that can be trusted."""
         path = self._path(key)
         try:
             with open(path, "rb", opener=_own_file) as file:
@@ -68,7 +68,7 @@ class Store:
 
     @contextmanager
     def locked(self, key: str) -> Iterator[None]:
-        """Hold the lock of an entry, which one process has at a time; without it, where that takes too long."""
+        """Hold the lock of an entry, which one process has at a time; without it, if that takes too long."""
         lock = self._lock(self.root / f"{_LOCK}{key}")
         try:
             yield
@@ -103,7 +103,7 @@ class Store:
         return None
 
     def keep(self, key: str, content: bytes) -> None:
-        """Make an entry, in place of what isn't one; by who holds its lock."""
+        """Write an entry, or replace an invalid one; called by the holder of its lock."""
         path, unfinished = self._path(key), ""
         if path.exists() and self.find(key) is None:
             _log.warning("the compiled kernel in %s isn't what was written there; it is made again.", path)
@@ -122,7 +122,7 @@ class Store:
         return self.root / f"{key}{_SUFFIX}"
 
     def _tidy(self) -> None:
-        """Remove what processes that were killed have left, and entries that were used longest ago."""
+        """Remove files left by processes that were killed, and the least recently used entries."""
         used = {}
         for path in self.root.iterdir():
             try:
@@ -137,7 +137,7 @@ class Store:
 
 
 def _own_file(path: str, flags: int) -> int:
-    """Open a file of this user's own: what is checked is what is read, and neither a link nor a pipe."""
+    """Open a file of this user's own: the checked file is the one that is read, and neither a link nor a pipe."""
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
     facts = os.fstat(descriptor)
     if not is_private(facts) or not stat.S_ISREG(facts.st_mode):
@@ -151,14 +151,14 @@ def _checksum(content: bytes) -> bytes:
 
 
 def store() -> Store | None:
-    """Return where kernels are kept, None where they can't be."""
+    """Return the store of kernels, None if they can't be stored."""
     root = cache_folder()
     return None if root is None else Store(root)
 
 
 _log = logging.getLogger("mpiad")
 
-# What decides the machine code of a text: with another one of these, another key.
+# Files that determine the machine code of a text: changes of one of these change the key.
 _COMPILER = (
     "translation.py", "block_builder.py", "elementary_functions.py", "values.py",
     "arguments.py", "machine_code.py", "llvm.py",
@@ -175,8 +175,8 @@ class Kernel(NamedTuple):
     """A compiled function."""
 
     function: Callable[..., None]  # it lets other threads run; see `machine_code.function_of`
-    seconds: float  # what it took when this process met the text first
-    origin: str  # "compiled", or "disk" where another process had done it
+    seconds: float  # time from the first request of the text in this process
+    origin: str  # "compiled", or "disk" if another process had done it
 
 
 def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = "") -> Kernel:
@@ -185,7 +185,7 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
     The signature is one of arrays and numbers, as ``void(int64, float64[:, ::1])``; with ``linked`` for ``void``, of a
     linked kernel. `fast` says how floating-point operations may be changed, as LLVM writes it; not at all by default. Each
     rank calls it for itself: of those that want the same text at the same time one compiles it, and the others wait for
-    what it keeps on disk; where nothing is kept, all compile. The log says when this process compiles or loads a kernel, at
+    the entry that it keeps on disk; without a store, all compile. The log says when this process compiles or loads a kernel, at
     level INFO in the name of a public function, `call`.
     """
     # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
@@ -255,7 +255,7 @@ def _key(text: str) -> str:
 
 @cache
 def _machine() -> str:
-    """Return all that decides what a text is compiled to, beside the text."""
+    """Return all that determines the machine code of a text, besides the text."""
     from importlib.metadata import PackageNotFoundError, version  # takes 20 ms, which each import of mpiad would
 
     try:

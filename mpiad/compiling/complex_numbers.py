@@ -1,8 +1,8 @@
-"""Complex numbers while f is traced: each is a pair of real values, and what f does with it is done with those.
+"""Complex numbers while f is traced: each is a pair of real values, and operations of f are applied to those.
 
 A program knows real values only, and so do its derivatives: holomorphic or not, they are those by real and imaginary parts.
 For finite numbers values are NumPy's to rounding. Products with a zero that is part of f, as those by 1j, are left out,
-where NumPy makes NaN of infinities.
+although NumPy computes NaN for infinities.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLAT = 22.0
 def complex_value(operation: str, arguments: list[Symbol]) -> Symbol:
     """Return the value of an operation of the catalogue at least one of whose arguments is complex.
 
-    A Refusal where it isn't one of complex numbers, or can't be compiled.
+    A Refusal if it isn't defined for complex numbers, or can't be compiled.
     """
     rule = _RULES.get(operation)
     if rule is None:
@@ -39,7 +39,7 @@ def _is_zero(x: Symbol) -> bool:
 
 
 def _times(x: Symbol, y: Symbol) -> Symbol:
-    """Return the product of real values: 0 where one of them is known to be."""
+    """Return the product of real values: 0 if one of them is known to be."""
     return x if _is_zero(x) else y if _is_zero(y) else x * y
 
 
@@ -77,7 +77,7 @@ def _power(x: Symbol, y: Symbol) -> Symbol:
         made = whole_power(x, int(abs(exponent)), _multiply)
         made = _one(x) if made is None else made
         return made if exponent >= 0 else _divide(_one(x), made)
-    # 0 to the power of what isn't whole is 0, and the logarithm is infinite there.
+    # 0 to the power of a number that isn't whole is 0, and the logarithm is infinite there.
     nothing = _equal(x, 0.0 * _one(x))
     safe = nothing.chosen(1.0, x.real).plus_i(x.imag)
     made = _exp(_multiply(y, _log(safe)))
@@ -128,7 +128,7 @@ def _logarithm(base: float) -> Callable[[Symbol], Symbol]:
 def _sqrt(z: Symbol) -> Symbol:
     a, b = z.real, z.imag
     right = a >= 0.0
-    # The larger part, and the smaller one without cancellation. Absolute values would have no derivative where a or b is 0.
+    # The larger part, and the smaller one without cancellation. Absolute values would have no derivative if a or b is 0.
     larger = ((right.chosen(a, -a) + _modulus(z)) * 0.5).sqrt()
     smaller = b / (2.0 * (larger == 0.0).chosen(1.0, larger))
     sign = _one(z).real.call("copysign", b)

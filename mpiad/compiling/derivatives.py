@@ -17,11 +17,11 @@ from mpiad.compiling.symbols import Symbol, choose
 
 # The partial derivatives of each operation, written with symbols.
 #
-# Where an operation has a kink or a tie they are what autograd takes: 0 for the absolute value at 0, a half for each of two
-# equal arguments of a maximum, a third for each of three. So gradients agree with those of the vectorised path.
+# At a kink or a tie of an operation they are those of autograd: 0 for the absolute value at 0, a half for each of two
+# equal arguments of a maximum, a third for each of three. So gradients agree with those of the vectorized path.
 
 
-# A factor, or a linear function where a product would make NaN of 0 times infinity; None is zero.
+# A factor, or a linear function if a product would make NaN of 0 times infinity; None is zero.
 Partial: TypeAlias = "Symbol | float | Callable[[Symbol], Symbol] | None"
 Rule: TypeAlias = "Callable[..., list[Partial]]"
 
@@ -77,7 +77,7 @@ def _arctan2(y: Symbol, x: Symbol, _: Symbol) -> list[Partial]:
     return [x / square, -y / square]
 
 
-# By 0: comparisons, what is made of conditions, sign, and what rounds.
+# Zero derivative: comparisons, functions of conditions, sign, and rounding.
 PARTIALS: dict[str, Rule] = {
     "add": lambda x, y, r: [1.0, 1.0],
     "subtract": lambda x, y, r: [1.0, -1.0],
@@ -134,7 +134,7 @@ def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
     """Return the transposed derivative of a program: its seeds are the cotangents of the outputs, a group of this name.
 
     Its outputs are the cotangents of the inputs that are wanted, in this order: by default of all groups; else of these
-    groups, at these places in each, of which None is all. A ValueError where the program has no such groups, or one of the
+    groups, at these places in each, of which None is all. A ValueError if the program has no such groups, or one of the
     seeds' name.
     """
     builder = Builder()
@@ -207,7 +207,7 @@ def _pull(builder: Builder, number: int, cotangents: dict[int, Symbol]) -> None:
 
 
 def _push(builder: Builder, size: int, tangents: dict[int, Symbol]) -> None:
-    """Give the first values, so many, the sums of their arguments' tangents; what is added on the way has none."""
+    """Give the first values, so many, the sums of their arguments' tangents; values added meanwhile have none."""
     for number in range(size):
         operation, arguments, _ = builder.instructions[number]
         moving = [i for i, argument in enumerate(arguments) if argument in tangents]

@@ -1,6 +1,6 @@
 """The functions that a kernel may call: Python's, those of `math` and NumPy, and single machine instructions.
 
-Elementary functions are LLVM's intrinsics where it has them, which become instructions or calls of the C library; the
+Elementary functions are LLVM's intrinsics if available, which become instructions or calls of the C library; the
 rest are calls of the C library.
 """
 
@@ -13,7 +13,7 @@ from mpiad.compiling import llvm
 from mpiad.compiling.block_builder import BlockBuilder
 from mpiad.compiling.values import BOOLEAN, DOUBLE, INTEGER, SINGLE, Value, common_kind
 
-# Of `math` and NumPy, by their names, which are C's: what LLVM has an intrinsic for, and what the C library has.
+# Of `math` and NumPy, by their names, which are C's: the functions with an LLVM intrinsic, and those of the C library.
 _INTRINSIC = frozenset("sqrt exp log log2 log10 sin cos pow copysign floor ceil trunc rint fabs".split())
 _LIBRARY = frozenset(
     "expm1 log1p cbrt tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc hypot".split()
@@ -25,7 +25,7 @@ _CONVERSIONS = {
 
 
 def called_function(build: BlockBuilder, name: str, given: list[Value]) -> Value:
-    """Return the value of a function of numbers; a KeyError where there is none of this name."""
+    """Return the value of a function of numbers; a KeyError if there is none of this name."""
     if name in _CONVERSIONS:
         return build.converted(given[0], _CONVERSIONS[name])
     if name in _FUNCTIONS:
@@ -41,7 +41,7 @@ def called_function(build: BlockBuilder, name: str, given: list[Value]) -> Value
 
 
 def _float_kind(given: Sequence[Value]) -> str:
-    """Return single precision where all are, else double."""
+    """Return single precision if all are single, else double."""
     return SINGLE if all(x.kind == SINGLE for x in given) else DOUBLE
 
 
@@ -51,7 +51,7 @@ def _together(build: BlockBuilder, *given: Value) -> list[Value]:
 
 
 def compared(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
-    """Return whether a < b, or what the sign says; NaN is unequal to all."""
+    """Return whether a < b, or another comparison by `sign`; NaN is unequal to all."""
     a, b = _together(build, a, b)
     if a.kind in (SINGLE, DOUBLE):
         condition = {"<": "olt", "<=": "ole", ">": "ogt", ">=": "oge", "==": "oeq", "!=": "une"}[sign]
@@ -63,7 +63,7 @@ def compared(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
 
 def _extreme(sign: str) -> Callable[..., Value]:
     def extreme(build: BlockBuilder, *given: Value) -> Value:
-        # As Python does: a later one counts where it is strictly beyond.
+        # As in Python: a later one counts if it is strictly beyond.
         first, *others = _together(build, *given)
         for x in others:
             first = build.selected(compared(build, sign, x, first), x, first)
@@ -101,6 +101,6 @@ _FUNCTIONS: dict[str, Callable[..., Value]] = {
     # The bits of a double as an integer, and the double of such bits.
     "bits_of": lambda build, x: build.value(INTEGER, f"bitcast double {x.text} to i64"),
     "number_of": lambda build, i: build.value(DOUBLE, f"bitcast i64 {i.text} to double"),
-    # Adds n to the first entry of a row, and returns what it was: no other thread gets the same.
+    # Adds n to the first entry of a row, and returns the previous value: no other thread gets the same.
     "claimed": lambda build, row, n: build.value(INTEGER, f"atomicrmw add ptr {row.data}, i64 {n.text} monotonic"),
 }  # fmt: skip

@@ -1,10 +1,10 @@
-"""What a function reads beside its arguments: one that reads the same as before computes the same as before.
+"""The values that a function reads besides its arguments: if they are the same as before, so is its result.
 
-Found is what Python's own names lead to: global names, variables of functions around it, default values, and so on through
-the functions that it calls. Values that can't be changed, small arrays and nests of them are compared as they are now; of
-modules and objects of the user's those attributes that are named with them, as in `settings.rate`. NumPy, autograd and math
-are taken to stay what they are. Whatever else a function reads can't be followed, and then nothing is known: an object that
-it hands on, properties, generators of random numbers.
+The values are found by Python's names: global names, variables of enclosing functions, default values, and so on through
+the functions that it calls. Immutable values, small arrays and pytrees of them are compared by their current values;
+of the user's modules and objects the attributes that are named with them, as in `settings.rate`. NumPy, autograd and math
+are assumed constant. Anything else that a function reads can't be followed, and makes the result unknown: an object that
+it passes on, properties, generators of random numbers.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from mpiad._typing import Function
 Fingerprint: TypeAlias = "tuple[Any, ...]"
 
 _STAY = frozenset({"numpy", "autograd", "math", "cmath", "builtins"})
-# They read what no name says.
+# They read values that no name refers to.
 UNSEEN = frozenset({"eval", "exec", "globals", "id", "input", "locals", "open", "vars", "__import__"})
 # Of arrays, and of all that is read: more takes longer to look at than to trace.
 _MOST_ENTRIES, _MOST_VALUES = 1024, 256
 _LOAD_LOCAL = ("LOAD_FAST", "LOAD_FAST_BORROW")
 _NOTHING = object()
-# What the entries of a fingerprint begin with that end in numbers.
+# The first entries of those parts of a fingerprint that end in numbers.
 _NUMBERS = frozenset({float, complex, np.float64, np.complex128, "<f8", "<c16"})
 
 
 def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
-    """Return all that a function reads beside its arguments, None where that can't be told.
+    """Return all that a function reads besides its arguments, None if that can't be determined.
 
-    `given` are values that are read with it: what it is told of its arguments.
+    `given` are values that are read with it: the descriptions of its arguments.
     """
     reader = _Reader()
     try:
@@ -51,9 +51,9 @@ def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
 
 
 def text_of(f: Function) -> str:
-    """Return what a function does and reads beside its arguments as a text that other processes have, too.
+    """Return a text, the same in other processes, of a function's code and the values that it reads besides its arguments.
 
-    What can't be followed is left out, and of arrays a digest stands for their entries.
+    Values that can't be followed are left out, and arrays are represented by a digest of their entries.
     """
     reader = _PortableReader()
     reader.read(f)
@@ -72,14 +72,14 @@ def _portable(value: object) -> object:
 
 
 def kind_of(fingerprint: Fingerprint | None) -> Fingerprint | None:
-    """Return a fingerprint without the values of numbers that aren't integers: what else the function reads."""
+    """Return a fingerprint without the values of numbers that aren't integers: the other values that the function reads."""
     if fingerprint is None:
         return None
     return tuple(x[:-1] if isinstance(x, tuple) and x[:1] and x[0] in _NUMBERS else x for x in fingerprint)
 
 
 class Unknown(Exception):
-    """Report that what a function reads can't be told."""
+    """Report that the values that a function reads can't be determined."""
 
 
 class _Reader:
@@ -144,7 +144,7 @@ class _Reader:
                 raise Unknown
 
     def _used(self, value: object, attributes: tuple[str, ...]) -> None:
-        """Note what is read of a value: an attribute, of that the next one, and so on."""
+        """Note the reads of a value: an attribute, the next attribute of that, and so on."""
         for name in attributes:
             if not _is_followed(value):
                 break
@@ -190,7 +190,7 @@ class _Reader:
 
 
 class _PortableReader(_Reader):
-    """Reads on where something is Unknown."""
+    """Continues reading after something Unknown."""
 
     def read(self, value: object) -> None:
         """Note a value, and all that it leads to."""
@@ -218,7 +218,7 @@ def _stays(module: str) -> bool:
 
 
 def content_of(cell: CellType) -> Any:
-    """Return what a variable of a function around holds."""
+    """Return the value of a variable of an enclosing function."""
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
@@ -226,7 +226,7 @@ def content_of(cell: CellType) -> Any:
 
 
 def _is_followed(value: object) -> bool:
-    """Tell whether single attributes are read of a value: of modules, classes and objects of the user's."""
+    """Return whether single attributes of a value are read: for modules, classes and objects of the user's."""
     if isinstance(value, (ModuleType, type)):
         return not _stays(value.__name__ if type(value) is ModuleType else value.__module__)
     return type(value) not in _READERS and hasattr(value, "__dict__")
@@ -260,9 +260,9 @@ class _Use(NamedTuple):
 
 @lru_cache(maxsize=256)
 def uses_of(code: CodeType) -> tuple[_Use, ...]:
-    """Return what a code reads by global names and by those of functions around it, with the functions defined in it.
+    """Return a code's reads by global names and by those of enclosing functions, with those of the functions defined in it.
 
-    It is Unknown where it imports modules or defines classes.
+    It is Unknown if it imports modules or defines classes.
     """
     uses = []
     for name, attributes in _loads(code, "LOAD_GLOBAL"):
@@ -280,7 +280,7 @@ def uses_of(code: CodeType) -> tuple[_Use, ...]:
 def uses_of_first(code: CodeType) -> tuple[tuple[str, ...], ...]:
     """Return the attributes that a method reads of its object, each time that it names it.
 
-    They are Unknown where the object is handed to a function inside, or the name is given to something else.
+    They are Unknown if the object is passed to a function inside, or the name is assigned to.
     """
     first = code.co_varnames[:1]
     if not first or first[0] in code.co_cellvars:

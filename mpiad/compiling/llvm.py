@@ -1,4 +1,4 @@
-"""LLVM on this machine, through llvmlite: what the processor can do, modules made object files, object files in memory.
+"""LLVM on this machine, through llvmlite: processor features, modules made object files, object files in memory.
 
 This is the only file that imports llvmlite, when it is first needed: it takes a twentieth of a second to load.
 """
@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-# What object files begin with, on Linux, macOS and Windows. LLVM ends the process where there is something else.
+# The first bytes of object files on Linux, macOS and Windows. LLVM ends the process if there is something else.
 _OBJECT_FILES = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"d\x86")
 
 
 def description() -> str:
-    """Return all that decides what a module is compiled to, beside the module: LLVM's version and the processor."""
+    """Return all that determines a module's machine code, besides the module: LLVM's version and the processor."""
     import llvmlite
     import llvmlite.binding as llvm
 
@@ -24,7 +24,7 @@ def description() -> str:
 
 @cache
 def fuses() -> bool:
-    """Return whether a b + c is one instruction; where it isn't, it would be a slow call of a library."""
+    """Return whether a b + c is one instruction; if it isn't, it would be a slow call of a library."""
     import llvmlite.binding as llvm
 
     return bool(llvm.get_host_cpu_features().get("fma", False)) or not llvm.get_process_triple().startswith("x86_64")
@@ -73,7 +73,7 @@ def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
 def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, Any]:
     """Put an object file into memory; return a function's address in it, and its owner, with which the memory goes.
 
-    An OSError where it isn't this machine's.
+    An OSError if it isn't this machine's.
     """
     import llvmlite.binding as llvm
 
@@ -94,6 +94,6 @@ def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, An
 
 
 def are_there(names: Sequence[str]) -> bool:
-    """Tell whether all functions are among those of the C library; LLVM ends the process where one is missing."""
+    """Return whether all functions are among those of the C library; LLVM ends the process if one is missing."""
     process = ctypes.CDLL(None)
     return all(hasattr(process, name) for name in names)

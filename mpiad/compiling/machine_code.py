@@ -30,7 +30,7 @@ class Code(NamedTuple):
 
 
 def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
-    """Compile the kernel `name` of a text in the language of `translation`; a NotImplementedError where it is in another.
+    """Compile the kernel `name` of a text in the language of `translation`; a NotImplementedError if it is in another.
 
     The signature is ``void(int64, float64[:, ::1])`` or the like; of a linked kernel, no two of whose arrays share memory
     that it writes, ``linked(float64[:, ::1])``. `fast` says how floating-point operations may be changed, as LLVM writes

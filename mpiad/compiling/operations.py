@@ -1,4 +1,4 @@
-"""The catalogue: what each operation is in NumPy and in the kernel language.
+"""The catalogue: the form of each operation in NumPy and in the kernel language.
 
 Texts have a place for each argument. The kernel language is a part of Python (see `mpiad.compiling.translation`), in which
 `where` computes both values: conditional expressions are branches, which may keep a loop from becoming vector instructions.
@@ -61,7 +61,7 @@ OPERATIONS: dict[str, Operation] = {
     "negative": Operation(1, np.negative, "-{0}"),
     "absolute": Operation(1, np.absolute, "abs({0})"),
     "sqrt": Operation(1, np.sqrt, "math.sqrt({0})"),
-    # Both are NaN where either argument is, as NumPy's are: Python's and C's are not.
+    # Both are NaN if either argument is, as NumPy's are: Python's and C's are not.
     "maximum": _chosen("({0} > {1}) | ({0} != {0})", np.maximum),
     "minimum": _chosen("({0} < {1}) | ({0} != {0})", np.minimum),
     "fmax": _chosen("({0} > {1}) | ({1} != {1})", np.fmax),

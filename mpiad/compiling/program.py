@@ -42,7 +42,7 @@ class Untraceable(TypeError):
 
 
 class Refusal(TypeError):
-    """Leave f where it asks a symbol for what it hasn't; `trace` makes an `Untraceable` of it."""
+    """Leave f when it asks a symbol for something unsupported; `trace` makes an `Untraceable` of it."""
 
 
 def where_raised(traceback: TracebackType | None, f: object) -> str:
@@ -57,7 +57,7 @@ def where_raised(traceback: TracebackType | None, f: object) -> str:
 
 
 def place_of(f: object) -> str:
-    """Return the file and line where f is written, or its name where it has none."""
+    """Return the file and line of f's definition, or its name if it has none."""
     code = getattr(f, "__code__", None) or getattr(type(f).__call__, "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(f)
 
@@ -76,13 +76,13 @@ class Instruction(NamedTuple):
 
 
 class Program:
-    """What is computed from groups of scalars.
+    """A computation on groups of scalars.
 
     It can't be changed. Two programs of equal content are equal, and compute the same.
 
-    `groups`: how many scalars each group of inputs has; they may occur or not. Where groups are given without their
-    names, they come in this order. `instructions`: in an order in which they can be computed. `outputs`: numbers of the
-    values that are wanted.
+    `groups`: the number of scalars in each group of inputs; they may occur or not. Groups given without their
+    names come in this order. `instructions`: in an order in which they can be computed. `outputs`: numbers of the
+    result values.
     """
 
     def __init__(self, groups: Mapping[str, int], instructions: Iterable[Instruction], outputs: Iterable[int]):
@@ -119,7 +119,7 @@ class Program:
         return sum(bool(instruction.arguments) for instruction in self.instructions)
 
     def reads(self, group: str) -> bool:
-        """Tell whether an input of a group occurs."""
+        """Return whether an input of a group occurs."""
         return any(op == "input" and value[0] == group for op, _, value in self.instructions)  # type: ignore[index]
 
     def __eq__(self, other: object) -> bool:
@@ -137,7 +137,7 @@ class Program:
 
 
 def is_boolean(instructions: Sequence[Instruction], number: int) -> bool:
-    """Tell whether the value of an instruction is boolean."""
+    """Return whether the value of an instruction is boolean."""
     operation, arguments, value = instructions[number]
     if operation == "where":
         return is_boolean(instructions, arguments[1])
@@ -145,14 +145,14 @@ def is_boolean(instructions: Sequence[Instruction], number: int) -> bool:
 
 
 def exact(value: float | bool | Input | None) -> str:
-    """Return a text that two values share only where they are the same number of the same kind, the sign of 0 included."""
+    """Return a text that two values share only if they are the same number of the same kind, the sign of 0 included."""
     return value.hex() if isinstance(value, float) else repr(value)
 
 
 def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
-    """Return the outputs of a program by NumPy, one operation after the other: the reference for what is made of it.
+    """Return the outputs of a program by NumPy, one operation after the other: the reference for compiled forms.
 
-    Of each group there is one entry for each input; arrays of one shape stand for many evaluations.
+    Each group has one entry per input; arrays of one shape represent many evaluations.
     """
     inputs = dict(zip(program.groups, groups, strict=True))
     values: list[Any] = []

@@ -24,7 +24,7 @@ from mpiad.compiling.symbols import Symbol, choose
 
 # Operations that no processor has, by those that it has.
 #
-# They stay whole until a program becomes text, so that derivatives are taken of what f says: those of a power by its
+# They stay whole until a program becomes text, so that derivatives are taken of f as written: those of a power by its
 # factors, or of the largest of three by pairs, would differ from autograd's at zeros and ties.
 
 
@@ -53,7 +53,7 @@ def are_simple(programs: Iterable[Program]) -> bool:
 
 
 def _power(x: Symbol, y: Symbol) -> Symbol | None:
-    """Return a power of a small constant exponent by multiplications and a root; None where it is another one."""
+    """Return a power of a small constant exponent by multiplications and a root; None for other exponents."""
     exponent = x.builder.value(y.number)
     if exponent is None or abs(exponent) > _LARGEST_EXPONENT or (2 * exponent) % 1:
         return None
@@ -61,7 +61,7 @@ def _power(x: Symbol, y: Symbol) -> Symbol | None:
     if exponent % 1:
         root = x.sqrt()
         made = root if made is None else made * root
-        # The root of -0 is -0, and what is divided by it would be -inf.
+        # The root of -0 is -0, and a quotient by it would be -inf.
         made = abs(made) if exponent < 0 else made
     if made is None:
         return Symbol(x.builder, x.builder.constant(1.0))
@@ -113,7 +113,7 @@ def number(value: float | bool, single: bool = False) -> str:
     if isinstance(value, bool):
         return str(value)
     text = repr(abs(float(value))) if math.isfinite(value) else f"math.{'nan' if math.isnan(value) else 'inf'}"
-    # In parentheses: the places are beside operators.
+    # In parentheses: the places are next to operators.
     text = f"(-{text})" if math.copysign(1, value) < 0 else text
     # Python's numbers are double, and would make the rest double.
     return f"np.float32({text})" if single else text
@@ -147,7 +147,7 @@ def function_source(
 ) -> str:  # fmt: skip
     """Return the text of a function of scalars that returns the outputs as a tuple; in C it gives them to references.
 
-    `names` says what each group's inputs are called, and `arguments` in which order the function takes them. With `fused`
+    `names` gives the names of each group's inputs, and `arguments` their order in the function's signature. With `fused`
     products that are added are rounded once. In C numbers are `real`, and the function `INLINE`.
     """
     if language == "c":
@@ -162,7 +162,7 @@ def function_source(
 
 
 def _texts(program: Program, names: Names, single: bool, prefix: str, sums: _Sums) -> tuple[dict[int, str], list[str]]:
-    """Return what stands for each value, and the lines that compute them."""
+    """Return the expression for each value, and the lines that compute them."""
     texts: dict[int, str] = {}
     made: list[str] = []
     for i in sorted(_needed(program, sums)):

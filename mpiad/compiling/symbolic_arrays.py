@@ -20,8 +20,8 @@ from mpiad.compiling.ufuncs import entrywise, of_ufunc, reduced
 
 # NumPy's functions of whole arrays on arrays of symbols.
 #
-# What only moves entries about is done by NumPy on their numbers; what adds and multiplies, by NumPy on arrays of objects,
-# whose entries write down what is done to them.
+# Functions that only move entries are applied by NumPy to their numbers; functions that add and multiply, to arrays of
+# objects, whose entries record the operations.
 
 
 # Each entry is a comparison, whatever the place.
@@ -130,7 +130,7 @@ def _filled(value: float | None) -> Callable:
 def _interpolated(
     like: SymbolicArray, x: Array, xp: Array, fp: Array, left: object = None, right: object = None, period: object = None
 ) -> SymbolicArray:
-    """Return what `numpy.interp` does, by a choice between all lines of the table: refused where that is traced or long."""
+    """Implement `numpy.interp` by a choice between all lines of the table: refused if that is traced or long."""
     traced = any(isinstance(part, type(like)) for part in (xp, fp, left, right, period))
     if traced or period is not None or np.size(xp) > _LONGEST_TABLE:
         like.builder.refuse(
@@ -153,7 +153,7 @@ def _interpolated(
 
 
 def _polynomial(like: SymbolicArray, coefficients: Iterable[Array], x: Array) -> Any:
-    """Return what `numpy.polyval` does."""
+    """Implement `numpy.polyval`."""
     made = 0.0 * x
     for coefficient in coefficients:
         made = made * x + coefficient
@@ -177,7 +177,7 @@ _REDUCING: dict[Callable, np.ufunc] = {
     np.amin: np.minimum, np.all: np.logical_and, np.any: np.logical_or,
 }  # fmt: skip
 
-# Each takes the array that NumPy asked, for what belongs to the trace, and then NumPy's arguments.
+# Each takes the symbolic array, for data of the trace, and then NumPy's arguments.
 FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     **{function: partial(_moved, function) for function in _MOVING},
     **{function: partial(_joined, function) for function in _JOINING},
@@ -308,7 +308,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._each(Symbol.as_number if kind == "f" else lambda symbol: symbol.real.plus_i(symbol.imag))
 
     def view(self, dtype: DTypeLike | None = None) -> SymbolicArray:
-        """Return itself, as autograd asks of what it has put together."""
+        """Return itself, as autograd requires for arrays that it has assembled."""
         if dtype not in (None, np.ndarray):
             self.builder.refuse(f"it looks at the bits of traced values as {dtype}")
         return self

@@ -1,7 +1,7 @@
-"""Scalars, real or complex, that write down what is done to them.
+"""Scalars, real or complex, that record the operations applied to them.
 
-They live in NumPy's arrays of objects: whatever NumPy makes of those (a sum, a product of matrices, ``np.sin``) is written
-down element by element. They have no values, so whatever asks for one ends the trace.
+They are entries of NumPy's arrays of objects: NumPy's operations on those (a sum, a product of matrices, ``np.sin``) are
+recorded element by element. They have no values, so any request for one ends the trace.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Symbol:
         return other if isinstance(other, Symbol) else Symbol(self.builder, number_of(self.builder, other))
 
     def __getattr__(self, name: str) -> Callable[..., Symbol]:
-        # What np.sin does with an array of objects is to call the sin of each.
+        # For an array of objects np.sin calls the method sin of each entry.
         if name.startswith("_") or name not in OPERATIONS:
             raise AttributeError(name)
         return lambda *others: self.call(name, *others)
@@ -106,7 +106,7 @@ class Symbol:
         return self.real.plus_i(-self.imag) if self.is_complex else self
 
     def chosen(self, x: Array, y: Array) -> Symbol:
-        """Return x where this holds, else y."""
+        """Return x if this is true, else y."""
         first, second = self._as_symbol(x), self._as_symbol(y)
         if first.is_complex or second.is_complex:
             return self.chosen(first.real, second.real).plus_i(self.chosen(first.imag, second.imag))
@@ -149,7 +149,7 @@ class Symbol:
 
 
 def number_of(builder: Builder, value: object) -> int:
-    """Return the number of a constant, or of a symbol; a Refusal for what is neither."""
+    """Return the number of a constant, or of a symbol; a Refusal for any other value."""
     if isinstance(value, np.ndarray) and value.shape == ():  # as autograd's array leaves entries of arrays of objects
         value = value.item()
     if isinstance(value, Symbol):
@@ -169,12 +169,12 @@ def numbers_of(builder: Builder, value: object) -> Array:
     held = getattr(value, "numbers", None)  # of an array of symbols
     if held is not None:
         return held
-    # What else holds symbols is a list, or an array of objects; both become an array of objects here.
+    # Other containers of symbols are lists and arrays of objects; both become an array of objects here.
     array = np.asarray(value)
     flat = array.ravel().tolist() if array.dtype.kind in "fiubc" else list(array.ravel())
     return np.array([number_of(builder, part) for part in flat], int).reshape(array.shape)
 
 
 def choose(condition: Any, x: Array, y: Array) -> Symbol:
-    """Return x where the condition, a symbol, holds, else y."""
+    """Return x if the condition, a symbol, is true, else y."""
     return condition.chosen(x, y)

@@ -1,10 +1,10 @@
 """From a function of the user's to a program, by calls with symbols.
 
-What the function closes over is part of the program, as constants. A reading of a clock or a random number would be one,
-too: a function is called twice, and refused where the two programs differ. A program that it has had twice before is known.
+Values that the function closes over are part of the program, as constants. A reading of a clock or a random number would
+be one, too: a function is called twice, and refused if the two programs differ. A program that occurred twice is known.
 
-One that looks at the kinds of its arguments may do something else with numbers than with symbols: those who trace compare a
-few values of both (`first_difference`) before they take the one for the other.
+A function that checks the kinds of its arguments may compute something else with numbers than with symbols: callers compare
+a few values of both (`first_difference`) before they replace one by the other.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def traced(
     outputs: Callable[[Builder, Any], Sequence[int]],
     groups: Mapping[str, int],
 ) -> Program:
-    """Return what a function computes, as a program of these groups of inputs; or raise Untraceable.
+    """Return a function's computation as a program of these groups of inputs; or raise Untraceable.
 
-    ``arguments(builder)`` returns what it is called with (see `input_array`), ``outputs(builder, value)`` the numbers of
-    the scalars in what it has returned.
+    ``arguments(builder)`` returns its arguments (see `input_array`), ``outputs(builder, value)`` the numbers of
+    the scalars in its result.
     """
     with np.errstate(all="ignore"):
         program = _traced(fun, arguments, outputs, groups)
         known = _repeated.setdefault(identity_of(fun), set())
-        # Other numbers that it reads need no second call: what they come from was seen to stay.
+        # Other values of the numbers that it reads need no second call: their sources were found constant.
         reads = kind_of(fingerprint_of(fun))
         seen = program if reads is None else (reads, program.structure)
         if seen not in known:
@@ -71,7 +71,7 @@ def _traced(fun: Function, arguments: Callable, outputs: Callable, groups: Mappi
 
 
 def identity_of(fun: Function) -> Any:
-    """Return what stays the same when a function is defined anew by the same lines; of one around it (`wraps`) its own."""
+    """Return an object that stays the same when a function is redefined by the same lines; for a wrapper (`wraps`) its own."""
     while isinstance(fun, partial) or hasattr(fun, "__wrapped__"):
         fun = fun.func if isinstance(fun, partial) else fun.__wrapped__
     return getattr(fun, "__code__", None) or type(fun)
@@ -104,7 +104,7 @@ def scalars(components: Sequence[Symbol], in_pairs: bool) -> list[int]:
 
 
 def first_difference(found: Array, expected: Array, given: Array) -> tuple[int, ...] | None:
-    """Return where a program's values differ from a function's by more than rounding, None where they don't.
+    """Return the index at which a program's values differ from a function's by more than rounding, None if there is none.
 
     They were computed from `given`, which is in the precision of the computation.
     """

@@ -3,10 +3,10 @@
 A kernel is a function of numbers and contiguous arrays: assignments, loops over ranges, `while`, `if`, entries of arrays,
 views of parts of rows, arithmetic. It calls functions of numbers that the text defines, which are inlined, and those of
 `elementary_functions`. It allocates nothing and raises nothing: indices aren't checked, and negative ones don't count from
-the end. A range goes down where its step is a negative constant, else up. Arithmetic is IEEE's, in the order of the text:
+the end. A range counts down if its step is a negative constant, else up. Arithmetic is IEEE's, in the order of the text:
 nothing is reassociated or contracted unless that is allowed.
 
-The kind of a variable is the widest of all that is assigned to it: a function is translated again where a later assignment
+The kind of a variable is the widest of all values assigned to it: a function is translated again if a later assignment
 has widened one.
 """
 
@@ -55,7 +55,7 @@ def refuse(node: ast.AST) -> NoReturn:
 class Expressions:
     """Computes expressions in the current block of a function.
 
-    `inlined`: ``inlined(node)`` returns the results of a call of a function of the same text, None where it is another
+    `inlined`: ``inlined(node)`` returns the results of a call of a function of the same text, None if it is another
     one's.
     """
 
@@ -72,7 +72,7 @@ class Expressions:
     # ---- conditions
 
     def condition(self, node: ast.expr, yes: Block, no: Block) -> None:
-        """Go on in one of two blocks; what follows `and` and `or` is computed only where that decides."""
+        """Continue in one of two blocks; the right operands of `and` and `or` are computed only if they decide."""
         build = self._build
         if isinstance(node, ast.BoolOp):
             for one in node.values[:-1]:
@@ -258,13 +258,13 @@ def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = 
 
     Its symbol is called `name`. `fast` are the flags of floating-point operations that may be reordered, as LLVM writes
     them; `linked` says whether no two of its arrays share memory that it writes (see `machine_code`). A NotImplementedError
-    where the text isn't of the language.
+    if the text isn't in the language.
     """
     defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     module = _Module(defined, fast, linked)
     if not linked:
         return module.kernel(defined[name], arguments, name)
-    # In a function of its own: what doesn't overlap is said of arguments, which addresses in memory aren't.
+    # In a function of its own: LLVM's `noalias` applies to arguments, not to addresses in memory.
     body = module.kernel(defined[name], arguments, f"{name}.body", "ptr noalias", "internal ")
     return f"{body}\n\n{_link(name, arguments)}"
 
@@ -324,7 +324,7 @@ class _Module:
 
 
 class _Function:
-    """One translation of a function, by what is known of its variables' kinds."""
+    """One translation of a function, with the kinds of its variables known so far."""
 
     def __init__(
         self, module: _Module, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]
@@ -335,7 +335,7 @@ class _Function:
         self._build = BlockBuilder(module.fast, module.declared, module.hides_rows)
         self._variables = Variables(self._build, given, kinds)
         self._values = Expressions(self._build, self._variables, self._inlined)
-        self._loops: list[tuple[Block, Block]] = []  # where `continue` and `break` lead
+        self._loops: list[tuple[Block, Block]] = []  # the targets of `continue` and `break`
         assigned = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         for name in sorted(assigned & given.keys()):
             self._variables.write(name, given[name])
@@ -374,7 +374,7 @@ class _Function:
         for length in array.shape[1:]:
             row = self._build.name(f"mul i64 {row}, {length}")
         self._module.declared["llvm.prefetch"] = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
-        # To be read, to stay in all caches, and data. Where there is no such row, nothing happens.
+        # To be read, to stay in all caches, and data. If there is no such row, nothing happens.
         place = self._build.name(f"getelementptr {ELEMENTS[array.dtype]}, ptr {array.data}, i64 {row}")
         self._build.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 3, i32 1)")
 

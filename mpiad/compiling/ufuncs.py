@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def of_ufunc(
     like: SymbolicArray, ufunc: np.ufunc, method: str, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> SymbolicArray:
-    """Return what a function of NumPy's, or a method of it, makes of arrays some of which are symbolic.
+    """Return the result of a function of NumPy's, or a method of it, for arrays some of which are symbolic.
 
-    A Refusal where it isn't in the catalogue.
+    A Refusal if it isn't in the catalogue.
     """
     if method == "reduce" and ufunc in _REDUCED:
         return reduced(like, ufunc, *inputs, **keywords)
@@ -39,7 +39,7 @@ def of_ufunc(
 
 
 def scalar_function(ufunc: np.ufunc) -> Callable[..., Symbol] | None:
-    """Return what a function of NumPy's, or of SciPy's, does with symbols; None where it isn't in the catalogue."""
+    """Return the implementation of a function of NumPy's, or of SciPy's, for symbols; None if it isn't in the catalogue."""
     return _UFUNCS.get(ufunc) or _SPECIAL.get(ufunc.__name__)
 
 

@@ -1,7 +1,7 @@
 """The types of the kernel language, and how values are converted.
 
-Numbers are booleans, 64-bit integers, and floats of single and double precision, as LLVM's i1, i64, float and double. What
-an array keeps in fewer bits is widened as it is loaded. As in NumPy, a 64-bit integer and a single-precision float make a
+Numbers are booleans, 64-bit integers, and floats of single and double precision, as LLVM's i1, i64, float and double.
+Array entries of fewer bits are widened when they are loaded. As in NumPy, a 64-bit integer and a single-precision float make a
 double. An array is the address of its first entry and its lengths; it is contiguous.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 
 BOOLEAN, INTEGER, SINGLE, DOUBLE = KINDS = ("i1", "i64", "float", "double")
 
-# What an array's entries are in memory.
+# The types of an array's entries in memory.
 ELEMENTS = {
     "float64": "double",
     "float32": "float",
@@ -42,12 +42,12 @@ class ArrayValue(NamedTuple):
 
 
 def kind_of(dtype: np.dtype) -> str:
-    """Return what a number of this dtype is in a kernel."""
+    """Return the kind of a number of this dtype in a kernel."""
     return {"f": DOUBLE if dtype.itemsize == 8 else SINGLE, "i": INTEGER, "b": BOOLEAN}[dtype.kind]
 
 
 def common_kind(a: str, b: str) -> str:
-    """Return what two numbers become before they are added."""
+    """Return the kind to which two numbers are converted before they are added."""
     if {a, b} == {INTEGER, SINGLE}:
         return DOUBLE
     return KINDS[max(KINDS.index(a), KINDS.index(b))]

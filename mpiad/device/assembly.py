@@ -57,7 +57,7 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     Raises
     ------
     TypeError
-        Where some are on the host and others on a device.
+        If some are on the host and others on a device.
 
     Ranks
     -----
@@ -89,9 +89,9 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     Raises
     ------
     TypeError
-        Where some are on the host and others on a device.
+        If some are on the host and others on a device.
     ValueError
-        Where shapes differ.
+        If shapes differ.
 
     Ranks
     -----

@@ -33,11 +33,11 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     Raises
     ------
     ImportError
-        Where CuPy can't be loaded.
+        If CuPy can't be loaded.
     RuntimeError
-        Where CUDA shows no GPU.
+        If CUDA shows no GPU.
     ValueError
-        Where there is no GPU of the number asked for.
+        If there is no GPU of the number asked for.
 
     Ranks
     -----

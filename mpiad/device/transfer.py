@@ -65,7 +65,7 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
     Raises
     ------
     ImportError
-        Where CuPy can't be loaded: what to install.
+        If CuPy can't be loaded: what to install.
     TypeError
         For an array of a dtype that devices have no numbers for.
 

@@ -33,9 +33,9 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
     Raises
     ------
     TypeError
-        On all ranks, where `x` can't be sent.
+        On all ranks, if `x` can't be sent.
     ValueError
-        On all ranks, where there is no such axis on one, or shapes or dtypes differ.
+        On all ranks, if there is no such axis on one, or shapes or dtypes differ.
 
     Ranks
     -----

@@ -40,7 +40,7 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
     Raises
     ------
     TypeError
-        Where `x` or `op` can't be reduced.
+        If `x` or `op` can't be reduced.
 
     Ranks
     -----

@@ -29,7 +29,7 @@ def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
     Raises
     ------
     TypeError
-        Where `x` can't be sent.
+        If `x` can't be sent.
     ValueError
         Where its first axis isn't the number of ranks.
 

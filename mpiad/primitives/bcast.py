@@ -31,9 +31,9 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     Raises
     ------
     TypeError
-        On all ranks, where the root's `x` can't be sent.
+        On all ranks, if the root's `x` can't be sent.
     ValueError
-        Where there is no such root.
+        If there is no such root.
 
     Ranks
     -----

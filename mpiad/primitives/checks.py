@@ -133,7 +133,7 @@ def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
 def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
     """Return this rank's piece, the axis counted from the front, and all ranks' lengths along it; collective.
 
-    A TypeError or ValueError on all ranks, where a piece can't be sent, has no such axis, or doesn't fit the others.
+    A TypeError or ValueError on all ranks, if a piece can't be sent, has no such axis, or doesn't fit the others.
     """
     array, place, wrong = np.zeros(0), None, None
     try:

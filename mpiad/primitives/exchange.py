@@ -38,9 +38,9 @@ def mpi_exchange(
     Raises
     ------
     TypeError
-        Where `x` can't be sent or `like` can't be received.
+        If `x` can't be sent or `like` can't be received.
     ValueError
-        Where there is no such rank or tag, or the message has another size than `like`.
+        If there is no such rank or tag, or the message has another size than `like`.
 
     Ranks
     -----

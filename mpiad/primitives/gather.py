@@ -33,9 +33,9 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     Raises
     ------
     TypeError
-        On all ranks, where `x` can't be sent.
+        On all ranks, if `x` can't be sent.
     ValueError
-        Where there is no such root; on all ranks, where there is no such axis on one, or shapes or dtypes differ.
+        If there is no such root; on all ranks, if there is no such axis on one, or shapes or dtypes differ.
 
     Ranks
     -----

@@ -33,7 +33,7 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     Raises
     ------
     TypeError
-        Where `x` can't be sent.
+        If `x` can't be sent.
 
     Ranks
     -----

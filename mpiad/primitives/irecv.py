@@ -33,9 +33,9 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
     Raises
     ------
     TypeError
-        Where `like` isn't an array that can be received.
+        If `like` isn't an array that can be received.
     ValueError
-        Where there is no such rank or tag.
+        If there is no such rank or tag.
 
     Ranks
     -----

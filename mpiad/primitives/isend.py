@@ -38,9 +38,9 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
     Raises
     ------
     TypeError
-        Where `x` can't be sent.
+        If `x` can't be sent.
     ValueError
-        Where there is no such rank or tag.
+        If there is no such rank or tag.
 
     Ranks
     -----

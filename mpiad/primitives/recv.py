@@ -33,9 +33,9 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
     Raises
     ------
     TypeError
-        Where `like` isn't an array that can be received.
+        If `like` isn't an array that can be received.
     ValueError
-        Where there is no such rank or tag, or the message has another size than `like`.
+        If there is no such rank or tag, or the message has another size than `like`.
 
     Ranks
     -----

@@ -33,9 +33,9 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
     Raises
     ------
     TypeError
-        Where `x` or `op` can't be reduced.
+        If `x` or `op` can't be reduced.
     ValueError
-        Where there is no such root.
+        If there is no such root.
 
     Ranks
     -----

@@ -36,9 +36,9 @@ def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | No
     Raises
     ------
     TypeError
-        Where `x` can't be sent.
+        If `x` can't be sent.
     ValueError
-        Where `x` can't be divided so.
+        If `x` can't be divided so.
 
     Ranks
     -----

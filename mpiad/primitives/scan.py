@@ -27,7 +27,7 @@ def mpi_scan(x: LocalArray, comm: Comm = None) -> LocalArray:
     Raises
     ------
     TypeError
-        Where `x` can't be sent.
+        If `x` can't be sent.
 
     Ranks
     -----
@@ -61,7 +61,7 @@ def mpi_exscan(x: LocalArray, comm: Comm = None) -> LocalArray:
     Raises
     ------
     TypeError
-        Where `x` can't be sent.
+        If `x` can't be sent.
 
     Ranks
     -----

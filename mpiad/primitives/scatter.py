@@ -41,9 +41,9 @@ def mpi_scatter(
     Raises
     ------
     TypeError
-        On all ranks, where the root's `x` can't be sent.
+        On all ranks, if the root's `x` can't be sent.
     ValueError
-        Where there is no such root; on all ranks, where the root's `x` can't be divided so.
+        If there is no such root; on all ranks, if the root's `x` can't be divided so.
 
     Ranks
     -----

@@ -34,9 +34,9 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
     Raises
     ------
     TypeError
-        Where `x` can't be sent.
+        If `x` can't be sent.
     ValueError
-        Where there is no such rank or tag.
+        If there is no such rank or tag.
 
     Ranks
     -----

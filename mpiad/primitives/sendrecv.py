@@ -31,9 +31,9 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     Raises
     ------
     TypeError
-        Where `x` can't be sent.
+        If `x` can't be sent.
     ValueError
-        Where there is no such rank; on all ranks, where the ranks name different pairs in a communicator's first call.
+        If there is no such rank; on all ranks, if the ranks name different pairs in a communicator's first call.
 
     Ranks
     -----

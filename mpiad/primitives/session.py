@@ -22,9 +22,9 @@ def mpi_init(comm: Comm = None) -> None:
     Raises
     ------
     TypeError
-        Where `comm` isn't a communicator.
+        If `comm` isn't a communicator.
     CommunicatorError
-        Where it is freed, null or between groups; after the end of MPI.
+        If it is freed, null or an intercommunicator; after the end of MPI.
 
     Ranks
     -----
@@ -81,9 +81,9 @@ def mpi_rank(comm: Comm = None) -> Rank:
     Raises
     ------
     TypeError
-        Where `comm` isn't a communicator.
+        If `comm` isn't a communicator.
     CommunicatorError
-        Where it is freed, null or between groups; before the start and after the end of MPI.
+        If it is freed, null or an intercommunicator; before the start and after the end of MPI.
 
     Examples
     --------
@@ -99,9 +99,9 @@ def mpi_size(comm: Comm = None) -> int:
     Raises
     ------
     TypeError
-        Where `comm` isn't a communicator.
+        If `comm` isn't a communicator.
     CommunicatorError
-        Where it is freed, null or between groups; before the start and after the end of MPI.
+        If it is freed, null or an intercommunicator; before the start and after the end of MPI.
 
     Examples
     --------
@@ -134,7 +134,7 @@ def reset(comm: Comm = None) -> None:
     Raises
     ------
     CommunicatorError
-        Where it is freed, null or between groups; before the start and after the end of MPI.
+        If it is freed, null or an intercommunicator; before the start and after the end of MPI.
 
     Ranks
     -----

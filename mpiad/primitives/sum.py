@@ -29,9 +29,9 @@ def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
     Raises
     ------
     TypeError
-        Where `x` can't be sent.
+        If `x` can't be sent.
     ValueError
-        Where there is no such root.
+        If there is no such root.
 
     Ranks
     -----

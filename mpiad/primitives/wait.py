@@ -56,9 +56,9 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
     Raises
     ------
     RequestError
-        Where one was waited for before, or was started in another trace.
+        If one was waited for before, or was started in another trace.
     ValueError
-        Where a message has another size than its template.
+        If a message has another size than its template.
 
     Ranks
     -----

@@ -289,7 +289,7 @@ class Channel:
         self.started.clear()
 
     def has_unfinished(self) -> bool:
-        """Tell whether messages may be under way on any rank, and note on all whether a collective is; collective.
+        """Return whether messages may be under way on any rank, and note on all whether a collective is; collective.
 
         To end them takes a message from each rank to each, which thousands of ranks needn't send at every exit.
         """

@@ -2,8 +2,8 @@
 
 Many MPI libraries that take device memory move it directly in messages, but copy it to the host for reductions and add up
 there. An exchange of blocks moves as many bytes as the best reductions of large arrays do. Each block is added up by one
-rank, in the order of the ranks, so all ranks have the same bits. A rank doesn't know the devices of the others' arrays, so all
-ranks call these functions for arrays of the same size, arrays of the host included: see `device_settings`.
+rank, in the order of the ranks, so all ranks have the same bits. A rank doesn't know the devices of the others' arrays, so
+all ranks call these functions for arrays of the same size, arrays of the host included: see `device_settings`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One-to-all with a header: the receivers learn shape and dtype from the root, in the same message if it is small.
 
-The root's own mistake (an object where an array belongs, a shape that can't be divided) travels too, so that all ranks
+The root's own mistake (an object instead of an array, a shape that can't be divided) travels too, so that all ranks
 raise it.
 """
 

@@ -58,7 +58,7 @@ def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = Fa
 
     `collective` says whether all ranks of `comm` are in this call, so that duplicates can be made, and `survivors` whether
     the ranks that are left will do. A CommunicatorError for a communicator that is freed, null, between groups or not
-    prepared, and after the end of MPI; an UnfinishedMessagesError where an exception has left messages under way.
+    prepared, and after the end of MPI; an UnfinishedMessagesError if an exception has left messages under way.
     """
     if tracing.recorder is not None:
         tracing.recorder.looked_up(call)

@@ -1,4 +1,4 @@
-"""Collectives of two ranks on long arrays: each sends the part that the other lacks, and combines what it receives.
+"""Collectives of two ranks on long arrays: each sends the part that the other lacks, and combines the received part.
 
 MPI's algorithms for any number of ranks send in small pieces and through memory allocated in each call. Between
 two processes of one machine that takes up to three times as long as one exchange. The exchange is a collective, too, so it

@@ -2,8 +2,8 @@
 
 To lock pages takes longer than to copy them, so memory that was used once is kept for the next array, in classes of
 size a quarter of an octave apart. It is lent as an array, and comes back when the last view of that array is dropped:
-a request of MPI's (under way, also one that an exception has abandoned) keeps its memory by that
-alone. A copy that the device hasn't finished yet leaves its event with the memory, which whoever borrows it next awaits.
+a request of MPI's (under way, also one that an exception has abandoned) holds such a view. A copy
+that the device hasn't finished yet leaves its event with the memory, and the next user waits for it.
 """
 
 from __future__ import annotations

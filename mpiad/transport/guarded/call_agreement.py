@@ -33,7 +33,7 @@ class Agreement:
 
     def __init__(self, comm: Comm, members: tuple[int, ...], label: str):
         self.comm, self.members, self.label = comm, members, label
-        # Messages never received must not match a later epoch's receives: as many epochs as MPI's tags allow, of 2 · lanes each.
+        # Messages never received must not match a later epoch's receives: as many epochs as MPI's tags allow.
         self._epochs = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1) // (2 * _LANES)
         self.epoch = 0
         # Of agreements begun, by lane: it says who is missing.

@@ -72,7 +72,7 @@ _answer: Callable[[], None] | None = None
 
 
 def set_reporter(expire: Callable[[Waiting], Exception], answer: Callable[[], None] | None) -> None:
-    """Set the function that makes the error at the deadline, and one that answers other ranks in a wait if no thread does."""
+    """Set the function that makes the error at the deadline, and one that answers other ranks if no thread does."""
     global _expire, _answer
     _expire, _answer = expire, answer
 
