@@ -57,9 +57,9 @@ __all__ = [
     "mpi_waitall", "reset", "stop_gradient", "value_and_grad",
 ]  # fmt: skip
 
-# Loaded at their first use: `mpiad.debug` after `import mpiad` costs nothing where nobody looks. All of them would
-# double what an import takes beside MPI's, NumPy's and autograd's.
-_PACKAGES = (
+# Loaded at their first use: `import mpiad` doesn't load unused ones, such as `mpiad.debug`. All of them would
+# double the time of an import besides MPI's, NumPy's and autograd's.
+_ROOMS = (
     "debug", "device", "domain", "ensemble", "errors", "extend", "inverse", "linalg", "optimize", "parallel", "programs",
     "tasks", "testing", "timestepping", "vi",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""``python -m mpiad``, ``mpiexec -n 4 python -m mpiad``: report what it runs on, and test that it works."""
+"""``python -m mpiad``, ``mpiexec -n 4 python -m mpiad``: report the environment, and run a self-test."""
 
 import sys
 

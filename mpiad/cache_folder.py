@@ -1,4 +1,4 @@
-"""Where mpiad keeps what the next process of this user may use: compiled kernels, and what the user has been told."""
+"""The folder for data that later processes of this user may use: compiled kernels, and notices already shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cache_folder() -> Path | None:
     """Return the folder that ``MPIAD_CACHE`` names, made if it is missing; None if nothing can be kept.
 
     By default that is the folder ``mpiad`` of the user's cache, and without a home directory one under the system's
-    temporary directory. ``MPIAD_CACHE=0`` keeps nothing. What is kept may be run as code, so a folder isn't used if others
+    temporary directory. ``MPIAD_CACHE=0`` keeps nothing. Its content may be run as code, so a folder isn't used if others
     than this user can write into it, or can put another one in its place.
     """
     given = path("MPIAD_CACHE")
@@ -58,7 +58,7 @@ def is_private(facts: os.stat_result) -> bool:
 
 
 def _is_exposed(parent: Path) -> bool:
-    """Return whether others than this user and root can rename what is in a folder."""
+    """Return whether others than this user and root can rename the entries of a folder."""
     facts = parent.lstat()
     if os.name != "posix":
         return False
@@ -69,7 +69,7 @@ def _is_exposed(parent: Path) -> bool:
 
 
 def first_time(what: str) -> bool:
-    """Tell whether this user's processes ask this for the first time; always True where nothing can be kept."""
+    """Return whether this user's processes ask this for the first time; always True if nothing can be kept."""
     folder = cache_folder()
     if folder is None:
         return True

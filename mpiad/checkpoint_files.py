@@ -1,7 +1,7 @@
 """Files that hold the state of a long computation: written whole or not at all, as data, never as a pickle.
 
-A file is one of NumPy's npz: arrays by name, and beside them a description in JSON, of what the state belongs to. It is
-written beside its place under a name of its own, brought to the disk, and only then renamed: whoever is killed at any
+A file is one of NumPy's npz: arrays by name, and a JSON description of the problem that the state belongs to. It is
+written next to its final path under a name of its own, flushed to the disk, and only then renamed: a process killed at any
 moment leaves the old file or the new one, and of several processes that write the same file the last one wins. It ends with
 a checksum of all its bytes, which is compared before anything else is read: NumPy and zipfile read some damaged files
 without a word, with an array missing.
@@ -35,9 +35,9 @@ _PIECE = 1 << 20
 
 
 def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write a file, in place of an older one where there is one; an OSError where it can't be, and the older file stays.
+    """Write a file, replacing an older one if there is one; an OSError if it can't be written, and the older file stays.
 
-    The description is what JSON can hold; the arrays, each with its name, may be made while they are written.
+    The description must be serializable by JSON; the arrays, each with its name, may be generated while they are written.
     """
     part, file = begin(path)
     try:
@@ -61,12 +61,12 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
 
 
 def begin(path: Path) -> tuple[Path, IO[bytes]]:
-    """Return a new file beside a path, by a name that no other process uses, locked where there are locks.
+    """Return a new file in the folder of a path, by a name that no other process uses, locked if the file system has locks.
 
     An OSError if the path names a device, a pipe or a folder, which the new file mustn't replace.
     """
     require_regular(path)
-    _remove_left_over(path.absolute())  # first: they may be what fills the disk
+    _remove_left_over(path.absolute())  # first: they may be the files that fill the disk
     while True:
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
         file = open(part, "x+b")
@@ -77,7 +77,7 @@ def begin(path: Path) -> tuple[Path, IO[bytes]]:
 
 
 def _lock(file: IO[bytes]) -> bool | None:
-    """Return whether this process has locked a file now; None where the file system has no locks."""
+    """Return whether this process has locked a file; None if the file system has no locks."""
     if fcntl is None:
         return None
     try:
@@ -89,9 +89,9 @@ def _lock(file: IO[bytes]) -> bool | None:
     return True
 
 
-@functools.cache  # in each process: where thousands of ranks share a folder it takes long to list
+@functools.cache  # in each process: if thousands of ranks share a folder it takes long to list
 def _remove_left_over(path: Path) -> None:
-    """Remove what processes that were killed have begun: files whose locks have ended with them, on other nodes too."""
+    """Remove unfinished files of killed processes: files whose locks have ended with them, on other nodes too."""
     for part in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 8}.part"):
         # Another process may remove it first.
         with contextlib.suppress(OSError), open(part, "r+b") as file:
@@ -109,12 +109,12 @@ def require_regular(path: Path) -> None:
 
 
 def data_of(part: Path) -> Path:
-    """Return what a file made by `begin` stands for if other libraries write the data, whose own locks it would block."""
+    """Return the data file for one made by `begin`, for other libraries that write the data and that its lock would block."""
     return part.with_name(f"{part.name}.data")
 
 
 def files_of_ranks(path: Path) -> list[Path]:
-    """Return the files beside a path, by name, that ranks have written for it, each its own two: of any number of ranks."""
+    """Return the files, by name, that ranks have written for a path, each its own two: of any number of ranks."""
     # Escaped: in a user's name brackets mean themselves.
     return sorted(path.parent.glob(f"{glob.escape(path.stem)}.rank*of*.?{glob.escape(path.suffix)}"))
 
@@ -126,7 +126,7 @@ def _put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
 
 
 def _checksum(file: IO[bytes]) -> bytes:
-    """Return the checksum of what comes before a file's own, and leave the file there."""
+    """Return the checksum of all bytes before a file's own checksum, and leave the file there."""
     left, found = file.seek(0, os.SEEK_END) - _CHECKSUM, 0
     file.seek(0)
     while left > 0:
@@ -148,7 +148,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remedy(error: OSError, path: Path) -> str:
-    """Return what to do where a file couldn't be written."""
+    """Return a remedy for a file that couldn't be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "Make room on the disk."
     if error.errno == errno.EFBIG:
@@ -157,13 +157,13 @@ def remedy(error: OSError, path: Path) -> str:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """Return a file's description; a ValueError where it is damaged."""
+    """Return a file's description; a ValueError if it is damaged."""
     with _opened(path) as found:
         return _description(found)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return a file's description, and its arrays by name; a ValueError where it is damaged.
+    """Return a file's description, and its arrays by name; a ValueError if it is damaged.
 
     Both are of one state: between two readings another process may have put another file in its place.
     """
@@ -196,10 +196,10 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def require_problem(path: Path, found: dict[str, Any], wanted: dict[str, Any], call: str) -> None:
-    """Raise a ValueError where a file's description says otherwise than is wanted."""
+    """Raise a ValueError if a file's description differs from the wanted one."""
     said = []
     for name in wanted:
-        # Both as JSON: what was read has lists where tuples were written.
+        # Both as JSON: after reading there are lists in place of tuples.
         there, here = (json.dumps(side.get(name, "nothing")) for side in (found, wanted))
         if there != here:
             said.append(f"{name} is {there:.80} there and {here:.80} here")

@@ -1,6 +1,6 @@
-"""The environment variables that the library reads: which there are, and what their values mean.
+"""The environment variables that the library reads, and the meaning of their values.
 
-They are read where they are used, by functions that take an unknown value for none; `check` refuses those at the start.
+They are read by the functions that use them, which treat an unknown value as none; `check` refuses those at the start.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 _OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 _SWITCHES = dict.fromkeys(_OFF, False) | dict.fromkeys(_ON, True)
-# Each with what it takes.
+# Each with the type of its value.
 VARIABLES = {
     "MPIAD_ABORT": "switch", "MPIAD_CACHE": "path", "MPIAD_CUDA_AWARE": "switch", "MPIAD_DEBUG": "switch",
     "MPIAD_DEBUG_SITES": "switch", "MPIAD_DEVICE_CHUNK": "number", "MPIAD_DEVICE_PINNED": "number",

@@ -1,4 +1,4 @@
-"""The library's exceptions: what was asked, what came, what was expected, what to do."""
+"""The library's exceptions. Messages give the call, the values received, those expected, and a remedy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CommunicationMismatchError(RuntimeError):
     Attributes
     ----------
     table : str
-        What each rank was about to do, and where: one line for each; of more than 16 ranks, for those that do the same.
+        Each rank's next call and its place in the program, one per line; of more than 16 ranks, lines for those that do the same.
     ranks : tuple of int
         Those in the table, as ranks of the world.
     """
@@ -62,7 +62,7 @@ class CommunicationMismatchError(RuntimeError):
 
 
 class MessageMismatchError(CommunicationMismatchError, ValueError):
-    """Report a message that differs from what it was received into; a ValueError too, as without ``MPIAD_DEBUG``."""
+    """Report a message that differs from the array it was received into; a ValueError too, as without ``MPIAD_DEBUG``."""
 
 
 class DeadlockError(RuntimeError):
@@ -71,12 +71,12 @@ class DeadlockError(RuntimeError):
     Attributes
     ----------
     table : str
-        What each rank of the world was doing, and where: one line for each; of more than 16 ranks, for those that do the
-        same.
+        Each rank's current call and its place in the program, one per line; of more than 16 ranks, lines for those that do
+        the same.
     ranks : tuple of int
         Those that raise it.
     cycle : tuple of int
-        Ranks that wait for each other in this order, the first one once more at the end; empty where there is no cycle.
+        Ranks that wait for each other in this order, the first one once more at the end; empty if there is no cycle.
     """
 
     def __init__(self, message: str, table: str = "", ranks: tuple[int, ...] = (), cycle: tuple[int, ...] = ()):
@@ -108,9 +108,9 @@ class ReplicationError(ValueError):
     path : str
         Of the first part of the value that differs, on the first of them.
     index : tuple of int
-        Of its first entry that differs; empty for numbers, and where shapes or structures differ.
+        Of its first entry that differs; empty for numbers, and if shapes or structures differ.
     absolute, relative : float
-        The largest difference of that part's entries; NaN where it has none.
+        The largest difference of that part's entries; NaN if it has none.
 
     Examples
     --------
@@ -173,7 +173,7 @@ class NotFiniteError(ConvergenceError, ValueError):
 
 
 class IntegrationError(RuntimeError):
-    """Report trajectories of an ODE that didn't reach their end, where `solve` was asked to throw.
+    """Report trajectories of an ODE that didn't reach their end, if `solve` was called with `throw`.
 
     Examples
     --------
@@ -193,11 +193,11 @@ class RemoteError(RuntimeError):
     Attributes
     ----------
     rank : int
-        Where it happened, in the communicator of the call.
+        Rank that raised it, in the communicator of the call.
     traceback : str
-        That rank's traceback, which the message ends with; empty where the rank died.
+        That rank's traceback, which the message ends with; empty if the rank died.
     exit_code : int
-        With which the job ends where nobody catches this: that of a `sys.exit`, 1 for other exceptions.
+        Exit code of the job if this isn't caught: that of a `sys.exit`, 1 for other exceptions.
     """
 
     def __init__(self, message: str, rank: int = -1, traceback: str = "", exit_code: int = 1):
@@ -212,11 +212,11 @@ class WorkerError(RemoteError):
     Attributes
     ----------
     rank : int
-        Where it happened, in the communicator of the call.
+        Rank that raised it, in the communicator of the call.
     traceback : str
         That rank's traceback.
     exit_code : int
-        With which the job ends where nobody catches this: that of a `sys.exit`, 1 for other exceptions.
+        Exit code of the job if this isn't caught: that of a `sys.exit`, 1 for other exceptions.
     index : int or None
         Of the item that it happened at, in `mpi_map` and `sum_over`.
 

@@ -1,4 +1,4 @@
-"""Operators of the user's own that communicate: ten lines of Python, with their adjoint beside them.
+"""Operators of the user's own that communicate: ten lines of Python, together with their adjoint.
 
 `custom_operator` turns a function into an operator that the ordered tape treats like a built-in: one node, recorded
 whether or not an input is traced, visited always, on every rank. Its body runs on plain arrays with no tape current,
@@ -67,7 +67,7 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     operator : Communicating
     *makers : callable or None
         ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns the cotangent of that argument; None for arguments
-        without one. All run on every rank, in this order, also where an argument isn't traced or `g` is zero.
+        without one. All run on every rank, in this order, also if an argument isn't traced or `g` is zero.
 
     Raises
     ------
@@ -136,7 +136,7 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
     operator : Communicating
     *rules : callable or None
         ``rule(g, ans, *args, **kwargs)`` returns the tangent of the result along the tangent `g` of that argument; None
-        for arguments without one. All run on every rank, in this order, with zeros where an argument isn't traced.
+        for arguments without one. All run on every rank, in this order, with zeros if an argument isn't traced.
 
     Raises
     ------
@@ -159,7 +159,7 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
         total = None
         for k, rule in enumerate(rules):
             if rule is not None:
-                # With zeros where an argument isn't traced here: its tangent may be communicated, and another rank may
+                # With zeros if an argument isn't traced here: its tangent may be communicated, and another rank may
                 # trace it.
                 part = rule(tangent_of(args[k], tangents.get(k)), ans, *args, **kwargs)
                 total = part if total is None else total + part
@@ -176,7 +176,7 @@ def defjvp_together(operator: Communicating, rule: Callable) -> None:
     operator : Communicating
     rule : callable
         ``rule(gs, ans, *args, **kwargs)`` returns the tangent of the result; `gs` has the tangent of each argument, None
-        where it isn't traced on this rank. It runs on every rank.
+        if it isn't traced on this rank. It runs on every rank.
 
     Raises
     ------

@@ -23,7 +23,7 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array, is_d
 
 _NO_NESTS = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 _LONG = 1 << 13  # numbers; laying shorter arrays behind one another costs less than a formula's calls for each
-_PIECE = 1 << 14  # with what a formula holds in between this fills a second-level cache
+_PIECE = 1 << 14  # with a formula's temporaries this fills a second-level cache
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
@@ -44,7 +44,7 @@ def _walk(tree: Tree, leaves: list[Any]) -> Callable:
     if kind in _NO_NESTS:
         leaves.append(tree)
         return next
-    if kind is list or kind is tuple:  # most nests, walked in every step of a training
+    if kind is list or kind is tuple:  # most containers, walked in every step of a training
         parts = [_walk(part, leaves) for part in tree]
         return lambda new: kind([part(new) for part in parts])
     if isinstance(tree, (dict, DictBox)):
@@ -199,8 +199,8 @@ def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], re
 
     ``formula(*inputs, *outputs)``, on flat arrays of equal length, writes the outputs entry by entry. Small arrays lie
     one behind the other, because a call of NumPy's costs as much as some thousand numbers; long ones are taken in pieces,
-    so that what the formula needs in between stays in the cache. Leaves of the first column that aren't floats or arrays
-    of floats are left out: results have what the columns have there. `results` says for each result which column's leaves
+    so that the formula's temporaries stay in the cache. Leaves of the first column that aren't floats or arrays
+    of floats are left out: results have the columns' leaves there. `results` gives for each result the column whose leaves
     it resembles in shape and dtype.
     """
     out, short = [list(columns[k]) for k in results], list[int]()
@@ -222,7 +222,7 @@ def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], re
 
 
 def _applied(formula: Callable[..., None], inputs: list[np.ndarray], results: Sequence[int]) -> list[np.ndarray]:
-    # All of the whole length, so that pieces are written where they stay: only a formula's own values are short.
+    # All of the whole length, so that pieces are written to their final place: only a formula's temporaries are short.
     outputs = [np.empty_like(inputs[k]) for k in results]
     every = inputs + outputs
     if len(inputs[0]) <= _PIECE or type(inputs[0]) is not np.ndarray:  # a device has its own ways

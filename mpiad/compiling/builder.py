@@ -205,7 +205,7 @@ class Builder:
         return is_boolean(self.instructions, number)
 
     def program(self, groups: Mapping[str, int], outputs: Sequence[int]) -> Program:
-        """Return the program of some outputs, without what they don't need."""
+        """Return the program of some outputs, without the values that they don't need."""
         # Arguments precede the values computed from them, so one pass from the end finds all that is needed.
         needed = set(outputs)
         for number in range(len(self.instructions) - 1, -1, -1):

@@ -185,7 +185,7 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
     The signature is one of arrays and numbers, as ``void(int64, float64[:, ::1])``; with ``linked`` for ``void``, of a
     linked kernel. `fast` says how floating-point operations may be changed, as LLVM writes it; not at all by default. Each
     rank calls it for itself: of those that want the same text at the same time one compiles it, and the others wait for
-    the entry that it keeps on disk; without a store, all compile. The log says when this process compiles or loads a kernel, at
+    the entry that it keeps on disk; without a store, all compile. The log says when a kernel is compiled or loaded, at
     level INFO in the name of a public function, `call`.
     """
     # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.

@@ -1,7 +1,7 @@
 """The types of the kernel language, and how values are converted.
 
 Numbers are booleans, 64-bit integers, and floats of single and double precision, as LLVM's i1, i64, float and double.
-Array entries of fewer bits are widened when they are loaded. As in NumPy, a 64-bit integer and a single-precision float make a
+Array entries of fewer bits are widened when loaded. As in NumPy, a 64-bit integer and a single-precision float make a
 double. An array is the address of its first entry and its lengths; it is contiguous.
 """
 

@@ -30,7 +30,7 @@ def _joined_vjp(argnum: int, ans: Array, args: tuple, kwargs: dict) -> Any:
     start = sum(piece.shape[axis] for piece in pieces[: argnum - 1])
     lead = (slice(None),) * (axis % len(ans.shape))
     cut = (*lead, slice(start, start + pieces[argnum - 1].shape[axis]))
-    real = ans.dtype.kind == "c" and pieces[argnum - 1].dtype.kind != "c"  # a real piece beside complex ones
+    real = ans.dtype.kind == "c" and pieces[argnum - 1].dtype.kind != "c"  # a real piece among complex ones
     return lambda g: anp.real(g[cut]) if real else g[cut]
 
 
@@ -114,19 +114,19 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
 
 
 def array(nest: Tree, *args: Any, **kwargs: Any) -> Array:
-    """Make an array of a nest of lists: on the device where something in it is on one.
+    """Make an array of nested lists: on the device if any element is on one.
 
     Parameters
     ----------
-    nest : array, number, or nest of lists and tuples of them
-        Beside device arrays only numbers may be on the host.
+    nest : array, number, or pytree of lists and tuples of them
+        Together with device arrays, only numbers may be on the host.
     *args, **kwargs
-        Of `numpy.array`, for what is on the host.
+        Of `numpy.array`, for host values.
 
     Raises
     ------
     TypeError
-        For host arrays beside device arrays.
+        For host arrays together with device arrays.
 
     Ranks
     -----

@@ -1,4 +1,4 @@
-"""What autograd must know of a kind of device arrays: their traced form, and their vector space."""
+"""The registration of device arrays with autograd: their traced form, and their vector space."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cast(x: Array, dtype: np.dtype) -> Array:
 
 
 def _cast_vjp(ans: Array, x: Array, dtype: np.dtype) -> Any:
-    # An integer's value carries no derivative, so neither does what is made of it.
+    # An integer's value carries no derivative, so neither do results computed from it.
     own = x.dtype
     return lambda g: cast(anp.real(g) if anp.iscomplexobj(g) and own.kind != "c" else g, own)
 
@@ -36,7 +36,7 @@ defjvp(cast, lambda g, ans, x, dtype: cast(g, dtype))
 class DeviceBox(ArrayBox):
     """A traced device array: operators and methods as those of a traced array of NumPy's.
 
-    What it tells of itself it asks its array for; NumPy's functions for it would be dispatched to the device's.
+    Its attributes are those of its array; NumPy's functions for them would be dispatched to the device's.
     """
 
     __slots__ = ()

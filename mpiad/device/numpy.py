@@ -27,7 +27,7 @@ def __dir__() -> list[str]:
 
 
 def vstack(arrays: Sequence[Array]) -> Array:
-    """Join arrays along the first axis, rows of them where they have one axis."""
+    """Join arrays along the first axis, as rows if they have one axis."""
     return concatenate([anp.atleast_2d(piece) for piece in arrays], 0)
 
 
@@ -35,7 +35,7 @@ row_stack = vstack
 
 
 def hstack(arrays: Sequence[Array]) -> Array:
-    """Join arrays along the second axis, along the first where they have one."""
+    """Join arrays along the second axis, or along the first if they have one."""
     pieces = [anp.atleast_1d(piece) for piece in arrays]
     return concatenate(pieces, 0 if len(pieces[0].shape) == 1 else 1)
 

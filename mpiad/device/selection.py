@@ -22,7 +22,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     Parameters
     ----------
     ids : int or sequence of int, optional
-        GPUs for this node's ranks: the rank with local number r gets the r-th, and where there are fewer than ranks, they
+        GPUs for this node's ranks: the rank with local number r gets the r-th, and if there are fewer than ranks, they
         are dealt again from the first. An int is this rank's own. By default all that CUDA shows.
 
     Returns
@@ -37,7 +37,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     RuntimeError
         If CUDA shows no GPU.
     ValueError
-        If there is no GPU of the number asked for.
+        If there is no GPU of the requested number.
 
     Ranks
     -----

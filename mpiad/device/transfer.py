@@ -1,4 +1,4 @@
-"""Arrays from the host to a device and back: the only places where a program moves its memory by name."""
+"""Arrays from the host to a device and back: the only explicit transfers of a program's arrays."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Constants:
         return Constants, self._arrays
 
     def beside(self, x: Array) -> tuple[Array, ...]:
-        """Return the arrays where another one lies, which may be traced."""
+        """Return the arrays on the device of another one, which may be traced."""
         return self.on(arrays_of(getval(x)))
 
     def on(self, home: ArrayModule | None) -> tuple[Array, ...]:
-        """Return the arrays on a device; as they are, where it is None."""
+        """Return the arrays on a device; unchanged if it is None."""
         if home is None:
             return self._arrays
         if home not in self._copies:
@@ -50,8 +50,8 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
 
     Parameters
     ----------
-    x : array, number or nest of them
-        On the host, traced or not; what is on a device already is passed through. Strings and None stay as they are.
+    x : array, number or pytree of them
+        On the host, traced or not; arrays already on a device are passed through. Strings and None stay as they are.
     device : int, optional
         Number of the GPU; by default the current one, which `select` chooses.
     like : device array, optional
@@ -59,13 +59,13 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
 
     Returns
     -------
-    device array or nest of them
+    device array or pytree of them
         Of the same dtype and form; numbers become arrays without axes.
 
     Raises
     ------
     ImportError
-        If CuPy can't be loaded: what to install.
+        If CuPy can't be loaded; the message says what to install.
     TypeError
         For an array of a dtype that devices have no numbers for.
 
@@ -87,7 +87,7 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
         if plain is None or isinstance(plain, str) or arrays_of(plain) is not None:
             return leaf
         if not found:
-            # Only now: a nest that is on a device already needs no CuPy.
+            # Only at this point: a pytree that is already on a device needs no CuPy.
             found.append(_cupy_arrays(device))
         return array_to_device(leaf, found[0])
 
@@ -99,12 +99,12 @@ def to_host(x: Tree) -> Tree:
 
     Parameters
     ----------
-    x : device array or nest of them
-        Traced or not; what is on the host already is passed through.
+    x : device array or pytree of them
+        Traced or not; arrays already on the host are passed through.
 
     Returns
     -------
-    array or nest of them
+    array or pytree of them
         NumPy's, of the same dtype and form; numbers of NumPy's for arrays without axes.
 
     Ranks
@@ -138,7 +138,7 @@ def array_to_device(x: Array, arrays: ArrayModule) -> Array:
 
 @primitive
 def array_to_host(x: Array) -> Array:
-    """Copy one device array to the host, where one without axes becomes a number of NumPy's."""
+    """Copy one device array to the host; one without axes becomes a NumPy scalar."""
     arrays = arrays_of(x)
     return x if arrays is None else arrays.to_host(x)[()]
 

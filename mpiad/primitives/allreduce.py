@@ -35,7 +35,7 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
     Returns
     -------
     array
-        Same shape and dtype as `x`, equal on all ranks; bit for bit where it is a maximum or a minimum, zeros being 0.0.
+        Same shape and dtype as `x`, equal on all ranks; bit for bit for a maximum or a minimum, zeros being 0.0.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
     Adjoint
     -------
     SUM: the sum of all ranks' cotangents, on every rank. PROD: that sum times the product of the other ranks' factors
-    (right with zeros among them). MAX, MIN: that sum, shared equally among all tied entries of all ranks; where the
+    (right with zeros among them). MAX, MIN: that sum, shared equally among all tied entries of all ranks; if the
     result is NaN, NaN on all ranks.
 
     Examples
@@ -66,7 +66,7 @@ def _forward(x: Array, p: Reduction) -> Any:
 
 
 def _prepared(p: Reduction, x: Array, out: Array) -> Any:
-    if p.op != SUM:  # extremes look at what comes out
+    if p.op != SUM:  # extremes check the result
         return None
     if divides(x.nbytes):
         return lambda: np.copyto(out, _forward(x, p))
@@ -92,8 +92,8 @@ def _slope(ans: Array, x: Array, p: Reduction) -> Any:
 
 
 def _product_of_others(ans: Array, x: Array, p: Reduction) -> Any:
-    # The result is the same on all ranks, and traced on all or none, so they agree on which way to take. Differentiated
-    # again, the quotient would be the difference of two large numbers where a factor is small.
+    # The result is the same on all ranks, and traced on all or none, so they agree on the branch. Differentiated
+    # again, the quotient would be the difference of two large numbers if a factor is small.
     if not isbox(ans) and settled(_divides, ans):
         return ans / x
     factors = mpi_allgather(x, comm=p.channel.user)
@@ -102,7 +102,7 @@ def _product_of_others(ans: Array, x: Array, p: Reduction) -> Any:
 
 
 def _divides(y: Array) -> bool:
-    """Tell whether a product can be divided by its factors."""
+    """Return whether a product can be divided by its factors."""
     # Nearer to zero it may have lost digits among the subnormal numbers, and the quotient would show them.
     safe = np.finfo(y.dtype).tiny / np.finfo(y.dtype).eps
     condition = np.all((np.abs(y) > safe) & np.isfinite(y))
@@ -124,7 +124,7 @@ def _share_of_tie(ans: Array, x: Array, p: Reduction) -> Any:
     y = getval(ans)
     # Plain: which entries are tied is constant around almost every point, so no derivative flows through the shares.
     tied = (getval(x) == y).astype(y.dtype)
-    with np.errstate(invalid="ignore"):  # where y is NaN nothing is tied, and the derivative is NaN too
+    with np.errstate(invalid="ignore"):  # if y is NaN nothing is tied, and the derivative is NaN too
         return tied / run(ALLREDUCE, tied, p._replace(op=SUM))
 
 

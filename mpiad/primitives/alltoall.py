@@ -24,14 +24,14 @@ def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
     Returns
     -------
     array
-        Same shape and dtype as `x`; its block s is what rank s had for this rank.
+        Same shape and dtype as `x`; its block s is rank s's block for this rank.
 
     Raises
     ------
     TypeError
         If `x` can't be sent.
     ValueError
-        Where its first axis isn't the number of ranks.
+        If its first axis isn't the number of ranks.
 
     Ranks
     -----

@@ -34,7 +34,7 @@ def _forward(x: None, p: Channel) -> None:
 
 def _adjoint(ans: None, x: None, p: Channel) -> Any:
     """Return a barrier: the order of events is kept, reversed."""
-    # Recorded like any communication: what follows it in the program is done before it in the reverse pass, on all ranks.
+    # Recorded like any communication: events after it in the program precede it in the reverse pass, on all ranks.
     return lambda g: communicate(BARRIER, None, p)
 
 

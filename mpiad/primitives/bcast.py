@@ -25,8 +25,8 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     Returns
     -------
     array
-        Shape and dtype of the root's `x`, new memory, equal on all ranks. It lies where this rank's `x` does, on the
-        host or on a device; where that is None, as the root's.
+        Shape and dtype of the root's `x`, new memory, equal on all ranks. It is on the host or device of this rank's `x`;
+        if that is None, as on the root.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     [0. 1. 2.]
     """
     used = channel(comm, "mpi_bcast")
-    # No spec: what comes is known on the root alone, and a header tells it. Tangents go without, as the value's is known.
+    # No spec: it is known on the root alone, and sent in a header. Tangents need none, since the value's is known.
     return communicate(BCAST, x, Copying(used, root_of(root, used, "mpi_bcast"), None))
 
 
@@ -61,7 +61,7 @@ def _forward(x: Array, p: Copying) -> Any:
 
 def _adjoint(ans: Array, x: Array, p: Copying) -> Any:
     """Return the transpose of copying: the copies' cotangents add up at the root; templates had no influence."""
-    # A template may be of another shape than what came.
+    # A template may have another shape than the received array.
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
     def vjp(g: Array) -> Any:

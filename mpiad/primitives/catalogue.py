@@ -1,4 +1,4 @@
-"""All operations by name, and what each must know besides its array.
+"""All operations by name, and the types of their parameters besides the array.
 
 An operation and its adjoint need each other, and each has a file of its own: both find the other here.
 """
@@ -31,7 +31,7 @@ WAIT = Operation("mpi_wait", point_to_point=True, halves=True)
 
 
 class Copying(NamedTuple):
-    """Root of a copy to all; the spec of the array, where all ranks know it."""
+    """Root of a copy to all; the spec of the array, if all ranks know it."""
 
     channel: Channel
     root: int
@@ -53,9 +53,9 @@ class Reduction(NamedTuple):
 
 
 class Dividing(NamedTuple):
-    """How an array is divided among the ranks: their lengths along an axis, or one block each where it is None.
+    """How an array is divided among the ranks: their lengths along an axis, or one block each if it is None.
 
-    `spec` is that of this rank's piece, `root` None where all ranks hold the whole.
+    `spec` is that of this rank's piece, `root` None if all ranks hold the whole.
     """
 
     channel: Channel
@@ -66,7 +66,7 @@ class Dividing(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """Which ranks a sum over the ranks before this one takes in, or after it where `backwards`."""
+    """Options of a sum over the ranks before this one, or after it if `backwards`."""
 
     channel: Channel
     exclusive: bool
@@ -74,14 +74,14 @@ class Prefix(NamedTuple):
 
 
 class Receiving(NamedTuple):
-    """What is received, and from whom; `back` is None for no partner."""
+    """Spec of the received array, and its sender; `back` is None for no partner."""
 
     spec: Spec
     back: Envelope | None
 
 
 class Exchange(NamedTuple):
-    """To whom, what comes back, and from whom; None for no partner."""
+    """Receiver, spec of the received array, and sender; None for no partner."""
 
     there: Envelope | None
     spec: Spec

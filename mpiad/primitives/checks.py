@@ -23,7 +23,7 @@ def _integer(value: Array, call: str, argument: str, allowed: str) -> int:
 
 
 def root_of(root: object, channel: Channel, call: str) -> int:
-    """Return the root as an int; a ValueError where there is no such rank."""
+    """Return the root as an int; a ValueError if there is no such rank."""
     allowed = f"a rank from 0 to {channel.size - 1}"
     if type(root) is not int:
         root = _integer(root, call, "root", allowed)
@@ -33,7 +33,7 @@ def root_of(root: object, channel: Channel, call: str) -> int:
 
 
 def partner_of(rank: object, channel: Channel, call: str, argument: str, wildcard: bool = False) -> int | None:
-    """Return a partner's rank, None for no partner; a ValueError where there is no such rank."""
+    """Return a partner's rank, None for no partner; a ValueError if there is no such rank."""
     # Nearly always so: no texts are made for errors that nobody gets to see.
     if type(rank) is int and 0 <= rank < channel.size:
         return rank
@@ -47,7 +47,7 @@ def partner_of(rank: object, channel: Channel, call: str, argument: str, wildcar
 
 
 def tag_of(tag: object, channel: Channel, call: str, wildcard: bool = False) -> int:
-    """Return the tag as an int; a ValueError where MPI has no such tag."""
+    """Return the tag as an int; a ValueError if MPI has no such tag."""
     allowed = f"an integer from 0 to {channel.tag_limit}" + (" or MPI.ANY_TAG" if wildcard else "")
     if type(tag) is not int:
         tag = _integer(tag, call, "tag", allowed)
@@ -57,7 +57,7 @@ def tag_of(tag: object, channel: Channel, call: str, wildcard: bool = False) -> 
 
 
 def reduction_of(op: Op, x: Array, call: str) -> Op:
-    """Return the reduction; a TypeError where it isn't one, or not for this dtype."""
+    """Return the reduction; a TypeError if it isn't one, or not for this dtype."""
     dtype = _dtype_of(x)
     kind = dtype.kind
     # Nearly always so. MPI's sum of booleans isn't NumPy's, so these go the long way.
@@ -82,7 +82,7 @@ def _dtype_of(x: Array) -> np.dtype:
 
 
 def axis_of(axis: object, ndim: int, call: str) -> int | None:
-    """Return the axis counted from the front, None for none; an error where the array has no such axis."""
+    """Return the axis counted from the front, None for none; an error if the array has no such axis."""
     if axis is None:
         return None
     index = _integer(axis, call, "axis", "None or an integer")
@@ -94,9 +94,9 @@ def axis_of(axis: object, ndim: int, call: str) -> int | None:
 def lengths_along(
     axis: int | None, counts: Sequence[int] | None, shape: tuple[int, ...], channel: Channel, call: str
 ) -> list[int]:
-    """Return each rank's length along `axis`; 1 each along the first axis where `axis` is None.
+    """Return each rank's length along `axis`; 1 each along the first axis if `axis` is None.
 
-    A ValueError where the first axis isn't the number of ranks (no `axis`), or `counts` doesn't fit.
+    A ValueError if the first axis isn't the number of ranks (no `axis`), or `counts` doesn't fit.
     """
     size = channel.size
     if axis is None:

@@ -1,4 +1,4 @@
-"""Cotangents and tangents in the shape and dtype of what they belong to, and where it lives."""
+"""Cotangents and tangents in the shape and dtype, and on the device, of their primal values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spec_like(x: Array) -> Spec:
 
 
 def conform(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule | None = None) -> Any:
-    """Return a cotangent or tangent in the shape and dtype of what it belongs to, and on its device.
+    """Return a cotangent or tangent in the shape and dtype of its primal value, and on its device.
 
     Numbers go to the device with the call that makes an array of them; a host array for one on a device is an error.
     """
@@ -33,7 +33,7 @@ def conform(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModu
         g = dtype.type(g)
     if g.dtype == dtype and g.shape == shape:
         return g
-    # The cotangent of a real input is the real part: what the imaginary part would multiply doesn't exist.
+    # The cotangent of a real input is the real part: the input has no imaginary part for the other one.
     if g.dtype.kind == "c" and dtype.kind != "c":
         g = anp.real(g)
     if g.dtype != dtype:
@@ -59,6 +59,6 @@ def _on_device(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayM
 
 
 def tangent_of(x: Array, dx: Array) -> Any:
-    """Return the tangent of an input in its shape and dtype; zeros where it isn't traced (`dx` None)."""
+    """Return the tangent of an input in its shape and dtype; zeros if it isn't traced (`dx` None)."""
     spec = spec_like(x)
     return spec.zeros() if dx is None else conform(dx, *spec)

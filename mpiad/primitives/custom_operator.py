@@ -34,13 +34,13 @@ class InPlace(NamedTuple):
     shape, made : callable
         The buffer's shape, and that of the result.
     given, result : callable
-        Where the argument lies in the buffer before, and the result afterwards: the first indices.
+        The places of the argument in the buffer before, and of the result afterwards: the first indices.
     run : callable
         ``run(buffer, *rest)`` does it.
     prepared : callable
         ``prepared(buffer, *rest)`` returns the same for a buffer on the host that stays, a function without arguments,
         for programs that run again and again; it isn't noted. The function returns an iterator that does it, and that
-        comes back wherever messages are under way: what they don't change can be read meanwhile.
+        yields whenever messages are under way: parts that they don't change can be read meanwhile.
     still : callable
         The part of the buffer that stays as it is: for each axis the first index and the one after the last. None where
         nothing travels.
@@ -97,10 +97,10 @@ class Communicating(Recorded):
 
     def body(self, args: tuple, kwargs: dict) -> Any:
         """Run the function on plain arrays, as one node."""
-        # Read-only: a body that wrote into its argument would change what others hold, and what adjoints were given.
+        # Read-only: a body that wrote into its argument would change others' arrays, and those that adjoints hold.
         args = tuple([_lent(arg) for arg in args])
         ans = self._as_one_node(args[0] if args else None, self.fun, *args, **kwargs)
-        # Read-only is what returns a lent argument: the result must be an array of its own.
+        # An argument that is returned is read-only: the result must be an array of its own.
         return ans.copy() if type(ans) is np.ndarray and not ans.flags.writeable else _result(ans, self.__name__)
 
     def run_in_place(self, buffer: Array, *rest: Any) -> None:

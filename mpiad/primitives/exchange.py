@@ -17,15 +17,15 @@ from mpiad.transport.prepared_messages import prepared_swap
 def mpi_exchange(
     x: LocalArray, dest: Rank | None, source: Rank | None, like: Array = None, tag: int = 0, comm: Comm = None
 ) -> LocalArray:
-    """Send x to one neighbour and return what another one sent: a ring shift, a swap, one side of a halo.
+    """Send x to one neighbor and return another one's array: a ring shift, a swap, one side of a halo.
 
     Parameters
     ----------
     x : array or number
     dest, source : int
-        This rank's own neighbours; None or `MPI.PROC_NULL` for none (what `Cart.Shift` returns).
+        This rank's own neighbors; None or `MPI.PROC_NULL` for none (as returned by `Cart.Shift`).
     like : array or number, optional
-        Has the shape and dtype of what is received; that of `x` by default.
+        Template with the shape and dtype of the received array; `x` by default.
     tag : int
     comm : mpi4py intracommunicator, optional
         Prepared by a collective or by `mpi_init(comm)`.
@@ -33,7 +33,7 @@ def mpi_exchange(
     Returns
     -------
     array
-        What `source` sent; zeros where there is none.
+        The array sent by `source`; zeros if there is none.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def _prepared(p: Exchange, x: Array, out: Array) -> Any:
 
 def _adjoint(ans: Array, x: Array, p: Exchange) -> Any:
     """Return the transpose of a permutation between ranks, its inverse: both directions reversed."""
-    # What comes back has the shape of x, which need not be that of what came here.
+    # The returned cotangent has the shape of x, which may differ from that of the received array.
     reverse = Exchange(p.back and p.back.back(), spec_like(x), p.there and p.there.back())
     return lambda g: communicate(EXCHANGE, g, reverse)
 

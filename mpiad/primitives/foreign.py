@@ -2,7 +2,7 @@
 
 Point-to-point calls are refused at once. Collectives are numbered, and their adjoints must come in the reverse order:
 two ranks whose loss is written differently would otherwise pair different adjoints. A trace of autograd's is seen by
-its boxes, or, where no input is traced, by its counter, which differs from the number of our own tape. The counter
+its boxes, or, if no input is traced, by its counter, which differs from the number of our own tape. The counter
 stays raised after an exception, so the frames of the stack decide.
 """
 
@@ -35,8 +35,8 @@ _sequence = _Sequence()
 
 
 def refuse_foreign_trace(tape: Any, call: str) -> None:
-    """Raise where a trace of plain autograd is open inside the current tape."""
-    # The counter tells at no cost that no other trace is open; only where one may be are the frames looked through.
+    """Raise if a trace of plain autograd is open inside the current tape."""
+    # The counter shows at no cost that no other trace is open; only if one may be are the frames looked through.
     if tracer.trace_stack.top != (-1 if tape is None else tape.number) and _trace_is_open(tape):
         raise_for_foreign(call)
 
@@ -53,7 +53,7 @@ def _trace_is_open(tape: object) -> bool:
         # Forwards too: a receive, which has no traced input, would leave the tangent for the next message.
         if frame.f_code is foreign and type(frame.f_locals.get("start_node")) in (VJPNode, JVPNode):
             return True
-        # Our own traces run the user's function from here: what lies further out is around our tape.
+        # Our own traces run the user's function from here: frames further out are around our tape.
         if tape is not None and frame.f_globals.get("__name__") == "mpiad.differentiation.trace":
             return False
         frame = frame.f_back
@@ -61,7 +61,7 @@ def _trace_is_open(tape: object) -> bool:
 
 
 def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
-    """Return an adjoint that raises where plain autograd runs it out of order.
+    """Return an adjoint that raises if plain autograd runs it out of order.
 
     The level is the number of the trace: each nested derivative has an order of its own.
     """
@@ -73,7 +73,7 @@ def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
     def adjoint(g: Array) -> Any:
         later = sum(other > number for other in waiting)
         if later:
-            # What is left of this derivative mustn't be counted in the next one.
+            # The remaining adjoints of this derivative mustn't be counted in the next one.
             waiting.clear()
             raise ForeignTraceError(
                 f"{call}: its adjoint runs before those of {later} communication(s) that came after it. {_ADVICE}"

@@ -22,7 +22,7 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     Parameters
     ----------
     x : array or number, the same shape and dtype on all ranks
-        May be changed at once: what is added up is a copy.
+        May be changed at once: a copy is added up.
     comm : mpi4py intracommunicator, optional
 
     Returns
@@ -52,7 +52,7 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     """
     used = channel(comm, "mpi_iallreduce")
     reduction_of(SUM, x, "mpi_iallreduce")
-    # Like a message it is noted as what an exception may leave under way, and refused under plain autograd.
+    # Like a message it may be left under way by an exception, and is refused under plain autograd.
     point_to_point(comm, "mpi_iallreduce")
     return started(communicate(IALLREDUCE, x, Reduction(used, SUM)))
 
@@ -71,7 +71,7 @@ def _adjoint(ans: Request, x: Array, p: Reduction, level: int) -> Any:
 
     def vjp(g: None) -> Any:
         cotangent, cell.cotangent = cell.cotangent, None
-        # Also where nothing depends on the sum here: the other ranks' cotangents are added up with this one's.
+        # Also if nothing depends on the sum here: the other ranks' cotangents are added up with this one's.
         return communicate(ALLREDUCE, spec.zeros() if cotangent is None else cotangent, p)
 
     return vjp

@@ -18,7 +18,7 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
     Parameters
     ----------
     like : array or number
-        Has the shape and dtype of what is received; its values don't count.
+        Template with the shape and dtype of the received array; its values don't count.
     source : int
         The sender, named: from any rank only `mpi_recv` receives. None or `MPI.PROC_NULL` for none.
     tag : int
@@ -28,7 +28,7 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
     Returns
     -------
     Request
-        For `mpi_wait`, which returns what was sent; zeros where there is no sender.
+        For `mpi_wait`, which returns the array sent; zeros if there is no sender.
 
     Raises
     ------

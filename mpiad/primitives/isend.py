@@ -23,7 +23,7 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
     Parameters
     ----------
     x : array or number
-        May be changed at once: what is sent is a copy.
+        May be changed at once: a copy is sent.
     dest : int
         The receiver; None or `MPI.PROC_NULL` for none.
     tag : int
@@ -48,7 +48,7 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
 
     Adjoint
     -------
-    The wait starts to receive what comes back from `dest`; the start completes it and adds the cotangent of the value
+    The wait starts to receive the cotangent from `dest`; the start completes it and adds the cotangent of the value
     that `mpi_wait` returned.
 
     Examples
@@ -65,7 +65,7 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
 def _forward(x: Array, p: Envelope | None) -> Request:
     array = private_copy(outgoing(x, "mpi_isend"), x)
     handle = None if p is None else post_send(array, p)
-    # On the host the copy that is sent is also the value; what is sent of a device's array isn't one.
+    # On the host the copy that is sent is also the value; for a device's array it isn't.
     value = result(array) if type(array) is np.ndarray else copied(array)
     return Request("mpi_isend", p and p.channel, handle, value, spec_like(value), p)
 

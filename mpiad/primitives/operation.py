@@ -2,14 +2,14 @@
 
 A define-by-run tape visits only what the loss depends on. A rank whose loss doesn't use what it sent would then never
 receive the cotangent that comes back, and its partner would hang. So each trace of ours has a tape that is *current*
-while the function runs, and every communication is recorded on it, with its traced input as parent where it has one.
+while the function runs, and every communication is recorded on it, with its traced input as parent if it has one.
 Tapes are nested like traces: an operation records itself on the innermost tape, computes its value with the next outer
 one, and so on down to plain arrays. Its adjoint and tangent are made of the same operations, and so are recorded by
 whatever tape is current when they run: higher orders need no further rule.
 
 `Operation` is one kind of communication; `communicate` applies it. Operators of the user's own are recorded in the same
 way, by `apply`. The tapes themselves live in `differentiation`; here
-is only what an operation must know of them: `number`, `outer` and `communicated`.
+is only the part of their interface that an operation needs: `number`, `outer` and `communicated`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _box_types = Box.types
 
 
 class Tape(Protocol):
-    """What an operation needs of a tape."""
+    """The interface of a tape that an operation needs."""
 
     number: int  # that of its trace; the inner of two has the higher
     outer: Tape | None  # the one that was current before
     channels: set[Used]  # on which it has communicated
-    requests: dict[int, Any]  # what was started and not yet waited for, by identity
-    # Whether it records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent: what the
+    requests: dict[int, Any]  # requests started and not yet waited for, by identity
+    # Whether it records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent: the data
     # Jacobian depends on is constant.
     of_cotangents: bool
     # How it is run backwards, "one", "several", "kept" or "recorded": once, right after it has ended; as often as whoever
@@ -50,7 +50,7 @@ class Tape(Protocol):
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
     ) -> Any:
-        """Record a communication and return its node, None where its result isn't an array."""
+        """Record a communication and return its node, None if its result isn't an array."""
 
 
 current = tracing
@@ -91,12 +91,12 @@ class Abreast:
 
 
 class suspended:
-    """A context in which the current tape is another one: none, where an operation's body is one node."""
+    """A context in which the current tape is another one: none, if an operation's body is one node."""
 
     __slots__ = ("_body", "_is_body", "_is_operator", "_kept", "_tape")
 
     def __init__(self, tape: Tape | None = None, body: bool = True, operator: bool = False):
-        # What leaves a composite of the library's, which is no operator, all ranks raise.
+        # An exception that leaves a composite of the library, which is no operator, is raised by all ranks.
         self._tape, self._is_body, self._is_operator = tape, body, operator
 
     def __enter__(self) -> None:
@@ -117,19 +117,19 @@ class suspended:
 
 
 class Recorded:
-    """What communicates and is one node of a trace: an operation of the catalogue, or an operator of the user's own.
+    """A communication that is one node of a trace: an operation of the catalogue, or an operator of the user's own.
 
     - `several`: whether the adjoint takes several cotangents along axes before those of the result, and returns as many.
     - `point_to_point`: whether only two ranks take part: refused under plain autograd.
 
-    Of the arguments only arrays are traced; `params` is what it must know besides.
+    Only array arguments are traced; `params` holds the other parameters.
     """
 
     several = point_to_point = False
 
     def __init__(self, name: str):
         self.__name__ = name
-        # Plain autograd looks up in tables of its own what it differentiates.
+        # Plain autograd looks up the functions that it differentiates in tables of its own.
         primitive_vjps[self] = self._foreign_vjp
         primitive_jvps[self] = self._foreign_jvp
 
@@ -148,7 +148,7 @@ class Recorded:
     def _foreign_vjp(self, argnums: Sequence[int], ans: Array, args: tuple, kwargs: dict) -> Callable:
         if self.point_to_point:
             raise_for_foreign(self.__name__)
-        # Autograd hands on cotangents of any dtype, but what is communicated must be alike on all ranks; and it knows no
+        # Autograd passes cotangents of any dtype, but communicated arrays must be alike on all ranks; and it knows no
         # order of communication: an adjoint that it runs too early raises.
         vjp, spec = self.vjp(ans, args, kwargs["params"], argnums, kwargs["level"]), spec_like(ans)
         return checked_adjoint(lambda g: vjp(conform(g, *spec)), self.__name__, kwargs["level"])
@@ -162,8 +162,8 @@ class Operation(Recorded):
 
     - `name`: the public function that applies it.
     - `halves`: whether it is the start or the wait of a request, whose rules also take the number of the trace.
-    - `prepared`: ``prepared(params, x, out)`` returns the same communication of an array that stays, into one that
-      stays, as a function without arguments, for programs that run again and again; None where it can't be had. It
+    - `prepared`: ``prepared(params, x, out)`` returns the same communication of a fixed array, into another fixed
+      array, as a function without arguments, for programs that run again and again; None if it is not available. It
       isn't noted.
     """
 
@@ -173,12 +173,12 @@ class Operation(Recorded):
         self.prepared: Callable[[Any, Array, Array], Callable[[], object] | None] | None = None
 
     def define(self, forward: Callable, adjoint: Callable, tangent: Callable | None = None) -> None:
-        """Say what the operation does.
+        """Define the rules of the operation.
 
         ``forward(x, params) -> ans`` works on plain arrays. ``adjoint(ans, x, params) -> vjp``, and ``vjp(g)`` returns the
-        cotangent of x; `g` has the shape and dtype of the result (zeros, where nothing depends on it), and is None where
+        cotangent of x; `g` has the shape and dtype of the result (zeros, if nothing depends on it), and is None if
         the result isn't an array. ``tangent(dx, ans, x, params)`` returns the tangent of the result; `dx` has the shape and
-        dtype of x (zeros, where x isn't traced). By default the operation is linear: the same of dx.
+        dtype of x (zeros, if x isn't traced). By default the operation is linear: the same of dx.
         """
         self.adjoint = adjoint
         self.tangent = tangent or (lambda dx, ans, x, params: communicate(self, dx, params))
@@ -229,7 +229,7 @@ def communicate(operation: Operation, x: Array, params: object) -> Any:
 
 
 def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> Any:
-    """Apply what communicates to arguments of which some may be traced, recorded on a tape and on those around it."""
+    """Apply an operator to arguments of which some may be traced, recorded on a tape and on those around it."""
     # Numbers of traces say who is inside whom: the higher one is the inner.
     number = level = -1 if tape is None else tape.number
     argnums: list[int] = []
@@ -262,7 +262,7 @@ def _apply_above(
         refuse_suspended(parent, operator.__name__)
     ans = apply(operator, tape, args, params)
     node_type, is_array = type(parents[0]), hasattr(ans, "dtype")
-    # Of an ended trace of ours: what was traced there is constant. What is no array has a node where that refuses it.
+    # For an ended trace of ours: values traced there are constant. Results that aren't arrays have a node if that refuses them.
     if node_type not in (VJPNode, JVPNode) or not (is_array or operator.point_to_point) or not differentiable(ans):
         return ans
     node = node_type(ans, operator, args, {"params": params, "level": level}, argnums, parents)
@@ -290,8 +290,8 @@ def refuse_suspended(node: object, call: str) -> None:
 
 
 def differentiable(ans: Array) -> bool:
-    """Tell whether a result is recorded."""
-    # What is no array (a request, the None of a barrier) is recorded too; integers aren't, nor requests for them.
+    """Return whether a result is recorded."""
+    # Results that aren't arrays (a request, the None of a barrier) are recorded too; integers aren't, nor requests for them.
     dtype = getattr(ans, "dtype", None)
     if dtype is None:
         spec = getattr(ans, "spec", None)

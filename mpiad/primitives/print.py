@@ -28,7 +28,7 @@ def mpi_print(*values: Any, sep: str = " ", end: str = "\n", file: TextIO | None
     All ranks of `comm` call it.
     """
     used = channel(comm, "mpi_print")
-    # As one text to one rank: what ranks write for themselves arrives on a terminal in any order, and in pieces.
+    # As one text to one rank: separate outputs of the ranks arrive on a terminal in any order, and in pieces.
     line = sep.join([str(getval(value)) for value in values]) + end
     lines = used.data.gather(line, 0)
     if lines is not None:

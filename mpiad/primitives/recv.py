@@ -17,7 +17,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
     Parameters
     ----------
     like : array or number
-        Has the shape and dtype of what is received; its values don't count.
+        Template with the shape and dtype of the received array; its values don't count.
     source : int
         The sender; `MPI.ANY_SOURCE` for any, None or `MPI.PROC_NULL` for none.
     tag : int
@@ -28,7 +28,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
     Returns
     -------
     array
-        What was sent; zeros where there is no sender.
+        The array sent; zeros if there is no sender.
 
     Raises
     ------

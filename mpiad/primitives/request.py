@@ -1,8 +1,8 @@
-"""Requests: communication that was started, and what its adjoint and tangent still have to do with it.
+"""Requests: started communications, and the state that their adjoints and tangents share.
 
 A request is a plain object; start and wait are each recorded on the tape by themselves. Backwards the wait comes first:
 its adjoint starts the message that carries the cotangent, and the adjoint of the start completes it, so that the
-message travels while the reverse pass computes. What one leaves for the other lies in a `Cell`, one for each nested
+message travels while the reverse pass computes. The state that they share is in a `Cell`, one for each nested
 trace, since each has a reverse pass of its own.
 """
 
@@ -27,7 +27,7 @@ def _by_lane(name: str, doc: str) -> Any:
 
 
 class Cell:
-    """What the adjoint (or tangent) of a wait and that of its start leave for each other, in each lane."""
+    """The state shared by the adjoint (or tangent) of a wait and that of its start, in each lane."""
 
     __slots__ = ("left",)
     cotangent = _by_lane("cotangent", "What has come to the wait.")
@@ -45,7 +45,7 @@ class Request:
     call : str
         The function that started it.
     value : array or None
-        What was sent, or the buffer that is being filled.
+        The array sent, or the buffer that is being filled.
     """
 
     __slots__ = ("call", "cells", "channel", "done", "envelope", "handle", "spec", "tape", "value")
@@ -60,12 +60,12 @@ class Request:
         self.cells: dict[int, Cell] = {}
 
     def cell(self, level: int) -> Cell:
-        """Return what start and wait share in the trace of that number."""
+        """Return the state that start and wait share in the trace of that number."""
         # By the number of the trace: in nested ones the same request has an adjoint, or a tangent, in each.
         return self.cells.setdefault(level, Cell())
 
     def again(self) -> Request:
-        """Return it as it was started, for a function that runs once more: what has ended since then isn't waited for."""
+        """Return the request as it was started, for a function that runs once more: ended requests aren't waited for again."""
         made = copy(self)
         made.done, made.tape, made.cells = False, None, {}
         return made
@@ -88,7 +88,7 @@ def started(request: Request) -> Request:
 def claim(request: object, call: str) -> Request:
     """Take a request off its trace before it is completed.
 
-    A TypeError where it isn't one of this library's; a RequestError where it was waited for before, or was started in
+    A TypeError if it isn't one of this library's; a RequestError if it was waited for before, or was started in
     another trace.
     """
     if not isinstance(request, Request):

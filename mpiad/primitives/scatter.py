@@ -69,7 +69,7 @@ def mpi_scatter(
 def _agreed(
     used: Channel, x: Array, root: int, axis: int | None, counts: Sequence[int] | None
 ) -> tuple[Spec, int, list[int]]:
-    """Tell all ranks the whole array's spec and how it is divided, or raise the root's error on all of them."""
+    """Broadcast the whole array's spec and its division to all ranks, or raise the root's error on all of them."""
     lengths: list[int] = []
 
     # Called on the root alone: elsewhere neither x nor counts is looked at.
@@ -88,7 +88,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose of handing out the pieces: they are collected; what wasn't the root's had no influence."""
+    """Return the transpose of scattering the pieces: they are gathered; the other ranks' templates had no influence."""
     # A template may be of another shape than the root's array.
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 

@@ -44,11 +44,11 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
 
     Adjoint
     -------
-    ``x̄ = ȳ +`` what comes back from `dest`.
+    ``x̄ = ȳ +`` the cotangent received from `dest`.
 
     Examples
     --------
-    Around a ring, where all send first:
+    Around a ring, in which all send first:
 
     >>> after, before = (rank + 1) % size, (rank - 1) % size
     >>> _ = mpiad.mpi_send(np.ones(2) * rank, after)

@@ -17,7 +17,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     Parameters
     ----------
     x : array or number
-        On `dest` the template of what is received.
+        On `dest` the template of the received array.
     dest, source : int
         The pair. Neighbours of each rank's own, as in MPI's call of this name, belong in `mpi_exchange`.
     tag : int
@@ -26,7 +26,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     Returns
     -------
     array
-        What was received on rank `dest`; `x` elsewhere.
+        The received array on rank `dest`; `x` elsewhere.
 
     Raises
     ------

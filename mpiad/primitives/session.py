@@ -12,12 +12,12 @@ from mpiad.transport import member, prepare, renew, world
 
 
 def mpi_init(comm: Comm = None) -> None:
-    """Initialise MPI where it isn't, and prepare a communicator for every kind of call.
+    """Initialize MPI if it isn't initialized, and prepare a communicator for every kind of call.
 
     Parameters
     ----------
     comm : mpi4py intracommunicator, optional
-        The world by default, which the import of the package prepares where MPI is initialised by then.
+        The world by default, which the import of the package prepares if MPI is initialized by then.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def mpi_init(comm: Comm = None) -> None:
 
 
 def mpi_initialized() -> bool:
-    """Tell whether communication is possible.
+    """Return whether communication is possible.
 
     Examples
     --------
@@ -55,7 +55,7 @@ def mpi_initialized() -> bool:
 
 
 def mpi_finalize() -> None:
-    """Complete what was sent and finalise MPI; the end of the program does it otherwise.
+    """Complete pending sends and finalize MPI; the end of the program does it otherwise.
 
     Ranks
     -----
@@ -65,7 +65,7 @@ def mpi_finalize() -> None:
 
 
 def mpi_finalized() -> bool:
-    """Tell whether MPI was finalised.
+    """Return whether MPI was finalized.
 
     Examples
     --------
@@ -155,12 +155,12 @@ def stop_gradient(x: Array) -> Any:
 
     Parameters
     ----------
-    x : array or number, or a nest of dict, list and tuple
+    x : array or number, or a pytree of dict, list and tuple
 
     Returns
     -------
-    array or number, or the nest of them
-        `x` itself where it isn't traced.
+    array or number, or a pytree of them
+        `x` itself if it isn't traced.
 
     Examples
     --------

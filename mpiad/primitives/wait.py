@@ -1,4 +1,4 @@
-"""`mpi_wait`, `mpi_waitall`: complete what was started."""
+"""`mpi_wait`, `mpi_waitall`: completion of requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpiad.transport.messages import Receipt, finish_receive, finish_send
 
 
 def mpi_wait(request: Request) -> Array:
-    """Complete what was started and return its value.
+    """Complete a request and return its value.
 
     Parameters
     ----------
@@ -24,14 +24,14 @@ def mpi_wait(request: Request) -> Array:
     Returns
     -------
     array
-        What was received, or the sum; of a send, the values sent, without waiting for the receiver.
+        The received array, or the sum; for a send, the values sent, without waiting for the receiver.
 
     Raises
     ------
     RequestError
-        Where it was waited for before, or was started in another trace.
+        If it was waited for before, or was started in another trace.
     ValueError
-        Where the message has another size than its template.
+        If the message has another size than its template.
 
     Ranks
     -----
@@ -74,7 +74,7 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
     >>> print([float(total) / size for total in mpiad.mpi_waitall(requests)])
     [1.0, 2.0]
     """
-    # One after the other, each a node of its own: the reverse pass starts what each of them received, in reverse order.
+    # One after the other, each a node of its own: the reverse pass starts their communications in reverse order.
     return [mpi_wait(request) for request in requests]
 
 
@@ -82,7 +82,7 @@ def _forward(x: None, request: Request) -> Any:
     # Requests of adjoints and tangents come here as well, which nobody has claimed.
     handle: Any = request.handle
     request.done = True
-    request.handle = None  # its buffers are free, also where the user keeps the request
+    request.handle = None  # its buffers are free, also if the user keeps the request
     if isinstance(handle, Receipt):
         return finish_receive(handle, request.call)
     if isinstance(handle, Summation):
@@ -93,13 +93,13 @@ def _forward(x: None, request: Request) -> Any:
 
 
 def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
-    """Return the start of what the adjoint of the request's own start completes."""
+    """Return the start of the communication that the adjoint of the request's own start completes."""
     cell, there = request.cell(level), request.envelope and request.envelope.back()
     # Not the request itself, whose value would be kept until the reverse pass.
     kind, spec = request.call, request.spec
 
     def vjp(g: Array) -> None:
-        # What came in goes out again: its cotangent is known only now. Nobody waits for it before the start's own adjoint.
+        # A receive becomes a send: its cotangent is known only at this point. Only the start's own adjoint waits for it.
         if kind == "mpi_irecv":
             cell.request = there and communicate(ISEND, g, there)
             return

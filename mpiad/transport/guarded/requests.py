@@ -33,7 +33,7 @@ class _Wait:
 class Gathering(_Wait):
     """A wait inside a collective.
 
-    `key`: of the ranks' common count: that of a communicator, or of the agreement of its ranks. `number`: of the collective,
+    `key`: of the ranks' common count: that of a communicator, or of the agreement of its ranks. `number`: of it,
     by that count: who hasn't come so far is missing.
     """
 
