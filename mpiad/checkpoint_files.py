@@ -109,7 +109,7 @@ def require_regular(path: Path) -> None:
 
 
 def data_of(part: Path) -> Path:
-    """Return the data file for one made by `begin`, for other libraries that write the data and that its lock would block."""
+    """Return the data file for one made by `begin`, for libraries that write the data and that its lock would block."""
     return part.with_name(f"{part.name}.data")
 
 

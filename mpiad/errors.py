@@ -51,7 +51,7 @@ class CommunicationMismatchError(RuntimeError):
     Attributes
     ----------
     table : str
-        Each rank's next call and its place in the program, one per line; of more than 16 ranks, lines for those that do the same.
+        Each rank's next call and its place in the program, one per line; with more than 16 ranks, one per distinct call.
     ranks : tuple of int
         Those in the table, as ranks of the world.
     """

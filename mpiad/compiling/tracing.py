@@ -71,7 +71,7 @@ def _traced(fun: Function, arguments: Callable, outputs: Callable, groups: Mappi
 
 
 def identity_of(fun: Function) -> Any:
-    """Return an object that is equal for functions defined by the same lines: the code; wrappers (`wraps`) are unwrapped."""
+    """Return an object that is equal for functions defined by the same lines: its code; wrappers (`wraps`) are removed."""
     while isinstance(fun, partial) or hasattr(fun, "__wrapped__"):
         fun = fun.func if isinstance(fun, partial) else fun.__wrapped__
     return getattr(fun, "__code__", None) or type(fun)

@@ -42,10 +42,10 @@ class InPlace(NamedTuple):
         for programs that run again and again; it isn't noted. The function returns an iterator that does it, and that
         yields whenever messages are under way: parts that they don't change can be read meanwhile.
     still : callable
-        The part of the buffer that stays as it is: for each axis the first index and the one after the last. None where
-        nothing travels.
+        The part of the buffer that stays as it is: for each axis the first index and the one after the last. None if
+        there is no communication.
     changes_given : bool
-        Whether the argument isn't there any more afterwards.
+        Whether the argument is overwritten.
     """
 
     shape: Callable[..., Sequence[int]]

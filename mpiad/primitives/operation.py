@@ -1,6 +1,6 @@
 """How a communication is recorded: always, whether or not its input is traced.
 
-A define-by-run tape visits only what the loss depends on. A rank whose loss doesn't use what it sent would then never
+A define-by-run tape visits only what the loss depends on. A rank whose loss doesn't use the array it sent would never
 receive the cotangent that comes back, and its partner would hang. So each trace of ours has a tape that is *current*
 while the function runs, and every communication is recorded on it, with its traced input as parent if it has one.
 Tapes are nested like traces: an operation records itself on the innermost tape, computes its value with the next outer
@@ -262,7 +262,7 @@ def _apply_above(
         refuse_suspended(parent, operator.__name__)
     ans = apply(operator, tape, args, params)
     node_type, is_array = type(parents[0]), hasattr(ans, "dtype")
-    # For an ended trace of ours: values traced there are constant. Results that aren't arrays have a node if that refuses them.
+    # Values of an ended trace of ours are constant. Results that aren't arrays have a node if that refuses them.
     if node_type not in (VJPNode, JVPNode) or not (is_array or operator.point_to_point) or not differentiable(ans):
         return ans
     node = node_type(ans, operator, args, {"params": params, "level": level}, argnums, parents)
@@ -270,7 +270,7 @@ def _apply_above(
 
 
 def refuse_suspended(node: object, call: str) -> None:
-    """Raise a TypeError for a value of a trace that goes on outside the body of an operator, where it was used."""
+    """Raise a TypeError for a value, used in an operator's body, of a trace that continues outside that body."""
     tape = getattr(node, "tape", None)
     if tape is not None and tape.record is not None:
         opened = tracing.tapes
@@ -291,7 +291,7 @@ def refuse_suspended(node: object, call: str) -> None:
 
 def differentiable(ans: Array) -> bool:
     """Return whether a result is recorded."""
-    # Results that aren't arrays (a request, the None of a barrier) are recorded too; integers aren't, nor requests for them.
+    # Results that aren't arrays (a request, the None of a barrier) are recorded; integers aren't, nor requests for them.
     dtype = getattr(ans, "dtype", None)
     if dtype is None:
         spec = getattr(ans, "spec", None)

@@ -65,7 +65,7 @@ class Request:
         return self.cells.setdefault(level, Cell())
 
     def again(self) -> Request:
-        """Return the request as it was started, for a function that runs once more: ended requests aren't waited for again."""
+        """Return the request as it was started, for a function that runs once more; ended ones aren't waited for again."""
         made = copy(self)
         made.done, made.tape, made.cells = False, None, {}
         return made

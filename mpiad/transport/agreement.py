@@ -194,7 +194,7 @@ def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T]
     except Exception as found:  # noqa: BLE001 whatever it is, the other ranks must not wait on
         error = found
     require_alike(channel, error, call, *described)
-    return made  # type: ignore[return-value]  where there is none, all have raised
+    return made  # type: ignore[return-value]  without one, all have raised
 
 
 def _required_alike(channel: Channel, error: Exception | None, fingerprint: int, described: str, call: str) -> None:

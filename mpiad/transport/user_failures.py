@@ -353,7 +353,7 @@ class StageFailures:
 class DeferredFailures:
     """Failures on this rank that the others don't know yet.
 
-    A function that communicates may have raised before it sent a message that others await. If it has raised before its first
+    A function that communicates may have raised before it sent a message that others await. If it raised before its first
     communication, at its first call, or if it communicated in earlier calls, it is called once more with a valid argument
     for the sake of its messages. Any other failure that may leave ranks waiting ends the job after a while.
 
