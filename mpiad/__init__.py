@@ -1,4 +1,4 @@
-"""Differentiable MPI programs: primitives, exact gradients of the whole distributed program, optimisation."""
+"""Differentiable MPI programs: primitives, exact gradients of the whole distributed program, optimization."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-# NumPy arrays, autograd boxes and device arrays are told apart at run time; a type checker can't.
+# NumPy arrays, autograd boxes and device arrays are distinguished at run time; a type checker can't do so.
 Array: TypeAlias = Any
 Scalar: TypeAlias = Any
 Tree: TypeAlias = Any

@@ -26,7 +26,7 @@ import numpy as np
 
 try:
     import fcntl
-except ImportError:  # not on Windows: there the files that killed processes leave aren't told from others
+except ImportError:  # not on Windows: there files left by killed processes can't be distinguished from others
     fcntl = None  # type: ignore[assignment]
 
 _DESCRIPTION = "description"

@@ -16,7 +16,7 @@ VARIABLES = {
     "MPIAD_DEBUG_SITES": "switch", "MPIAD_DEVICE_CHUNK": "number", "MPIAD_DEVICE_PINNED": "number",
     "MPIAD_HUGE_PAGES": "switch", "MPIAD_MALLOPT": "switch", "MPIAD_RECOVERY": "switch", "MPIAD_THREADS": "switch",
     "MPIAD_TIMEOUT": "number", "MPIAD_TRACE": "path",
-    # Of the tests.
+    # Used by the tests.
     "MPIAD_LAUNCH_FOLDER": "path", "MPIAD_LAUNCH_RANKS": "number", "MPIAD_TEST_PATIENCE": "number",
     "MPIAD_TEST_TIMEOUT": "number",
 }  # fmt: skip
@@ -31,13 +31,13 @@ def switch(name: str, default: _Default) -> bool | _Default:
 
 
 def path(name: str) -> str | None:
-    """Return the path that a variable names, "" if it is unset, None if it says off."""
+    """Return the path that a variable names, "" if it is unset, None if it is off."""
     given = os.environ.get(name, "")
     return None if given.lower() in _OFF else given
 
 
 def check() -> None:
-    """Raise a ValueError if a switch or a path has a value that it doesn't take; who reads a number checks it."""
+    """Raise a ValueError if a switch or a path has an invalid value; functions that read a number check it."""
     for name, kind in VARIABLES.items():
         given = os.environ.get(name, "")
         if kind == "switch" and given and given.lower() not in _SWITCHES:

@@ -71,8 +71,8 @@ class DeadlockError(RuntimeError):
     Attributes
     ----------
     table : str
-        Each rank's current call and its place in the program, one per line; of more than 16 ranks, lines for those that do
-        the same.
+        Each rank's current call and its place in the program, one per line; with more than 16 ranks,
+        one per distinct call.
     ranks : tuple of int
         Those that raise it.
     cycle : tuple of int
@@ -106,9 +106,9 @@ class ReplicationError(ValueError):
     ranks : list of int
         Those that differ, in the value's communicator.
     path : str
-        Of the first part of the value that differs, on the first of them.
+        Path of the first part of the value that differs, on the first of these ranks.
     index : tuple of int
-        Of its first entry that differs; empty for numbers, and if shapes or structures differ.
+        Index of its first entry that differs; empty for numbers, and if shapes or structures differ.
     absolute, relative : float
         The largest difference of that part's entries; NaN if it has none.
 
@@ -218,7 +218,7 @@ class WorkerError(RemoteError):
     exit_code : int
         Exit code of the job if this isn't caught: that of a `sys.exit`, 1 for other exceptions.
     index : int or None
-        Of the item that it happened at, in `mpi_map` and `sum_over`.
+        Index of the item that raised it, in `mpi_map` and `sum_over`.
 
     Examples
     --------

@@ -2,7 +2,7 @@
 
 `custom_operator` turns a function into an operator that the ordered tape treats like a built-in: one node, recorded
 whether or not an input is traced, visited always, on every rank. Its body runs on plain arrays with no tape current,
-and may use bare mpi4py (post the receives, post the sends, wait for all). `defvjp`, `defjvp` say its derivatives,
+and may use bare mpi4py (post the receives, post the sends, wait for all). `defvjp`, `defjvp` define its derivatives,
 `defadjoint` both at once for a linear map. Rules made of communicating operators can be differentiated again.
 """
 
@@ -87,7 +87,7 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     """
 
     def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
-        # All makers now, all rules later and in this order: ranks that trace other arguments make the same messages.
+        # All makers here, all rules later and in this order: ranks that trace other arguments send the same messages.
         rules = [None if maker is None else maker(ans, *args, **kwargs) for maker in makers]
         return lambda g: [None if rule is None else rule(g) for rule in rules]
 

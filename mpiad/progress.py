@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _StandardError:
-    """Standard error, of which failed writes are dropped: nobody reads it any more, but the computation goes on."""
+    """Standard error without errors from failed writes: nobody may read it any more, but the computation continues."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr

@@ -89,7 +89,7 @@ def _maker(tree: Tree) -> Callable[[list[Any]], Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """Return a pytree with a function of each leaf in its place."""
+    """Return a pytree in which each leaf is replaced by the value of a function of it."""
     leaves, build = flatten(tree)
     return build([function(leaf) for leaf in leaves])
 

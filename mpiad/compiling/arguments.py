@@ -1,6 +1,6 @@
 """Arguments of kernels: their types, and conversion of arrays.
 
-For complex arrays it takes the real and imaginary parts, one after the other, in twice as many rows or columns; real arrays
+Complex arrays are passed as real and imaginary parts, one after the other, in twice as many rows or columns; real arrays
 are passed as they are. A cotangent g of autograd's belongs to a + ib as ∂/∂a - i ∂/∂b, so the parts' cotangents are the
 parts of its conjugate.
 """
@@ -37,7 +37,7 @@ def arguments_of(signature: str) -> list[Argument]:
 
 @lru_cache(64)
 def signature_in(text: str, name: str) -> str:
-    """Return the signature of a kernel of a text that says it, as ``def kernel(n: int64, x: float64[:, ::1]):``."""
+    """Return the signature of a kernel from its annotations, as ``def kernel(n: int64, x: float64[:, ::1]):``."""
     head = text.partition(f"def {name}(")[2].partition("):")[0]
     kinds = re.findall(r": (\w+(?:\[[^]]*\])?)", head)
     return f"void({', '.join(kinds)})"

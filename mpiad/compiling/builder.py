@@ -110,7 +110,7 @@ def _where(b: Builder, condition: int, x: int, y: int) -> int | None:
     return None if opposite is None else b.call("where", opposite, y, x)
 
 
-# Of the larger or smaller of two.
+# For maximum and minimum.
 def _same(b: Builder, x: int, y: int) -> int | None:
     return x if x == y else None
 
@@ -229,7 +229,7 @@ class Builder:
 
 
 def simplify(program: Program, known: Mapping[Input, float] | None = None) -> Program:
-    """Return a program of the same values with less to compute; `identities` says which changes are made.
+    """Return a program of the same values with less to compute, simplified by `identity`.
 
     `known` has the values of inputs that are known, by groups and places; the places of the others stay as they are.
     """

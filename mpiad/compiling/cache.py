@@ -74,7 +74,7 @@ class Store:
             yield
         finally:
             if lock is not None:
-                # Removed while it is held: who waits for it sees that, and opens the next one.
+                # Removed while it is held: a waiting process detects that, and opens the next one.
                 Path(lock.name).unlink(missing_ok=True)
                 lock.close()
 
@@ -90,7 +90,7 @@ class Store:
                 if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
                     os.utime(path)
                     return lock
-            except FileNotFoundError:  # it was removed, and is another one's by now
+            except FileNotFoundError:  # it was removed, and may belong to another process
                 pass
             except OSError as error:
                 if not isinstance(error, BlockingIOError):  # a file system without locks

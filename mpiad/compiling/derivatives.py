@@ -46,7 +46,7 @@ def _divide(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
 
 
 def _largest(*arguments: Symbol) -> list[Partial]:
-    """Of several: shared equally between all that the largest or smallest, the last argument here, equals."""
+    """Largest or smallest of several, the last argument here: shared equally among the arguments that equal it."""
     *given, r = arguments
     ties = [choose(x == r, 1.0, 0.0) for x in given]
     count = reduce(Symbol.__add__, ties)
@@ -58,7 +58,7 @@ def _largest(*arguments: Symbol) -> list[Partial]:
 
 
 def _larger(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
-    """Of a maximum or minimum r: all to the argument that it equals, shared by halves in a tie."""
+    """Maximum or minimum r: all to the argument that it equals, half to each in a tie."""
     tie = x == y
 
     def share(argument: Symbol) -> Callable[[Symbol], Symbol]:

@@ -1,8 +1,8 @@
 """The values that a function reads besides its arguments: if they are the same as before, so is its result.
 
 The values are found by Python's names: global names, variables of enclosing functions, default values, and so on through
-the functions that it calls. Immutable values, small arrays and pytrees of them are compared by their current values;
-of the user's modules and objects the attributes that are named with them, as in `settings.rate`. NumPy, autograd and math
+the functions that it calls. Immutable values, small arrays and pytrees of them are compared by their current values,
+and the user's modules and objects by the attributes that are named with them, as in `settings.rate`. NumPy, autograd and math
 are assumed constant. Anything else that a function reads can't be followed, and makes the result unknown: an object that
 it passes on, properties, generators of random numbers.
 """
@@ -27,7 +27,7 @@ Fingerprint: TypeAlias = "tuple[Any, ...]"
 _STAY = frozenset({"numpy", "autograd", "math", "cmath", "builtins"})
 # They read values that no name refers to.
 UNSEEN = frozenset({"eval", "exec", "globals", "id", "input", "locals", "open", "vars", "__import__"})
-# Of arrays, and of all that is read: more takes longer to look at than to trace.
+# Limits for an array, and for all values read: comparing more takes longer than tracing.
 _MOST_ENTRIES, _MOST_VALUES = 1024, 256
 _LOAD_LOCAL = ("LOAD_FAST", "LOAD_FAST_BORROW")
 _NOTHING = object()

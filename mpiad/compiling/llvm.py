@@ -32,7 +32,7 @@ def fuses() -> bool:
 
 @cache
 def prefers_wide() -> bool:
-    """Return whether vectors of 64 bytes are there, and cost no clock.
+    """Return whether vectors of 64 bytes are available without a lower clock frequency.
 
     Of Intel's widest registers LLVM uses half, since older chips lower their clock for the rest. Those of 2023, the first
     that compute with numbers of 16 bits, and later ones hardly do.

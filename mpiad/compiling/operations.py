@@ -4,7 +4,7 @@ Texts have a place for each argument. The kernel language is a part of Python (s
 `where` computes both values: conditional expressions are branches, which may keep a loop from becoming vector instructions.
 Their constants are ``{zero}`` and ``{one}``. Those that are `simple` are single instructions of a vector unit.
 
-Derivatives are in `partials.py`, under the same names.
+Derivatives are in `derivatives`, under the same names.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ OPERATIONS: dict[str, Operation] = {
     "logical_not": Operation(1, np.logical_not, "not {0}", boolean=True),
     "where": Operation(3, np.where, "where({0}, {1}, {2})"),
     # Powers whose exponent is a small constant become multiplications and roots; the rest are calls that no vector unit has
-    # and that keep a loop over lanes from being vectorised.
+    # and that keep a loop over lanes from being vectorized.
     "power": _called(np.power, "math.pow", 2),
     "exp": _called(np.exp, "math.exp"),
     "expm1": _called(np.expm1, "math.expm1"),
@@ -110,11 +110,11 @@ OPERATIONS: dict[str, Operation] = {
     "hypot": _called(np.hypot, "math.hypot", 2),
     "fmod": _called(np.fmod, "np.fmod", 2),
     "remainder": _composed(np.remainder, 2),
-    # Of a complex number: like hypot, but for its derivative at 0.
+    # The modulus of a complex number: like hypot, except for its derivative at 0.
     "modulus": _composed(lambda x, y: np.hypot(x, y), 2),
     "expit": _composed(lambda x: 1.0 / (1.0 + np.exp(-x))),
     "logit": _composed(lambda x: np.log(x / (1.0 - x))),
-    # Of three arguments or more.
+    # These take three arguments or more.
     "largest": _composed(lambda *x: reduce(np.maximum, x), 3),
     "smallest": _composed(lambda *x: reduce(np.minimum, x), 3),
 }  # fmt: skip

@@ -71,7 +71,7 @@ class Instruction(NamedTuple):
 
     operation: str  # a name of the catalogue, or "input" or "constant"
     arguments: tuple[int, ...] = ()  # numbers of the values that it is computed from, all smaller than its own
-    # Float or bool or (str, int), optional. Of a constant; of an input its group and its place in it.
+    # Value of a constant, float or bool; for an input its group and its place in it; else None.
     value: float | bool | Input | None = None
 
 

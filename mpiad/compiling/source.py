@@ -1,6 +1,6 @@
 """The text of a program: one assignment to a local scalar for each operation, in the kernel language.
 
-f itself is computed as it is written, so that its values are those of the vectorised path. In tangents and adjoints
+f itself is computed as it is written, so that its values are those of the vectorized path. In tangents and adjoints
 products that are added may become `fma`.
 """
 
@@ -32,7 +32,7 @@ from mpiad.compiling.symbols import Symbol, choose
 _LARGEST_EXPONENT = 64
 
 
-# A kernel's text is made of it, and how wide its vectors are.
+# Both the text and the vector width of a kernel are derived from it.
 @lru_cache(32)
 def lowered(program: Program) -> Program:
     """Return a program of the same values, to a few roundings, in operations that have a text."""
@@ -77,13 +77,13 @@ def _by_pairs(operation: str) -> Callable[..., Symbol]:
     return made
 
 
-# Of the sign of the divisor, unlike C's.
+# It has the sign of the divisor, unlike C's.
 def _remainder(x: Symbol, y: Symbol) -> Symbol:
     rest = x.fmod(y)
     return choose((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
 
 
-# A call of hypot would keep a loop over lanes from being vectorised.
+# A call of hypot would keep a loop over lanes from being vectorized.
 def _modulus(x: Symbol, y: Symbol) -> Symbol:
     larger, smaller = abs(x).maximum(abs(y)), abs(x).minimum(abs(y))
     ratio = smaller / choose(larger == 0.0, 1.0, larger)
@@ -101,10 +101,10 @@ _RULES: dict[str, Callable[..., Symbol | None]] = {
 }
 
 
-# The texts that stand for the inputs of each group.
+# The expressions for the inputs of each group.
 Names: TypeAlias = "Mapping[str, Sequence[str]]"
 
-# Of values a b + c the places of a, b and c, and how they are written.
+# For values a b + c: the numbers of a, b and c, and the format of the expression.
 _Sums = dict[int, tuple[int, int, int, str]]
 
 
@@ -132,7 +132,7 @@ def indented(lines: list[str], depth: int = 1) -> list[str]:
 def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLike = float, prefix: str = "v") -> list[str]:
     """Return statements, without indentation, that compute a program's outputs.
 
-    `names` has the texts of each group's inputs; each is read as often as it is used, so give local scalars. The outputs
+    `names` has the expressions of each group's inputs, repeated at each use, so give local scalars. The outputs
     are assigned, one after the other, after everything has been computed. The dtype is float64 or float32. The names of
     local scalars begin with `prefix`; two programs in one function need different ones.
     """

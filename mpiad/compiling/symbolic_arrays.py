@@ -1,7 +1,7 @@
-"""Arrays of symbols, which NumPy hands its functions to.
+"""Arrays of symbols, to which NumPy dispatches its functions.
 
-An array holds the numbers of its values in the program, so whatever only moves values about is done by NumPy itself on
-those numbers, views included.
+An array holds the numbers of its values in the program, so functions that only move values are applied by NumPy to
+these numbers, views included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpiad.compiling.ufuncs import entrywise, of_ufunc, reduced
 # objects, whose entries record the operations.
 
 
-# Each entry is a comparison, whatever the place.
+# Each entry costs a comparison in each evaluation.
 _LONGEST_TABLE = 64
 
 
@@ -143,7 +143,7 @@ def _interpolated(
 
     def one(x: Symbol) -> Symbol:
         made = choose(x < places[0], low, values[0])
-        # Of the choices that hold the last one counts: that of the line on which x lies.
+        # The last choice whose condition is true counts: that of the line on which x lies.
         for place, value, slope in zip(places, values, slopes):
             made = choose(x >= place, slope * (x - place) + value, made)
         made = choose(x == places[-1], values[-1], choose(x > places[-1], high, made))
@@ -238,8 +238,8 @@ METHODS: dict[str, Callable[..., Any]] = {
 class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array of values that aren't known yet.
 
-    `builder`: of the program that they belong to. `numbers`: of the values. `dtype`: of the states; arrays of
-    conditions say that they are boolean, and those of real numbers that they are real.
+    `builder`: that of their program. `numbers`: those of the values. `dtype`: that of the states; arrays of
+    conditions report a boolean dtype, and those of real numbers a real one.
     """
 
     def __init__(self, builder: Builder, numbers: Array, dtype: DTypeLike):
@@ -308,7 +308,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._each(Symbol.as_number if kind == "f" else lambda symbol: symbol.real.plus_i(symbol.imag))
 
     def view(self, dtype: DTypeLike | None = None) -> SymbolicArray:
-        """Return itself, as autograd requires for arrays that it has assembled."""
+        """Return itself, as required by autograd for arrays that it has assembled."""
         if dtype not in (None, np.ndarray):
             self.builder.refuse(f"it looks at the bits of traced values as {dtype}")
         return self
@@ -334,7 +334,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
     def _written(self, out: tuple[Any, ...], made: SymbolicArray) -> SymbolicArray:
         if not isinstance(out[0], SymbolicArray):
             self.builder.refuse("it writes traced values into an array of numbers (out=, +=)")
-        # Views of it see the new values, and an argument of f's is read-only, as in the vectorised path.
+        # Views of it see the new values, and an argument of f's is read-only, as in the vectorized path.
         out[0].numbers[...] = made.numbers
         return out[0]
 
@@ -358,7 +358,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._check_key(key)
         self.numbers[key] = numbers_of(self.builder, value)
 
-    # Which entries are meant must be known now.
+    # Indices must be known during the trace.
     def _check_key(self, key: object) -> None:
         if any(isinstance(part, SymbolicArray) for part in (key if isinstance(key, tuple) else (key,))):
             self.builder.refuse("it looks up places that depend on traced values: write np.where(u > 0, ...) instead")

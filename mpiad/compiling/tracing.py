@@ -24,10 +24,10 @@ from mpiad.compiling.program import Program, Untraceable, place_of, where_raised
 from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol
 
-# Programs of each function that came out the same twice. Constants that change from call to call mustn't fill the memory.
+# Programs of each function that were traced twice alike. Constants that vary between calls mustn't fill the memory.
 _MOST_KNOWN = 16
 _repeated: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
-# Of the largest term that may have been cancelled, in units of rounding.
+# Tolerance relative to the largest term that may have been canceled, in units of rounding.
 _ROUNDINGS = 1e4
 
 
@@ -62,7 +62,7 @@ def _traced(fun: Function, arguments: Callable, outputs: Callable, groups: Mappi
     try:
         made = outputs(builder, fun(*arguments(builder)))
     except Exception as error:
-        # The first refusal is the reason, whatever NumPy or the function made of it on the way.
+        # The first refusal is the reason, even if NumPy or the function has raised another exception for it.
         reason = builder.refused or f"{type(error).__name__}: {error}"
         raise Untraceable(reason, where_raised(error.__traceback__, fun)) from error
     if builder.refused:  # and the function went on

@@ -507,7 +507,7 @@ class _Function:
 
 
 def _link(name: str, arguments: Sequence[Argument]) -> str:
-    """Return the function that takes a kernel's arguments from a block of memory, and goes on with the next kernel."""
+    """Return the function that takes a kernel's arguments from a block of memory, and continues with the next kernel."""
     kinds = [kind for dtype, ndim in arguments for kind in ([kind_of(dtype)] if ndim is None else ["ptr", *["i64"] * ndim])]
     lines = []
     for k, kind in enumerate(["ptr", "ptr", *kinds]):

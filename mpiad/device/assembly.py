@@ -72,7 +72,7 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     if _device_among(arrays) is None:
         return anp.concatenate(arrays, axis)
     _refuse_mixture(arrays, "concatenate")
-    # A single one too, as NumPy does: whoever writes into the result means no other array.
+    # Copied even if there is only one, as in NumPy: writes to the result mustn't change another array.
     return joined(axis, *arrays)
 
 
@@ -141,7 +141,7 @@ def array(nest: Tree, *args: Any, **kwargs: Any) -> Array:
         return anp.array(nest, *args, **kwargs)
     dtype = args[0] if args else kwargs.get("dtype")
     if arrays_of(nest) is not None:
-        made = found.copy(nest)  # as NumPy's own, for whoever writes into it
+        made = found.copy(nest)  # a copy as in NumPy, since it may be written to
     else:
         made = _of_nest(nest, found)
     return made if dtype is None else made.astype(np.dtype(dtype))

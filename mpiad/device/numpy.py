@@ -1,7 +1,7 @@
 """autograd.numpy, with those functions replaced that can't take device arrays: ``import mpiad.device.numpy as np``.
 
 All names of autograd.numpy are here. Most of its functions need no change, since NumPy dispatches them to the device;
-the ones below make NumPy's arrays whatever they are given. They do the same as autograd's for arrays on the host, so a
+the original ones of those below always make NumPy's arrays. For arrays on the host they do the same as autograd's, so a
 program that imports this module runs on either side.
 """
 

@@ -51,13 +51,13 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     number = chosen[local % len(chosen)]
     # Current for this thread from here on: cupy.asarray and kernels of the user's go there too.
     cupy.cuda.Device(number).use()
-    discover()  # CuPy is loaded now, and autograd must know its arrays
+    discover()  # CuPy is loaded, and its arrays must be registered with autograd
     _chosen[:] = [number]
     return number
 
 
 def own_device() -> int:
-    """Return this rank's GPU: the one that was selected, or one that it selects now, as `select` does."""
+    """Return this rank's GPU: the one that was selected, or else one chosen as by `select`."""
     return _chosen[0] if _chosen else select()
 
 

@@ -60,7 +60,7 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
     Returns
     -------
     device array or pytree of them
-        Of the same dtype and form; numbers become arrays without axes.
+        With the same dtypes and structure; numbers become arrays without axes.
 
     Raises
     ------

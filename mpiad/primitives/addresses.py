@@ -21,7 +21,7 @@ def point_to_point(comm: Comm, call: str) -> Channel:
     used, tape = channel(comm, call, collective=False), current.tape
     refuse_foreign_trace(tape, call)
     if tape is not None:
-        # An exception in this trace then marks the channel, and later calls on it say that messages may be left over.
+        # An exception in this trace then marks the channel, and later calls on it report that messages may be left over.
         tape.channels.add((used, True))
     elif tracing.channels is not None:
         tracing.channels.add((used, True))

@@ -106,7 +106,7 @@ def _divides(y: Array) -> bool:
     # Nearer to zero it may have lost digits among the subnormal numbers, and the quotient would show them.
     safe = np.finfo(y.dtype).tiny / np.finfo(y.dtype).eps
     condition = np.all((np.abs(y) > safe) & np.isfinite(y))
-    # One byte comes from a device: nothing is done in vain, or differently by two ranks.
+    # One byte is copied from a device: no work is wasted, and all ranks take the same branch.
     arrays = arrays_of(condition)
     return bool(condition if arrays is None else arrays.to_host(condition))
 

@@ -72,7 +72,7 @@ def _adjoint(ans: Array, x: Array, p: Copying) -> Any:
 
 
 def _tangent(dx: Array, ans: Array, x: Array, p: Copying) -> Any:
-    # With the spec, which all ranks know by now: no header travels ahead of the tangent.
+    # With the spec, which all ranks already know: no header precedes the tangent.
     return communicate(BCAST, dx, Copying(p.channel, p.root, spec_like(ans)))
 
 

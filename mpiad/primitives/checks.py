@@ -139,7 +139,7 @@ def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.
     try:
         array = outgoing(getval(x), call)
         place = axis_of(axis, array.ndim, call)
-    except (TypeError, ValueError) as error:  # the others wait for a length by now
+    except (TypeError, ValueError) as error:  # the others already wait for a length
         wrong = error
     like = Spec(array.shape, array.dtype)
     return array, place, settled(collectives.lengths_of_all, used, like, place, call, wrong)

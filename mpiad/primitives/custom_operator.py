@@ -38,14 +38,14 @@ class InPlace(NamedTuple):
     run : callable
         ``run(buffer, *rest)`` does it.
     prepared : callable
-        ``prepared(buffer, *rest)`` returns the same for a buffer on the host that stays, a function without arguments,
-        for programs that run again and again; it isn't noted. The function returns an iterator that does it, and that
+        ``prepared(buffer, *rest)`` returns the same for a fixed buffer on the host, as a function without arguments,
+        for programs that run again and again; it isn't noted. The function returns an iterator that does it and
         yields whenever messages are under way: parts that they don't change can be read meanwhile.
     still : callable
         The part of the buffer that stays as it is: for each axis the first index and the one after the last. None if
         there is no communication.
     changes_given : bool
-        Whether the argument is overwritten.
+        Whether the argument in the buffer is overwritten.
     """
 
     shape: Callable[..., Sequence[int]]

@@ -1,4 +1,4 @@
-"""`mpi_exchange`: each rank sends to one neighbour and receives from another."""
+"""`mpi_exchange`: each rank sends to one neighbor and receives from another."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def mpi_exchange(
 
     Ranks
     -----
-    Each rank calls it whose neighbour does: its `dest` must receive, and its `source` send.
+    Each rank whose neighbor calls it: its `dest` must receive, and its `source` send.
 
     Adjoint
     -------
@@ -63,7 +63,7 @@ def mpi_exchange(
 
 def _forward(x: Array, p: Exchange) -> Any:
     array = outgoing(x, "mpi_exchange")
-    # Both at once: in a ring everybody sends and receives, and whoever waited for one of them first would wait for all.
+    # Both at once: in a ring all ranks send and receive, and a rank that waited for one of them first would wait for all.
     if p.there is not None and p.back is not None:
         return swap(array, p.there, p.spec, p.back, "mpi_exchange")
     if p.there is not None:

@@ -53,7 +53,7 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     """
     used = channel(comm, "mpi_gather")
     root = root_of(root, used, "mpi_gather")
-    # Lengths are told now, once: adjoint and tangent know them, and need no message for it.
+    # Lengths are exchanged once, here: adjoint and tangent need no message for them.
     array, axis, lengths = pieces_of_all(x, axis, used, "mpi_gather")
     return communicate(GATHER, x, Dividing(used, root, axis, lengths, spec_of(array, "mpi_gather")))
 
@@ -64,7 +64,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
     """Return the transpose of collecting the pieces: each goes back to its rank."""
-    # By the lengths of the forward pass: the ranks need not tell each other again how long their pieces are.
+    # With the lengths of the forward pass: the ranks needn't exchange them again.
     return lambda g: communicate(SCATTER, g, p)
 
 

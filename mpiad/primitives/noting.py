@@ -80,7 +80,7 @@ def _recorded(name: str) -> tuple[str, Site]:
     outer = calls.current()
     if outer is not None and outer.forward_site is not None:
         return outer.forward_name or name, outer.forward_site  # an adjoint's own adjoint: the same line again
-    # From the frame of whoever applies the operation: our own frames are passed over from there on.
+    # From the frame that applies the operation: our own frames are skipped from there on.
     site = calls.site_of(sys._getframe(2))
     return site.named(name), site
 

@@ -4,12 +4,12 @@ A define-by-run tape visits only what the loss depends on. A rank whose loss doe
 receive the cotangent that comes back, and its partner would hang. So each trace of ours has a tape that is *current*
 while the function runs, and every communication is recorded on it, with its traced input as parent if it has one.
 Tapes are nested like traces: an operation records itself on the innermost tape, computes its value with the next outer
-one, and so on down to plain arrays. Its adjoint and tangent are made of the same operations, and so are recorded by
-whatever tape is current when they run: higher orders need no further rule.
+one, and so on down to plain arrays. Its adjoint and tangent consist of the same operations, and so are recorded by
+the tape that is current when they run: higher orders need no further rule.
 
 `Operation` is one kind of communication; `communicate` applies it. Operators of the user's own are recorded in the same
-way, by `apply`. The tapes themselves live in `differentiation`; here
-is only the part of their interface that an operation needs: `number`, `outer` and `communicated`.
+way, by `apply`. The tapes themselves are in `differentiation`; here is only the part of their interface that an
+operation needs: `number`, `outer` and `communicated`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Tape(Protocol):
     outer: Tape | None  # the one that was current before
     channels: set[Used]  # on which it has communicated
     requests: dict[int, Any]  # requests started and not yet waited for, by identity
-    # Whether it records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent: the data
-    # Jacobian depends on is constant.
+    # Whether it records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent: the
+    # Jacobian itself is constant.
     of_cotangents: bool
-    # How it is run backwards, "one", "several", "kept" or "recorded": once, right after it has ended; as often as whoever
-    # has made it knows; by a user, with cotangents of any kind; or by a user, on a tape of products with its transpose.
+    # How it is run backwards, "one", "several", "kept" or "recorded": once, right after it has ended; as often as the code that
+    # made it decides; by a user, with cotangents of any kind; or by a user, on a tape of products with its transpose.
     passes: str
 
     def communicated(
@@ -230,7 +230,7 @@ def communicate(operation: Operation, x: Array, params: object) -> Any:
 
 def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> Any:
     """Apply an operator to arguments of which some may be traced, recorded on a tape and on those around it."""
-    # Numbers of traces say who is inside whom: the higher one is the inner.
+    # Numbers of traces give their nesting: the higher one is the inner.
     number = level = -1 if tape is None else tape.number
     argnums: list[int] = []
     for k, x in enumerate(args):

@@ -20,7 +20,7 @@ def mpi_print(*values: Any, sep: str = " ", end: str = "\n", file: TextIO | None
         As `print` takes them; of traced values the plain value is shown.
     sep, end : str
     file : file, optional
-        Of rank 0, which writes all lines; standard output by default.
+        Stream of rank 0, which writes all lines; standard output by default.
     comm : mpi4py intracommunicator, optional
 
     Ranks

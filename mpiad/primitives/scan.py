@@ -90,7 +90,7 @@ def _forward(x: Array, p: Prefix) -> Any:
 
 def _adjoint(ans: Array, x: Array, p: Prefix) -> Any:
     """Return the transpose of a lower triangle of ones, an upper one: sums from the other end."""
-    # Of the same operation: so its own adjoint, for second derivatives, is the first one again.
+    # It is the same operation, reversed: so its own adjoint, for second derivatives, is the forward sum again.
     return lambda g: communicate(SCAN, g, p._replace(backwards=not p.backwards))
 
 

@@ -19,7 +19,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     x : array or number
         On `dest` the template of the received array.
     dest, source : int
-        The pair. Neighbours of each rank's own, as in MPI's call of this name, belong in `mpi_exchange`.
+        The pair. Neighbors of each rank's own, as in MPI's call of this name, belong in `mpi_exchange`.
     tag : int
     comm : mpi4py intracommunicator, optional
 
@@ -51,7 +51,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     """
     used = channel(comm, "mpi_sendrecv")
     pair = [partner_of(rank, used, "mpi_sendrecv", name) for rank, name in ((dest, "dest"), (source, "source"))]
-    # Once for each communicator: who mistakes the call for MPI's does so everywhere.
+    # Once for each communicator: a program that mistakes the call for MPI's does so everywhere.
     if not used.pairs_compared:
         once(_compare_pairs, used, pair)
     # On all ranks, those too that only pass x on: plain autograd is refused by all or by none.

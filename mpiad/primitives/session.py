@@ -1,4 +1,4 @@
-"""Start, end and renewal of communication; who and how many we are; the value behind a trace."""
+"""Start, end and renewal of communication; rank and size; the plain value of a traced one."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def mpi_wait(request: Request) -> Array:
     Parameters
     ----------
     request : Request
-        Of `mpi_isend`, `mpi_irecv` or `mpi_iallreduce`.
+        Result of `mpi_isend`, `mpi_irecv` or `mpi_iallreduce`.
 
     Returns
     -------

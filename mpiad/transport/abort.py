@@ -1,4 +1,4 @@
-"""End the whole job when one rank can't go on: the others would wait for it for ever.
+"""End the whole job when one rank can't continue: the others would wait for it forever.
 
 `uncaught` does so after an uncaught exception, `signals` when a rank receives a signal to end, `departure` when one has
 left the others behind.
@@ -47,7 +47,7 @@ def at_trace(trace: TracebackType | None) -> str:
 
 
 def end_job(text: str, code: int) -> None:
-    """End all ranks with an exit code, and say why on standard error; doesn't return."""
+    """End all ranks with an exit code, and print the reason to standard error; doesn't return."""
     if not _ending.acquire(blocking=False):  # another thread does it already
         time.sleep(_UNTIL_READ + _UNTIL_KILLED)
         _exit(code)
@@ -60,7 +60,7 @@ def end_job(text: str, code: int) -> None:
     for last in last_words:
         with contextlib.suppress(Exception):
             last()
-    # Launchers end a job without reading the rest of its pipes: the text would be lost now and then.
+    # Launchers end a job without reading the rest of its pipes: the text would sometimes be lost.
     time.sleep(_UNTIL_READ)
     # If Open MPI has survived the death of a rank, its abort ends the job with 0, and a rank's exit with its code.
     if not (FAULT_TOLERANT and lost_ranks(MPI.COMM_WORLD)):

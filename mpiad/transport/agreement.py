@@ -53,7 +53,7 @@ Failures = dict[int, Failure]
 
 
 def first_of(failures: Failures) -> tuple[int, str]:
-    """Return the first rank that failed, and how to say that there are more."""
+    """Return the first rank that failed, and a text for the number of others."""
     others = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
     return min(failures), others
 
@@ -204,7 +204,7 @@ def _required_alike(channel: Channel, error: Exception | None, fingerprint: int,
     if every[:, 0].any():
         raise_first(channel, error)
     if (every[:, 1] != every[0, 1]).any():
-        # The texts tell more than the fingerprints, but may be shortened: they can be equal all the same.
+        # The texts are more detailed than the fingerprints, but may be shortened: they can be equal nevertheless.
         _required_same(channel, described, call)
         raise agreed(channel, ValueError(
             f"{call}: all ranks must give the same arguments, but they differ in what isn't shown here: {described}."

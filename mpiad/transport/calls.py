@@ -2,10 +2,10 @@
 
 A thread-local stack of `Call` records, the innermost last. Nothing is noted until somebody asks for it: `note(owner)`
 has the registered switches swap the functions of all operations for ones that push and pop a record, and
-`forget(owner)` puts the bare ones back, so that nothing at all is paid while nobody asks.
+`forget(owner)` puts the bare ones back, so that there is no cost without owners.
 
 `observers` see every record begin and end: objects with ``began(call)`` and ``ended(call)``. An adjoint's record may
-have others inside it (`outer` says which), since adjoints are made of the same operations.
+have others inside it (linked by `outer`), since adjoints consist of the same operations.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Site:
 
 # They make many communications, of which a message had better name the one that it is about.
 _COMPOSITES = ("mpi_optimize", "mpi_map")
-# Entries that name no function: another library's, and that of an operator of the user's own, whose name says more.
+# Entries that name no function: another library's, and that of a custom operator, whose name is more informative.
 _OPERATORS = ("", "extend")
 
 
@@ -72,8 +72,8 @@ class Call:
 
     - `name`: the public function, as ``"mpi_bcast"``.
     - `direction`: {"forward", "adjoint", "tangent"}.
-    - `site`: the user's line that runs now: of an adjoint that of the gradient.
-    - `forward_site` (or None): of an adjoint: the call that it belongs to, noted when it was recorded.
+    - `site`: the user's line being executed: for an adjoint that of the gradient.
+    - `forward_site` (or None): for an adjoint: the call that it belongs to, noted when it was recorded.
     - `outer` (or None): the one around it.
     - `began`, `ended`: `time.perf_counter()`; `ended` is 0 until then.
     """
@@ -146,7 +146,7 @@ _switches: list[Callable[[bool], None]] = []
 
 
 def register(switch: Callable[[bool], None]) -> None:
-    """Add a function that swaps operations for noting ones, or back; it is told the present state at once."""
+    """Add a function that swaps operations for noting ones, or back; it is called at once if calls are noted."""
     _switches.append(switch)
     if _owners:
         switch(True)
@@ -212,7 +212,7 @@ def end(call: Call) -> None:
     if observers:
         for observer in tuple(observers):
             observer.ended(call)
-    call._x = call._params = None  # who keeps the record mustn't keep the arrays alive
+    call._x = call._params = None  # observers that keep the record mustn't keep the arrays alive
 
 
 def _folder(path: str) -> str:

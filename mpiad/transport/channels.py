@@ -190,7 +190,7 @@ class Channel:
 
     def aside(self) -> Comm:
         """Return a duplicate for operations started in the middle of other communication; collective at first."""
-        # Under watch, or no longer, the ranks make another: each can see it by itself.
+        # When the watch is turned on or off, the ranks make another: each rank can detect it.
         if self._aside is None or self._aside[0] is not self.data:
             if self._aside is not None:
                 self._aside[1].Free()
@@ -216,7 +216,7 @@ class Channel:
             held: list[bool] = []
             try:
                 try:
-                    # In one step: no interrupt comes after the lock is taken and before that is known.
+                    # In one step: no interrupt can come between taking the lock and recording that.
                     held.extend(map(self._looking.acquire, (False,)))
                     if held[0]:
                         self._drop_sent()
@@ -241,8 +241,8 @@ class Channel:
 
         The kinds "blocking send" and "blocking receive" are for those that the same call waits for.
 
-        The buffers are held from before the call on, and the request is put into the list in one step with the call: at
-        whatever moment an interrupt comes, nothing is freed that MPI uses.
+        The buffers are held from before the call on, and the request is put into the list in one step with the call: an
+        interrupt at any moment doesn't free memory that MPI uses.
         """
         requests: list[Request] = []
         self.started[id(requests)] = kind, requests, buffers
@@ -443,7 +443,7 @@ _watch: Watch | None = None
 
 
 def set_watch(watch: Watch | None) -> None:
-    """Guard the communicators that are made from now on, or no more."""
+    """Guard communicators made after this call, or stop guarding new ones if None."""
     global _watch
     _watch = watch
 
@@ -495,5 +495,5 @@ def on_any_rank(comm: Comm, here: bool) -> bool:
 
 
 def live_channels() -> list[Channel]:
-    """Return the channels that aren't closed, in the order in which they were made: the same on all who share two."""
+    """Return the channels that aren't closed, in the order of their creation: the same on all ranks that share two."""
     return sorted([found for found in _live if not isinstance(found.data, _Freed)], key=lambda found: found._order)

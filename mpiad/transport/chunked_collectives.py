@@ -41,7 +41,7 @@ def compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int
 
 
 def _passed(passage: ChunkedTransfer, count: int, call: Callable[[int], object]) -> Array:
-    """Make a call for each of so many pieces, which MPI writes, and return their array."""
+    """Make `count` calls, one for each piece, which MPI writes, and return their array."""
     for number in range(count):
         call(number)
         passage.take(number)
@@ -77,7 +77,7 @@ def reduce(channel: Channel, array: Array, root: int) -> Array:
 
 
 def bcast_from_here(channel: Channel, array: Array, chunk: int) -> None:
-    """Copy this rank's array to all ranks, in pieces of so many bytes."""
+    """Copy this rank's array to all ranks, in pieces of `chunk` bytes."""
     pieces = _cut(array, chunk)
     going = departing(array, pieces)
     for number in range(len(pieces)):
@@ -85,7 +85,7 @@ def bcast_from_here(channel: Channel, array: Array, chunk: int) -> None:
 
 
 def bcast_to_here(channel: Channel, spec: Spec, root: int, chunk: int) -> Array:
-    """Return the root's array, which comes in pieces of so many bytes, in the place that the spec says."""
+    """Return the root's array, which comes in pieces of `chunk` bytes, on the device of the spec."""
     pieces = _cut(spec, chunk)
     coming = arriving(spec, pieces)
     return _passed(coming, len(pieces), lambda k: channel.data.Bcast(coming.piece(k), root))
@@ -109,7 +109,7 @@ def scan(comm: Comm, array: Array, exclusive: bool) -> Array:
 def alltoall(channel: Channel, array: Array) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
     compare(channel.data, "Alltoall", array)
-    # Cut within each block, so that a piece has as much for every rank and all send at once.
+    # Cut within each block, so that a piece has as many entries for every rank and all send at once.
     counts = [array.size // channel.size] * channel.size
     pieces = of_blocks(counts, array.dtype.itemsize)
     going, coming = departing(array, pieces), arriving(_like(array), pieces)
@@ -117,7 +117,7 @@ def alltoall(channel: Channel, array: Array) -> Array:
 
 
 def gather(channel: Channel, array: Array, root: int | None, counts: list[int], whole: Spec) -> Array:
-    """Put all ranks' arrays, of so many entries each, behind one another on the root, or on all ranks.
+    """Concatenate all ranks' arrays, of `counts` entries, on the root, or on all ranks.
 
     `whole` is the spec of the result, which is empty on ranks that get nothing.
     """
@@ -147,7 +147,7 @@ def reduce_scatter(channel: Channel, array: Array, counts: list[int], block: Spe
     compare(channel.data, "Reduce_scatter", array)
     pieces = of_blocks(counts, block.dtype.itemsize)
     going, coming = departing(array, pieces), arriving(block, of_block(counts, channel.rank, block.dtype.itemsize))
-    # Of each piece the ranks' parts may have other lengths, zero included: blocks needn't be equal.
+    # The ranks' parts of a piece may differ in length, zero included: blocks needn't be equal.
     lengths = [[end - start for start, end in ranges] for ranges in pieces]
     return _passed(
         coming, len(pieces), lambda k: channel.data.Reduce_scatter(going.piece(k), coming.piece(k), lengths[k], MPI.SUM)

@@ -5,8 +5,8 @@ host uses its own memory. One on a device goes through page-locked memory of the
 all copies to the host are queued at once, on the stream for copies, with an event behind each piece. MPI gets a
 piece when its event is over; its copy back is queued on the current stream.
 
-Pieces are lists of ranges of the flat array. Of an array that all ranks have whole, a piece is one range. Of an array
-that has a block for each rank, a piece is a range of every block: each call then keeps all ranks busy, as the whole would.
+Pieces are lists of ranges of the flat array. If all ranks have the whole array, a piece is one range. If the array
+has a block for each rank, a piece is a range of every block: each call then keeps all ranks busy, as the whole would.
 All this follows from data known to all ranks, so they cut alike wherever their arrays lie.
 """
 
@@ -149,7 +149,7 @@ _MOST_PARTS = 16
 
 
 def bounds(size: int, itemsize: int, chunk: int | None = None) -> Ranges:
-    """Return the begins and ends of the pieces of an array of so many entries; `chunk` is the most bytes of one."""
+    """Return the begins and ends of the pieces of an array of `size` entries; `chunk` is the most bytes of one."""
     chunk = device_settings.present().chunk if chunk is None else chunk
     step = (chunk - chunk % _LARGEST_ENTRY) // itemsize  # whole entries of any dtype
     return [(start, min(start + step, size)) for start in range(0, size, step)]
@@ -161,7 +161,7 @@ def of_whole(size: int, itemsize: int, chunk: int | None = None) -> list[Ranges]
 
 
 def of_blocks(counts: list[int], itemsize: int) -> list[Ranges]:
-    """Return the pieces of an array made of one block of so many entries for each rank."""
+    """Return the pieces of an array that has one block of so many entries for each rank."""
     starts = [0, *accumulate(counts)]
     return [
         [(begin + start, begin + end) for begin, (start, end) in zip(starts, parts)] for parts in _parts(counts, itemsize)

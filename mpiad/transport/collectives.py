@@ -82,7 +82,7 @@ def sum_in_place(channel: Channel, array: np.ndarray) -> None:
 # MPI leaves the result of MAX and MIN for a NaN open. Its libraries keep it or lose it by the order in which they compare,
 # and that order differs between the ranks. So a NaN travels as the infinity that nothing beats: inf to a maximum, -inf to a
 # minimum. Nearly always none of these comes out, hence there was no NaN on any rank, and one reduction is all. Else a
-# second one tells the ranks which were NaN, and they write the same NaN there: all have found the same, so all reduce again
+# second one finds the entries that were NaN, and all ranks write NaN there: all have the same result, so all reduce again
 # or none. Results that are zero are 0.0: -0.0 compares equal, and the order would decide which of them it is.
 
 

@@ -53,7 +53,7 @@ def forget() -> None:
 
 
 def described() -> str:
-    """Return in words whether MPI takes device arrays as they are, and who says so."""
+    """Return as text whether MPI takes device arrays as they are, and the source of this information."""
     forced, said = device_settings.present().cuda_aware, device_buffers()
     if forced is not None:
         return f"{'yes' if forced else 'no'}, by MPIAD_CUDA_AWARE={forced:d} (the library itself says: {said})"
@@ -65,7 +65,7 @@ def described() -> str:
 
 
 def _try_cupy() -> None:
-    # CuPy is loaded only here without an array of its own: somebody asks, and the library has said yes.
+    # Only here is CuPy loaded without one of its arrays: for a report, and if the library has said yes.
     if importlib.util.find_spec("cupy") is not None and gpus_of_node():
         try:
             takes_directly(arrays_named("CuPy"))

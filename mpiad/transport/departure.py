@@ -2,7 +2,7 @@
 
 MPI ends on all ranks or on none, so a rank that has left waits for the others. One that left with an error waits for
 some seconds only: the others may be waiting for it. `os._exit` leaves nothing to wait with, and the launchers differ in
-in their reaction (one ends the other ranks at once, and returns 0), so it waits first.
+their reaction (one ends the other ranks at once, and returns 0), so it waits first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpiad.transport.notices import threads_may_communicate
 from mpiad.transport.polling import Backoff
 from mpiad.transport.uncaught import is_reporting
 
-# From the first error to the end of the job: others may leave too, with something to tell.
+# From the first error to the end of the job: others may leave too, and report their errors.
 _GRACE = 5.0
 _LOOKS = 0.1
 

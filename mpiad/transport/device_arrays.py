@@ -94,7 +94,7 @@ class ArrayModule(Protocol):
     def pinned(self, nbytes: int) -> np.ndarray:
         """Return host memory that the device reads and writes by itself: a NumPy array of `nbytes` of dtype uint8.
 
-        It is returned to whoever made it when the array is dropped.
+        It is returned to its owner when the array is dropped.
         """
         ...
 

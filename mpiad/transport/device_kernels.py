@@ -23,14 +23,14 @@ class DeviceKernel(Protocol):
 class Launcher(Protocol):
     """Compiler and launcher of kernels on one device."""
 
-    multiprocessors: int  # how many blocks of threads make progress at the same time, at least
+    multiprocessors: int  # the least number of blocks of threads that make progress at the same time
 
     def compiled(self, text: str, name: str, options: tuple[str, ...]) -> DeviceKernel:
         """Compile CUDA C for this device, and return its kernel of a name; each text once is enough."""
         ...
 
     def launch(self, kernel: DeviceKernel, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
-        """Queue a run of a kernel, of so many blocks of so many threads each, on the current stream.
+        """Queue a run of a kernel, with the numbers of blocks and of threads per block, on the current stream.
 
         Arguments are device arrays, which are C-contiguous; None for a pointer to nothing; an int for a ``long long``, a
         float for a ``double``, and NumPy scalars of their own type.

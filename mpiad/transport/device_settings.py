@@ -1,7 +1,7 @@
 """How device arrays travel: read from the environment at the start, the same on all ranks.
 
-The numbers of bytes decide how many messages a large array is sent in, so the ranks agree on them: the least that is
-on any rank. A setting of one rank holds for all, since not every launcher passes variables on.
+The numbers of bytes decide how many messages a large array is sent in, so the ranks agree on the smallest
+setting of any rank. A setting of one rank holds for all, since not every launcher passes variables on.
 
 Collectives cut large arrays on all ranks or on none, and a rank doesn't know the devices of the others' arrays. So the
 ranks agree once on whether any of them may use arrays that are copied to the host: then all cut alike, also host arrays.
@@ -39,7 +39,7 @@ _present = DeviceSettings(expected=False)
 
 
 def present() -> DeviceSettings:
-    """Return how device arrays travel now."""
+    """Return the current settings."""
     return _present
 
 
@@ -51,12 +51,12 @@ def put(settings: DeviceSettings) -> DeviceSettings:
 
 
 def divides(nbytes: int) -> bool:
-    """Return whether a collective on an array of so many bytes is cut into chunks, the same on all ranks."""
+    """Return whether a collective on an array of this size is cut into chunks, the same on all ranks."""
     return _present.expected and nbytes > _present.chunk and not _present.cuda_aware
 
 
 def exchanges(nbytes: int) -> bool:
-    """Return whether arrays of so many bytes are summed by an exchange of blocks, the same on all ranks."""
+    """Return whether arrays of this size are summed by an exchange of blocks, the same on all ranks."""
     return _present.exchanged and nbytes > _present.chunk
 
 

@@ -20,7 +20,7 @@ from mpiad.transport.staging import way_of
 
 
 def reduce_scatter(channel: Channel, array: Array, counts: list[int], block: Spec) -> Array:
-    """Sum every rank's array and give each rank its block of the sum, of so many entries."""
+    """Sum every rank's array and return this rank's block of the sum, of its number of entries."""
     compare(channel.data, "Reduce_scatter", array)
     return _own_block(channel, array, counts).reshape(block.shape)
 

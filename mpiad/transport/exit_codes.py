@@ -41,7 +41,7 @@ def code_of(error: BaseException) -> int:
 
 
 class _Code:
-    """SystemExit's `code`, which tells who asked for it when the interpreter reads it to end the program."""
+    """SystemExit's `code`, which reports when the interpreter reads it to end the program."""
 
     __doc__ = _member.__doc__
 

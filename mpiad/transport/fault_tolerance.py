@@ -1,9 +1,9 @@
-"""Whether the MPI can tell its ranks that a communicator is given up, and which of its errors say so.
+"""Whether the MPI can notify its ranks that a communicator is given up, and the errors that indicate it.
 
 Open MPI 5 can, if its launcher was asked to: ``mpiexec --with-ft ulfm``. It is detected once, without a call of MPI, so
 that functions that aren't needed elsewhere needn't exist there.
 
-The end of MPI waits for all ranks of the world, and with Open MPI 5.0 now and then for the dead ones too, for ever. So
+The end of MPI waits for all ranks of the world, and with Open MPI 5.0 sometimes for the dead ones too, forever. So
 the ranks that are left wait for each other by themselves, and leave without it.
 """
 
@@ -48,7 +48,7 @@ def is_interruption(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, RemoteError) and seen < 100:
         if isinstance(error, MPI.Exception):
             kind = error.Get_error_class()
-            # Calls for several requests say only that one of them has failed.
+            # Calls for several requests report only that one of them has failed.
             if kind in _CLASSES or (FAULT_TOLERANT and kind == MPI.ERR_IN_STATUS):
                 return True
         error, seen = error.__cause__ or error.__context__, seen + 1
@@ -74,7 +74,7 @@ _exit = os._exit  # before `departure` replaces it
 
 
 def all_have_come() -> bool:
-    """Wait for the other ranks that are alive, and tell whether these are all; collective, and the same on all of them."""
+    """Wait for the other ranks that are alive, and return whether these are all; collective, and the same on all of them."""
     if not FAULT_TOLERANT or MPI.COMM_WORLD.size == 1:
         return True
     # A rank may know of a death before another does, so that they must agree on it.

@@ -56,7 +56,7 @@ def _bcast_from_here(channel: Channel, x: Array, root: int, call: str, packet: n
         array = outgoing(x, call)
         arrays = arrays_of(array)
         way = way_of(arrays)
-    except TypeError as error:  # the others wait for a header by now
+    except TypeError as error:  # the others already wait for a header
         _send_error(channel, error, root, packet)
         raise
     _pack(packet, Spec(array.shape, array.dtype, arrays))

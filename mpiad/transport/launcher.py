@@ -1,7 +1,7 @@
 """The launcher of this process, recognized by its environment variables; read before MPI starts.
 
 A launcher and a library of different MPIs don't find each other. Some libraries then make each process a world of its
-own, and others end the process while MPI starts, which with mpi4py is at its import: so the warning comes before that.
+own, and others end the process while MPI starts, which with mpi4py is at its import: so the warning is given earlier.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Library(NamedTuple):
     vendor: str
     version: str
     standard: str  # the version of the MPI standard that it follows
-    threads: str  # {"single", "funneled", "serialized", "multiple"}; the level of thread support it was initialised with
+    threads: str  # {"single", "funneled", "serialized", "multiple"}; the level of thread support it was initialized with
     path: str  # its file, "" if the system doesn't report it
     takes_device_buffers: str  # "yes (CUDA)", "no", or "unknown": whether it takes the memory of a GPU as it is
     mpi4py: str  # version of mpi4py
@@ -55,7 +55,7 @@ def _path() -> str:
 
 
 def device_buffers() -> str:
-    """Return in words whether the library says that it takes the memory of a device."""
+    """Return as text whether the library reports that it takes the memory of a device."""
     kinds = device_kinds()
     return "unknown" if kinds is None else f"yes ({', '.join(kinds)})" if kinds else "no"
 

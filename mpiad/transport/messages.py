@@ -20,12 +20,12 @@ from mpiad.transport.staging import HOST, Staged, Way, way_of
 # Who sends to whom, under which tag and number: the address of a message and of the adjoint's answer to it.
 #
 # Forward messages carry the user's tag, and MPI matches them in the order of their start. The messages of adjoints may be
-# started in another order on either side (requests are waited for in any order), so their tag is made of the user's tag
+# started in another order on either side (requests are waited for in any order), so their tag combines the user's tag
 # and the message's number: multiples of the golden section of the tags there are, plus the number. Two messages that are
 # under way between the same ranks at the same time then differ in their tag, as long as the product of their distance in
 # user tags and in number is below 0.38 times the number of tags (half of MPI's: 10⁸ with MPICH and more with Open MPI).
 #
-# A large array on a device travels in pieces behind a short message that says so (`announced`). The pieces have tags of the
+# A large array on a device is sent in chunks after a short message that announces it. They have tags of the
 # same kind in the other half, a quarter for each direction, so they are never taken for another message.
 
 
@@ -100,7 +100,7 @@ class Envelope:
 
     def back(self) -> Envelope:
         """Return the address of the message that carries the cotangent back."""
-        # With the number of the forward message: both sides know it, in whatever order their adjoints run.
+        # With the number of the forward message: both sides know it, independently of the order of their adjoints.
         return Envelope(self.channel, self.peer, self.tag, not self.outgoing, self.number, True, self.answers or self)
 
     def along(self) -> Envelope:
@@ -264,7 +264,7 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
 
 
 def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
-    """Receive an array; the envelope of a receive from anyone learns who it was."""
+    """Receive an array; the envelope of a receive from any rank is updated with the sender."""
     status = MPI.Status()
     # MPICH 5, over UCX, loses messages of other nodes for which a receive from any rank is posted, but finds them.
     if _LOOKS_FIRST or envelope.peer == MPI.ANY_SOURCE:

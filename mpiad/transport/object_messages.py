@@ -1,7 +1,7 @@
 """Messages of any Python objects between two ranks; large arrays travel as they lie in memory.
 
 A message is one pickle with the lengths of its buffers before it, and a further message for each buffer. A buffer is
-an object that pickle's protocol 5 leaves out: the data of a contiguous array of 64 KiB or more.
+left out of the pickle by protocol 5: the data of a contiguous array of 64 KiB or more.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 MPI's algorithms for any number of ranks send in small pieces and through memory allocated in each call. Between
 two processes of one machine that takes up to three times as long as one exchange. The exchange is a collective, too, so it
-meets no message of another kind. How more ranks are connected MPI knows better.
+meets no message of another kind. For more ranks MPI has better knowledge of the network.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def exchanges_pieces(channel: Channel, whole: Array, op: Op) -> bool:
 
 
 def allgather(comm: Comm, mine: np.ndarray, whole: np.ndarray, counts: list[int]) -> None:
-    """Write both ranks' contiguous arrays, of so many entries, behind one another to `whole`."""
+    """Concatenate both ranks' contiguous arrays, of `counts` entries, in `whole`."""
     parts = _cut(whole, counts)
     _swap(comm, mine, parts[1 - comm.rank])
     parts[comm.rank][...] = mine.reshape(-1)

@@ -1,4 +1,4 @@
-"""Wait without taking the core away from those who are waited for."""
+"""Wait without taking the core away from the processes that are waited for."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ This needs an MPI that can revoke a communicator (`fault_tolerance`); elsewhere 
 composite is the bare function. With it a composite ends by an agreement on its channel, which works on revoked
 communicators too: on all ranks that nothing has happened, or none leaves it. A rank that fails goes there at once. If
 the others don't come within a moment, it revokes the duplicates of the channel and of all channels among its ranks, so
-so that ranks waiting in one are interrupted, and come too. Then the ranks exchange their exceptions, and renew
+that ranks waiting in one are interrupted, and come too. Then the ranks exchange their exceptions, and renew
 the duplicates. Those that failed raise their own exception, and the others a `RemoteError`.
 
 In nested composites the outermost one recovers: messages around the inner one would be lost with its duplicates.
@@ -192,7 +192,7 @@ def _assemble(place: Channel, mine: BaseException | None, call: str) -> None:
     request, patience = place.data.Iagree(flag), Backoff()
     revoked = logged = False
     while not _is_complete(request, flag):
-        # Who was interrupted himself passes it on at once: ranks may wait in communicators that nobody else revokes.
+        # An interrupted rank passes it on at once: ranks may wait in communicators that no other rank revokes.
         if not revoked and (mine is None or patience.seconds > _UNTIL_REVOKED):
             _revoke(place)
             revoked = True

@@ -27,7 +27,7 @@ from mpiad.transport.device_arrays import arrays_of
 
 _SHOWN = 8
 _HUGE = 2**1023  # integers from here on have no float
-# Of the 16 bytes of a long double on x86 ten hold its 80 bits; whatever the memory held before is in the others.
+# Ten of the 16 bytes of a long double on x86 hold its 80 bits; the others hold arbitrary earlier contents of the memory.
 _MEANT = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 
 
@@ -79,7 +79,7 @@ def bits_of(array: np.ndarray) -> np.ndarray:
 
 
 def listed(differences: Mapping[int, Difference]) -> str:
-    """Return a line for each rank's difference, of many the first few and how many more there are."""
+    """Return a line for each rank's difference; if there are many, the first few and the number of the others."""
     lines = [f"\n  rank {rank}: {difference}" for rank, difference in differences.items()]
     return "".join(lines[:_SHOWN]) + (f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
 
@@ -138,7 +138,7 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said
             held.append(_Held(path, *_described(values[-1])))
     except TypeError as error:
         wrong = str(error)
-    # Of paths and kinds too: the same bits under other names are another value.
+    # The hash covers paths and kinds too: the same bits under other names are another value.
     mine = hashlib.blake2b(repr(held).encode(), digest_size=16).digest()
     if not _all_equal(channel, mine, bool(wrong)):
         _explain(channel, values, held, wrong, f"{said}, but ", f" {advice}" if advice else "")

@@ -1,7 +1,7 @@
 """End the job with the rank's place in the program after a signal to end: SIGTERM, or SIGINT that can't be raised.
 
 Python runs its handlers between two instructions of the main thread, and a thread that waits inside MPI has none. So
-Python's wakeup file tells a second thread, which finds the place and ends the job. There is one such file in a process, and
+Python's wakeup file notifies a second thread, which finds the place and ends the job. There is one such file in a process, and
 asyncio takes it (`add_signal_handler`): a file set by `signal.set_wakeup_fd`, before or after, is kept here, and the
 second thread forwards to it. Handlers of the program, installed before or after, stay in effect. SIGINT remains a
 KeyboardInterrupt; the job ends here only if the main thread hasn't moved for a second after it.
@@ -27,7 +27,7 @@ from mpi4py import MPI
 from mpiad.transport.abort import at_place, end_job, is_rank
 
 _RAISED_WITHIN = 1.0
-# In code of the user's own a communication by bare mpi4py can't be told from a long computation.
+# In user code a communication by bare mpi4py can't be distinguished from a long computation.
 _RAISED_WITHIN_FOREIGN = 10.0
 
 _set_wakeup_fd = signal.set_wakeup_fd
@@ -36,11 +36,11 @@ _mouth = -1
 _others = -1  # the wakeup file that others have set
 _forwarding = threading.RLock()  # a handler may set the file while it is being set
 _requested: int | None = None
-_patience: list[float] = []  # of those who have postponed the end, the innermost last
+_patience: list[float] = []  # those of the open `postponed` contexts, the innermost last
 
 
 def requested() -> int | None:
-    """Return the signal that told this rank to end while the end was postponed; None if none has come.
+    """Return the signal that requested this rank's end while the end was postponed; None if none has come.
 
     It is a rank's own: others may have had none. Agree before acting on it.
     """
@@ -67,9 +67,9 @@ def postponed(patience: float = 30.0) -> Iterator[None]:
 
 
 def install_signal_handlers() -> bool:
-    """Make SIGTERM end all ranks with 143, and SIGINT in a wait with 130; tell whether it was done.
+    """Make SIGTERM end all ranks with 143, and SIGINT in a wait with 130; return whether it was done.
 
-    It is in the main thread, which alone may do it.
+    It is done in the main thread only, since other threads can't.
     """
     if threading.current_thread() is not threading.main_thread():
         return False

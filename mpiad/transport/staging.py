@@ -118,7 +118,7 @@ class Staged:
         """Queue the copy to the device, and return its array."""
         out = self.arrays.empty(room.array.shape, room.array.dtype)
         self.arrays.copy_to_device(room.array, out)
-        room.loan.read = self.arrays.record()  # whoever borrows the memory next waits for this copy
+        room.loan.read = self.arrays.record()  # the next user of the memory waits for this copy
         return out
 
 

@@ -34,12 +34,12 @@ def cores() -> set[int]:
         return set(range(os.cpu_count() or 1))
 
 
-# Of this rank; one until it is known who shares the node.
+# Threads of this rank; one until the ranks on the node are known.
 _share = 1
 
 
 def loop_threads() -> int:
-    """Return over how many threads this rank may split a loop: its share of the cores, or fewer by OMP_NUM_THREADS."""
+    """Return the number of threads for a loop of this rank: its share of the cores, or fewer by OMP_NUM_THREADS."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     return min(_share, max(1, int(wanted))) if wanted.isdecimal() else _share
 
@@ -84,7 +84,7 @@ def gram(rows: np.ndarray) -> np.ndarray:
 def limit_threads(ranks_on_node: int) -> None:
     """Limit each rank's thread pools to its share of the node's cores, unless the user has set them; collective.
 
-    Of all ranks that limit theirs, on whatever node, the first one says so in the log, once for each user.
+    The first of all ranks that limit theirs, on any node, logs this, once for each user.
     """
     global _share
     _share = max(1, len(cores()) // ranks_on_node)

@@ -45,7 +45,7 @@ class ProgramRecorder(Protocol):
         ...
 
     def refuse(self, reason: str) -> None:
-        """Give the trace up, for a reason that is told the user."""
+        """Give the trace up, for a reason that is reported to the user."""
 
     def looked_up(self, call: str) -> None:
         """Take note that a function looks for the channel of a communicator."""

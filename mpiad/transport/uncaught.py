@@ -2,8 +2,7 @@
 
 Python then calls a hook. Debuggers, loggers and test frameworks set the same hooks, before this library is imported or
 after; theirs must be called, and must not prevent the end of the job. So Python finds our hooks in the modules, and ours
-call those of others; others find their own, since the modules `sys` and `threading` get a class of
-which the hook is an attribute.
+call those of others. Other code finds its own hooks: `sys` and `threading` get a class in which the hook is a property.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def end_by(error: BaseException) -> None:
 
 
 def _end_job(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # Nobody waits for this rank any more, or yet; and who types commands goes on after a wrong one.
+    # No rank waits for this one any more, or yet; and an interactive session continues after an error.
     if not is_rank() or _in_session or sys.flags.inspect:
         _of_program.hook(kind, error, trace)
     else:
@@ -113,7 +112,7 @@ def _end_job_of_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def _end_job_at_exit(args: sys.UnraisableHookArgs) -> None:
-    # Python itself would go on, and end with 0.
+    # Python itself would continue, and end with 0.
     error = args.exc_value
     in_good_order = isinstance(error, SystemExit) and not error.code
     if "atexit callback" in (args.err_msg or "") and is_rank() and error is not None and not in_good_order:

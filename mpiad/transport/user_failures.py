@@ -4,12 +4,12 @@ A rank that failed mustn't leave the others waiting in a later communication. If
 exception leaves the call at once, and `recovery` synchronizes the ranks. Otherwise it is kept until all ranks have reached
 an agreement:
 
-- `StageFailures` are agreed on after each stage of the call, with a sum of one flag, by which a number of each rank's can
+- `StageFailures` are agreed on after each stage of the call, with a sum of one flag, to which a number from each rank can
   be added up too;
 - `DeferredFailures` are agreed on when a sum that the ranks compute anyway is NaN: a rank whose function raised continues
   with NaN in place of the value, through the same communication as the others, so that the sum is NaN on all of them.
 
-Only then do the ranks exchange the exceptions, and raise together. `failure_detector` handles a rank that waits in an
+Only then do the ranks exchange the exceptions, and raise together. `FailureDetector` handles a rank that waits in an
 agreement which the others never reach because they wait for that rank.
 """
 
@@ -58,10 +58,10 @@ from mpiad.transport.uncaught import end_by
 # inside MPI can't be inspected. An exception that one rank raises alone ends the job unless it is caught; so does one that
 # all ranks should raise if they never meet.
 #
-# A `LoneFailure` ends it after some time. A thread measures that, which there is on no rank that hasn't failed.
+# A `LoneFailure` ends it after some time, measured by a thread that only failed ranks start.
 #
-# A `FailureDetector` finds out whether ranks wait in a communication for one that has failed. A rank that waits can't look
-# around, so each has a second thread, which wakes up five times a second. Once a failed rank has told it, it tells that
+# A `FailureDetector` finds out whether ranks wait in a communication for one that has failed. A waiting rank can't answer,
+# so each has a second thread, which wakes up five times a second. After a failed rank's notice, it notifies that
 # rank whenever its main thread begins to wait, moves on, or arrives at the agreement. When some wait and none moves, nobody
 # ever will. A call of the user's own, into a compiled solver or another program, may be long, or may be a communication by
 # bare mpi4py: from outside they look alike. So it counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
@@ -158,7 +158,7 @@ class FailureDetector:
             time.sleep(1e-3)
 
     def close(self, failed: bool = False) -> None:
-        """End the lookout; all ranks say whether there was a failure, after which notices may be under way."""
+        """Stop listening; `failed`, the same on all ranks, is whether there was a failure, after which notices may be pending."""
         self._done.set()
         if self._thread is not None:
             self._thread.join()
@@ -168,7 +168,7 @@ class FailureDetector:
 
 
 def _stuck_after() -> float:
-    """Return for how many seconds a rank may be in one call of the user's own before it counts as waiting."""
+    """Return the time in seconds that a rank may spend in one call of user code before it counts as waiting."""
     given = os.environ.get("MPIAD_TIMEOUT")
     if not given:
         return _STUCK_AFTER
@@ -220,7 +220,7 @@ _FAILED, _UNREACHED, _END_REQUESTED, _TERM = range(4)
 
 
 class Unreached(Exception):  # noqa: N818 - no error, as StopIteration is none
-    """Leave a stage on all ranks, since a solver in it hasn't converged on some: the call goes on elsewhere."""
+    """Leave a stage on all ranks, since a solver in it hasn't converged on some: the call continues after it."""
 
 
 class WrongValueError(TypeError):
@@ -244,7 +244,7 @@ class StageFailures:
     - `complete`: ``complete(error, trace)`` completes the text of an exception before it is sent to all ranks.
     - `error` (or None): the exception that all ranks have raised; there are no further agreements after it.
     - `broken`: whether this rank's stage has failed while the ranks that wait for it can be interrupted.
-    - `end_requested`: whether any rank had been told to end (SIGTERM) when it came to an agreement: the same on all
+    - `end_requested`: whether any rank had received SIGTERM when it came to an agreement: the same on all
       ranks.
     - `tolerates`: whether a ConvergenceError is no failure: `Unreached` is then raised on all ranks, and the call may
       go on. The same on all ranks.
@@ -357,7 +357,7 @@ class DeferredFailures:
     communication, at its first call, or if it communicated in earlier calls, it is called once more with a valid argument
     for the sake of its messages. Any other failure that may leave ranks waiting ends the job after a while.
 
-    - `comm`: the ranks that are to know.
+    - `comm`: the ranks that are to be informed.
     - `call`: name of the public function.
     - `talkers`: names of functions that have communicated, in this call or in others with the same functions; it grows.
     - `apart`: whether agreements use a separate communicator, which no function communicates on.
@@ -391,9 +391,9 @@ class DeferredFailures:
             if again is not None and not spent and (usual is None or name in self._talkers):
                 with contextlib.suppress(Exception):
                     fun(again())
-            # A trace that it left has marked the channel, on which the ranks are yet to meet.
+            # A trace that the exception left has marked the channel, on which the ranks have yet to meet.
             if fault is None and self._used.fault is not None:
-                # Of collectives none is left once all have met.
+                # No collective is pending once all ranks have met.
                 self._fault = self._used.fault if self._used.has_messages else self._fault
                 self._used.fault = None
             return None
@@ -408,7 +408,7 @@ class DeferredFailures:
             self.error, self._lone = error, LoneFailure(error, self._call, seconds)
 
     def __enter__(self) -> None:
-        """Begin a communication in which the others are to learn of it."""
+        """Begin a communication by which the others are informed of the failure."""
 
     def __exit__(self, kind: object, reached: object, trace: object) -> None:
         # This rank's own exception is more informative than the DeadlockError that followed from it.
@@ -428,7 +428,7 @@ class DeferredFailures:
             self._lone.met()
         if not every[0]:
             return
-        # On all ranks alike: one that could go on without the others would wait for them.
+        # On all ranks alike: a rank that continued without the others would wait for them.
         if every[1]:
             self._used.mark(self._fault or f"an exception left {self._call} in which messages were under way.")
         error, self.error = self.error, None

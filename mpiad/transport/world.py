@@ -53,7 +53,7 @@ def start(call: str) -> None:
             "mpiad.mpi_map, or by mpi4py.futures.MPICommExecutor behind the import of mpiad."
         )
     aborts = install_hooks()
-    # Before the first duplicate: MPI would wait in it for ranks that never import us, and say nothing.
+    # Before the first duplicate: MPI would wait in it silently for ranks that never import mpiad.
     meet(call)
     open_world()
     warn_of_separate_worlds(MPI.COMM_WORLD.size)
@@ -144,7 +144,7 @@ def finalize() -> None:
 
 
 def level_of_repeats() -> int:
-    """Return at which level this rank logs a warning that nearly all ranks have to say: on most of them it is no news."""
+    """Return the level at which this rank logs a warning that nearly all ranks have: on most of them only INFO."""
     world = MPI.COMM_WORLD
     return logging.WARNING if not is_rank() or speaks(world.rank, world.size) else logging.INFO
 

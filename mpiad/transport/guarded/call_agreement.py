@@ -36,7 +36,7 @@ class Agreement:
         # Messages never received must not match a later epoch's receives: as many epochs as MPI's tags allow.
         self._epochs = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1) // (2 * _LANES)
         self.epoch = 0
-        # Of agreements begun, by lane: it says who is missing.
+        # Numbers of agreements begun, by lane: they show which ranks are missing.
         self._numbers: Counter[int] = Counter()
         self.starts: Counter[int] = Counter()
         self._lanes: dict[int, _Lane] = {}

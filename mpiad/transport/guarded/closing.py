@@ -29,14 +29,14 @@ def close(close_world: Callable[[], None]) -> None:
         await_others()
         close_world()
         return
-    # Others that wait for this rank learn at once that they do so in vain.
+    # Others that wait for this rank learn at once that it won't come.
     switch.announce()
-    # This rank may be done long before the others. After an error it waits no longer than ever.
+    # This rank may be done long before the others. After an error its wait has a limit.
     faulted = any(channel.fault is not None for channel in channels.live_channels())
     given_up = await_others((watch_settings.present().timeout or _GRACE) if faulted else None)
     left_over = []
     if given_up:
-        # After the ranks have given up they aren't in step any more; only MPI's own end is left to them.
+        # Ranks that have given up communication aren't synchronized any more; only MPI's own end is left to them.
         # It may wait for communication that nobody continues, when no Python runs any more: so the system ends it, unless
         # the program has use for the signal itself.
         if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:

@@ -21,7 +21,7 @@ from mpiad.transport.agreement import Group, agreed
 from mpiad.transport.calls import Call, Site
 from mpiad.transport.mpi_operations import name_of
 
-# Ranks as people read them: lists ("0-6, 8"), and tables with one line for those of many that say the same.
+# Readable ranks: lists ("0-6, 8"), and tables in which many ranks with equal entries share a line.
 
 
 _SHOWN = 8
@@ -158,7 +158,7 @@ def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, 
     key = (label, step, form, handle, root, call_sites, who)
     found = _known.get(key)
     if found is None:
-        # Emptied whole: a program with so many shapes makes new ones all the time, and to order them would cost each call.
+        # Cleared as a whole: a program with so many shapes makes new ones all the time, and ordering them would cost each call.
         if len(_known) > _MOST:
             _known.clear()
         compared = describe(label, step, array, op, root, call_sites).compared

@@ -1,4 +1,4 @@
-"""The messages of debug mode: how many each rank has sent to and received from each other, and from which lines."""
+"""Message counts of debug mode: numbers sent to and received from each other rank, with the lines of the calls."""
 
 from __future__ import annotations
 

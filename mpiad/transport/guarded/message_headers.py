@@ -79,7 +79,7 @@ class HeadedMessages(Guarded):
     def Isend(self, array: Array, dest: int, tag: int) -> HeadedSend:
         """Start to send a header and the array."""
         header, name, place = _header(array)
-        # Before the message: whoever has the message can wait for its header.
+        # Before the message: a rank that has the message can wait for its header.
         ahead = None if _counted_down(self.unannounced, dest, tag) else self.post.Isend([header, MPI.BYTE], dest, tag)
         self.ledger.sent(dest, tag, place)
         return HeadedSend(self, self.bare.Isend(array, dest, tag), ahead, array, dest, tag, (name, place))

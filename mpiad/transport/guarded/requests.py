@@ -33,8 +33,8 @@ class _Wait:
 class Gathering(_Wait):
     """A wait inside a collective.
 
-    `key`: of the ranks' common count: that of a communicator, or of the agreement of its ranks. `number`: of it,
-    by that count: who hasn't come so far is missing.
+    `key`: identifies the count of collectives, for a communicator or for the agreement of its ranks. `number`: that of
+    this collective: ranks with a lower count are missing.
     """
 
     def __init__(self, comm: Comm, key: str, number: int, description: Description | None = None):
@@ -73,7 +73,7 @@ class Letter(_Wait):
         """Return whether the other end has left the program, and sends nothing any more."""
         peers = self._peers()
         return bool(peers) and all(
-            # A long message of a rank that has left may still be on its way; who has left receives nothing.
+            # A long message of a rank that has left may still be on its way; a rank that has left receives nothing.
             rank in gone and gone[rank].heard < before and (self.sends or not gone[rank].sends)
             for rank in peers
         )
@@ -86,7 +86,7 @@ class Letter(_Wait):
     def report(self) -> dict[str, Any]:
         """Return the entries of a table of waits."""
         partner = "any rank" if self.peer < 0 else f"rank {self.peer}"
-        # The tag of an adjoint's message is made of several things.
+        # The tag of an adjoint's message combines several numbers.
         tag = "" if self.comm.reverse else " with any tag" if self.tag < 0 else f" with tag {self.tag}"
         direction = "to" if self.sends else "from"
         arguments = ", ".join(filter(None, [f"{direction} {partner}{tag}", self.arguments]))
@@ -167,7 +167,7 @@ class StartedReduction(GuardedRequest):
         packed = _packed(said, agreement.starts[lane])
         self._mine[: packed.size] = packed
         self._saying = agreement.later(lane, comm.post).Iallgather(self._mine, self._every)
-        self._group = comm if lane else agreement  # in whose order they say it
+        self._group = comm if lane else agreement  # in whose order the descriptions come
 
     def Wait(self, status: Status = None) -> None:
         """Wait for the descriptions, compare them, and wait for the sum."""

@@ -26,7 +26,7 @@ from mpiad.transport.guarded.descriptions import rank_ranges, table_of_ranks
 from mpiad.transport.guarded.timed_waits import Departure, Waiting, departed
 from mpiad.transport.notices import threads_may_communicate
 
-# The wait-for table: who waits for whom, in which call, since when, and the cycle if there is one.
+# The wait-for table: the waiting ranks, those they wait for, the call, the time, and the cycle if there is one.
 
 
 State = dict[str, Any]
@@ -93,7 +93,7 @@ def _cycle(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
             if other in path:
                 ranks = list(path)
                 return (*ranks[ranks.index(other) :], other)
-            # Lists are shared by all who wait together, so each is searched once: by identity.
+            # Lists are shared by all ranks that wait together, so each is searched once: by identity.
             if other in edges and id(edges[other]) not in done:
                 path[other] = None
                 ahead.append(iter(edges[other]))
@@ -138,7 +138,7 @@ def _row(rank: int, state: State | None, awaited: list[int]) -> tuple[str, ...]:
 
 
 def _shown(state: State) -> str:
-    """Return a state's age: tenths of a second tell nothing about a long one."""
+    """Return a state's age as text: without tenths of a second for a long one."""
     seconds = state["seconds"]
     return f"{seconds:.0f}" if seconds >= 1 else f"{seconds:.1f}"
 
@@ -236,7 +236,7 @@ class Responder:
     def hear_departures(self) -> None:
         """Receive the notices of all others, which have been sent: some MPIs complain of unreceived messages."""
         until = perf_counter() + self._patience
-        # Not for ever: a rank may have been ended from outside, without a notice.
+        # With a limit: a rank may have been ended from outside, without a notice.
         while len(departed) < len(self._others) and perf_counter() < until:
             self.answer()
             time.sleep(_TICK / 20)
@@ -254,7 +254,7 @@ class Responder:
             if waiting.verdict is not None:  # another rank was faster
                 return waiting.verdict
             found = finding_of(states, self._comm.rank)
-            # Of several ranks that ask at the same time one makes the table.
+            # If several ranks ask at the same time, one of them makes the table.
             first = min([self._comm.rank, *[r for r in found.ranks if (states[r] or {}).get("asking")]])
             if first != self._comm.rank:
                 self._await_verdict(waiting, self._patience)

@@ -20,9 +20,9 @@ _ON_THE_WAY = 0.5  # seconds
 
 
 class Departure(NamedTuple):
-    """Another rank's end of the program, told at once: who waits for it waits in vain."""
+    """Another rank's end of the program, reported at once: waits for this rank never end."""
 
-    counts: dict[str, int]  # how many collectives it had begun by then
+    counts: dict[str, int]  # the numbers of collectives that it had begun by then
     sends: bool  # whether messages of its own were still under way: long ones take their time
     how: str
     place: str

@@ -25,7 +25,7 @@ class Settings(NamedTuple):
 
     @property
     def compares_lines(self) -> bool:
-        """Whether ranks must call from the same line now."""
+        """Whether ranks must call from the same line."""
         return self.debug and self.call_sites
 
 
