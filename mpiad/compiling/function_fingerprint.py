@@ -2,8 +2,8 @@
 
 The values are found by Python's names: global names, variables of enclosing functions, default values, and so on through
 the functions that it calls. Immutable values, small arrays and pytrees of them are compared by their current values,
-and the user's modules and objects by the attributes that are named with them, as in `settings.rate`. NumPy, autograd and math
-are assumed constant. Anything else that a function reads can't be followed, and makes the result unknown: an object that
+and the user's modules and objects by the attributes that are named with them, as in `settings.rate`. NumPy, autograd and
+math are assumed constant. Anything else that a function reads can't be followed, and makes the result unknown: an object that
 it passes on, properties, generators of random numbers.
 """
 

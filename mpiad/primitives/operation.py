@@ -43,8 +43,8 @@ class Tape(Protocol):
     # Whether it records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent: the
     # Jacobian itself is constant.
     of_cotangents: bool
-    # How it is run backwards, "one", "several", "kept" or "recorded": once, right after it has ended; as often as the code that
-    # made it decides; by a user, with cotangents of any kind; or by a user, on a tape of products with its transpose.
+    # How it is run backwards, "one", "several", "kept" or "recorded": once, right after it has ended; as often as its creator
+    # decides; by a user, with cotangents of any kind; or by a user, on a tape of products with its transpose.
     passes: str
 
     def communicated(

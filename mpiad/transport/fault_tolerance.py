@@ -74,7 +74,7 @@ _exit = os._exit  # before `departure` replaces it
 
 
 def all_have_come() -> bool:
-    """Wait for the other ranks that are alive, and return whether these are all; collective, and the same on all of them."""
+    """Wait for the other ranks that are alive, and return whether all are alive; collective, the same on all of them."""
     if not FAULT_TOLERANT or MPI.COMM_WORLD.size == 1:
         return True
     # A rank may know of a death before another does, so that they must agree on it.

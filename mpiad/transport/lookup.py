@@ -56,9 +56,9 @@ def close_world() -> None:
 def channel(comm: Comm, call: str, collective: bool = True, survivors: bool = False) -> Channel:
     """Return the channel of a communicator, made at its first collective use; errors name the public function, `call`.
 
-    `collective` says whether all ranks of `comm` are in this call, so that duplicates can be made, and `survivors` whether only
-    the surviving ranks are needed. A CommunicatorError for a communicator that is freed, null, an intercommunicator or not
-    prepared, and after the end of MPI; an UnfinishedMessagesError if an exception has left messages under way.
+    `collective` says whether all ranks of `comm` are in this call, so that duplicates can be made, and `survivors` whether
+    only the surviving ranks are needed. A CommunicatorError for a communicator that is freed, null, an intercommunicator
+    or not prepared, and after the end of MPI; an UnfinishedMessagesError if an exception has left messages under way.
     """
     if tracing.recorder is not None:
         tracing.recorder.looked_up(call)

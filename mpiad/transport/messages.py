@@ -21,12 +21,12 @@ from mpiad.transport.staging import HOST, Staged, Way, way_of
 #
 # Forward messages carry the user's tag, and MPI matches them in the order of their start. The messages of adjoints may be
 # started in another order on either side (requests are waited for in any order), so their tag combines the user's tag
-# and the message's number: multiples of the golden section of the tags there are, plus the number. Two messages that are
+# and the message's number: multiples of the golden section of the number of tags, plus the number. Two messages that are
 # under way between the same ranks at the same time then differ in their tag, as long as the product of their distance in
 # user tags and in number is below 0.38 times the number of tags (half of MPI's: 10⁸ with MPICH and more with Open MPI).
 #
-# A large array on a device is sent in chunks after a short message that announces it. They have tags of the
-# same kind in the other half, a quarter for each direction, so they are never taken for another message.
+# A large array on a device is sent in chunks after a short message that announces it. The chunks have tags of
+# the same kind in the other half, a quarter for each direction, so they are never taken for another message.
 
 
 class Envelope:

@@ -32,7 +32,7 @@ class SharedCounter:
             self._thread.start()
 
     def take(self, many: int = 1) -> int:
-        """Return the next number, and advance the counter by `count`."""
+        """Return the next number, and advance the counter by `many`."""
         if self._comm.rank == 0:
             with self._counting:
                 before, self._count = self._count, self._count + many

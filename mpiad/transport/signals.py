@@ -1,7 +1,7 @@
 """End the job with the rank's place in the program after a signal to end: SIGTERM, or SIGINT that can't be raised.
 
 Python runs its handlers between two instructions of the main thread, and a thread that waits inside MPI has none. So
-Python's wakeup file notifies a second thread, which finds the place and ends the job. There is one such file in a process, and
+Python's wakeup file notifies a second thread, which finds the place and ends the job. A process has one such file, and
 asyncio takes it (`add_signal_handler`): a file set by `signal.set_wakeup_fd`, before or after, is kept here, and the
 second thread forwards to it. Handlers of the program, installed before or after, stay in effect. SIGINT remains a
 KeyboardInterrupt; the job ends here only if the main thread hasn't moved for a second after it.

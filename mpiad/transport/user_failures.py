@@ -61,7 +61,7 @@ from mpiad.transport.uncaught import end_by
 # A `LoneFailure` ends it after some time, measured by a thread that only failed ranks start.
 #
 # A `FailureDetector` finds out whether ranks wait in a communication for one that has failed. A waiting rank can't answer,
-# so each has a second thread, which wakes up five times a second. After a failed rank's notice, it notifies that
+# so each has a second thread, which wakes up five times a second. After a failed rank's notice, this thread notifies that
 # rank whenever its main thread begins to wait, moves on, or arrives at the agreement. When some wait and none moves, nobody
 # ever will. A call of the user's own, into a compiled solver or another program, may be long, or may be a communication by
 # bare mpi4py: from outside they look alike. So it counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
@@ -158,7 +158,7 @@ class FailureDetector:
             time.sleep(1e-3)
 
     def close(self, failed: bool = False) -> None:
-        """Stop listening; `failed`, the same on all ranks, is whether there was a failure, after which notices may be pending."""
+        """Stop listening; `failed`, the same on all ranks, says whether any failed, so that notices may be pending."""
         self._done.set()
         if self._thread is not None:
             self._thread.join()

@@ -158,7 +158,7 @@ def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, 
     key = (label, step, form, handle, root, call_sites, who)
     found = _known.get(key)
     if found is None:
-        # Cleared as a whole: a program with so many shapes makes new ones all the time, and ordering them would cost each call.
+        # Cleared as a whole: a program with so many shapes keeps making new ones, and ordering them would cost each call.
         if len(_known) > _MOST:
             _known.clear()
         compared = describe(label, step, array, op, root, call_sites).compared
