@@ -3,8 +3,8 @@
 A file is one of NumPy's npz: arrays by name, and a JSON description of the problem that the state belongs to. It is
 written next to its final path under a name of its own, flushed to the disk, and only then renamed: a process killed at any
 moment leaves the old file or the new one, and of several processes that write the same file the last one wins. It ends with
-a checksum of all its bytes, which is compared before anything else is read: NumPy and zipfile read some damaged files
-without a word, with an array missing.
+a checksum of all its bytes, which is compared before anything else is read: NumPy and zipfile silently read some damaged files
+with an array missing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
             file.write(checksum)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(part, path)  # while it is locked: nobody takes it for one that was left
+            os.replace(part, path)  # while it is locked, so that no process removes it as left over
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()
@@ -61,7 +61,7 @@ def write(path: Path, description: dict[str, Any], arrays: Iterable[tuple[str, n
 
 
 def begin(path: Path) -> tuple[Path, IO[bytes]]:
-    """Return a new file in the folder of a path, by a name that no other process uses, locked if the file system has locks.
+    """Return a new file in the folder of a path, by a name that no other process uses, locked if possible.
 
     An OSError if the path names a device, a pipe or a folder, which the new file mustn't replace.
     """
@@ -101,7 +101,7 @@ def _remove_left_over(path: Path) -> None:
 
 
 def require_regular(path: Path) -> None:
-    """Raise an OSError if there is a device, a pipe or a folder."""
+    """Raise an OSError if the path is that of a device, a pipe or a folder."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if path.exists() and not path.is_file():
@@ -115,12 +115,12 @@ def data_of(part: Path) -> Path:
 
 def files_of_ranks(path: Path) -> list[Path]:
     """Return the files, by name, that ranks have written for a path, each its own two: of any number of ranks."""
-    # Escaped: in a user's name brackets mean themselves.
+    # Escaped: brackets in the user's file name are literal.
     return sorted(path.parent.glob(f"{glob.escape(path.stem)}.rank*of*.?{glob.escape(path.suffix)}"))
 
 
 def _put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
-    # How much comes isn't known when the member is begun, and it may be more than 2 GiB.
+    # The size isn't known when the member is begun, and it may be more than 2 GiB.
     with archive.open(name + ".npy", "w", force_zip64=True) as member:
         np.lib.format.write_array(member, np.asarray(array), allow_pickle=False)
 
@@ -131,14 +131,14 @@ def _checksum(file: IO[bytes]) -> bytes:
     file.seek(0)
     while left > 0:
         piece = file.read(min(left, _PIECE))
-        if not piece:  # somebody cuts it short at this moment
+        if not piece:  # another process truncates it at this moment
             break
         left, found = left - len(piece), zlib.crc32(piece, found)
     return b"%08x" % found
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names of a folder's files to the disk."""
+    """Flush the names of a folder's files to the disk."""
     # Until the folder is on the disk, a crash of the machine may bring back the name's old file.
     descriptor = os.open(folder, os.O_RDONLY)
     try:

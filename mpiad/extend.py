@@ -1,9 +1,9 @@
-"""Operators of the user's own that communicate: ten lines of Python, together with their adjoint.
+"""Custom operators that communicate: ten lines of Python, together with their adjoint.
 
 `custom_operator` turns a function into an operator that the ordered tape treats like a built-in: one node, recorded
 whether or not an input is traced, visited always, on every rank. Its body runs on plain arrays with no tape current,
 and may use bare mpi4py (post the receives, post the sends, wait for all). `defvjp`, `defjvp` define its derivatives,
-`defadjoint` both at once for a linear map. Rules made of communicating operators can be differentiated again.
+`defadjoint` both at once for a linear map. Rules that consist of communicating operators can be differentiated again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def custom_operator(fun: Function) -> Communicating:
     Parameters
     ----------
     fun : callable
-        Takes arrays (and anything else) by position, constants by keyword; returns an array, a number or None. Called
+        Function of positional arrays (and anything else) and keyword constants; returns an array, a number or None. Called
         with plain arrays.
 
     Returns
@@ -55,7 +55,7 @@ def custom_operator(fun: Function) -> Communicating:
     >>> print(mpiad.grad(lambda x: total(x) ** 2 / size)(1.0))
     2.0
     """
-    # An object and no wrapper: tapes, plain autograd and compiled programs each ask it for other rules.
+    # An object instead of a wrapper: tapes, plain autograd and compiled programs each use other rules of it.
     return Communicating(fun)
 
 
@@ -95,7 +95,7 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
 
 
 def defvjp_together(operator: Communicating, maker: Callable) -> None:
-    """Give an operator its adjoint, one rule for all arguments: for those that share a costly part.
+    """Give an operator its adjoint as one rule for all arguments, which may share a costly part.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
 
 
 def defjvp_together(operator: Communicating, rule: Callable) -> None:
-    """Give an operator its tangent, one rule for all arguments: for those that share a costly part.
+    """Give an operator its tangent as one rule for all arguments, which may share a costly part.
 
     Parameters
     ----------

@@ -113,7 +113,7 @@ def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
 
 
 def refuse_objects(tree: Tree, name: str, call: str) -> None:
-    """Raise a TypeError if a leaf is an object of another kind, whose numbers would stay as they are without a word."""
+    """Raise a TypeError if a leaf is an object of another kind, whose numbers would silently stay unchanged."""
     for path, leaf in named_leaves(tree, name):
         plain = isinstance(leaf, (Number, str, bytes, np.generic, type(None))) or is_array(leaf)
         if not plain or getattr(leaf, "dtype", np.dtype(float)).hasobject:
@@ -225,7 +225,7 @@ def _applied(formula: Callable[..., None], inputs: list[np.ndarray], results: Se
     # All of the whole length, so that pieces are written to their final place: only a formula's temporaries are short.
     outputs = [np.empty_like(inputs[k]) for k in results]
     every = inputs + outputs
-    if len(inputs[0]) <= _PIECE or type(inputs[0]) is not np.ndarray:  # a device has its own ways
+    if len(inputs[0]) <= _PIECE or type(inputs[0]) is not np.ndarray:  # devices schedule such work themselves
         formula(*every)
         return outputs
     for start in range(0, len(inputs[0]), _PIECE):

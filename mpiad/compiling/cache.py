@@ -40,7 +40,7 @@ except ImportError:  # not on Windows: there each process makes its own
 
 _SUFFIX, _UNFINISHED, _LOCK = ".kernel", "unfinished-", "lock-"
 _MOST_ENTRIES, _DAY = 256, 86_400.0
-# So long after a lock was taken others wait for it, in seconds, and look so often: its holder may have been stopped.
+# Seconds for which others wait for a lock, since its holder may have been stopped, and between their attempts.
 _PATIENCE, _LOOK = 10.0, 0.01
 
 
@@ -126,7 +126,7 @@ class Store:
         used = {}
         for path in self.root.iterdir():
             try:
-                if path.is_file():  # earlier versions had folders
+                if path.is_file():  # other versions have folders
                     used[path] = path.stat().st_mtime
             except FileNotFoundError:  # another process has just finished or removed it
                 continue
@@ -165,7 +165,7 @@ _COMPILER = (
 )  # fmt: skip
 
 _lock = threading.RLock()
-# Those that were used longest ago go: a function that does something else at each call would fill the memory.
+# The least recently used are dropped: a function that differs at each call would fill the memory.
 _MOST_LOADED = 256
 # By text, name and signature: to hash a text that is the same object costs nothing, and each solve comes here.
 _loaded: dict[tuple[str, str, str, str], Kernel] = {}

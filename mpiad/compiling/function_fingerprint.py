@@ -3,8 +3,8 @@
 The values are found by Python's names: global names, variables of enclosing functions, default values, and so on through
 the functions that it calls. Immutable values, small arrays and pytrees of them are compared by their current values,
 and the user's modules and objects by the attributes that are named with them, as in `settings.rate`. NumPy, autograd and
-math are assumed constant. Anything else that a function reads can't be followed, and makes the result unknown: an object that
-it passes on, properties, generators of random numbers.
+math are assumed constant. Other values can't be followed, and make the result unknown: an object that the function
+passes on, properties, generators of random numbers.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Reader:
             raise Unknown
 
     def _builtin(self, value: BuiltinFunctionType) -> None:
-        # A method of an object, of a generator of random numbers for one, is of this type, too.
+        # A method of an object, such as a generator of random numbers, has this type, too.
         if not isinstance(value.__self__, ModuleType) or value.__name__ in UNSEEN:
             raise Unknown
         self._module(value.__self__)
@@ -233,7 +233,7 @@ def _is_followed(value: object) -> bool:
 
 
 def attribute_of(value: Any, name: str) -> Any:
-    """Return an attribute that is read and not computed."""
+    """Return an attribute that is stored, not computed."""
     kind = type(value)
     if kind is ModuleType:
         own, bases = value.__dict__, ()
@@ -286,7 +286,7 @@ def uses_of_first(code: CodeType) -> tuple[tuple[str, ...], ...]:
     if not first or first[0] in code.co_cellvars:
         raise Unknown
     for instruction in dis.get_instructions(code):
-        # Newer Pythons load two names at a time, and here it isn't looked further which one an attribute is of.
+        # Newer Pythons load two names at a time, and it isn't determined here to which one an attribute belongs.
         names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         if "FAST" in instruction.opname and instruction.opname not in _LOAD_LOCAL and first[0] in names:
             raise Unknown

@@ -64,7 +64,7 @@ def _where(like: SymbolicArray, condition: object, *choices: Any) -> SymbolicArr
 
 def _select(like: SymbolicArray, conditions: Sequence[Array], choices: Sequence[Array], default: Array = 0) -> Any:
     made = default
-    # From the last to the first, since the first condition that holds decides.
+    # From the last to the first, since the first true condition decides.
     for condition, choice in zip(reversed(conditions), reversed(choices)):
         made = entrywise(like, choose, condition, choice, made)
     return made
@@ -236,7 +236,7 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 
 class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array of values that aren't known yet.
+    """An array of values that are unknown during the trace.
 
     `builder`: that of their program. `numbers`: those of the values. `dtype`: that of the states; arrays of
     conditions report a boolean dtype, and those of real numbers a real one.
@@ -262,12 +262,12 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """The number of axes."""
         return self.numbers.ndim
 
     @property
     def size(self) -> int:
-        """How many entries it has."""
+        """The number of entries."""
         return self.numbers.size
 
     @property
@@ -314,7 +314,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
-        # np.array([u[0], u[1]]) asks for this: there is no other way to take part in it.
+        # np.array([u[0], u[1]]) requests this: there is no other hook for it.
         if dtype is not None and np.dtype(dtype) != object:
             self.builder.refuse(
                 f"it puts traced values into an array of {np.dtype(dtype)}: return a list of the components, or begin with "

@@ -48,7 +48,7 @@ _CONSTANTS = {"inf": math.inf, "nan": math.nan, "pi": math.pi, "e": math.e}
 
 
 def refuse(node: ast.AST) -> NoReturn:
-    """Raise an error that names a line of a kernel which isn't of the language."""
+    """Raise an error that names a line of a kernel which isn't in the language."""
     raise NotImplementedError(f"line {getattr(node, 'lineno', '?')} of a kernel: {ast.unparse(node)}")
 
 
@@ -273,8 +273,8 @@ class _Module:
     """The functions of a text, each translated when it is called first, once for each list of types."""
 
     def __init__(self, defined: dict[str, ast.FunctionDef], fast: str, linked: bool):
-        # A loop over many arrays has as many rows. To choose among sums of their addresses, steps and lengths takes LLVM
-        # longer than all else, and is won back by nothing.
+        # A loop over many arrays has as many rows. Choosing among sums of their addresses, steps and lengths takes LLVM
+        # longer than all else, and brings no gain.
         self.defined, self.fast, self.hides_rows = defined, fast, linked
         self.declared: dict[str, str] = {}
         self._made: dict[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]] = {}

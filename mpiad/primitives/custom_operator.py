@@ -1,4 +1,4 @@
-"""An operator of the user's own that communicates, as the ordered tape and plain autograd see it.
+"""A custom operator that communicates, as the ordered tape and plain autograd see it.
 
 It is one node, recorded whether or not an input is traced, and visited always, on every rank. Its body runs on plain arrays
 with no tape current. `mpiad.extend` makes such operators and gives them their derivatives.
@@ -126,7 +126,7 @@ class Communicating(Recorded):
 
         def vjp(g: Array) -> tuple:
             lead = spec_like(g).shape[: -ndim or None] if several else ()
-            # All of it runs, also for arguments that aren't traced here: other ranks may wait for their part.
+            # All rules run, also for arguments that aren't traced here: other ranks may wait for their messages.
             return _parts(rule(g), argnums, args, self.__name__, lead)
 
         return vjp

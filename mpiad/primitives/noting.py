@@ -1,4 +1,4 @@
-"""Operations that note which line of the user's called them, swapped in while somebody asks (see `transport.calls`)."""
+"""Operations that note which line of the user's called them, swapped in while an owner requests it (see `transport.calls`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _operations: WeakSet[Operation] = WeakSet()
 
 
 def note_forward(operation: Operation) -> None:
-    """Have an operation's forward function note its calls, while somebody asks."""
+    """Have an operation's forward function note its calls, while an owner requests it."""
     _operations.add(operation)
     if calls.is_noting():
         operation.forward = _noted_forward(operation)
@@ -32,7 +32,7 @@ def note_forward(operation: Operation) -> None:
 
 def _switch(on: bool) -> None:
     for operation in _operations:
-        # The bare functions are put back in place, so that nothing is paid while nobody asks.
+        # The bare functions are put back in place, so that there is no cost without owners.
         operation.forward = _noted_forward(operation) if on else operation.bare
 
 
@@ -55,7 +55,7 @@ def _during(begin: Callable[..., Call], given: tuple, fun: Callable, *args: Any)
 
 
 def note_rules(kind: type[Recorded]) -> None:
-    """Have the adjoints and tangents of a class note their calls and the forward call's line, while somebody asks."""
+    """Have the adjoints and tangents of a class note their calls and the forward call's line, on request."""
     vjp, jvp = bare = kind.vjp, kind.jvp
 
     def noted_vjp(self: Recorded, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:

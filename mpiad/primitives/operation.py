@@ -43,8 +43,8 @@ class Tape(Protocol):
     # Whether it records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent: the
     # Jacobian itself is constant.
     of_cotangents: bool
-    # How it is run backwards, "one", "several", "kept" or "recorded": once, right after it has ended; as often as its creator
-    # decides; by a user, with cotangents of any kind; or by a user, on a tape of products with its transpose.
+    # How it is run backwards, "one", "several", "kept" or "recorded": once, right after it has ended; as often as its
+    # creator decides; by a user, with cotangents of any kind; or by a user, on a tape of products with its transpose.
     passes: str
 
     def communicated(
@@ -222,7 +222,7 @@ def communicate(operation: Operation, x: Array, params: object) -> Any:
     used = tracing.channels if tape is None else tape.channels
     if used is not None and not operation.point_to_point:
         used.add((getattr(params, "channel", params), False))  # type: ignore[arg-type]
-    # Outside of all traces nothing is recorded: a test or two are all that is paid.
+    # Outside of all traces nothing is recorded: the only cost is a test or two.
     if tape is None and type(x) not in _box_types:
         return run(operation, x, params)
     return apply(operation, tape, (x,), params)

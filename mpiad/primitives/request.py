@@ -18,7 +18,7 @@ from mpiad.transport import Channel, Envelope, Spec
 
 
 def _by_lane(name: str, doc: str) -> Any:
-    """Return an attribute that is another in each lane, None at first."""
+    """Return a property with a separate value in each lane, None at first."""
     return property(
         lambda cell: cell.left.get((name, current.lane)),
         lambda cell, value: cell.left.__setitem__((name, current.lane), value),

@@ -1,6 +1,6 @@
 """Which call of the user's program a communication belongs to: its name, its line, and backwards that of its forward call.
 
-A thread-local stack of `Call` records, the innermost last. Nothing is noted until somebody asks for it: `note(owner)`
+A thread-local stack of `Call` records, the innermost last. Nothing is noted until it is requested: `note(owner)`
 has the registered switches swap the functions of all operations for ones that push and pop a record, and
 `forget(owner)` puts the bare ones back, so that there is no cost without owners.
 
@@ -46,7 +46,7 @@ class Site:
         return self.text
 
 
-# They make many communications, of which a message had better name the one that it is about.
+# They make many communications, and messages should name the particular one.
 _COMPOSITES = ("mpi_optimize", "mpi_map")
 # Entries that name no function: another library's, and that of a custom operator, whose name is more informative.
 _OPERATORS = ("", "extend")
@@ -83,7 +83,7 @@ class Call:
         "site",
     )  # fmt: skip
 
-    # How the values of an operation are read is known above: primitives.noting puts it in.
+    # The reader of an operation's arguments is defined in a higher layer: primitives.noting installs it.
     read: Callable[[Any, Any], Arguments] = staticmethod(lambda x, params: Arguments())
 
     def __init__(
@@ -116,7 +116,7 @@ class Call:
 
     @property
     def described(self) -> str:
-        """The call in words: ``"mpi_bcast"``, or ``"adjoint of mpi_bcast"``."""
+        """The call as text: ``"mpi_bcast"``, or ``"adjoint of mpi_bcast"``."""
         return self.name if self.direction == "forward" else f"{self.direction} of {self.forward_name or self.name}"
 
     @property
@@ -244,7 +244,7 @@ def _kind_of_file(name: str) -> int:
     path = os.path.realpath(name) if os.path.exists(name) else name
     if path.startswith(_OURS):
         return 2 if path.startswith(_BETWEEN) else 1
-    # Any other package that is installed may be the user's own, or calls us on his behalf: its line is the one to show.
+    # Any other installed package may be the user's own, or call us on the user's behalf: its line is shown.
     installed = any(mark in path for mark in _INSTALLED)
     if installed:
         return 2 if any(mark in path for mark in _PACKAGES) else 0
@@ -269,7 +269,7 @@ def site_of(frame: FrameType | None) -> Site:
     found, called = user_frame(frame)
     if found is None:
         return _NOWHERE
-    # The line is worked out once for each instruction: that takes longer than all the rest.
+    # The line is determined once for each instruction: that takes longer than all the rest.
     key = found.f_code, found.f_lasti, called
     site = _sites.get(key)
     if site is None:

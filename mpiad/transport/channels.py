@@ -198,7 +198,7 @@ class Channel:
         return self._aside[1]
 
     def derive(self, survivors: bool = False) -> Comm:
-        """Return a duplicate, of the ranks that are left if so wanted; given up with this channel's own; collective."""
+        """Return a duplicate, of the surviving ranks if `survivors`; freed with this channel's own; collective."""
         self.derived.append(self.data.Shrink() if survivors else make_communicator(self.data.Dup))
         return self.derived[-1]
 
@@ -211,7 +211,7 @@ class Channel:
     def keep(self, request: Request, array: np.ndarray) -> None:
         """Hold the buffer of a send until MPI is done with it."""
         self.pending.append((request, array))
-        # One thread looks, since two mustn't ask MPI for the same request; the others leave it to that one.
+        # One thread tests, since two mustn't test the same request; the others leave it to that one.
         if len(self.pending) >= self._next_look:
             held: list[bool] = []
             try:
@@ -233,7 +233,7 @@ class Channel:
         looked = len(self.pending)
         # In place, and only the sends counted above: meanwhile other threads may add theirs.
         self.pending[:looked] = [held for held in self.pending[:looked] if not held[0].Test()]
-        # Looking again only when twice as many wait keeps the looks linear in the number of sends.
+        # Testing again only when twice as many are pending keeps the number of tests linear in the number of sends.
         self._next_look = 2 * len(self.pending) + 1
 
     def begin(self, kind: str, buffers: object, call: Callable[..., Request], x: Any, y: Any, z: Any) -> list[Request]:
@@ -263,7 +263,7 @@ class Channel:
         self.started.pop(id(requests), None)
 
     def leave(self, requests: list[Request]) -> None:
-        """Let a send end by itself, whose buffer is held until then."""
+        """Let a send complete in the background; its buffer is held until then."""
         held = self.started.get(id(requests))
         if held is not None:  # no reset has ended it
             if not requests[0].Test():
@@ -291,7 +291,7 @@ class Channel:
     def has_unfinished(self) -> bool:
         """Return whether messages may be under way on any rank, and note on all whether a collective is; collective.
 
-        To end them takes a message from each rank to each, which thousands of ranks needn't send at every exit.
+        Ending them takes a message from each rank to each, which thousands of ranks needn't send at every exit.
         """
         with self._looking:
             self._drop_sent()
@@ -471,14 +471,14 @@ def world_ranks(comm: Comm) -> list[int]:
     """Return the ranks in the world of a communicator's members."""
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     ranks = group.Translate_ranks(None, world)
-    # Handles of MPI's, of which there is a limited number.
+    # Handles of MPI, which are limited in number.
     group.Free()
     world.Free()
     return ranks
 
 
 class _Freed:
-    """Stands for a duplicate that is gone: an adjoint may still know its channel."""
+    """Placeholder for a freed duplicate: an adjoint may still refer to its channel."""
 
     def __getattr__(self, name: str) -> Any:
         raise CommunicatorError(

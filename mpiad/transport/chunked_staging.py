@@ -103,7 +103,7 @@ class _Staged:
                 for (start, end), host in self._places(number):
                     arrays.copy_to_host(flat[start:end], host)
                 self._events.append(arrays.record())
-            # Whoever borrows the memory next waits for the last copy: an exception may end the waiting for pieces.
+            # The next user of the memory waits for the last copy: an exception may end the waiting for pieces.
             self._loan.written = self._events[-1]
         return self
 

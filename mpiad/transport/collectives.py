@@ -45,7 +45,7 @@ class Summation:
 
 
 def start_allreduce(channel: Channel, array: Array) -> Summation:
-    """Start to add up arrays; on the host, such as nobody else uses any more, and on devices copies."""
+    """Start to add up arrays; host arrays must be unused otherwise, device arrays are copied."""
     if divides(array.nbytes):
         return _start_in_pieces(channel, array)
     arrays = arrays_of(array)
@@ -80,8 +80,8 @@ def sum_in_place(channel: Channel, array: np.ndarray) -> None:
 # Maxima and minima of floating-point numbers as NumPy's: a NaN on any rank is the result on all.
 #
 # MPI leaves the result of MAX and MIN for a NaN open. Its libraries keep it or lose it by the order in which they compare,
-# and that order differs between the ranks. So a NaN travels as the infinity that nothing beats: inf to a maximum, -inf to a
-# minimum. Nearly always none of these comes out, hence there was no NaN on any rank, and one reduction is all. Else a
+# and that order differs between the ranks. So a NaN is sent as the dominant infinity: inf for a maximum, -inf for a
+# minimum. If no such infinity results, as is usual, there was no NaN on any rank, and one reduction suffices. Otherwise a
 # second one finds the entries that were NaN, and all ranks write NaN there: all have the same result, so all reduce again
 # or none. Results that are zero are 0.0: -0.0 compares equal, and the order would decide which of them it is.
 
@@ -186,7 +186,7 @@ def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
 def _reduce_on_device(channel: Channel, array: Array, root: int) -> Array:
     arrays = arrays_of(array)
     way = way_of(arrays)
-    # Room on the device is made on the root alone.
+    # Memory on the device is allocated on the root alone.
     if channel.rank != root:
         channel.data.Reduce(way.lent(array), None, MPI.SUM, root)
         return Spec(array.shape, array.dtype, arrays).zeros()
@@ -246,7 +246,7 @@ def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wr
     by one rank, `wrong`, is raised on all: the others must not wait for it.
     """
     if wrong is not None:
-        like, axis = _NOTHING, None  # it takes part all the same: the others are on their way to the same call
+        like, axis = _NOTHING, None  # it takes part nevertheless: the others will make the same call
     shape, dtype = like.shape, like.dtype
     piece = (shape if axis is None else shape[:axis] + shape[axis + 1 :], dtype.str)
     mine = np.array([1 if axis is None else shape[axis], fingerprint(*piece)], dtype=np.int64)

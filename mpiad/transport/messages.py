@@ -79,7 +79,7 @@ class Envelope:
 
     @property
     def tag_of_pieces(self) -> int:
-        """Tag that the pieces of the message have for MPI, on the channel's duplicate for adjoints."""
+        """Tag that the chunks of the message have for MPI, on the channel's duplicate for adjoints."""
         quarter = self.channel.tag_limit // 4
         return (3 if self.reverse else 2) * quarter + 1 + self._spread(4)
 
@@ -94,7 +94,7 @@ class Envelope:
         return self.channel.reverse if self.reverse else self.channel.data
 
     def answered_from(self, peer: int, tag: int) -> None:
-        """Put in the sender and tag of a message that was received from any."""
+        """Set the sender and tag of a message that was received from any rank."""
         self.peer, self.tag = peer, tag
         self.number = self._next()
 
@@ -177,7 +177,7 @@ def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] |
 
 
 def collect(spec: Spec, envelope: Envelope, chunk: int, room: Array) -> Array:
-    """Receive the pieces of an array that was announced, into the room that was made for it, and return it."""
+    """Receive the chunks of an announced array into `room`, and return it."""
     if spec.arrays is None:
         for _ in _received(room.reshape(-1).view(np.uint8), envelope, chunk):
             pass
@@ -191,7 +191,7 @@ def collect(spec: Spec, envelope: Envelope, chunk: int, room: Array) -> Array:
 
 
 def _received(memory: np.ndarray, envelope: Envelope, chunk: int) -> Iterator[None]:
-    """Receive all pieces, one at each step of the iteration."""
+    """Receive all chunks, one at each step of the iteration."""
     channel, posted = envelope.channel, []
     for start, end in bounds(memory.size, 1, chunk):
         given = memory[start:end], envelope.peer, envelope.tag_of_pieces
@@ -203,7 +203,7 @@ def _received(memory: np.ndarray, envelope: Envelope, chunk: int) -> Iterator[No
 
 
 def discard(total: int, chunk: int, envelope: Envelope) -> None:
-    """Receive and drop the pieces of an array that isn't the expected one: nobody else will."""
+    """Receive and drop the chunks of an array that isn't the expected one, which nobody else receives."""
     dropped = np.empty(total, np.uint8)
     for _ in _received(dropped, envelope, chunk):
         pass
@@ -214,7 +214,7 @@ _LOOKS_FIRST = MPI.get_vendor()[0] == "Open MPI"
 
 
 class Receipt:
-    """A receive under way: the room for its array, MPI's buffer and request, and its address.
+    """A receive under way: the memory for its array, MPI's buffer and request, and its address.
 
     Without a `kind` it is begun when it is waited for, by one call of MPI's that also sends `sent`: array, rank and tag.
     """
@@ -279,7 +279,7 @@ def _answered(envelope: Envelope, status: Status) -> None:
 
 
 def _matched(spec: Spec, envelope: Envelope, status: Status, call: str) -> Array:
-    """Receive a message whose size is looked at first; one of another size is taken and dropped."""
+    """Receive a message after checking its size; one of another size is received and dropped."""
     way = way_of(spec.arrays)
     room = way.room(spec.shape, spec.dtype)
     buffer = way.buffer(room)

@@ -2,7 +2,7 @@
 
 This needs an MPI that can revoke a communicator (`fault_tolerance`); elsewhere nothing here is ever called, and a
 composite is the bare function. With it a composite ends by an agreement on its channel, which works on revoked
-communicators too: on all ranks that nothing has happened, or none leaves it. A rank that fails goes there at once. If
+communicators too: either all ranks report success, or none leaves it. A rank that fails goes there at once. If
 the others don't come within a moment, it revokes the duplicates of the channel and of all channels among its ranks, so
 that ranks waiting in one are interrupted, and come too. Then the ranks exchange their exceptions, and renew
 the duplicates. Those that failed raise their own exception, and the others a `RemoteError`.
@@ -67,7 +67,7 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = N
         @functools.wraps(fun)
         def run(*args: Any, **kwargs: Any) -> Any:
             outer = _current.place
-            # An inner composite leaves it to the outermost, whose ranks are all that may wait.
+            # An inner composite leaves recovery to the outermost one, whose ranks include all that may wait.
             if outer is not None and verdict is None:
                 return fun(*args, **kwargs)
             _current.place = used = channel(kwargs.get("comm") if comm is _BY_KEYWORD else comm, call)
@@ -187,7 +187,7 @@ def _trouble(used: Channel) -> Channel | None:
 
 
 def _assemble(place: Channel, mine: BaseException | None, call: str) -> None:
-    """Wait until all ranks of the channel have come, and see to it that they do; `mine` is this rank's own exception."""
+    """Wait until all ranks of the channel have come, and interrupt them if necessary; `mine` is this rank's own exception."""
     flag = np.zeros(1, np.int32)
     request, patience = place.data.Iagree(flag), Backoff()
     revoked = logged = False
