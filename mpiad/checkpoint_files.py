@@ -3,8 +3,8 @@
 A file is one of NumPy's npz: arrays by name, and a JSON description of the problem that the state belongs to. It is
 written next to its final path under a name of its own, flushed to the disk, and only then renamed: a process killed at any
 moment leaves the old file or the new one, and of several processes that write the same file the last one wins. It ends with
-a checksum of all its bytes, which is compared before anything else is read: NumPy and zipfile silently read some damaged files
-with an array missing.
+a checksum of all its bytes, which is compared before anything else is read: NumPy and zipfile read some damaged files
+silently, with an array missing.
 """
 
 from __future__ import annotations

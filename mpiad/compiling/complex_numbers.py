@@ -1,6 +1,6 @@
 """Complex numbers while f is traced: each is a pair of real values, and operations of f are applied to those.
 
-A program knows real values only, and so do its derivatives: holomorphic or not, they are those by real and imaginary parts.
+A program knows real values only, and so do its derivatives: holomorphic or not, they are with respect to real and imaginary parts.
 For finite numbers values are NumPy's to rounding. Products with a zero that is part of f, as those by 1j, are left out,
 although NumPy computes NaN for infinities.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Up to here NumPy multiplies.
 _LARGEST_EXPONENT = 100
-# Beyond, tanh is 1 to rounding, and squares might overflow.
+# Beyond this, tanh is 1 to rounding, and squares might overflow.
 _FLAT = 22.0
 
 

@@ -1,6 +1,6 @@
 """Derivatives of programs, which are programs: transposed, or along directions.
 
-Both compute the values that they need once, and nothing for inputs that aren't asked for. They are taken by groups of
+Both compute the values that they need once, and nothing for inputs that aren't requested. They are with respect to groups of
 inputs, or by some inputs of these. Seeds (cotangents, tangents) are one more group, the last.
 """
 
@@ -27,7 +27,7 @@ Rule: TypeAlias = "Callable[..., list[Partial]]"
 
 
 def partials_of(operation: str, arguments: list[Symbol], value: Symbol) -> list[Partial]:
-    """Return the derivatives of an operation's value by each argument."""
+    """Return the derivatives of an operation's value with respect to each argument."""
     rule = PARTIALS.get(operation)
     return [None] * len(arguments) if rule is None else rule(*arguments, value)
 
@@ -142,7 +142,7 @@ def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
     cotangents: dict[int, Symbol] = {}
     for place, output in enumerate(program.outputs):
         _add(cotangents, new[output], 1.0, Symbol(builder, builder.input(seeds, place)))
-    # Numbers of values are in an order of computation, so all that uses one is behind it.
+    # Numbers of values are in an order of computation, so all uses of a value come after it.
     last = max(new, default=-1)
     for number in range(last, -1, -1):
         if number in cotangents:
@@ -202,7 +202,7 @@ def _with_seeds(program: Program, seeds: str, count: int) -> dict[str, int]:
 def _pull(builder: Builder, number: int, cotangents: dict[int, Symbol]) -> None:
     """Give the arguments of a value their shares of its cotangent."""
     for argument, partial in zip(builder.instructions[number].arguments, _partials(builder, number)):
-        if builder.value(argument) is None:  # nobody asks for a constant's
+        if builder.value(argument) is None:  # a constant's isn't needed
             _add(cotangents, argument, partial, cotangents[number])
 
 

@@ -34,7 +34,7 @@ def fuses() -> bool:
 def prefers_wide() -> bool:
     """Return whether vectors of 64 bytes are available without a lower clock frequency.
 
-    Of Intel's widest registers LLVM uses half, since older chips lower their clock for the rest. Those of 2023, the first
+    LLVM uses half of Intel's widest registers, since older chips lower their clock for the rest. Those of 2023, the first
     that compute with numbers of 16 bits, and later ones hardly do.
     """
     import llvmlite.binding as llvm
@@ -62,7 +62,7 @@ def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
     module.triple, module.data_layout = llvm.get_process_triple(), str(machine.target_data)
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization = True
-    # Lanes are vectors as they are; within one, it took longer to compile than it won.
+    # Lanes are already vectors; vectorization within one costs more compile time than it saves.
     options.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
@@ -71,7 +71,7 @@ def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
 
 
 def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, Any]:
-    """Put an object file into memory; return a function's address in it, and its owner, with which the memory goes.
+    """Load an object file; return a function's address in it, and the owner of the memory.
 
     An OSError if it isn't this machine's.
     """
@@ -80,7 +80,7 @@ def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, An
     if not file.startswith(_OBJECT_FILES) or not are_there(outside):
         raise OSError("this is no machine code, or calls functions that aren't there")
     _target()
-    # The engine takes its target with it when it goes.
+    # The engine destroys its target together with itself.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine())
     try:
         engine.add_object_file(llvm.ObjectFileRef.from_data(file))

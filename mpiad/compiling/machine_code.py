@@ -1,4 +1,4 @@
-"""Kernels as machine code: compiled by LLVM once, and called without a compiler ever after.
+"""Kernels as machine code: compiled by LLVM once, and then called without a compiler.
 
 A kernel takes numbers and contiguous arrays, allocates nothing and raises nothing, so it is an object file that refers to
 the C library alone. A number is passed as itself, an array as the address of its first entry and its lengths.

@@ -22,7 +22,7 @@ from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Program
 from mpiad.compiling.symbols import Symbol, choose
 
-# Operations that no processor has, by those that it has.
+# Operations without a machine instruction, in terms of others.
 #
 # They stay whole until a program becomes text, so that derivatives are taken of f as written: those of a power by its
 # factors, or of the largest of three by pairs, would differ from autograd's at zeros and ties.
@@ -47,7 +47,7 @@ def lowered(program: Program) -> Program:
 
 
 def are_simple(programs: Iterable[Program]) -> bool:
-    """Return whether programs call nothing: around calls, the wider a vector is, the more there is to put away."""
+    """Return whether programs have no calls, around which registers must be saved: more for wider vectors."""
     operations = {made.operation for program in programs for made in lowered(program).instructions}
     return all(OPERATIONS[operation].simple for operation in operations & OPERATIONS.keys())
 
@@ -125,7 +125,7 @@ def numbered(name: str, count: int) -> list[str]:
 
 
 def indented(lines: list[str], depth: int = 1) -> list[str]:
-    """Return lines further to the right."""
+    """Return indented lines."""
     return ["    " * depth + line for line in lines]
 
 

@@ -65,7 +65,7 @@ def _traced(fun: Function, arguments: Callable, outputs: Callable, groups: Mappi
         # The first refusal is the reason, even if NumPy or the function has raised another exception for it.
         reason = builder.refused or f"{type(error).__name__}: {error}"
         raise Untraceable(reason, where_raised(error.__traceback__, fun)) from error
-    if builder.refused:  # and the function went on
+    if builder.refused:  # and the function continued
         raise Untraceable(builder.refused, place_of(fun))
     return builder.program(groups, made)
 

@@ -1,4 +1,4 @@
-"""Operations that note which line of the user's called them, swapped in while an owner requests it (see `transport.calls`)."""
+"""Operations that note the user's line that called them, swapped in on request (see `transport.calls`)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def note_rules(kind: type[Recorded]) -> None:
 
     def noted_vjp(self: Recorded, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:
         rule = vjp(self, ans, args, params, argnums, level)
-        # Now, while the forward call is on the stack; the adjoint runs far from it.
+        # Here, while the forward call is on the stack; the adjoint runs far from it.
         called, site = _recorded(self.__name__)
         return lambda g: _during(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
 

@@ -75,9 +75,9 @@ class Abreast:
     Parameters
     ----------
     pull : callable
-        For one cotangent: as of any other node.
+        Function of one cotangent, as for any other node.
     pull_all : callable
-        From the number of lanes to the cotangents of the inputs for each.
+        Function of the number of lanes that returns the cotangents of the inputs for each.
     """
 
     __slots__ = ("_pull", "pull_all")

@@ -36,7 +36,7 @@ class Failure(NamedTuple):
     summary: str
     trace: str
     exit_code: int = 1  # with which it would end a program
-    # Name of the nearest class of Python's own, or of our solvers', of which others can make one.
+    # Name of the nearest class of Python's own, or of our solvers', that other ranks can construct.
     builtin: str = "RuntimeError"
 
     @classmethod
@@ -75,7 +75,7 @@ def failures_among(comm: Comm, error: BaseException | None) -> Failures:
 
 
 class Group(Protocol):
-    """Ranks that can agree: a channel, for one."""
+    """Ranks that can agree, such as a channel."""
 
     members: tuple[int, ...]
 
@@ -119,7 +119,7 @@ def raise_together(channel: Channel, error: Exception | None) -> None:
 
 def _raised_together(channel: Channel, error: Exception | None) -> None:
     note_use(channel)
-    # One number in any case; texts are pickled, and sent only if there is an error.
+    # Always one number; texts are pickled, and sent only if there is an error.
     if on_any_rank(channel.data, error is not None):
         raise_first(channel, error)
 

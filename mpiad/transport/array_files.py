@@ -18,9 +18,9 @@ from mpiad.checkpoint_files import begin, data_of, remedy, require_regular, sync
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.channels import Channel
 
-# ROMIO else sends all numbers through one rank of each node, in exchanges of 16 MiB: several times slower on its own disk.
+# By default ROMIO sends all data through one rank per node, in exchanges of 16 MiB: several times slower on a local disk.
 _HINTS = {"romio_cb_write": "disable", "romio_cb_read": "disable"}
-# To open one file on all ranks, while other jobs replace it; more than two only on a disk without hard links.
+# Attempts to open one file on all ranks while other jobs replace it; more than two only on a disk without hard links.
 _ATTEMPTS = 100
 
 
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Return how long the file is."""
+        """Return the length of the file in bytes."""
         return self.offset + math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -141,7 +141,7 @@ def _read_once(
             stack.enter_context(held)
         raise_together(used, error)
         file = stack.enter_context(_opened(used, path, MPI.MODE_RDONLY, call))
-        # While it is held no other file gets its number: under the same one MPI has opened the same file.
+        # While it is open no other file gets its inode number: with the same one MPI has opened the same file.
         mine, now = os.fstat(held.fileno()), None  # type: ignore[union-attr]
         with contextlib.suppress(OSError):
             now = path.stat()

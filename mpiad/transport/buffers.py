@@ -53,7 +53,7 @@ def outgoing(x: Array, call: str) -> Array:
 
     A TypeError for objects, strings, sequences, masked arrays, and dtypes that MPI has no type for.
     """
-    # Nearly always so.
+    # The usual case.
     if type(x) is np.ndarray and x.dtype in _DTYPES:
         return x if x.flags.c_contiguous else x.copy(order="C")
     return _converted(x, call)

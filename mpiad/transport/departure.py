@@ -1,7 +1,7 @@
 """A rank leaves the program: its exit code, its place in the program, and whether the others leave too.
 
 MPI ends on all ranks or on none, so a rank that has left waits for the others. One that left with an error waits for
-some seconds only: the others may be waiting for it. `os._exit` leaves nothing to wait with, and the launchers differ in
+some seconds only: the others may be waiting for it. After `os._exit` no code can wait, and the launchers differ in
 their reaction (one ends the other ranks at once, and returns 0), so it waits first.
 """
 
@@ -50,7 +50,7 @@ def _shown(code: object) -> str:
 
 
 def watch_departures() -> None:
-    """Note with which code this rank leaves; collective over all ranks."""
+    """Start to note the exit code of this rank; collective over all ranks."""
     global _comm
     _comm = MPI.COMM_WORLD.Dup()
     os._exit = _leave_at_once
@@ -138,7 +138,7 @@ def await_others(patience: float | None = None) -> bool:
 
 
 def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = None) -> bool:
-    # By their maxima each learns whether any rank leaves at once, any in good order, and any without communication.
+    # The maxima show whether any rank leaves at once, any in good order, and any without communication.
     mine, every = np.array([at_once, not at_once, patience is not None], dtype=np.int8), np.zeros(3, dtype=np.int8)
     hurried = at_once or (farewell is not None and farewell.code != 0)
     wait, grace = Backoff(), _GRACE if patience is None else patience

@@ -1,8 +1,8 @@
-"""Learn with which code Python ends the program, before it joins threads and runs exit functions.
+"""Detection of the code with which Python ends the program, before it joins threads and runs exit functions.
 
 There is no hook for it. But if a SystemExit ends the program, the interpreter asks the exception for its `code`, in the
 main thread, when no frame of Python's is left. So that attribute of the type is replaced by one that takes note when it is
-read from nowhere, whoever raised the exception (`sys.exit`, `exit`, ``raise``, a task of asyncio's) and whoever holds it
+read without a frame, independently of the code that raised the exception (`sys.exit`, `exit`, ``raise``, a task of asyncio's) and whoever holds it
 or has looked at it on its way. One that is caught for good is never read so.
 
 Types that are written in C refuse assignments; their dictionary, which the garbage collector knows, takes them.
@@ -21,7 +21,7 @@ from typing import Any
 
 _member = SystemExit.__dict__["code"]
 _python_exit = sys.exit
-# Until 3.12 an exception that C code raises is made when somebody catches it; the interpreter ends the program without.
+# Until 3.12 an exception that C code raises is created when it is caught; the interpreter ends the program without it.
 _MADE_LATE = sys.version_info < (3, 12)
 
 
@@ -86,7 +86,7 @@ def _whole_trace(error: SystemExit) -> TracebackType | None:
 def note_exit(leaves: Callable[[Any, TracebackType | None], object]) -> bool:
     """Have a function called when a SystemExit ends the program, with its code and traceback.
 
-    Returned is whether this Python lets it be known.
+    Returned is whether this Python supports it.
     """
     if not _replace_code(_Code(leaves)):
         return False
@@ -113,7 +113,7 @@ def _exit(status: Any = None, /) -> None:
     """Exit the interpreter by raising SystemExit(status)."""
     try:
         _python_exit(status)
-    except SystemExit:  # looked at, so it is made
+    except SystemExit:  # accessed, so that it is created
         raise
 
 

@@ -187,7 +187,7 @@ def _trouble(used: Channel) -> Channel | None:
 
 
 def _assemble(place: Channel, mine: BaseException | None, call: str) -> None:
-    """Wait until all ranks of the channel have come, and interrupt them if necessary; `mine` is this rank's own exception."""
+    """Wait until all ranks of the channel have come, interrupting them if necessary; `mine` is this rank's exception."""
     flag = np.zeros(1, np.int32)
     request, patience = place.data.Iagree(flag), Backoff()
     revoked = logged = False

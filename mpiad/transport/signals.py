@@ -6,7 +6,7 @@ asyncio takes it (`add_signal_handler`): a file set by `signal.set_wakeup_fd`, b
 second thread forwards to it. Handlers of the program, installed before or after, stay in effect. SIGINT remains a
 KeyboardInterrupt; the job ends here only if the main thread hasn't moved for a second after it.
 
-Who wants to end in good order (write a checkpoint, return) runs inside `postponed` and looks at `requested` between
+Code that is to end in good order (write a checkpoint, return) runs inside `postponed` and checks `requested` between
 two steps.
 """
 
@@ -49,12 +49,12 @@ def requested() -> int | None:
 
 @contextlib.contextmanager
 def postponed(patience: float = 30.0) -> Iterator[None]:
-    """Leave it to the caller to end after SIGTERM: it looks at `requested` between its steps, and returns.
+    """Leave it to the caller to end after SIGTERM: it checks `requested` between its steps, and returns.
 
     If it hasn't returned after `patience`, in seconds, the job ends nevertheless.
     """
     _patience.append(patience)
-    # A job of one rank, and one that mustn't be aborted, was left alone so far.
+    # A job of one rank, and one that mustn't be aborted, has no handler yet.
     alone = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if alone:
         signal.signal(signal.SIGTERM, _on_sigterm)
@@ -151,7 +151,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
 
 
 def _answer(frame: FrameType | None) -> None:
-    """Take note of a SIGTERM; two threads may bring the same one."""
+    """Note a SIGTERM; two threads may report the same one."""
     global _requested
     if not _patience:
         _end("was told to end by SIGTERM", frame, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""An exception that nobody catches on one rank ends the job: in the program, in a thread, in a function at exit.
+"""An uncaught exception on one rank ends the job: in the program, in a thread, in a function at exit.
 
 Python then calls a hook. Debuggers, loggers and test frameworks set the same hooks, before this library is imported or
 after; theirs must be called, and must not prevent the end of the job. So Python finds our hooks in the modules, and ours
@@ -36,10 +36,10 @@ class _Foreign:
         self.hook = self._default = getattr(module, f"__{name}__")
 
     def make_way(self, ours: Callable[..., object]) -> None:
-        """Put our hook in the place of the one that is set."""
+        """Replace the current hook by ours."""
         self.hook = getattr(self._module, self._name)
         vars(self._module)[self._name] = ours
-        # Pickles of functions refer to modules, and know how by their very class.
+        # Pickles of functions refer to modules by name, which depends on the exact class of a module.
         by_name = {"__reduce__": lambda module: (importlib.import_module, (module.__name__,))}
         self._module.__class__ = type("module", (type(self._module),), {self._name: self, **by_name})
 
@@ -54,7 +54,7 @@ class _Foreign:
 
     @property
     def is_set(self) -> bool:
-        """Whether it is another than Python's own."""
+        """Whether it differs from Python's own."""
         return self.hook is not self._default
 
 

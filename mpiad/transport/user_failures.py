@@ -80,7 +80,7 @@ _POLLS = (
     "mpiad.transport.guarded", "mpiad.transport.polling", "mpiad.transport.user_failures",
     "mpiad.transport.user_failures",
 )  # fmt: skip
-# Without a second thread the failed rank can only wait for so long.
+# Without a second thread the failed rank can only wait for a limited time.
 _PATIENCE = 1.5
 # MPI's abort may return some time before the launcher kills this process.
 _DEATH_WITHIN = 2.0
@@ -112,7 +112,7 @@ class FailureDetector:
                 self._tell(self._state())
 
     def _hear(self) -> None:
-        """Take all notices that have come, in their order, whichever thread looks."""
+        """Take all notices that have come, in their order, from any thread."""
         with self._ear:
             while (notice := self._notices.take()) is not None:
                 source, kind = notice
@@ -139,7 +139,7 @@ class FailureDetector:
         if module.startswith(self._room):
             return _ARRIVED
         if self._place is None or self._place[0] is not frame or self._place[1] != frame.f_lasti:
-            self._place = frame, frame.f_lasti, now  # the frame is kept, so that no other can have its identity
+            self._place = frame, frame.f_lasti, now  # the frame is kept, so that no other frame can have its identity
         limit = _WAITS_AFTER if module.startswith(_COMMUNICATES) else _stuck_after()
         return _WAITS if now - self._place[2] >= limit else _MOVES
 
@@ -196,7 +196,7 @@ class LoneFailure:
             self._timer.start()
 
     def met(self) -> None:
-        """Note that the other ranks have come."""
+        """Note that the other ranks have been informed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -246,8 +246,8 @@ class StageFailures:
     - `broken`: whether this rank's stage has failed while the ranks that wait for it can be interrupted.
     - `end_requested`: whether any rank had received SIGTERM when it came to an agreement: the same on all
       ranks.
-    - `tolerates`: whether a ConvergenceError is no failure: `Unreached` is then raised on all ranks, and the call may
-      go on. The same on all ranks.
+    - `tolerates`: whether a ConvergenceError isn't a failure: `Unreached` is then raised on all ranks, and the call may
+      continue. The same on all ranks.
     """
 
     def __init__(self, comm: Comm, call: str, room: str, complete: Callable[[BaseException, Any], None]):
@@ -304,7 +304,7 @@ class StageFailures:
                 self._detector.wait_as_failed(request, failure)
         self.end_requested |= bool(self._sums[_END_REQUESTED])
         if self._sums[_FAILED]:
-            # Its notices travel on the same communicator: all ranks take theirs off before anything else is received there.
+            # Its notices use the same communicator: all ranks receive theirs before anything else is received there.
             self._detector.close(failed=True)
             self.error = verdict(failures_among(self._comm, failure), self._call)
             if not self._interrupts:
@@ -345,7 +345,7 @@ class StageFailures:
                 inside[key].renew_beneath()
 
     def close(self) -> None:
-        """End the lookout; every rank calls it once no stage is to come."""
+        """Stop the detector; every rank calls it after the last stage."""
         if self.error is None:
             self._detector.close()
 
@@ -369,7 +369,7 @@ class DeferredFailures:
         self._used, self._call = channel(comm, call), call
         self._meeting = self._used.aside() if apart else self._used.data
         self._talkers = set() if talkers is None else talkers
-        self._usual: dict[str, int] = {}  # how often a function communicated when it was called last
+        self._usual: dict[str, int] = {}  # the number of communications in a function's last call
         self._lone: LoneFailure | None = None
         self._fault: str | None = None
 

@@ -36,8 +36,8 @@ _ends: list[Callable[[], None]] = []
 def start(call: str) -> None:
     """Prepare the world, once; collective over all ranks.
 
-    A CommunicatorError after the end of MPI, which can't be started again; on a rank of a pool of tasks, to which not all
-    come.
+    A CommunicatorError after the end of MPI, which can't be started again; or on a rank of a task pool, in which not all
+    ranks call it.
     """
     global _local
     if MPI.Is_finalized():
@@ -110,7 +110,7 @@ def any_rank(asks: bool) -> bool:
 
 
 def _place_on_node() -> tuple[int, int]:
-    # Ranks of one node share its cores and GPUs.
+    # Ranks on one node share its cores and GPUs.
     node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     place = node.rank, node.size
     node.Free()

@@ -2,6 +2,6 @@
 
 Off, a `Channel` holds bare communicators of mpi4py. On, it holds `communicator.Guarded` ones, which have the same methods:
 `timed_waits` polls with the deadline, `call_agreement` compares `descriptions` before a collective, `message_headers` sends
-a header with each message, and `status` answers other ranks' questions about this one, of which `deadlock` makes the
-wait-for table. `switch` turns it all on and off.
+a header with each message, and `status` answers other ranks' questions about this one and makes the wait-for
+table. `switch` turns it all on and off.
 """

@@ -127,8 +127,8 @@ class _Lane:
     def __init__(self, comm: Comm, tag: int):
         self.broken, self.busy, self.active = False, False, None
         self._rounds: list[tuple[np.ndarray, np.ndarray, Any, Any]] = []
-        # Dissemination, with the distance doubled in each round. A rank's number may come twice, which least and greatest
-        # don't mind: so it works for any number of ranks.
+        # Dissemination, with the distance doubled in each round. A rank's number may come twice, which doesn't change minimum
+        # and maximum: so it works for any number of ranks.
         distance = 1
         while distance < comm.size:
             out, into = np.zeros(2, np.int64), np.zeros(2, np.int64)
@@ -143,7 +143,7 @@ class _Lane:
         try:
             for out, into, send, receive in self._rounds:
                 out[0], out[1] = least, greatest
-                # The receive first, so that the message needn't be kept by MPI until somebody asks for it.
+                # The receive first, so that MPI needn't buffer the message.
                 receive.Start()
                 send.Start()
                 self.active = receive

@@ -106,7 +106,7 @@ class Guarded:
         lane = lane_of(self.number)
 
         def make() -> Gathering:
-            # Made only after a moment of waiting: it looks through the stack, which most calls can do without.
+            # Made only after a moment of waiting: it inspects the stack, which most calls needn't.
             return Gathering(self, *agreement.begun(lane), describe(*said))
 
         if not agreement.agree(fingerprint(*said), lane, make):
@@ -120,7 +120,7 @@ class Guarded:
             channel.mark(f"{reason.splitlines()[0].rstrip(':')}.")
 
     def retire(self) -> None:
-        """Count no more: another communicator takes its place, under its name."""
+        """Stop counting: another communicator replaces it, under its name."""
         _all.pop(id(self), None)
 
     # ---- collectives of arrays
@@ -193,7 +193,7 @@ class Guarded:
         poll(lambda: self.bare.Iprobe(source, tag, status), lambda: Letter(self, False, source, tag))
 
     def Mprobe(self, source: int, tag: int, status: Status = None) -> Any:
-        """Wait for a message and take it out of the others."""
+        """Wait for a message and match it, so that no other receive takes it."""
         return poll_for(lambda: self.bare.Improbe(source, tag, status), lambda: Letter(self, False, source, tag))
 
     def until(self, found: Callable[[], bool], source: int) -> None:
@@ -229,7 +229,7 @@ class Guarded:
 
     def __getattr__(self, name: str) -> Any:
         # The rest (probing, freeing, names, attributes, revoking) doesn't wait.
-        # Before `bare` is there, looking for it here would look for it here again.
+        # Before `bare` is set, its lookup would call this method recursively.
         if name == "bare":
             raise AttributeError(name)
         return getattr(self.bare, name)

@@ -28,7 +28,7 @@ _SHOWN = 8
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
-    """Return ranks, which rise, as "0-6, 8"; of thousands that don't adjoin the first few and their number."""
+    """Return ranks, which rise, as "0-6, 8"; of thousands that aren't contiguous, only the first few and their number."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -45,7 +45,7 @@ Row = tuple[str, ...]
 
 
 def table_of_ranks(head: Row, rows: list[Row]) -> str:
-    """Return a table whose first column is the rank; thousands of lines would hide the one that matters."""
+    """Return a table whose first column is the rank; long tables are shortened, since thousands of lines would hide the relevant one."""
     if len(rows) > _EACH:
         alike: dict[Row, list[int]] = {}
         for rank, *rest in rows:
@@ -61,7 +61,7 @@ def columns(head: Row, rows: list[Row]) -> str:
     return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
 
 
-# Calls that lead one rank, or that the end of the program makes: their lines may differ.
+# Calls with a leading rank, or made by the end of the program: their lines may differ.
 _ROOTED = frozenset(
     (
         "mpi_bcast", "mpi_scatter", "mpi_sum", "mpi_reduce", "mpi_gather", "mpi_print", "minimize", "mpi_init", "reset",
@@ -135,7 +135,7 @@ def shown_arguments(call: Call | None, label: str) -> str:
 
 
 def where(call: Call | None, site: Site) -> str:
-    """Return the line in words."""
+    """Return the line as text."""
     if call is None or call.direction == "forward" or call.site is site:
         return site.text
     return f"{site.text} (run by {call.site.text})"

@@ -44,7 +44,7 @@ class MessageCounts:
         self._received[peer, tag] = self._received.get((peer, tag), 0) + 1
 
     def close(self) -> None:
-        """Count no more: the messages were dropped by `reset`."""
+        """Stop counting: the messages were dropped by `reset`."""
         _all.pop(id(self), None)
 
     def entries(self) -> tuple[list[Entry], list[Entry], list[tuple[str, str, str]]]:

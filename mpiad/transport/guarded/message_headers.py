@@ -61,14 +61,14 @@ class HeadedMessages(Guarded):
         )
 
     def retire(self) -> None:
-        """Count no more, and forget the messages: they are dropped."""
+        """Stop counting, and forget the messages: they are dropped."""
         super().retire()
         self.ledger.close()
 
     def skip(self, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
         """Expect no headers if only one end of a message was under watch; collective.
 
-        So many messages this rank has `sent` to, and begun to receive from, each (rank, tag).
+        `sent`, `received`: numbers of messages sent to, and of receives begun from, each (rank, tag) by this rank.
         """
         said = [({t: n for (p, t), n in sent.items() if p == peer}, {t: n for (p, t), n in received.items() if p == peer})
                 for peer in range(self.size)]  # fmt: skip
@@ -172,7 +172,7 @@ class HeadedReceive(GuardedRequest):
         self._expected = comm.expect(source, tag) if self._known else None
 
     def Wait(self, status: Status = None) -> None:
-        """Wait for the array and look at its header."""
+        """Wait for the array and compare its header."""
         if self._cancelled:
             self.request.Wait()
             return
@@ -215,7 +215,7 @@ class _Matched:
         self._caller = name, where(call, site)
 
     def Recv(self, buffer: np.ndarray) -> None:
-        """Receive it and look at its header."""
+        """Receive it and compare its header."""
         self.refuse(buffer, buffer)
 
     def refuse(self, dropped: np.ndarray, wanted: np.ndarray) -> None:

@@ -95,7 +95,7 @@ class Letter(_Wait):
         }  # fmt: skip
 
     def _hint(self) -> str:
-        """Say which message is there instead of the one that is awaited."""
+        """Return a sentence on the message that has come instead of the awaited one."""
         if self.sends or self.comm.reverse:
             return ""
         status = MPI.Status()

@@ -49,7 +49,7 @@ def finding_of(states: list[State | None], asker: int) -> Finding:
     ranks = _together(edges, asker)
     rows = [_row(rank, state, edges.get(rank, [])) for rank, state in enumerate(states)]
     table = table_of_ranks(("state", "call", "where", "waits for"), rows)
-    # Whichever rank's wait expired first, the sentence is the same.
+    # The sentence doesn't depend on the rank whose wait expired first.
     lines = [_headline(states, min(cycle or ranks), cycle, edges), table]
     lines += [f"Rank {rank}: {state['hint']}." for rank, state in enumerate(states) if state and state.get("hint")]
     lines += message_counts.unreceived([state and state["ledger"] for state in states])
@@ -89,7 +89,7 @@ def _cycle(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
     done: set[int] = set()
     while ahead:
         for other in ahead[-1]:
-            # It is among those that the search came by, so the path from it on is a cycle.
+            # It is on the current search path, so the path from it on is a cycle.
             if other in path:
                 ranks = list(path)
                 return (*ranks[ranks.index(other) :], other)
@@ -243,7 +243,7 @@ class Responder:
 
     def expire(self, waiting: Waiting) -> Exception:
         """Return the exception of a wait that has taken too long, and notify the ranks that wait with it."""
-        # One after the other: the first one's verdict spares the others the question to all ranks.
+        # One after the other: with the first one's verdict the others needn't ask all ranks.
         self._await_verdict(waiting, _APART * self._comm.rank)
         if waiting.verdict is not None:
             return waiting.verdict

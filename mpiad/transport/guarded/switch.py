@@ -63,7 +63,7 @@ def apply(wanted: Settings) -> None:
     live, epochs = _in_common_order()
     channels.set_watch(Watch(_duplicate, _put_on, _start_anew))
     if wanted.debug != before.debug or not before.watches:
-        # One rank may have left the part before by an exception, in the middle of an agreement.
+        # A rank may have left the previous context by an exception, in the middle of an agreement.
         for key, agreement in _agreements.items():
             agreement.renew(epochs[key] + 1)
         for channel in live:
@@ -74,7 +74,7 @@ def apply(wanted: Settings) -> None:
 
 
 def restore(before: Settings) -> None:
-    """Watch less, as before; each rank by itself, since an exception may have kept others from coming here."""
+    """Restore the previous settings; not collective, since an exception may have kept other ranks from coming here."""
     now = watch_settings.put(before)
     if not before.watches:
         channels.set_watch(None)
@@ -145,11 +145,11 @@ def _take_off(channel: Channel) -> None:
 
 
 def _agreement(channel: Channel) -> Agreement:
-    # Of the same ranks, in any order.
+    # For the same ranks, in any order.
     key = tuple(sorted(channel.members))
     found = _agreements.get(key)
     if found is None:
-        # Told to every rank: not thousands of numbers.
+        # Sent to every rank, so it mustn't be thousands of numbers.
         label = f"agreement of {len(key)} ranks, {hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}"
         found = _agreements[key] = Agreement(make_communicator(channel.data.Dup), channel.members, label)
     found.open()

@@ -20,7 +20,7 @@ _ON_THE_WAY = 0.5  # seconds
 
 
 class Departure(NamedTuple):
-    """Another rank's end of the program, reported at once: waits for this rank never end."""
+    """Another rank's end of the program, reported at once, so that waits for it are given up."""
 
     counts: dict[str, int]  # the numbers of collectives that it had begun by then
     sends: bool  # whether messages of its own were still under way: long ones take their time

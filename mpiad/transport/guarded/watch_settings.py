@@ -16,11 +16,11 @@ class Settings(NamedTuple):
 
     debug: bool = False  # whether messages are compared too, and lines
     timeout: float | None = None  # seconds that a wait may take
-    call_sites: bool = True  # whether lines are, in debug mode
+    call_sites: bool = True  # whether lines are compared, in debug mode
 
     @property
     def watches(self) -> bool:
-        """Whether anything is."""
+        """Whether anything is watched."""
         return self.debug or self.timeout is not None
 
     @property
