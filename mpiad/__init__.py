@@ -59,7 +59,7 @@ __all__ = [
 
 # Loaded at their first use: `import mpiad` doesn't load unused ones, such as `mpiad.debug`. All of them would
 # double the time of an import besides MPI's, NumPy's and autograd's.
-_ROOMS = (
+_PACKAGES = (
     "debug", "device", "domain", "ensemble", "errors", "extend", "inverse", "linalg", "optimize", "parallel", "programs",
     "tasks", "testing", "timestepping", "vi",
 )  # fmt: skip
@@ -70,7 +70,7 @@ _FROM_PACKAGES = {
 
 def __getattr__(name: str) -> Any:
     if name in _FROM_PACKAGES:
-        # Kept, so that the next access doesn't come here.
+        # Cached, so that the next access doesn't call this function.
         globals()[name] = found = getattr(import_module(f"{__name__}.{_FROM_PACKAGES[name]}"), name)
         return found
     if name in _PACKAGES:

@@ -10,7 +10,7 @@ __all__ = [
 
 
 class CommunicatorError(ValueError):
-    """Report a communicator that can't be used: freed, not prepared, between groups, or after the end of MPI.
+    """Report a communicator that can't be used: freed, not prepared, an intercommunicator, or after the end of MPI.
 
     Examples
     --------
@@ -71,8 +71,8 @@ class DeadlockError(RuntimeError):
     Attributes
     ----------
     table : str
-        Each rank's current call and its place in the program, one per line; with more than 16 ranks,
-        one per distinct call.
+        Each rank's current call and its place in the program, one per line; with more than 16 ranks, one per
+        distinct call.
     ranks : tuple of int
         Those that raise it.
     cycle : tuple of int

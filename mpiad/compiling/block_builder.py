@@ -19,7 +19,7 @@ from mpiad.compiling.values import (
     literal_value,
 )
 
-# Its result is its argument, which is found out when all loops are done with.
+# Its result is its argument; LLVM resolves it after all loops are processed.
 _HIDDEN = "llvm.strip.invariant.group.p0"
 
 
@@ -39,7 +39,7 @@ class BlockBuilder:
     """Appends instructions to the current block of a function.
 
     `fast`: flags of floating-point operations, as LLVM writes them. `declared`: takes the declarations of the functions
-    that are called, by name. `hides_rows`: whether LLVM isn't to know how rows lie to one another.
+    that are called, by name. `hides_rows`: whether the relative positions of rows are hidden from LLVM.
     """
 
     def __init__(self, fast: str, declared: dict[str, str], hides_rows: bool):

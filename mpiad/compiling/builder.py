@@ -1,4 +1,4 @@
-"""Programs under construction: nothing is computed twice, and constants are folded; programs rebuilt with less in them."""
+"""Construction and simplification of programs: common subexpressions are shared, and constants are folded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpiad.compiling.program import Input, Instruction, Program, Refusal, exact,
 # Algebraic simplifications of operations, which don't change a value.
 #
 # All are exact, NaN and infinity included, but for the sign of a zero: x + 0 is x also if x is -0. So 0 · x stays, and
-# so does x - x. The square of a modulus loses its root and is right to rounding: |z|² is its most frequent use in f.
+# so does x - x. The square of a modulus is computed without the root, exact to rounding: |z|² is its most frequent use in f.
 
 
 def identity(builder: Builder, operation: str, arguments: tuple[int, ...]) -> int | None:
@@ -151,7 +151,7 @@ _MOST = 50_000
 class Builder:
     """Makes a program, instruction by instruction.
 
-    `refused` (or None): the first reason why the program can't be made, kept in case that f catches the exception.
+    `refused` (or None): the first reason for which the program can't be made, kept in case f catches the exception.
     """
 
     def __init__(self) -> None:
@@ -217,7 +217,7 @@ class Builder:
         return Program(groups, moved, [new[i] for i in outputs])
 
     def _number(self, instruction: Instruction) -> int:
-        # Not the instruction itself, for which 0 is -0, 1 is True, and NaN nothing at all.
+        # Not the instruction itself, since 0 == -0, 1 == True, and NaN != NaN.
         key = (instruction.operation, instruction.arguments, exact(instruction.value))
         number = self._known.get(key)
         if number is None:

@@ -1,6 +1,7 @@
 """Complex numbers while f is traced: each is a pair of real values, and operations of f are applied to those.
 
-A program knows real values only, and so do its derivatives: holomorphic or not, they are with respect to real and imaginary parts.
+A program has real values only, and its derivatives, of holomorphic functions or not, are with respect to real and imaginary
+parts.
 For finite numbers values are NumPy's to rounding. Products with a zero that is part of f, as those by 1j, are left out,
 although NumPy computes NaN for infinities.
 """

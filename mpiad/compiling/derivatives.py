@@ -1,7 +1,7 @@
 """Derivatives of programs, which are programs: transposed, or along directions.
 
-Both compute the values that they need once, and nothing for inputs that aren't requested. They are with respect to groups of
-inputs, or by some inputs of these. Seeds (cotangents, tangents) are one more group, the last.
+Both compute the values that they need once, and nothing for inputs that aren't requested. Derivatives are with respect to
+groups of inputs, or some inputs of these. Seeds (cotangents, tangents) are one more group, the last.
 """
 
 from __future__ import annotations

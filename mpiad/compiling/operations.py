@@ -26,7 +26,7 @@ class Operation(NamedTuple):
     - `commutes`: whether the arguments may be exchanged.
     - `simple`: whether it is a cheap instruction that vector units have; else a call of a library.
 
-    Those without a text are written by others: see `lowering`.
+    Those without a text are expressed by others: see `source.lowered`.
     """
 
     arity: int

@@ -20,7 +20,7 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.operations import OPERATIONS
 
-# Why an f can't be compiled, and in which of its lines.
+# Errors for an f that can't be compiled, with the line.
 
 
 # Frames below these folders are not the user's own.
@@ -34,7 +34,7 @@ _LIBRARIES = tuple(
 
 
 class Untraceable(TypeError):
-    """Report an f that can't be turned into straight-line arithmetic, and in which file and line of the user's."""
+    """Report an f that can't be turned into straight-line arithmetic, with the user's file and line."""
 
     def __init__(self, reason: str, place: str):
         super().__init__(f"{place}: {reason}")

@@ -1,7 +1,7 @@
 """Arrays put together on the device.
 
-autograd.numpy's `concatenate` asks its result for a view of NumPy's type, and its `array` and `stack` make arrays of
-NumPy's; no array on a device can give them one. These do the same, for arrays on either side.
+autograd.numpy's `concatenate` requests a view of NumPy's type from its result, and its `array` and `stack` make NumPy
+arrays; arrays on a device support neither. These do the same, for arrays on either side.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ def array(nest: Tree, *args: Any, **kwargs: Any) -> Array:
     nest : array, number, or pytree of lists and tuples of them
         Together with device arrays, only numbers may be on the host.
     *args, **kwargs
-        Of `numpy.array`, for host values.
+        Passed to `numpy.array`, for host values.
 
     Raises
     ------
     TypeError
-        For host arrays together with device arrays.
+        If there are host arrays together with device arrays.
 
     Ranks
     -----

@@ -1,4 +1,4 @@
-"""Which GPU a rank uses."""
+"""Selection of the GPU of a rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     ----------
     ids : int or sequence of int, optional
         GPUs for this node's ranks: the rank with local number r gets the r-th, and if there are fewer than ranks, they
-        are dealt again from the first. An int is this rank's own. By default all that CUDA shows.
+        are assigned cyclically. An int is the GPU of this rank. By default all GPUs that CUDA shows.
 
     Returns
     -------

@@ -55,7 +55,7 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
     device : int, optional
         Number of the GPU; by default the current one, which `select` chooses.
     like : device array, optional
-        An array whose kind and device decide instead.
+        An array whose kind and device are used instead.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
     ImportError
         If CuPy can't be loaded; the message says what to install.
     TypeError
-        For an array of a dtype that devices have no numbers for.
+        If an array has a dtype that devices don't support.
 
     Ranks
     -----
@@ -105,7 +105,7 @@ def to_host(x: Tree) -> Tree:
     Returns
     -------
     array or pytree of them
-        NumPy's, of the same dtype and form; numbers of NumPy's for arrays without axes.
+        NumPy arrays of the same dtypes and structure; NumPy scalars for arrays without axes.
 
     Ranks
     -----
@@ -150,7 +150,7 @@ def _to_device_vjp(ans: Array, x: Array, arrays: ArrayModule) -> Any:
 def _to_host_vjp(ans: Array, x: Array) -> Any:
     arrays = arrays_of(getval(x))
     if arrays is None:
-        return lambda g: g  # it was on the host already: a cotangent of zeros, for one
+        return lambda g: g  # already on the host, such as a cotangent of zeros
     return lambda g: g if arrays_of(getval(g)) is not None else array_to_device(g, arrays)
 
 

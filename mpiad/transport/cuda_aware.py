@@ -1,4 +1,4 @@
-"""Whether MPI takes the memory of a device as it is: asked of the library, and tried out before it is believed.
+"""Whether MPI takes the memory of a device as it is: reported by the library, and tested before use.
 
 An MPI that isn't CUDA-aware doesn't refuse the address of device memory, but reads from it and crashes. So nothing is
 tried unless the library has said yes. If it has, arrays are sent from this process to itself and compared: builds

@@ -142,7 +142,7 @@ Maker = Callable[[Any], ArrayModule]
 _makers: dict[type, Maker] = {}
 _here: dict[type, Callable[[], ArrayModule]] = {}
 _listeners: list[Callable[[type], None]] = []
-# Asked for at each operation, so the commonest answer is a look into a set.
+# Called at each operation, so the most common result is a lookup in a set.
 _on_host = frozenset({np.ndarray, np.float64, np.float32, float, int, bool, complex, type(None), np.bool_, np.int64})
 
 
@@ -208,7 +208,7 @@ def register_arrays(kind: type, maker: Maker, here: Callable[[], ArrayModule] | 
     kind : type
         Type of the arrays; it has `__cuda_array_interface__`, `__array_ufunc__` and `__array_function__`.
     maker : callable
-        ``maker(x) -> ArrayModule``, that of the device of `x`; called often, so it keeps them.
+        ``maker(x) -> ArrayModule``, that of the device of `x`; called often, so it should cache them.
     here : callable, optional
         ``here() -> ArrayModule``, that of this process's current device: for a rank that gets such an array without
         having one.

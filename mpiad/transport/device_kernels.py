@@ -26,7 +26,7 @@ class Launcher(Protocol):
     multiprocessors: int  # the least number of blocks of threads that make progress at the same time
 
     def compiled(self, text: str, name: str, options: tuple[str, ...]) -> DeviceKernel:
-        """Compile CUDA C for this device, and return its kernel of a name; each text once is enough."""
+        """Compile CUDA C for this device, and return its kernel of a name; may be cached per text."""
         ...
 
     def launch(self, kernel: DeviceKernel, blocks: int, threads: int, arguments: Sequence[Any]) -> None:
@@ -38,7 +38,7 @@ class Launcher(Protocol):
         ...
 
     def free_bytes(self) -> int:
-        """Return how much memory of the device can still be taken."""
+        """Return the bytes of device memory that can still be allocated."""
         ...
 
 
@@ -50,7 +50,7 @@ _makers: dict[type, Maker] = {}
 def register_launcher(kind: type, maker: Maker) -> None:
     """Register the launcher of kernels on arrays of a kind.
 
-    ``maker(arrays) -> Launcher`` for the device of an `ArrayModule` is called often, so it keeps them.
+    ``maker(arrays) -> Launcher`` for the device of an `ArrayModule` is called often, so it should cache them.
     """
     _makers[kind] = maker
 

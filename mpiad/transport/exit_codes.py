@@ -2,8 +2,8 @@
 
 There is no hook for it. But if a SystemExit ends the program, the interpreter asks the exception for its `code`, in the
 main thread, when no frame of Python's is left. So that attribute of the type is replaced by one that takes note when it is
-read without a frame, independently of the code that raised the exception (`sys.exit`, `exit`, ``raise``, a task of asyncio's) and whoever holds it
-or has looked at it on its way. One that is caught for good is never read so.
+read without a frame, independently of the code that raised the exception (`sys.exit`, `exit`, ``raise``, a task of
+asyncio's), holds it or has accessed it before. The code of an exception that is caught for good is never read so.
 
 Types that are written in C refuse assignments; their dictionary, which the garbage collector knows, takes them.
 """

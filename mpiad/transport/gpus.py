@@ -1,4 +1,4 @@
-"""The GPUs of this node, found without loading anything of theirs."""
+"""The GPUs of this node, found without loading their libraries."""
 
 from __future__ import annotations
 

@@ -21,12 +21,12 @@ class Launcher(NamedTuple):
 
     name: str = ""  # empty if no launcher is recognized
     family: str = ""  # whose libraries it starts: "mpich", "openmpi", or "" for those that start any
-    # `size`, `rank`: the number of processes that it started, and which of them this one is.
+    # `size`, `rank`: the number of processes that it started, and the index of this one.
     size: int = 1
     rank: int = 0
 
 
-# Name, family, the variable that gives it away, and those of size and rank. A launcher that runs inside another one's
+# Name, family, the variable that identifies it, and those of size and rank. A launcher that runs inside another one's
 # job comes before it.
 _KNOWN = (
     ("Open MPI's mpiexec", "openmpi", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -94,7 +94,7 @@ def _family_to_be_loaded() -> str:
 
 
 def warn_of_separate_worlds(size: int) -> None:
-    """Log, on the first process, that several were started of which each is a world of its own."""
+    """Log, on the first process, that several were started, each of which is a world of its own."""
     found = launcher()
     if size == 1 and found.size > 1 and found.rank == 0:
         _log.warning(

@@ -1,6 +1,6 @@
 """The library's channel on a communicator of the user's, and the refusal of unusable communicators.
 
-A channel hangs on its communicator as an attribute and is freed with it; the world's is kept here.
+A channel is an attribute of its communicator and is freed with it; the world's is kept here.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _why_no_world() -> str:
 def member(comm: Comm, call: str) -> Comm:
     """Return a communicator that may be asked for its rank and size: the world for None.
 
-    A CommunicatorError for one that is freed, null or between groups, before the start and after the end of MPI.
+    A CommunicatorError for one that is freed, null or an intercommunicator, before the start and after the end of MPI.
     """
     if _world is None or MPI.Is_finalized():
         raise CommunicatorError(f"{call}: {_why_no_world()}")
@@ -108,7 +108,7 @@ def _lookup(comm: Comm, call: str, collective: bool) -> Channel:
     if comm == MPI.COMM_WORLD:
         return open_world()
     found = comm.Get_attr(_key())
-    # To make duplicates takes all ranks, and of a message two are there.
+    # Making duplicates is collective, but only two ranks take part in a message.
     if found is None and not collective:
         raise CommunicatorError(
             f"{call}: this communicator of {comm.size} ranks was never prepared, and a point-to-point call can't do it, "
@@ -147,7 +147,7 @@ def prepare(comm: Comm, call: str) -> Channel:
 def renew(comm: Comm, call: str) -> None:
     """Renew the duplicates of a communicator; collective over its ranks."""
     member(comm, call)
-    # Not by `channel`, which refuses a marked channel, which is to be renewed here.
+    # Not by `channel`, since that refuses a marked channel, such as the one to be renewed here.
     found = open_world() if comm is None or comm == MPI.COMM_WORLD else prepare(comm, call)
     if found.lost:
         _refuse(found, call)

@@ -5,8 +5,8 @@ arithmetic done on it. Reverse passes make such arrays by the dozen, of equal si
 at import, if the C library has `mallopt`. ``MPIAD_MALLOPT=0`` leaves them alone, and so do glibc's own variables that
 name them (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_TOP_PAD_``, and a ``GLIBC_TUNABLES`` that does).
 
-Arrays then lie in the heap. With pages of 4 KiB it is random which of them share a line of the second-level cache, and it
-differs between processes: the same program took 1 or 2.5 times as long for minutes. In a huge page of 2 MiB neighbors
+Arrays then lie in the heap. With pages of 4 KiB it is random which of them compete for places in the second-level cache,
+and differs between processes: the same program took 1 or 2.5 times as long for minutes. In a huge page of 2 MiB neighbors
 in the array are neighbors in the cache. The kernel provides them on request (``madvise``), so the heap is extended once,
 which takes addresses and no memory, and requested as a whole. ``MPIAD_HUGE_PAGES=0`` omits that, and so does
 a ``GLIBC_TUNABLES`` that names ``glibc.malloc.hugetlb``.
@@ -49,7 +49,7 @@ def prepare_memory() -> bool:
 
 
 def huge_pages() -> str:
-    """Return whether this process's arrays lie in huge pages, in words, for a report."""
+    """Return as text whether this process's arrays lie in huge pages, for a report."""
     try:
         switch = _SWITCH.read_text()
     except OSError:
@@ -97,7 +97,7 @@ def _huge_pages_wanted() -> bool:
 
 
 def _advise_heap(libc: ctypes.CDLL) -> bool:
-    """Make the heap longer, and ask for huge pages there; it keeps the length, since its top isn't trimmed."""
+    """Extend the heap, and request huge pages there; it keeps the length, since its top isn't trimmed."""
     libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
     libc.sbrk.argtypes, libc.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""How many threads a rank may use: its share of the node's cores. BLAS is limited to it, and loops are split by it.
+"""The number of threads of a rank: its share of the node's cores. BLAS is limited to it, and loops are split by it.
 
 NumPy and SciPy bring a BLAS each, with a pool of threads each. The threads of a pool wait for more work by polling, so
 calls of both libraries in turn take each other's cores, and a product of vectors takes a hundred times as long. Vectors
@@ -53,14 +53,14 @@ def vdot(x: Array, y: Array) -> Any:
 
 
 def _by_blas(rows: np.ndarray, length: int | None) -> bool:
-    """Return whether a product with a matrix is left to BLAS: it is short, or its vectors are worth more threads."""
+    """Return whether a product with a matrix is left to BLAS: it is short, or its vectors are long enough for several threads."""
     return rows.size <= _ON_ONE_THREAD or (length or rows.shape[1]) >= _LONG
 
 
 def vdots(rows: np.ndarray, x: np.ndarray, length: int | None = None) -> np.ndarray:
     """Return the inner product of each row, conjugated, with x; on the calling thread as `vdot`.
 
-    `length`: that of the whole vectors, if these are stretches of them.
+    `length`: that of the whole vectors, if these are parts of them.
     """
     if _by_blas(rows, length):
         return (rows.conj() if rows.dtype.kind == "c" else rows) @ x

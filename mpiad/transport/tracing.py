@@ -41,7 +41,7 @@ class ProgramRecorder(Protocol):
         ...
 
     def call_as_it_is(self, fun: Callable[..., T], args: tuple, kwargs: dict[str, Any]) -> T:
-        """Run a function that isn't taken apart, and note it as one step."""
+        """Run a function that isn't traced inside, and record it as one step."""
         ...
 
     def refuse(self, reason: str) -> None:

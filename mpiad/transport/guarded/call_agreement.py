@@ -127,8 +127,8 @@ class _Lane:
     def __init__(self, comm: Comm, tag: int):
         self.broken, self.busy, self.active = False, False, None
         self._rounds: list[tuple[np.ndarray, np.ndarray, Any, Any]] = []
-        # Dissemination, with the distance doubled in each round. A rank's number may come twice, which doesn't change minimum
-        # and maximum: so it works for any number of ranks.
+        # Dissemination, with the distance doubled in each round. A rank's number may come twice, which doesn't change the
+        # minimum and maximum: so it works for any number of ranks.
         distance = 1
         while distance < comm.size:
             out, into = np.zeros(2, np.int64), np.zeros(2, np.int64)

@@ -45,7 +45,7 @@ Row = tuple[str, ...]
 
 
 def table_of_ranks(head: Row, rows: list[Row]) -> str:
-    """Return a table whose first column is the rank; long tables are shortened, since thousands of lines would hide the relevant one."""
+    """Return a table whose first column is the rank; long ones are cut, to keep the relevant lines visible."""
     if len(rows) > _EACH:
         alike: dict[Row, list[int]] = {}
         for rank, *rest in rows:
