@@ -69,7 +69,7 @@ def _is_exposed(parent: Path) -> bool:
 
 
 def first_time(what: str) -> bool:
-    """Return whether this is the first call with this name by any process of the user; always True if nothing can be kept."""
+    """Return whether this is the user's first call with this name, in any process; True if nothing can be kept."""
     folder = cache_folder()
     if folder is None:
         return True

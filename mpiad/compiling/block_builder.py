@@ -19,7 +19,7 @@ from mpiad.compiling.values import (
     literal_value,
 )
 
-# Its result is its argument; LLVM resolves it after all loops are processed.
+# Its result is its argument; LLVM replaces the one by the other after all loop optimizations.
 _HIDDEN = "llvm.strip.invariant.group.p0"
 
 

@@ -14,7 +14,7 @@ from mpiad.compiling.program import Input, Instruction, Program, Refusal, exact,
 # Algebraic simplifications of operations, which don't change a value.
 #
 # All are exact, NaN and infinity included, but for the sign of a zero: x + 0 is x also if x is -0. So 0 · x stays, and
-# so does x - x. The square of a modulus is computed without the root, exact to rounding: |z|² is its most frequent use in f.
+# so does x - x. The square of a modulus is computed without the root, exact to rounding: |z|² is its usual use in f.
 
 
 def identity(builder: Builder, operation: str, arguments: tuple[int, ...]) -> int | None:

@@ -90,7 +90,7 @@ class Program:
 
     @cached_property
     def content(self) -> tuple:
-        """All that it consists of, by which programs are compared: 0 and -0 differ, and NaN is itself."""
+        """Its content, by which programs are compared: 0 and -0 differ, and NaN equals NaN."""
         instructions = tuple((op, arguments, exact(value)) for op, arguments, value in self.instructions)
         return tuple(self.groups.items()), self.outputs, instructions
 
@@ -109,7 +109,7 @@ class Program:
         return tuple(self.groups.items()), self.outputs, tuple(kept)
 
     def with_inputs(self, inputs: Mapping[int, Input], groups: Mapping[str, int]) -> Program:
-        """Return the program with inputs in the place of some `numbers`, of groups that have as many more."""
+        """Return the program with some `numbers` replaced by inputs, in groups that are longer by as many."""
         made = (Instruction("input", (), inputs[i]) if i in inputs else x for i, x in enumerate(self.instructions))
         return Program({**self.groups, **groups}, made, self.outputs)
 

@@ -26,7 +26,7 @@ _VALUES = "it asks for the number that a traced value has (float, int, math.sin 
 
 def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], Any]:
     def method(self: Symbol, other: object) -> Any:
-        # An array takes over, and comes back entry by entry.
+        # The operator of the array is called, and calls this one entry by entry.
         if not isinstance(other, (Symbol, int, float, complex, np.number, np.bool_)):
             return NotImplemented
         if swapped:
@@ -144,7 +144,7 @@ class Symbol:
     __lt__, __le__ = _operator("less"), _operator("less_equal")
     __gt__, __ge__ = _operator("greater"), _operator("greater_equal")
     __eq__, __ne__ = _operator("equal"), _operator("not_equal")  # type: ignore[assignment]
-    # Equality is written down, too, so that symbols can't be keys.
+    # Equality is recorded, too, so that symbols can't be keys.
     __hash__ = None  # type: ignore[assignment]
 
 

@@ -28,8 +28,8 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
     ----------
     x : array or number, the same shape and dtype on all ranks
     op : mpi4py operation
-        `MPI.SUM`, `PROD`, `MAX` or `MIN`; for integers and booleans any that MPI has for them. NaN on any rank is the
-        maximum, and the minimum, as in NumPy.
+        `MPI.SUM`, `PROD`, `MAX` or `MIN`; for integers and booleans any that MPI has for them. if any rank has
+        NaN, so have the maximum and the minimum, as in NumPy.
     comm : mpi4py intracommunicator, optional
 
     Returns
@@ -87,7 +87,7 @@ def _tangent(dx: Array, ans: Array, x: Array, p: Reduction) -> Any:
 
 
 def _slope(ans: Array, x: Array, p: Reduction) -> Any:
-    """Return the derivative of the result by this rank's own entries."""
+    """Return the derivative of the result with respect to this rank's own entries."""
     return _product_of_others(ans, x, p) if p.op == PROD else _share_of_tie(ans, x, p)
 
 

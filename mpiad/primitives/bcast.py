@@ -18,7 +18,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     Parameters
     ----------
     x : array or number
-        Counts on the root; on other ranks it is a template that may differ in shape and dtype, or None.
+        The root's is copied; on other ranks it is a template that may differ in shape and dtype, or None.
     root : int
     comm : mpi4py intracommunicator, optional
 

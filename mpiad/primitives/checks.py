@@ -34,7 +34,7 @@ def root_of(root: object, channel: Channel, call: str) -> int:
 
 def partner_of(rank: object, channel: Channel, call: str, argument: str, wildcard: bool = False) -> int | None:
     """Return a partner's rank, None for no partner; a ValueError if there is no such rank."""
-    # Nearly always so: no texts are made for errors that nobody gets to see.
+    # The usual case: no texts are made for errors that aren't raised.
     if type(rank) is int and 0 <= rank < channel.size:
         return rank
     if rank is None or rank == PROC_NULL:
@@ -60,13 +60,13 @@ def reduction_of(op: Op, x: Array, call: str) -> Op:
     """Return the reduction; a TypeError if it isn't one, or not for this dtype."""
     dtype = _dtype_of(x)
     kind = dtype.kind
-    # Nearly always so. MPI's sum of booleans isn't NumPy's, so these go the long way.
+    # The usual case. MPI's sum of booleans isn't NumPy's, so these are checked below.
     if op is SUM and kind != "b":
         return op
     if not isinstance(op, Op):
         raise TypeError(f"{call}: op must be an mpi4py operation as MPI.SUM, but got {type(op).__name__} {op!r}.")
     name, allowed = name_of(op), defined_for(kind)
-    # An operation of the user's own has no adjoint that is known; integers need none.
+    # The adjoint of a user-defined operation is unknown; integers need none.
     if name in allowed or (name is None and kind not in "fc"):
         return op
     got = "an operation of your own" if name is None else f"MPI.{name}"

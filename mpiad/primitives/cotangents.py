@@ -15,7 +15,7 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 def spec_like(x: Array) -> Spec:
     """Return shape, dtype and place of a value, traced or not."""
-    # Nearly always so, and every node of a tape asks.
+    # The usual case, and each node of a tape calls this.
     if type(x) is np.ndarray or type(x) is np.float64:
         return Spec(x.shape, x.dtype)
     dtype = getattr(x, "dtype", None)

@@ -67,13 +67,13 @@ def _forward(x: Array, p: Exchange) -> Any:
     if p.there is not None and p.back is not None:
         return swap(array, p.there, p.spec, p.back, "mpi_exchange")
     if p.there is not None:
-        # From a copy, because nobody waits until it has been sent, and the caller may change x at once.
+        # From a copy, because the call doesn't wait for its completion, and the caller may change x at once.
         send(private_copy(array, x), p.there)
     return p.spec.zeros() if p.back is None else receive(p.spec, p.back, "mpi_exchange")
 
 
 def _prepared(p: Exchange, x: Array, out: Array) -> Any:
-    # Prepared messages go in pairs, between ranks that are known: not at the ends of a chain, nor from any sender.
+    # Prepared messages come in pairs, between known ranks: not at the ends of a chain, nor from any sender.
     if p.there is None or p.back is None or p.back.number is None:
         return None
     return prepared_swap(x, p.there, out, p.back, "mpi_exchange")

@@ -18,9 +18,9 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
     Parameters
     ----------
     like : array or number
-        Template with the shape and dtype of the received array; its values don't count.
+        Template with the shape and dtype of the received array; its values are ignored.
     source : int
-        The sender, named: from any rank only `mpi_recv` receives. None or `MPI.PROC_NULL` for none.
+        The sender, not a wildcard: only `mpi_recv` receives from any rank. None or `MPI.PROC_NULL` for none.
     tag : int
     comm : mpi4py intracommunicator, optional
         Prepared by a collective or by `mpi_init(comm)`.

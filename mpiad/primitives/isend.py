@@ -71,7 +71,7 @@ def _forward(x: Array, p: Envelope | None) -> Request:
 
 
 def _adjoint(ans: Request, x: Array, p: Envelope | None, level: int) -> Any:
-    """Return the transpose of copying to here and there; the wait before it has started the receive."""
+    """Return the transpose of a copy to both ranks; the adjoint of the wait has started the receive."""
     cell = ans.cell(level)
 
     def vjp(g: None) -> Any:

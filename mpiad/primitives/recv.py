@@ -17,7 +17,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
     Parameters
     ----------
     like : array or number
-        Template with the shape and dtype of the received array; its values don't count.
+        Template with the shape and dtype of the received array; its values are ignored.
     source : int
         The sender; `MPI.ANY_SOURCE` for any, None or `MPI.PROC_NULL` for none.
     tag : int
@@ -43,7 +43,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
 
     Adjoint
     -------
-    The cotangent goes back to the sender (from any: to the one that it was).
+    The cotangent goes back to the sender (with a wildcard, to the actual one).
 
     Examples
     --------

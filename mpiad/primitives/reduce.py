@@ -20,8 +20,8 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
     ----------
     x : array or number, the same shape and dtype on all ranks
     op : mpi4py operation
-        `MPI.SUM`, `PROD`, `MAX` or `MIN`; for integers and booleans any that MPI has for them. NaN on any rank is the
-        maximum, and the minimum, as in NumPy.
+        `MPI.SUM`, `PROD`, `MAX` or `MIN`; for integers and booleans any that MPI has for them. if any rank has
+        NaN, so have the maximum and the minimum, as in NumPy.
     root : int
     comm : mpi4py intracommunicator, optional
 

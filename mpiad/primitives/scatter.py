@@ -25,12 +25,12 @@ def mpi_scatter(
     Parameters
     ----------
     x : array
-        Counts on the root; other ranks may pass None. Without `axis` its first axis is the number of ranks.
+        Used on the root only; other ranks may pass None. Without `axis` its first axis is the number of ranks.
     root : int
     axis : int, optional
         Axis along which `x` is divided; None takes one block of the first axis for each rank, without that axis.
     counts : list of int, optional
-        Each rank's length along `axis`; counts on the root. Even shares by default, the first ranks' longer by one.
+        Each rank's length along `axis`; used on the root only. Even shares by default, the first ranks' longer by one.
     comm : mpi4py intracommunicator, optional
 
     Returns
@@ -89,7 +89,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
     """Return the transpose of scattering the pieces: they are gathered; the other ranks' templates had no influence."""
-    # A template may be of another shape than the root's array.
+    # A template may have another shape than the root's array.
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
     def vjp(g: Array) -> Any:

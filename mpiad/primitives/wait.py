@@ -79,7 +79,7 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
 
 
 def _forward(x: None, request: Request) -> Any:
-    # Requests of adjoints and tangents come here as well, which nobody has claimed.
+    # Also called for requests of adjoints and tangents, which aren't claimed.
     handle: Any = request.handle
     request.done = True
     request.handle = None  # its buffers are free, also if the user keeps the request

@@ -1,4 +1,4 @@
-"""Empty messages that nobody waits for: posted to single ranks, looked for from time to time, by any thread."""
+"""Empty messages without a waiting receiver: posted to single ranks, and polled for by any thread."""
 
 from __future__ import annotations
 

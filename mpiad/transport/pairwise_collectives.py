@@ -17,20 +17,20 @@ from mpiad.transport.mpi_operations import name_of
 
 # Bytes: shorter ones travel as fast in any way; of very long ones each rank combines a half, and sends the result.
 _LONG, _VERY_LONG = 1 << 16, 1 << 20
-# Commutative to the last bit; `extremes` handles zeros and NaN.
+# Commutative to the last bit; `collectives` handles zeros and NaN.
 _FUNCTIONS: dict[str | None, np.ufunc] = {"SUM": np.add, "MAX": np.maximum, "MIN": np.minimum}
 
 
 def are_two(channel: Channel, whole: Array, op: Op = MPI.SUM) -> bool:
     """Return whether a collective uses these functions, the same on both ranks; `whole` is as long on both."""
-    # If a rank may have arrays on a device, all go the general way: the other rank's array may be one.
+    # If a rank may have arrays on a device, all use the general algorithm: the other rank's array may be one.
     settings = present()
     return not (settings.expected or settings.exchanged) and exchanges_pieces(channel, whole, op)
 
 
 def exchanges_pieces(channel: Channel, whole: Array, op: Op) -> bool:
     """Return whether the pieces of an array, copied to the host, are combined by `allreduce_in_place`."""
-    # Not under watch: there calls are known by their names.
+    # Not under watch, which identifies calls by their names.
     return (
         channel.size == 2 and whole.nbytes >= _LONG and name_of(op) in _FUNCTIONS and whole.dtype.kind in "iufc"
         and isinstance(channel.data, MPI.Comm)

@@ -1,7 +1,7 @@
 """Page-locked host memory, through which arrays travel between a device and an MPI that can't read it.
 
 To lock pages takes longer than to copy them, so memory that was used once is kept for the next array, in classes of
-size a quarter of an octave apart. It is lent as an array, and comes back when the last view of that array is dropped:
+size a quarter of an octave apart. It is lent as an array, and returned when the last view of that array is dropped:
 a request of MPI's (under way, also one that an exception has abandoned) holds such a view. A copy
 that the device hasn't finished yet leaves its event with the memory, and the next user waits for it.
 """
@@ -52,13 +52,13 @@ class Pool:
     def __init__(self, arrays: ArrayModule):
         self._arrays = arrays
         self._idle: dict[int, deque[tuple[np.ndarray, tuple]]] = {}
-        # Memory may come back in the middle of another call, whenever Python drops something.
+        # Memory may be returned in the middle of another call, whenever Python frees an object.
         self._lock = threading.RLock()
         self.lent = self.kept = 0
         self._closed = False
 
     def lend(self, nbytes: int) -> Loan:
-        """Lend at least so many bytes."""
+        """Lend at least `nbytes` bytes."""
         size = _size_class(nbytes)
         with self._lock:
             idle = self._idle.get(size)
@@ -120,7 +120,7 @@ def pool_of(arrays: ArrayModule) -> Pool:
     key = arrays.kind, arrays.device
     found = _pools.get(key)
     if found is None:
-        found = _pools.setdefault(key, Pool(arrays))  # another thread may be as far
+        found = _pools.setdefault(key, Pool(arrays))  # another thread may have made it
     return found
 
 

@@ -34,7 +34,7 @@ class Backoff:
         self._start, self.nap = time.perf_counter(), 0.0
 
     def pause(self) -> None:
-        """Let others have the core."""
+        """Release the core to others."""
         if self.nap:
             time.sleep(self.nap)
         else:
@@ -59,7 +59,7 @@ def wait_for_message(found: Callable[[], bool], comm: Comm, source: int = MPI.AN
 
 
 def wait_gently(request: Request) -> None:
-    """Wait for a request of MPI's; one under watch knows how."""
+    """Wait for a request of MPI's; one under watch has its own wait."""
     if not isinstance(request, MPI.Request):
         request.Wait()
         return

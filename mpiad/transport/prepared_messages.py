@@ -1,4 +1,4 @@
-"""Communications of arrays that stay, again and again: nothing is looked up or made but MPI's requests."""
+"""Repeated communication of fixed arrays: nothing is looked up or created except MPI's requests."""
 
 from __future__ import annotations
 

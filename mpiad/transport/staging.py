@@ -1,4 +1,4 @@
-"""How MPI gets at the memory of an array: as it is, or through page-locked memory of the host.
+"""Access of MPI to the memory of an array: directly, or through page-locked memory of the host.
 
 There are three classes with the same methods. `lent` returns the buffer that MPI reads for a C-contiguous array, which
 mustn't change until then, and `copied` the same in private memory; `room` makes the array that MPI writes to, `buffer`
@@ -82,7 +82,7 @@ class Direct:
 
 
 class Landing(NamedTuple):
-    """Room for an array that comes to the host on its way to a device."""
+    """Host memory for a received array that is then copied to a device."""
 
     loan: Loan
     array: np.ndarray
@@ -102,7 +102,7 @@ class Staged:
         """Return a copy on the host, complete."""
         host = self._pool.lend(array.nbytes).array(array.shape, array.dtype)
         self.arrays.copy_to_host(array, host)
-        self.arrays.wait(self.arrays.record())  # MPI reads it at once, and knows nothing of streams
+        self.arrays.wait(self.arrays.record())  # MPI reads it at once, ignoring streams
         return host
 
     def room(self, shape: Shape, dtype: DTypeLike) -> Room:
@@ -126,7 +126,7 @@ Way = _Host | Direct | Staged
 
 
 def way_of(arrays: ArrayModule | None, nonblocking: bool = False) -> Way:
-    """Return how arrays get to MPI, or to its nonblocking collectives; `arrays` makes them, and is None on the host."""
+    """Return the class of transfers to MPI, or to its nonblocking collectives; `arrays` is None on the host."""
     if arrays is None:
         return HOST
     return Direct(arrays) if takes_directly(arrays, nonblocking) else Staged(arrays)

@@ -53,7 +53,7 @@ def vdot(x: Array, y: Array) -> Any:
 
 
 def _by_blas(rows: np.ndarray, length: int | None) -> bool:
-    """Return whether a product with a matrix is left to BLAS: it is short, or its vectors are long enough for several threads."""
+    """Return whether a product with a matrix is left to BLAS: it is short, or long enough for several threads."""
     return rows.size <= _ON_ONE_THREAD or (length or rows.shape[1]) >= _LONG
 
 
