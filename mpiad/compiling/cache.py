@@ -175,7 +175,7 @@ class Kernel(NamedTuple):
     """A compiled function."""
 
     function: Callable[..., None]  # it lets other threads run; see `machine_code.function_of`
-    seconds: float  # time from the first request of the text in this process
+    seconds: float  # duration of the first request of the text in this process
     origin: str  # "compiled", or "disk" if another process had done it
 
 
