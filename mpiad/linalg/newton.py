@@ -1,8 +1,8 @@
 """`newton`: a distributed nonlinear system, differentiated by the implicit function theorem.
 
-From F(u, p) = 0 follows J u̇ = -∂F/∂p ṗ with the Jacobian J by u: a tangent takes one linear solve, and so does a cotangent,
-with Jᵀ λ = ū and p̄ = -(∂F/∂p)ᵀ λ. Both are made of the operator of linear solves, with J's products as its operator and u
-among its parameters, so they can be differentiated again.
+From F(u, p) = 0 follows J u̇ = -∂F/∂p ṗ, where J is the Jacobian with respect to u. A tangent takes one linear solve, and
+so does a cotangent, with Jᵀ λ = ū and p̄ = -(∂F/∂p)ᵀ λ. Both use the operator of linear solves, with J's products as its
+operator and u among its parameters, so they can be differentiated again.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from mpiad.transport.recovery import recoverable
 from mpiad.transport.tracing import opaque
 from mpiad.transport.user_failures import DeferredFailures
 
-# Newton's method on blocks: inexact linear solves, and steps shortened until the residual falls.
+# Newton's method on blocks: inexact linear solves, with steps shortened until the residual falls.
 #
-# A step to η of the residual in the linear model must bring at least a small part of what that promises; if it doesn't, the
-# step is shortened to the minimum of the parabola through what is known. Near the root whole steps are taken, and η falls
-# with the square of the residual's ratio, so that convergence stays quadratic.
+# A step that reduces the residual of the linear model to a fraction η must achieve at least a small part of the predicted
+# decrease; otherwise it is shortened to the minimum of the parabola through the known values. Near the root full steps are
+# taken, and η falls with the square of the residual's ratio, so that convergence stays quadratic.
 
 
 _FIRST_FORCING, _LARGEST_FORCING = 0.5, 0.9  # η₀ and η_max of Eisenstat and Walker
-_SUFFICIENT = 1e-4  # of the decrease that the linear model promises
+_SUFFICIENT = 1e-4  # fraction of the decrease that the linear model predicts
 _SHORTEST = 1e-8
 _FAR = 1e6
-_PATIENCE, _SLOW = 5, 0.99  # so many steps must bring the residual to less than this part of what it was
+_PATIENCE, _SLOW = 5, 0.99  # number of steps, and the fraction to which they must reduce the residual
 
 Linear = Callable[[LocalArray, float], System]
 """``linear(u, rtol)``: the system with the Jacobian at u, to be solved to a tolerance."""
@@ -51,10 +51,10 @@ Linear = Callable[[LocalArray, float], System]
 def find_root(
     residual: Function, linear: Linear, u0: LocalArray, settings: Settings, method: Method, failures: DeferredFailures
 ) -> LocalArray:
-    """Return u, of the form of `u0`, where the residual is zero; collective. Raises as `newton`.
+    """Return u, of the form of `u0`, at which the residual is zero; collective. Raises as `newton`.
 
-    ``linear(u, rtol)`` makes the system with the Jacobian at u, for `method` to solve. `failures` are those of the linear
-    systems too: what one of them leaves unsaid, the next sum tells.
+    ``linear(u, rtol)`` makes the system with the Jacobian at u, for `method` to solve. `failures` are shared with the
+    linear systems: the next sum reports a failure that one of them hasn't reported.
     """
     system = System(residual, None, u0, settings._replace(method="newton"), "residual", failures)
     u = system.rows(u0)
@@ -65,7 +65,7 @@ def find_root(
     while norm > target:
         if system.iterations >= int(settings.maxiter or 0):
             system.fail(f"the residual didn't fall to {target:.3e} within maxiter={settings.maxiter} steps")
-        # No more exactly than the target asks for: the last step would do work that nobody sees.
+        # Not more accurate than the target requires: the last step would do needless work.
         within = max(forcing, 0.5 * target / norm)
         system.usable = system.block(u)
         step = _newton_step(system, linear, method, u, f, within)
@@ -99,7 +99,7 @@ def _newton_step(system: System, linear: Linear, method: Method, u: LocalArray, 
             raise
         system.fail(f"{where} ({error})")
     lengths = np.sqrt(np.real(system.dots((step, step), (u, u), (f, f))[:, 0]))
-    # So long a step may come from a Jacobian that maps it to zero but for rounding: one product tells.
+    # Such a long step may come from a Jacobian that maps it to zero up to rounding: one product decides.
     if lengths[0] > _FAR * (lengths[1] + lengths[2]):
         if rounding_floor(inner, step, np.zeros(1))[0] > lengths[2]:
             system.fail(f"{where}: the Jacobian is singular to working precision. {diagnosis(inner)}")
@@ -109,21 +109,21 @@ def _newton_step(system: System, linear: Linear, method: Method, u: LocalArray, 
 def _search(
     system: System, u: LocalArray, step: LocalArray, norm: float, within: float
 ) -> tuple[LocalArray, LocalArray, float] | None:
-    """Return the new point, its residual and norm; None where no step along the direction makes the residual fall."""
+    """Return the new point, its residual and norm; None if no step along the direction reduces the residual."""
     length = 1.0
     while length > _SHORTEST:
         new = u + np.zeros(0, u.dtype).real.dtype.type(length) * step
         f, found = _evaluated(system, new)
         if found <= (1.0 - _SUFFICIENT * length * (1.0 - within)) * norm:
             return new, f, found
-        # Of the parabola with the square at 0 and here, and the slope that Newton's direction has.
+        # From the parabola through the squared norms at 0 and here, with the slope of Newton's direction.
         shorter = 0.1 if not np.isfinite(found) else norm**2 * length / (found**2 + (2.0 * length - 1.0) * norm**2)
         length *= float(np.clip(shorter, 0.1, 0.5))
     return None
 
 
 def _has_stalled(system: System, linear: Linear, u: LocalArray, norm: float, target: float) -> bool:
-    """Tell whether the residual is rounding only; raise on all ranks where it stalls above that."""
+    """Return whether the residual is rounding only; raise on all ranks if it stalls above that."""
     since = system.history[-1 - _PATIENCE :][0]
     if len(system.history) <= _PATIENCE or norm <= target or norm <= _SLOW * since:
         return False
@@ -139,13 +139,13 @@ def _has_stalled(system: System, linear: Linear, u: LocalArray, norm: float, tar
 def _next_forcing(before: float, ratio: float) -> float:
     # Choice 2 with γ = 0.9 and α = 2, and its safeguard.
     forcing, kept = 0.9 * ratio**2, 0.9 * before**2
-    if kept > 0.1:  # not to be too demanding too early
+    if kept > 0.1:  # not too demanding too early
         forcing = max(forcing, kept)
     return min(forcing, _LARGEST_FORCING)
 
 
 def _require_rounding(system: System, linear: Linear, u: LocalArray, norm: float, target: float) -> None:
-    """Raise on all ranks where the residual is more than rounding u to its precision makes of it."""
+    """Raise on all ranks if the residual is larger than the effect of rounding u to its precision."""
     if norm > rounding_floor(linear(system.block(u), 1.0), u, np.array([target]))[0]:
         system.fail(
             f"no step along Newton's direction makes the residual fall from {norm:.3e} to {target:.3e}: a minimum of its "
@@ -155,7 +155,7 @@ def _require_rounding(system: System, linear: Linear, u: LocalArray, norm: float
 
 
 _CALL = "linalg.newton"
-_OF_DERIVATIVES = 1e-10  # the relative tolerance of their linear systems, where the user gave an absolute one alone
+_OF_DERIVATIVES = 1e-10  # relative tolerance of their linear systems if the user gave only an absolute one
 
 
 @opaque
@@ -178,32 +178,32 @@ def newton(
 ) -> LocalArray:
     """Solve residual(u, params) = 0 by Newton's method, each rank holding a block of u.
 
-    The linear systems are solved as exactly as the last step makes it worth while (Eisenstat and Walker's second choice),
-    with products with the Jacobian by forward mode, and each step is shortened until the residual falls.
+    The linear systems are solved only as accurately as the next step needs (Eisenstat and Walker's second choice), with
+    Jacobian products by forward mode, and each step is shortened until the residual falls.
 
     Parameters
     ----------
     residual : callable
         ``residual(u, *params)`` returns this rank's block of the residual. It may communicate, and is written with
-        autograd.numpy and this library's functions. What is to be differentiated by must be among the params.
+        autograd.numpy and this library's functions. Variables of differentiation must be among the params.
     u0 : array of float32, float64, complex64 or complex128
         This rank's block of the start. No derivative flows through it.
     *params : pytree of arrays
-        What the residual depends on; derivatives flow to all of them.
+        Further arguments of the residual; derivatives flow to all of them.
     method : {"gmres", "bicgstab", "cg"}
-        Of the linear systems, those of derivatives too; "cg" where the Jacobian is symmetric positive definite.
+        Method for the linear systems, including those of derivatives; "cg" if the Jacobian is symmetric positive definite.
     preconditioner : callable, optional
-        ``preconditioner(r, u, *params)`` or ``preconditioner(r)``, by the number of arguments that it requires, returns an
-        approximation of this rank's block of J(u)⁻¹ r.
+        ``preconditioner(r, u, *params)`` or ``preconditioner(r)``, according to the number of required arguments, returns
+        an approximation of this rank's block of J(u)⁻¹ r.
     preconditioner_transpose, side, restart
         As in `solve`.
     rtol, atol : float
-        The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(residual at u0), atol)``, or to what
-        rounding allows; those of the linear systems of derivatives to ``rtol`` times the norm of their right-hand sides.
+        The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(residual at u0), atol)``, or to the level
+        of rounding; those of the linear systems of derivatives to ``rtol`` times the norm of their right-hand sides.
     maxiter : int
-        Steps at most.
+        Maximum number of steps.
     linear_maxiter : int, optional
-        Iterations of each linear system at most.
+        Maximum number of iterations per linear system.
     comm : mpi4py intracommunicator, optional
     callback : callable, optional
         ``callback(norm)`` is called on every rank after each step, with the norm of the residual.
@@ -216,14 +216,13 @@ def newton(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument can't be used, `residual` returns something else than an array like `u0`, or isn't
-        finite at `u0`.
+        On all ranks, if an argument is invalid, or `residual` doesn't return an array like `u0` or isn't finite at `u0`.
     Exception
-        On all ranks, what a function of the user's raises on one: its own there, one of the same kind and text elsewhere.
-        Where it leaves other ranks waiting for its messages, the job ends: see the chapter on faults.
+        On all ranks, an exception of a user function on one: the exception itself there, one of the same type and text
+        elsewhere. If other ranks are left waiting for its messages, the job ends: see the chapter on faults.
     ConvergenceError
-        On all ranks, with the residual after each step, where no step along Newton's direction makes the residual fall, a
-        linear system isn't solved, or the steps are used up.
+        On all ranks, with the residual after each step, if no step along Newton's direction reduces the residual, a linear
+        system isn't solved, or the maximum number of steps is reached.
 
     Ranks
     -----
@@ -244,7 +243,7 @@ def newton(
     [2. 2.]
     """
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
-    # The tolerance is that of derivatives; steps bring their own (see `Problem.step`).
+    # The tolerance is that of derivatives; steps have their own (see `Problem.step`).
     linear = settings._replace(rtol=rtol or _OF_DERIVATIVES, atol=0.0, maxiter=linear_maxiter, callback=None)
     settings = agree_on(settings, _mistake(residual, stop_gradient(u0), preconditioner, linear, settings), preconditioner)
     linear = linear._replace(preconditioned=settings.preconditioned)
@@ -258,7 +257,7 @@ def newton(
 
 
 class NonlinearProblem(NamedTuple):
-    """A nonlinear system but for the values of its parameters."""
+    """A nonlinear system without the values of its parameters."""
 
     residual: Function
     build: Callable[[Any], Any]  # from the leaves of the parameters to the parameters
@@ -267,13 +266,13 @@ class NonlinearProblem(NamedTuple):
     jacobian: Problem  # the linear system with the Jacobian, whose leaves are u and those of the parameters
 
     def at(self, all_leaves: Tree) -> LocalArray:
-        """Return the residual of u and the leaves, as part of the program around it."""
+        """Return the residual at u and the leaves, as part of the surrounding program."""
         return self.residual(all_leaves[0], *self.build(all_leaves[1:]))
 
 
 @custom_operator
 def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
-    """Return u with residual zero: `newton` as one operator of the leaves of its parameters; its adjoint as there."""
+    """Return u with residual zero: `newton` as one operator of the leaves of its parameters, with the same adjoint."""
     failures = problem.jacobian.new_failures()
     return find_root(
         lambda u: problem.at([u, *leaves]), lambda u, rtol: problem.jacobian.step(rtol, failures).system([u, *leaves], u),
@@ -282,7 +281,7 @@ def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
 
 
 def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callable:
-    """Return the transpose of the root's derivative: of -J⁻¹ ∂F/∂p."""
+    """Return the transpose of the root's derivative -J⁻¹ ∂F/∂p."""
 
     def vjp(g: LocalArray) -> list:
         failures = problem.jacobian.new_failures()
@@ -290,7 +289,7 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
             "residual", lambda u: make_vjp(problem.at)([u, *leaves])[0], ans, again=lambda: problem.start
         )
         multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian, failures)
-        # The part of u is Jᵀ λ, which is g again; it is looked at where J was taken for symmetric.
+        # The cotangent of u is Jᵀ λ, which equals g; it is checked if J was assumed to be symmetric.
         of_leaves = pulled_back(pull, multiplier, g, problem.jacobian, failures)
         return [None if part is None else -part for part in of_leaves]
 

@@ -33,13 +33,14 @@ from mpiad.transport.user_failures import DeferredFailures
 #
 # From A(p) u = b follows A u̇ = ḃ - (∂A/∂p ṗ) u: a tangent takes one solve. Transposed: with Aᵀ λ = ū, the cotangent of b
 # is λ, and that of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at the solution. The iteration
-# itself is never traced. Both rules are made of this operator and of the user's, so they can be differentiated again.
+# itself is never traced. Both rules are composed of this operator and the user's, so they can be differentiated again.
 #
-# The adjoint of the transposed system is the system itself, and λᵀ A u is the same number from both sides: so its cotangent
-# of p is taken from the operator too, with u and λ in each other's place.
+# The adjoint of the transposed system is the original system, and λᵀ A u has the same value for both. So the cotangent of p
+# in the transposed system also comes from the operator, with u and λ interchanged.
 #
-# An operator is linear in u, so one trace of it serves all products with its transpose in a solve. A preconditioner has its
-# transpose as an attribute `T` or a method `transpose()`, or it is given apart, or derived like the operator's; where there
+# An operator is linear in u, so one trace of it serves all products with its transpose in a solve. The transpose of a
+# preconditioner is its attribute `T`, the result of its method `transpose()`, given separately, or derived like that of the
+# operator. Otherwise the preconditioner is assumed to be symmetric; if it isn't, the only cost is more iterations.
 # is none of that it is taken for symmetric, which costs iterations where it isn't, and nothing else.
 
 
@@ -48,7 +49,7 @@ METHODS: dict[str, Method] = {"cg": conjugate_gradients, "gmres": gmres, "bicgst
 
 
 class Problem(NamedTuple):
-    """A linear system but for its right-hand side and the values of its parameters."""
+    """A linear system without its right-hand side and the values of its parameters."""
 
     matvec: Function
     preconditioner: Function | None
@@ -57,15 +58,15 @@ class Problem(NamedTuple):
     start: LocalArray | None = None  # where the iteration starts
     preconditioner_transpose: Any = None  # callable, "derived" or None
     transposed: bool = False  # whether the system is that of the transposed operator
-    # ``solver(params, transposed)`` makes the method, where it isn't one of this library's.
+    # ``solver(params, transposed)`` makes the method if it isn't one of this library's.
     solver: Callable[..., Method] | None = None
-    # What has gone wrong on this rank before the solve, in the call that it is a part of.
+    # Failures of this rank before the solve, in the call that contains it.
     failures: DeferredFailures | None = None
     talkers: set[str] | None = None  # as `DeferredFailures` takes it, for this problem and those of its derivatives
 
     def step(self, rtol: float, failures: DeferredFailures) -> Problem:
-        """Return the problem of a step of Newton's: to another tolerance, without a look at the true residual."""
-        # Newton steps look at the nonlinear residual anyway; an exact linear one wouldn't be worth its product.
+        """Return the problem of a Newton step: with another tolerance, without a check of the true residual."""
+        # Newton steps evaluate the nonlinear residual anyway; the exact linear one isn't worth its product.
         return self._replace(settings=self.settings._replace(rtol=rtol, verify=False), failures=failures)
 
     def derived(self, failures: DeferredFailures) -> Problem:
@@ -84,7 +85,7 @@ class Problem(NamedTuple):
         return derived if self.hermitian else derived._replace(transposed=not self.transposed)
 
     def product(self, all_leaves: Tree) -> LocalArray:
-        """Return the product with the operator, of u and the leaves, as part of the program around it."""
+        """Return the product of the operator and u, the first leaf, as part of the surrounding program."""
         return self.matvec(all_leaves[0], *self.build(all_leaves[1:]))
 
     def own_product(self, all_leaves: Tree) -> LocalArray:
@@ -111,7 +112,7 @@ class Problem(NamedTuple):
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
-            # Traced here and not in the first product: what it raises is known before any runs backwards.
+            # Traced here, not in the first product: an exception is known before any reverse pass runs.
             apply = failures.attempt("matvec", lambda like: self.transposed_matvec(params, like), b, again=lambda: b)
         if self.preconditioner is not None and self.transposed:
             precondition = failures.attempt(
@@ -122,13 +123,13 @@ class Problem(NamedTuple):
         return System(apply, precondition, b, self.settings, failures=failures)
 
     def new_failures(self) -> DeferredFailures:
-        """Return what is to keep the mistakes of this rank in one call."""
+        """Return the collector of this rank's failures in one call."""
         return DeferredFailures(self.settings.comm, self.settings.call, self.talkers)
 
 
 @custom_operator
 def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
-    """Return this rank's block of the solution, of the shape of `b`, where `leaves` are the parameters'; raises as `solve`.
+    """Return this rank's block of the solution, of the shape of `b`; `leaves` belong to the parameters. Raises as `solve`.
 
     The adjoint is one solve with the transposed operator, which for conjugate gradients is the operator itself, conjugated.
     """
@@ -150,7 +151,7 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
 
         # λᵀ A u is the same number from both sides: the user's operator is differentiated in either case.
         if not problem.transposed:
-            # Before the solve, whose first sum tells the others what the operator has raised.
+            # Before the solve, whose first sum reports an exception of the operator to the other ranks.
             pull = pull_at(ans)
             left = multiplier = solution_of_adjoint(g, leaves, problem, failures)
         else:
@@ -164,22 +165,22 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
 
 
 def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures) -> list:
-    """Return the cotangents of all but the first of what a function of the user's was traced by.
+    """Return the cotangents of all arguments but the first of a traced function of the user.
 
-    On all ranks it raises what an adjoint of the user's raises on one; a ValueError where the first isn't `g`, though the
-    operator was taken for its own transpose.
+    An exception in the user's adjoint on one rank is raised on all. A ValueError if the first cotangent isn't `g` although
+    the operator was assumed to be its own transpose.
     """
     found = failures.attempt("adjoint", pull, left) or [None]
     if problem.hermitian:
         require_transpose(stop_gradient(found[0]), stop_gradient(g), problem.settings, failures)
     else:
-        failures.raise_together()  # no sum follows that could tell the others
+        failures.raise_together()  # no sum follows that could inform the other ranks
     return list(found[1:])
 
 
 def solution_of_adjoint(g: LocalArray, leaves: Tree, problem: Problem, failures: DeferredFailures) -> LocalArray:
-    """Return λ with Aᵀ λ = g, of the operator of a problem; collective, and itself differentiable."""
-    # Aᵀ is the conjugate of a Hermitian A: Aᵀ λ = g where A λ* = g*.
+    """Return λ with Aᵀ λ = g, where A is the operator of the problem; collective, and differentiable."""
+    # Aᵀ is the conjugate of a Hermitian A: Aᵀ λ = g if A λ* = g*.
     if problem.hermitian and g.dtype.kind == "c":
         return anp.conj(solution(anp.conj(g), *leaves, problem=problem.adjoint(failures)))
     return solution(g, *leaves, problem=problem.adjoint(failures))
@@ -199,8 +200,8 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
 
 
 def direction_of(leaf: Array, tangent: Array) -> Array:
-    """Return the tangent of a leaf of the parameters as `make_jvp` takes it, zero where there is none."""
-    # A number without a tangent stays a plain zero: it has no dtype of its own to give one.
+    """Return the tangent of a leaf of the parameters in the form that `make_jvp` takes; zero if there is none."""
+    # A number without a tangent gets a plain zero, since it has no dtype.
     return tangent_of(leaf, tangent) if np.ndim(stop_gradient(leaf)) or tangent is not None else 0.0
 
 
@@ -209,7 +210,7 @@ defjvp_together(solution, _tangent)
 
 
 def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Settings, failures: DeferredFailures) -> None:
-    """Raise on all ranks what one has raised, or where Aᵀ λ isn't g, though A λ is: A isn't its own transpose."""
+    """Raise on all ranks an exception of one; a ValueError if A λ is g but Aᵀ λ isn't: A isn't its own transpose."""
     gap = (np.nan if transposed is None else transposed) - g
     with restoring_state(), suspended():
         own = inner(*[(v.reshape(1, -1), v.reshape(1, -1)) for v in (gap, g)])
@@ -217,7 +218,7 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Se
     if not np.isfinite(squares).all():
         failures.raise_together()
     found, norm = np.sqrt(squares).tolist()
-    # Beyond the tolerance, rounding keeps the true residual of an ill-conditioned system above the one of the iteration.
+    # Beyond the tolerance, rounding keeps the true residual of an ill-conditioned system above that of the iteration.
     if found > 10 * max(settings.rtol * norm, settings.atol) + np.finfo(g.dtype).eps ** 0.25 * norm:
         raise agreed(channel(settings.comm, settings.call), ValueError(
             f"{settings.call}: {settings.method} needs a symmetric operator, but in the derivative A λ = g was solved and "
@@ -227,13 +228,13 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Se
 
 
 def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]:
-    """Return the transpose of a linear function of arrays of one shape and dtype, which is traced here."""
+    """Return the transpose of a linear function of arrays of one shape and dtype; the function is traced here."""
     # At zero: the function is linear, so its derivative is the same everywhere.
     return make_vjp(fun)(spec_like(like).zeros())[0]
 
 
 def transposed_preconditioner(preconditioner: Function, given: Any, rest: tuple, like: LocalArray) -> Function:
-    """Return the transpose of a preconditioner, as a function of the residual alone, which has the form of `like`.
+    """Return the transpose of a preconditioner as a function of the residual, which has the shape and dtype of `like`.
 
     `given` is the user's `preconditioner_transpose`: a function, "derived" or None; `rest` are the params.
     """
@@ -247,7 +248,7 @@ def transposed_preconditioner(preconditioner: Function, given: Any, rest: tuple,
 
 
 def taking(fun: Function, params: tuple) -> Function:
-    """Return a function of one array, of one that takes the params too, where it requires so many arguments."""
+    """Return `fun` as a function of its first argument, with the params bound if it requires that many arguments."""
     rest = params if _takes(fun, len(params)) else ()
     return lambda r: fun(r, *rest)
 
@@ -256,11 +257,11 @@ def _takes(fun: Function, extra: int) -> bool:
     try:
         kinds = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
-        return False  # some built-in functions don't say
+        return False  # some built-in functions have no signature
     if any(p.kind is p.VAR_POSITIONAL for p in kinds):
         return True
     required = [p for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
-    # Required ones alone: an argument with a default isn't meant for the params.
+    # Only required ones: an argument with a default isn't meant for the params.
     return len(required) == 1 + extra
 
 
@@ -290,46 +291,46 @@ def solve(
     ----------
     matvec : callable
         ``matvec(u, *params)`` returns this rank's block of A u, linear in u, from this rank's block of u. It may
-        communicate, as by `Domain.exchange`, and is written with autograd.numpy and this library's functions. What is
-        to be differentiated by must be among the params, not taken from around the function. Products with its transpose
+        communicate, for example by `Domain.exchange`, and is written with autograd.numpy and this library's functions.
+        Variables of differentiation must be among the params; closures aren't differentiated. Products with its transpose
         are derived from it, unless it has a method ``transpose(u, *params)``.
     b : array of float32, float64, complex64 or complex128
         This rank's block of the right-hand side.
     *params : pytree of arrays
-        What the operator depends on; derivatives flow to all of them.
+        The arguments of the operator; derivatives flow to all of them.
     method : {"cg", "gmres", "bicgstab"}
-        Conjugate gradients, for a symmetric (complex: Hermitian) positive definite operator; the others for any that
-        isn't singular. Reductions over all ranks: one in each iteration, with "bicgstab" two, for two products.
+        Conjugate gradients, for a symmetric (complex: Hermitian) positive definite operator; the others for any nonsingular
+        one. Reductions over all ranks per iteration: one; two, with two products, for "bicgstab".
     preconditioner : callable, optional
-        ``preconditioner(r, *params)`` or ``preconditioner(r)``, by the number of arguments that it requires, returns an
-        approximation of this rank's block of A⁻¹ r, linear in r: for "cg" symmetric positive definite. No derivative
+        ``preconditioner(r, *params)`` or ``preconditioner(r)``, according to the number of required arguments, returns an
+        approximation of this rank's block of A⁻¹ r, linear in r; symmetric positive definite for "cg". No derivative
         flows through it.
     preconditioner_transpose : callable or "derived", optional
         The transpose of the preconditioner (without conjugation), for the adjoint systems of "gmres" and "bicgstab";
-        "derived" takes it from a trace of the preconditioner. By default its attribute ``T``, what its method
-        ``transpose()`` returns, or else itself.
+        "derived" takes it from a trace of the preconditioner. By default its attribute ``T``, the result of its method
+        ``transpose()``, or else the preconditioner itself.
     side : {"right", "left"}, optional
-        Of the preconditioner, for "gmres" and "bicgstab"; "right" by default.
+        Side of the preconditioner, for "gmres" and "bicgstab"; "right" by default.
     rtol, atol : float
-        The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(b), atol)``; also in the solves that
-        derivatives take, with their own right-hand sides.
+        The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(b), atol)``; also in the solves of
+        derivatives, with their own right-hand sides.
     maxiter : int, optional
-        10 times the number of unknowns by default, and not more than 10,000.
+        10 times the number of unknowns by default, at most 10,000.
     restart : int
-        Iterations of "gmres" before it starts anew; it keeps as many blocks.
+        Iterations of "gmres" before a restart; it stores as many blocks.
     x0 : array of the shape of `b`, optional
-        Where to start; zero by default. No derivative flows through it.
+        Initial guess; zero by default. No derivative flows through it.
     batch : int
-        How many leading axes of `b` count systems with the same operator, each solved to its own tolerance by an
-        iteration of its own; all share the reductions, and `matvec` gets all blocks at once. With 0 (the default) leading
+        Number of leading axes of `b` that count systems with the same operator. Each system is solved to its own tolerance
+        by its own iteration; all share the reductions, and `matvec` gets all blocks at once. With 0 (the default) leading
         axes are unknowns like others.
     verify : bool
-        Whether to look at the true residual at the end, which must be within 10 times the tolerance (or within rounding),
-        and whether constants are mapped to zero: one product each.
+        Whether to check the true residual at the end, which must be within 10 times the tolerance (or within rounding),
+        and that constants are mapped to zero: one product each.
     comm : mpi4py intracommunicator, optional
         The ranks that hold the system.
     callback : callable, optional
-        ``callback(norm)`` is called on every rank after each iteration (not in those of derivatives).
+        ``callback(norm)`` is called on every rank after each iteration (except in the solves of derivatives).
 
     Returns
     -------
@@ -339,18 +340,17 @@ def solve(
     Raises
     ------
     TypeError
-        On all ranks, where `b` isn't floats; where `matvec` returns something else than an array of floats (complex for a
-        real `b`), or uses a traced value from around it.
+        On all ranks, if `b` isn't an array of floats; if `matvec` doesn't return an array of floats (or a complex one for a
+        real `b`), or uses a traced value from its closure.
     ValueError
-        On all ranks, where ranks give different settings, there is no such method, a tolerance can't be met, an array has
-        another shape than `b`, or `b` or the operator isn't finite; in the derivative, where the operator isn't symmetric
-        with "cg".
+        On all ranks, if ranks give different settings, `method` is unknown, a tolerance can't be met, an array has another
+        shape than `b`, or `b` or the operator isn't finite; in the derivative, if the operator isn't symmetric with "cg".
     Exception
-        On all ranks, what a function of the user's raises on one: its own there, one of the same kind and text elsewhere.
-        Where it leaves other ranks waiting for its messages, the job ends: see the chapter on faults.
+        On all ranks, an exception of a user function on one: the exception itself there, one of the same type and text
+        elsewhere. If other ranks are left waiting for its messages, the job ends: see the chapter on faults.
     ConvergenceError
-        On all ranks, with the residual after each iteration, where they don't reach the tolerance or break down: for
-        "cg" where the operator isn't positive definite, for all where it is singular or not linear.
+        On all ranks, with the residual after each iteration, if the tolerance isn't reached or the iteration breaks down:
+        with "cg" if the operator isn't positive definite, with all methods if it is singular or not linear.
 
     Ranks
     -----
@@ -359,7 +359,7 @@ def solve(
     Adjoint
     -------
     One solve of Aᵀ λ = ū (without conjugation), on all ranks: b gets λ, and the params get -(∂(A u)/∂params)ᵀ λ. Forward
-    mode and higher orders take one solve for each derivative.
+    mode and higher orders take one solve per derivative.
 
     Examples
     --------

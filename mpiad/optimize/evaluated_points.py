@@ -12,22 +12,22 @@ import numpy as np
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.root_instructions import BOTH, GRADIENT, NOT_FINITE, PRODUCT, VALUE, Instructions
 
-# A line search may accept a point that isn't the last one it tried.
+# A line search may accept an earlier point than the last one it tried.
 _REMEMBERED = 4
-# Where a trial isn't finite: how much of the way to it any other goes, in all methods. Closer to the end of the domain the
-# function bends so much that the next iterations pay for it: log barriers take the fewest evaluations between 0.2 and 0.4.
+# If a trial isn't finite, the next one goes this fraction of the way to it, in all methods. Closer to the end of the domain
+# the curvature of the function costs further iterations: log barriers take the fewest evaluations between 0.2 and 0.4.
 RETREAT = 0.3
 _NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both"}
 
 
 class Ending(NamedTuple):
-    """Status and what it means; zero is success."""
+    """Status and its meaning; zero is success."""
 
     status: int
     message: str
 
 
-# What a shell reports of a program that SIGTERM has ended: 128 and the signal's number.
+# The exit status that a shell reports for a program ended by SIGTERM: 128 and the signal's number.
 INTERRUPTED = Ending(
     143,
     "INTERRUPTED: a rank was told to end by SIGTERM, and the state is written. Make the same call again to go on.",
@@ -35,9 +35,9 @@ INTERRUPTED = Ending(
 
 
 class Left(Exception):  # noqa: N818 - no error, as StopIteration is none
-    """Leave a method, from wherever it is.
+    """Leave a method from any depth.
 
-    `ending`: what is reported of it. `at_best`: whether at the best point that was met, not at the last iterate.
+    `ending`: the status to report. `at_best`: whether to return the best point found instead of the last iterate.
     """
 
     def __init__(self, ending: Ending, at_best: bool = False):
@@ -60,20 +60,20 @@ class Counts(dict):
 
 
 class Point:
-    """A point and what is known there."""
+    """A point with its known value and gradient."""
 
     __slots__ = ("_bits", "_first", "gradient", "value", "x")
 
     def __init__(self, x: np.ndarray, value: float | None = None):
-        self.x = x.copy()  # SciPy's methods, and the user's function, go on working in theirs
-        self._bits = self.x.view(np.int64)  # NaN too is the same where the bits are
+        self.x = x.copy()  # SciPy's methods and the user's function may change theirs
+        self._bits = self.x.view(np.int64)  # compared by bits, so that NaN equals NaN
         self._first = self._bits[0] if x.size else 0
         self.value = value
         self.gradient: np.ndarray | None = None
 
     @property
     def norm(self) -> float:
-        """Return the gradient's largest absolute entry; NaN where it isn't known."""
+        """Return the gradient's largest absolute entry; NaN if the gradient isn't known."""
         if self.gradient is None:
             return math.nan
         return float(max(self.gradient.max(initial=0.0), -self.gradient.min(initial=0.0)))
@@ -87,26 +87,26 @@ class Point:
 
 
 class Points:
-    """Evaluate on all ranks, where the last points don't know the answer.
+    """Evaluate on all ranks, unless a stored point has the result.
 
     Parameters
     ----------
     together : bool
-        Whether the method always wants the gradient where it wants the value.
+        Whether the method always needs the gradient together with the value.
 
     Attributes
     ----------
     counts : Counts
     maxfun : float or None
-        Most evaluations of the objective; the first is made in any case.
+        Maximum number of evaluations of the objective; the first is always made.
     excess : callable or None
-        ``excess(x)`` says how far x violates bounds and constraints; 0 where it doesn't.
+        ``excess(x)`` returns by how much x violates bounds and constraints; 0 if it doesn't.
     best : Point or None
-        Where the objective was finite and lowest, among those that violate least.
+        The point with the lowest finite objective among those with the least violation.
     iterate : Point or None
-        Remembered as long as it is the last iterate, to which methods come back at their end.
+        Stored as long as it is the last iterate, to which methods return at their end.
     interruptible : bool
-        Whether the solve is to end soon after a rank was told to.
+        Whether the solve is to end soon after a rank received SIGTERM.
     """
 
     def __init__(self, evaluation: Evaluation, instructions: Instructions, together: bool):
@@ -126,11 +126,11 @@ class Points:
     @property
     def exhausted(self) -> bool:
         """Return whether no further evaluation of the objective is allowed."""
-        # One at least, as without the objective at x0 there is no result.
+        # At least one, since without the objective at x0 there is no result.
         return self.maxfun is not None and self.counts.of_objective >= max(self.maxfun, 1)
 
     def limit_reached(self) -> Left:
-        """Return what leaves a method that wants one more evaluation than `maxfun`."""
+        """Return the exception that leaves a method when it needs more evaluations than `maxfun`."""
         said = f"STOP: maxfun={self.maxfun:.0f} evaluations of the objective are done. Raise options['maxfun'], or accept "
         return Left(Ending(1, said + "x, the best point so far."), at_best=True)
 
@@ -145,7 +145,7 @@ class Points:
         return self.shown(self.valued(x))
 
     def valued(self, x: np.ndarray) -> Point:
-        """Return x as a point whose objective is known. The user's function gets this x, as in SciPy, and may change it."""
+        """Return x as a point with a known objective. The user's function gets this x, as in SciPy, and may change it."""
         x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.value is None:
@@ -153,9 +153,9 @@ class Points:
         return point
 
     def gradient(self, x: np.ndarray) -> np.ndarray:
-        """Return the gradient at x, shape (n,); read-only where the method mustn't work in it.
+        """Return the gradient at x, shape (n,); read-only if the method mustn't write into it.
 
-        Methods that want it with each value only read it, and a copy would take as long as their own passes.
+        Methods that need it with each value only read it, and a copy would take as long as their own passes.
         """
         x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
@@ -171,19 +171,19 @@ class Points:
         return view
 
     def shown(self, point: Point) -> float:
-        """Return the objective at a point, as the method is to see it."""
+        """Return the objective at a point, as shown to the method."""
         return self._continuation(point)[0]
 
     def value_found(self, x: np.ndarray, shown: float) -> float:
-        """Return the objective where a method has ended, with what it was shown."""
+        """Return the objective at the end of a method, given the value that the method was shown."""
         value = self.at(np.ascontiguousarray(x, dtype=float)).value
         return shown if value is None or math.isfinite(value) else value
 
     def _continuation(self, point: Point) -> tuple[Any, Any]:
-        """Return value and gradient at a point; where they aren't finite, those of a parabola on the way from the iterate.
+        """Return value and gradient at a point; if they aren't finite, those of a parabola along the line from the iterate.
 
-        It has the iterate's value and slope, and its minimum where a line search is to look next: SciPy's lose their way
-        where they meet NaN.
+        It has the iterate's value and slope, and its minimum is at the next point that a line search should try: those of
+        SciPy fail at NaN.
         """
         here, known = self.iterate, (point.value, point.gradient)
         finite = all(thing is None or np.all(np.isfinite(thing)) for thing in known)
@@ -201,8 +201,8 @@ class Points:
         return self._carry_out(PRODUCT, "product", x, np.asarray(direction, dtype=float).reshape(-1))
 
     def at(self, x: np.ndarray) -> Point:
-        """Return what is known at x, an array of doubles."""
-        # The newest first, which is asked for most; the other two may have left the short memory long ago.
+        """Return the stored point at x, an array of doubles; a new one if there is none."""
+        # The newest first, which is needed most often; the other two may have left the short memory long ago.
         for point in (*reversed(self._recent), self.best, self.iterate):
             if point is not None and point.lies_at(x):
                 return point
@@ -217,7 +217,7 @@ class Points:
         self._first = self._first or point
         self._begun = True
         value, gradient = self._carry_out(kind, _NAMES[kind], x)
-        self._last_valued = point if kind == VALUE else None  # a gradient, or both at once, uses the forward pass up
+        self._last_valued = point if kind == VALUE else None  # a gradient, or both at once, consumes the forward pass
         point.gradient = point.gradient if gradient is None else gradient
         if value is not None and point.value is None:
             point.value = value
@@ -231,7 +231,7 @@ class Points:
             self.best, self._least = point, excess
 
     def lowers(self, x: np.ndarray, value: float) -> bool:
-        """Return whether the best point violates less than x, or no more at a lower value."""
+        """Return whether the best point violates less than x, or equally with a lower value."""
         if self.best is None:
             return False
         excess = 0.0 if self.excess is None else self.excess(x)
@@ -247,7 +247,7 @@ class Points:
 
     @property
     def foremost(self) -> Point | None:
-        """Return the last iterate, or the best point where that is better: SLSQP tells of trial points as of iterates."""
+        """Return the last iterate, or the best point if that is better: SLSQP reports trial points like iterates."""
         if self.iterate is None or self.iterate.value is None or self.best is None:
             return self.iterate or self.best
         finite = math.isfinite(self.iterate.value)
@@ -256,6 +256,6 @@ class Points:
     def _carry_out(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
         self._evaluation.agreement.raise_if_failed()  # the other ranks don't listen any more
         self.counts[name] += 1
-        # The others carry it out as soon as they have it, so from here on the root must do its part as well.
+        # The other ranks execute it as soon as they receive it, so from here on the root must do its part as well.
         self._instructions.give(kind, x, direction)
         return self._evaluation.carry_out(kind, x, direction)

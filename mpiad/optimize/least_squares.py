@@ -1,8 +1,7 @@
 """`least_squares`: the root drives SciPy's trust region, and the residuals stay on their ranks.
 
-What each file does: `residuals.residual_evaluation` carries out the root's instructions, `residuals.trust_region` makes the
-small problem that SciPy solves in place of the large one, and runs it, `residuals.loss` weighs outliers. The rest is that
-of `minimize`.
+This file builds the small problem that SciPy gets in place of the large one, and runs SciPy.
+`residuals.residual_evaluation` executes the root's instructions and weights outliers. The rest is shared with `minimize`.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from mpiad.transport.user_failures import verdict
 # SciPy's trust region on the root, with the residuals of all ranks.
 #
 # With the triangle R of [f, J], whose first column is (‖f‖, 0, ..., 0) up to a sign, ‖f + J p‖ = ‖R e₁ + R[:, 1:] p‖ for
-# all p. So SciPy may have the first column for residuals, which is known before J is (a trial point needs only its norm),
-# and the others for Jacobian: n + 1 rows, whatever the number of residuals. Where a robust loss weighs them, a second row
-# carries the cost, which isn't the norm then; SciPy reads it through a loss of its own.
+# all p. So SciPy may use the first column as residuals, which is known before J is (a trial point needs only its norm), and
+# the others as Jacobian: n + 1 rows, whatever the number of residuals. With a robust loss a second row carries the cost,
+# which isn't the norm then; SciPy reads it through its `loss` function.
 
 
 # With SciPy's statuses.
@@ -48,17 +47,17 @@ _LIMIT = Ending(0, "The maximum number of function evaluations is exceeded. Rais
 
 
 class Aims(NamedTuple):
-    """What else the root was given."""
+    """The root's further arguments."""
 
     keywords: dict[str, Any]  # for SciPy: bounds, tolerances and the like
-    robust: dict[str, Any]  # for SciPy too, where the residuals are gathered: the loss and its scale
+    robust: dict[str, Any]  # also for SciPy, if the residuals are gathered: the loss and its scale
     callback: Function | None
     checkpoint: CheckpointFile | None
     program: Program
     solver: str | None
 
     def problem(self, leader: Leader, start: np.ndarray) -> dict[str, Any]:
-        """Return what the iterates of this solve belong to."""
+        """Return the description of the problem to which the iterates of this solve belong."""
         bounds, loss = self.keywords["bounds"], self.robust["loss"]
         low, high = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else bounds
         limits = (np.broadcast_to(np.asarray(limit, dtype=float), start.shape) for limit in (low, high))
@@ -73,20 +72,20 @@ class Aims(NamedTuple):
 
 
 class _Problem:
-    """What SciPy calls on the root; each thing is evaluated once for each point."""
+    """The functions that SciPy calls on the root; each quantity is evaluated once per point."""
 
     def __init__(self, leader: Leader, evaluation: ResidualEvaluation, callback: Function | None, keeper: RootCheckpoint):
         self._instructions, self._evaluation, self._size = leader.instructions, evaluation, leader.packing.size
         self.iterates = Iterates(callback, leader, keeper)
         self._robust = evaluation.loss is not None
         self.seen, self._cost = np.zeros(0), np.nan
-        self.place: Point | None = None  # the iterate: where SciPy wants the Jacobian
+        self.place: Point | None = None  # the iterate, at which SciPy needs the Jacobian
         self.counts = {"residuals": 0, "factor": 0, "product": 0}
         self.record, self._active = self.iterates.record, keeper.active
         self.resumed = self._again = False
 
     def resume(self, start: np.ndarray) -> np.ndarray:
-        """Return where an earlier run had come, and go on counting there; `start` where there was none."""
+        """Return the last point of an earlier run, and continue its counts; `start` if there was none."""
         found = self.iterates.found(self.counts)
         if found is None:
             return start
@@ -101,8 +100,8 @@ class _Problem:
         self._instructions.give(kind, x, direction)
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
-        """Return what SciPy takes for residuals at x."""
-        # Only here, between two iterations: the last iterate is noted, and its gradient known.
+        """Return the residuals at x for SciPy."""
+        # Only here, between two iterations: the last iterate is recorded, and its gradient known.
         if self._active and self.place is not None and self._evaluation.agreement.end_requested:
             raise Left(INTERRUPTED)
         self._ask(RESIDUALS, "residuals", x)
@@ -118,8 +117,8 @@ class _Problem:
         return self.seen
 
     def jacobian(self, x: np.ndarray) -> Any:
-        """Return what SciPy takes for the Jacobian at x: at x0, and at each new iterate, where it has the residuals."""
-        first, self._again = self._again, False  # of a run that goes on: noted already
+        """Return the Jacobian at x for SciPy: at x0, and at each new iterate, whose residuals it has."""
+        first, self._again = self._again, False  # of a resumed run: recorded already
         if (self.place is None or first) and not np.all(np.isfinite(self.seen)):
             self._instructions.give(NOT_FINITE, x)
             found = self._evaluation.carry_out(NOT_FINITE, x, None)
@@ -142,9 +141,9 @@ class _Problem:
         def transposed(weights: np.ndarray) -> np.ndarray:
             self._ask(COTANGENT, "product", place.x)
             found = self._evaluation.cotangent(place.x, np.array(weights, dtype=float).reshape(-1))
-            # Each point's first product is with its residuals, which makes it the gradient.
+            # Each point's first product is with its residuals, and gives the gradient.
             if place.gradient is None:
-                place.gradient = found  # the first that SciPy asks for
+                place.gradient = found  # the first product that SciPy requests
             return found  # type: ignore[return-value]
 
         def forward(direction: np.ndarray) -> np.ndarray:
@@ -156,7 +155,7 @@ class _Problem:
         return scipy.sparse.linalg.LinearOperator(shape, matvec=forward, rmatvec=transposed, dtype=float)  # type: ignore[call-arg]
 
     def ended(self, status: int, message: str) -> scipy.optimize.OptimizeResult:
-        """Return the result where the last iterate is the last of all."""
+        """Return the result of a solve that ends at the last iterate."""
         place: Point = self.place  # type: ignore[assignment]
         gradient = np.full_like(place.x, np.nan) if place.gradient is None else place.gradient
         return scipy.optimize.OptimizeResult(
@@ -167,7 +166,7 @@ class _Problem:
 
 
 def descend(aims: Aims, leader: Leader) -> dict[str, Any]:
-    """Run SciPy's method on the root; return its result, without what is as long as the residuals."""
+    """Run SciPy's method on the root; return its result, without the fields as long as the residuals."""
     evaluation: ResidualEvaluation = leader.evaluation  # type: ignore[assignment]
     start = leader.packing.pack(leader.start)
     keeper = RootCheckpoint(aims.checkpoint, aims.problem(leader, start) if aims.checkpoint else {}, "least_squares")
@@ -189,7 +188,7 @@ def descend(aims: Aims, leader: Leader) -> dict[str, Any]:
 
 
 def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
-    """Return what earlier runs have left of the evaluations."""
+    """Return the number of evaluations that earlier runs have left."""
     if not problem.resumed:
         return limit
     # SciPy's default, which counts the evaluations of one run alone.
@@ -209,9 +208,9 @@ def _outcome(result: scipy.optimize.OptimizeResult, problem: _Problem) -> dict[s
 
 
 def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarray:
-    """Return what stands for the residuals, shape (n + 1,), or (n + 2,) under a robust loss.
+    """Return substitutes for the residuals, shape (n + 1,), or (n + 2,) with a robust loss.
 
-    The sums are twice the cost, and the square of the residuals in its model; n is `size`, the number of variables.
+    The sums are twice the cost, and the squared norm of the residuals in its model; n is `size`, the number of variables.
     """
     out = np.zeros(size + 1 + robust)
     if np.all(np.isfinite(sums)):
@@ -219,22 +218,22 @@ def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarra
         if robust:
             out[1] = np.sqrt(sums[0])
     else:
-        # SciPy's trust region shrinks where a cost isn't finite, whatever kind of it.
+        # SciPy's trust region shrinks if a cost isn't finite, whether NaN or infinite.
         out[0] = np.nan
     return out
 
 
 def _surrogate_jacobian(triangle: np.ndarray, gradient: np.ndarray, norm: float, robust: bool) -> np.ndarray:
-    """Return what stands for the Jacobian, shape (n + 1, n), or (n + 2, n) under a robust loss; `norm` is that of f."""
+    """Return a substitute for the Jacobian, shape (n + 1, n), or (n + 2, n) with a robust loss; `norm` is that of f."""
     rows = triangle[:, 1:].copy()
     if norm > 0.0:
-        # With f = (norm, 0, ...) for residuals, J'f is then the gradient that was summed, and not what R has kept of it.
+        # With residuals (norm, 0, ...), J'f is then the summed gradient, not its approximation from R.
         rows[0] = gradient / norm
     return np.insert(rows, 1, 0.0, axis=0) if robust else rows
 
 
 def _carried_cost(z: np.ndarray) -> np.ndarray:
-    """Return the loss that SciPy gets under a robust one: the second entry is the cost, the others are weighed already."""
+    """Return the loss passed to SciPy for a robust one: the second entry is the cost, the others are weighted already."""
     rho = np.zeros((3, z.size))
     rho[0, 1] = z[1]
     rho[1] = 1.0
@@ -242,7 +241,7 @@ def _carried_cost(z: np.ndarray) -> np.ndarray:
 
 
 _CALL = "least_squares"
-# So many variables are a matrix for the root; each takes a pass of the function for every new iterate.
+# Up to this number of variables the root gets a matrix; each variable takes a pass of the function per new iterate.
 _FEW = 100
 
 
@@ -270,7 +269,7 @@ def least_squares(
     checkpoint: str | PathLike[str] | CheckpointFile | None = None,
     progress: bool = False,
 ) -> scipy.optimize.OptimizeResult:
-    """Minimise half the sum of the squares of all ranks' residuals, by Gauss-Newton steps in a trust region.
+    """Minimize half the sum of the squares of all ranks' residuals, by Gauss-Newton steps in a trust region.
 
     The root holds and updates the variables by SciPy's `least_squares`; the other ranks wait for its instructions. The
     residuals and the Jacobian stay on their ranks.
@@ -280,30 +279,30 @@ def least_squares(
     fun : callable
         ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's residuals: an array of any
         shape, or None for none.
-    x0 : nest of arrays
-        The starting point. Counts on the root only: other ranks give None or the same.
+    x0 : pytree of arrays
+        The starting point. Only the root's counts: other ranks give None or the same.
     jac : callable, optional
-        ``jac(x, *args)`` returns the derivatives of this rank's residuals, shape (m_r, n), by the variables in the order
-        of the flattened nest. By default they are found by differentiation of the whole program.
+        ``jac(x, *args)`` returns the derivatives of this rank's residuals, shape (m_r, n), with respect to the variables in
+        the order of the flattened pytree. By default they are found by differentiation of the whole program.
     bounds : pair (low, high) or scipy.optimize.Bounds, optional
-        As in SciPy: numbers, or arrays of shape (n,). Counts on the root only, as do tolerances, scales, limits and the
+        As in SciPy: numbers, or arrays of shape (n,). Only the root's count, as for tolerances, scales, limits and the
         callback.
     method : {"trf", "dogbox"}
     ftol, xtol, gtol : float or None
     x_scale : float, array of shape (n,), or "jac"
         "jac" needs the "exact" solver.
     max_nfev : int, optional
-        A hard cap; 100 n by default.
+        Maximum number of evaluations; 100 n by default.
     tr_options : dict, optional
     loss : {"linear", "soft_l1", "huber", "cauchy", "arctan"} or callable
-        How much outliers count. A function is called with squared residuals z, shape (m,), and returns ρ(z) and its first
-        two derivatives, shape (3, m).
+        Weighting of outliers. A function is called with squared residuals z, shape (m,), and returns ρ(z) and its first two
+        derivatives, shape (3, m).
     f_scale : float
-        Residuals beyond it are outliers. Same on all ranks.
+        Residuals beyond it are outliers. The same on all ranks.
     tr_solver : {"exact", "lsmr"}, optional
-        "exact" (by default for up to 100 variables): each rank factorises its own rows of the Jacobian, and the root holds
-        (n + 1)² numbers for each rank. "lsmr" (by default for more): products with the Jacobian, by `make_jvp` and
-        `make_vjp`, for two variables or more; the root holds some vectors as long as all residuals together.
+        "exact" (by default for up to 100 variables): each rank factorizes its own rows of the Jacobian, and the root stores
+        (n + 1)² numbers per rank. "lsmr" (by default for more): products with the Jacobian, by `make_jvp` and `make_vjp`,
+        for two variables or more; the root stores some vectors as long as all residuals together.
     callback : callable, optional
         As in `minimize`; `fun` of its OptimizeResult is the cost.
     root : int
@@ -311,32 +310,32 @@ def least_squares(
     args : tuple
         Further arguments of `fun` and `jac`: this rank's own.
     checkpoint : path or CheckpointFile, optional
-        As in `minimize`: the root writes the last iterate, and the same call starts anew from there. `max_nfev` counts the
+        As in `minimize`: the root writes the last iterate, and the same call restarts from it. `max_nfev` counts the
         evaluations of all runs.
     progress : bool
-        As in `minimize`, with `max_nfev` for the limit.
+        As in `minimize`, with `max_nfev` as the limit.
 
     Returns
     -------
     scipy.optimize.OptimizeResult
         SciPy's `x`, `cost`, `grad`, `optimality`, `active_mask`, `nfev`, `njev`, `status`, `message` and `success`, with
-        `x` and `grad` in the form of x0; without `fun` and `jac`, which are as long as the residuals. And `nit`, and
+        `x` and `grad` in the form of x0; without `fun` and `jac`, which are as long as the residuals. Also `nit`, and
 
         - `history`: as in `minimize`; its `loss` is the cost;
-        - `evaluations`: how often each was evaluated: "residuals", "factor" (the Jacobian), "product".
+        - `evaluations`: numbers of evaluations: "residuals", "factor" (the Jacobian), "product".
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument on any of them is wrong, `fun` returns anything but real numbers or None, or the
-        residuals aren't finite at x0, or the checkpoint is damaged or belongs to another problem, or x0 isn't the root's.
+        On all ranks, if an argument on any of them is invalid, `fun` doesn't return real numbers or None, the residuals
+        aren't finite at x0, the checkpoint is damaged or belongs to another problem, or x0 isn't the root's.
     WorkerError
-        On all ranks, where an evaluation raises on any, as in `minimize`.
+        On all ranks, if an evaluation raises on any, as in `minimize`.
 
     Ranks
     -----
-    All ranks of `comm` call it, with the same loss, f_scale, method, tr_solver and root. The result is the same on all,
-    bit for bit.
+    All ranks of `comm` call it, with the same loss, f_scale, method, tr_solver and root. The result is bitwise the same on
+    all ranks.
 
     Adjoint
     -------
@@ -367,7 +366,7 @@ def least_squares(
 def _agree_on_arguments(
     used: Channel, program: Program, x0: Tree, shared: tuple, checkpoint: object
 ) -> tuple[Tree, Loss | None, CheckpointFile | None]:
-    """Check the arguments on all ranks; return the root's x0 as a nest of variables, the loss and the checkpoint."""
+    """Check the arguments on all ranks; return the root's x0 as a pytree of variables, the loss and the checkpoint."""
     loss, scale, solver, method = shared
     with raising_together(used, Exception):
         kept = as_checkpoint(checkpoint, _CALL, used.rank == program.root)
@@ -381,9 +380,9 @@ def _agree_on_arguments(
         weigh = loss_of(loss, scale)
         start = tellable_variables(x0, _CALL) if used.rank == program.root else None
     named = loss if isinstance(loss, str) else "a function"
-    # Whether there is one must be the same everywhere: columns found by differentiation run the function's messages.
+    # Its presence must be the same everywhere: columns found by differentiation run the function's messages.
     jac = None if program.jac is None else "a function"
-    # As the number that it is: 1 and 1.0 are the same scale, and a 0.1 of single precision isn't one of double.
+    # As a number: 1 and 1.0 are the same scale, and 0.1 in single precision isn't 0.1 in double precision.
     described = f"loss={named}, f_scale={float(scale)!r}, tr_solver={solver!r}, method={method!r}, root={program.root}"
     described += f", jac={jac}"
     described += "" if kept is None else f", a checkpoint every {kept.every} iterations"

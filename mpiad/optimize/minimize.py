@@ -1,10 +1,10 @@
-"""`minimize`: the root drives one of SciPy's methods, and all ranks evaluate; `mpi_optimize`, by two functions.
+"""`minimize`: the root drives one of SciPy's methods, and all ranks evaluate; `mpi_optimize`, with two functions.
 
-Every decision (one more trial, stop, a limit, an error) is taken on the root and told to all, so that no two ranks can
-disagree on whether another evaluation follows. What each file does: `root_instructions` carries the root's instructions,
-`objective_evaluation` carries them out, `transport.user_failures`
-makes a failure on one rank known to all, `evaluated_points` remembers what is known, `scipy_methods` runs the method,
-`conclusion` corrects what it claims. The methods that leave the variables on their ranks are in the package `sharded`.
+Every decision (another trial, stop, a limit, an error) is made on the root and sent to all, so that no two ranks can
+disagree on whether another evaluation follows. The files: `root_instructions` sends the root's instructions,
+`objective_evaluation` executes them, `transport.user_failures` makes a failure on one rank known to all,
+`evaluated_points` stores evaluated points, `scipy_methods` runs the method, `conclusion` corrects its result. The package
+`sharded` holds the methods that leave the variables on their ranks.
 """
 
 from __future__ import annotations
@@ -54,67 +54,68 @@ def minimize(
     checkpoint: str | PathLike[str] | CheckpointFile | None = None,
     progress: bool = False,
 ) -> scipy.optimize.OptimizeResult:
-    """Minimise the objective of all ranks, with the variables on the root or in pieces on their ranks.
+    """Minimize the objective of all ranks, with the variables on the root or distributed over the ranks.
 
     The root updates the variables by one of SciPy's methods; the other ranks wait for its instruction to evaluate. With
-    "L-BFGS-sharded" and "Newton-CG-sharded" each rank has variables of its own, and nothing is gathered.
+    "L-BFGS-sharded" and "Newton-CG-sharded" each rank has its own variables, and nothing is gathered.
 
     Parameters
     ----------
     fun : callable
         ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's L_r, one real number.
-    x0 : nest of arrays
-        The starting point. Counts on the root only: other ranks give None or the same. With a sharded method it is this
-        rank's own piece, of any form and size; for blocks of a `Domain` there is `Domain.minimize`. A list of numbers is
-        taken as an array.
+    x0 : pytree of arrays
+        The starting point. Only the root's counts: other ranks give None or the same. With a sharded method it is this
+        rank's own part of the variables, of any form and size; for blocks of a `Domain` there is `Domain.minimize`. A list
+        of numbers is treated as an array.
     method : str
         "L-BFGS" (SciPy's L-BFGS-B), "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov",
         "trust-constr", "L-BFGS-sharded" or "Newton-CG-sharded".
     jac : callable or True, optional
         ``jac(x, *args)`` returns the gradient of L_r, in the form of x; True: `fun` returns ``(L_r, gradient)``. By
-        default the gradient is found by `value_and_grad`, as that of one variable which all ranks share. With
-        sharded methods it is that of J, by this rank's own piece.
+        default `value_and_grad` computes it as the gradient with respect to one variable that all ranks share. With
+        sharded methods it is the gradient of J with respect to this rank's variables.
     hessp : callable, optional
-        ``hessp(x, v, *args)`` returns the Hessian of L_r times v. By default it is found by `make_hvp`, for methods that
-        use it. With "Newton-CG-sharded" it is this rank's piece of the product with the Hessian of J.
+        ``hessp(x, v, *args)`` returns the Hessian of L_r times v. By default `make_hvp` computes it, for methods that use
+        it. With "Newton-CG-sharded" it is this rank's part of the product with the Hessian of J.
     bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
-        Of the variables in the order of the flattened nest, for "L-BFGS", "TNC", "SLSQP" and "trust-constr". Counts on
-        the root only, as do `constraints`, `tol`, `options` and `callback`. With sharded methods: of this rank's own
-        piece; `tol` and `options` are the same on all ranks.
+        Bounds of the variables in the order of the flattened pytree, for "L-BFGS", "TNC", "SLSQP" and "trust-constr". Only
+        the root's count, as for `constraints`, `tol`, `options` and `callback`. With sharded methods: of this rank's own
+        variables; `tol` and `options` are the same on all ranks.
     constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
         SciPy's, for "SLSQP" and "trust-constr". Their functions are called with the variables in the form of x0, on the
-        root alone: they mustn't communicate. Their Jacobians, shape (k, n) by the flattened variables, are found by
-        differentiation where none is given. A LinearConstraint is about the flattened variables.
+        root only: they mustn't communicate. By default their Jacobians with respect to the flattened variables, shape
+        (k, n), are found by differentiation. A LinearConstraint applies to the flattened variables.
     root : int
     comm : mpi4py intracommunicator, optional
     tol : float, optional
     options : dict, optional
-        Both are passed on to SciPy. Every method also has the option `maxfun`: at most so many evaluations of the
-        objective, in line searches too (x0 is evaluated in any case). "L-BFGS-sharded" has the options `m` (or
+        Both are passed on to SciPy. Every method also has the option `maxfun`: the maximum number of evaluations of the
+        objective, including line searches (x0 is always evaluated). "L-BFGS-sharded" has the options `m` (or
         `maxcor`), `gtol`, `ftol`, `maxiter`, `maxfun` and `maxls`, by default those of SciPy's L-BFGS-B; `gtol` is for
-        the largest entry on any rank. "Newton-CG-sharded" has `product` ("full", or "gauss-newton", where `fun` returns
+        the largest entry on any rank. "Newton-CG-sharded" has `product` ("full", or "gauss-newton", if `fun` returns
         this rank's residuals and the objective is half the sum of their squares), `regularizer` (added to that, as a
         function of x), `globalization` ("line search" or "trust region"), `preconditioner` and `inner_product` (functions
-        that return about the inverse Hessian, and the inverse of the inner product, times what they get; or objects that do
-        so by `solve`), `gtol` and `grtol` (of the gradient's norm in the inner product, by itself and by the first one),
+        that return the product of an approximate inverse Hessian, or of the inverse of the inner product, with a vector; or
+        objects with such a method `solve`), `gtol` and `grtol` (of the gradient's norm in the inner product, absolute and
+        relative to the first one),
         `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`.
     callback : callable, optional
-        Called on the root after each iteration, as SciPy does: ``callback(x)``, or with an OptimizeResult if its only
-        parameter is named `intermediate_result`. It mustn't communicate. StopIteration from it ends the solve. With
-        sharded methods each rank's own is called with its piece.
+        Called on the root after each iteration, as in SciPy: ``callback(x)``, or with an OptimizeResult if its only
+        parameter is named `intermediate_result`. It mustn't communicate. If it raises StopIteration, the solve ends. With
+        sharded methods each rank's own callback is called with its variables.
     objective : {"root", "sum", "mean"}
-        What is minimised: L_root, the sum of all L_r, or their mean.
+        The objective: L_root, the sum of all L_r, or their mean.
     args : tuple
         Further arguments of `fun`, `jac` and `hessp`: this rank's own.
     checkpoint : path or CheckpointFile, optional
-        File for the state of the solve, written every 10 iterations (`mpiad.optimize.CheckpointFile` says otherwise) and at
-        the end, whole or not at all. Where it exists, the solve goes on from it: with sharded methods, whose ranks write
-        files of their own beside this name, as if it had never stopped, bit for bit, and on another number of
-        ranks but for rounding; else from the last iterate. After SIGTERM on any rank the state is written, and all return
-        with status 143.
+        File for the state of the solve, written every 10 iterations (see `mpiad.optimize.CheckpointFile` for others) and at
+        the end, atomically. If it exists, the solve resumes from it. Sharded methods, whose ranks write files of their own
+        next to this name, resume bit for bit on the same number of ranks, and up to rounding on another; other methods
+        resume from the last iterate. After SIGTERM on any rank the state is written, and all ranks return with status
+        143.
     progress : bool
-        Whether the root shows its progress on standard error: each iterate, and with `maxiter` or `maxfun` among the
-        options how long it takes at most. A bar on terminals and in notebooks where tqdm is installed, else lines.
+        Whether the root shows its progress on standard error: each iterate, and the maximum remaining time if `maxiter` or
+        `maxfun` is among the options. A bar on terminals and in notebooks if tqdm is installed, otherwise lines.
 
     Returns
     -------
@@ -123,27 +124,28 @@ def minimize(
 
         - `history`: the iterates' `loss`, `gradient_norm` (largest entry), `step` (its length), `evaluations` and
           `seconds` since the start, the starting point first;
-        - `evaluations`: how often each was evaluated: "value", "gradient" (alone), "both", "product".
+        - `evaluations`: numbers of evaluations: "value", "gradient" (alone), "both", "product".
 
-        Reaching a limit gives ``success=False`` and the best point that was met. So does a method that ends where the
-        objective isn't finite, or higher than at a point that it went past, unless the gradient there is as small.
+        At a limit the result is ``success=False`` and the best point found; likewise if a method ends at a point at which
+        the objective isn't finite, or is higher than at an earlier point, unless the gradient there is as small.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument on any of them is wrong, or `fun` returns anything but a real number, or the
-        checkpoint is damaged or belongs to another problem.
+        On all ranks, if an argument on any of them is invalid, `fun` doesn't return a real number, or the checkpoint is
+        damaged or belongs to another problem.
     ReplicationError
-        A ValueError, on all ranks, where one gives another x0 than the root to a method that takes the root's.
+        A ValueError, on all ranks, if one gives another x0 than the root to a method that takes the root's.
     WorkerError
-        On all ranks, where an evaluation raises on any, with that rank's traceback; the communicator is usable
-        afterwards. Where other ranks wait for that rank inside a communication, and the MPI can't interrupt them, the job
-        ends with its traceback.
+        On all ranks, if an evaluation raises on any, with that rank's traceback; the communicator is usable afterwards. If
+        other ranks wait for that rank inside a communication, and the MPI library can't interrupt them, the job ends with
+        its traceback.
 
     Ranks
     -----
-    All ranks of `comm` call it, with the same method, objective, root and kinds of `jac` and `hessp`. The result is the
-    same on all, bit for bit; with sharded methods all but `x` and `jac`, which are this rank's own piece's, and the times.
+    All ranks of `comm` call it, with the same method, objective, root and kinds of `jac` and `hessp`. The result is
+    bitwise the same on all ranks; with sharded methods except for `x` and `jac`, which hold this rank's own part, and the
+    times.
 
     Adjoint
     -------
@@ -156,7 +158,7 @@ def minimize(
     [3. 3.]
     """
     used = channel(comm, "minimize")
-    jac = None if jac is False else jac  # False is what SciPy takes for "none is given"
+    jac = None if jac is False else jac  # SciPy takes False for "not given"
     program = Program(fun, jac, hessp, args if isinstance(args, tuple) else (args,), objective, root)
     with restoring_state(), suspended():
         wishes = Wishes(bounds, constraints, tol, options, callback, checkpoint)
@@ -172,9 +174,9 @@ def minimize(
 def _agree_on_arguments(
     used: Channel, program: Program, method: object, x0: Tree, wishes: Wishes
 ) -> tuple[Tree | Piece, Wishes]:
-    """Check the arguments on all ranks; return the root's x0 as a nest of variables, or this rank's own piece."""
+    """Check the arguments on all ranks; return the root's x0 as a pytree of variables, or this rank's own `Piece`."""
     settings = ""
-    # First the mistakes, which are clearer, and only then what differs: a wrong argument often differs too.
+    # Invalid arguments first, whose errors are clearer, then differences: an invalid argument often differs too.
     with raising_together(used, Exception):
         sharded = is_sharded(method)
         writes = sharded or used.rank == program.root
@@ -220,18 +222,18 @@ def mpi_optimize(
     checkpoint: str | PathLike[str] | CheckpointFile | None = None,
     progress: bool = False,
 ) -> scipy.optimize.OptimizeResult:
-    """Minimise f with its gradient g, evaluated by all ranks when the root asks for one or the other.
+    """Minimize f with its gradient g, evaluated by all ranks when the root asks for one or the other.
 
     Parameters
     ----------
     f : callable
         ``f(x, *args)`` returns this rank's L_r, one real number.
     g : callable
-        ``g(x, *args)`` returns the gradient of this rank's L_r, in the form of x. Under ``objective="root"`` only the
-        root's counts: there `mpiad.grad(f, shared=True)`, which all ranks call, is the gradient of what the root has
-        put together.
-    x0 : nest of arrays
-        The starting point. Counts on the root only: other ranks give None or the same.
+        ``g(x, *args)`` returns the gradient of this rank's L_r, in the form of x. With ``objective="root"`` only the
+        root's counts: `mpiad.grad(f, shared=True)`, which all ranks call, returns there the gradient of the objective that
+        the root has assembled.
+    x0 : pytree of arrays
+        The starting point. Only the root's counts: other ranks give None or the same.
     method, bounds, constraints, root, comm, tol, options, callback, objective, checkpoint, progress
         As in `minimize`.
     args : tuple
@@ -245,14 +247,14 @@ def mpi_optimize(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument on any of them is wrong, or x0 isn't the root's.
+        On all ranks, if an argument on any of them is invalid, or x0 isn't the root's.
     WorkerError
-        On all ranks, where f or g raises on any.
+        On all ranks, if f or g raises on any.
 
     Ranks
     -----
-    All ranks of `comm` call it, and then f or g whenever the root's method wants one: together, in the same order. The
-    result is the same on all, bit for bit.
+    All ranks of `comm` call it, and then f or g whenever the root's method needs one: together, in the same order. The
+    result is bitwise the same on all ranks.
 
     Adjoint
     -------
@@ -264,7 +266,7 @@ def mpi_optimize(
     >>> print(np.round(result.x, 4))
     [3. 3.]
     """
-    # None and True mean something else to `minimize`, which refuses a text on all ranks alike.
+    # None and True have another meaning for `minimize`, which rejects a string on all ranks alike.
     jac: Any = repr(g) if g is None or isinstance(g, bool) else g
     return minimize(
         f, x0, method=method, jac=jac, bounds=bounds, constraints=constraints, root=root, comm=comm, tol=tol,

@@ -1,4 +1,4 @@
-"""`scan`: a loop whose gradient keeps a few states and computes the others again."""
+"""`scan`: a loop whose gradient stores a few states and recomputes the others."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentSteppi
 from mpiad.transport import Spec
 from mpiad.transport.tracing import opaque, tracing
 
-# A loop run forwards, and backwards from the states that were kept on the way.
+# A loop that runs forwards, and backwards from states that the forward run has stored.
 
 
 class Loop:
-    """Steps one after another, of plain arrays.
+    """Successive steps of plain arrays.
 
-    `steps`: how many, one at least. `seen`: of what is observed in one step; None until it has been run.
+    `steps`: their number, at least one. `seen`: the specs of the arrays observed in one step; None before the first run.
     """
 
     def __init__(self, stepping: Stepping, steps: int, kept: CheckpointSchedule):
@@ -40,24 +40,24 @@ class Loop:
         self._begun: _Course | None = None
 
     def forwards(self, args: Arguments, recorded: bool) -> tuple[list[Array], list[Array]]:
-        """Run all steps; return the last state, and what was observed, with one entry for each step along the first axis.
+        """Run all steps; return the last state and the observed arrays, with one entry per step along the first axis.
 
-        `recorded` says whether to keep states for a gradient.
+        `recorded` says whether to store states for a gradient.
         """
         observed = _Observed(self)
         if not recorded:
             return self.run(Span(0, self.steps), args, _own(args.state), observed), observed.arrays
-        # Kept for the reverse pass: the states that it starts from are found in this run, not in another one.
+        # The states from which the reverse pass starts are stored in this run, not in another one.
         self._begun = course = _Course(self, args, observed)
         state = self.run(Span(course.last.first, self.steps), args, _own(course.state), observed)
         return state, observed.arrays
 
     def backwards(self, args: Arguments, active: Sequence[int], state: list[Any], observed: list[Any]) -> list[Any]:
-        """Return the cotangents of arguments, `active` by their places among all leaves.
+        """Return the cotangents of the arguments at the positions `active` among all leaves.
 
-        `state` and `observed` are the cotangents of the last state and of what was observed.
+        `state` and `observed` are the cotangents of the last state and of the observed arrays.
         """
-        # What was kept is used up by the first gradient; a second one runs the loop again.
+        # The first gradient consumes the stored states; a second one runs the loop again.
         course = self._begun or _Course(self, args, None)
         self._begun = None
         totals = _Totals(args, active)
@@ -67,9 +67,9 @@ class Loop:
         return totals.cotangents(state)
 
     def run(self, span: Span, args: Arguments, state: list[Any], observed: _Observed | None) -> list[Array]:
-        """Run some steps of plain arrays, note what is observed, and return the last state.
+        """Run some steps of plain arrays, store the observed arrays, and return the last state.
 
-        A TypeError where a step uses a traced value that isn't among its arguments.
+        A TypeError if a step uses a traced value that isn't among its arguments.
         """
         for part in spans(self.stepping, *span):
             state, seen = self.stepping.run(part, args.at(part, state))
@@ -85,7 +85,7 @@ class Loop:
         return state
 
     def traced(self, args: Arguments, span: Span, state: list[Any]) -> tuple[list[int], Traced]:
-        """Run some steps with their arguments traced; return the places of the variables among them, and the trace."""
+        """Run some steps with traced arguments; return the positions of the variables among them, and the trace."""
         now = args.at(span, state)
         leaves = now.all()
         places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
@@ -101,14 +101,14 @@ class Loop:
 
 
 class _Observed:
-    """What is observed in all steps, one array for each leaf."""
+    """The observed arrays of all steps, one array per leaf."""
 
     def __init__(self, loop: Loop):
         self._loop = loop
         self.arrays: list[Array] = []
 
     def note(self, number: int, seen: list[Any]) -> None:
-        # Made at the first step, since only that tells what is observed; each later one must fit into it.
+        # Allocated at the first step, which determines shapes and dtypes; those of later steps must agree.
         specs = [spec_like(leaf) for leaf in seen]
         if number == 0:
             self._loop.seen = specs
@@ -127,32 +127,32 @@ def _listed(specs: list[Spec]) -> str:
 
 
 def _own(state: list[Any]) -> list[Array]:
-    """Return copies: a step may write into the state that it gets, or return the same buffer each time."""
+    """Return copies: a step may write into its argument, or return the same buffer each time."""
     return [own(leaf) for leaf in state]
 
 
 class _Course:
-    """One way through the schedule: begun by running forwards up to the last steps, ended by running backwards.
+    """One pass through the schedule: it first runs forwards up to the last steps, then backwards.
 
-    It doesn't know its loop, which knows it: what is kept goes as soon as nobody needs it, files too.
+    It holds no reference to its loop, which refers to it, so that stored states and files are released as soon as possible.
     """
 
     def __init__(self, loop: Loop, args: Arguments, observed: _Observed | None):
-        # Of this course alone: a second gradient runs the loop again, and keeps its states anew.
+        # Owned by this pass: a second gradient runs the loop again and stores its states again.
         self._snapshots = Snapshots(loop.kept)
         self._actions = actions(loop.steps, loop.kept)
         self.state = _own(args.state)
-        self.last = Reverse(0, loop.steps)  # of the last steps: `reversed` begins with it
+        self.last = Reverse(0, loop.steps)  # the last steps, with which `reversed` begins
         for action in self._actions:
             if isinstance(action, Reverse):
                 self.last = action
                 break
             self._carry_out(action, loop, args, observed)
-        # A copy: the last steps are run from here twice, plain now and with their record later.
+        # A copy: the last steps run from here twice, first plain, later recorded.
         self.state = _own(self.state)
 
     def reversed(self, loop: Loop, args: Arguments) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
-        """Yield steps that are run as one and their trace, from the last to the first."""
+        """Yield spans of steps and their traces, from the last to the first."""
         yield from self._recorded(self.last, loop, args)
         for action in self._actions:
             if isinstance(action, Reverse):
@@ -164,7 +164,7 @@ class _Course:
         """Run some steps with their record, and yield the last of them first."""
         state, found = self.state, []
         for span in spans(loop.stepping, action.first, action.stop):
-            # Records of all steps of the block are in memory together, which is what `recorded` bounds.
+            # Records of all steps of the block are in memory together; `recorded` bounds their number.
             found.append((span, loop.traced(args, span, state)))
             state = found[-1][1][1].values[: len(state)]
         while found:
@@ -175,14 +175,14 @@ class _Course:
             self._snapshots.keep(action.number, self.state, action.on_disk)
         elif isinstance(action, Restore):
             state = self._snapshots.state(action.number, action.last)
-            # A state that is asked for again must stay as it is, whatever a step writes into what it gets.
+            # A state that is needed again must stay unchanged, even if a step writes into its argument.
             self.state = state if action.last else _own(state)
         else:
             self.state = loop.run(Span(action.first, action.stop), args, self.state, observed)
 
 
 class _Totals:
-    """Cotangents of the arguments, added up on the way back."""
+    """Cotangents of the arguments, accumulated in the reverse pass."""
 
     def __init__(self, args: Arguments, active: Sequence[int]):
         self._leaves, self._active = args.all(), set(active)
@@ -190,7 +190,7 @@ class _Totals:
         self._found: dict[int, Array] = {}
 
     def pull(self, span: Span, traced: tuple[list[int], Traced], state: list[Any], observed: list[Any]) -> list[Any]:
-        """Take some steps' cotangents and return those of the state before them."""
+        """Accumulate the cotangents of some steps; return the cotangents of the state before them."""
         places, found = traced
         given = zip([*state, *observed], found.values, found.places)
         seeds = [(place, conform(g, *spec_like(value))) for g, value, place in given if place >= 0]
@@ -198,7 +198,7 @@ class _Totals:
         for k, g in zip(places, run_backward(found.recording, seeds, len(places))):
             if k < self._states:
                 before[k] = g
-            # To a step's record all floats are variables, but only what is traced around the loop needs a cotangent.
+            # All floats are variables of a step's record, but only those traced outside the loop need a cotangent.
             elif g is not None and k in self._active:
                 self._add(k, span, g)
         return [spec_like(leaf).zeros() if g is None else g for g, leaf in zip(before, self._leaves)]
@@ -208,35 +208,35 @@ class _Totals:
         if k < self._states + self._inputs:
             if k not in self._found:
                 self._found[k] = np.zeros_like(leaf)
-            # Each step has an entry of its own, so nothing is added up.
+            # Each step has its own entry, so nothing is added.
             self._found[k][slice(*span)] = g
         elif k in self._found:
             self._found[k] += conform(g, *spec_like(leaf))
         else:
-            # A copy, since it is added to in place, and a cotangent may be shared or a view.
+            # A copy, since later additions are in place, and a cotangent may be shared or a view.
             self._found[k] = own(conform(g, *spec_like(leaf)))
 
     def cotangents(self, state: list[Any]) -> list[Any]:
-        """Return what was found, for the active arguments in their order."""
+        """Return the accumulated cotangents of the active arguments, in their order."""
         return [state[k] if k < self._states else self._found_for(k) for k in sorted(self._active)]
 
     def _found_for(self, k: int) -> Any:
         return self._found[k] if k in self._found else spec_like(self._leaves[k]).zeros()
 
 
-# A loop as one operator of its first state, its inputs and its parameters, differentiable at any order.
+# A loop as one operator of its first state, its inputs and its parameters, differentiable to any order.
 #
-# Its adjoint is an operator of its own, L(x)ᵀ g, that runs the loop backwards from kept states. For derivatives of that
-# one, let T(x, w) = L(x) w be the tangent of the loop along w, which is a loop too: of the state with its tangent. Then
-# L(x)ᵀ g is the gradient of ⟨g, T(x, w)⟩ by w, so that along directions it changes by L(x)ᵀ ġ + ∂ₓ⟨g, T(x, ẋ)⟩, and a
-# cotangent w of it gives T(x, w) to g and ∂ₓ⟨g, T(x, w)⟩ to x: one loop run forwards and backwards with as few states kept
-# as the first.
+# Its adjoint is another operator, L(x)ᵀ g, which runs the loop backwards from stored states. To differentiate it, let
+# T(x, w) = L(x) w be the tangent of the loop along w, which is also a loop, of the state together with its tangent. Then
+# L(x)ᵀ g is the gradient of ⟨g, T(x, w)⟩ with respect to w. So its derivative along directions is L(x)ᵀ ġ + ∂ₓ⟨g, T(x, ẋ)⟩,
+# and a cotangent w of it gives T(x, w) to g and ∂ₓ⟨g, T(x, w)⟩ to x: one loop run forwards and backwards, with as few
+# stored states as the first.
 
 
 class LoopOperator:
-    """A loop and the operators that it makes.
+    """A loop with its operators.
 
-    `args`: tell how many leaves there are of each kind.
+    `args`: arguments, which give the number of leaves of each kind.
     """
 
     def __init__(self, stepping: Stepping, steps: int, kept: CheckpointSchedule, args: Arguments):
@@ -244,16 +244,16 @@ class LoopOperator:
         self._loop = Loop(stepping, steps, kept)
         leaves = args.all()
         self.active = [k for k, leaf in enumerate(leaves) if isbox(leaf)]
-        # Also without a traced argument: what the steps communicate has a reverse pass, in which other ranks take part.
+        # Recorded even without a traced argument: communication in the steps has a reverse pass on other ranks too.
         self._recorded = bool(self.active) or current.tape is not None
         self._state = [spec_like(leaf) for leaf in args.state]
-        # Of the active arguments alone: cotangents of all would be as large as the inputs of every step.
+        # Of the active arguments only: cotangents of all would be as large as the inputs of all steps.
         self._cotangents = Concatenation([spec_like(leaves[k]) for k in self.active])
 
     def __call__(self, args: Arguments) -> tuple[list[Array], list[Array]]:
-        """Return the last state and what was observed."""
-        # One node with one vector: an operator of the tape returns one array, and its cotangent comes back whole.
-        vector = _run(*args.all(), loop=self)  # what is observed is known only after that
+        """Return the last state and the observed arrays."""
+        # One node with one vector: an operator of the tape returns one array, and its cotangent is one vector.
+        vector = _run(*args.all(), loop=self)  # the observed arrays are known only after this call
         parts = self._results.parts(vector)
         return parts[: len(self._state)], parts[len(self._state) :]
 
@@ -275,11 +275,11 @@ class LoopOperator:
         return self._cotangents.vector(found)
 
     def tangent(self, leaves: Sequence[Any], directions: Sequence[Any]) -> Array:
-        """Return the tangent of the results along directions of the leaves, None where they don't move; traces see it."""
+        """Return the tangent of the results along directions of the leaves (None: constant), visible to outer traces."""
         args, along = self._like.like(leaves), self._like.like(directions)
         inputs = [k for k, direction in enumerate(along.inputs) if direction is not None]
         params = [k for k, direction in enumerate(along.params) if direction is not None]
-        # A loop whose state is twice as long; what doesn't move carries no tangent along.
+        # A loop with a state of twice the length; constant inputs and parameters have no tangent.
         both = Arguments(
             [*args.state, *map(tangent_of, args.state, along.state)],
             [*args.inputs, *[tangent_of(args.inputs[k], along.inputs[k]) for k in inputs]],
@@ -291,7 +291,7 @@ class LoopOperator:
         return self._results.vector([*state[len(state) // 2 :], *observed[len(observed) // 2 :]])
 
     def directions(self, vector: Array) -> list[Any]:
-        """Return a vector like that of the cotangents as directions of all leaves."""
+        """Return a vector of cotangents as directions of all leaves."""
         found: list[Any] = [None] * len(self._like.all())
         for k, part in zip(self.active, self._cotangents.parts(vector)):
             found[k] = part
@@ -304,7 +304,7 @@ class LoopOperator:
         tangent, place = traced.values[0], traced.places[0]
         seeds = [(place, conform(g, *spec_like(tangent)))] if place >= 0 else []
         found = run_backward(traced.recording, seeds, len(self.active))
-        # In the shape of each leaf, zeros where nothing depends on it: the vector has room for all.
+        # In the shape of each leaf, zeros if nothing depends on it: the vector has an entry for each.
         return tangent, self._cotangents.vector([tangent_of(leaves[k], part) for k, part in zip(self.active, found)])
 
 
@@ -320,7 +320,7 @@ def _reversed(g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) 
 
 def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
     def vjp(g: Array) -> list:
-        # Decided by the tape, on all ranks alike; an autograd trace around everything is the exception.
+        # Decided by the tape, identically on all ranks; a surrounding autograd trace is the exception.
         linear = current.tape is not None and current.tape.of_cotangents and not any(map(isbox, leaves))
         return loop.directions(_reversed(g, *leaves, loop=loop, linear=linear))
 
@@ -329,7 +329,7 @@ def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
 
 def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) -> Callable:
     def vjp(w: Array) -> list:
-        if linear:  # in g alone: the tangent of the loop, without a way back
+        if linear:  # linear in g alone: the tangent of the loop, without a reverse pass
             return [loop.tangent(leaves, loop.directions(w))]
         tangent, found = loop.curvature(g, leaves, loop.directions(w))
         return [tangent, *loop.directions(found)]
@@ -360,50 +360,50 @@ def scan(
     observe: Function | None = None,
     checkpoints: int | CheckpointSchedule | None = None,
 ) -> Any:
-    """Step a state forward in time; its gradient keeps as many states as allowed and computes the others again.
+    """Step a state forward in time; the gradient stores as many states as allowed and recomputes the others.
 
     Parameters
     ----------
     step : callable
         ``step(u, k, *params)`` returns the state after step k, counted from 0, in the form of `u`; with `inputs`,
-        ``step(u, k, x, *params)``. It may communicate. The same arguments must always give the same state, because it is
-        called again in the gradient; what is to be differentiated by must be among its arguments, not taken from around it.
-    u0 : nest of arrays of floats
-        The first state: shapes and dtypes stay.
+        ``step(u, k, x, *params)``. It may communicate. The same arguments must always give the same state, because the
+        gradient calls it again. Variables of differentiation must be among its arguments; closures aren't differentiated.
+    u0 : pytree of arrays of floats
+        The first state; its shapes and dtypes must stay the same.
     n_steps : int
     *params : pytree of arrays
-        What is the same in all steps; derivatives flow to all of them.
+        Constants of all steps; derivatives flow to all of them.
     inputs : pytree of arrays of shape (n_steps, ...), optional
-        Step k gets their entries k. Derivatives flow to them at the cost of one entry in each step, where an array among
-        the params costs as much as it is long.
+        Step k gets their entries k. Derivatives flow to them at the cost of one entry per step; those of an array among the
+        params cost its whole length per step.
     observe : callable, optional
-        ``observe(u, k, *params)`` is called with the state that step k returned, and returns a nest of arrays of floats.
+        ``observe(u, k, *params)`` is called with the result of step k, and returns a pytree of arrays of floats.
     checkpoints : int or CheckpointSchedule, optional
-        How many states are kept for the gradient, the first one counted; `CheckpointSchedule` also allows files. Between
-        them the steps are run again, as few as can be. By default everything that the steps compute is kept, and nothing
-        run again. With `n_steps` or more, each state is kept, and each step run twice.
+        Number of states stored for the gradient, including the first; `CheckpointSchedule` also allows files. Steps between
+        them are run again, as few as possible. By default all intermediate values of the steps are stored, and nothing is
+        run again. With `n_steps` or more, every state is stored, and every step runs twice.
 
     Returns
     -------
-    nest of arrays, or (nest of arrays, nest of arrays)
-        The last state; with `observe`, also what it returned, stacked along a new first axis.
+    pytree of arrays, or (pytree of arrays, pytree of arrays)
+        The last state; with `observe`, also its results, stacked along a new first axis.
 
     Raises
     ------
     TypeError, ValueError
-        Where an argument can't be used, `step` doesn't return a state like `u0`, or uses a traced value from around it.
+        If an argument is invalid, or `step` doesn't return a state like `u0` or uses a traced value from its closure.
     OSError
-        Where a state can't be written into a file.
+        If a state can't be written to a file.
 
     Ranks
     -----
-    Those that communicate in `step` and `observe` call it, with the same `n_steps` and checkpoints. The loop itself sends
-    nothing: an exception of `step` is raised on its own rank alone.
+    The ranks that communicate in `step` and `observe` call it, with the same `n_steps` and checkpoints. The loop itself
+    doesn't communicate: an exception of `step` is raised on its own rank only.
 
     Adjoint
     -------
-    Of the steps as they were taken, back to `u0`, `inputs` and `params`, at any order and in forward mode, all with as few
-    states kept: binomial checkpointing (Griewank and Walther, Algorithm 799: revolve, ACM TOMS 26, 2000).
+    That of the steps taken, with respect to `u0`, `inputs` and `params`, to any order and in forward mode, with equally few
+    stored states: binomial checkpointing (Griewank and Walther, Algorithm 799: revolve, ACM TOMS 26, 2000).
 
     Examples
     --------
@@ -441,7 +441,7 @@ _opaque_scan = opaque(_scan)
 
 def _in_a_trace(step: Any, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Any, checkpoints: Any) -> Any:
     """Run the loop as one call of a compiled program, its steps compiled; a short one without checkpoints is unrolled."""
-    # Loaded by whoever traces; a program that compiles nothing needn't wait for it.
+    # Imported when tracing; a program that compiles nothing needn't wait for it.
     from mpiad.programs import Jitted, jit
     from mpiad.programs.steps import Traced
 
@@ -453,13 +453,13 @@ def _in_a_trace(step: Any, u0: Tree, n_steps: int, params: tuple, inputs: Tree, 
 
 
 def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Any], list[Any]]:
-    """Run the loop so that the tape around it records every step."""
+    """Run the loop so that the surrounding tape records every step."""
     args, rows = stepping.args, []
-    # A step may write into its state where nothing is traced; the caller's isn't its own.
+    # If nothing is traced, a step may write into its state, which mustn't be the caller's array.
     state = list(map(own, args.state))
     for span in spans(stepping, 0, steps):
         state, seen = stepping.run(span, args.at(span, state))
-        # Copies, since a step may write into the state that was observed.
+        # Copies, since a step may write into an observed state.
         rows += [list(map(own, each)) for each in seen]
     return state, [stack(column) for column in zip(*rows)]
 

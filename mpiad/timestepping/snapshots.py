@@ -1,4 +1,4 @@
-"""States that are kept for a while, in memory or in files."""
+"""States stored temporarily, in memory or in files."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mpiad.timestepping import compiled_coding
 from mpiad.timestepping.checkpoints import CheckpointSchedule
 from mpiad.transport.device_arrays import arrays_of
 
-# Fields in 16 bits an entry: rounded to multiples of a step, of which differences between neighbours are kept.
+# Fields in 16 bits per entry: rounded to multiples of a step, and stored as differences between neighbors.
 #
-# Two bytes for the values themselves leave errors that look like noise, and a step that takes differences of a restored
-# field magnifies them: of a wave with 25 cells in its length the gradient is then right to 1e-3 only. Where a field is
-# smooth its differences are small, and so is the step by which they fit into 16 bits. Integers are added and subtracted
-# exactly, so that errors are half a step everywhere, however high the order of the differences, which is that with the
-# smallest step.
+# Two bytes for the values themselves leave errors like noise, which a loop step that takes differences of a restored field
+# magnifies: for a wave resolved by 25 cells per wavelength the gradient is then accurate to 1e-3 only. A smooth field has
+# small differences, and so a small step suffices for them to fit into 16 bits. Integers are added and subtracted exactly,
+# so the errors are half a step everywhere, whatever the order of the differences; the order with the smallest step is
+# chosen.
 #
-# Large fields take compiled passes, to the same bits: see `compiled_coding`.
+# Large fields take compiled passes, with bitwise the same results: see `compiled_coding`.
 #
 # References
 # ----------
@@ -33,28 +33,28 @@ from mpiad.transport.device_arrays import arrays_of
 # .. [3] N. Kukreja et al., "Lossy checkpoint compression in full waveform inversion", Geosci. Model Dev. 15 (2022).
 
 
-SMALLEST = 256  # entries of an array that is worth it
-_LARGEST, _FULL = 32767, 10000  # of the differences, and from where on 16 bits are used well
-_HIGHEST = 4  # order
-_RANGE = 2.0**24  # multiples of the step that an entry may be: single precision is fine enough
-_WIDE = 2000  # entries of a layer that is worth a call
-_NEAR = 8  # cells around the largest entry by which the order is chosen
+SMALLEST = 256  # smallest number of entries for which coding pays
+_LARGEST, _FULL = 32767, 10000  # largest difference, and the value from which 16 bits are used well
+_HIGHEST = 4  # highest order
+_RANGE = 2.0**24  # largest multiple of the step in an entry: single precision is accurate enough
+_WIDE = 2000  # smallest number of entries per layer that is worth a call
+_NEAR = 8  # cells around the largest entry that determine the order
 
 
 class Coded(NamedTuple):
-    """An array in 16 bits an entry."""
+    """An array in 16 bits per entry."""
 
-    # Array of int16. In the shape of the array; of a complex one with an axis behind for both parts.
+    # Array of int16. In the shape of the array; a complex one has a last axis for both parts.
     differences: np.ndarray
-    corner: np.ndarray  # array of int32; the first entries, which have too few neighbours before them, in full
+    corner: np.ndarray  # array of int32; the first entries, which have too few preceding neighbors, in full
     step: float
-    # Of the differences, along the first dimension; of the first entries along it, which have no such differences, along
-    # the next one, and so on.
+    # Order of the differences along the first dimension. The first entries along it, which have no such differences, are
+    # differenced along the next dimension, and so on.
     order: int
-    relative: bool  # whether the array less the one before it is what was coded
+    relative: bool  # whether the difference to the preceding array was coded
 
     def array(self, dtype: np.dtype, before: np.ndarray | None) -> np.ndarray:
-        """Return the array, of which each entry is off by half a step at most; `before` is the one before it."""
+        """Return the array, with an error of at most half a step per entry; `before` is the preceding array."""
         kept, kind = self.differences, np.finfo(dtype).dtype
         entries, axes = np.empty(kept.shape, kind), _axes(kept.ndim, dtype)
         before = _real(before) if self.relative and before is not None else None
@@ -72,7 +72,7 @@ class Coded(NamedTuple):
         return entries.view(dtype)[..., 0] if dtype.kind == "c" else entries
 
     def _add_up(self, numbers: np.ndarray, axes: range) -> None:
-        """Make multiples of the step of differences."""
+        """Convert differences to multiples of the step."""
         numbers[_corner(self.order, axes)] = self.corner
         for axis in reversed(axes):
             part = np.moveaxis(numbers[_corner(self.order, range(axis))], axis, 0)
@@ -81,10 +81,10 @@ class Coded(NamedTuple):
 
 
 def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
-    """Return an array of real or complex floats in 16 bits an entry; None where it isn't finite.
+    """Return an array of real or complex floats in 16 bits per entry; None if it isn't finite.
 
-    Where it is close to the one before it, of the same shape and dtype, their difference is kept: the two states of a
-    leapfrog are, and so velocities keep their digits, too.
+    If it is close to the preceding array, of the same shape and dtype, their difference is stored. This applies to the two
+    states of a leapfrog scheme, so that velocities also keep their digits.
     """
     entries = _real(array)
     axes = _axes(entries.ndim, array.dtype)
@@ -110,14 +110,14 @@ def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
         finest = step <= largest / _RANGE
         if found <= _LARGEST and (found >= _FULL or finest):
             return Coded(numbers.astype(np.int16, copy=False), corner, step, order, relative)
-        # What rounding adds to differences doesn't become less with the step: leave room for it.
+        # The contribution of rounding to the differences doesn't decrease with the step: leave room for it.
         step = max(step * max(found, 1) / (0.9 * _LARGEST), largest / _RANGE)
 
 
 def _by_compiled_passes(
     entries: np.ndarray, before: np.ndarray | None, step: float, order: int, axes: range
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return what `_by_numpy` returns; only the first few rows are NumPy's."""
+    """Return the results of `_by_numpy`; only the first few rows are computed by NumPy."""
     numbers, rows = np.empty(entries.shape, np.int16), max(order, 1)
     found = compiled_coding.write_differences(entries, before, step, compiled_coding.weights(order), numbers)
     first, corner, most = _by_numpy(entries[:rows], None if before is None else before[:rows], step, order, axes)
@@ -128,7 +128,7 @@ def _by_compiled_passes(
 def _by_numpy(
     entries: np.ndarray, before: np.ndarray | None, step: float, order: int, axes: range
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the differences, the corner in full, and the largest difference, which may be more than 16 bits hold."""
+    """Return the differences, the corner in full, and the largest difference, which may exceed 16 bits."""
     scaled = (entries if before is None else entries - before) * (1.0 / step)
     numbers = np.rint(scaled, out=scaled).astype(np.int32)
     for axis in axes:
@@ -141,14 +141,14 @@ def _by_numpy(
 
 
 def _tops(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's largest absolute value, and that of its change from another field; NaN where there is one."""
+    """Return each row's largest absolute value, and that of its change from another field; NaN if the row has one."""
     sizes = np.abs(field), np.abs(field - before)
     top, change = (each.reshape(len(field), -1).max(1) if field.ndim > 1 else each for each in sizes)
     return top, change
 
 
 def _around_the_top(entries: np.ndarray, before: np.ndarray | None, row: int) -> np.ndarray:
-    """Return what is coded near the largest entry, which is in a row."""
+    """Return the values to code near the largest entry, which is in row `row`."""
     top = np.abs(entries[row] if before is None else entries[row] - before[row])
     place = row, *np.unravel_index(np.argmax(top), top.shape)
     near = tuple(slice(max(k - _NEAR, 0), k + _NEAR) for k in place)
@@ -160,13 +160,13 @@ def _steps_for(sample: np.ndarray) -> list[float]:
     steps = []
     for order in range(min(_HIGHEST + 1, len(sample))):
         sample = np.diff(sample, axis=0) if order else sample
-        # One and a half times as large, since elsewhere differences may be larger.
+        # Enlarged by half, since differences may be larger elsewhere.
         steps.append(1.5 * float(np.abs(sample).max()) / (_LARGEST - 2**order))
     return steps
 
 
 def _real(array: np.ndarray) -> np.ndarray:
-    """Return the entries, of a complex array with an axis behind for both parts, as compiled passes take them."""
+    """Return the entries as compiled passes take them; a complex array has a last axis for both parts."""
     entries = np.require(array, None, ["C", "A", "W"])
     return entries[..., None].view(np.finfo(array.dtype).dtype) if array.dtype.kind == "c" else entries
 
@@ -191,7 +191,7 @@ _SINGLE = {np.dtype(np.float64): np.float32, np.dtype(np.complex128): np.complex
 
 
 def own(leaf: Array) -> Any:
-    """Return a copy of an array, where it lives; a number as it is."""
+    """Return a copy of an array, on the same device; a number unchanged."""
     arrays = arrays_of(leaf)
     if arrays is not None:
         return arrays.copy(leaf)
@@ -199,22 +199,22 @@ def own(leaf: Array) -> Any:
 
 
 class Packed(NamedTuple):
-    """A leaf of a state as it is kept."""
+    """A leaf of a state in its stored form."""
 
-    arrays: list[Any]  # the leaf, or what stands for it
-    dtype: Any = None  # what the leaf is to be again, where it is kept in less
-    code: tuple[float, int, bool] | None = None  # what `Coded` has behind its arrays, which are kept
-    home: Any = None  # where the leaf belongs, where it is kept on the host or in a file
+    arrays: list[Any]  # the leaf, or its coded form
+    dtype: Any = None  # the leaf's dtype, if it is stored in a smaller one
+    code: tuple[float, int, bool] | None = None  # the fields of `Coded` after its arrays, which are stored
+    home: Any = None  # the leaf's device, if it is stored on the host or in a file
 
     def leaf(self, before: Any) -> Any:
-        """Return the leaf in its own precision, where it is kept; `before` is the one before it."""
+        """Return the leaf in its own precision, on the device of its storage; `before` is the preceding leaf."""
         if self.code is not None:
             return Coded(self.arrays[0], self.arrays[1], *self.code).array(self.dtype, before)
         return self.arrays[0] if self.dtype is None else self.arrays[0].astype(self.dtype)
 
 
 def _packed(leaf: Array, before: Any, kept: CheckpointSchedule) -> Packed:
-    """Return a leaf as it is to be kept: itself, or a copy in less; where it is compressed all are on the host."""
+    """Return a leaf in the form to be stored: itself, or a smaller copy; compressed leaves are on the host."""
     dtype = getattr(leaf, "dtype", None)
     if kept.compress and isinstance(leaf, np.ndarray) and leaf.size >= SMALLEST:
         alike = isinstance(before, np.ndarray) and (before.shape, before.dtype) == (leaf.shape, leaf.dtype)
@@ -222,32 +222,32 @@ def _packed(leaf: Array, before: Any, kept: CheckpointSchedule) -> Packed:
         if found is not None:
             return Packed([found.differences, found.corner], dtype, found[2:])
     if kept.dtype is not None and dtype in _SINGLE:
-        # A number that single precision can't hold would come back as infinity, and the gradient as NaN.
+        # A number too large for single precision would be restored as infinity, and the gradient would be NaN.
         with np.errstate(over="raise"):
             return Packed([leaf.astype(_SINGLE[dtype])], dtype)
     return Packed([leaf])
 
 
 class Snapshots:
-    """The states of one loop that are kept, by the number of steps before them."""
+    """The stored states of one loop, by the number of steps before them."""
 
     def __init__(self, where: CheckpointSchedule):
         self._where = where
         self._memory: dict[int, list[Packed]] = {}
-        self._files: dict[int, tuple[str, list[Packed]]] = {}  # the arrays of those are in the file
+        self._files: dict[int, tuple[str, list[Packed]]] = {}  # their arrays are in the file
         self._folder: tempfile.TemporaryDirectory | None = None
 
     def keep(self, number: int, state: Sequence[Array], on_disk: bool) -> None:
-        """Keep a copy of a state.
+        """Store a copy of a state.
 
-        An OSError where a file can't be written; a FloatingPointError where it is too large for the precision in which it
-        is to be kept.
+        An OSError if a file can't be written; a FloatingPointError if the state is too large for the precision of its
+        stored form.
         """
         moved = self._where.host or self._where.compress
         homes = [arrays_of(leaf) if moved else None for leaf in state]
         given = [leaf if home is None else to_host(leaf) for leaf, home in zip(state, homes)]
         try:
-            # Each beside the leaf before it: two fields of one wave are alike, and their difference takes fewer bits.
+            # Each is coded relative to the leaf before it: two fields of one wave are alike, and differ in few bits.
             leaves = [_packed(leaf, before, self._where) for leaf, before in zip(given, [None, *given])]
         except FloatingPointError as error:
             raise FloatingPointError(
@@ -264,7 +264,7 @@ class Snapshots:
             ]
 
     def state(self, number: int, last: bool) -> list[Array]:
-        """Return a state, and keep it no longer where it is asked for the last time."""
+        """Return a state; release it if this is its last use."""
         if number in self._memory:
             found = self._memory.pop(number) if last else self._memory[number]
         else:
@@ -272,7 +272,7 @@ class Snapshots:
         leaves: list[Any] = []
         before = None
         for each in found:
-            # In the order in which they were packed, since each may be coded as a difference to the one before.
+            # In the order of packing, since each may be coded as a difference to the preceding one.
             before = each.leaf(before)
             leaves.append(before if each.home is None else each.home.to_device(before))
         return leaves
@@ -285,10 +285,10 @@ class Snapshots:
         return read
 
     def _written(self, number: int, leaves: Sequence[Packed]) -> tuple[str, list[Packed]]:
-        """Write the arrays of a state into a file; return its name, and what else is to be known of the state."""
+        """Write the arrays of a state to a file; return its name, and the remaining data of the state."""
         try:
             if self._folder is None:
-                # It removes itself at the latest with this object, also where no gradient is ever asked for.
+                # It is removed with this object at the latest, even if no gradient is ever computed.
                 self._folder = tempfile.TemporaryDirectory(prefix="mpiad-steps-", dir=self._where.directory)
             name = os.path.join(self._folder.name, f"{number}.npy")
             with open(name, "wb") as file:

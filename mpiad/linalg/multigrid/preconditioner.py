@@ -1,4 +1,4 @@
-"""`Multigrid`: the levels of an elliptic operator with its coefficients, as preconditioner and as solver."""
+"""`Multigrid`: the levels of an elliptic operator with its coefficients, as a preconditioner and as a solver."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from mpiad.transport.collectives import allreduce
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array
 from mpiad.transport.tracing import restoring_state
 
-# The coefficients of an elliptic operator: checked on all ranks, and what follows from them for the cycle.
+# The coefficients of an elliptic operator, checked on all ranks, and their consequences for the cycle.
 
 
 _CALL = "linalg.Multigrid"
 
 
 def coefficients(domain: Domain, kappa: object, c: object, used: Channel) -> tuple[LocalArray, LocalArray]:
-    """Return κ and c on this rank's points, in double precision on the host; one copy of each on a device. Collective.
+    """Return κ and c on this rank's points, in double precision on the host, by one copy of each from a device. Collective.
 
-    A TypeError or ValueError on all ranks, where one is traced or isn't real, they are in two places, one has another
-    shape, isn't finite, or is negative, which says at which point; where a periodic dimension can't be coarsened.
+    A TypeError or ValueError on all ranks if one is traced, isn't real, has the wrong shape, isn't finite, or is negative
+    (with the point at which); if they are on different devices; or if a periodic dimension can't be coarsened.
     """
     with raising_together(used):
         require_together(_CALL, kappa=getval(kappa), c=getval(c))
@@ -52,12 +52,12 @@ def coefficients(domain: Domain, kappa: object, c: object, used: Channel) -> tup
 
 
 def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -> bool:
-    """Tell whether constants are in the operator's kernel; collective.
+    """Return whether constants are in the operator's kernel; collective.
 
-    A ValueError on all ranks, where they are and `mean_zero` isn't given, or the other way round; where some ranks give it.
+    A ValueError on all ranks if they are and `mean_zero` isn't given, or vice versa; or if only some ranks give it.
     """
     given = any(side for pair in sides.fixed for side in pair)
-    # Sides are arguments that have been compared, but c lies with each rank: its largest value decides for all.
+    # Sides are arguments that have been compared, but c is local to each rank: its largest value decides for all.
     largest, with_it, without_it = allreduce(used, np.array([c.max(), mean_zero, not mean_zero], float), MAX, _CALL)
     if with_it and without_it:
         raise agreed(used, ValueError(f"{_CALL}: mean_zero must be the same on all ranks, but is True on some only."))
@@ -77,8 +77,8 @@ def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -
 
 
 def contrast(kappa: LocalArray, used: Channel) -> float:
-    """Return the largest κ divided by the least; all ranks of the domain call it."""
-    # One reduction for both: the least is minus the greatest of the negatives.
+    """Return the largest κ divided by the smallest; all ranks of the domain call it."""
+    # One reduction for both: the minimum is minus the maximum of the negatives.
     highest, lowest = allreduce(used, np.array([kappa.max(), -kappa.min()]), MAX, _CALL)
     with np.errstate(over="ignore"):
         return float(highest / -lowest)
@@ -126,32 +126,32 @@ def _wrong(domain: Domain, field: LocalArray, usable: np.ndarray, name: str, zer
     )
 
 
-# Levels that are visited twice where κ varies by more than that factor.
+# Number of levels visited twice if κ varies by more than this factor.
 _DOUBLED, _SMOOTH = 2, 100.0
-# Right-hand sides of one cycle: each takes the memory of three more. A solve for many has that, and more, of each.
+# Right-hand sides per cycle: each takes the memory of three more. A solve for many needs at least that per right-hand side.
 _TOGETHER = 8
-_EXTREME = 1e8  # a contrast of κ that an error is to name
+_EXTREME = 1e8  # contrast of κ above which an error mentions it
 
 
 class Multigrid:
     """Prepare geometric multigrid for -∇·(κ∇u) + c u on a domain, with interpolation that follows jumps of κ.
 
-    The levels are found on the host, from one copy of κ and c where these are on a device. Cycles run where what they are
-    given lives: at the first one on a device all levels are copied there.
+    The levels are found on the host, from one copy of κ and c if these are on a device. Cycles run on the device of their
+    argument: at the first one on a device all levels are copied there.
 
     Parameters
     ----------
     domain : Domain
-        Periodic dimensions need an even number of points; coarsening ends where it becomes odd.
+        Periodic dimensions need an even number of points; coarsening ends when it becomes odd.
     kappa : array of shape local_shape, or number
-        Positive. It may jump by orders of magnitude between neighbouring points.
+        Positive. It may jump by orders of magnitude between neighboring points.
     c : array of shape local_shape, or number
         Zero or more.
     spacing, boundary, centred
-        As `Elliptic` takes them.
+        As in `Elliptic`.
     mean_zero : bool
-        For an operator with constants in its kernel (no side on which u is given, and c = 0): whether to take the solution
-        with mean zero. The mean of right-hand sides is then removed, since no solution has another.
+        For an operator with constants in its kernel (no side on which u is given, and c = 0): whether to return the
+        solution with mean zero. The mean of right-hand sides is then removed, since otherwise no solution exists.
 
     Attributes
     ----------
@@ -159,17 +159,17 @@ class Multigrid:
     kappa, c : array of shape local_shape
         In double precision, on the host.
     history : list of float
-        The norm of the residual at the start and after each iteration of the last `solve`; of several that of all together.
+        The norm of the residual at the start and after each iteration of the last `solve`; for several systems their total.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks: where an argument can't be used, and at which point κ or c can't; where the operator is singular and
+        On all ranks: if an argument is invalid, with the point at which κ or c is; or if the operator is singular and
         `mean_zero` isn't given.
 
     Ranks
     -----
-    All ranks of the domain call it, and everything of it.
+    All ranks of the domain call it, and all its methods.
 
     References
     ----------
@@ -209,7 +209,7 @@ class Multigrid:
         self.history: list[float] = []
 
     def matvec(self, u: LocalArray) -> LocalArray:
-        """Return the operator's product with this rank's block; differentiable by `u`."""
+        """Return the operator's product with this rank's block; differentiable with respect to `u`."""
         return self.operator(u, *self._medium.on(arrays_of(stop_gradient(u))))
 
     def __call__(self, r: LocalArray) -> LocalArray:
@@ -218,11 +218,11 @@ class Multigrid:
         Parameters
         ----------
         r : array of shape (..., *local_shape)
-            Not traced, on the host or on a device; of complex arrays both parts take a cycle.
+            Not traced, on the host or on a device; both parts of a complex array take a cycle.
 
         Returns
         -------
-        array of the shape and dtype of `r`, where `r` lives
+        array of the shape and dtype of `r`, on the device of `r`
 
         Ranks
         -----
@@ -233,7 +233,7 @@ class Multigrid:
         It is its own transpose, and isn't traced: a preconditioner needs no derivative.
         """
         if is_array(r) and r.dtype.kind == "c":
-            # The operator is real, so both parts are solved apart.
+            # The operator is real, so both parts are solved separately.
             return (self(r.real) + 1j * self(r.imag)).astype(r.dtype)
         r = self._checked(r, "linalg.Multigrid")
         level = self._level_beside(r)
@@ -242,7 +242,7 @@ class Multigrid:
             out = empty_beside(r, systems.shape)
             for start in range(0, len(systems), _TOGETHER):
                 some = slice(start, start + _TOGETHER)
-                # Only a right-hand side without a mean has a solution, whose own mean is then free: zero is taken.
+                # Only right-hand sides with mean zero have a solution, whose own mean is then arbitrary: zero is chosen.
                 split = self._layout.split(self._centred(systems[some]))
                 out[some] = self._centred(self._layout.join(level.cycle(split)))
             return out.reshape(r.shape)
@@ -267,29 +267,29 @@ class Multigrid:
         Parameters
         ----------
         b : array of shape (..., *local_shape)
-            Not traced, on the host or on a device; `solve_elliptic` has derivatives. Several along leading axes are solved
-            for together, each to its own tolerance.
+            Not traced, on the host or on a device; `solve_elliptic` has derivatives. Several systems along leading axes are
+            solved together, each to its own tolerance.
         rtol, atol : float
-            The residual's norm, over all ranks, is to fall to ``max(rtol * norm(b), atol)``.
+            The residual's norm, over all ranks, must fall to ``max(rtol * norm(b), atol)``.
         maxiter : int
         x0 : array of the shape of `b`, optional
-            Beside `b`. Where to start; zero by default.
+            Initial guess, on the device of `b`; zero by default.
         callback : callable, optional
-            ``callback(norm)`` is called on every rank after each iteration; of several residuals with that of all together.
+            ``callback(norm)`` is called on every rank after each iteration; for several systems with their total norm.
 
         Returns
         -------
-        array of the shape and dtype of `b`, where `b` lives
+        array of the shape and dtype of `b`, on the device of `b`
 
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where `b` or `x0` has another shape or isn't finite, they are in two places, a tolerance can't be
-            met, or ranks give different ones.
+            On all ranks, if `b` or `x0` has the wrong shape or isn't finite, they are on different devices, or a tolerance
+            can't be met or differs between ranks.
         Exception
-            On all ranks, what the callback raises on one.
+            On all ranks, an exception of the callback on one.
         ConvergenceError
-            On all ranks, with the history of the residual, where the iterations are used up.
+            On all ranks, with the history of the residual, if the maximum number of iterations is reached.
 
         Ranks
         -----
@@ -312,7 +312,7 @@ class Multigrid:
             if not b.size:
                 self.history = [0.0]
                 return empty_beside(b, b.shape)
-            # In double precision whatever b is: a residual of 1e-8 is below what single precision resolves.
+            # In double precision whatever b's dtype: a residual of 1e-8 is below the resolution of single precision.
             wide = self._centred(self._systems(b).astype(np.float64))
             start = None if x0 is None else self._centred(self._systems(x0).astype(np.float64))
             r = wide if start is None else self._centred(wide - self.matvec(start))
@@ -324,14 +324,14 @@ class Multigrid:
             return (u if start is None else u + start).reshape(b.shape).astype(b.dtype)
 
     def _remark(self) -> str:
-        """Return what may have made an iteration long; all ranks call it."""
+        """Return a possible reason for slow convergence; all ranks call it."""
         found = contrast(self.kappa, self._used)
         if found < _EXTREME:
             return "spacings that differ much take more of them"
         return f"kappa varies by a factor of {found:.0e}, an extreme contrast where double precision resolves 5e+15"
 
     def refusal(self, r: LocalArray) -> Exception | None:
-        """Return why this rank's block can't be preconditioned, None where it can."""
+        """Return why this rank's block can't be preconditioned, None if it can."""
         try:
             self._checked(r.real, "linalg.Multigrid")
         except (TypeError, ValueError) as error:
@@ -355,7 +355,7 @@ class Multigrid:
         return block.reshape(-1, *self.domain.local_shape)
 
     def _centred(self, blocks: LocalArray) -> LocalArray:
-        """Return blocks of several systems without their means over the grid, where constants are in the kernel."""
+        """Return blocks of several systems without their means over the grid if constants are in the kernel."""
         if not self.mean_zero:
             return blocks
         own = np.array(on_host(blocks.reshape(len(blocks), -1).sum(axis=1, dtype=np.float64)))
@@ -372,7 +372,7 @@ class Multigrid:
 
     def _levels(self, spread: Spread) -> Level:
         ndim = len(self.domain.shape)
-        # The row sums of the operator are what sides and c add.
+        # The row sums of the operator come from the sides and c.
         diagonal, couplings = self.operator.walls * self.kappa + self.c, {}
         for axis, (before, after) in enumerate(self.operator.couplings(self.kappa)):
             diagonal = diagonal + before + after

@@ -1,4 +1,4 @@
-"""Limited-memory BFGS: trial points, line search, iteration. Every rank runs it, and decides by the same numbers."""
+"""Limited-memory BFGS: trial points, line search, iteration. All ranks run it and decide by the same numbers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, NOT_FINITE, S
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
 
-# A strong Wolfe line search on plain numbers: every rank runs it on the same ones.
+# A strong Wolfe line search on plain numbers: all ranks run it with the same ones.
 #
-# It works as Moré and Thuente's: an interval that brackets a minimiser shrinks by safeguarded cubic steps, at first for
-# the function minus its linear decrease, which has a minimiser where the conditions hold. Two things are added. Where a
-# trial isn't finite, the search backs away towards the best step and never goes that far again. Where values differ by no
-# more than rounding, slopes alone decide (Hager and Zhang's approximate conditions), so that a gradient can be brought
+# It follows Moré and Thuente: an interval that brackets a minimizer shrinks by safeguarded cubic steps, at first for the
+# function minus its linear decrease, which has a minimizer at which the conditions hold. There are two additions. If a
+# trial isn't finite, the search backs away towards the best step and never goes that far again. If values differ by no
+# more than rounding, slopes alone decide (Hager and Zhang's approximate conditions), so that the gradient can be reduced
 # below the square root of the precision.
 #
 # References
@@ -38,7 +38,7 @@ from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
 _DECREASE, _CURVATURE, _NARROW = 1e-3, 0.9, 0.1
 _FARTHEST, _GROWTH, _SHRINKAGE = 1e10, (1.1, 4.0), 0.66
 _ROUNDING = 10.0 * sys.float_info.epsilon
-# How far towards the other end of the interval a step may go that the cubic wants beyond the trial point.
+# Largest fraction of the distance to the other end of the interval, if the cubic's step is beyond the trial point.
 _SAFEGUARD = 0.66
 
 
@@ -55,8 +55,8 @@ class LineSearch:
 
     - `value`, `slope`: at step zero; the slope is negative.
     - `first`: the first step to try.
-    - `step`: what to try next.
-    - `stuck`: whether the interval can't be narrowed any more: the step is as good as it gets.
+    - `step`: the next step to try.
+    - `stuck`: whether the interval can't be narrowed any further: no better step will be found.
     """
 
     def __init__(self, value: float, slope: float, first: float):
@@ -68,7 +68,7 @@ class LineSearch:
         self._low, self._high = 0.0, (1.0 + _GROWTH[1]) * first
 
     def accepts(self, value: float, slope: float) -> bool:
-        """Return whether what was found at `step` ends the search; else choose another step."""
+        """Return whether value and slope at `step` end the search; otherwise choose another step."""
         start, trial = self._start, End(self.step, value, slope)
         wanted = start.value + _DECREASE * trial.step * start.slope
         if value <= wanted and abs(slope) <= -_CURVATURE * start.slope:
@@ -98,7 +98,7 @@ class LineSearch:
         start = self._start
         if trial.value > start.value + _ROUNDING * abs(start.value):
             return False
-        # Such a decrease is more than rounding: values can be trusted, and the usual conditions decide.
+        # A larger decrease isn't rounding: values can be trusted, and the usual conditions decide.
         if trial.value < start.value - _ROUNDING * abs(start.value):
             return False
         return _CURVATURE * start.slope <= trial.slope <= (2.0 * _DECREASE - 1.0) * start.slope
@@ -110,8 +110,8 @@ class LineSearch:
 
     def _advance(self, trial: End, modified: bool) -> None:
         tilt = _DECREASE * self._start.slope if modified else 0.0
-        # While the decrease that is asked for isn't reached, Moré and Thuente fit the function less that decrease, of which
-        # an interval surely holds a minimiser.
+        # Before the required decrease is reached, Moré and Thuente interpolate the function minus that decrease: it
+        # surely has a minimizer in an interval.
         ends = self._best, self._other, trial
         best, other, new = (End(end.step, end.value - end.step * tilt, end.slope - tilt) for end in ends)
         step = next_step(best, other, new, self._bracketed, self._low, self._high)
@@ -121,7 +121,7 @@ class LineSearch:
             ends = self._best.step, self._other.step
             self._low, self._high = min(ends), max(ends)
         else:
-            # Ever longer steps, as long as no minimiser is bracketed.
+            # Ever longer steps, as long as no minimizer is bracketed.
             growth = step - self._best.step
             self._low, self._high = step + _GROWTH[0] * growth, step + _GROWTH[1] * growth
         self.step = min(max(step, 0.0), self._farthest)
@@ -146,18 +146,18 @@ class LineSearch:
 
 
 def next_step(best: End, other: End, trial: End, bracketed: bool, lowest: float, highest: float) -> float:
-    """Return the step to try after `trial`, where `best` has the lowest value so far: section 4 of [1], cases 1 to 4.
+    """Return the step to try after `trial`; `best` has the lowest value so far. Section 4 of [1], cases 1 to 4.
 
-    `other` is the far end of the interval where a minimiser is bracketed; else a step may go from `lowest` to `highest`.
+    `other` is the far end of the interval if a minimizer is bracketed; otherwise a step may go from `lowest` to `highest`.
     """
-    # A minimiser is bracketed: between the best point, from where the function falls, and a higher one.
+    # A minimizer is bracketed between the best point, from which the function falls, and a higher one.
     if trial.value > best.value:
         return _after_rise(best, trial)
     if trial.slope * best.slope < 0.0:
-        # Bracketed by slopes of two signs; the farther of both estimates, since the nearer may hardly move.
+        # Bracketed by slopes of opposite signs; the farther of both estimates, since the nearer may hardly move.
         cubic, secant = _cubic(trial, best), _secant(best, trial)
         return max(cubic, secant, key=lambda step: abs(step - trial.step))
-    # Lower, and flatter: the minimiser lies beyond, where the cubic may have none.
+    # Lower, and flatter: the minimizer lies beyond, and the cubic may have none there.
     if abs(trial.slope) < abs(best.slope):
         return _after_flattening(best, other, trial, bracketed, lowest, highest)
     if bracketed:
@@ -193,15 +193,15 @@ def _secant(a: End, b: End) -> float:
 
 
 def _cubic(a: End, b: End) -> float:
-    """Return the minimiser of the cubic through both values and slopes, reckoned from a."""
+    """Return the minimizer of the cubic through both values and slopes, relative to a."""
     theta, root = _cubic_terms(a, b)
-    # The sign makes it the minimiser, whichever side of a it lies on.
+    # With this sign it is the minimizer, on either side of a.
     root = root if b.step > a.step else -root
     return a.step + (root - a.slope + theta) / (root - a.slope + root + b.slope) * (b.step - a.step)
 
 
 def _cubic_beyond(best: End, trial: End) -> float | None:
-    """Return the cubic's minimiser where it lies beyond `trial`, or None."""
+    """Return the cubic's minimizer if it lies beyond `trial`, else None."""
     theta, root = _cubic_terms(best, trial)
     root = -root if trial.step > best.step else root
     share = (root - trial.slope + theta) / (root + (best.slope - trial.slope) + root) if root else 0.0
@@ -215,9 +215,9 @@ def _cubic_terms(a: End, b: End) -> tuple[float, float]:
 
 
 class Trials:
-    """Points along a direction: every rank moves its piece, all evaluate, and two small messages tell what is to be known.
+    """Points along a direction: every rank moves its variables, all evaluate, and two small messages share numbers.
 
-    `memory`: where the direction comes from and gradients go to. `count`: evaluations so far.
+    `memory`: holds directions and gradients. `count`: evaluations so far.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Trials:
         self.count = 0
 
     def start(self, x: Array) -> Point:
-        """Evaluate the starting point, moved into the bounds; x belongs to the point from now on."""
+        """Evaluate the starting point, projected onto the bounds; the point takes ownership of x."""
         if self._memory.vectors.box is not None:
             self._memory.vectors.project(x)
         return self._evaluated(Point(x), None)
@@ -241,14 +241,14 @@ class Trials:
         return self._evaluated(point, here)
 
     def release(self, point: Point) -> None:
-        """Take back the memory of a point that is not needed any more."""
+        """Reuse the memory of a point that is not needed any more."""
         self._spare.append(point.x)
 
     def _evaluated(self, point: Point, here: Point | None) -> Point:
         self.count += 1
         value, gradient = self._evaluation.both(point.x)
         largest, *terms, clipped = self._memory.measure(point, here, gradient)
-        # Told by a number of its own, since what MPI takes for the maximum of a NaN isn't said.
+        # A flag of its own, since MPI doesn't specify the maximum of a NaN.
         broken = not math.isfinite(largest)
         numbers = self._totals.of(terms, [0.0 if broken else largest, broken, clipped], [value])
         point.slope, point.predicted, point.met, square, point.norm, any_broken, any_clipped, point.value = numbers
@@ -268,7 +268,7 @@ class LBFGS:
         self._count, self._wall = 0, math.inf
 
     def run(self, start: Array) -> tuple[Point, Ending]:
-        """Descend from this rank's start, shape (n,), which is overwritten; return where it ends and why."""
+        """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the reason."""
         found = self._files.take()
         if found is not None:
             self._trials.release(Point(start))  # its vector serves for trial points
@@ -287,7 +287,7 @@ class LBFGS:
             if ending is not None:
                 return here, ending
             found = self._search(here, state.slope, state.length) if state.slope < 0.0 else here
-            if found is here and self._files.interrupted:  # the search begins anew when the solve goes on
+            if found is here and self._files.interrupted:  # the search is repeated when the solve resumes
                 self._keep(state, INTERRUPTED)
                 return here, INTERRUPTED
             if found is not here:
@@ -299,7 +299,7 @@ class LBFGS:
             elif self._memory.ring.count == 0 and self._trials.count < self._settings.maxfun:
                 return here, ABNORMAL
             else:
-                # The direction may be bad by what the memory holds: once more along the steepest descent before giving up.
+                # The memory may have made a bad direction: retry with steepest descent before giving up.
                 self._memory.ring.forget()
                 state = self._moved(here, None, False)
 
@@ -310,13 +310,13 @@ class LBFGS:
         return ending_at(state.value_before, state.here.value, lambda: state.stopped, made, self._settings)
 
     def _moved(self, here: Point, before: Point | None, stop: bool) -> State:
-        """Take a point into the memory; return the state of the solve there."""
+        """Add a point to the memory; return the state of the solve there."""
         slope, length, stopped = self._memory.update(here, self._pair(before, here), stop)
         value_before = math.inf if before is None else before.value
         return State(self._count, self._trials.count, here, value_before, slope, length, stopped)
 
     def _pair(self, before: Point | None, here: Point) -> Point | None:
-        """Return where the last step came from, if the memory is to keep it: not where the function didn't curve up."""
+        """Return the previous point if the memory is to store the step, which requires positive curvature; else None."""
         if before is None or not here.met - here.predicted > -sys.float_info.epsilon * here.predicted:
             return None
         return before
@@ -324,7 +324,7 @@ class LBFGS:
     # ---- line search
 
     def _search(self, here: Point, slope: float, length: float) -> Point:
-        """Return the point where a line search ends, or the best that it met; `here` where none is better."""
+        """Return the point at which a line search ends, or the best that it met; `here` if none is better."""
         self._wall = math.inf
         line, best = LineSearch(here.value, slope, self._first_step(here, slope, length)), here
         for _ in range(self._settings.maxls):
@@ -334,20 +334,20 @@ class LBFGS:
             # Along a straight line both follow from the slopes; along a path bent by bounds they are summed with the point.
             if not self._bounded:
                 trial.predicted, trial.met = trial.step * slope, trial.step * trial.slope
-            # Outside of where the objective is finite nothing is learnt but that the step was too long.
+            # A point without a finite value only shows that the step was too long.
             if not trial.finite:
                 self._wall = min(self._wall, trial.length)
                 self._trials.release(trial)
                 line.back_away()
                 continue
-            # Where bounds have stopped variables the slope along the path jumps, and decrease is all that can be asked.
+            # If bounds have stopped variables, the slope along the path jumps, and only a decrease can be required.
             lower = trial.clipped and line.decreases(trial.value, trial.predicted)
             if lower or line.accepts(trial.value, trial.slope):
                 self._drop(best, here)
                 return trial
             if trial.value < best.value:
                 self._memory.put_aside(trial)
-                # Kept aside: if the search ends without its conditions, the lowest point that it met is returned.
+                # Stored: if the search ends without its conditions, the lowest point that it met is returned.
                 trial, best = best, trial
             self._drop(trial, here)
             if self._files.interrupted:
@@ -359,8 +359,8 @@ class LBFGS:
     def _first_step(self, here: Point, slope: float, length: float) -> float:
         if self._memory.ring.count == 0:  # nothing says yet how long a step should be
             return 1.0 / length if self._count == 0 else min(1.0, 1.0 / length)
-        # Where the last search met the end of the domain, the model still expects the minimiser far beyond it. The
-        # direction is at least -slope / length long, so this goes no less far than the end was.
+        # If the last search met the end of the domain, the model still expects the minimizer far beyond it. The length of
+        # the direction is at least -slope / length, so this step goes at least as far as the distance to the end.
         return min(1.0, here.room * length / -slope)
 
     def _drop(self, point: Point, here: Point) -> None:
@@ -370,7 +370,7 @@ class LBFGS:
     # ---- checkpoint
 
     def _keep(self, state: State, ending: Ending | None) -> None:
-        """Write the state where it is time to; all ranks call this."""
+        """Write the state if it is due; all ranks call this."""
         if self._files.due(state.iteration, ending is not None):
             self._files.write(state.iteration, self._arrays(state))
 
@@ -383,7 +383,7 @@ class LBFGS:
         yield from self._memory.state().items()
 
     def _restored(self, found: dict[str, np.ndarray]) -> State:
-        """Put what `_arrays` has returned into the parts of the solve; return the rest of it."""
+        """Restore the state of the solve from the arrays of `_arrays`."""
         here = Point(self._memory.vectors.from_host(found["x"]))
         here.value, here.norm, value_before, slope, length, here.room = found["numbers"].tolist()
         here.settled = True  # the gradient is in the memory

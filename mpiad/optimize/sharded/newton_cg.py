@@ -1,11 +1,11 @@
-"""Inexact Newton steps for variables in pieces: every rank runs the iteration, and decides by the same numbers.
+"""Inexact Newton steps for distributed variables: every rank runs the iteration, and decides by the same numbers.
 
-A step solves the Newton system by `truncated_cg`, only as far as it pays (Eisenstat and Walker), and is made shorter until
+A step solves the Newton system by `truncated_cg`, only as accurately as pays (Eisenstat and Walker), and is shortened until
 the objective falls enough, along a line or in a trust region. The gradient g is measured in the user's inner product R, by
-√(gᵀ R⁻¹ g): with a prior's inverse covariance that doesn't depend on the mesh.
+√(gᵀ R⁻¹ g); if R is the inverse covariance of a prior, this norm doesn't depend on the mesh.
 
-With bounds the system is that of the variables which no bound holds; those held go straight to their bound, and points are
-projected (Bertsekas's two metrics).
+With bounds the system is restricted to the free variables, which no bound holds; the others go straight to their bound, and
+points are projected (Bertsekas's two-metric projection).
 
 References
 ----------
@@ -38,11 +38,11 @@ from mpiad.optimize.sharded.solver_state import StateFiles
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.threads import vdot
 
-# Conjugate gradients for a Newton step, ended early: by a tolerance, by negative curvature, or by a trust region.
+# Conjugate gradients for a Newton step, ended early by a tolerance, by negative curvature, or by a trust region.
 #
-# The residual is measured as the gradient is, in the user's inner product: in the norm of the preconditioner P it may be
+# The residual is measured like the gradient, in the user's inner product: in the norm of the preconditioner P it may be
 # small while the model still has a gradient, which the next step would have to remove. The step is measured by
-# ‖p‖² = pᵀ P⁻¹ p. P⁻¹ is never asked for: this norm and the product of the step with the direction follow by recurrences.
+# ‖p‖² = pᵀ P⁻¹ p. P⁻¹ is never applied: this norm and the product of the step with the direction follow by recurrences.
 #
 # References
 # ----------
@@ -55,33 +55,33 @@ from mpiad.transport.threads import vdot
 class System(NamedTuple):
     """A Newton system H p = -g."""
 
-    # `multiply`, `precondition`: from this rank's piece of a vector to that of its product; collective.
+    # `multiply`, `precondition`: from this rank's part of a vector to its part of the product; collective.
     multiply: Callable[[Array], Array]
     precondition: Callable[[Array], Array]
-    dot: Callable[[Array, Array], float]  # the product of two vectors over all ranks, the same bits on all
+    dot: Callable[[Array, Array], float]  # the product of two vectors over all ranks, bitwise the same on all
     ended: Callable[[], bool]  # whether a rank was told to end; the same on all
-    square: float  # of the gradient in the inner product
-    # Up to how many times its target the square of a residual in P's norm may be when `measure` is called.
+    square: float  # of the gradient, in the inner product
+    # `measure` is called once the square of a residual in P's norm is at most this multiple of its target.
     slack: float = math.inf
-    # From a residual to its square in the inner product; None where that is r · P r. Collective.
+    # From a residual to its square in the inner product; None if that is r · P r. Collective.
     measure: Callable[[Array], float] | None = None
 
 
 class Step(NamedTuple):
-    """What was found."""
+    """The result of `truncated_cg`."""
 
-    way: Array  # this rank's piece of the step
-    decrease: float  # what the quadratic model predicts
+    way: Array  # this rank's part of the step
+    decrease: float  # predicted by the quadratic model
     length: float  # in the preconditioner's norm
-    bound: bool  # whether the trust region has ended it
+    bound: bool  # whether it ends at the boundary of the trust region
 
 
 def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, radius: float = math.inf) -> Step | None:
-    """Return about the minimiser of gᵀp + ½ pᵀHp within a radius; None where a rank was told to end.
+    """Return an approximate minimizer of gᵀp + ½ pᵀHp within a radius; None if a rank was told to end.
 
-    By `forcing` the residual is to fall in the inner product, in no more products than `limit`. If the radius is infinite,
-    for a line search, the first negative curvature ends it with the step so far, or the steepest descent. A ValueError on
-    all ranks, if the preconditioner isn't positive definite, or what it or the Hessian returns isn't finite.
+    The residual must fall by the factor `forcing` in the inner product, in at most `limit` products. If the radius is
+    infinite, for a line search, the first negative curvature ends the iteration with the step so far, or steepest descent.
+    A ValueError on all ranks if the preconditioner isn't positive definite, or its result or the Hessian's isn't finite.
     """
     way, residual = gradient * 0.0, gradient.copy()
     z = system.precondition(residual)
@@ -99,7 +99,7 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
             way += step * direction
             return Step(way, decrease + step * (square - 0.5 * step * curvature), radius, True)
         if curvature <= 0.0:
-            # Without a model that has a minimiser the steepest descent is as long as the line search makes it.
+            # The model has no minimizer; the line search chooses the length of the steepest descent.
             return Step(direction, square, math.sqrt(along), False) if count == 0 else _ended(way, decrease, length)
         way += step * direction
         residual += step * product
@@ -131,27 +131,27 @@ def _positive(system: System, square: float) -> float:
 
 
 GRADIENT = Ending(0, "CONVERGENCE: the gradient's norm is at most gtol, or grtol times the first one.")
-# Of the decrease that the first or second order predicts, how much is enough.
+# Sufficient fraction of the decrease that the first or second order predicts.
 _DECREASE = 1e-4
 _ROUNDING = 10.0 * sys.float_info.epsilon
-# Eisenstat and Walker's: the first forcing term and the largest, gamma, alpha, and from where on it mustn't fall faster.
+# Eisenstat and Walker's: the first and largest forcing term, gamma, alpha, and the threshold of the safeguard.
 _LARGEST, _GAMMA, _ALPHA, _KEPT = 0.5, 0.9, 2.0, 0.1
-# How far g·P(Pg) and Pg·Pg may differ, by the norms: solvers that end at a tolerance aren't symmetric to rounding.
+# How far g·P(Pg) and Pg·Pg may differ, relative to the norms: solvers with a tolerance aren't symmetric to rounding.
 _ASYMMETRY = 1e-3
-# From this multiple of its target on, as squares in the preconditioner's norm, a residual is measured in the inner product.
+# A residual is measured in the inner product below this multiple of its target, as squares in the preconditioner's norm.
 _NEAR = 1.5
 _EVERYWHERE = slice(None)
 
 
 class NewtonPoint:
-    """Variables of the piece, shape (n,), with what is known there; numbers are those of all ranks.
+    """This rank's variables, shape (n,), with the known quantities at the point; numbers are those of all ranks.
 
     - `gradient`: dJ/dx.
-    - `finite`: whether the value and all entries of the gradient are.
-    - `free`: which variables no bound holds; None for all.
-    - `way` (or None): where there are bounds, P(x - g) - x.
-    - `norm`: the gradient's, in the inner product; NaN until it is measured. `square`: that of its free entries alone.
-    - `length`, `slope`: of the way from the point before, and of g there along it.
+    - `finite`: whether the value and all entries of the gradient are finite.
+    - `free`: mask of the variables that no bound holds; None for all.
+    - `way` (or None): with bounds, P(x - g) - x.
+    - `norm`: the gradient's, in the inner product; NaN until it is measured. `square`: that of its free entries only.
+    - `length`, `slope`: of the step from the point before, and of g there along it.
     """
 
     def __init__(self, x: Array, found: Derivatives):
@@ -160,15 +160,15 @@ class NewtonPoint:
         self.norm, self.square, self.length, self.slope = math.nan, math.nan, 0.0, 0.0
 
     def masked(self, vector: Array) -> Array:
-        """Return a vector without the variables that a bound holds."""
+        """Return a vector without the variables held by a bound."""
         return vector if self.free is None else vector * self.free
 
 
 class NewtonCG:
     """The iteration.
 
-    `operators`: the preconditioner and the inner product's inverse, on vectors of the piece. `box`: the bounds, where
-    the piece lives; all ranks have one or none.
+    `operators`: the preconditioner and the inner product's inverse, on this rank's vectors. `box`: the bounds, on the
+    device of the variables; all ranks have one or none.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class NewtonCG:
         self._evaluation, self._totals, self._iterates, self._settings = evaluation, totals, iterates, settings
         self._files, self._box = files, box
         self._precondition, self._represent = operators
-        # One object's `precondition` and `solve`, as a prior's, are near to each other, and the latter is what takes long.
+        # `precondition` and `solve` of one object, such as a prior, are similar operators, and the latter is expensive.
         owners = [getattr(operator, "__self__", None) for operator in (settings.preconditioner, settings.inner_product)]
         self._slack = _NEAR if owners[0] is owners[1] is not None else math.inf
         self.count, self._iteration = 0, 0
@@ -187,7 +187,7 @@ class NewtonCG:
         self._lower = self._along_a_line if settings.globalization == "line search" else self._within_a_region
 
     def run(self, start: Array) -> tuple[NewtonPoint, Ending]:
-        """Descend from this rank's start, shape (n,), which is overwritten; return where it ends and why."""
+        """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the reason."""
         found = self._files.take()
         if found is not None:
             return self._descend(self._restored(found, start))
@@ -215,7 +215,7 @@ class NewtonCG:
                 return here, ending
             self._iteration, self._value_before = self._iteration + 1, here.value
             self._measure(found)
-            # Eisenstat and Walker: systems are solved as well as the last step's fall of the gradient deserves.
+            # Eisenstat and Walker: the accuracy of a solve depends on the last step's reduction of the gradient.
             self._forcing = self._next_forcing(found.norm / here.norm)
             self._stopped = self._iterates.heard(found, self.count)
             here = found
@@ -241,10 +241,10 @@ class NewtonCG:
     # ---- points
 
     def _evaluated(self, x: Array, here: NewtonPoint | None) -> NewtonPoint:
-        """Evaluate a point; `here` is where the step to it began."""
+        """Evaluate a point; the step to it began at `here`."""
         self.count += 1
         point = NewtonPoint(x, self._evaluation.at(x))
-        with np.errstate(over="ignore", invalid="ignore"):  # at a trial point nothing need be finite
+        with np.errstate(over="ignore", invalid="ignore"):  # a trial point may not be finite
             moved = None if here is None else x - here.x
             terms = [0.0, 0.0] if moved is None else [_dot(moved, moved), _dot(here.gradient, moved)]  # type: ignore[union-attr]
             largest = float(to_host(np.max(np.abs(point.gradient)))) if x.size else 0.0
@@ -254,7 +254,7 @@ class NewtonCG:
         return point
 
     def _measure(self, point: NewtonPoint) -> None:
-        """Find which variables are free, and the gradient's norm."""
+        """Compute the free variables and the gradient's norm."""
         if not math.isnan(point.norm):
             return
         held = 0.0
@@ -263,7 +263,7 @@ class NewtonCG:
             size = float(to_host(np.max(np.abs(point.way)))) if point.x.size else 0.0
             (size,) = self._totals.of([], [size], [])
             point.free = self._box.free(point.x, point.gradient, size, _EVERYWHERE)
-            # Variables at a bound count by their way to it, free ones by the gradient in the inner product.
+            # Variables at a bound contribute their distance to it, free ones the gradient in the inner product.
             held = _dot(point.way, point.way * ~point.free)
         gradient = point.masked(point.gradient)
         represented = gradient if self._represent is None else point.masked(self._represent(gradient))
@@ -313,7 +313,7 @@ class NewtonCG:
         return x
 
     def _along_a_line(self, here: NewtonPoint) -> NewtonPoint | None:
-        """Return a point that is low enough on the way of the Newton step; None where there is none."""
+        """Return a sufficiently low point along the Newton step; None if there is none."""
         found = self._step(here)
         step = 1.0
         for _ in range(self._settings.maxls if found is not None else 0):
@@ -325,17 +325,17 @@ class NewtonCG:
             if not there.finite:
                 step *= RETREAT
             else:
-                # The minimiser of the parabola through both values and the first slope.
+                # The minimizer of the parabola through both values and the first slope.
                 rise = there.value - here.value - there.slope
                 lowest = -0.5 * there.slope / rise if rise > 0.0 else 0.5
                 step *= min(max(lowest, 0.1), 0.5)
         return None
 
     def _within_a_region(self, here: NewtonPoint) -> NewtonPoint | None:
-        """Return a point that is low enough in a trust region, which grows and shrinks; None where there is none."""
+        """Return a sufficiently low point in a trust region, whose radius adapts; None if there is none."""
         if self._radius is None:
             gradient = here.masked(here.gradient)
-            # As long as the first preconditioned step of steepest descent, in the norm in which the radius is measured.
+            # The length of the first preconditioned steepest descent step, in the norm of the radius.
             once = gradient if self._precondition is None else here.masked(self._precondition(gradient))
             self._radius = math.sqrt(max(self._sums(_dot(gradient, once))[0], 0.0))
         for _ in range(self._settings.maxls):
@@ -343,11 +343,11 @@ class NewtonCG:
             if found is None:
                 break
             there = self._evaluated(self._moved(here, found.way, 1.0), here)
-            # Where bounds have cut the step short, the model is asked again what it expected of what is left.
+            # If bounds have cut the step short, the model's decrease is computed again for the remaining step.
             expected = found.decrease if self._box is None else self._expected(here, there)
             ratio = (here.value - there.value) / expected if there.finite and expected > 0.0 else -math.inf
             falls = there.finite and expected > 0.0 and self._falls(here, there, _DECREASE * expected)
-            # A ratio of differences that are rounding says nothing of the model, and mustn't shrink the radius.
+            # A ratio of differences at rounding level says nothing about the model, and mustn't shrink the radius.
             if ratio < 0.25 and not (falls and ratio > 0.0 and expected <= _ROUNDING * abs(here.value)):
                 self._radius = 0.25 * found.length
             elif ratio > 0.75 and found.bound:
@@ -357,14 +357,14 @@ class NewtonCG:
         return None
 
     def _expected(self, here: NewtonPoint, there: NewtonPoint) -> float:
-        """Return the decrease that the model predicts where a bound may have cut the step."""
+        """Return the decrease that the model predicts if a bound may have cut the step."""
         moved = there.x - here.x
         return -there.slope - 0.5 * self._sums(_dot(moved, here.multiply(moved)))[0]
 
     def _falls(self, here: NewtonPoint, there: NewtonPoint, enough: float) -> bool:
         if there.value <= here.value - enough:
             return True
-        # Where values differ by no more than rounding the gradient decides.
+        # If values differ by no more than rounding, the gradient decides.
         if there.value > here.value + _ROUNDING * abs(here.value) or enough > _ROUNDING * abs(here.value):
             return False
         self._measure(there)
@@ -373,7 +373,7 @@ class NewtonCG:
     # ---- checkpoint
 
     def _keep(self, here: NewtonPoint, ending: Ending | None) -> None:
-        """Write the state where it is time to; all ranks call this."""
+        """Write the state if it is due; all ranks call this."""
         if self._files.due(self._iteration, ending is not None):
             self._files.write(self._iteration, self._arrays(here))
 
@@ -385,7 +385,7 @@ class NewtonCG:
         yield "history", self._iterates.record.table()
 
     def _restored(self, found: dict[str, np.ndarray], start: Array) -> NewtonPoint:
-        """Put what `_arrays` has returned into the parts of the solve; return the point, evaluated anew."""
+        """Restore the state of the solve from the arrays of `_arrays`; return the point, evaluated again."""
         home = arrays_of(start)
         start[...] = found["x"] if home is None else home.to_device(found["x"])
         here = self._evaluated(start, None)
