@@ -1,4 +1,4 @@
-"""`DistributedMatrix`: a sparse matrix whose rows are divided among the ranks, SciPy's within each."""
+"""`DistributedMatrix`: a sparse matrix whose rows are distributed over the ranks, with SciPy's matrices on each."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from mpiad.transport.user_failures import DeferredFailures
 
 # The matrix of an operator on a domain, found by products with a few fields.
 #
-# An operator that looks no further than the halo sees at most one of two points that are more than two halos apart. So a
-# field that is one at many such points, and zero between, shows as many columns at once: 2 halo + 1 products for each
-# dimension, multiplied, are enough, whatever the size of the grid.
+# If the range of an operator is at most the halo, it couples a point with at most one of two points that are more than two
+# halos apart. So a field that is one at many such points, and zero elsewhere, reveals as many columns at once: the product
+# of 2 halo + 1 over the dimensions is a sufficient number of operator products, whatever the size of the grid.
 
 
 _CALL = "DistributedMatrix.from_operator"
 
 
 def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any, int]:
-    """Return this rank's rows of an operator's matrix, its points numbered block after block, and their number.
+    """Return this rank's rows of an operator's matrix, with points numbered block by block, and their number.
 
-    A TypeError or ValueError on all ranks, where the operator returns something else than an array of the block's shape, or
-    looks further than the halo; where a periodic dimension is too short for that to be found out.
+    A TypeError or ValueError on all ranks if the operator doesn't return an array of the block's shape, or its range
+    exceeds the halo; or if a periodic dimension is too short to check that.
     """
     used = channel(domain.comm, _CALL)
     count = math.prod(domain.local_shape)
     counts = mpi_allgather(np.array(count), comm=domain.comm)
     numbers = (sum(counts[: used.rank]) + np.arange(count, dtype=float)).reshape(domain.local_shape)
-    # Each halo cell gets the number of the point that it is a copy of; -1 says that there is none.
+    # Each halo cell gets the number of the point of which it is a copy, or -1 if there is none.
     around = domain.exchange(numbers, -1.0)
     steps = tuple(_apart(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
     places = list(np.meshgrid(*[np.arange(s.start, s.stop) for s in domain.owned], indexing="ij"))
@@ -63,7 +63,7 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
         rest = image != 0.0
         for offset in itertools.product(*[range(-h, h + 1) for h in domain.halo]):
             window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
-            # Of the points of one colour this is the only one that a point can see along this offset.
+            # The only point of this color within the operator's range along this offset.
             taken = rest & (around[window] >= 0.0) & _has_colour(_moved(places, offset, domain), steps, colour)
             found.append((numbers[taken] - numbers.flat[0], around[window][taken], image[taken]))
             rest &= ~taken
@@ -86,7 +86,7 @@ def _apart(n: int, halo: int, periodic: bool) -> int:
     least = 2 * halo + 1
     if not periodic:
         return min(n, least)
-    # Around a ring the colours must close up, so their number must divide that of the points.
+    # Around a ring the number of colors must divide the number of points.
     return next((k for k in range(least, n + 1) if n % k == 0), n)
 
 
@@ -110,7 +110,7 @@ def _too_far(rest: np.ndarray, domain: Domain) -> Exception | None:
     )
 
 
-# Which rows of a matrix each rank holds: given by each, or cut from the root's whole.
+# The rows of a matrix that each rank stores: given by each rank, or cut from the root's matrix.
 
 
 def local_rows(used: Channel, rows: object, columns: int | None) -> tuple:
@@ -124,7 +124,7 @@ def local_rows(used: Channel, rows: object, columns: int | None) -> tuple:
             raise ValueError(f"DistributedMatrix: columns must be zero or more, but got {columns!r}.")
     matrix: Any = scipy.sparse.csr_matrix(rows)
     if not matrix.has_canonical_format:
-        # A copy, because entries named twice are added up in place, and the matrix is the caller's.
+        # A copy, because duplicate entries are added in place, and the matrix is the caller's.
         matrix = matrix.copy()
         matrix.sum_duplicates()
     mine = np.array([matrix.shape[0], matrix.shape[0] if columns is None else columns, matrix.shape[1]], np.int64)
@@ -198,35 +198,35 @@ def _cut(matrix: Array, size: int, counts: Sequence[int] | None) -> list[tuple[A
 
 
 class DistributedMatrix:
-    """Hold this rank's rows of a sparse matrix, and multiply and solve with the whole.
+    """Hold this rank's rows of a sparse matrix, and multiply and solve with the whole matrix.
 
     Parameters
     ----------
     rows : SciPy sparse matrix or sparse array of shape (m, N)
-        This rank's rows, one after the other in the order of ranks; N columns on all ranks. Their numbers may differ by
-        rank. Entries that are given twice are added up.
+        This rank's rows, consecutive in the order of ranks; N columns on all ranks. Their numbers may differ by rank.
+        Duplicate entries are added.
     columns : int, optional
-        How many of the columns, in the order of ranks, belong to this rank's part of x; as many as rows by default, where
-        the matrix is square.
+        Number of columns, in the order of ranks, that belong to this rank's part of x; for a square matrix the number of
+        rows by default.
     comm : mpi4py intracommunicator, optional
 
     Attributes
     ----------
     shape : tuple of int
-        Of the whole matrix.
+        Shape of the whole matrix.
     owned_rows, owned_columns : slice
-        This rank's, in the whole.
+        Ranges of this rank in the whole matrix.
     local_shape : tuple of int
-        Their numbers.
+        Numbers of rows and columns of this rank.
     values : array of shape (nnz,)
-        This rank's entries, row by row, by increasing column in each.
+        This rank's entries, row by row, with increasing columns in each.
     indices : tuple of two arrays of int
         Row and column of each entry in the whole matrix.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where `rows` isn't a sparse matrix of floats, or the numbers of columns don't fit.
+        On all ranks, if `rows` isn't a sparse matrix of floats, or the numbers of columns are inconsistent.
 
     Ranks
     -----
@@ -252,7 +252,7 @@ class DistributedMatrix:
         self.indices = own[0].start + np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr)), matrix.indices
         mine = (matrix.indices >= own[1].start) & (matrix.indices < own[1].stop)
         ghosts = np.unique(matrix.indices[~mine])
-        # Columns of this rank come first, ghosts behind them: so x with its ghosts is one vector for SciPy.
+        # Columns of this rank come first, followed by the ghosts: so x with its ghosts is one vector for SciPy.
         numbers = np.where(
             mine, matrix.indices - own[1].start, self.local_shape[1] + np.searchsorted(ghosts, matrix.indices)
         )
@@ -267,11 +267,11 @@ class DistributedMatrix:
         Parameters
         ----------
         matrix : SciPy sparse matrix or sparse array
-            Counts on the root; other ranks may pass None.
+            Only the root's is used; other ranks may pass None.
         root : int
         counts : sequence of int, optional
-            Rows of each rank; as even as can be by default, the first ranks with one more. Of a square matrix the columns
-            are divided alike, of others evenly.
+            Rows per rank; as even as possible by default, the first ranks with one more. The columns of a square matrix are
+            distributed in the same way, those of others evenly.
         comm : mpi4py intracommunicator, optional
 
         Returns
@@ -281,7 +281,7 @@ class DistributedMatrix:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where the root's `matrix` isn't a sparse matrix of floats, or `counts` doesn't add up to its rows.
+            On all ranks, if the root's `matrix` isn't a sparse matrix of floats, or `counts` doesn't add up to its rows.
 
         Ranks
         -----
@@ -292,12 +292,12 @@ class DistributedMatrix:
 
     @classmethod
     def from_operator(cls, matvec: Function, domain: Domain, *params: Any) -> DistributedMatrix:
-        """Find the matrix of an operator on a domain, by products with (2 halo + 1) fields for each dimension.
+        """Find the matrix of an operator on a domain, by products with (2 halo + 1) fields per dimension.
 
         Parameters
         ----------
         matvec : callable
-            ``matvec(u, *params)``, linear in u, which looks no further than the domain's halo.
+            ``matvec(u, *params)``, linear in u, whose range is at most the domain's halo.
         domain : Domain
         *params : pytree of arrays
             No derivative flows to them.
@@ -310,10 +310,10 @@ class DistributedMatrix:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where the operator returns something else than an array of the block's shape, isn't linear, or
-            looks further than the halo.
+            On all ranks, if the operator doesn't return an array of the block's shape, isn't linear, or has a range beyond
+            the halo.
         Exception
-            On all ranks, what `matvec` raises on one.
+            On all ranks, an exception of `matvec` on one.
 
         Ranks
         -----
@@ -342,7 +342,7 @@ class DistributedMatrix:
         Raises
         ------
         ValueError
-            Where there are more or fewer.
+            If their number is wrong.
         """
         expected, found = (len(self._pattern.columns),), np.shape(getval(values))
         if found != expected:
@@ -350,7 +350,7 @@ class DistributedMatrix:
                 f"DistributedMatrix.with_values: values must have shape {expected}, one for each entry of the rows of rank "
                 f"{self._channel.rank}, but got {found}."
             )
-        other = object.__new__(type(self))  # not by the constructor: it would find the pattern anew, with messages
+        other = object.__new__(type(self))  # not by the constructor: it would find the pattern again, with messages
         other.__dict__.update(self.__dict__, values=values)
         return other
 
@@ -369,7 +369,7 @@ class DistributedMatrix:
         Raises
         ------
         TypeError, ValueError
-            Where `x` isn't an array of that shape.
+            If `x` isn't an array of that shape.
 
         Ranks
         -----
@@ -390,11 +390,11 @@ class DistributedMatrix:
 
     @property
     def T(self) -> Transposed:
-        """The transposed matrix, as what multiplies and solves; its rows are divided as the columns are."""
+        """The transposed matrix, for products and solves; its rows are distributed like the columns."""
         return Transposed(self)
 
     def diagonal(self) -> LocalArray:
-        """Return this rank's part of the diagonal of a square matrix; zero where there is no entry. No communication.
+        """Return this rank's part of the diagonal of a square matrix; zero for missing entries. No communication.
 
         Adjoint
         -------
@@ -411,7 +411,7 @@ class DistributedMatrix:
         row, column = self.indices
         found = np.full(self.local_shape[0], len(row))
         on_diagonal = np.flatnonzero(row == column)
-        # Rows without an entry on the diagonal point to the zero behind the values.
+        # Rows without an entry on the diagonal point to the zero after the values.
         found[row[on_diagonal] - self.owned_rows.start] = on_diagonal
         return Constants(found)
 
@@ -425,11 +425,11 @@ class DistributedMatrix:
         b : array of shape (..., local_shape[0])
             This rank's part.
         method : {"gmres", "bicgstab", "cg", "direct"}
-            "direct" gathers the matrix on rank 0 and factorises it there: for small ones.
+            "direct" gathers the matrix on rank 0 and factorizes it there: for small ones.
         preconditioner : callable, optional
             ``preconditioner(r)``, as `AdditiveSchwarz` of this matrix.
         **settings
-            As `solve` takes them.
+            As in `solve`.
 
         Returns
         -------
@@ -438,7 +438,7 @@ class DistributedMatrix:
         Raises
         ------
         TypeError, ValueError, ConvergenceError
-            On all ranks, as `solve` does; where the matrix isn't square, or "direct" finds it singular.
+            On all ranks, as in `solve`; if the matrix isn't square, or "direct" finds it singular.
 
         Ranks
         -----
@@ -454,27 +454,27 @@ class DistributedMatrix:
         self, matvec: ProductWith, b: LocalArray, method: str, preconditioner: Function | None, settings: dict
     ) -> LocalArray:
         self._require_square("solve")
-        # A product would raise here alone, while the others wait for entries.
+        # A product would raise only here, while the others wait for entries.
         with raising_together(self._channel):
             self._checked(b, 0, "solve")
         if method == "direct":
-            # Exact factors leave one or two iterations, which also repair what rounding lost.
+            # Exact factors need one or two iterations, which also correct rounding errors.
             method, preconditioner = "gmres", GatheredFactors(self)
             preconditioner = preconditioner.T if matvec.transposed else preconditioner
             settings = {"rtol": 1e-12, **settings}
         return solve(matvec, b, self.values, method=method, preconditioner=preconditioner, comm=self.comm, **settings)
 
     def operator(self, transposed: bool = False) -> ProductWith:
-        """Return ``operator(u, values)``, the product as `solve` takes it, with its transpose."""
+        """Return ``operator(u, values)``, the product in the form that `solve` takes, with its transpose."""
         return ProductWith(self._pattern, transposed)
 
     def local_rows(self) -> Any:
-        """Return this rank's rows as SciPy's CSR with all columns; values alone, without derivatives."""
+        """Return this rank's rows as SciPy's CSR with all columns; values only, without derivatives."""
         plain = on_host(stop_gradient(self.values)), self.indices[1], self._pattern.starts
         return scipy.sparse.csr_matrix(plain, (self.local_shape[0], self.shape[1]))
 
     def gathered(self, root: Rank = 0) -> Any:
-        """Return the whole matrix on the root, as SciPy's CSR, and None elsewhere; values alone, without derivatives."""
+        """Return the whole matrix on the root, as SciPy's CSR, and None elsewhere; values only, without derivatives."""
         pieces = self._channel.data.gather(self.local_rows(), root)
         return None if pieces is None else scipy.sparse.vstack(pieces, format="csr")
 

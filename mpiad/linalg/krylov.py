@@ -1,8 +1,8 @@
-"""Preconditioned conjugate gradients on blocks, with one reduction in each iteration.
+"""Preconditioned conjugate gradients on blocks, with one reduction per iteration.
 
-The inner products of an iteration are brought to one place: A is applied to the preconditioned residual z, and A p follows
-by the recurrence of p. On many ranks a reduction costs more than the two vector updates that this adds. Near the end the
-norm of the residual is asked for before the preconditioner runs, which costs a reduction and saves a cycle of multigrid.
+The inner products of an iteration are collected in one reduction: A is applied to the preconditioned residual z, and A p
+follows by the recurrence of p. On many ranks a reduction costs more than the two additional vector updates. Near the end
+the norm of the residual is computed before the preconditioner runs, which costs a reduction and saves a multigrid cycle.
 
 References
 ----------
@@ -19,14 +19,14 @@ from mpiad.linalg.diagnosis import diagnosis, require_iterations
 from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
 from mpiad.linalg.vectors import add_scaled, column, combined, on_host, products
 
-# GMRES on blocks, restarted, with one reduction in each iteration.
+# GMRES on blocks, restarted, with one reduction per iteration.
 #
-# Orthogonalisation is classical Gram-Schmidt, done twice in one reduction: beside the products of the basis with the new
-# vector it takes those with the newest vector of the basis, which complete the Gram matrix G of the basis. What a second
-# pass would subtract, s - G s for the products s of the first one, then needs no message of its own. The norm of the rest
-# follows from the same numbers; where too much of it cancels, it is asked for, and with it a pass of the usual kind.
+# Orthogonalization is classical Gram-Schmidt, done twice in one reduction: besides the products of the basis with the new
+# vector it includes those with the newest vector of the basis, which complete the Gram matrix G of the basis. The second
+# pass would subtract s - G s, where s are the products of the first one, and then needs no separate message. The norm of
+# the remainder follows from the same numbers; if too much of it cancels, it is computed, together with a usual pass.
 #
-# The basis need not be orthonormal but for rounding: A V = V H holds for any that is made in this way.
+# The basis need not be orthonormal beyond rounding: A V = V H holds for any basis made in this way.
 #
 # References
 # ----------
@@ -48,7 +48,7 @@ class _Basis:
         self.vectors[:, 0] = first / column(first, np.where(norms > 0.0, norms, 1.0))
 
     def extend(self, system: System, j: int, w: LocalArray, active: np.ndarray) -> None:
-        """Add what is left of w, the product with vector j, beside the basis."""
+        """Append the remainder of w, the product with vector j, to the basis."""
         known = self.vectors[:, : j + 1]
         last = known[:, j]
         s, square = self._products(system, known, last, w)
@@ -56,9 +56,9 @@ class _Basis:
         h = 2.0 * s - np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], s)
         w = w - combined(known, h)
         seen = np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], h)
-        # |w - V h|² by Pythagoras, from sums that are there already.
+        # |w - V h|² by Pythagoras, from known sums.
         rest = square - 2.0 * np.sum(h.conj() * s, axis=1).real + np.sum(h.conj() * seen, axis=1).real
-        # Below this part of the square what Pythagoras leaves has lost half of its digits.
+        # Below this fraction of the square the result of Pythagoras has lost half of its digits.
         if (active & (rest <= np.sqrt(np.finfo(w.dtype).eps) * square)).any():
             w, h, rest = self._again(system, known, w, h, square)
         norm = np.sqrt(np.maximum(rest, 0.0))
@@ -67,7 +67,7 @@ class _Basis:
         inverse = np.where(active & (norm > 0.0), 1.0 / np.where(norm > 0.0, norm, 1.0), 0.0)
         self.vectors[:, j + 1] = w * column(w, inverse)
         self.steps[active] = j + 1
-        # Without a rest the space can't grow; the true residual shows whether it held the solution.
+        # With a zero remainder the space can't grow; the true residual shows whether it contains the solution.
         self.complete |= active & (norm == 0.0)
 
     def _products(self, system: System, known: LocalArray, last: LocalArray, w: LocalArray) -> tuple:
@@ -87,18 +87,18 @@ class _Basis:
         s, left = total[: -len(w)].reshape(len(w), -1), np.real(total[-len(w) :])
         w = w - combined(known, s)
         rest = left - np.sum(np.abs(s) ** 2, axis=1)
-        # Nothing but rounding is left where the space holds the solution.
+        # Only rounding is left if the space contains the solution.
         floor = (10.0 * np.finfo(w.dtype).eps) ** 2 * square
         return w, h + s, np.where(rest > floor, rest, 0.0)
 
     def residuals(self, j: int, active: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Return the least norm of each residual after step j: of those that stand still, as before."""
+        """Return the least norm of each residual after step j; inactive ones are unchanged."""
         found = before.copy()
-        # The last column of Q is orthogonal to all of H's, so what the first unit vector has along it can't be removed.
+        # The last column of Q is orthogonal to all columns of H: the first unit vector's component along it remains.
         q = np.linalg.qr(self.hessenberg[active, : j + 2, : j + 1], mode="complete")[0]
         found[active] = np.abs(q[:, 0, -1]) * self.norms[active]
         for c in np.flatnonzero(active & self.complete).tolist():
-            # Of a singular operator the columns may be dependent now, and Q says nothing.
+            # With a singular operator the columns may be dependent, and Q is useless.
             found[c] = self._least(c)[1]
         return found
 
@@ -106,7 +106,7 @@ class _Basis:
         steps = self.steps[c]
         known, right = self.hessenberg[c, : steps + 1, :steps], np.zeros(steps + 1, self.hessenberg.dtype)
         right[:1] = self.norms[c]
-        # By singular values, since the columns are dependent where the space could grow no further.
+        # By singular values, since the columns are dependent if the space could grow no further.
         y = np.linalg.lstsq(known, right, rcond=None)[0]
         return y, float(np.linalg.norm(right - known @ y))
 
@@ -126,7 +126,7 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
     length = max(1, min(system.settings.restart, system.limit - system.iterations, system.unknowns))
     basis = _Basis(first, norms, length)
     for j in range(length):
-        # Those that have arrived, or whose space can't grow, stand still while the others go on.
+        # Systems that have converged, or whose space can't grow, pause while the others continue.
         active = (norms > targets) & (basis.steps == j) & ~basis.complete
         if not active.any():
             break
@@ -135,27 +135,27 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
         norms = basis.residuals(j, active, norms)
         system.note(norms / scale)
     step = basis.combination()
-    # From the right the basis is of vectors to which the preconditioner is still to be applied.
+    # From the right the preconditioner is still to be applied to the combination of basis vectors.
     x += step if system.settings.side == "left" else system.precondition(step)
     return bool((norms <= targets).all())
 
 
-# BiCGSTAB on blocks: two products and two reductions in each iteration, and no basis to keep.
+# BiCGSTAB on blocks: two products and two reductions per iteration, and no stored basis.
 #
-# The product of the next residual with the shadow residual is put together from what the second reduction brings, which
-# saves a third one; so is its norm.
+# The product of the next residual with the shadow residual is computed from the second reduction, which saves a third one;
+# so is its norm.
 #
 # References ---------- H. A. van der Vorst, Bi-CGSTAB, SIAM Journal on Scientific and Statistical Computing 13 (1992), the
 # preconditioned algorithm of section 4.
 
 
-# The shadow residual is as good as orthogonal to what is left: the recurrence would divide by rounding.
+# The shadow residual is nearly orthogonal to the residual: the recurrence would divide by rounding errors.
 _LOST = 1e-14
-_FAR = 1e6  # times the residual at the start: from there on the recurrence has lost its digits
+_FAR = 1e6  # times the residual at the start: beyond it the recurrence has lost its digits
 
 
 def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
-    """Improve the solution of any nonsingular systems until it is found or the recurrence breaks down: a `Method`."""
+    """Improve the solution of any nonsingular systems until convergence or breakdown of the recurrence: a `Method`."""
     require_iterations(system, targets)
     seen, norms, scale = preconditioned_start(system, r, norms)
     targets = targets * scale
@@ -176,13 +176,13 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         omega = _quotient(tr, tt, active)
         add_scaled(x, omega, along)
         add_scaled(r, -omega, t)
-        # (shadow, r - ω t), of the products that came with the second reduction.
+        # (shadow, r - ω t), from the products of the second reduction.
         rho_before, rho = rho, sr - omega * st
         beta = _quotient(rho * alpha, rho_before * omega, active)
         add_scaled(p, -omega, v)
         p *= column(p, beta)
         p += r
-        # The least norm along t; what rounding makes negative is zero.
+        # The least norm along t; negative values from rounding become zero.
         left = np.sqrt(np.maximum(rr.real - np.abs(tr) ** 2 / np.abs(np.where(tt != 0.0, tt, 1.0)), 0.0))
         norms = np.where(active, left, norms)
         system.note(norms / scale)
@@ -212,7 +212,7 @@ _ILL_CONDITIONED = "its largest and smallest curvature differ by more than float
 def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
     """Solve symmetric (complex: Hermitian) positive definite systems: a `Method`, which changes r to the residual."""
     p, s = np.zeros_like(r), np.zeros_like(r)
-    # Infinite, so that the first direction has nothing of one before it.
+    # Infinite, so that the first direction has no contribution of an earlier one.
     rz_before, curvature_before = np.full(len(x), np.inf), np.zeros(len(x))
     least, before, known = np.full(len(x), np.inf), norms, True
     while not (known and (norms <= targets).all()):
@@ -228,7 +228,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         active = norms > targets
         require_iterations(system, targets)
         _require_positive(system, rz, active)
-        # Those that have arrived stand still: no step, and a direction that starts anew.
+        # Systems that have converged pause: no step, and a restarted direction.
         beta = np.where(active, rz.real / rz_before, 0.0)
         # p·Ap for p = z + β p₋: as p is conjugate to p₋, z·Ap₋ is -β p₋·Ap₋.
         curvature = wz.real - beta * beta * curvature_before
@@ -239,7 +239,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         add_scaled(x, alpha, p)
         add_scaled(r, -alpha, s)
         rz_before, curvature_before = np.where(active, rz.real, np.inf), np.where(active, curvature, 0.0)
-        # Where the residual would arrive if it fell once more as it just did, its norm is worth a reduction of its own.
+        # If the residual would converge by falling again as in the last step, its norm is worth a reduction.
         known = bool((norms * norms <= 2.0 * targets * before).all())
         if known:
             before, norms = norms, system.norms(r)
@@ -282,7 +282,7 @@ def _require_curvature(
             f"it needs a symmetric positive definite operator, but p·Ap = {found:.3e} for a p that isn't zero: {why}"
         )
     step = rz / np.where(active, curvature, np.inf)
-    # A step as long as that is along what the operator maps to zero but for rounding.
+    # Such a long step is along a direction that the operator maps to zero up to rounding.
     if (active & (step * np.finfo(system.dtype).eps > least)).any():
         system.fail(f"the operator is singular to working precision: {diagnosis(system) or _ILL_CONDITIONED}")
     return np.where(active, np.minimum(least, step), least)

@@ -1,8 +1,8 @@
-"""A linear system while it is being solved: the user's operator on plain blocks, checked, and sums over all ranks.
+"""A linear system during its solution: the user's operator on plain blocks, checked, and sums over all ranks.
 
-Methods see k systems at once, as rows of arrays of shape (k, n); the user's functions see arrays of the shape of b. What
-is wrong on one rank (an operator that raises, or returns another shape, or NaN) makes that rank's next sum NaN, and so the
-sum on all ranks: they agree on it without a message of its own, and only then say to each other what happened: see
+Methods work on k systems at once, as rows of arrays of shape (k, n); the user's functions get arrays of the shape of b. A
+failure on one rank (an operator that raises, or returns another shape, or NaN) makes that rank's next sum NaN, and so the
+sum on all ranks. They thus agree on it without a separate message, and only then exchange the reasons: see
 `transport.user_failures`.
 """
 
@@ -28,13 +28,13 @@ _MOST_ITERATIONS = 10_000
 
 
 class System:
-    """The operator and the preconditioner of one solve, with its parameters put in.
+    """The operator and the preconditioner of one solve, with parameters bound.
 
     - `apply`: ``apply(u)`` returns this rank's block of the product.
     - `like`: has the shape and dtype of this rank's block of the right-hand side.
     - `name`: of the function that `apply` stands for, in errors.
-    - `failures`: what went wrong on this rank in the call that the system belongs to.
-    - `usable`: what `apply` is known to take; zeros where it is None.
+    - `failures`: failures on this rank in the call that contains the system.
+    - `usable`: an argument that `apply` is known to accept; zeros if it is None.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class System:
         return self._precondition is not None
 
     def rows(self, block: LocalArray) -> LocalArray:
-        """Return a block as rows, one for each system, in memory of its own."""
+        """Return a block as rows, one per system, in new memory."""
         if self._home is not None:
             return self._home.copy(block.astype(self.dtype)).reshape(self.count, self.length)
         return np.array(block, self.dtype, order="C").reshape(self.count, self.length)
@@ -76,12 +76,12 @@ class System:
         return rows.reshape(self._shape)
 
     def apply(self, u: LocalArray) -> LocalArray:
-        """Return the operator's product with this rank's rows; NaN where it can't be used."""
+        """Return the operator's product with this rank's rows; NaN if it is unusable."""
         self._unsaid = True
         return self._called(self._apply, u, self._name)
 
     def precondition(self, r: LocalArray) -> LocalArray:
-        """Return the preconditioned residual, `r` itself where there is no preconditioner."""
+        """Return the preconditioned residual, or `r` itself without a preconditioner."""
         self._unsaid |= self.settings.preconditioned
         return r if self._precondition is None else self._called(self._precondition, r, "preconditioner")
 
@@ -93,7 +93,7 @@ class System:
     def _checked(self, out: Array, name: str) -> LocalArray:
         there = self._home is not None
         usable = (arrays_of(out) == self._home if there else isinstance(out, np.ndarray)) and out.shape == self._shape
-        # A real product may stand for a complex one, but not the other way round: it would lose a part.
+        # A real product can be converted to a complex one, but not conversely: the imaginary part would be lost.
         if usable and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
             rows = out.astype(self.dtype, copy=False)
             rows = self._home.contiguous(rows) if there else np.ascontiguousarray(rows)
@@ -103,22 +103,22 @@ class System:
         return self.full(np.nan)
 
     def full(self, value: float) -> LocalArray:
-        """Return new rows of one number, where b lives."""
+        """Return new rows filled with one number, on the device of b."""
         shape = self.count, self.length
         return np.full(shape, value, self.dtype) if self._home is None else self._home.full(shape, value, self.dtype)
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
         """Return the inner products of pairs of rows over all ranks, shape (pairs, k), the first conjugated; one reduction.
 
-        On all ranks it raises what `matvec`, `preconditioner` or the callback raised on one, and a TypeError or ValueError
-        where they returned what can't be used.
+        An exception of `matvec`, `preconditioner` or the callback on one rank is raised on all ranks; so is a TypeError or
+        ValueError if their result is unusable.
         """
         return self.sums(inner(*pairs))
 
     def sums(self, local: np.ndarray) -> np.ndarray:
         """Return the sums of numbers over all ranks, in double precision; raises as `dots`."""
         wide = np.array(local, np.complex128 if local.dtype.kind == "c" else np.float64)
-        # Said by NaN: no message of its own is needed while all is well.
+        # Signaled by NaN: without failures no separate message is needed.
         if self.failures.error is not None:
             wide[...] = np.nan
         with self.failures:
@@ -129,7 +129,7 @@ class System:
         return sums
 
     def settle(self) -> None:
-        """Raise on all ranks what was raised on one after the last sum; no message where nothing can have been."""
+        """Raise on all ranks an exception of one after the last sum; sends no message if none is possible."""
         if self._unsaid:
             self.failures.raise_together()
 
@@ -137,14 +137,14 @@ class System:
         """Return the norm of each row over all ranks."""
         if self.dtype.char in "dD":
             return np.sqrt(self.dots((rows, rows))[0].real)
-        # Squares of single precision vanish from 1e-23 on: a residual of that size would pass for zero.
+        # Squares in single precision underflow from 1e-23 on: a residual of that size would appear to be zero.
         return np.sqrt(self.sums(np.square(lengths(rows))))
 
     def start(self, b: LocalArray) -> tuple[np.ndarray, np.ndarray]:
-        """Return what each residual is to fall to (0 where the row of `b` is zero) and the norms of `b`; set the limit.
+        """Return the targets of the residuals (0 if the row of `b` is zero) and the norms of `b`; set the iteration limit.
 
-        A row whose squares, or those of its residuals, would leave the range of its dtype is first divided by a power of
-        two near its norm, one of `units`: `b` is changed, and so will the solution be. A ValueError on all ranks, where `b`
+        If the squares of a row or of its residuals would leave the range of the dtype, the row is first divided by a power
+        of two near its norm, one of `units`: this changes `b`, and so the solution. A ValueError on all ranks if `b`
         isn't finite.
         """
         own = np.array([*np.real(inner((b, b))[0]), *lengths(b), self.length])
@@ -152,10 +152,10 @@ class System:
         self.require_finite(float(size.sum()), b, "the right-hand side (b, or a cotangent)")
         s, self.unknowns = self.settings, int(unknowns[0])
         self.limit = min(10 * self.unknowns * self.count, _MOST_ITERATIONS) if s.maxiter is None else s.maxiter
-        # Far from where squares of residuals leave the range of the dtype, also after they have fallen.
+        # Far from the values at which squares of residuals leave the range of the dtype, also after they have fallen.
         edge = float(np.finfo(self.dtype).tiny) ** 0.25
         if ((size > 0.0) & ((size < edge) | (size > 1.0 / edge))).any():
-            # Powers of two, by which numbers are scaled without rounding.
+            # Powers of two scale numbers without rounding.
             self.units = 2.0 ** np.round(np.log2(np.where(size > 0.0, size, 1.0)))
             b /= column(b, self.units.astype(b.real.dtype))
             squares = np.real(self.dots((b, b))[0])
@@ -172,10 +172,10 @@ class System:
                 self.failures.attempt("callback", self.settings.callback, norm)
 
     def require_finite(self, value: complex, array: LocalArray, name: str) -> None:
-        """Raise on all ranks where a sum over an array isn't finite, saying on which rank the array isn't."""
+        """Raise on all ranks if a sum over an array isn't finite, with the rank on which the array isn't."""
         if np.isfinite(value):
             return
-        # The sum is the same on all ranks, so all come here, and some rank has a reason.
+        # The sum is the same on all ranks, so all get here, and some rank has a reason.
         used = channel(self.settings.comm, self.settings.call)
         bad = int(array.size - on_host(np.sum(np.isfinite(array))))
         text = (
@@ -223,13 +223,13 @@ def _problem_with(out: Array, name: str, shape: tuple[int, ...], dtype: np.dtype
     return TypeError(f"{call}: {name} must return floats, but returned dtype {out.dtype}.")
 
 
-# From which side the preconditioner M stands, in a method without symmetry: A M, or M A. From the right (the usual one) the
-# residual is the true one. From the left it is M r, whose target is scaled by what M makes of the norm at the start; the
-# true one is looked at when it has met that.
+# Side of the preconditioner M in a method without symmetry: A M (right) or M A (left). With the usual right side the
+# residual is the true one. With the left side it is M r, whose target is scaled by the ratio of the norms of M r and r at
+# the start; the true residual is checked after M r has met its target.
 
 
 def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, LocalArray]:
-    """Return what is added to the solution for v, and the product of v with operator and preconditioner."""
+    """Return the update of the solution for v, and the product of v with operator and preconditioner."""
     if system.settings.side == "left":
         return v, system.precondition(system.apply(v))
     z = system.precondition(v)
@@ -237,7 +237,7 @@ def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, L
 
 
 def preconditioned_start(system: System, r: LocalArray, norms: np.ndarray) -> tuple[LocalArray, np.ndarray, np.ndarray]:
-    """Return the residual that the method sees, its norms, and what these are of the true ones."""
+    """Return the residual that the method sees, its norms, and their ratios to the true norms."""
     if system.settings.side != "left" or not system.preconditioned:
         return r, norms, np.ones_like(norms)
     seen = system.precondition(r)

@@ -1,4 +1,4 @@
-"""`CheckpointSchedule`: how many states a loop may keep, and where."""
+"""`CheckpointSchedule`: the number of states that a loop may store, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from math import comb
 from numbers import Integral
 from typing import Any, NamedTuple
 
-# In which order a loop is run, kept, run again and reversed: binomial checkpointing.
+# The order of running, storing, rerunning and reversing the steps of a loop: binomial checkpointing.
 #
-# With s states kept, the first one counted, and no step run more than r times, β(s, r) = (s + r)! / (s! r!) steps can be
-# reversed at most. For β(s, r - 1) < n ≤ β(s, r) the least number of steps run is r n - β(s + 1, r - 1): Griewank and
-# Walther, Algorithm 799: revolve (ACM TOMS 26, 2000). The states are a stack, and those places in it are on disk that are
-# written and read least often: Stumm and Walther (SIAM J. Sci. Comput. 31, 2009).
+# With s stored states, including the first, and no step run more than r times, at most β(s, r) = (s + r)! / (s! r!) steps can
+# be reversed. For β(s, r - 1) < n ≤ β(s, r) the least number of steps run is r n - β(s + 1, r - 1): Griewank and Walther,
+# Algorithm 799: revolve (ACM TOMS 26, 2000). The states are a stack, whose least often accessed places are on disk: Stumm
+# and Walther (SIAM J. Sci. Comput. 31, 2009).
 
 
 class Keep(NamedTuple):
-    """Keep the state, which is that before step `number`."""
+    """Store the state before step `number`."""
 
     number: int
     on_disk: bool
 
 
 class Advance(NamedTuple):
-    """Run the steps from `first` up to before `stop`."""
+    """Run the steps from `first` up to, not including, `stop`."""
 
     first: int
     stop: int
 
 
 class Reverse(NamedTuple):
-    """Run the steps from `first` up to before `stop` once more from the state before them, recorded, and their adjoints."""
+    """Run the steps from `first` up to, not including, `stop` again, recorded, and then their adjoints."""
 
     first: int
     stop: int
 
 
 class Restore(NamedTuple):
-    """Take the state before step `number` from those that are kept; `last`: it isn't needed again."""
+    """Take the state before step `number` from the stored ones; `last`: it isn't needed again."""
 
     number: int
     last: bool
 
 
 def actions(steps: int, kept: CheckpointSchedule) -> Iterator[Keep | Advance | Reverse | Restore]:
-    """Yield what to do, from the first step to the adjoint of the first step, where at least one state is kept."""
+    """Yield the actions from the first step to the adjoint of the first step, with at least one stored state."""
     length = kept.recorded
     blocks = -(-steps // length)
-    # A schedule of blocks that are recorded together is one of steps, with longer steps.
+    # A schedule of blocks recorded together is a schedule of steps, with longer steps.
     for action in _binomial(blocks, _places(blocks, kept)):
         if isinstance(action, (Advance, Reverse)):
             yield type(action)(action.first * length, min(action.stop * length, steps))
@@ -77,13 +77,13 @@ def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Keep | Advance | 
 
 
 def _farthest(steps: int, states: int) -> int:
-    """Return how far to run from a kept state to where the next one is, for two steps or more and one state or more.
+    """Return the number of steps from a stored state to the next one, for at least two steps and one state.
 
     Any m is optimal with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r): the steps before the
-    next state are run r - 1 times more at most, those behind it r times with one state less. This m keeps fewest states.
+    next state run at most r - 1 times more, those after it r times with one state less. This m stores the fewest states.
     """
     repeats = 1
-    # So many steps can be reversed with these states, if none is run more often than `repeats` times.
+    # The number of steps that can be reversed with these states, if none runs more often than `repeats` times.
     while comb(states + repeats, states) < steps:
         repeats += 1
     most = comb(states + repeats - 1, states)
@@ -94,11 +94,11 @@ def _farthest(steps: int, states: int) -> int:
 
 def _places(steps: int, kept: CheckpointSchedule) -> list[bool]:
     """Return for each place of the stack whether it is on disk."""
-    # The state before the last step is at hand when the way back begins, and needn't be kept.
+    # The state before the last step is available when the reverse pass begins, and needn't be stored.
     states = min(kept.memory + kept.disk, steps - 1)
     if not 0 < kept.memory < states:
         return [kept.memory == 0] * states
-    # Places of the stack that are read most often belong in memory: counted on a run without states.
+    # The most frequently accessed places of the stack belong in memory; accesses are counted on a run without states.
     accesses, depth = Counter(), -1
     for action in _binomial(steps, [False] * states):
         if isinstance(action, (Keep, Restore)):
@@ -110,32 +110,32 @@ def _places(steps: int, kept: CheckpointSchedule) -> list[bool]:
 
 
 class CheckpointSchedule(NamedTuple):
-    """How many states are kept for the gradient of a loop, in memory and in files.
+    """The number of states stored for the gradient of a loop, in memory and in files.
 
     Parameters
     ----------
     memory : int
-        States kept in memory, the initial one counted.
+        States stored in memory, including the initial one.
     disk : int
-        Further states kept in files: those that are written and read least often.
+        Further states stored in files: those accessed least often.
     directory : path, optional
-        Where the files are written: a folder of its own is made in it for each loop on each rank, and removed with the
-        gradient. By default the system's folder for temporary files, which may lie in memory itself.
+        Folder for the files: each loop on each rank makes its own folder in it, which is removed with the gradient. By
+        default the system's folder for temporary files, which may be in memory itself.
     recorded : int
-        Steps whose whole record, from one kept state on, may be held at once on the way back. With √n states and √n
-        recorded steps each step is run twice only.
+        Number of steps whose whole record, starting from one stored state, may be in memory at once in the reverse pass.
+        With √n states and √n recorded steps each step runs only twice.
     dtype : str, optional
-        ``"float32"``: states of double precision are kept in single precision, complex ones in complex64, in half the
-        memory. On the way back the steps are run again from states of seven digits; the loop itself is run as ever.
+        ``"float32"``: states in double precision are stored in single precision, complex ones in complex64, in half the
+        memory. In the reverse pass the steps run again from states of seven digits; the loop itself is unaffected.
     compress : bool
-        Whether states are kept in 16 bits an entry, in a quarter of the memory of double precision: differences between
-        neighbours, by which smooth fields keep five digits to seven, and rough ones four.
+        Whether states are stored in 16 bits per entry, a quarter of the memory of double precision, as differences between
+        neighbors: smooth fields keep five to seven digits, rough ones four.
     host : bool
-        Whether what is kept of arrays on devices is kept in the memory of the host; with `compress` it is.
+        Whether stored arrays of devices are in the host's memory; with `compress` they always are.
 
     Examples
     --------
-    A state kept every ten of 100 steps, and ten steps recorded at a time: each step is run twice.
+    A state stored every ten of 100 steps, and ten steps recorded at a time: each step runs twice.
 
     >>> mpiad.timestepping.CheckpointSchedule(memory=10, recorded=10)
     CheckpointSchedule(memory=10, disk=0, directory=None, recorded=10, dtype=None, compress=False, host=False)
@@ -151,9 +151,9 @@ class CheckpointSchedule(NamedTuple):
 
 
 def checkpoints_of(given: Any, call: str) -> CheckpointSchedule | None:
-    """Return what a user gave as checkpoints, a number or `CheckpointSchedule`, in one form.
+    """Return the user's `checkpoints`, a number or `CheckpointSchedule`, in one form.
 
-    A TypeError or ValueError where it is something else, or no state may be kept.
+    A TypeError or ValueError if it is something else, or no state may be stored.
     """
     if given is None:
         return None

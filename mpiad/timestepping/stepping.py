@@ -1,8 +1,8 @@
-"""Steps of a loop on lists of arrays: the user's, checked, and the same with tangents carried along.
+"""Steps of a loop on lists of arrays: the user's, checked, and the same with tangents.
 
-Where the step is compiled, several may be run as one program. A program writes its results into arrays of their own, which
-the next one copies into the halos that it exchanges. Within one program a field is computed where the next step reads it,
-cotangents of parameters are added up in loops, and the Python of a call is spent once for all steps.
+If the step is compiled, several steps may run as one program. A program writes its results into arrays of its own, which
+the next one copies into the halos that it exchanges. Within one program a field is computed directly into the memory that
+the next step reads, cotangents of parameters are accumulated in loops, and Python's overhead is paid once for all steps.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from mpiad.pytrees import flatten, is_variable, named_leaves
 from mpiad.transport import Spec
 from mpiad.transport.tracing import tracing
 
-# Steps in one program. More bring little, and take long to compile.
+# Steps in one program. More gain little, and take long to compile.
 _MOST, _MOST_OPERATIONS = 32, 600
 
 
 class Span(NamedTuple):
-    """Steps that are run as one, from the first up to another."""
+    """Steps that run as one, from `first` up to, not including, `stop`."""
 
     first: int
     stop: int
 
 
 class Arguments(NamedTuple):
-    """What a loop is a function of, as lists of leaves."""
+    """The arguments of a loop, as lists of leaves."""
 
     state: list[Any]  # of the first step
-    inputs: list[Any]  # each with one entry for each step along its first axis
+    inputs: list[Any]  # each with one entry per step along its first axis
     params: list[Any]  # the same in all steps
 
     def all(self) -> list[Any]:
-        """Return the leaves one behind the other."""
+        """Return all leaves in one list."""
         return [*self.state, *self.inputs, *self.params]
 
     def like(self, leaves: Sequence[Any]) -> Arguments:
-        """Return other leaves, which stand one behind the other, in the place of these."""
+        """Return other leaves, given as one list, in the form of these arguments."""
         a, b = len(self.state), len(self.state) + len(self.inputs)
         return Arguments(list(leaves[:a]), list(leaves[a:b]), list(leaves[b:]))
 
     def at(self, span: Span, state: list[Any]) -> Arguments:
-        """Return the arguments of some steps: one step's own entries of the inputs, or all that several have."""
+        """Return the arguments of some steps: for one step its entries of the inputs, for several all of theirs."""
         first, stop = span
-        # One step gets its entry, as the user's function takes it; several get a row each.
+        # One step gets its entry, as the user's function takes it; several get an axis of entries.
         entries = first if stop == first + 1 else slice(first, stop)
         return Arguments(state, [leaf[entries] for leaf in self.inputs], self.params)
 
@@ -58,10 +58,10 @@ Stepping: TypeAlias = "UserStepping | TangentStepping"
 
 
 def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
-    """Yield steps that are run as one, from the first to the last."""
+    """Yield spans of steps that run as one, from the first to the last."""
     while first < stop:
         count = stepping.together
-        # What is left over goes step by step: a program for each remainder would have to be compiled.
+        # The remainder runs step by step: a program for each remainder would have to be compiled.
         span = Span(first, first + count if count <= stop - first else first + 1)
         yield span
         first = span.stop
@@ -69,35 +69,35 @@ def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
 
 @runtime_checkable
 class CompiledFunction(Protocol):
-    """What `mpiad.jit` makes."""
+    """The result of `mpiad.jit`."""
 
     fun: Function
 
     @property
     def operations(self) -> int:
-        """How many operations its largest program has; 0 where there is none yet, or some call can't be compiled."""
+        """Number of operations of its largest program; 0 if there is none yet, or some call can't be compiled."""
         ...
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Any:
-        """Return a compiled function that was made of this one, the same for equal keys; `optional`: without a warning."""
+        """Return a compiled function derived from this one, the same for equal keys; `optional`: without a warning."""
         ...
 
 
 class UserStepping:
-    """The user's step and what is observed after it.
+    """The user's step and observation.
 
     - `advance`: ``advance(state, number, *input, *params)``.
     - `observe`: ``observe(state, number, *params)``.
-    - `state`, `inputs`, `params`: as the user gave them; `inputs` None where steps have none.
-    - `length`: how many steps are run one after the other, at most.
+    - `state`, `inputs`, `params`: as the user gave them; `inputs` None if steps have none.
+    - `length`: largest number of consecutive steps.
     - `args`: their leaves.
-    - `build_state`: from leaves to the user's nest.
-    - `build_seen` (or None): the same for what is observed; known after a step.
+    - `build_state`: from leaves to the user's pytree.
+    - `build_seen` (or None): the same for observed values; known after a step.
     """
 
     def __init__(self, advance: Any, observe: Any, state: Tree, inputs: Tree, params: tuple, length: int):
         self._advance, self._observe, self._fed, self._length = advance, observe, inputs is not None, length
-        # Whether steps may become one program, now or once one of them is compiled.
+        # Whether steps may become one program, immediately or once one of them is compiled.
         looked_at = observe is None or isinstance(observe, CompiledFunction)
         self._compiled = isinstance(advance, CompiledFunction) and looked_at
         leaves, self.build_state = flatten(state)
@@ -106,31 +106,31 @@ class UserStepping:
         self.args = Arguments(leaves, entries, rest)
         self.build_seen: Callable[[list[Any]], Any] | None = None
         self._specs = [_spec(leaf) for leaf in leaves]
-        # Their paths in the user's nest, for errors: a step may return one leaf of twenty wrong.
+        # Their paths in the user's pytree, for errors: one of many leaves may be wrong.
         self._names = [name for name, _ in named_leaves(state, "u0")]
 
     @property
     def together(self) -> int:
-        """How many steps can be run as one: 1 where there is no program of several, or not yet before a step was run."""
+        """Number of steps that can run as one: 1 if there is no program of several, or before the first step."""
         if not self._compiled or tracing.recorder is not None or not self._advance.operations:
             return 1
         length, most = self._length, min(_MOST, self._length, max(_MOST_OPERATIONS // self._advance.operations, 1))
-        # As many as leave few over, which are run one by one.
+        # The number with the smallest remainder, whose steps run one by one.
         count = min(range(most, most // 2, -1), key=lambda count: length % count)
         return count if count > 1 and not self._several(count).refused else 1
 
     def _several(self, count: int) -> Any:
-        """Return a compiled function that runs so many steps of the loop.
+        """Return a compiled function that runs `count` steps of the loop.
 
-        It takes the state, the first step's number, a nest of inputs with `count` entries (or None) and all params to the
-        last state and a list of what is observed after each step.
+        It maps the state, the first step's number, a pytree of inputs with `count` entries (or None) and all params to the last
+        state and a list of the values observed after each step.
         """
         advance, observe, fed = self._advance, self._observe, self._fed
         key = observe, fed, count
         return advance.derived(key, lambda: _steps(advance.fun, observe and observe.fun, fed, count), True)
 
     def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
-        """Return the state after some steps, and what is observed after each; raise where its form isn't that before."""
+        """Return the state after some steps, and the values observed after each; raise if the state's form has changed."""
         params = self._build_params(now.params)
         entry = (self._build_input(now.inputs),) if self._fed else ()
         first, stop = span
@@ -143,7 +143,7 @@ class UserStepping:
         return self._checked(flatten(state)[0], stop - 1), [self._taken_apart(each) for each in seen]
 
     def _taken_apart(self, seen: Tree) -> list[Any]:
-        # Noted at each step, because only a step tells what is observed.
+        # Stored at each step, because only a step determines the observed values.
         leaves, self.build_seen = flatten(seen)
         return leaves
 
@@ -162,7 +162,7 @@ class UserStepping:
 
 def _spec(leaf: Array) -> Spec:
     spec = spec_like(leaf)
-    # A traced array of a compiled function stands for one of the host: a constant state becomes traced, or the reverse.
+    # In a compiled function a traced array stands for one of the host: a constant state becomes traced, or the reverse.
     return spec._replace(arrays=None) if spec.arrays is not None and spec.arrays.takes_host_arrays else spec
 
 
@@ -179,26 +179,26 @@ def _wrong_state(leaf: Array, spec: Spec, name: str, number: int) -> Exception:
 
 
 class TangentStepping(NamedTuple):
-    """Steps with tangents of the state, of some inputs and of some parameters carried along.
+    """Steps with tangents of the state, of some inputs and of some parameters.
 
-    The tangents stand behind what they belong to, in each of the lists.
+    In each of the lists the tangents follow the values.
     """
 
     plain: Stepping
-    counts: tuple[int, int, int]  # how many leaves there are without the tangents, as lists of their numbers
-    # `inputs`, `params`: which of them have tangents.
+    counts: tuple[int, int, int]  # numbers of leaves without the tangents, for state, inputs and params
+    # `inputs`, `params`: positions of those with tangents.
     inputs: list[int]
     params: list[int]
 
     @property
     def together(self) -> int:
-        """How many steps can be run as one."""
+        """Number of steps that can run as one."""
         return self.plain.together
 
     def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
-        """Return the state after some steps and what is observed after each, all with tangents behind them."""
+        """Return the state after some steps and the values observed after each, each followed by its tangents."""
         a, b, c = self.counts
-        # Values first, tangents behind them: so a loop with tangents is a loop like any other, checkpoints included.
+        # Values first, then tangents: so a loop with tangents is an ordinary loop, checkpoints included.
         leaves = [*now.state[:a], *now.inputs[:b], *now.params[:c]]
         places = [*range(a), *[a + k for k in self.inputs], *[a + b + k for k in self.params]]
         tangents = [*now.state[a:], *now.inputs[b:], *now.params[c:]]
