@@ -32,10 +32,10 @@ class Evaluation:
     """The stages of evaluations: every rank calls the same method with the root's variables.
 
     - `used`: the user's communicator.
-    - `comm`: the solve's own, over which gradients are added up; None if every rank passes variables of its own, so that
-      the gradients which the user computes are those of J.
+    - `comm`: the solve's own, over which gradients are summed; None if every rank passes its own variables, so that the
+      gradients computed by the user are those of J.
     - `agreement`: of the ranks on each stage.
-    - `only_both`: whether value and gradient can't be had apart.
+    - `only_both`: whether value and gradient are only available together.
     - `separate`: whether the gradient doesn't need the value's forward pass.
     """
 
@@ -45,7 +45,7 @@ class Evaluation:
         self._program, self._packing, self.agreement = program, packing, agreement
         self._used, self._comm = used, comm
         self._weight = weight_of(program.objective, used, program.root)
-        self._gradient_weight = 1.0 if comm is None else self._weight  # of what `jac` returns
+        self._gradient_weight = 1.0 if comm is None else self._weight  # weight of the result of `jac`
         self._nothing = np.zeros(packing.size if self._gradient_weight == 0.0 else 0)
         self._forward: tuple[Traced, Variables] | None = None  # ready to be run backwards once
         self._hessian: tuple[bytes, Callable] | None = None
@@ -54,7 +54,7 @@ class Evaluation:
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
-        """Carry out an instruction; the variables may be changed by the user's function, unless it is a product."""
+        """Execute an instruction; the user's function may change the variables, except for a product."""
         if kind == VALUE:
             return self.value(vector), None
         if kind == GRADIENT:
@@ -66,19 +66,19 @@ class Evaluation:
         return self.product(vector, direction)  # type: ignore[arg-type]
 
     def not_finite_at_start(self) -> str:
-        """Return a sentence on what isn't finite at x0, and on which ranks; collective."""
+        """Return a sentence on the values that aren't finite at x0, and their ranks; collective."""
         return self.at_start.not_finite(self._used.data, self._program.args)
 
     def value(self, vector: np.ndarray) -> float:
-        """Return the objective, on all ranks; keep the forward pass for `gradient`, where that needs it.
+        """Return the objective, on all ranks; keep the forward pass for `gradient`, if that needs it.
 
-        It is NaN, as is the gradient, where a solver of the function's hasn't converged on any rank, but at the start.
+        Value and gradient are NaN if a solver inside the function hasn't converged on any rank, except at the start.
         """
         return self.attempted(lambda: self._value(vector), lambda: math.nan)
 
     def attempted(self, evaluate: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """Return what an evaluation does, or something else on all ranks where a solver hasn't converged on any."""
-        self.agreement.tolerates = self._begun  # where the solve starts there is no step to shorten
+        """Return the result of an evaluation; that of `otherwise` on all ranks if a solver hasn't converged on any."""
+        self.agreement.tolerates = self._begun  # at the start there is no step to shorten
         try:
             found = evaluate()
         except Unreached:
@@ -94,8 +94,8 @@ class Evaluation:
         x = self._packing.nest_in(vector)
         if self.separate:
             return self.agreement.summed(lambda: self.value_at(x), self._term)[1]
-        self._forward = None  # its memory returns before the next takes as much
-        # The agreement comes before the backward pass, in which the ranks wait for each other.
+        self._forward = None  # its memory is freed before the next is allocated
+        # The agreement comes before the reverse pass, in which the ranks wait for each other.
         variables = variables_of((x,), 0, "minimize")
         traced = trace_backwards(lambda x: self.agreement.run(lambda: self.value_at(x)), variables)
         self._forward = traced, variables
@@ -117,12 +117,12 @@ class Evaluation:
     def _backward(self) -> np.ndarray:
         traced, variables = self._forward  # type: ignore[misc]
         self._forward = None
-        # All ranks run it, also those whose weight is zero: the cotangents of the others pass through them.
+        # All ranks run it, even those with weight zero: the cotangents of the others pass through them.
         found = gradients_of_term(traced, self._weight, variables)
         return self._flat(variables.filled(found, lambda leaf: None))
 
     def _flat(self, gradient: Tree) -> np.ndarray:
-        """Return this rank's part of a gradient as a vector; where it is sent at once, in memory that isn't ours."""
+        """Return this rank's part of a gradient as a vector; if it is sent at once, possibly in memory of the user."""
         flat = self._packing.pack_gradient(gradient) if self._used.size == 1 else self._packing.gradient_to_send(gradient)
         self.at_start.note("entries of the gradient", flat)
         return flat
@@ -133,27 +133,27 @@ class Evaluation:
 
     def _both(self, vector: np.ndarray) -> tuple[float, np.ndarray | None]:
         if not self.only_both:
-            # Two functions of the user's get the variables in turn, and the first may overwrite them.
+            # Two functions of the user get the variables in turn, and the first may overwrite them.
             first = vector.copy() if self.separate else vector
             return self._value(first), self._gradient(vector)
         x = self._packing.nest_in(vector)
-        # The values travel with the agreement, since no trace is to end first.
+        # The values are sent with the agreement, since no trace has to end first.
         (_, local), value = self.agreement.summed(lambda: self._pair_at(x), lambda pair: self._term(pair[0]))
         return value, self._total(local)
 
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
-        """Return the product of the Hessian with a direction, on the root; kept for further ones at that point."""
+        """Return the product of the Hessian with a direction, on the root; kept for further products at that point."""
         if self._hessian is None or self._hessian[0] != vector.tobytes():
-            self._hessian = None  # its memory returns before the next takes as much
+            self._hessian = None  # its memory is freed before the next is allocated
             self._hessian = vector.tobytes(), self.hessian(vector)
         return self._hessian[1](direction)
 
     def hessian(self, vector: np.ndarray) -> Callable[[np.ndarray], np.ndarray | None]:
-        """Return what multiplies the Hessian at a point with directions: the product is on the root."""
+        """Return a function that multiplies the Hessian at a point with directions; the product is on the root."""
         x, given, args = self._packing.unpack(vector), self._program.hessp, self._program.args
         if given is not None:
             return lambda v: self._multiplied(lambda v: self._weighted(given(x, v, *args), "hessp"), v)
-        # Of each rank's own copy, along all copies: their sum is that of the shared variable.
+        # With respect to each rank's own copy, along all copies: their sum is the product for the shared variable.
         evaluate = make_hvp(
             lambda x: self.agreement.run(lambda: self.value_at(x)),
             objective=self._program.objective, root=self._program.root, comm=self._used.user,
@@ -169,7 +169,7 @@ class Evaluation:
         return part if self._comm is None else total_on_root(self._comm, self._program.root, part)
 
     def value_at(self, x: Tree) -> Scalar:
-        """Return this rank's number: a part of a stage."""
+        """Return this rank's number, as a part of a stage."""
         out = self._program.fun(x, *self._program.args)
         return self._checked(out[0] if self.only_both and isinstance(out, tuple) else out)
 
@@ -201,7 +201,7 @@ class Evaluation:
         return packed if self._gradient_weight == 1.0 else packed * self._gradient_weight
 
     def _term(self, value: Scalar) -> float:
-        """Return what a rank's own number adds to the objective."""
+        """Return the contribution of this rank's number to the objective."""
         if self._weight == 0.0:
             return 0.0
         if type(value) in Box.types:
@@ -214,14 +214,14 @@ class Evaluation:
 
 
 class StartValues:
-    """How many of this rank's values aren't finite where a solve starts."""
+    """Numbers of this rank's values that aren't finite at the start of a solve."""
 
     def __init__(self):
         self._counts: dict[str, tuple[int, int]] = {}
 
     def note(self, name: str, values: Any) -> None:
-        """Count values at the first evaluation; further ones are trial points."""
-        # A copy from a device would take longer than the count is worth.
+        """Count values at the first evaluation; later ones are at trial points."""
+        # A copy from a device would cost more than the count is worth.
         if name not in self._counts and not is_device_array(values := stop_gradient(values)):
             array = np.asarray(values)
             self._counts[name] = int(np.sum(~np.isfinite(array))), array.size
@@ -237,21 +237,21 @@ class StartValues:
 
 
 class Program(NamedTuple):
-    """What a rank was given to evaluate."""
+    """The functions that a rank evaluates."""
 
     fun: Function
-    # The gradient, True where `fun` returns it beside its value, None where it is found by differentiation.
+    # The gradient; True if `fun` returns it with its value, None if it is found by differentiation.
     jac: Function | bool | None
     hessp: Function | None
     args: tuple
-    # {"root", "sum", "mean"}. How the ranks' values make the objective; the values of `jac` and `hessp` are put together
-    # alike.
+    # {"root", "sum", "mean"}. Combination of the ranks' values to the objective; the results of `jac` and `hessp` are
+    # combined alike.
     objective: str
     root: Rank
 
 
 def check_program(program: Program, used: Channel, call: str) -> None:
-    """Raise where what this rank was given to evaluate can't be."""
+    """Raise if the arguments of this rank can't be evaluated."""
     root_of(program.root, used, call)
     check_objective(program.objective, call)
     for name, value, allowed in (

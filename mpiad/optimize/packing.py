@@ -18,7 +18,7 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """An array on the root's device, as other ranks know it; `arrays` makes those of this rank."""
+    """An array on the root's device, as represented on other ranks; `arrays` makes arrays of this rank."""
 
     shape: Shape
     dtype: np.dtype
@@ -27,10 +27,10 @@ class Elsewhere:
 
 
 class BufferPool:
-    """Vectors of one length that the user's function gets, without new memory in each evaluation.
+    """Vectors of one length for the user's function, without new memory in each evaluation.
 
-    The function may keep what it gets, or change it, so no other part of a solve may work in that memory. But once nobody
-    holds a vector any more, the next variables can be written in the same place.
+    The function may keep or change its argument, so no other part of a solve may work in that memory. Once nobody refers to
+    a vector any more, the next variables can be written into it.
     """
 
     def __init__(self, size: int):
@@ -38,7 +38,7 @@ class BufferPool:
         self._kept: list[np.ndarray] = []
 
     def vector(self) -> np.ndarray:
-        """Return a vector that nobody else holds, nor a view of it, shape (size,)."""
+        """Return a vector, shape (size,), to which nobody else refers, directly or by a view."""
         for array in self._kept:
             if _holders(array) <= _UNHELD:
                 return array
@@ -47,7 +47,7 @@ class BufferPool:
 
 
 def _holders(array: np.ndarray) -> float:
-    # Only CPython counts.
+    # Only CPython counts references.
     return sys.getrefcount(array) if hasattr(sys, "getrefcount") else np.inf
 
 
@@ -66,12 +66,12 @@ _LARGE = 1 << 20  # bytes; smaller arrays come from the heap, without page fault
 
 
 def as_variables(x0: Tree, call: str = "minimize") -> Tree:
-    """Return x0 as the nest that the function will get.
+    """Return x0 as the pytree for the function.
 
-    A plain list of numbers becomes an array, and integers become doubles, as in SciPy; other nests stay as they are. A
+    A plain list of numbers becomes an array, and integers become doubles, as in SciPy; other pytrees are unchanged. A
     TypeError if nothing in x0 can be varied, or a part of it belongs to a trace or is an object of an unknown kind.
     """
-    # A list of numbers is a vector, as SciPy takes it; any other nest stays one.
+    # A list of numbers is a vector, as in SciPy; any other pytree is unchanged.
     if isinstance(x0, (list, tuple)) and not hasattr(x0, "_fields") and x0 and all(map(_is_number, x0)):
         x0 = np.array(x0, dtype=float)
     elif _is_number(x0) or (isinstance(x0, np.ndarray) and x0.dtype.kind in "iu"):
@@ -91,20 +91,20 @@ def as_variables(x0: Tree, call: str = "minimize") -> Tree:
 
 
 def tellable_variables(x0: Tree, call: str) -> Tree:
-    """Return the root's x0 as the nest that the function will get on all ranks; raise where it can't be that."""
+    """Return the root's x0 as the pytree for the function on all ranks; raise if that is impossible."""
     start = as_variables(x0, call)
-    if not any(np.size(leaf) for leaf in flatten(start)[0] if is_variable(leaf)):  # methods of SciPy's stumble over it
+    if not any(np.size(leaf) for leaf in flatten(start)[0] if is_variable(leaf)):  # methods of SciPy fail on it
         raise ValueError(f"{call}: x0 must hold one number at least, but got {start!r:.60}.")
     require_tellable(start, call)
     return start
 
 
 def require_tellable(nest: Tree, call: str) -> None:
-    """Raise a TypeError where the other ranks can't be told of a nest: its form, and what in it is no variable."""
+    """Raise a TypeError if a pytree's structure, or a leaf that is no variable, can't be sent to the other ranks."""
     leaves, build = flatten(nest)
     try:
         pickle.dumps(build([None if is_variable(leaf) else leaf for leaf in leaves]))
-    except Exception as error:  # noqa: BLE001 - pickling runs code of the user's
+    except Exception as error:  # pickling runs user code
         raise TypeError(
             f"{call}: x0 is told to all ranks, but holds what can't be pickled ({error}). Give functions and the like in "
             "args, and define classes at the top of a module."
@@ -116,25 +116,25 @@ def _is_number(x: Array) -> bool:
 
 
 class Packing:
-    """How a nest lies in one vector of doubles; complex numbers as pairs.
+    """The layout of a pytree in one vector of doubles; complex numbers as pairs.
 
-    `template`: says structure, shapes and dtypes. Its leaves that aren't variables (integers, strings) are constant.
-    `size`: length of the vector. `specs`, `homes`: of each array of variables shape and dtype, and on which device it is;
-    None on the host.
+    `template`: gives structure, shapes and dtypes. Its leaves that aren't variables (integers, strings) are constant.
+    `size`: length of the vector. `specs`, `homes`: for each array of variables shape and dtype, and its device; None on the
+    host.
     """
 
     def __init__(self, template: Tree):
         self._leaves, self._build = flatten(template)
         self._places = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is Elsewhere]
         found = [self._leaves[p] for p in self._places]
-        # A dtype that came in a message is equal to NumPy's own and yet another object: results would be pickled otherwise.
+        # A dtype received in a message equals NumPy's own but is another object, which would change pickled results.
         self.specs = [(shape, np.dtype(dtype.str)) for shape, dtype, *_ in map(spec_like, found)]
         self.homes = [leaf.arrays if type(leaf) is Elsewhere else arrays_of(leaf) for leaf in found]
         self._away = any(home is not None for home in self.homes)
-        # A complex number is two variables, its real and its imaginary part, since methods know real ones.
+        # A complex number is two variables, its real and its imaginary part, since methods work with real ones.
         self._lengths = [(int(np.prod(shape)) * (1 + (dtype.kind == "c")),) for shape, dtype in self.specs]
         self.size = sum(length for (length,) in self._lengths)
-        # One array of doubles lies in memory as its vector does.
+        # One array of doubles has the memory layout of its vector.
         self._plain = len(self.specs) == 1 and self.specs[0][1] == np.float64 and len(self.specs[0][0]) > 0
         self._plain = self._plain and not self._away
 
@@ -144,18 +144,18 @@ class Packing:
         return [f"{dtype}{list(shape)}" for shape, dtype in self.specs]
 
     def pack(self, tree: Tree) -> np.ndarray:
-        """Return a nest's variables as a new vector, shape (size,)."""
+        """Return a pytree's variables as a new vector, shape (size,)."""
         return self._packed(tree, lambda z: z)
 
     def gradient_to_send(self, tree: Tree) -> np.ndarray:
-        """Return what `pack_gradient` does, but in the gradient's own memory where it is one array of doubles."""
+        """Return the result of `pack_gradient`, but in the gradient's own memory if it is one array of doubles."""
         if self._plain and type(tree) is np.ndarray and self.specs == [(tree.shape, tree.dtype)]:
             return np.ascontiguousarray(tree).reshape(-1)
         return self.pack_gradient(tree)
 
     def pack_gradient(self, tree: Tree) -> np.ndarray:
-        """Return a gradient as a new vector: that by real and imaginary part where a variable is complex."""
-        return self._packed(tree, np.conj)  # autograd's gradient by x + iy is ∂/∂x - i ∂/∂y
+        """Return a gradient as a new vector; with respect to real and imaginary part if a variable is complex."""
+        return self._packed(tree, np.conj)  # autograd's gradient with respect to x + iy is ∂/∂x - i ∂/∂y
 
     def _packed(self, tree: Tree, view: Callable[[Array], Array], into: np.ndarray | None = None) -> np.ndarray:
         out = np.empty(self.size) if into is None else into
@@ -167,11 +167,11 @@ class Packing:
         return out
 
     def _arrays(self, tree: Tree) -> list[Array]:
-        """Return a nest's arrays of variables, where the vector is; a TypeError if they aren't those of the template."""
+        """Return a pytree's arrays of variables, on the vector's device; a TypeError if they don't match the template."""
         leaves = flatten(tree)[0]
         if len(leaves) != len(self._leaves):
             raise TypeError(f"minimize: expected a nest of {len(self._leaves)} arrays like x0, but got {len(leaves)}.")
-        # All at once: arrays of one device travel as one copy.
+        # All at once: arrays of one device are copied together.
         leaves = fetched(leaves) if self._away else leaves
         found = [self._array(leaves[place], place, shape) for place, (shape, _) in zip(self._places, self.specs)]
         for leaf, place, (_, dtype) in zip(found, self._places, self.specs):
@@ -191,11 +191,11 @@ class Packing:
         return next(path for path, number in named_leaves(numbered, "x0") if number == place)
 
     def unpack(self, vector: np.ndarray) -> Tree:
-        """Return the nest of a vector, in new memory."""
+        """Return the pytree of a vector, in new memory."""
         return self._unpacked(vector, lambda z: z)
 
     def nest_in(self, vector: np.ndarray) -> Tree:
-        """Return the nest of a vector, in the vector's own memory where it is one array of doubles."""
+        """Return the pytree of a vector, in the vector's own memory if it is one array of doubles."""
         if not self._plain:
             return self.unpack(vector)
         leaves = list(self._leaves)
@@ -203,13 +203,13 @@ class Packing:
         return self._build(leaves)
 
     def unpack_gradient(self, vector: np.ndarray) -> Tree:
-        """Return the nest of what `pack_gradient` made."""
+        """Return the pytree of a result of `pack_gradient`."""
         return self._unpacked(vector, np.conj)
 
     def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
         found = []
         for (shape, dtype), piece in zip(self.specs, split(vector, self._lengths)):
-            # Copied, because complex numbers on a device begin at a multiple of their size.
+            # Copied, because complex numbers on a device must be aligned to their size.
             piece = view(piece.copy().view(complex)) if dtype.kind == "c" else piece
             found.append(piece.astype(dtype).reshape(shape))
         leaves = list(self._leaves)
@@ -219,29 +219,29 @@ class Packing:
 
 
 class PiecePacking(Packing):
-    """As `Packing`, for a piece that is a rank's own: without new memory in each evaluation.
+    """As `Packing`, for a rank's own part of the variables: without new memory in each evaluation.
 
     A new large array costs a page fault for each of its pages, every time: as much as a tenth of an iteration. So the copy
-    that the function gets is made where nobody holds the last one any more. A gradient's vector is valid only until the
+    for the function is written into the last one once nobody refers to that. A gradient's vector is valid only until the
     next evaluation: it may be the function's own.
     """
 
     def __init__(self, template: Tree):
         super().__init__(template)
         self._shape = self.specs[0][0]
-        self._gradient = np.empty(self.size)  # takes no memory until it is used
+        self._gradient = np.empty(self.size)  # takes no physical memory until its first use
         self._pool = BufferPool(self.size)
         self._lent: np.ndarray | None = None
 
     def lend(self) -> np.ndarray | None:
-        """Return where the next variables may be written, shape (size,), so that `unpack` needn't copy them."""
+        """Return memory for the next variables, shape (size,), so that `unpack` needn't copy them."""
         if self._plain and 8 * self.size >= _LARGE:
-            # A vector that nobody holds any more: fresh memory of that size costs a page fault for each 4 KiB.
+            # A vector to which nobody refers any more: fresh memory of that size costs a page fault for each 4 KiB.
             self._lent = self._pool.vector()
         return self._lent
 
     def nest_in(self, vector: np.ndarray) -> Tree:
-        """Return the nest of a vector that the solve goes on working with: in what was lent, or in new memory."""
+        """Return the pytree of a vector that the solve continues to use: in the memory of `lend`, or in new memory."""
         return self.unpack(vector)
 
     def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
@@ -262,7 +262,7 @@ class PiecePacking(Packing):
 
 
 class DevicePacking(Packing):
-    """As `Packing`, for a piece on a device: the vector is there, too.
+    """As `Packing`, for variables on a device: the vector is there, too.
 
     `home`: makes arrays there.
     """
@@ -270,14 +270,14 @@ class DevicePacking(Packing):
     def __init__(self, template: Tree):
         super().__init__(template)
         self.home: ArrayModule = self.homes[0]  # type: ignore[assignment]
-        self._away = False  # from the vector
+        self._away = False  # not on another device than the vector
 
     def lend(self) -> None:
         """Return None: the function gets new memory, which costs nothing there."""
         return None
 
     def nest_in(self, vector: Array) -> Tree:
-        """Return the nest of a vector that the solve goes on working with, in new memory."""
+        """Return the pytree of a vector that the solve continues to use, in new memory."""
         return self.unpack(vector)
 
     def _packed(self, tree: Tree, view: Callable[[Array], Array], into: object = None) -> Array:
@@ -298,7 +298,7 @@ class DevicePacking(Packing):
 
 
 def packing_of_piece(start: Tree) -> PiecePacking | DevicePacking:
-    """Return how a rank's own piece lies in a vector, on the host or on its device; a TypeError where it lies in both."""
+    """Return the layout of a rank's own variables in a vector, on the host or on its device; a TypeError if they are on both."""
     if leaf_on_device(start) is None:
         return PiecePacking(start)
     packing = DevicePacking(start)

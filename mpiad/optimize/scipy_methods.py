@@ -1,4 +1,4 @@
-"""SciPy's methods: what must be known of each, and how the root runs them, with the objective of all ranks."""
+"""SciPy's methods: their properties, and how the root runs them with the objective of all ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import Leader
 from mpiad.transport import Channel
 
-# Constraints of a method that the root drives: functions of the nest of variables, evaluated on the root alone.
+# Constraints of a method that the root drives: functions of the pytree of variables, evaluated on the root only.
 #
-# The other ranks wait meanwhile, so a constraint that communicates is refused when it tries. Where a constraint needs what
-# other ranks hold, gather that before the solve.
+# The other ranks wait meanwhile, so a constraint that tries to communicate raises. Data of other ranks for a constraint
+# must be gathered before the solve.
 
 
 _REMEMBERED = 4
-# Less than this is rounding, and not a violation.
+# Smaller violations are rounding.
 _NOTHING = 1e-8
 _WHO = "constraints are evaluated on the root alone, and the other ranks take no part"
 
@@ -43,7 +43,7 @@ class _Function:
         self._fun, self._args, self._packing, self._used = fun, args, packing, used
         self._given = jac if callable(jac) else None
         self._known: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_REMEMBERED)
-        # '3-point' and 'cs' are wishes; '2-point' is what SciPy takes where nothing was said.
+        # '3-point' and 'cs' are requests of the user; '2-point' is also SciPy's default.
         self.jacobian = jac if isinstance(jac, str) and jac != "2-point" else self._jacobian
 
     def value(self, vector: np.ndarray) -> np.ndarray:
@@ -54,7 +54,7 @@ class _Function:
                 return value.copy()
         with self._used.refusing(_WHO):
             found = to_host(self._fun(self._packing.unpack(vector), *self._args))
-        # A copy, as below: it is remembered, and SciPy keeps a Jacobian, while the user may write into the same array.
+        # A copy, as below: it is stored, and SciPy stores a Jacobian, while the user may write into the same array.
         value = np.array(found, dtype=float).reshape(-1)
         self._known.append((key, value))
         return value.copy()
@@ -64,26 +64,26 @@ class _Function:
         with self._used.refusing(_WHO):
             if self._given is not None:
                 return np.atleast_2d(np.array(to_host(self._given(x, *self._args)), dtype=float))
-            # One row for each unit vector: a constraint has few values, and many variables.
+            # One row per unit vector: a constraint has few values, and many variables.
             pull, value = make_vjp(lambda x: anp.reshape(anp.array(to_host(self._fun(x, *self._args))), (-1,)))(x)
             rows = [self._packing.pack_gradient(pull(unit)) for unit in np.eye(value.size)]
         return np.array(rows).reshape(value.size, self._packing.size)
 
 
 class ConstraintSet:
-    """What SciPy gets, and how far a point violates it."""
+    """The constraints in SciPy's form, and the violation at a point."""
 
     def __init__(self) -> None:
         self.for_scipy: list[Any] = []
         self._checks: list[tuple[Callable[[np.ndarray], np.ndarray], Any, Any]] = []
 
     def add(self, constraint: object, fun: Callable[[np.ndarray], np.ndarray], low: object, high: object) -> None:
-        """Append one, whose function must lie between `low` and `high`."""
+        """Append a constraint, whose function must lie between `low` and `high`."""
         self.for_scipy.append(constraint)
         self._checks.append((fun, low, high))
 
     def excess(self, vector: np.ndarray) -> float:
-        """Return the largest violation; 0 where it is nothing but rounding."""
+        """Return the largest violation; 0 if it is only rounding."""
         worst = 0.0
         for fun, low, high in self._checks:
             value = fun(vector)
@@ -93,7 +93,7 @@ class ConstraintSet:
 
 
 def constraints_of(given: Any, packing: Packing, used: Channel) -> ConstraintSet:
-    """Return the root's constraints as functions of the vector of variables; raise where one isn't one of SciPy's."""
+    """Return the root's constraints as functions of the vector of variables; raise if one isn't of a type of SciPy's."""
     found = ConstraintSet()
     for constraint in given if isinstance(given, (list, tuple)) else [given]:
         if isinstance(constraint, dict):
@@ -140,7 +140,7 @@ def _add_nonlinear(
 
 
 class Wishes(NamedTuple):
-    """What else the root was given for the method."""
+    """The root's further arguments for the method."""
 
     bounds: Any
     constraints: Any
@@ -151,7 +151,7 @@ class Wishes(NamedTuple):
 
 
 def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> dict[str, Any]:
-    """Run a method on the root; return its result, corrected where it must be."""
+    """Run a method on the root; return its result, corrected if necessary."""
     points = Points(leader.evaluation, leader.instructions, method.together)
     if wishes.bounds is not None and not method.bounded:
         others = "'L-BFGS', 'TNC', 'SLSQP' and 'trust-constr'"
@@ -185,11 +185,11 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
         )
         result.fun = points.value_found(result.x, result.fun)
         result = iterates.counted(concluded(result, points, constrained=constraints is not None))
-    except StopIteration:  # which some of SciPy's methods let pass
+    except StopIteration:  # which some of SciPy's methods don't catch
         result = cut_short(STOPPED, points, iterates.count)
     except Left as left:
         result = cut_short(left.ending, points, iterates.count, left.at_best)
-    except ValueError as error:  # as some of SciPy's methods refuse NaN and infinities in their matrices
+    except ValueError as error:  # some of SciPy's methods reject NaN and infinities in their matrices
         if iterates.told or not points.broken:
             raise
         said = f"ABNORMAL: the objective or its gradient isn't finite where the method has come, which raised {error!r}."
@@ -201,7 +201,7 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
 
 
 def _run_out(value: Callable, start: np.ndarray, jac: Callable, callback: IteratesOfPoints, **others: Any) -> Any:
-    """Evaluate where an earlier run has made the last iteration, in place of SciPy's `minimize`."""
+    """Replace SciPy's `minimize` if an earlier run has made the last iteration: only evaluate at the start."""
     value(start.copy())
     jac(start.copy())
     said = f"STOP: all {callback.count} iterations are done. Raise options['maxiter'], or accept x, the best point so far."
@@ -222,18 +222,18 @@ def _excess(box: Box | None, constraints: ConstraintSet | None) -> Callable[[np.
 
 
 def _limited(method: Method, options: dict) -> tuple[float | None, dict]:
-    """Return the most evaluations that are allowed, and the options that SciPy gets."""
+    """Return the maximum number of evaluations, and the options for SciPy."""
     if options.get("maxfun") is None:
         return None, options
     maxfun = options["maxfun"]
     if not isinstance(maxfun, (int, float, np.integer)) or not 0 <= maxfun or (maxfun % 1 and maxfun != math.inf):
         raise ValueError(f"minimize: option maxfun must be an integer of at least 0, but got {maxfun!r}.")
-    # SciPy's own methods, where they have this option, look at it between two line searches only.
+    # SciPy's own methods with this option check it only between two line searches.
     return float(maxfun), options if method.knows_maxfun else {k: v for k, v in options.items() if k != "maxfun"}
 
 
 def _remaining(options: dict, done: int) -> dict:
-    """Return the options for what an earlier run has left of its iterations."""
+    """Return the options for the remaining iterations after an earlier run."""
     if not done or options.get("maxiter") is None:
         return options
     return {**options, "maxiter": max(options["maxiter"] - done, 0)}
@@ -250,10 +250,10 @@ _SHARDED = "L-BFGS-sharded", "Newton-CG-sharded"
 
 
 class Method(NamedTuple):
-    """What must be known of a method of SciPy."""
+    """Properties of a method of SciPy."""
 
     name: str  # SciPy's name
-    together: bool  # whether its line search wants the gradient at every point at which it wants the value
+    together: bool  # whether its line search always needs the gradient together with the value
     products: bool  # whether it uses Hessian products
     knows_maxfun: bool = False  # whether it has an option of this name
     bounded: bool = False  # whether it takes bounds
@@ -275,7 +275,7 @@ _METHODS = {
 
 
 def method_named(name: object) -> Method:
-    """Return the method of a name, in any case; a ValueError where there is none."""
+    """Return the method with this name, in any case; a ValueError if there is none."""
     found = _METHODS.get(name.lower()) if isinstance(name, str) else None
     if found is None:
         names = ", ".join(repr(method.name) for key, method in _METHODS.items() if key != "l-bfgs")
@@ -285,7 +285,7 @@ def method_named(name: object) -> Method:
 
 
 def is_sharded(name: object) -> bool:
-    """Return whether a method leaves the variables on their ranks: none of SciPy's; a ValueError where there is none."""
+    """Return whether a method leaves the variables on their ranks, as SciPy's don't; a ValueError if it doesn't exist."""
     if isinstance(name, str) and name.lower() in map(str.lower, _SHARDED):
         return True
     method_named(name)

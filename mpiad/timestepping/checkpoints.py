@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 # The order of running, storing, rerunning and reversing the steps of a loop: binomial checkpointing.
 #
-# With s stored states, including the first, and no step run more than r times, at most β(s, r) = (s + r)! / (s! r!) steps can
-# be reversed. For β(s, r - 1) < n ≤ β(s, r) the least number of steps run is r n - β(s + 1, r - 1): Griewank and Walther,
-# Algorithm 799: revolve (ACM TOMS 26, 2000). The states are a stack, whose least often accessed places are on disk: Stumm
-# and Walther (SIAM J. Sci. Comput. 31, 2009).
+# With s stored states, including the first, and no step run more than r times, at most β(s, r) = (s + r)! / (s! r!) steps
+# can be reversed. For β(s, r - 1) < n ≤ β(s, r) the least number of steps run is r n - β(s + 1, r - 1): Griewank and
+# Walther, Algorithm 799: revolve (ACM TOMS 26, 2000). The states are a stack, whose least often accessed places are on
+# disk: Stumm and Walther (SIAM J. Sci. Comput. 31, 2009).
 
 
 class Keep(NamedTuple):

@@ -122,8 +122,8 @@ class UserStepping:
     def _several(self, count: int) -> Any:
         """Return a compiled function that runs `count` steps of the loop.
 
-        It maps the state, the first step's number, a pytree of inputs with `count` entries (or None) and all params to the last
-        state and a list of the values observed after each step.
+        It maps the state, the first step's number, a pytree of inputs with `count` entries (or None) and all params to the
+        last state and a list of the values observed after each step.
         """
         advance, observe, fed = self._advance, self._observe, self._fed
         key = observe, fed, count

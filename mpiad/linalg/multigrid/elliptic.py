@@ -1,4 +1,4 @@
-"""The operator -∇·(κ∇u) + c u on a domain, as a program of the library's: differentiable by u, κ and c."""
+"""The operator -∇·(κ∇u) + c u on a domain, composed of the library's operations: differentiable in u, κ and c."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _ALLOWED = '"dirichlet" or "neumann"; or, in a tuple, one of these or a pair (be
 
 
 class Sides(NamedTuple):
-    """What an elliptic operator knows of its grid."""
+    """The grid's data that an elliptic operator needs."""
 
-    spacing: tuple[float, ...]  # between neighbouring points along each dimension
-    # For each dimension whether the value is given beyond its first point and after its last.
+    spacing: tuple[float, ...]  # between neighboring points along each dimension
+    # For each dimension, whether the value is given beyond its first point and after its last.
     fixed: tuple[tuple[bool, bool], ...]
-    centred: bool  # whether given values are half a spacing beyond the last points, not a whole one
+    centred: bool  # whether given values are half a spacing beyond the last points instead of a whole one
 
 
 def sides_of(domain: Domain, spacing: object, boundary: object, centred: bool, call: str) -> Sides:
-    """Return the sides of a domain; a TypeError or ValueError where an argument isn't what `Elliptic` takes."""
+    """Return the sides of a domain; a TypeError or ValueError if an argument is invalid for `Elliptic`."""
     ndim = len(domain.shape)
     try:
         steps = tuple(float(step) for step in per_dimension(spacing, ndim, "spacing"))
@@ -56,31 +56,31 @@ def _fixed(domain: Domain, boundary: object, call: str) -> tuple[tuple[bool, boo
         if len(pair) != 2 or any(kind not in _KINDS for kind in pair):
             raise ValueError(f"{call}: boundary must be {_ALLOWED}, but got {boundary!r}.")
     return tuple(
-        # A ring has no sides, whatever is said of them.
+        # A ring has no sides, whatever the argument.
         (False, False) if wraps else (low == _KINDS[0], high == _KINDS[0])
         for (low, high), wraps in zip(pairs, domain.periodic)
     )
 
 
 class Elliptic:
-    """Apply -∇·(κ∇u) + c u to the blocks of a domain; κ on a face is the mean of the two points beside it.
+    """Apply -∇·(κ∇u) + c u to the blocks of a domain; κ on a face is the mean of the two adjacent points.
 
     Parameters
     ----------
     domain : Domain
     spacing : float or one for each dimension
-        Between neighbouring points.
+        Distance of neighboring points.
     boundary : {"dirichlet", "neumann"} or a tuple
-        What holds on physical sides: u = 0, or no flux; in a tuple, one of these or a pair (before, after) for each
+        Conditions on physical sides: u = 0, or no flux; in a tuple, one of these or a pair (before, after) for each
         dimension. Periodic dimensions have no sides.
     centred : bool
-        Where u = 0 holds, as in `Domain.coordinates`: one spacing beyond the last points, or half of one, for points that
-        are centres of cells. Without flux the side is always half a spacing beyond.
+        Position of the sides with u = 0, as in `Domain.coordinates`: one spacing beyond the last points, or half of one,
+        for points that are centers of cells. Sides without flux are always half a spacing beyond.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument can't be used or differs between ranks.
+        On all ranks, if an argument is invalid or differs between ranks.
 
     Ranks
     -----
@@ -125,7 +125,7 @@ class Elliptic:
         u : array of shape (..., *local_shape)
         kappa : array of shape local_shape, or number
         c : array of shape local_shape, or number
-            The three on the host, or on one device; numbers are everywhere.
+            All on the host, or on one device; numbers fit both.
 
         Returns
         -------
@@ -134,7 +134,7 @@ class Elliptic:
         Raises
         ------
         TypeError
-            Where arrays are in two places.
+            If arrays are on different devices.
 
         Ranks
         -----
@@ -142,7 +142,7 @@ class Elliptic:
 
         Adjoint
         -------
-        To u the operator itself, which is symmetric; to κ and c what the product rule gives.
+        u gets the operator's product, since the operator is symmetric; κ and c get the derivatives by the product rule.
         """
         require_together("linalg.Elliptic", u=stop_gradient(u), kappa=stop_gradient(kappa), c=stop_gradient(c))
         home = arrays_of(stop_gradient(u))
@@ -151,22 +151,22 @@ class Elliptic:
             kappa = kappa * (np.ones(shape) if home is None else home.full(shape, 1, np.float64))
         if stop_gradient(kappa).dtype != stop_gradient(u).dtype:
             kappa = kappa.astype(stop_gradient(u).dtype)
-        # Beside a given value the flux is κ u over the spacing: a multiple of u at the last points.
+        # Next to a given value the flux is κ u over the spacing: a multiple of u at the last points.
         (walls,) = self._walls.on(home)
         total = (walls.astype(stop_gradient(u).dtype) * kappa + c) * u
-        # Beyond a side without flux u is continued by itself; what a given value adds is in the walls.
+        # Beyond a side without flux u is constant; given values contribute through the walls.
         padded, medium = self.domain.exchange([u, kappa], "edge", corners=False)
         ndim = len(self.sides.spacing)
         for axis, step in enumerate(self.sides.spacing):
             along, across = _along(padded, axis, ndim), _along(medium, axis, ndim)
-            # κ on a face is the mean of both sides; one spacing is the gradient's, the other the divergence's.
+            # κ on a face is the mean of both sides; one spacing comes from the gradient, the other from the divergence.
             flux = (across(1, None) + across(0, -1)) * (along(1, None) - along(0, -1)) * (0.5 / step**2)
             faces = _along(flux, axis, ndim, cut=False)
             total = total + faces(0, -1) - faces(1, None)
         return total
 
     def couplings(self, kappa: LocalArray) -> list[tuple[LocalArray, LocalArray]]:
-        """Return, for each dimension, how each point is coupled with the one before and the one after.
+        """Return, for each dimension, the coupling of each point with the one before and the one after.
 
         Parameters
         ----------
@@ -183,7 +183,7 @@ class Elliptic:
             across = _along(medium, axis, ndim)
             faces = (across(1, None) + across(0, -1)) * (0.5 / step**2)
             inside = _along(faces, axis, ndim, cut=False)
-            # Nothing is coupled across a physical side: what a given value there adds is on the diagonal.
+            # No coupling across a physical side: the contribution of a given value is on the diagonal.
             for place, rank in zip((slice(0, 1), slice(-1, None)), pair):
                 if rank is None:
                     inside(place.start, place.stop)[...] = 0.0
@@ -202,7 +202,7 @@ def _along(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
 
 
 def _walls(domain: Domain, sides: Sides) -> np.ndarray:
-    """Return how κ counts at each point for the sides beside it on which u is given."""
+    """Return the factor of κ at each point from adjacent sides on which u is given."""
     walls = np.zeros(domain.local_shape)
     for axis, (step, pair, fixed) in enumerate(zip(sides.spacing, domain.neighbours, sides.fixed)):
         layers = _along(walls, axis, len(sides.spacing), cut=False)

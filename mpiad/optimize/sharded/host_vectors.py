@@ -1,7 +1,7 @@
-"""The vectors of a rank's piece on the host, as rows that lie side by side, and the passes of an iteration over them.
+"""The vectors of a rank's variables on the host, stored as adjacent rows, and the passes of an iteration over them.
 
-A tile is a stretch of all rows, in one piece of memory. Passes over all rows go tile by tile. What is written in one step
-of a tile and read in the next stays in cache, and the memory is read from one end to the other, which is a tenth faster
+A tile is a range of columns of all rows, in contiguous memory. Passes over all rows go tile by tile, so that the output of
+one step on a tile is still in cache for the next. The memory is read from one end to the other, which is a tenth faster
 than from as many places as there are rows. On a device, `device_vectors` does the same.
 """
 
@@ -16,13 +16,13 @@ from mpiad.optimize.box_constraints import Box
 from mpiad.optimize.sharded.correction_pairs import Ring
 from mpiad.transport.threads import combination, gram, vdot, vdots
 
-# Two stretches fit a core's own cache; a call for a whole tile takes little beside its arithmetic.
+# Two ranges fit a core's own cache; the overhead of a call for a whole tile is small compared with its arithmetic.
 LENGTH = 16384
-# Between the rows of a full tile: at distances of a power of two they would share a few places of the cache, and seven rows
-# read at once be a fifth slower.
+# Between the rows of a full tile: at distances of a power of two they would share a few places of the cache, and reading
+# seven rows at once would be a fifth slower.
 PADDING = 24
 
-# Where rows lie: as slices, each with the places of its coefficients or products.
+# Positions of rows: as slices, each with the positions of its coefficients or products.
 Parts = list[tuple[slice, slice]]
 
 
@@ -35,11 +35,11 @@ class HostVectors:
     def __init__(self, height: int, size: int, box: Box | None = None):
         self.height, self.size, self.box, self._clipped = height, size, box, False
         whole, rest = divmod(size, LENGTH)
-        # Zeros, since all of it is written to a checkpoint, also before it is used.
+        # Zeros, since all of it is written to a checkpoint, also before its first use.
         self.memory = np.zeros(height * (whole * (LENGTH + PADDING) + rest))
 
     def __iter__(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield each tile, shape (rows, length), after the part of the vectors that it holds."""
+        """Yield each tile, shape (rows, length), after the slice of the vectors that it stores."""
         height, size, begin = self.height, self.size, 0
         for start in range(0, size, LENGTH):
             length = min(LENGTH, size - start)
@@ -49,7 +49,7 @@ class HostVectors:
             begin += height * stride
 
     def new(self) -> np.ndarray:
-        """Return a vector of any values."""
+        """Return an uninitialized vector."""
         return np.empty(self.size)
 
     def to_host(self, x: np.ndarray) -> np.ndarray:
@@ -57,7 +57,7 @@ class HostVectors:
         return x
 
     def from_host(self, x: np.ndarray) -> np.ndarray:
-        """Return an array of the host's where the passes work on it; of rows, shape (height, size), the memory."""
+        """Return an array of the host in the form for the passes; for rows, shape (height, size), the memory."""
         if x.ndim == 1:
             return x
         for part, tile in self:
@@ -65,7 +65,7 @@ class HostVectors:
         return self.memory
 
     def read(self, row: int, out: np.ndarray) -> np.ndarray:
-        """Copy a row to a vector, and return that."""
+        """Copy a row to a vector, and return the vector."""
         for part, tile in self:
             np.copyto(out[part], tile[row])
         return out
@@ -78,10 +78,10 @@ class HostVectors:
     # ---- without bounds
 
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the products of the ring's rows with two vectors, and the square of the gradient where one is asked for.
+        """Return the products of the ring's rows with two vectors, and the square of the gradient if one is requested.
 
-        With `change` the newest pair has the gradient before in place of its change: the change is made, and is the first
-        vector. With `gradient` the gradient is the second.
+        With `change` the newest pair has the previous gradient in place of its change: the change is computed, and is the
+        first vector. With `gradient` the gradient is the second.
         """
         of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
         parts, square = ring.parts(), 0.0
@@ -92,9 +92,9 @@ class HostVectors:
         return of_change, of_gradient, square
 
     def multiply(self, parts: Parts, before: int, row: int, out: np.ndarray) -> float:
-        """Turn row `before` into the change from it to `row`, if it is another; write the products of rows with it.
+        """Replace row `before` by the change from it to `row`, if they differ; write the products of rows with it.
 
-        Returned is the square of `row`.
+        Returns the square of `row`.
         """
         out.fill(0.0)
         square = 0.0
@@ -115,9 +115,9 @@ class HostVectors:
         self, parts: Parts, coefficients: np.ndarray, row: int, here: np.ndarray, step: float,
         outs: tuple[np.ndarray, np.ndarray | None],
     ) -> None:  # fmt: skip
-        """Combine as `combine` does, where there are parts, and write where a step along the row leads from `here`.
+        """Combine as `combine` does, if there are parts, and write the point at a step along the row from `here`.
 
-        `outs` are a vector for that, and one for a copy or None.
+        `outs` are a vector for the point, and one for a copy or None.
         """
         out, copy = outs
         for part, tile in self:
@@ -135,11 +135,11 @@ class HostVectors:
         for rows, places in others:
             out += combination(coefficients[places], tile[rows], self.size)
 
-    @np.errstate(over="ignore", invalid="ignore")  # at a trial point nothing need be finite: the line search looks
+    @np.errstate(over="ignore", invalid="ignore")  # a trial point may not be finite, which the line search checks
     def take(self, gradient: np.ndarray, way: int, out: int) -> tuple[float, float, float]:
-        """Copy a gradient into row `out`; return its largest absolute entry, its slope along a way, and the way's square.
+        """Copy a gradient into row `out`; return its largest absolute entry, its product with row `way`, and the square of that.
 
-        Where an entry isn't finite, the largest is infinite.
+        If an entry isn't finite, the largest is infinite.
         """
         largest = slope = square = 0.0
         for part, tile in self:
@@ -153,16 +153,16 @@ class HostVectors:
     # ---- within bounds
 
     def project(self, x: np.ndarray) -> None:
-        """Move a vector into the bounds, in place."""
+        """Project a vector onto the bounds, in place."""
         self.box.project(x)  # type: ignore[union-attr]
 
     def products_of_free(
         self, ring: Ring, x: np.ndarray, norm: float, before: np.ndarray | None
     ) -> tuple[np.ndarray, float]:
-        """Return the products of the ring's rows with each other over free variables, and the slope of those held.
+        """Return the products of the ring's rows with each other over free variables, and the slope of the others.
 
-        At `x`, where the solve is, `norm` is the largest absolute entry of the projected gradient on any rank; it was at
-        `before` where the step from there is the newest pair's.
+        At `x`, the current point, `norm` is the largest absolute entry of the projected gradient on any rank; `before` is
+        the previous point if the step from it belongs to the newest pair.
         """
         rows, box = ring.rows(), self.box
         products, of_held = np.zeros((len(rows), len(rows))), 0.0
@@ -170,7 +170,7 @@ class HostVectors:
             gradient = tile[ring.gradient]
             if before is not None:
                 np.subtract(gradient, tile[ring.newest], out=tile[ring.newest])
-                np.subtract(x[part], before[part], out=tile[ring.newest + 1])  # the step that the bounds have left
+                np.subtract(x[part], before[part], out=tile[ring.newest + 1])  # the step after projection
             free = box.free(x[part], gradient, norm, part)  # type: ignore[union-attr]
             way = box.way(x[part], gradient, part)  # type: ignore[union-attr]
             of_held += vdot(gradient, np.where(free, 0.0, way))
@@ -178,7 +178,7 @@ class HostVectors:
         return products, of_held
 
     def turn(self, ring: Ring, x: np.ndarray, norm: float) -> None:
-        """Let the direction send variables that a bound holds straight to it."""
+        """Make the direction send variables held by a bound straight to it."""
         for part, tile in self:
             gradient = tile[ring.gradient]
             free = self.box.free(x[part], gradient, norm, part)  # type: ignore[union-attr]
@@ -186,7 +186,7 @@ class HostVectors:
             np.copyto(tile[ring.direction], way, where=~free)
 
     def advance_within(self, row: int, here: np.ndarray, step: float, outs: tuple[np.ndarray, np.ndarray | None]) -> None:
-        """Write where a step along the row leads from `here`, projected; see `advance`."""
+        """Write the projected point at a step along the row from `here`; see `advance`."""
         out, copy = outs
         self._clipped = False
         for part, tile in self:
@@ -198,11 +198,11 @@ class HostVectors:
 
     @np.errstate(over="ignore", invalid="ignore")  # as in `take`
     def take_within(self, ring: Ring, gradient: np.ndarray, x: np.ndarray, here: np.ndarray | None) -> list[float]:
-        """Copy the gradient of a trial point x into its row; return what is to be known of the point.
+        """Copy the gradient of a trial point x into its row; return the measures of the point.
 
-        That is the largest absolute entry of the projected gradient, infinite where an entry of the gradient isn't finite;
-        and of a step that began `here` the slope along the direction, the step times the gradients before and here, its
-        square, and whether a bound has stopped any variable.
+        They are the largest absolute entry of the projected gradient, infinite if an entry of the gradient isn't finite;
+        for a step from `here` the slope along the direction, the step times the gradients before and here, and its square;
+        and whether a bound has stopped any variable.
         """
         found = np.zeros(5)
         for part, tile in self:
@@ -216,28 +216,28 @@ class HostVectors:
     ) -> tuple[float, float, float, float, float]:
         (x, here), trial, box = points, tile[ring.trial], self.box
         np.copyto(trial, gradient)
-        # Where a gradient isn't finite, its projected step may be.
+        # If a gradient isn't finite, its projected step may still be.
         largest = _largest(trial)
         if largest < math.inf:
             largest = float(np.max(np.abs(box.way(x[part], trial, part))))  # type: ignore[union-attr]
         if here is None:
             return largest, 0.0, 0.0, 0.0, 0.0
         moved = x[part] - here[part]
-        # A variable that a bound has stopped doesn't move with the step any more, so it takes no part in the slope.
+        # A variable that a bound has stopped doesn't move with the step, so it isn't part of the slope.
         way = tile[ring.direction] * box.inside(x[part], part)  # type: ignore[union-attr]
         slope, square = float(vdot(trial, way)), float(vdot(moved, moved))
         return largest, slope, float(vdot(tile[ring.gradient], moved)), float(vdot(trial, moved)), square
 
 
 def _largest(gradient: np.ndarray) -> float:
-    """Return the largest absolute entry; infinite where one is NaN."""
-    # Two passes that make no array, as np.abs would; a NaN comes through both.
+    """Return the largest absolute entry; infinite if one is NaN."""
+    # Two passes without a temporary array, unlike np.abs; both propagate a NaN.
     size = max(float(gradient.max()), -float(gradient.min()))
     return size if size < math.inf else math.inf
 
 
 def untiled(memory: np.ndarray, size: int) -> np.ndarray:
-    """Return the rows of a memory that was written, shape (height, size): that of a device has this shape already."""
+    """Return the rows of a stored memory, shape (height, size); that of a device has this shape already."""
     if memory.ndim == 2:
         return memory
     whole, rest = divmod(size, LENGTH)
