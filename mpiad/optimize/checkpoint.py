@@ -1,4 +1,4 @@
-"""Where and how often a solve writes its state, what the state belongs to, and the last iterate that the root writes."""
+"""Path and interval of a solve's checkpoints, the problem that they belong to, and the last iterate written by the root."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from mpiad.optimize.packing import Packing
 
 
 class CheckpointFile(NamedTuple):
-    """What `minimize` takes as its `checkpoint`; a path alone stands for the defaults.
+    """The argument `checkpoint` of `minimize`; a path alone stands for the defaults.
 
     Attributes
     ----------
     path : str or Path
-        The file. With sharded methods each rank writes two in turn, which have its number in their names.
+        The file. With sharded methods each rank writes two alternately, with its number in their names.
     every : int
-        Iterations from one state that is written to the next.
+        Number of iterations between two written states.
     patience : float
-        Seconds that the solve has to come to the end of its iteration after SIGTERM; then the job ends all the same.
+        Seconds to finish the iteration after SIGTERM; then the job ends anyway.
     blocks : tuple of slice, optional
-        Where a rank's piece lies in the whole arrays of a sharded solve, along their last axes: `Domain.owned`, for one,
-        which `Domain.minimize` puts here. By it a solve goes on with any number of ranks. Without it arrays with one axis
-        are taken for parts of whole ones, one behind the other by rank.
+        Position of a rank's variables in the whole arrays of a sharded solve, along their last axes: for example
+        `Domain.owned`, which `Domain.minimize` passes. With it a solve resumes on any number of ranks. Without it arrays
+        with one axis are assumed to be consecutive parts of whole ones, in the order of ranks.
 
     Examples
     --------
@@ -52,14 +52,14 @@ class CheckpointFile(NamedTuple):
 
     @property
     def file(self) -> Path:
-        """Return the path, absolute: a program may change its folder."""
+        """Return the path, absolute: a program may change its working directory."""
         return Path(self.path).absolute()
 
 
 def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile | None:
-    """Return what the user's argument says; a TypeError or ValueError where that can't be done.
+    """Return the user's argument as a `CheckpointFile`; a TypeError or ValueError if that is impossible.
 
-    Where `writes` is false this rank writes nothing, and may run where the folder isn't seen, as on another node's disk.
+    If `writes` is false this rank writes nothing, and may not see the folder, for example on another node's disk.
     """
     if given is None:
         return None
@@ -80,7 +80,7 @@ def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile 
 
 
 class WriteFailures:
-    """Warn of states that weren't written: once for each reason, until one is written again.
+    """Warn about states that weren't written: once per reason, until one is written again.
 
     `call`: name of the public function.
     """
@@ -90,7 +90,7 @@ class WriteFailures:
 
     @staticmethod
     def reason(error: OSError, file: Path) -> str:
-        """Return why a file wasn't written, and what to do."""
+        """Return why a file wasn't written, and a remedy."""
         return f"{file}: {error.strerror or error}. {remedy(error, file)}"
 
     def tell(self, iteration: int, reason: str) -> None:
@@ -109,7 +109,7 @@ class WriteFailures:
 
 
 def fingerprint(*arrays: np.ndarray) -> str:
-    """Return a checksum of arrays; equal ones have the same."""
+    """Return a checksum of arrays; equal arrays have the same."""
     found = 0
     for array in arrays:
         found = zlib.crc32(np.ascontiguousarray(array).data, found)
@@ -117,7 +117,7 @@ def fingerprint(*arrays: np.ndarray) -> str:
 
 
 def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int) -> dict[str, Any]:
-    """Return what a state belongs to, in words and numbers: another problem has another description."""
+    """Return the description of the problem that a state belongs to: another problem has another description."""
     return {
         "ranks": size,
         "objective": program.objective,
@@ -130,7 +130,7 @@ def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int)
 class RootCheckpoint:
     """Write iterates and read them again; without a checkpoint it does nothing. Only the root has one.
 
-    `problem`: what the iterates belong to. `call`: name of the public function.
+    `problem`: description of the problem that the iterates belong to. `call`: name of the public function.
     """
 
     def __init__(self, checkpoint: CheckpointFile | None, problem: dict[str, Any], call: str = "minimize"):
@@ -143,9 +143,9 @@ class RootCheckpoint:
         return self._checkpoint is not None
 
     def found(self) -> dict[str, np.ndarray] | None:
-        """Return the arrays of an earlier run: "x", "value", "gradient", "counts", "history"; None where there is none.
+        """Return the arrays of an earlier run: "x", "value", "gradient", "counts", "history"; None if there is none.
 
-        The gradient is empty where it wasn't known. A ValueError where the file is damaged, or belongs to another problem.
+        The gradient is empty if it wasn't known. A ValueError if the file is damaged, or belongs to another problem.
         """
         if self._checkpoint is None:
             return None
@@ -164,14 +164,14 @@ class RootCheckpoint:
         return arrays
 
     def keep(self, iteration: int, ended: bool, point: Point, counts: Iterable[int], record: Record) -> None:
-        """Write an iterate where it is time to; `counts` say how often each thing was evaluated."""
+        """Write an iterate if it is due; `counts` are the numbers of evaluations per kind."""
         if self._checkpoint is None:
             return
         if not ended and (iteration <= self._written or iteration == 0 or iteration % self._checkpoint.every):
             return
         x, made = point.x, np.array(list(counts))
-        # The last line search may have met a better point since the last iterate was written; and what it has evaluated
-        # counts, or all runs together would evaluate more than they may.
+        # The last line search may have met a better point since the last iterate was written; and its evaluations count,
+        # or all runs together could exceed the limit.
         if iteration <= self._written and np.array_equal(x, self._x) and np.array_equal(made, self._counts):
             return
         gradient = np.zeros(0) if point.gradient is None else point.gradient

@@ -1,4 +1,4 @@
-"""The iterates of a solve: noted, shown, and told to the user's callback."""
+"""The iterates of a solve: recorded, shown, and passed to the user's callback."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from mpiad.transport.user_failures import StageFailures
 
 
 class Moved(Iterate, Protocol):
-    """An iterate that knows how it was come to."""
+    """An iterate with the length of its step."""
 
     @property
     def length(self) -> float:
-        """Return the length of the way from the one before, over all ranks."""
+        """Return the length of the step from the one before, over all ranks."""
         ...
 
 
 class Iterates:
-    """What becomes of each iterate of a method that the root drives.
+    """Recording of each iterate of a method that the root drives.
 
-    `callback`: the user's own. `keeper`: writes the iterates that are to be kept. `told`: whether the user's callback is
-    running, or has raised.
+    `callback`: the user's own. `keeper`: writes checkpoints of iterates. `told`: whether the user's callback is running, or
+    has raised.
     """
 
     def __init__(self, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
@@ -60,12 +60,12 @@ class Iterates:
         if last is None:
             self._way = np.empty_like(x)
             return 0.0
-        with np.errstate(over="ignore", invalid="ignore"):  # a method that has lost its way may call infinities an iterate
+        with np.errstate(over="ignore", invalid="ignore"):  # a diverging method may report infinities as an iterate
             np.subtract(x, last, out=self._way)
             return float(np.sqrt(vdot(self._way, self._way)))
 
     def found(self, counts: dict[str, int]) -> dict[str, np.ndarray] | None:
-        """Return the iterate at which an earlier run has ended, and go on counting there; None where there was none."""
+        """Return the last iterate of an earlier run, and continue its counts; None if there was none."""
         found = self._keeper.found()
         if found is not None:
             self.record.restore(found["history"])
@@ -74,7 +74,7 @@ class Iterates:
         return found
 
     def write(self, point: Point | None, counts: dict[str, int], ended: bool) -> None:
-        """Write an iterate, where there is one and it is time to."""
+        """Write an iterate, if there is one and it is due."""
         if point is not None:
             self._keeper.keep(self.count, ended, point, counts.values(), self.record)
 
@@ -83,7 +83,7 @@ class Iterates:
         if self._callback is None:
             return None
         self.told = True
-        # A copy: SciPy goes on working in x, and the callback may keep what it gets, or change it.
+        # A copy: SciPy continues to write into x, and the callback may keep or change its argument.
         nest = self._packing.unpack(np.array(x, dtype=float))
         with self._used.refusing("the callback runs on the root alone, and the other ranks take no part"):
             answer = self._callback(nest, row)
@@ -92,19 +92,19 @@ class Iterates:
 
 
 class IteratesOfPoints(Iterates):
-    """The callback that SciPy's minimisers get, and the objective, whose first point is the first iterate.
+    """The callback for SciPy's minimizers, and the objective, whose first point is the first iterate.
 
-    `done`: iterations of an earlier run. `spent`: whether earlier runs have left no evaluation: the point where they came
-    is known then, from the file.
+    `done`: iterations of an earlier run. `spent`: whether earlier runs have used up the evaluations: then the last point's
+    values are taken from the file.
     """
 
     def __init__(self, points: Points, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
         super().__init__(callback, leader, keeper)
         self._points, self.done, self.spent = points, 0, False
-        self._resumed = False  # also at the starting point, when it is done with no iteration
+        self._resumed = False  # also true at the starting point, after a run without iterations
 
     def resume(self, start: np.ndarray) -> np.ndarray:
-        """Return where an earlier run had come, and go on counting there; `start` where there was none."""
+        """Return the last iterate of an earlier run, and continue its counts; `start` if there was none."""
         points, found = self._points, self.found(self._points.counts)
         points.interruptible = self._keeper.active
         if found is None:
@@ -112,25 +112,25 @@ class IteratesOfPoints(Iterates):
         points.iterate, self.done, self._resumed = points.at(found["x"]), self.count, True
         self.spent = points.exhausted
         if self.spent:
-            # SciPy isn't asked then, so what a result needs is taken from the file.
+            # SciPy isn't called then, so the values for a result are taken from the file.
             points.iterate.value, gradient = float(found["value"]), found["gradient"]
             points.iterate.gradient = gradient if gradient.size else None
         return found["x"]
 
     def counted(self, result: scipy.optimize.OptimizeResult) -> scipy.optimize.OptimizeResult:
-        """Correct what a method has counted since an earlier run ended."""
+        """Add the counts of earlier runs to those of a method."""
         if self._resumed:
             result.nit = self.count
             result.nfev, result.njev = self._points.counts.of_objective, self._points.counts.of_gradient
         return result
 
     def keep(self, ended: bool = False) -> None:
-        """Write the last iterate, where it is time to."""
+        """Write the last iterate if it is due."""
         if self._points.iterate is not None:
             self.write(self._points.foremost, self._points.counts, ended)
 
     def value(self, x: np.ndarray) -> float:
-        """Evaluate the objective; note the starting point."""
+        """Evaluate the objective; record the starting point."""
         point = self._points.valued(x)
         if not self.record.rows:
             self._note(point)
@@ -141,17 +141,17 @@ class IteratesOfPoints(Iterates):
         return self.note(self._points.iterate, self._points.counts.of_objective)
 
     def __call__(self, x: np.ndarray, *state: Any) -> Any:
-        """Note an iterate and tell the user's callback."""
+        """Record an iterate and call the user's callback."""
         row = self._note(self._points.at(np.ascontiguousarray(x, dtype=float)))
         self.keep()
         return self.tell(x, row)
 
 
 class PieceIterates:
-    """The same where variables are in pieces: the history everywhere, the line on the root, the callback everywhere.
+    """The same for distributed variables: history and callback on all ranks, progress on the root.
 
-    `agreement`: makes an exception in a callback known to all. `callback`: this rank's own. `anyone`: whether any rank
-    has one.
+    `agreement`: makes an exception in a callback known to all. `callback`: this rank's own. `anyone`: whether any rank has
+    one.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class PieceIterates:
     def heard(self, point: Moved, evaluations: int) -> bool:
         """Add a row and call the callback; return whether it wants the solve to end. All ranks call this."""
         row = self.note(point, evaluations)
-        # Nothing is agreed on where no rank has a callback; where one has, all agree, since it may raise.
+        # Without callbacks no agreement is needed; if any rank has one, all agree, since it may raise.
         return self.anyone and self._agreement.run(lambda: self._ends(point, row))
 
     def _ends(self, point: Moved, row: Row) -> bool:
@@ -185,7 +185,7 @@ class PieceIterates:
 
 
 def _of_iterates(callback: Function | None) -> Callable[[Tree, Row], Any] | None:
-    """Return a function of an iterate, of a callback that wants the variables, or an OptimizeResult."""
+    """Return a function of an iterate from a callback that takes the variables, or an OptimizeResult."""
     if callback is None:
         return None
     if not _takes_result(callback):
@@ -196,8 +196,8 @@ def _of_iterates(callback: Function | None) -> Callable[[Tree, Row], Any] | None
 
 
 def _takes_result(fun: Function) -> bool:
-    """Return whether a callback wants an OptimizeResult, as SciPy sees it: by the name of its only parameter."""
+    """Return whether a callback takes an OptimizeResult, by SciPy's rule: the name of its only parameter."""
     try:
         return set(inspect.signature(fun).parameters) == {"intermediate_result"}
-    except ValueError:  # some builtins don't say
+    except ValueError:  # some builtins have no signature
         return False

@@ -298,7 +298,7 @@ class DevicePacking(Packing):
 
 
 def packing_of_piece(start: Tree) -> PiecePacking | DevicePacking:
-    """Return the layout of a rank's own variables in a vector, on the host or on its device; a TypeError if they are on both."""
+    """Return the layout of a rank's own variables in a vector, on the host or a device; a TypeError if on both."""
     if leaf_on_device(start) is None:
         return PiecePacking(start)
     packing = DevicePacking(start)

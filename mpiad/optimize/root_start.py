@@ -1,7 +1,7 @@
-"""The root's starting point, as all ranks get it; where a rank gave another one, all raise.
+"""The root's starting point on all ranks; if a rank gave another one, all raise.
 
-A starting point of each rank's own, as a block of a divided grid, would be replaced by the root's without a word, and the
-result would be wrong wherever the shapes agree.
+Otherwise a starting point for each rank's own variables, such as a block of a distributed grid, would silently be replaced
+by the root's, and the result would be wrong whenever the shapes agree.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _ADVICE = (
 
 
 def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: str = "minimize") -> Tree:
-    """Return the root's `start`, on other ranks arrays on a device by their form alone; all ranks call it with their x0.
+    """Return the root's `start`, with placeholders for device arrays on other ranks; all ranks call it with their x0.
 
-    A ReplicationError on all ranks, where one gave something else than the root.
+    A ReplicationError on all ranks if the x0 of one differs from the root's.
     """
     if used.size == 1:
         return start
@@ -59,7 +59,7 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
 
 
 def _without_devices(start: Tree) -> Tree:
-    """Return the root's variables as they are told to other ranks: without what is on a device."""
+    """Return the root's variables as sent to other ranks: with placeholders for device arrays."""
     leaves, build = flatten(start)
     return build([
         leaf if arrays_of(leaf) is None else Elsewhere(leaf.shape, leaf.dtype, _fingerprint(on_host))
@@ -68,7 +68,7 @@ def _without_devices(start: Tree) -> Tree:
 
 
 def _fingerprint(array: np.ndarray) -> bytes:
-    """Return a hash of an array's values, in which equal ones of two precisions, both zeros and all NaNs are the same."""
+    """Return a hash of an array's values, which is the same for equal values of two precisions, both zeros, and all NaNs."""
     values = np.array(array, complex if array.dtype.kind == "c" else float)
     parts = values.reshape(-1).view(float)
     parts += 0.0  # makes -0.0 a 0.0
@@ -77,13 +77,13 @@ def _fingerprint(array: np.ndarray) -> bytes:
 
 
 def _own_device(*given: object) -> ArrayModule | None:
-    """Return this rank's device: that of what it was given, else the current one; an ImportError without CuPy."""
-    # The root's device number says nothing on another node; this rank's own arrays do.
+    """Return this rank's device: that of its arguments, else the current one; an ImportError without CuPy."""
+    # The root's device number is meaningless on another node; this rank's own arrays determine the device.
     return arrays_of(leaf_on_device(list(given))) or arrays_of(to_device(np.zeros(0)))
 
 
 def _as_given(x0: Tree) -> Tree:
-    """Return x0 as `as_variables` makes it of the root's; what can't be varied as it is."""
+    """Return x0 as `as_variables` converts the root's; unchanged if it can't be varied."""
     try:
         return as_variables(x0)
     except TypeError:
@@ -91,16 +91,16 @@ def _as_given(x0: Tree) -> Tree:
 
 
 def _require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves, call: str) -> None:
-    """Raise a ReplicationError on all ranks where one gave something else than the root: in form, or in a number's value.
+    """Raise a ReplicationError on all ranks if an argument of one differs from the root's, in form or in a value.
 
-    Values are compared as ``==`` does, but a NaN is equal to a NaN; reals of single and of double precision may be equal.
-    `mine`, `roots` : parts of what this rank (None for nothing) and the root were given, each with its path. All ranks
-    call it.
+    Values are compared as by ``==``, but a NaN is equal to a NaN; reals of single and of double precision may be equal.
+    `mine`, `roots` : leaves of the arguments of this rank (None for no argument) and the root, each with its path. All
+    ranks call it.
     """
     found = None if mine is None or used.rank == root else _difference(mine, roots, root)
     if not on_any_rank(used.data, found is not None):
         return
-    # Only where one differs do the ranks tell each other how, so that all say the same.
+    # Only if one differs do the ranks exchange the differences, so that all raise the same error.
     every: list[Difference | None] = used.data.allgather(found)
     differences = {rank: difference for rank, difference in enumerate(every) if difference is not None}
     ranks, first = list(differences), next(iter(differences.values()))
@@ -116,11 +116,11 @@ def _difference(mine: Leaves, roots: Leaves, root: Rank) -> Difference | None:
         for (path, _), (other, _) in zip_longest(mine, roots, fillvalue=("nothing more", None)):
             if path != other:
                 return _told(path, f"it holds {path} where rank {root}'s holds {other}")
-        # Those on a device in one copy.
+        # Device arrays in one copy.
         own, theirs = (fetched([leaf for _, leaf in leaves]) for leaves in (mine, roots))
         found = (_of_leaf(path, here, there, root) for (path, _), here, there in zip(mine, own, theirs))
         return next(filter(None, found), None)
-    except Exception as error:  # noqa: BLE001 - it may be code of the user's that runs, and the other ranks must not wait on
+    except Exception as error:  # it may be user code that runs, and the other ranks mustn't wait
         return _told(mine[0][0], f"it can't be compared with rank {root}'s: {type(error).__name__}: {error}")
 
 
@@ -133,14 +133,14 @@ def _of_leaf(path: str, mine: Array, theirs: Array, root: Rank) -> Difference | 
         return None if same else _told(path, f"{path}, {here}, has other values than rank {root}'s, which is on a device")
     a, b = np.asarray(mine), np.asarray(theirs)
     if a.dtype.kind not in _KINDS:
-        return None  # of other objects nothing is known but their type
+        return None  # of other objects only the type is known
     equal = np.asarray(a == b)
     if not equal.all():
         equal |= (a != a) & (b != b)  # NaNs
     if equal.all():
         return None
     wide = np.result_type(a, b)
-    # What is equal must not count as different in its bits: zeros of two signs, NaNs of several.
+    # Equal values must not count as different in their bits: zeros of two signs, NaNs of several kinds.
     return compare(path, here, a.astype(wide), np.where(equal, a, b).astype(wide), root, 0)
 
 

@@ -1,6 +1,6 @@
-"""When a sharded solve ends: its options, by SciPy's names and with the defaults of its L-BFGS-B, and its tests.
+"""Stopping of a sharded solve: its options, with SciPy's names and the defaults of its L-BFGS-B, and its tests.
 
-Statuses are SciPy's numbers where it has them.
+Statuses are SciPy's numbers if SciPy has them.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ NOT_FINITE = Ending(3, "ABNORMAL: the objective or its gradient isn't finite at 
 
 
 class Settings(NamedTuple):
-    """When to stop, and how much to remember."""
+    """Stopping criteria, and the size of the memory."""
 
-    maxcor: int = 10  # pairs of steps and gradient changes that are kept, called m in papers
+    maxcor: int = 10  # stored pairs of steps and gradient changes, called m in papers
     # Largest absolute entry of the (projected) gradient, over all ranks, at which the solve has converged.
     gtol: float = 1e-5
     # Relative decrease of the objective in one iteration at which it has converged; 0 for never.
     ftol: float = 2.2204460492503131e-09
     maxiter: int = 15000
-    maxfun: int = 15000  # evaluations, also those inside a line search
-    maxls: int = 20  # evaluations in one line search
+    maxfun: int = 15000  # evaluations, including those of line searches
+    maxls: int = 20  # evaluations per line search
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what the iterates of a solve depend on."""
+        """Return the settings on which the iterates of a solve depend."""
         return {"method": "L-BFGS-sharded", "m": self.maxcor, "maxls": self.maxls}
 
 
 def settings_of(tol: float | None, options: dict | None) -> Settings:
-    """Return the settings; `tol` is both tolerances where the options don't say, as in SciPy.
+    """Return the settings; `tol` is the default of both tolerances, as in SciPy.
 
-    A ValueError where there is no such option, or its value can't be.
+    A ValueError if an option doesn't exist, or its value is invalid.
     """
     given = dict(options or {})
     if "m" in given:
@@ -66,7 +66,7 @@ def settings_of(tol: float | None, options: dict | None) -> Settings:
 
 
 def checked(name: str, value: Any) -> float:
-    """Return the value of an option, a number; a ValueError where it can't be."""
+    """Return the value of an option, a number; a ValueError if it is invalid."""
     tolerance = name in _REAL
     least = 0 if tolerance or name in ("maxiter", "maxfun") else 1
     try:
@@ -82,13 +82,13 @@ def checked(name: str, value: Any) -> float:
 def ending_at(
     before: float, value: float, stopped: Callable[[], bool], made: tuple[int, int], settings: Settings | NewtonSettings
 ) -> Ending | None:
-    """Return why a solve ends at an iterate whose gradient isn't small enough, or None where it goes on.
+    """Return why a solve ends at an iterate whose gradient isn't small enough, or None if it continues.
 
-    `before` is the objective at the iterate before, infinite where the last search found nothing, `made` how many
-    iterations and evaluations there were, and ``stopped()`` whether a callback wants the solve to end.
+    `before` is the objective at the iterate before, infinite if the last search found nothing; `made` are the numbers of
+    iterations and evaluations, and ``stopped()`` returns whether a callback wants the solve to end.
     """
     if settings.ftol > 0.0 and before < math.inf:
-        # As L-BFGS-B: relative, but absolute below one, where objectives near zero would never end.
+        # As in L-BFGS-B: relative, but absolute below one, since solves with objectives near zero would never end.
         if before - value <= settings.ftol * max(abs(before), abs(value), 1.0):
             return REDUCTION
     if stopped():
@@ -103,7 +103,7 @@ _FUNCTIONS = "preconditioner", "inner_product", "regularizer"
 
 
 class NewtonSettings(NamedTuple):
-    """What a Newton step is made of, and when to stop."""
+    """The components of a Newton step, and stopping criteria."""
 
     # {"full", "gauss-newton"}. Products with the Hessian, or with JᵀJ of residuals; the regularizer's Hessian is full.
     product: str = "full"
@@ -111,39 +111,39 @@ class NewtonSettings(NamedTuple):
     # From a residual in the form of x to about H⁻¹ of it; by default the inner product's `precondition`, or its inverse.
     preconditioner: Callable[[Any], Any] | None = None
     inner_product: Callable[[Any], Any] | None = None  # from dJ/dx to the gradient in the inner product
-    regularizer: Function | None = None  # added to half the squares of the residuals, under "gauss-newton"
-    # `gtol`, `grtol`: the gradient's norm at which the solve has converged, and that norm by the first one.
+    regularizer: Function | None = None  # added to half the squares of the residuals, with "gauss-newton"
+    # `gtol`, `grtol`: the gradient's norm at which the solve has converged, absolute and relative to the first one.
     gtol: float = 1e-5
     grtol: float = 1e-6
     ftol: float = 0.0  # as in L-BFGS-sharded; 0 for never
     maxiter: int = 200
     maxfun: int = 15000
     maxls: int = 20
-    maxcg: int = 200  # products in one iteration
+    maxcg: int = 200  # products per iteration
     # Of the first trust region, in the preconditioner's norm; by default the length of the steepest descent.
     radius: float | None = None
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what the iterates of a solve depend on."""
+        """Return the settings on which the iterates of a solve depend."""
         names = ("product", "globalization", *_FUNCTIONS, "maxls", "maxcg", "radius")
         values = self._asdict()
         shown = {name: "a function" if callable(values[name]) else values[name] for name in names}
         return {"method": "Newton-CG-sharded", **shown}
 
     def __repr__(self) -> str:
-        """Return what must be the same on all ranks, in words."""
+        """Return a description of the settings that must be the same on all ranks."""
         shown = {name: "a function" if callable(value) else value for name, value in self._asdict().items()}
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
 def newton_settings_of(tol: float | None, options: dict | None) -> NewtonSettings:
-    """Return the settings; `tol` is `gtol` where the options don't say. Raises as `settings_of`."""
+    """Return the settings; `tol` is the default of `gtol`. Raises as `settings_of`."""
     given = dict(options or {})
     if tol is not None:
         given = {"gtol": tol, **given}
     if given.get("preconditioner") is None:
-        # What defines the inner product mostly knows how to precondition by it: priors do.
+        # The object of the inner product often has a preconditioner for it, as priors do.
         given["preconditioner"] = getattr(given.get("inner_product"), "precondition", None)
     for name, value in given.items():
         if name not in NewtonSettings._fields:
@@ -166,7 +166,7 @@ def newton_settings_of(tol: float | None, options: dict | None) -> NewtonSetting
 
 
 def _function(name: str, value: object) -> Any:
-    """Return the function that an option gives; of an object that solves, as a prior does, its `solve`."""
+    """Return the function that an option gives; for an object that solves, such as a prior, its `solve`."""
     solves = getattr(value, "solve", None)
     if name != "regularizer" and callable(solves):
         return solves

@@ -137,7 +137,7 @@ class HostVectors:
 
     @np.errstate(over="ignore", invalid="ignore")  # a trial point may not be finite, which the line search checks
     def take(self, gradient: np.ndarray, way: int, out: int) -> tuple[float, float, float]:
-        """Copy a gradient into row `out`; return its largest absolute entry, its product with row `way`, and the square of that.
+        """Copy a gradient into row `out`; return its largest entry, slope along row `way`, and the square of `way`.
 
         If an entry isn't finite, the largest is infinite.
         """
@@ -216,7 +216,7 @@ class HostVectors:
     ) -> tuple[float, float, float, float, float]:
         (x, here), trial, box = points, tile[ring.trial], self.box
         np.copyto(trial, gradient)
-        # If a gradient isn't finite, its projected step may still be.
+        # If a gradient isn't finite, its projected step may still be finite.
         largest = _largest(trial)
         if largest < math.inf:
             largest = float(np.max(np.abs(box.way(x[part], trial, part))))  # type: ignore[union-attr]

@@ -1,11 +1,11 @@
-"""The limited memory of a rank's piece: two passes over it for each iteration, and one reduction.
+"""The limited memory of a rank's variables: two passes over it per iteration, and one reduction.
 
-The first pass turns the gradient before into the newest change and takes that one's products with all others; their sums
-go to the root in one message, which answers with the coefficients of the direction. The second pass makes it. So the
-memory is read twice and the direction written: (4m + 3) n numbers travel, and little else.
+The first pass replaces the previous gradient by the newest change and computes its products with all other rows; their sums
+go to the root in one message, which answers with the coefficients of the direction. The second pass computes it. So the
+memory is read twice and the direction written: (4m + 3) n numbers are moved, and little else.
 
-Of the gradient no products are taken: those with what is in the memory change by those of the newest change. Only where
-it has become so much smaller that rounding would show are they taken anew.
+Products with the gradient aren't computed: its products with the rows of the memory change by those of the newest change.
+They are computed again only if the gradient has become so much smaller that rounding would show.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors
 from mpiad.optimize.sharded.solver_state import Point
 
-# How far the gradient may have fallen since its products were last taken themselves: their error is this many times that
-# of rounding.
+# Fall of the gradient after which its products are computed again: up to then their error is this many times that of
+# rounding.
 _FALL = 100.0
 
 
 class LimitedMemory:
-    """The last steps and gradient changes, and the gradients of the point where the solve is and of a trial point.
+    """The last steps and gradient changes, and the gradients of the current point and of a trial point.
 
-    `ring`: which row holds what. `vectors`: the rows. With bounds, products are taken over the free variables, anew in
-    each iteration.
+    `ring`: roles of the rows. `vectors`: the rows. With bounds, products are taken over the free variables, again in each
+    iteration.
     """
 
     def __init__(self, ring: Ring, vectors: HostVectors | DeviceVectors, totals: Totals):
         self.ring, self.vectors, self._totals = ring, vectors, totals
         height = ring.height
-        # A row of steps holds the direction; the step is so many times as long.
+        # A row of steps stores the direction; these are the lengths of the steps relative to it.
         self._lengths = np.ones(height)
         self._products, self._with_gradient = np.zeros((height, height)), np.zeros(height)  # on the root
-        self._coefficients, self._made = np.zeros(1), False  # whether the direction is made of them
-        self._largest_norm = 0.0  # of the gradients since the products with one were taken
+        self._coefficients, self._made = np.zeros(1), False  # whether the direction has been computed from them
+        self._largest_norm = 0.0  # of the gradients since the products with one were computed
         self._aside: Array | None = None
 
     def put_aside(self, point: Point) -> None:
-        """Keep a trial point's gradient while others are tried."""
+        """Store a trial point's gradient while others are tried."""
         self._aside = self.vectors.read(self.ring.trial, self.vectors.new() if self._aside is None else self._aside)
         point.aside = True
 
     def take_back(self, point: Point) -> None:
-        """Put a gradient that was kept where that of a trial point belongs."""
+        """Restore a stored gradient to the row for trial points."""
         if point.aside:
             self.vectors.write(self.ring.trial, self._aside)  # type: ignore[arg-type]
             point.aside = False
 
     def gradient(self, point: Point) -> Array:
-        """Return the gradient at the point where the solve is, or at the last trial point."""
+        """Return the gradient at the current point, or at the last trial point."""
         return self.vectors.read(self.ring.gradient if point.settled else self.ring.trial, self.vectors.new())
 
     def update(self, new: Point, before: Point | None, stop: bool) -> tuple[float, float, bool]:
         """Move to a trial point; return the next direction's slope, the gradient's length, and whether any rank stops.
 
-        `new` is the last trial point, or where the solve already is; `before` where it was, if the step from there makes a
-        pair; `stop` says whether this rank wants the solve to end.
+        `new` is the last trial point, or the current point; `before` is the previous point, if the step from there makes a
+        pair; `stop` is whether this rank wants the solve to end.
         """
         keep = before is not None
         self._move(new, keep)
@@ -71,7 +71,7 @@ class LimitedMemory:
         else:
             products, of_held = self.vectors.products_of_free(self.ring, new.x, new.norm, before.x if before else None)
             parts = np.append(products, of_held)
-        # Every rank knows how many pairs there are, so it knows how many coefficients come.
+        # Every rank knows the number of pairs, and so the number of coefficients.
         decision = self._totals.decided(
             np.append(parts, float(stop)), 2 * self.ring.count + 4, lambda sums: self._decide(sums, new, keep, anew)
         )
@@ -80,7 +80,7 @@ class LimitedMemory:
         return slope, length, bool(stopped)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return all that the next steps depend on, in arrays; the largest is the memory itself, not a copy."""
+        """Return all arrays that the next steps depend on; the largest is the memory itself, not a copy."""
         numbers = [self.ring.first, self.ring.count, self._largest_norm]
         return {
             "rows": self.vectors.to_host(self.vectors.memory), "ring": np.array(numbers), "lengths": self._lengths,
@@ -88,7 +88,7 @@ class LimitedMemory:
         }  # fmt: skip
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
-        """Take over what `state` returned."""
+        """Restore the result of `state`."""
         self.vectors.memory = self.vectors.from_host(state["rows"])
         first, count, self._largest_norm = state["ring"].tolist()
         self.ring.first, self.ring.count = int(first), int(count)
@@ -113,7 +113,7 @@ class LimitedMemory:
         return True
 
     def _decide(self, sums: np.ndarray, new: Point, keep: bool, anew: bool) -> np.ndarray:
-        """Return what the root tells: the coefficients, the slope, the gradient's length, whether to stop."""
+        """Return the root's decision: the coefficients, the slope, the gradient's length, whether to stop."""
         rows, stop, of_held = self.ring.rows(), sums[-1], 0.0
         lengths = self._lengths[rows]
         if self.vectors.box is not None:
@@ -127,7 +127,7 @@ class LimitedMemory:
         return np.concatenate([coefficients * lengths, [slope + of_held, np.sqrt(with_gradient[-1]), stop]])
 
     def _take(self, sums: np.ndarray, rows: np.ndarray, new: Point, keep: bool, anew: bool) -> None:
-        """Put new products into the tables, those of a direction times its step's length."""
+        """Store new products in the tables; those of a direction are multiplied by its step's length."""
         lengths, old, known = self._lengths[rows], rows[:-1], self._with_gradient
         of_change, of_gradient = sums[: len(rows)] * lengths, sums[len(rows) : 2 * len(rows) - 1] * lengths[:-1]
         if keep:
@@ -141,9 +141,9 @@ class LimitedMemory:
         known[rows[-1]] = sums[2 * len(rows) - 1]
 
     def advance(self, at: Point, step: float, outs: tuple[Array, Array | None]) -> None:
-        """Write where a step along the direction from a point leads, and once more where there is a copy.
+        """Write the point at a step along the direction from a point, and a copy if there is a vector for it.
 
-        `at` is where the solve is, for which `update` was called last. The first step from it also makes the direction.
+        `at` is the current point, for which `update` was called last. The first step from it also computes the direction.
         """
         ring, vectors = self.ring, self.vectors
         parts = [] if self._made else ring.parts()
@@ -157,10 +157,10 @@ class LimitedMemory:
         self._made = True
 
     def measure(self, point: Point, here: Point | None, gradient: Array) -> list[float]:
-        """Put the gradient of a trial point into its row; return its largest entry, and this rank's terms.
+        """Copy the gradient of a trial point into its row; return its largest entry, and this rank's terms.
 
-        The terms are those of the slope, of the changes that the gradients before and here predict, and of the square of
-        the way; last, whether a bound has stopped a variable.
+        The terms are those of the slope, of the changes predicted by the gradients before and here, and of the square of
+        the step; last, whether a bound has stopped a variable.
         """
         ring = self.ring
         if self.vectors.box is not None:

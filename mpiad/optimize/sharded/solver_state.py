@@ -1,7 +1,7 @@
-"""The state of a sharded solve between two iterations: the point where it is, and the files that it goes on from.
+"""The state of a sharded solve between two iterations: the current point, and the files from which it resumes.
 
-Of two files a rank writes one in turn, and the next is begun only when all ranks have written theirs. So whenever a job
-is killed, there is an iteration of which every rank has a file: the last, or the one before.
+Each rank writes two files alternately, and the next is begun only when all ranks have written theirs. So whenever a job is
+killed, there is an iteration of which every rank has a file: the last, or the one before.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ OF_RANKS = "ranks", "variables", "x0 (checksum)", "bounds (checksum)"
 
 @dataclass(eq=False, slots=True)
 class Point:
-    """Variables of the piece; the numbers are those of all ranks. Its gradient lies in the memory."""
+    """This rank's variables; the numbers are those of all ranks. Its gradient is stored in the memory."""
 
     x: Array  # shape (n,)
     value: float = math.nan  # the objective
     norm: float = math.nan  # largest absolute entry of the (projected) gradient
-    slope: float = math.nan  # of the objective along the way here, without the variables that a bound stopped
-    finite: bool = False  # whether the value and all entries of the gradient are
-    clipped: bool = False  # whether a bound stopped any variable on the way
+    slope: float = math.nan  # of the objective along the step to here, without the variables that a bound stopped
+    finite: bool = False  # whether the value and all entries of the gradient are finite
+    clipped: bool = False  # whether a bound stopped any variable in the step
     step: float = math.nan  # along the direction that led here
-    length: float = 0.0  # of the way from the point before, over all ranks
-    room: float = math.inf  # from here to where the search that led here met no finite value; infinite where it met none
-    # Where a bound may have stopped variables: the step times the gradient before, and times the gradient here.
+    length: float = 0.0  # of the step from the point before, over all ranks
+    room: float = math.inf  # from here to the point at which the last search met no finite value; infinite if it met none
+    # If a bound may have stopped variables: the step times the gradient before, and times the gradient here.
     predicted: float = math.nan
     met: float = math.nan
     settled: bool = False  # whether the memory has moved here
@@ -48,13 +48,13 @@ class Point:
 
 
 class State(NamedTuple):
-    """A solve between two iterations, beside its memory."""
+    """A solve between two iterations, without its memory."""
 
     # `iteration`, `count`: iterations and evaluations so far.
     iteration: int
     count: int
     here: Point
-    value_before: float  # objective at the iterate before; infinite where the last search found nothing
+    value_before: float  # objective at the iterate before; infinite if the last search found nothing
     # `slope`, `length`: of the objective along the next direction, and of the gradient.
     slope: float
     length: float
@@ -65,8 +65,8 @@ class StateFiles:
     """Write states and read them again; without a checkpoint it does nothing.
 
     - `checkpoint`: this rank's own; all have one or none.
-    - `problem`, `anywhere`: what the state belongs to, on these ranks and on any number of them.
-    - `layout`: where this rank's variables lie; without it a state belongs to its number of ranks.
+    - `problem`, `anywhere`: descriptions of the problem, on these ranks and on any number of them.
+    - `layout`: positions of this rank's variables; without it a state belongs to its number of ranks.
     - `used`: the user's communicator.
     - `agreement`: knows whether a rank was told to end.
     - `iteration`: of the last state that was written or found; -1 for none.
@@ -83,7 +83,7 @@ class StateFiles:
 
     @property
     def interrupted(self) -> bool:
-        """Return whether the solve is to end here, since a rank was told to."""
+        """Return whether the solve must end here, because a rank was told to."""
         return self._checkpoint is not None and self._agreement.end_requested
 
     def _file(self, slot: int) -> Path:
@@ -93,7 +93,7 @@ class StateFiles:
     def look(self) -> None:
         """Find the newest state that all ranks have, and read it.
 
-        A ValueError on all ranks, where a file of any is damaged, or belongs to another problem.
+        A ValueError on all ranks if a file of any is damaged, or belongs to another problem.
         """
         if self._checkpoint is None:
             return
@@ -106,7 +106,7 @@ class StateFiles:
             mine = self._iterations_on_disk()
         except (OSError, ValueError) as error:
             wrong = error
-        # A rank that raised by itself would leave the others in the next message.
+        # If a rank raised by itself, the others would wait in the next message.
         common = self._agreed(mine, wrong)
         if common is not None:
             self.iteration, self._slot = common, 1 - mine[common]
@@ -175,7 +175,7 @@ class StateFiles:
             )
 
     def _agreed(self, mine: dict[int, int], wrong: Exception | None) -> int | None:
-        """Return the newest iteration that all ranks have; raise on all where one can't go on."""
+        """Return the newest iteration that all ranks have; raise on all if one can't continue."""
         told = self._used.data.allgather((sorted(mine), None if wrong is None else str(wrong)))
         for rank, (_, text) in enumerate(told):
             if text is not None:
@@ -211,12 +211,12 @@ class StateFiles:
             wrong = f"rank {self._used.rank}: {self._failures.reason(error, self._file(self._slot))}"
         failures = [text for text in self._used.data.allgather(wrong) if text is not None]
         if failures:
-            # This slot again next time: the other one holds the last state that all ranks have.
+            # This slot again next time: the other one has the last state that all ranks have.
             self._failures.tell(iteration, failures[0])
         else:
             self._failures.end()
             self.iteration, self._slot = iteration, 1 - self._slot
-            # Older than this one, and of use to nobody: those of another number of ranks.
+            # Obsolete: the older files of another number of ranks.
             for file in self._old[self._used.rank :: self._used.size]:
                 file.unlink(missing_ok=True)
             self._old = []
