@@ -1,10 +1,10 @@
-"""`AdditiveSchwarz`: each rank solves its part of a sparse system exactly, by SciPy's factors, and the parts are added up.
+"""`AdditiveSchwarz`: each rank solves its part of a sparse system exactly, by SciPy's factors, and the solutions are added.
 
-A part is a rank's rows with some layers of its neighbours' around them. The more parts, the slower what is common to all
-travels: one unknown for each rank, constant on its rows, is solved for exactly beside them.
+A part consists of a rank's rows and some layers of its neighbors' rows around them. The more parts, the slower global
+components of the error are reduced: therefore one unknown per rank, constant on its rows, is also solved for exactly.
 
-SciPy's factors are the host's. Of a residual on a device one copy goes there, and one of the correction comes back; what
-the ranks exchange in between is on the host already.
+SciPy's factors are on the host. A residual on a device is copied there, and the correction back; the messages between the
+ranks in between are on the host.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ _CALL = "linalg.AdditiveSchwarz"
 
 
 class AdditiveSchwarz:
-    """Precondition by exact solves on each rank's rows and some layers around them, added up.
+    """Precondition by the sum of exact solves on each rank's rows and some layers around them.
 
     Parameters
     ----------
     matrix : DistributedMatrix
-        Square, its rows and columns divided alike.
+        Square, with rows and columns distributed alike.
     overlap : int
-        Layers of the neighbours' rows in each part; 0 is block Jacobi.
+        Layers of the neighbors' rows in each part; 0 is block Jacobi.
     restricted : bool
-        Whether each rank keeps the solution on its own rows only: fewer iterations and messages, but not symmetric, and
-        so for "gmres" and "bicgstab" alone.
+        Whether each rank uses the solution on its own rows only: fewer iterations and messages, but not symmetric, and so
+        only for "gmres" and "bicgstab".
     coarse : bool
-        Whether to solve as well for one number for each rank: iterations then grow less with their number. It takes one
-        small matrix of as many rows as ranks on each of them.
+        Whether to solve also for one number per rank: iterations then grow less with the number of ranks. Each rank stores
+        a small matrix with one row per rank.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument can't be used, or a part is singular.
+        On all ranks, if an argument is invalid, or a part is singular.
 
     Ranks
     -----
-    All ranks of the matrix call it, and what it makes: ``preconditioner(r)``, with r of shape (..., rows), on the host or
-    on a device (copied to the host, and the result back: one copy each way). `T` is the transpose, which `solve` uses in
+    All ranks of the matrix call it, and the result: ``preconditioner(r)``, with r of shape (..., rows), on the host or on
+    a device (copied to the host, and the result back: one copy each way). `T` is the transpose, which `solve` uses in
     derivatives.
 
     References
@@ -103,17 +103,17 @@ class AdditiveSchwarz:
         return other
 
     def __call__(self, r: LocalArray) -> LocalArray:
-        """Return an approximation of this rank's part of the solution, where `r` lives.
+        """Return an approximation of this rank's part of the solution, on the device of `r`.
 
         Parameters
         ----------
         r : array of shape (..., n)
-            With n the number of this rank's rows.
+            n is the number of this rank's rows.
 
         Raises
         ------
         ValueError
-            Where it has another length; in `solve` and `newton` on all ranks.
+            If it has another length; in `solve` and `newton` on all ranks.
 
         Ranks
         -----
@@ -125,7 +125,7 @@ class AdditiveSchwarz:
         return through_host(self._corrected, r)
 
     def _corrected(self, r: LocalArray) -> LocalArray:
-        # Where only one side is restricted, turning exchanges what goes in with what comes out.
+        # If only one side is restricted, transposition exchanges the restrictions of input and output.
         enters, leaves = (not self.restricted or not self._turned), (not self.restricted or self._turned)
         outside = self._plan.fetch(r) if enters else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
         extended = self._solved(np.concatenate([r, outside], axis=-1))
@@ -134,13 +134,13 @@ class AdditiveSchwarz:
             self._plan.give(extended[..., r.shape[-1] :], out)
         if self._coarse is not None:
             sums = mpi_allgather(r.sum(axis=-1), comm=self.comm)
-            # Of the small system each rank needs its own row alone: the number that it adds to all of its rows.
+            # Each rank needs only its own row of the small system: the number that it adds to all of its rows.
             inverse = self._coarse.T if self._turned else self._coarse
             out += np.tensordot(inverse[self.rank], sums, 1)[..., None]
         return out
 
     def refusal(self, r: LocalArray) -> Exception | None:
-        """Return why this rank's block can't be preconditioned, None where it can."""
+        """Return why this rank's block can't be preconditioned, None if it can."""
         if r.shape[-1:] == (self.rows,):
             return None
         return ValueError(
@@ -156,11 +156,11 @@ class AdditiveSchwarz:
 
 
 def _overlapping_part(matrix: DistributedMatrix, rows: LocalArray, overlap: int, used: Channel) -> tuple[Any, GhostPlan]:
-    """Return the matrix of this rank's rows and of some layers around them, and where the latter come from."""
+    """Return the matrix of this rank's rows and of some layers around them, and the plan for fetching the latter."""
     own = np.arange(matrix.owned_rows.start, matrix.owned_rows.stop)
     around, plan = np.zeros(0, np.int64), GhostPlan(np.zeros(0, np.int64), matrix.offsets[0], matrix.comm)
     whole: Any = rows
-    # A layer at a time: the columns that the rows touch become rows too. All ranks make as many, since each is collective.
+    # Layer by layer: the columns in the rows become rows too. All ranks do the same number, since each is collective.
     for _ in range(overlap):
         touched = np.unique(whole.indices)
         around = np.union1d(around, np.setdiff1d(touched, own)).astype(np.int64)
@@ -176,13 +176,13 @@ def _rows_of_others(rows: LocalArray, plan: GhostPlan, used: Channel) -> Any:
         sent[rank] = rows[places]
     received = used.data.alltoall(sent)
     found: list[Any] = [scipy.sparse.csr_matrix((0, rows.shape[1]), dtype=rows.dtype)]
-    # A plan's ghosts are sorted by their place, and so by their owner.
+    # A plan's ghosts are sorted by position, and so by owner.
     found.extend(received[rank] for rank, _ in plan.sources)
     return scipy.sparse.vstack(found, format="csr")
 
 
 def _coarse_inverse(matrix: DistributedMatrix, values: np.ndarray, size: int) -> np.ndarray:
-    """Return the inverse of what the matrix is on fields that are constant on each rank; pseudo, where that is singular."""
+    """Return the inverse of the matrix on fields that are constant on each rank; the pseudoinverse if it is singular."""
     owners = np.searchsorted(matrix.offsets[1], matrix.indices[1], side="right") - 1
     row = np.zeros(size, values.dtype)
     np.add.at(row, owners, values)

@@ -1,4 +1,4 @@
-"""How a linear system is to be solved, and what of it can't be."""
+"""Settings of a linear solve, and their checks."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ SIDES = ("left", "right")
 
 
 class Settings(NamedTuple):
-    """How to solve; the same on all ranks."""
+    """Settings of a solve; the same on all ranks."""
 
     method: str
-    # `rtol`, `atol`: the residual's norm is to fall to ``max(rtol * norm(b), atol)``.
+    # `rtol`, `atol`: the residual's norm must fall to ``max(rtol * norm(b), atol)``.
     rtol: float
     atol: float
     maxiter: int | None
     comm: Comm
     callback: Callable[[float], Any] | None
     restart: int = 30  # length of a cycle of GMRES
-    side: str | None = None  # {"left", "right"} or None; of the preconditioner
-    batch: int = 0  # how many leading axes of b count systems
+    side: str | None = None  # {"left", "right"} or None; side of the preconditioner
+    batch: int = 0  # number of leading axes of b that count systems
     verify: bool = True  # whether to spend products on checks at the end
-    call: str = "linalg.solve"  # what errors begin with
-    probe: bool = True  # whether to look for constants in the operator's null space: not in the systems of derivatives
-    with_x0: bool = False  # whether there is an x0: its residual takes a product that all ranks must take part in
+    call: str = "linalg.solve"  # start of error messages
+    probe: bool = True  # whether to check for constants in the operator's null space: not in the systems of derivatives
+    with_x0: bool = False  # whether there is an x0: its residual takes a collective product
     # `reported`, `preconditioned`: whether any rank has a callback, or a preconditioner, that may raise: known after
     # `agree_on`.
     reported: bool = False
@@ -41,16 +41,16 @@ class Settings(NamedTuple):
 
 
 def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
-    """Return the settings with what other ranks' functions say of them; one reduction.
+    """Return the settings, completed by those of other ranks' functions; one reduction.
 
-    Raises this rank's `error`, or one like another's; a ValueError where ranks would solve in different ways, and wait for
+    Raises this rank's `error`, or one like another's; a ValueError if ranks would solve in different ways, and wait for
     each other.
     """
     used = channel(settings.comm, settings.call)
-    # Communicators and functions differ between processes in what `repr` says of them.
+    # The `repr` of communicators and functions differs between processes.
     given = settings._replace(comm=None, callback=None)
     number = zlib.crc32(repr(given).encode())
-    # The greatest number and, negated, the least: where they are the same, all are.
+    # The maximum of the number and of its negative: if they agree, all numbers do.
     functions = settings.callback is not None, preconditioner is not None
     mine, most = np.array([error is not None, number, -number, *functions], np.int64), np.empty(5, np.int64)
     used.data.Allreduce(mine, most, MAX)
@@ -62,7 +62,7 @@ def agree_on(settings: Settings, error: Exception | None, preconditioner: Functi
 
 
 def mistake_in(s: Settings, methods: Collection[str], ndim: int) -> Exception | None:
-    """Return what is wrong with settings, for a right-hand side of `ndim` axes; None where nothing is."""
+    """Return the error in the settings, for a right-hand side of `ndim` axes; None if there is none."""
     if s.method not in methods:
         listed = ", ".join(map(repr, methods))
         return ValueError(f"{s.call}: method must be one of {listed}, but got {s.method!r}.")
@@ -76,9 +76,9 @@ def mistake_in(s: Settings, methods: Collection[str], ndim: int) -> Exception | 
 
 
 def unfit_preconditioner(functions: Iterable[Any], b: object) -> Exception | None:
-    """Return why a preconditioner isn't made for blocks like `b`; None where each is, or is the user's own function.
+    """Return why a preconditioner doesn't fit blocks like `b`; None if each does, or is the user's own function.
 
-    Found out here and not when it is called: where it fits on some ranks, those would wait in it for the others.
+    Checked here and not in its call: if it fits on some ranks, those would wait in it for the others.
     """
     refusals = [fun.refusal(b) for fun in functions if hasattr(fun, "refusal")]
     return next((error for error in refusals if error is not None), None)

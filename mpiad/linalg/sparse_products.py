@@ -1,8 +1,8 @@
-"""Products with a sparse matrix whose rows are divided among the ranks, as operators that know each other's derivatives.
+"""Products with a sparse matrix whose rows are distributed over the ranks, as operators that are each other's derivatives.
 
-All are parts of one number, T(v, x, y) = Σ_k v_k x_col(k) y_row(k) over the entries k of the matrix: A x is its derivative
-by y, Aᵀ y that by x, and the derivative by the values v is the third. T is linear in each of its arguments, so the
-derivatives of each of the three are the other two, at any order. No product is conjugated.
+All derive from one number, T(v, x, y) = Σ_k v_k x_col(k) y_row(k) over the entries k of the matrix: A x is its derivative
+with respect to y, Aᵀ y that with respect to x, and the third product that with respect to the values v. T is linear in
+each of its arguments, so the derivatives of each of the three are the other two, to any order. No product is conjugated.
 
 On the host the sums are SciPy's, on a device those of `SegmentSums`.
 """
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
     from mpiad.linalg.distributed_matrix import DistributedMatrix
 
 
-# Entries of a divided vector that a rank needs and others own: who sends what to whom, found once.
+# Entries of a distributed vector that a rank needs and others own: the plan of messages, found once.
 
 
-# Beside those of halos, below the 32767 that MPI guarantees.
+# Next to those of halos, below the 32767 that MPI guarantees.
 _TAG_INDICES, _TAG_FETCH, _TAG_GIVE = 32741, 32742, 32743
 
 
 class GhostPlan:
-    """What ranks exchange so that each has the ghosts that it needs, and how it flows back; all ranks make it.
+    """The messages by which each rank gets its ghosts, and their transpose; all ranks make it.
 
-    - `needed`: places in the whole vector of what this rank needs and doesn't own, sorted.
-    - `offsets`, of length P + 1: rank r owns the places from offsets[r] to offsets[r + 1].
-    - `sources`, list of (int, slice): ranks that this one receives ghosts from, and their places among the ghosts.
-    - `destinations`, list of (int, array of int): ranks that it sends to, and the places in its own part.
+    - `needed`: positions in the whole vector of the entries that this rank needs and doesn't own, sorted.
+    - `offsets`, of length P + 1: rank r owns the positions from offsets[r] to offsets[r + 1].
+    - `sources`, list of (int, slice): ranks from which this one receives ghosts, and their positions among the ghosts.
+    - `destinations`, list of (int, array of int): ranks to which it sends, and the positions in its own part.
     """
 
     def __init__(self, needed: np.ndarray, offsets: np.ndarray, comm: Comm):
         used = channel(comm, "DistributedMatrix")
         self.comm, self.count = comm, len(needed)
         owners = np.searchsorted(offsets, needed, side="right") - 1
-        # Sorted places have sorted owners, so the ghosts of one owner follow one another.
+        # Sorted positions have sorted owners, so the ghosts of one owner are consecutive.
         ranks, starts, counts = np.unique(owners, return_index=True, return_counts=True)
         self.sources: list[tuple[Rank, slice]] = [
             (int(owner), slice(int(start), int(start + count))) for owner, start, count in zip(ranks, starts, counts)
@@ -59,7 +59,7 @@ class GhostPlan:
         wanted[ranks] = counts
         with restoring_state(), suspended():
             asked = mpi_alltoall(wanted, comm=comm)
-            # Receives first, so that no rank must keep others' lists until it looks for them.
+            # Receives first, so that no rank has to buffer others' lists.
             coming = [
                 (int(r), mpi_irecv(np.empty(asked[r], np.int64), int(r), _TAG_INDICES, comm)) for r in np.flatnonzero(asked)
             ]
@@ -79,7 +79,7 @@ class GhostPlan:
         return ghosts
 
     def give(self, ghosts: LocalArray, out: LocalArray) -> None:
-        """Add ghosts to what their owners have in `out`: the transpose of `fetch`; collective."""
+        """Add ghosts to the entries of their owners in `out`: the transpose of `fetch`; collective."""
         coming = []
         for r, places in self._destinations(out):
             room = empty_beside(out, (*out.shape[:-1], len(places)))
@@ -87,17 +87,17 @@ class GhostPlan:
         for r, places in self.sources:
             mpi_send(ghosts[..., places], r, _TAG_GIVE, self.comm)
         for places, request in coming:
-            # A place is asked for once by each rank, so that none is lost among equal ones.
+            # Each rank needs a position only once, so that no addition is lost among equal positions.
             out[..., places] += mpi_wait(request)
 
     def _destinations(self, x: LocalArray) -> Any:
-        """Return the ranks that this one sends to and the places, these where `x` lives."""
+        """Return the destinations and the positions, these on the device of `x`."""
         home = arrays_of(x)
         return self.destinations if home is None else zip([r for r, _ in self.destinations], self._places.on(home))
 
 
 class Pattern:
-    """Where the entries of this rank's rows are, and the ghosts that they need.
+    """Positions of the entries of this rank's rows, and their ghosts.
 
     `rows`, `columns`, int of length nnz: each entry's row in this rank's part of y, and its column: in this rank's part
     of x, or after it among the ghosts. `starts`: CSR's row pointers. `shape`: rows and columns of this rank's part of y
@@ -117,16 +117,16 @@ class Pattern:
 
     @cached_property
     def by_row(self) -> SegmentSums:
-        """Return the sums over rows, of entries on a device."""
+        """Return the sums over rows, for entries on a device."""
         return SegmentSums(self.rows.astype(self.columns.dtype), self.shape[0])
 
     @cached_property
     def by_column(self) -> SegmentSums:
-        """Return the sums over columns, of entries on a device."""
+        """Return the sums over columns, for entries on a device."""
         return SegmentSums(self.columns, self.shape[1] + self.plan.count)
 
     def matrix(self, values: LocalArray) -> scipy.sparse.csr_matrix:
-        """Return this rank's rows as a matrix that takes the ghosts after its part of x; it shares the values' memory."""
+        """Return this rank's rows as a matrix whose columns are its part of x and the ghosts; it shares the values' memory."""
         shape = self.shape[0], self.shape[1] + self.plan.count
         return scipy.sparse.csr_matrix((values, self.columns, self.starts), shape, copy=False)
 
@@ -137,7 +137,7 @@ class Pattern:
 
 @custom_operator
 def product(values: LocalArray, x: LocalArray, pattern: Pattern) -> LocalArray:
-    """Return this rank's part of A x, shape (..., rows), of the values of A's entries and x, shape (..., columns)."""
+    """Return this rank's part of A x, shape (..., rows), from the values of A's entries and x, shape (..., columns)."""
     extended = pattern.extended(x)
     home = arrays_of(values)
     if home is None:
@@ -148,7 +148,7 @@ def product(values: LocalArray, x: LocalArray, pattern: Pattern) -> LocalArray:
 
 @custom_operator
 def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray:
-    """Return this rank's part of Aᵀ y, shape (..., columns), of the values of A's entries and y, shape (..., rows)."""
+    """Return this rank's part of Aᵀ y, shape (..., columns), from the values of A's entries and y, shape (..., rows)."""
     own, home = pattern.shape[1], arrays_of(values)
     if home is None:
         extended = _times(pattern.matrix(values).T, y)
@@ -163,7 +163,7 @@ def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> L
 
 @custom_operator
 def values_product(x: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray:
-    """Return x_col(k) y_row(k) of each entry k of this rank's rows, shape (nnz,), added up over leading axes."""
+    """Return x_col(k) y_row(k) for each entry k of this rank's rows, shape (nnz,), summed over leading axes."""
     home = arrays_of(x)
     columns, rows = (pattern.columns, pattern.rows) if home is None else pattern.places.on(home)
     parts = pattern.extended(x)[..., columns] * y[..., rows]
@@ -171,7 +171,7 @@ def values_product(x: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray
 
 
 def _entries(values: LocalArray, of_vector: LocalArray) -> LocalArray:
-    """Return the products of entries on a device with what belongs to them of a vector, and a zero behind them."""
+    """Return the products of entries on a device with the corresponding entries of a vector, and a zero after them."""
     home: Any = arrays_of(values)
     lead, count = of_vector.shape[:-1], of_vector.shape[-1]
     out = home.empty((*lead, count + 1), np.result_type(values.dtype, of_vector.dtype))
@@ -188,7 +188,7 @@ def _times(matrix: scipy.sparse.spmatrix, x: LocalArray) -> LocalArray:
     return np.ascontiguousarray(flat.T).reshape(*x.shape[:-1], matrix.shape[0])
 
 
-# Of Σ values_k y_row(k) x_col(k) each of the three is the derivative by one factor: so they are each other's adjoints.
+# Each of the three is a derivative of Σ values_k y_row(k) x_col(k) with respect to one factor: so they are adjoints.
 defvjp(
     product,
     lambda ans, values, x, pattern: lambda g: values_product(x, g, pattern),
@@ -214,7 +214,7 @@ for _operator in (product, transposed_product, values_product):
 
 
 class ProductWith:
-    """A matrix as `solve` takes an operator, with its transpose beside it.
+    """A matrix in the form of an operator for `solve`, with its transpose.
 
     `transposed`: whether the operator is the transpose.
     """
@@ -260,15 +260,14 @@ class Transposed:
 
 
 class SegmentSums:
-    """Sums over the segments of a vector on a device, as the rows of a sparse matrix are: each in a fixed order.
+    """Sums over the segments of a vector on a device, such as the rows of a sparse matrix: each in a fixed order.
 
-    Atomic additions would do it in no certain order. Here segments of similar lengths are gathered side by side, as the
-    columns of a table whose shorter ones end with a zero, and the table's rows are added up. Lengths within a table differ
-    by less than a factor of two, so no more than half of it is zeros; there are as many tables as the longest segment has
-    binary digits.
+    Atomic additions would sum in an unspecified order. Here segments of similar lengths are gathered as the columns of a
+    table whose shorter ones end with zeros, and the table's rows are added. Lengths within a table differ by less than a
+    factor of two, so at most half of it is zeros; the number of tables is the number of binary digits of the longest
+    segment's length.
 
-    `segments`, int of length n: the segment that each entry belongs to. `count`: how many segments there are; some may
-    have no entry.
+    `segments`, int of length n: the segment of each entry. `count`: number of segments; some may have no entry.
     """
 
     def __init__(self, segments: np.ndarray, count: int):
@@ -291,8 +290,8 @@ class SegmentSums:
 
 
 def _table(order: np.ndarray, starts: np.ndarray, lengths: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the places of some segments' entries, a column for each, filled up with that of the zero."""
+    """Return the positions of some segments' entries, a column per segment, padded with the position of the zero."""
     steps = np.arange(lengths.max())[:, None]
-    # Beyond the end of a segment any place will do, since it isn't used.
+    # Beyond the end of a segment any position will do, since it isn't used.
     places = np.minimum(starts + steps, len(order) - 1)
     return np.where(steps < lengths, order[places], len(order)).astype(dtype)

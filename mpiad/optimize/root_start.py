@@ -68,7 +68,7 @@ def _without_devices(start: Tree) -> Tree:
 
 
 def _fingerprint(array: np.ndarray) -> bytes:
-    """Return a hash of an array's values, which is the same for equal values of two precisions, both zeros, and all NaNs."""
+    """Return a hash of an array's values, the same for equal values of two precisions, both zeros, and all NaNs."""
     values = np.array(array, complex if array.dtype.kind == "c" else float)
     parts = values.reshape(-1).view(float)
     parts += 0.0  # makes -0.0 a 0.0

@@ -1,12 +1,12 @@
 """The levels, from the finest to the coarsest.
 
-A V-cycle visits each level once. Where the coefficient jumps, the errors of all levels add up and the number of
-iterations grows with the grid; two levels below the finest that are visited twice keep it flat.
+A V-cycle visits each level once. If the coefficient jumps, the errors of all levels add up and the number of iterations
+grows with the grid; visiting two levels below the finest twice keeps it constant.
 
-Interpolation follows the operator: across a jump of the coefficient it keeps the flux, not the slope. Between two coarse
-points the value is taken for which the equation holds there, with the couplings across the line between them summed up onto
-it; then in the middle of four coarse points, in three dimensions with those across the plane summed up; last in the middle
-of eight with the equation itself.
+Interpolation follows the operator: across a jump of the coefficient it preserves the flux, not the slope. Between two
+coarse points the value satisfies the equation there, with the couplings across the line between them lumped onto it; then
+in the middle of four coarse points, in three dimensions with those across the plane lumped; last in the middle of eight
+with the equation itself.
 
 References
 ----------
@@ -34,17 +34,17 @@ from mpiad.transport.buffers import copied, empty_beside
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.tracing import restoring_state
 
-# Coarse points brought together on fewer ranks, and the correction brought back: one message each way for each rank.
+# Coarse points are gathered on fewer ranks, and the correction is scattered: one message each way per rank.
 
 
-# Far from what users choose, and below the 32767 that MPI guarantees.
+# Unlikely to be used by users, and below the 32767 that MPI guarantees.
 _TAG_GATHER, _TAG_SCATTER = 32754, 32755
 
 
 class Agglomeration:
-    """The blocks of one spread as parts of those of another, whose owners own some of them already.
+    """The blocks of one `Spread` as parts of those of another, whose owners own some of them already.
 
-    `rank`: one that owns a block before. `box` (or None): what this rank owns afterwards.
+    `rank`: one that owns a block before. `box` (or None): the points that this rank owns afterwards.
     """
 
     def __init__(self, before: Spread, after: Spread, rank: Rank, comm: Comm):
@@ -61,7 +61,7 @@ class Agglomeration:
         ]
 
     def gather(self, block: LocalArray) -> LocalArray:
-        """Return what this rank owns afterwards of a block, shape (..., *own points before); None where that is nothing.
+        """Return this rank's block afterwards, from a block of shape (..., *own points before); None if it has none.
 
         All ranks that own a block before call it.
         """
@@ -90,11 +90,11 @@ class Agglomeration:
         return whole
 
     def scatter(self, whole: Array, beside: LocalArray) -> LocalArray:
-        """Return this rank's points before, and one layer around them, of what was computed on those afterwards.
+        """Return this rank's points before, with one layer around them, of an array on those afterwards.
 
-        `whole` has shape (..., *points), of the points that this rank owns afterwards with one layer around them, or is
-        None; the result lives where `beside` does, a block of this rank's points before. All ranks that own a block before
-        call it.
+        `whole` has shape (..., *points), for the points that this rank owns afterwards with one layer around them, or is
+        None; the result is on the device of `beside`, a block of this rank's points before. All ranks that own a block
+        before call it.
         """
         if self._same:
             return whole
@@ -114,12 +114,12 @@ class Agglomeration:
 
 
 def _leader(before: Spread, after: Spread, position: tuple[int, ...]) -> Rank:
-    """Return who owns a block afterwards: the last of the new owners that isn't beyond it, along each dimension."""
+    """Return the owner of a block afterwards: the last of the new owners that isn't beyond it, along each dimension."""
     shares = [along[place] for along, place in zip(before.ranks, position)]
     return sum(max(kept for kept in along if kept <= share) for along, share in zip(after.ranks, shares))
 
 
-# The coarsest level, on one rank: a sparse factorisation, SciPy's and so the host's.
+# The coarsest level, on one rank: a sparse factorization by SciPy, and so on the host.
 #
 # On a device a small level is solved by a product with its inverse, which is copied there once. For larger ones each solve
 # copies the right-hand side to the host and the solution back.
@@ -129,7 +129,7 @@ _DENSE = 512  # points: an inverse of 2 MiB, read in less time than a copy to th
 
 
 class Coarsest:
-    """A factorised operator.
+    """A factorized operator.
 
     `stack`, of shape (1 + offsets, *shape): its diagonal and its couplings. `singular`: whether constants are in its
     kernel; the last point's value is then fixed.
@@ -137,26 +137,26 @@ class Coarsest:
 
     def __init__(self, stack: np.ndarray, periodic: tuple[bool, ...], singular: bool):
         self._shape, self._periodic = stack.shape[1:], periodic
-        # Without one row and column the rest of a singular operator of this kind isn't singular.
+        # A singular operator of this kind without one row and column isn't singular.
         self._kept = stack[0].size - singular
         self._factors = splu(_matrix(stack, periodic)[: self._kept, : self._kept]) if self._kept else None
         self._inverse: Any = None
 
     def on(self, home: ArrayModule) -> Coarsest:
-        """Return the same on a device."""
+        """Return the same operator on a device."""
         other, count = copy.copy(self), math.prod(self._shape)
         if count <= _DENSE:
             other._inverse = home.to_device(self._solved(np.eye(count)))
         return other
 
     def solve(self, f: LocalArray) -> LocalArray:
-        """Return the solutions with one layer around them, of right-hand sides of shape (systems, *shape)."""
+        """Return the solutions with one layer around them, for right-hand sides of shape (systems, *shape)."""
         if self._inverse is not None:
             return self._surrounded(f.reshape(len(f), -1) @ self._inverse.T)
         return through_host(lambda f: self._surrounded(self._solved(f.reshape(len(f), -1).T).T), f)
 
     def _solved(self, f: np.ndarray) -> np.ndarray:
-        # The point that was left out has zero: any constant may be added, and `Multigrid` takes the mean away.
+        # The omitted point is zero: any constant may be added, and `Multigrid` subtracts the mean.
         u = np.zeros(f.shape)
         if self._factors is not None:
             u[: self._kept] = self._factors.solve(f[: self._kept])
@@ -182,7 +182,7 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
             if periodic[axis]:
                 there[axis] = there[axis] % n
             inside &= (there[axis] >= 0) & (there[axis] < n)
-        # On a ring of one or two points an offset leads to the point itself, or two to the same: entries are added up.
+        # On a ring of one or two points an offset leads to the point itself, or two to the same: entries are added.
         inside &= coupling != 0
         rows.append(here.reshape(shape)[inside])
         columns.append(np.ravel_multi_index([along[inside] for along in there], shape))
@@ -191,24 +191,24 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
     return sp.coo_array(triplets, (here.size, here.size)).tocsc()
 
 
-# A factorisation of so many points costs less than the levels that it saves.
+# A factorization of this many points costs less than the levels that it saves.
 _FACTORISED = {1: 4096, 2: 400, 3: 216}
-# To send the sides of shorter blocks takes longer than to compute several of them on one rank.
+# Sending the sides of shorter blocks takes longer than computing several of them on one rank.
 _SHORTEST = {1: 4096, 2: 64, 3: 16}
 
 
 class Plan(NamedTuple):
-    """What all levels share."""
+    """Data shared by all levels."""
 
     rank: Rank
     comm: Comm
     singular: bool  # whether constants are in the operator's kernel
-    doubled: int  # how many levels, below the one at hand, are visited twice
-    compiled: bool  # whether cycles on the host are
+    doubled: int  # number of levels, below the current one, that are visited twice
+    compiled: bool  # whether cycles on the host are compiled
 
 
 class Coarser:
-    """What lies below a level: a level of the same ranks or of fewer, or the factorised operator on one."""
+    """The next coarser problem: a level of the same ranks or of fewer, or the factorized operator on one."""
 
     def __init__(self, stack: np.ndarray, spread: Spread, plan: Plan):
         last = _is_last(spread)
@@ -224,19 +224,19 @@ class Coarser:
             self._coarsest = Coarsest(whole, spread.periodic, plan.singular)
         else:
             layout = layout_of(self._gathering.box)  # type: ignore[arg-type]
-            # With all neighbours: a coarse operator couples across corners too, also where the finest one doesn't.
+            # With all neighbors: a coarse operator has couplings across corners, even if the finest one doesn't.
             stencil = stencil_of(layout, offsets(len(spread.cuts)), whole)
             self._level = hierarchy(stencil, after, plan._replace(doubled=max(0, plan.doubled - 1)))
 
     def on(self, home: ArrayModule) -> Coarser:
-        """Return the same on a device, of copies."""
+        """Return the same on a device, with copies."""
         other = copy.copy(self)
         other._level = None if self._level is None else self._level.on(home)
         other._coarsest = None if self._coarsest is None else self._coarsest.on(home)
         return other
 
     def correct(self, residual: LocalArray) -> LocalArray:
-        """Return the correction on this rank's coarse points and the layer around them, of the residual on the former."""
+        """Return the correction on this rank's coarse points and the layer around them, for the residual on the points."""
         f = self._gathering.gather(residual)
         if self._level is not None:
             layout = self._level.layout
@@ -247,20 +247,20 @@ class Coarser:
         u = level.cycle(f)
         if not self._twice:
             return u
-        # With B for a cycle, 2 B - B A B: symmetric as B is.
+        # With B for a cycle, 2 B - B A B: symmetric like B.
         first = u.copy()
         f -= level.product_after(f)
         return first + level.cycle(f)
 
 
 def _is_last(spread: Spread) -> bool:
-    # Colours need an even number of points around a ring.
+    # Colors need an even number of points around a ring.
     odd = any(wraps and n % 2 for wraps, n in zip(spread.periodic, spread.shape))
     return odd or math.prod(spread.shape) <= _FACTORISED[len(spread.cuts)]
 
 
 def hierarchy(stencil: Stencil, spread: Spread, plan: Plan) -> Level:
-    """Return a level and with it all that are coarser; all ranks that own a block call it."""
+    """Return a level with all coarser ones; all ranks that own a block call it."""
     halo = LevelHalo(stencil.layout, spread, plan.rank, plan.comm)
     find_interpolation(stencil, halo)
     stack = coarse_operator(stencil, halo)
@@ -268,7 +268,7 @@ def hierarchy(stencil: Stencil, spread: Spread, plan: Plan) -> Level:
 
 
 def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
-    """Find the weights of a level's interpolation, also of points in its halo: the stencil gets them. Collective."""
+    """Compute the weights of a level's interpolation, also for points in its halo, and store them in the stencil. Collective."""
     colours = stencil.layout.colours
     # Points between two coarse points first: those in the middle of four or eight are interpolated from them.
     for odd in range(1, len(colours[0]) + 1):
@@ -291,12 +291,12 @@ def _find_weights(stencil: Stencil, colour: Colour) -> None:
         for k, corner in enumerate(corners(neighbour)):
             target = at[tuple(s + t for s, t in zip(steps, corner))]
             inner[target] += coupling * stencil.weights_of(neighbour)[k, there] if any(neighbour) else coupling
-    # Points without couplings (outside of the block) have no weights; a centre that isn't positive says the same.
+    # Points without couplings (outside of the block) have no weights; a nonpositive center means the same.
     inner *= np.divide(1.0, centre, out=np.zeros_like(centre), where=centre > 0)
 
 
 def _collapsed(stencil: Stencil, colour: Colour) -> dict[tuple[int, ...], np.ndarray]:
-    """Return a colour's couplings summed up over the dimensions in which it lies on coarse points."""
+    """Return a color's couplings summed over the dimensions in which its points have coarse indices."""
     layout = stencil.layout
     out: dict[tuple[int, ...], np.ndarray] = {}
     for offset, coupling in stencil.couplings.items():
@@ -313,17 +313,17 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
     """
     layout = stencil.layout
     products = {colour: _product(stencil, colour) for colour in layout.colours}
-    # Restriction reads the rows of neighbouring points, which other ranks may own.
+    # Restriction reads the rows of neighboring points, which other ranks may own.
     halo.fill({colour: rows for colour, (rows, _) in products.items()})
     ndim = len(layout.shape)
     out = np.zeros((3**ndim, layout.size))
     targets = [(0,) * ndim, *offsets(ndim)]
     for colour, (rows, at) in products.items():
         for k, corner in enumerate(corners(colour)):
-            # Restricting is the transpose of interpolating, so it looks the other way.
+            # Restriction is the transpose of interpolation, so its offsets have the opposite sign.
             there = layout.shifted(corner, -1)
             for number, target in enumerate(targets):
-                # A row is counted from the coarse point at its own entry, a target from the one that is restricted to.
+                # A row is relative to the coarse point at its own entry, a target to the one to which it is restricted.
                 row = at.get(tuple(s + t for s, t in zip(target, corner)))
                 if row is not None:
                     part = rows[row, there]
@@ -333,14 +333,14 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
 
 
 def _product(stencil: Stencil, colour: Colour) -> tuple[np.ndarray, dict[tuple[int, ...], int]]:
-    """Return the rows of AP of a colour, and which of them belongs to which coarse point, in entries."""
+    """Return the rows of AP of a color, and the row of each coarse point, which is given in entries."""
     layout, number = stencil.layout, stencil.layout.row[colour]
     coarse = itertools.product(*[(0, 1) if odd else (-1, 0, 1) for odd in colour])
     at = {steps: k for k, steps in enumerate(coarse)}
     rows = np.zeros((len(at), layout.size))
     inner = rows[:, layout.inner]
     zero = (0,) * len(colour)
-    # A row of A, with each neighbour's value written as what it is interpolated from.
+    # A row of A, with each neighbor's value replaced by its interpolation.
     terms = [(zero, stencil.diagonal, np.add), *[(o, n, np.subtract) for o, n in stencil.couplings.items()]]
     for offset, coefficient, gather in terms:
         neighbour, steps = reach(colour, offset)
