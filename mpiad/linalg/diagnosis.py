@@ -1,4 +1,4 @@
-"""What a solution, or the lack of one, says of the operator: singular, not linear, not symmetric, or only rounding."""
+"""Diagnosis of an operator from a solution, or from a failure: singular, not linear, not symmetric, or only rounding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpiad.linalg.system import System
 from mpiad.linalg.vectors import beside, inner, on_host
 
 _SEED = 20250101
-_MARGIN = 100.0  # roundings: what a product with the operator may lose
+_MARGIN = 100.0  # multiple of the rounding error of a product with the operator
 _SINGULAR = (
     "it is singular: the operator maps a constant field to zero, so u is determined but for a constant (and exists only "
     "where b has none). Is this a pure Neumann or periodic problem? Fix the value of one cell, or add a small multiple of "
@@ -21,7 +21,7 @@ _CONTRAST = 1e-8
 
 
 def require_iterations(system: System, targets: np.ndarray) -> None:
-    """Raise on all ranks where the iterations are used up."""
+    """Raise on all ranks if the maximum number of iterations is reached."""
     if system.iterations >= system.limit:
         target = math.hypot(*(targets * system.units).tolist())
         what = f"the residual didn't fall to {target:.3e} within maxiter={system.limit} iterations"
@@ -30,23 +30,23 @@ def require_iterations(system: System, targets: np.ndarray) -> None:
 
 
 def rounding_floor(system: System, x: LocalArray, targets: np.ndarray) -> np.ndarray:
-    """Return the norm that the residual of a rounded solution has at the best, for each system.
+    """Return the smallest norm that the residual of a rounded solution can have, for each system.
 
-    Rounding x moves each entry by up to half a unit in its last place, up or down as by chance: A (±x) eps has the size of
-    what that makes of the residual. An iteration adds up a number of such errors.
+    Rounding x moves each entry up or down by up to half a unit in its last place: A (±x) eps, with random signs, has the
+    size of the effect on the residual. An iteration adds up a number of such errors.
     """
     image = system.apply((_signs(x, 0) * x).astype(x.dtype))
     return np.maximum(targets, _MARGIN * np.finfo(x.dtype).eps * system.norms(image))
 
 
 def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> None:
-    """Raise on all ranks where the solution is one of many: where the operator maps constants to zero.
+    """Raise on all ranks if the solution isn't unique because the operator maps constants to zero.
 
-    The one product that this takes shows whether x plus a constant as large as x meets the tolerance too. That a loose
-    tolerance allows as well; only then another product tells whether the constant's image is more than rounding.
+    One product shows whether x plus a constant as large as x also meets the tolerance. A loose tolerance allows that too;
+    only then another product decides whether the constant's image is more than rounding.
     """
     image = system.apply(np.ones_like(x))
-    # The number of entries too, so that the mean square of the solution is known by the same reduction.
+    # The number of entries too, so that the mean square of the solution follows from the same reduction.
     own = np.array([*inner((x, x), (image, image)).ravel(), *[x.shape[1]] * len(x)])
     squares, of_image, total = np.real(system.sums(own)).reshape(3, -1)
     change = np.sqrt(squares * of_image / np.maximum(total, 1.0))
@@ -56,10 +56,10 @@ def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> No
 
 
 def diagnosis(system: System) -> str:
-    """Return what is wrong with the operator of a system that isn't solved, as the end of a message; empty if unknown."""
+    """Return the problem with the operator of an unsolved system, as the end of a message; empty if unknown."""
     like = system.full(0.0)
     one, other = _signs(like, 0).astype(system.dtype), _signs(like, 1).astype(system.dtype)
-    # Of zero, of a constant, and of two fields and their sum: a linear operator maps the sum to the images' sum.
+    # For zero, a constant, and two fields and their sum: a linear operator maps the sum to the images' sum.
     images = [system.apply(v) for v in (like, np.ones_like(like), one, other, one + other)]
     squares = np.real(system.dots(*[(v, v) for v in images]))
     gap = images[4] - images[2] - images[3]
@@ -70,7 +70,7 @@ def diagnosis(system: System) -> str:
     if not squares[1:3].any():
         return "the operator maps all fields to zero. Check the coefficients; if it is a derivative, start from another u."
     constant = (squares[1] <= _rounding_squared(system.dtype) * squares[2]).any()
-    # In rows that are so small a constant's image says nothing beside the others, nor does a product's sign.
+    # If some rows are so small, neither a constant's image nor a product's sign says anything about them.
     contrast = _contrast(system, images[2], images[3], scale / system.length)
     if constant and not contrast:
         return _SINGULAR + "."
@@ -85,12 +85,12 @@ def diagnosis(system: System) -> str:
 
 
 def _contrast(system: System, one: LocalArray, other: LocalArray, mean: np.ndarray) -> float:
-    """Return how much smaller a part of the operator's rows is than the others; 0 where it is few rows, or not by much."""
+    """Return the factor by which some of the operator's rows are smaller than the others; 0 for few rows, or a small factor."""
     squares = np.abs(one) ** 2 + np.abs(other) ** 2
     low = (squares > 0.0) & (squares < _CONTRAST**2 * mean.reshape(-1, 1))
     local = [on_host(np.sum(rows, axis=1)) for rows in (low, np.where(low, squares, 0.0))]
     count, total = np.real(system.sums(np.array(local, float)))
-    # By chance signs cancel in one row of sixteen at the most.
+    # Random signs cancel in one row of sixteen at most.
     found = np.sqrt(mean * count / np.where(total > 0.0, total, np.inf))
     return float(np.max(np.where(count > 0.2 * system.length, found, 0.0)))
 
@@ -105,5 +105,5 @@ def _rounding_squared(dtype: np.dtype) -> float:
 
 
 def _signs(like: LocalArray, number: int) -> LocalArray:
-    # The same on all ranks would do as well: only constants and smooth fields would not.
+    # The same signs on all ranks would also do: only constants and smooth fields would not.
     return beside(like, np.random.default_rng(_SEED + number).integers(0, 2, like.shape) * 2 - 1)

@@ -1,6 +1,6 @@
-"""Where the arrays of a call live: all of them on the host, or all on one device. Nothing is copied unasked.
+"""Placement of the arrays of a call: all of them on the host, or all on one device. Nothing is copied implicitly.
 
-What works on the host alone says so by name (PETSc), or goes there and back with one copy each way (SciPy's factors).
+Functions that work only on the host say so by name (PETSc), or copy there and back once each (SciPy's factors).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpiad.transport.device_arrays import arrays_of, is_device_array, named
 
 
 def require_floats(call: str, value: Array, length: int) -> None:
-    """Raise a TypeError where a plain value isn't an array of floats; `length` is that of its last axis."""
+    """Raise a TypeError if a plain value isn't an array of floats; `length` is that of its last axis."""
     known = isinstance(value, np.ndarray) or is_device_array(value)
     if not known or value.dtype.kind not in "fc":
         kind = f"an array of dtype {value.dtype}" if known else type(value).__name__
@@ -23,7 +23,7 @@ def require_floats(call: str, value: Array, length: int) -> None:
 
 
 def require_together(call: str, **values: Any) -> None:
-    """Raise a TypeError where some plain arrays are in another place than the first of them; numbers are everywhere."""
+    """Raise a TypeError if some plain arrays are on another device than the first of them; numbers fit all."""
     arrays = [(name, value) for name, value in values.items() if is_device_array(value) or np.ndim(value)]
     if not arrays:
         return
@@ -42,7 +42,7 @@ def _shown(value: Array) -> str:
 
 
 def require_host(call: str, *values: Any) -> None:
-    """Raise a TypeError where a plain value is a device array."""
+    """Raise a TypeError if a plain value is a device array."""
     for value in values:
         if is_device_array(value):
             raise TypeError(
@@ -52,6 +52,6 @@ def require_host(call: str, *values: Any) -> None:
 
 
 def through_host(solve: Callable[[LocalArray], LocalArray], r: LocalArray) -> LocalArray:
-    """Return what a function of arrays on the host makes of an untraced one, where that one lives."""
+    """Return the result of a function of host arrays for an untraced array, on the device of that array."""
     home = arrays_of(r)
     return solve(r) if home is None else home.to_device(solve(home.to_host(r)))

@@ -1,8 +1,8 @@
-"""What all iterations share: a start, the true residual at the end, and a new start where the two differ.
+"""The part common to all iterations: a start, the true residual at the end, and a restart if the two residuals differ.
 
-The residual of a recurrence drifts from the true one by rounding, and an operator that isn't what its method needs can
-make it meaningless. So a result counts only after one more product with the operator: the true residual must be within
-ten times the tolerance, or within what rounding the solution makes of it.
+The residual of a recurrence drifts from the true one by rounding, and an operator without the properties required by its
+method can make it meaningless. So a result is accepted only after one more product with the operator: the true residual
+must be within ten times the tolerance, or within the effect of rounding the solution.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ own residuals meet their targets; the others are to be started anew from the tru
 each iteration as its history. On all ranks it raises a ValueError where a product with operator or preconditioner isn't
 finite, a ConvergenceError where the iterations are used up or (conjugate gradients) one of them isn't positive definite."""
 
-_SLACK = 10.0  # times the tolerance: what recurrences may drift by
-_PATIENCE = 3  # new starts in a row without progress, before it counts as stalled
+_SLACK = 10.0  # times the tolerance: allowed drift of recurrences
+_PATIENCE = 3  # restarts in a row without progress, before the iteration counts as stalled
 
 
 def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None) -> LocalArray:
-    """Return the solution of a system, of the shape and dtype of `b`, from `x0` or zero on; all ranks call it.
+    """Return the solution of a system, of the shape and dtype of `b`, starting from `x0` or zero; all ranks call it.
 
     On all ranks it raises as `solve`.
     """
@@ -39,11 +39,11 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
     if not targets.any():
         return system.block(np.zeros_like(b))
     units = column(b, system.units.astype(b.real.dtype))
-    # An operator whose rounding leaves less than that of the right-hand side is singular to working precision.
+    # Largest residual accepted as rounding: a larger one means that the operator is singular to working precision.
     most = np.finfo(b.dtype).eps ** 0.25 * norms
     x, r, norms = _start(system, b, None if x0 is None else system.rows(x0) / units, norms)
     system.note(norms)
-    # Preconditioned from the left a method has looked at another residual, so the true one counts alone.
+    # With left preconditioning the method has used another residual, so only the true one is decisive.
     idle, slack = 0, 1.0 if system.settings.side == "left" else _SLACK
     while True:
         arrived = method(system, x, r, norms, targets)
@@ -67,7 +67,7 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
 def _start(system: System, b: LocalArray, x0: LocalArray | None, norms: np.ndarray) -> tuple:
     if x0 is None:
         return np.zeros_like(b), b.copy(), norms
-    # Of zeros on the right the solution is known.
+    # With a zero right-hand side the solution is known.
     x = np.where(beside(b, np.where(norms > 0.0, 1.0, 0.0))[:, None] > 0.0, x0, 0.0).astype(b.dtype)
     return x, *_true_residual(system, b, x)
 

@@ -1,8 +1,7 @@
-"""`petsc.solve`: PETSc's Krylov methods and preconditioners by their options' names, differentiated like `solve`.
+"""`petsc.solve`: PETSc's Krylov methods and preconditioners, chosen by PETSc's options, differentiated like `solve`.
 
-PETSc solves for corrections: what it returns is looked at by the true residual, and it is asked again where that isn't
-small enough, so that its results meet the same promise as those of the library's own methods. petsc4py is imported when it
-is first needed.
+PETSc solves for corrections: its result is checked by the true residual, and it is called again if that isn't small enough,
+so that its results meet the same tolerances as those of the library's own methods. petsc4py is imported on first use.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.recovery import recoverable
 
 _CALL = "linalg.petsc.solve"
-_prefixes = itertools.count()  # a prefix for each solve: PETSc's options are one table for the whole process
+_prefixes = itertools.count()  # one prefix per solve: PETSc's options are one table for the whole process
 
 
 @recoverable(_CALL)
@@ -43,17 +42,17 @@ def solve(
     verify: bool = True,
     comm: Comm = None,
 ) -> LocalArray:
-    """Solve A(params) u = b with PETSc, each rank holding a block of u and b; derivatives as of `mpiad.linalg.solve`.
+    """Solve A(params) u = b with PETSc, each rank holding a block of u and b; derivatives as in `mpiad.linalg.solve`.
 
     Parameters
     ----------
     operator : callable or DistributedMatrix
-        ``operator(u, *params)`` as `solve` takes it, which PETSc sees as a shell matrix; or a sparse matrix, which every
-        preconditioner of PETSc's can use.
+        ``operator(u, *params)`` as in `solve`, used as a shell matrix; or a sparse matrix, which every preconditioner of
+        PETSc can use.
     b : array
-        Of PETSc's scalar type, float64 or complex128 by how it was built.
+        Of PETSc's scalar type: float64 or complex128, depending on its build.
     *params : pytree of arrays
-        What the operator depends on; none with a DistributedMatrix, whose values take their place.
+        Arguments of the operator; none with a DistributedMatrix, whose values take their place.
     options : dict, optional
         As on PETSc's command line, without the dash: ``{"ksp_type": "gmres", "pc_type": "gamg"}``.
     rtol, atol, maxiter, x0, verify, comm
@@ -66,11 +65,11 @@ def solve(
     Raises
     ------
     ImportError
-        Where petsc4py isn't installed.
+        If petsc4py isn't installed.
     Exception
-        On all ranks, what `operator` raises on one, as in `solve`.
+        On all ranks, an exception of `operator` on one, as in `solve`.
     TypeError, ValueError, ConvergenceError
-        On all ranks, as in `solve`; where PETSc gives up, with the name of its reason.
+        On all ranks, as in `solve`; if PETSc fails, with the name of its reason.
 
     Ranks
     -----
@@ -123,18 +122,18 @@ def _mistake(petsc: ModuleType, operator: object, b: LocalArray, params: tuple, 
 def _method(
     petsc: ModuleType, used: Channel, matrix: DistributedMatrix | None, options: dict[str, Any]
 ) -> Callable[..., Method]:
-    """Return what makes the method of one system, given its values and whether it is the transposed one."""
+    """Return a factory of the method for one system, given its values and whether it is the transposed one."""
 
     def of_system(params: tuple, transposed: bool) -> Method:
         def method(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
             held = _shell(petsc, used, system) if matrix is None else _assembled(petsc, used, matrix, params[0], transposed)
-            # PETSc may measure residuals by their preconditioned norm: only ratios mean the same.
+            # PETSc may measure residuals by their preconditioned norm: only ratios are comparable.
             rtol = max(0.5 * float(targets[0] / norms[0]), 1e-13)
             reason, history = _corrected(petsc, used, held, options, x[0], r[0], rtol, system.limit)
             for norm in history[1:]:
                 system.note(np.array([norm]))
             if reason < 0:
-                system.settle()  # of NaN that stands for an exception
+                system.settle()  # for a NaN that signals an exception
                 system.fail(f"PETSc gave up: {_name_of(petsc, reason)}. Its options were {options}")
             return True
 
@@ -146,11 +145,11 @@ def _method(
 def _shell(petsc: ModuleType, used: Channel, system: System) -> Any:
     class Context:
         def mult(self, matrix: Array, x: Array, y: Array) -> None:
-            # A copy: the vector's memory is PETSc's, and the user's operator may keep what it gets.
+            # A copy: the vector's memory is PETSc's, and the user's operator may keep its argument.
             y.setArray(system.apply(np.array(x.getArray())[None])[0])
 
     size = system.length, None
-    # The user's communicator, here and below: PETSc makes a duplicate itself, and takes none that is under watch.
+    # The user's communicator, here and below: PETSc makes a duplicate itself, and accepts none that is watched.
     return petsc.Mat().createPython((size, size), Context(), comm=used.user)
 
 
@@ -178,7 +177,7 @@ def _corrected(
         ksp.setTolerances(rtol=rtol, atol=0.0, max_it=limit)
         ksp.setConvergenceHistory()
         ksp.setFromOptions()
-        # A copy: the vector is made of the memory that it gets, and r is the iteration's.
+        # A copy: the vector uses the given memory, and r belongs to the iteration.
         right = petsc.Vec().createWithArray(np.array(r), comm=used.user)
         step = right.duplicate()
         ksp.solve(right, step)

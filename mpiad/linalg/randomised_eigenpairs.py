@@ -1,8 +1,8 @@
-"""`eigsh`: the largest eigenvalues of A u = λ B u by random directions, where A and B are functions that multiply.
+"""`eigsh`: the largest eigenvalues of A u = λ B u by random directions; A and B are functions that multiply.
 
 Two passes: the range of B⁻¹A is sampled with k + p random directions and made orthonormal in B; then A is projected onto
-it. Eigenvalues that fall fast, as those of Hessians of data in a prior's inner product do, leave little to the directions
-that are not sampled: where each is 0.8 times the one before, 40 of them with p = 20 are right to a thousandth.
+it. Rapidly decaying eigenvalues, such as those of data Hessians in a prior's inner product, leave little to the directions
+that aren't sampled: if each is 0.8 times the one before, 40 of them with p = 20 have an error of a thousandth.
 
 References
 ----------
@@ -28,22 +28,22 @@ from mpiad.transport.tracing import restoring_state
 from mpiad.transport.user_failures import DeferredFailures
 
 _CALL = "linalg.eigsh"
-_ASYMMETRY = 1e-3  # of a projected matrix, by its norm: products end at tolerances of solves
-_DEPENDENT = 1e-15  # of an eigenvalue of a Gram matrix, by the largest
-_TOGETHER = 16  # a product takes the memory of some ten vectors for each
+_ASYMMETRY = 1e-3  # of a projected matrix, relative to its norm: products depend on tolerances of solves
+_DEPENDENT = 1e-15  # of an eigenvalue of a Gram matrix, relative to the largest
+_TOGETHER = 16  # vectors per product: each takes the memory of some ten vectors
 
 Product = Callable[[LocalArray], LocalArray]
 
 
 class EigenPairs(NamedTuple):
-    """What `eigsh` returns.
+    """The result of `eigsh`.
 
     Attributes
     ----------
     values : array, shape (k,)
         The largest first; the same on all ranks.
     vectors : array, shape (k, *like.shape)
-        This rank's pieces, orthonormal in B.
+        This rank's parts, orthonormal in B.
 
     Examples
     --------
@@ -70,38 +70,38 @@ def eigsh(
     batch: bool = False,
     comm: Comm = None,
 ) -> EigenPairs:
-    """Return about the k largest eigenvalues of A u = λ B u, and their vectors, in pieces on their ranks.
+    """Return approximately the k largest eigenvalues of A u = λ B u, and their eigenvectors, distributed over the ranks.
 
     Parameters
     ----------
     product : callable
-        From this rank's piece of a vector to that of its product with A, symmetric.
+        From this rank's part of a vector to its part of the product with A, symmetric.
     like : array
-        This rank's piece of any vector: its shape counts. Real.
+        This rank's part of any vector, real; only its shape matters.
     k : int
     mass, mass_solve : callable, optional
-        Products with B, symmetric and positive definite, and with B⁻¹: both or none, for the identity.
+        Products with B, symmetric and positive definite, and with B⁻¹; give both, or none for the identity.
     oversample : int
-        Random directions beyond k. There are 2 (k + oversample) products with A.
+        Random directions in addition to k. There are 2 (k + oversample) products with A.
     seed : int, or array of shape (k + oversample, *like.shape)
-        Of the random directions; or this rank's pieces of them, such as `Domain.normal` gives, by which results don't
+        Seed of the random directions; or this rank's parts of them, for example from `Domain.normal`, so that results don't
         depend on the ranks.
     batch : bool
-        Whether `product`, `mass` and `mass_solve` take several pieces at once, along a first axis, as products of
-        `linearize` and `make_hvp` do with ``batch=True``. They are given up to 16.
+        Whether `product`, `mass` and `mass_solve` take several vectors at once, along a first axis, as products of
+        `linearize` and `make_hvp` do with ``batch=True``. They get up to 16.
     comm : mpi4py intracommunicator, optional
 
     Returns
     -------
     EigenPairs
-        `values` and `vectors`; fewer than k where A has a lower rank.
+        `values` and `vectors`; fewer than k if A has a lower rank.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument on any of them is wrong or differs, or A or B isn't symmetric, or B not positive.
+        On all ranks, if an argument on any of them is invalid or differs, A or B isn't symmetric, or B isn't positive.
     Exception
-        On all ranks, what a product raises on one: its own there, one of the same kind and text elsewhere.
+        On all ranks, an exception of a product on one: the exception itself there, one of the same type and text elsewhere.
 
     Ranks
     -----
@@ -126,7 +126,7 @@ def ritz_pairs(
     product: Product, like: LocalArray, k: int, mass: Product | None, mass_solve: Product | None, oversample: int,
     seed: int | LocalArray, batch: bool, comm: Comm,
 ) -> tuple[EigenPairs, float]:  # fmt: skip
-    """Return what `eigsh` does, and the smallest of all k + oversample Ritz values."""
+    """Return the result of `eigsh`, and the smallest of all k + oversample Ritz values."""
     used = channel(comm, _CALL)
     like = np.asarray(stop_gradient(like))
     with raising_together(used):
@@ -158,7 +158,7 @@ def ritz_pairs(
         ranged = images if mass_solve is None else _products(failures, "mass_solve", mass_solve, images, batch)
         # B times the range is known: the images themselves.
         basis = _combined(_orthonormal(used, ranged, images), ranged)
-        for _ in range(2):  # once more, since Gram matrices lose half of the digits
+        for _ in range(2):  # again, since Gram matrices lose half of the digits
             weighed = basis if mass is None else _products(failures, "mass", mass, basis, batch)
             basis = _combined(_orthonormal(used, basis, weighed), basis)
         projected = _gram(used, basis, _products(failures, "product", product, basis, batch))
@@ -181,7 +181,7 @@ def _products(failures: DeferredFailures, name: str, product: Product, vectors: 
 
 
 def _product(failures: DeferredFailures, name: str, product: Product, part: LocalArray) -> LocalArray:
-    """Return a product; where it raises or has another shape, the part, and the ranks are yet to learn of it."""
+    """Return a product; if it raises or has another shape, return `part` and record the failure."""
     made = failures.attempt(
         name, lambda v: np.asarray(product(v), dtype=float), part, again=lambda: np.zeros_like(part)
     )  # fmt: skip
@@ -199,7 +199,7 @@ def _combined(coefficients: np.ndarray, vectors: LocalArray) -> LocalArray:
 
 
 def _gram(used: Channel, one: LocalArray, other: LocalArray) -> np.ndarray:
-    """Return the products of all vectors with all others, the same bits on all ranks."""
+    """Return the products of all vectors with all others, bitwise the same on all ranks."""
     return _summed(used, one.reshape(len(one), -1) @ other.reshape(len(other), -1).T)
 
 
@@ -212,7 +212,7 @@ def _summed(used: Channel, local: np.ndarray) -> np.ndarray:
 
 
 def _orthonormal(used: Channel, vectors: LocalArray, weighed: LocalArray) -> np.ndarray:
-    """Return the coefficients that make vectors orthonormal, less dependent ones; `weighed` are B times them."""
+    """Return the coefficients that make vectors orthonormal, without dependent ones; `weighed` are B times the vectors."""
     gram = _gram(used, vectors, weighed)
     skew, size = np.linalg.norm(gram - gram.T), np.linalg.norm(gram)
     values, rotation = np.linalg.eigh(0.5 * (gram + gram.T))

@@ -126,7 +126,7 @@ class Pattern:
         return SegmentSums(self.columns, self.shape[1] + self.plan.count)
 
     def matrix(self, values: LocalArray) -> scipy.sparse.csr_matrix:
-        """Return this rank's rows as a matrix whose columns are its part of x and the ghosts; it shares the values' memory."""
+        """Return this rank's rows as a matrix, with columns for its part of x and the ghosts; shares the values' memory."""
         shape = self.shape[0], self.shape[1] + self.plan.count
         return scipy.sparse.csr_matrix((values, self.columns, self.starts), shape, copy=False)
 

@@ -1,7 +1,7 @@
-"""Vectors of several systems at once, in rows: what an iteration does with them, in place and in one pass over memory.
+"""Vectors of several systems at once, as rows: the operations of an iteration, in place and in one pass over memory.
 
-Rows are arrays of shape (k, n), on the host or on a device. Numbers, one for each row, are on the host, where the iteration
-decides; what it must know of rows on a device is brought there by one copy for each reduction.
+Rows are arrays of shape (k, n), on the host or on a device. Numbers, one per row, are on the host, where the iteration
+decides; the numbers that it needs from rows on a device are copied to the host, once per reduction.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from mpiad.transport.threads import combination, vdot, vdots
 
 
 def beside(rows: LocalArray, numbers: np.ndarray) -> Array:
-    """Return a few numbers of the host where rows are, in their dtype or wider."""
+    """Return a few host numbers on the device of the rows, in the rows' dtype or a wider one."""
     home = arrays_of(rows)
     return numbers if home is None else home.to_device(np.ascontiguousarray(numbers, np.result_type(numbers, rows.dtype)))
 
 
 def column(rows: LocalArray, numbers: np.ndarray) -> Array:
-    """Return numbers, one for each row, as what rows are multiplied with; a single one needs no copy to a device."""
+    """Return numbers, one per row, in a form to multiply rows with; a single one needs no copy to a device."""
     if arrays_of(rows) is not None and len(numbers) == 1:
         return rows.dtype.type(numbers[0])
     return beside(rows, numbers)[:, None]
 
 
 def on_host(x: Array) -> np.ndarray:
-    """Return an untraced array on the host: a copy of one on a device."""
+    """Return an untraced array on the host: a copy if it is on a device."""
     home = arrays_of(x)
     return x if home is None else home.to_host(x)
 
 
 def add_scaled(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
-    """Add to each row of `y` (k, n), in place, that of `x`, times its number in `a` (k,)."""
+    """Add to each row of `y` (k, n), in place, the row of `x` times its number in `a` (k,)."""
     y += column(y, a.astype(y.dtype)) * x
 
 
 def inner(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
-    """Return this rank's share of the inner products of pairs of rows, the first conjugated, shape (len(pairs), k)."""
+    """Return this rank's part of the inner products of pairs of rows, the first conjugated, shape (len(pairs), k)."""
     if all(type(x) is np.ndarray for x, _ in pairs):
         return np.array([[vdot(one, other) for one, other in zip(x, y)] for x, y in pairs])
     return on_host(np.stack([np.vdot(x[c], y[c]) for x, y in pairs for c in range(len(x))])).reshape(len(pairs), -1)
 
 
 def products(known: LocalArray, v: LocalArray) -> LocalArray:
-    """Return this rank's share of the inner products of each system's vectors (k, j, n), conjugated, with its row of v."""
+    """Return this rank's part of the inner products of each system's vectors (k, j, n), conjugated, with its row of v."""
     if type(known) is np.ndarray:
         return np.stack([vdots(vectors, x) for vectors, x in zip(known, v)])
     return ((known.conj() if known.dtype.kind == "c" else known) @ v[:, :, None])[:, :, 0]
@@ -59,10 +59,10 @@ def combined(known: LocalArray, numbers: np.ndarray) -> LocalArray:
 
 
 def lengths(x: LocalArray) -> np.ndarray:
-    """Return the norm of this rank's share of each row, right where squares leave the range of the dtype."""
+    """Return the norm of this rank's part of each row, correct even if squares leave the range of the dtype."""
     if not x.shape[1]:
         return np.zeros(len(x))
-    if type(x) is np.ndarray and x.dtype.char in "fF":  # whose squares doubles hold
+    if type(x) is np.ndarray and x.dtype.char in "fF":  # whose squares fit into doubles
         wide = x.astype(np.result_type(x.dtype, float))
         return np.sqrt(inner((wide, wide))[0].real)
     size = np.abs(x).astype(float)

@@ -1,12 +1,12 @@
-"""The passes over a field that is kept in 16 bits an entry, compiled: each reads it once.
+"""The compiled passes over a field stored in 16 bits per entry: each reads it once.
 
-NumPy goes over a field a dozen times, which takes as long as a step of a wave or two. The loops are in the language of
-`mpiad.compiling.translation`, which takes them from this file's text. A field is rows of `width` entries. They are taken in
-stretches of columns, so that the few rounded rows of which differences are made, the ring, stay in the processor's cache.
+NumPy makes a dozen passes over a field, which take as long as one or two steps of a wave. The loops are in the language of
+`mpiad.compiling.translation`, which takes them from this file's text. A field consists of rows of `width` entries. They are
+processed by ranges of columns, so that the few rounded rows from which differences are computed, the ring, stay in cache.
 
-Numbers are integers in doubles, which are exact. Adding 1.5 * 2^52 rounds them to the nearest, to even ones where there are
-two, as NumPy does, and leaves them in the last bits of the sum: many processors have vector instructions for that, but none
-that make integers of 64 bits of doubles.
+Numbers are integers in doubles, which are exact. Adding 1.5 * 2^52 rounds them to the nearest integer, ties to even, as
+NumPy does, and leaves them in the last bits of the sum: many processors have vector instructions for that, but none that
+convert doubles to integers of 64 bits.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import numpy as np
 
 from mpiad.compiling.cache import functions_of
 
-# Below, NumPy takes a few milliseconds, and to compile the loops takes half a second.
+# Below, NumPy takes a few milliseconds, and compiling the loops takes half a second.
 _LARGE, _NARROWEST = 1 << 16, 32
-_RING = 8 * 512  # entries: eight rows of a stretch
+_RING = 8 * 512  # entries: eight rows of a range
 
 
 def are_there(dtype: np.dtype, size: int, width: int) -> bool:
-    """Tell whether rows of this width are worth it."""
+    """Return whether compiled passes pay for rows of this width."""
     return dtype == np.float64 and size >= _LARGE and width >= _NARROWEST
 
 
 def weights(order: int) -> np.ndarray:
-    """Return by how much the four numbers before one are multiplied in its difference."""
+    """Return the factors of the four preceding numbers in a number's difference."""
     return np.array([(-1.0) ** k * comb(order, k) for k in range(1, 5)])
 
 
 def tops(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's largest absolute value, and that of its change from another field; NaN where there is one."""
+    """Return each row's largest absolute value, and that of its change from another field; NaN if the row has one."""
     found = np.zeros((2, len(field)), np.int64)
     _functions()[0](field.reshape(-1), before.reshape(-1), field.size // len(field), found[0], found[1])
     return found[0].view(np.float64), found[1].view(np.float64)
@@ -43,7 +43,7 @@ def tops(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def write_differences(
     field: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, out: np.ndarray
 ) -> int:
-    """Write the differences of the rows that have as many before them as there are weights; return the largest."""
+    """Write the differences of the rows that have as many predecessors as there are weights; return the largest."""
     largest, flat, order = np.zeros(1, np.int64), field.reshape(-1), np.count_nonzero(weights)
     _functions()[1](
         flat, flat if before is None else before.reshape(-1), int(before is not None), 1.0 / step, weights, order,
@@ -55,7 +55,7 @@ def write_differences(
 def write_sums(
     differences: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, head: np.ndarray, out: np.ndarray
 ) -> None:
-    """Write a field from its differences; `head` are its first rows, in multiples of the step."""
+    """Write a field from its differences; `head` contains its first rows, in multiples of the step."""
     flat = out.reshape(-1)
     _functions()[2](
         differences.reshape(-1), flat if before is None else before.reshape(-1), int(before is not None), step, weights,
@@ -76,13 +76,13 @@ def _functions() -> tuple:
 
 
 def largest_of_rows(field: np.ndarray, before: np.ndarray, width: int, most: np.ndarray, change: np.ndarray) -> None:
-    """Give the bits of each row's largest absolute value and largest absolute change."""
+    """Compute the bits of each row's largest absolute value and largest absolute change."""
     row = 0
     for begin in range(0, field.size, width):
         a, b = field[begin : begin + width], before[begin : begin + width]
         m = n = 0
         for i in range(width):
-            # Without their sign, doubles are in the order of their bits, and NaN comes behind infinity.
+            # Without their sign, doubles are in the order of their bits, and NaN comes after infinity.
             m = max(m, bits_of(a[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
             n = max(n, bits_of(a[i] - b[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
         most[row] = m

@@ -1,10 +1,10 @@
-"""Where a block's points lie in memory: by colour, so that all that is done to a colour is done to contiguous arrays.
+"""Memory layout of a block's points: by color, so that operations on a color work on contiguous arrays.
 
-A point's colour says which of its indices are odd: 4 colours in two dimensions, 8 in three. Points of one colour aren't
-neighbours, not even across corners, so a Gauss-Seidel step updates all of them at once; those of colour 0 are the points
-of the next coarser level. In the array of a colour, entry k stands for the point of index 2k + colour; there is one layer
-of entries around the block's own, which holds its halo. All arrays are flat, and the neighbours of all points of a colour
-are found by a shift: loops over rows would cost more than the arithmetic on small levels.
+A point's color says which of its indices are odd: 4 colors in two dimensions, 8 in three. Points of one color aren't
+neighbors, not even across corners, so a Gauss-Seidel step updates all of them at once; those of color 0 are the points
+of the next coarser level. In the array of a color, entry k stands for the point of index 2k + color; one layer of entries
+around the block's own stores its halo. All arrays are flat, and the neighbors of all points of a color are found by a
+shift: loops over rows would cost more than the arithmetic on small levels.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mpiad.domain.partition import Partition
 from mpiad.transport.buffers import Spec, empty_beside
 from mpiad.transport.device_arrays import arrays_of
 
-# How the points of one level are divided among the ranks: finer levels among all, coarser ones among fewer.
+# Distribution of the points of one level over the ranks: finer levels over all, coarser ones over fewer.
 #
 # A level's blocks follow from those of the level above: a coarse point belongs to the rank that owns the fine point at the
-# same place, the one with twice its index. Where blocks become too small, neighbouring ones are merged, and the first rank
-# of each group goes on alone.
+# same place, the one with twice its index. If blocks become too small, neighboring ones are merged, and the first rank of
+# each group owns the result.
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Box:
         return tuple(b - a for a, b in zip(self.low, self.high))
 
     def coarse(self) -> Box:
-        """Return the coarse points that lie on points of this box."""
+        """Return the coarse points that coincide with points of this box."""
         return Box(tuple((a + 1) // 2 for a in self.low), tuple((b + 1) // 2 for b in self.high))
 
     def grown(self, width: int) -> Box:
-        """Return the box with points around it."""
+        """Return the box extended by `width` points on each side."""
         return Box(tuple(a - width for a in self.low), tuple(b + width for b in self.high))
 
     def within(self, other: Box) -> tuple[slice, ...]:
@@ -58,8 +58,8 @@ class Box:
 class Spread:
     """Blocks and their owners."""
 
-    cuts: tuple[tuple[int, ...], ...]  # along each dimension where blocks begin, and the number of points at the end
-    # The owners: for each position along each dimension its share of the owner's number, which is their sum.
+    cuts: tuple[tuple[int, ...], ...]  # per dimension the first points of blocks, and the number of points at the end
+    # The owners: for each position along each dimension its contribution to the owner's number, which is their sum.
     ranks: tuple[tuple[int, ...], ...]
     periodic: tuple[bool, ...]
 
@@ -79,11 +79,11 @@ class Spread:
 
     def owner(self, position: tuple[int, ...]) -> Rank:
         """Return the rank of a block."""
-        # Ranks count like the digits of a number, with a dimension for each place: what each adds is in `ranks`.
+        # Ranks are numbered like the digits of a number, with one place per dimension: the contributions are in `ranks`.
         return sum(along[place] for along, place in zip(self.ranks, position))
 
     def position(self, rank: Rank) -> tuple[int, ...] | None:
-        """Return where a rank's block is, None for one without."""
+        """Return the position of a rank's block, None for a rank without one."""
         return next((position for position in self.positions() if self.owner(position) == rank), None)
 
     def box(self, position: tuple[int, ...]) -> Box:
@@ -92,18 +92,18 @@ class Spread:
         return Box(low, tuple(along[place + 1] for along, place in zip(self.cuts, position)))
 
     def beside(self, position: tuple[int, ...], axis: int, step: int) -> Rank | None:
-        """Return the owner of a neighbouring block, None beyond a physical side."""
+        """Return the owner of a neighboring block, None beyond a physical side."""
         place, count = position[axis] + step, self.dims[axis]
         if not self.periodic[axis] and not 0 <= place < count:
             return None
         return self.owner((*position[:axis], place % count, *position[axis + 1 :]))
 
     def coarse(self) -> Spread:
-        """Return the spread of the points of even index, where some blocks may be empty."""
+        """Return the distribution of the points of even index, in which some blocks may be empty."""
         return Spread(tuple(tuple((cut + 1) // 2 for cut in along) for along in self.cuts), self.ranks, self.periodic)
 
     def merged(self, least: int) -> Spread:
-        """Return the spread with neighbouring blocks made one, until none that has neighbours is shorter than `least`."""
+        """Return the distribution with neighboring blocks merged, until none with a neighbor is shorter than `least`."""
         cuts, ranks = list(self.cuts), list(self.ranks)
         for axis in range(len(cuts)):
             # Pairs, so that a leader gathers from few: a level later it may be pairs of pairs.
@@ -113,13 +113,13 @@ class Spread:
         return Spread(tuple(cuts), tuple(ranks), self.periodic)
 
     def alone(self) -> Spread:
-        """Return the spread in which the first rank owns everything."""
-        # Of several blocks along a dimension the shortest is shorter than all of them together.
+        """Return the distribution in which the first rank owns everything."""
+        # The shortest of several blocks along a dimension is shorter than all of them together.
         return self.merged(max(self.shape))
 
 
 def spread_of(partition: Partition) -> Spread:
-    """Return how a domain's grid is divided."""
+    """Return the distribution of a domain's grid."""
     cuts, ranks = [], []
     for axis, (n, count) in enumerate(zip(partition.shape, partition.dims)):
         # Neighbours along the last dimension have neighbouring ranks.
@@ -134,7 +134,7 @@ Colour = tuple[int, ...]
 
 @functools.cache
 def reach(colour: Colour, offset: Colour) -> tuple[Colour, Colour]:
-    """Return the colour of the points at an offset from those of a colour, and how many entries away theirs are."""
+    """Return the color of the points at an offset from those of a color, and the distance of theirs in entries."""
     moved = [p + o for p, o in zip(colour, offset)]
     return tuple(m % 2 for m in moved), tuple(m // 2 for m in moved)
 
@@ -143,10 +143,10 @@ class Layout:
     """The arrays of one block.
 
     - `box`: the block's own points.
-    - `colours`: all colours, colour 0 first; its place in this list is a colour's row in arrays of shape (colours,
+    - `colours`: all colors, color 0 first; its position in this list is a color's row in arrays of shape (colors,
       size).
-    - `shape`: of a colour's array before it is made flat.
-    - `inner`: from the first entry that has all its neighbours to the last one.
+    - `shape`: of a color's array before flattening.
+    - `inner`: from the first entry with all its neighbors to the last one.
     """
 
     def __init__(self, box: Box):
@@ -155,12 +155,13 @@ class Layout:
         self.shape: Shape = tuple((high + 1) // 2 - start + 2 for high, start in zip(box.high, self.first))
         self.size = math.prod(self.shape)
         self.strides = tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
-        # The first point's entry is one further along each dimension, for the halo; so the last one's from the end.
+        # The first point's entry is shifted by one along each dimension, for the halo; likewise the last one's from the
+        # end.
         margin = sum(self.strides)
         self.inner = slice(margin, self.size - margin)
         self.colours: list[Colour] = list(itertools.product((0, 1), repeat=len(self.shape)))
         self.row = {colour: row for row, colour in enumerate(self.colours)}
-        # Found once: on small levels finding them takes longer than what is done there.
+        # Computed once: on small levels this takes longer than the arithmetic.
         self.places = functools.cache(self._places)
 
     def shifted(self, steps: Iterable[int], sign: int = 1) -> slice:
@@ -169,10 +170,10 @@ class Layout:
         return slice(self.inner.start + shift, self.inner.stop + shift)
 
     def _places(self, colour: Colour, rim: int = 0) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Return the points of a colour within its array, and within the block with `rim` points around it."""
+        """Return the points of a color within its array, and within the block with `rim` points around it."""
         entries, points = [], []
         for parity, low, high, first in zip(colour, self.box.low, self.box.high, self.first):
-            # Entry k stands for the point 2k + parity: k begins and ends at the next whole number.
+            # Entry k stands for the point 2k + parity: first and last k are rounded up.
             start, stop = ((bound - parity + 1) // 2 for bound in (low - rim, high + rim))
             entries.append(slice(start - first + 1, stop - first + 1))
             points.append(slice(2 * start + parity - (low - rim), None, 2))
@@ -184,13 +185,13 @@ class Layout:
         return tuple(slice(a - f + 1, b - f + 1) for a, b, f in zip(box.low, box.high, self.first))
 
     def whole(self, flat: LocalArray) -> LocalArray:
-        """Return arrays of colours as arrays of `shape`."""
+        """Return flat arrays of colors as arrays of `shape`."""
         return flat.reshape(flat.shape[:-1] + self.shape)
 
     def split(self, block: LocalArray, out: LocalArray | None = None) -> LocalArray:
-        """Return a block, shape (..., *box.shape), as arrays (..., colours, size) of doubles, zero outside of the block.
+        """Return a block, shape (..., *box.shape), as arrays (..., colors, size) of doubles, zero outside of the block.
 
-        They are written into `out` where it is given, which holds zeros.
+        They are written into `out` if it is given, which holds zeros.
         """
         if out is None:
             lead = block.shape[: block.ndim - len(self.shape)]
@@ -202,7 +203,7 @@ class Layout:
         return out
 
     def join(self, split: LocalArray, rim: int = 0) -> LocalArray:
-        """Return the block of arrays of all colours, with `rim` points of the halo around it."""
+        """Return the block from arrays of all colors, with `rim` points of the halo around it."""
         out = empty_beside(split, split.shape[:-2] + self.box.grown(rim).shape)
         whole = self.whole(split)
         for row, colour in enumerate(self.colours):
@@ -213,5 +214,5 @@ class Layout:
 
 @functools.lru_cache(maxsize=64)
 def layout_of(box: Box) -> Layout:
-    """Return the arrays of a block, those of the last call for it: levels are made anew for each κ."""
+    """Return the layout of a block, cached: levels are rebuilt for each κ."""
     return Layout(box)

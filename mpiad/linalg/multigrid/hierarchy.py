@@ -1,7 +1,7 @@
 """The levels, from the finest to the coarsest.
 
 A V-cycle visits each level once. If the coefficient jumps, the errors of all levels add up and the number of iterations
-grows with the grid; visiting two levels below the finest twice keeps it constant.
+grows with the grid; visiting the two levels below the finest twice keeps it constant.
 
 Interpolation follows the operator: across a jump of the coefficient it preserves the flux, not the slope. Between two
 coarse points the value satisfies the equation there, with the couplings across the line between them lumped onto it; then
@@ -268,7 +268,7 @@ def hierarchy(stencil: Stencil, spread: Spread, plan: Plan) -> Level:
 
 
 def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
-    """Compute the weights of a level's interpolation, also for points in its halo, and store them in the stencil. Collective."""
+    """Compute the weights of a level's interpolation, also for its halo, and store them in the stencil. Collective."""
     colours = stencil.layout.colours
     # Points between two coarse points first: those in the middle of four or eight are interpolated from them.
     for odd in range(1, len(colours[0]) + 1):

@@ -1,7 +1,7 @@
-"""What a level does to its arrays, as data: weighted sums of shifted rows, with weights that all right-hand sides share.
+"""Operations of a level as data: weighted sums of shifted rows, with weights that all right-hand sides share.
 
-Smoothing, restricting, interpolating and the operator's product are all of this form, so what computes one quickly makes
-all of a cycle quick: `Sums` does it by NumPy, or where the arrays live, `CompiledSums` in one pass over memory.
+Smoothing, restriction, interpolation and the operator's product are all of this form, so a fast implementation of it makes
+the whole cycle fast: `Sums` uses NumPy or the device's module, `CompiledSums` one pass over memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Step: TypeAlias = Callable[[LocalArray], None]
 
 
 class Term(NamedTuple):
-    """A row of the state times one of the coefficients, both moved by numbers of entries; or without a coefficient."""
+    """A row of the state times one of the coefficients, both shifted by numbers of entries; or without a coefficient."""
 
     coefficient: int | None
     row: int
@@ -31,20 +31,20 @@ class Term(NamedTuple):
 class WeightedSum(NamedTuple):
     """Inner entries of a row: ``scale * (base - diagonal * row + sum(terms))``, or minus that."""
 
-    out: int  # the row of the state that it becomes
+    out: int  # the row of the state that is computed
     terms: Sequence[Term] = ()  # none of them reads `out`
     base: int | None = None  # a row of the state, or of the right-hand side
-    of_right: bool = True  # which of the two
-    diagonal: Term | None = None  # what is subtracted
+    of_right: bool = True  # whether the base is a row of the right-hand side
+    diagonal: Term | None = None  # the subtracted term
     scale: int | None = None  # a row of the coefficients
-    negative: bool = False  # only of sums with a diagonal, and without base or scale
+    negative: bool = False  # only for sums with a diagonal, and without base or scale
 
 
 class Sums:
-    """Computes sums, one operation after the other, where the coefficients live.
+    """Computes sums, one operation after the other, on the device of the coefficients.
 
-    `coefficients`: shape (n, size). `rows`: of the state. `state`, of shape (systems, rows, size): zeros at first, and
-    kept from cycle to cycle: new memory costs more than the arithmetic.
+    `coefficients`: shape (n, size). `rows`: number of rows of the state. `state`, of shape (systems, rows, size): zeros at
+    first, and reused from cycle to cycle: new memory costs more than the arithmetic.
     """
 
     def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):
@@ -53,13 +53,13 @@ class Sums:
         self.allocate(1)
 
     def step(self, sums: Sequence[WeightedSum]) -> Step:
-        """Return what computes sums, one after the other."""
+        """Return a function that computes sums, one after the other."""
         bound, state = list[Step](), None
 
         def run(f: LocalArray) -> None:
             nonlocal bound, state
             if state is not self.state:
-                # Slices are found once: on small levels finding them takes longer than using them.
+                # Slices are made once: on small levels making them takes longer than using them.
                 bound, state = [self._bind(one) for one in sums], self.state
             for compute in bound:
                 compute(f)
@@ -67,7 +67,7 @@ class Sums:
         return run
 
     def allocate(self, systems: int) -> None:
-        """Make room for the states of so many right-hand sides."""
+        """Allocate the states of `systems` right-hand sides."""
         if systems > len(self._memory):
             self._memory = zeros_beside(self._coefficients, (systems, self._rows, self._layout.size))
         self.state, inner = self._memory[:systems], self._layout.inner

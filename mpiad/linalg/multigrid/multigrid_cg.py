@@ -1,10 +1,10 @@
-"""Conjugate gradients with V-cycles, which return the operator's product with their result at half its price.
+"""Conjugate gradients with V-cycles, which return the operator's product with their result at half its cost.
 
-A is applied to the preconditioned residual z, and A p follows by the recurrence of p, as in `conjugate_gradients` of this
-room; the norm of the residual is known before the cycle that it may save.
+A is applied to the preconditioned residual z, and A p follows by the recurrence of p, as in `conjugate_gradients` of
+`linalg`; the norm of the residual is known before the cycle that it may save.
 
-The passes over vectors are NumPy's, where they live, or compiled: one for each reduction. Those loops are in the language
-of `mpiad.compiling.translation`, which takes them from this file's text.
+The passes over vectors are NumPy's, on the device of the vectors, or compiled: one per reduction. Those loops are in the
+language of `mpiad.compiling.translation`, which takes them from this file's text.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ _LEAST = 1e-260  # of the square of its norm: that of a residual 1e-20 times as 
 
 
 class Tolerance(NamedTuple):
-    """When to stop."""
+    """Stopping criteria."""
 
-    # `rtol`, `atol`: the residual's norm is to fall to ``max(rtol * norm(b), atol)``.
+    # `rtol`, `atol`: the residual's norm must fall to ``max(rtol * norm(b), atol)``.
     rtol: float
     atol: float
     maxiter: int
     callback: Callable[[float], Any] | None
-    reported: bool  # whether any rank has one, which may raise
-    # Returns what may have made the iteration long, for the message of an error; all ranks call it.
+    reported: bool  # whether any rank has a callback, which may raise
+    # Returns a possible reason for slow convergence, for an error message; all ranks call it.
     remark: Callable[[], str]
 
 
 def conjugate(
     level: Level, r: LocalArray, used: Channel, tolerance: Tolerance, b: LocalArray | None = None
 ) -> tuple[LocalArray, list[float]]:
-    """Solve systems of the finest level, each by an iteration of its own; collective.
+    """Solve systems of the finest level, each by its own iteration; collective.
 
-    `r`, shape (systems, colours, size), are the right-hand sides, or the residuals of what is to be improved, and is
-    overwritten; `b` is what the relative tolerance refers to, where that isn't `r`. Returned are the solutions, and the
-    norm of the residual at the start and after each iteration, of all systems together.
+    `r`, shape (systems, colors, size), contains the right-hand sides, or the residuals of an initial guess, and is
+    overwritten; `b` is the reference for the relative tolerance, `r` by default. Returns the solutions, and the norm of the
+    residual at the start and after each iteration, for all systems together.
 
-    On all ranks it raises a ValueError where `r` or `b` isn't finite, what the callback raises on one, and a
-    ConvergenceError where the iterations are used up or the operator isn't positive definite.
+    On all ranks it raises a ValueError if `r` or `b` isn't finite, an exception of the callback on one rank, and a
+    ConvergenceError if the maximum number of iterations is reached or the operator isn't positive definite.
     """
     vectors = (FusedVectors if level.is_compiled else Vectors)(r)
     norms = _norms(used, r, squares_of(r), _RIGHT if b is None else "the residual of x0")
@@ -72,8 +72,8 @@ def conjugate(
         w = level.product_after(r)
         mine = vectors.products(z, w) if failures.error is None else np.full((2, len(r)), np.nan)
         rz, wz = _sums(used, mine)
-        # Those that have arrived stand still. As in `conjugate_gradients`: p·Ap by the recurrence of p, so that one
-        # reduction is enough.
+        # Systems that have converged pause. As in `conjugate_gradients`: p·Ap by the recurrence of p, so that one reduction
+        # is enough.
         beta = np.where(active, rz / before, 0.0)
         curvature = wz - beta * beta * curvature
         wrong = active & ~((rz > 0.0) & (curvature > 0.0))
@@ -88,7 +88,7 @@ def conjugate(
         if tolerance.callback is not None:
             failures.attempt("callback", tolerance.callback, history[-1])
     if tolerance.reported and len(history) > 1:
-        failures.raise_together()  # of the last callback, after which there is no sum
+        failures.raise_together()  # of the last callback, which no sum follows
     return vectors.x, history
 
 
@@ -97,8 +97,8 @@ def _sums(used: Channel, local: np.ndarray) -> np.ndarray:
 
 
 def _norms(used: Channel, r: LocalArray, mine: np.ndarray, name: str) -> np.ndarray:
-    """Return the norms of r over all ranks, of this rank's squares of them."""
-    # NaN on one rank makes the sum NaN on all, which so agree that something is wrong.
+    """Return the norms of r over all ranks, from this rank's squares of them."""
+    # NaN on one rank makes the sum NaN on all, which thus agree that there is a problem.
     total = _sums(used, mine)
     if not np.isfinite(total).all():
         bad = int(on_host(np.sum(~np.isfinite(r))))
@@ -125,14 +125,14 @@ def _fail(used: Channel, what: str, history: list[float]) -> NoReturn:
 
 
 def over_systems(blocks: LocalArray, numbers: np.ndarray) -> Array:
-    """Return numbers of the host, one for each system, as what blocks are multiplied with; a single one needs no copy."""
+    """Return host numbers, one per system, in a form to multiply blocks with; a single one needs no copy."""
     if len(numbers) == 1:
         return blocks.dtype.type(numbers[0])
     return beside(blocks, numbers).reshape(-1, *[1] * (blocks.ndim - 1))
 
 
 def squares_of(blocks: LocalArray) -> np.ndarray:
-    """Return the square of the norm of this rank's share of each system, on the host."""
+    """Return the square of the norm of this rank's part of each system, on the host."""
     rows = blocks.reshape(len(blocks), -1)
     return inner((rows, rows))[0]
 
@@ -147,12 +147,12 @@ class Vectors:
         self.r, self.x, self._p, self._s = r, np.zeros_like(r), np.zeros_like(r), np.zeros_like(r)
 
     def products(self, z: LocalArray, w: LocalArray) -> np.ndarray:
-        """Return this rank's share of r·z and w·z, shape (2, systems), on the host: one copy of arrays on a device."""
+        """Return this rank's part of r·z and w·z, shape (2, systems), on the host: one copy for arrays on a device."""
         r, z, w = (one.reshape(len(one), -1) for one in (self.r, z, w))
         return inner((r, z), (w, z))
 
     def advance(self, z: LocalArray, w: LocalArray, beta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
-        """Renew the directions by z and w = A z, take the steps, and return this rank's squares of the residuals' norms."""
+        """Update the directions by z and w = A z, take the steps, and return this rank's squares of the residuals."""
         for direction, new in ((self._p, z), (self._s, w)):
             direction *= over_systems(direction, beta)
             direction += new
@@ -170,13 +170,13 @@ class FusedVectors(Vectors):
         self._products, self._advance = _functions()
 
     def products(self, z: LocalArray, w: LocalArray) -> np.ndarray:
-        """Return this rank's share of r·z and w·z."""
+        """Return this rank's part of r·z and w·z."""
         out = np.empty((2, len(z)))
         self._products(*_rows(z, w), self.r.ravel(), out)
         return out
 
     def advance(self, z: LocalArray, w: LocalArray, beta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
-        """Renew the directions, and take the steps."""
+        """Update the directions, and take the steps."""
         out = np.empty(len(z))
         vectors = (one.reshape(-1) for one in (self._p, self._s, self.x, self.r))
         self._advance(*_rows(z, w), np.stack([beta, alpha]), *vectors, out)
@@ -184,11 +184,11 @@ class FusedVectors(Vectors):
 
 
 def _rows(z: LocalArray, w: LocalArray) -> tuple[Array, Array, int]:
-    """Return the memory of two parts of a state, and how far one system's is from the next one's."""
+    """Return the memory of two parts of a state, and the stride from one system to the next."""
     length = z.size // len(z)
     stride = z.strides[0] // z.itemsize if len(z) > 1 else length
     size = (len(z) - 1) * stride + length
-    # As one axis, which goes over the rows between those of one system and the next.
+    # As one axis, which includes the rows between those of one system and the next.
     z, w = (np.lib.stride_tricks.as_strided(one, (size,), (one.itemsize,)) for one in (z, w))
     return z, w, stride
 
@@ -200,12 +200,12 @@ def _functions() -> tuple:
         "inner_products": f"void({row}, {row}, int64, {row}, float64[:, ::1])",
         "conjugate_step": f"void({row}, {row}, int64, float64[:, ::1], {row}, {row}, {row}, {row}, {row})",
     }
-    # Sums may be reordered; NaN and infinities stay what they are.
+    # Sums may be reordered; NaN and infinities are preserved.
     return tuple(functions_of(__name__, signatures, "reassoc contract nsz arcp"))
 
 
 def inner_products(z: np.ndarray, w: np.ndarray, stride: int, r: np.ndarray, out: np.ndarray) -> None:
-    """Give r·z and w·z of each system."""
+    """Compute r·z and w·z of each system."""
     length = z.size - (out.shape[1] - 1) * stride
     for system in range(out.shape[1]):
         a, b = z[system * stride : system * stride + length], w[system * stride : system * stride + length]
@@ -222,7 +222,7 @@ def conjugate_step(
     z: np.ndarray, w: np.ndarray, stride: int, factors: np.ndarray, p: np.ndarray, s: np.ndarray, x: np.ndarray,
     r: np.ndarray, out: np.ndarray,
 ) -> None:  # fmt: skip
-    """Renew directions, take steps, and give the square of each residual."""
+    """Update directions, take steps, and compute the square of each residual."""
     length = z.size - (out.size - 1) * stride
     for system in range(out.size):
         beta, alpha, square = factors[0, system], factors[1, system], 0.0

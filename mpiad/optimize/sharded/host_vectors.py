@@ -137,7 +137,7 @@ class HostVectors:
 
     @np.errstate(over="ignore", invalid="ignore")  # a trial point may not be finite, which the line search checks
     def take(self, gradient: np.ndarray, way: int, out: int) -> tuple[float, float, float]:
-        """Copy a gradient to row `out`; return its largest absolute entry, its slope along row `way`, and that row's square.
+        """Copy a gradient to row `out`; return its largest absolute entry, slope along row `way`, and that row's square.
 
         If an entry isn't finite, the largest is infinite.
         """
