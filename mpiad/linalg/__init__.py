@@ -1,4 +1,4 @@
-"""Distributed solves, linear and not, differentiated by the implicit function theorem."""
+"""Distributed linear and nonlinear solves, differentiated by the implicit function theorem."""
 
 from mpiad.linalg import petsc
 from mpiad.linalg.additive_schwarz import AdditiveSchwarz

@@ -85,7 +85,7 @@ def diagnosis(system: System) -> str:
 
 
 def _contrast(system: System, one: LocalArray, other: LocalArray, mean: np.ndarray) -> float:
-    """Return the factor by which some of the operator's rows are smaller than the others; 0 for few rows, or a small factor."""
+    """Return the factor by which some of the operator's rows are smaller than others; 0 for few rows or small factors."""
     squares = np.abs(one) ** 2 + np.abs(other) ** 2
     low = (squares > 0.0) & (squares < _CONTRAST**2 * mean.reshape(-1, 1))
     local = [on_host(np.sum(rows, axis=1)) for rows in (low, np.where(low, squares, 0.0))]

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class GatheredFactors:
-    """Factorise a matrix on rank 0, and solve with the factors for all ranks, which make it together.
+    """Factorize a matrix on rank 0, and solve with the factors for all ranks, which make it together.
 
-    A ValueError on all ranks, where the matrix is singular.
+    A ValueError on all ranks if the matrix is singular.
     """
 
     def __init__(self, matrix: DistributedMatrix):
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
         whole, self._factors, self._kind = matrix.gathered(), None, "N"
-        # Only rank 0 can find that there are no factors, and the others would wait for its solutions.
+        # Only rank 0 can detect that there are no factors, and the others would wait for its solutions.
         with raising_together(channel(matrix.comm, "DistributedMatrix.solve")):
             if whole is not None:
                 self._factors = factors_of(whole.tocsc(), f"DistributedMatrix.solve: the matrix {matrix.shape}")
@@ -40,11 +40,11 @@ class GatheredFactors:
         return other
 
     def __call__(self, r: LocalArray) -> LocalArray:
-        """Return this rank's part of the solution, where `r` lives."""
+        """Return this rank's part of the solution, on the device of `r`."""
         return through_host(self._solved, r)
 
     def _solved(self, r: LocalArray) -> LocalArray:
-        # The divided axis first, and with it all right-hand sides as columns: one call of SciPy's for all of them.
+        # The distributed axis first, and all right-hand sides as columns: one call of SciPy for all of them.
         whole = mpi_gather(np.moveaxis(r, -1, 0), 0, axis=0, comm=self.comm)
         if self._factors is not None:
             columns = whole.reshape(len(whole), math.prod(whole.shape[1:]))
@@ -53,7 +53,7 @@ class GatheredFactors:
 
 
 def factors_of(matrix: object, said: str) -> Any:
-    """Return SciPy's factors of a sparse matrix; a ValueError where it has none."""
+    """Return SciPy's factors of a sparse matrix; a ValueError if it is singular."""
     try:
         return splu(matrix)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Optimisation of distributed objectives: the root drives, or each rank keeps its own variables."""
+"""Optimization of distributed objectives: the root drives, or each rank keeps its own variables."""
 
 from mpiad.optimize.checkpoint import CheckpointFile
 from mpiad.optimize.history import History

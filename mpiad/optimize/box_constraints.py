@@ -1,4 +1,4 @@
-"""Bounds of variables: projection, and which are free to move.
+"""Bounds of variables: projection, and the set of free variables.
 
 References
 ----------
@@ -25,7 +25,7 @@ _CLOSE = 1e-6
 class Box:
     """Lower and upper bounds, shape (n,) each.
 
-    `low`, `high`: infinite where there is no bound.
+    `low`, `high`: infinite if there is no bound.
     """
 
     def __init__(self, low: np.ndarray, high: np.ndarray):
@@ -37,7 +37,7 @@ class Box:
         return self._low, self._high
 
     def excess(self, x: np.ndarray) -> float:
-        """Return how far x lies outside, at most."""
+        """Return the largest violation of a bound by x."""
         return float(max(np.max(self._low - x, initial=0.0), np.max(x - self._high, initial=0.0)))
 
     @property
@@ -53,27 +53,27 @@ class Box:
         return moved
 
     def way(self, x: np.ndarray, gradient: np.ndarray, part: slice) -> np.ndarray:
-        """Return a part of the projected gradient step, P(x - g) - x: zero where x is stationary."""
+        """Return a part of the projected gradient step, P(x - g) - x: zero at stationary variables."""
         return np.clip(x - gradient, self._low[part], self._high[part]) - x
 
     def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> np.ndarray:
-        """Return which variables of a part aren't held by a bound, where the way's largest entry is `norm`."""
-        # Near a minimiser the margin goes to zero with the way, so that no free variable is held for ever.
+        """Return a mask of a part's variables that no bound holds, if the largest entry of the step `way` is `norm`."""
+        # Near a minimizer the margin goes to zero with the step, so that no free variable is held forever.
         close = min(_CLOSE, norm)
         held = (x - self._low[part] <= close) & (gradient > 0.0)
         held |= (self._high[part] - x <= close) & (gradient < 0.0)
         return ~held
 
     def inside(self, x: np.ndarray, part: slice) -> np.ndarray:
-        """Return which variables of a part lie strictly between their bounds."""
+        """Return a mask of a part's variables that lie strictly between their bounds."""
         return (x > self._low[part]) & (x < self._high[part])
 
 
 def box_of(bounds: Any, size: int) -> Box | None:
-    """Return the bounds of so many variables, None where there are none.
+    """Return the bounds of `size` variables, None if there are none.
 
-    A TypeError where they are on a device; a ValueError where there are too few or too many, or a lower one lies above its
-    upper one.
+    A TypeError if they are on a device; a ValueError if there are too few or too many, or a lower one is above its upper
+    one.
     """
     if bounds is None:
         return None

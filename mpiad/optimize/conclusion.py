@@ -1,7 +1,7 @@
-"""What is reported of a solve on the root: SciPy's result, corrected where it claims more than was seen.
+"""The result of a solve on the root: SciPy's result, corrected if better points were found or it isn't finite.
 
-SciPy's methods report the point that they were at. Where the objective isn't finite there, or was lower at a point that
-the line search went past, that point is given instead, and success isn't claimed. All ranks get the same.
+SciPy's methods return their last point. If the objective isn't finite there, or was lower at a point that the line search
+passed, that point is returned instead, without success. All ranks get the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpiad.optimize.evaluated_points import Counts, Ending, Point, Points
 from mpiad.optimize.history import History
 from mpiad.optimize.packing import Packing
 
-# Values that differ by less are equal but for rounding.
+# Values with a smaller relative difference are equal up to rounding.
 _ROUNDING = 4.0 * sys.float_info.epsilon
 
 
@@ -26,7 +26,7 @@ STOPPED = Ending(99, "`callback` raised `StopIteration`.")
 
 
 def cut_short(ending: Ending, points: Points, iterations: int, at_best: bool = False) -> scipy.optimize.OptimizeResult:
-    """Return the result where the method didn't come to its end, at the last iterate or at the best point that was met."""
+    """Return the result of a method that was interrupted, at the last iterate or at the best point found."""
     point: Point = (points.best or points.iterate) if at_best else points.foremost  # type: ignore[assignment]
     result = scipy.optimize.OptimizeResult(
         x=point.x.copy(), fun=point.value, jac=_known(point.gradient, point.x), nit=iterations,
@@ -43,11 +43,11 @@ def _known(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
 
 
 def concluded(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
-    """Correct, in place, a result of SciPy's that isn't the best that was seen, or isn't finite.
+    """Correct, in place, a result of SciPy's that isn't the best point found, or isn't finite.
 
-    Where there are constraints and the method has succeeded its point stays, since a lower one may violate them.
+    With constraints a successful method's point stays, since a lower one may violate them.
     """
-    if points.maxfun is not None:  # SciPy counts what the root remembered
+    if points.maxfun is not None:  # SciPy also counts evaluations that the root took from its stored points
         result.nfev = min(result.nfev, points.counts.of_objective)
     best, value, gradient = points.best, float(result.fun), _gradient(result)
     if best is None:
@@ -81,7 +81,7 @@ def _move(result: scipy.optimize.OptimizeResult, best: Point, reason: str, succe
 
 
 def outcome_of(result: scipy.optimize.OptimizeResult, history: History, counts: Counts) -> dict[str, Any]:
-    """Return what the root tells the other ranks of SciPy's result."""
+    """Return the part of SciPy's result that the root sends to the other ranks."""
     outcome = dict(result)
     outcome["x"] = np.array(outcome["x"], dtype=float)
     outcome["history"] = history

@@ -1,4 +1,4 @@
-"""What a solve has been through: one row for each iterate, the starting point first."""
+"""The history of a solve: one row per iterate, the starting point first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpiad.progress import progress_bar
 
 
 class Iterate(Protocol):
-    """What a record asks a point."""
+    """The attributes of a point that a record needs."""
 
     @property
     def x(self) -> np.ndarray:
@@ -21,12 +21,12 @@ class Iterate(Protocol):
 
     @property
     def value(self) -> float | None:
-        """Return the objective; None where it isn't known."""
+        """Return the objective; None if it isn't known."""
         ...
 
     @property
     def norm(self) -> float:
-        """Return the gradient's largest absolute entry; NaN where it isn't known."""
+        """Return the gradient's largest absolute entry; NaN if it isn't known."""
         ...
 
 
@@ -85,10 +85,10 @@ class History(NamedTuple):
 
 
 class Record:
-    """The rows of a solve under way.
+    """The rows of a solve in progress.
 
-    Some methods call back before they have asked for the gradient at their iterate; its norm is filled in later. It
-    stays NaN where they never ask: a record evaluates nothing.
+    Some methods call back before they have requested the gradient at their iterate; its norm is added later. It stays NaN
+    if they never do: a record evaluates nothing.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Record:
         self._last: Iterate | None = None
 
     def add(self, point: Iterate, evaluations: int, step: float) -> Row:
-        """Append an iterate, a step of this length from the one before, and return its row."""
+        """Append an iterate, with the length of the step from the one before, and return its row."""
         self._settle()
         loss = math.nan if point.value is None else float(point.value)
         row = Row(len(self.rows), loss, point.norm, step, evaluations, time.perf_counter() - self._start)
@@ -110,14 +110,14 @@ class Record:
             self.rows[-1] = self.rows[-1]._replace(gradient_norm=self._last.norm)
 
     def table(self) -> np.ndarray:
-        """Return the rows as they can be written, shape (rows, 6)."""
+        """Return the rows as an array for files, shape (rows, 6)."""
         self._settle()
         return np.array(self.rows, dtype=float).reshape(-1, len(Row._fields))
 
     def restore(self, table: np.ndarray) -> None:
-        """Go on after the rows of an earlier run, and its time."""
+        """Continue the rows of an earlier run, and its time."""
         self.rows = [Row(int(r[0]), r[1], r[2], r[3], int(r[4]), r[5]) for r in table.tolist()]
-        # Seconds go on from those of the earlier run: the time between the runs isn't counted.
+        # Seconds continue those of the earlier run: the time between the runs isn't counted.
         self._start, self._last = time.perf_counter() - self.rows[-1].seconds, None
 
     def history(self) -> History:
@@ -130,8 +130,8 @@ class Record:
 class Progress:
     """The progress of one solve.
 
-    `options`: the solve's, of which the root's count. A limit of the iterations, or else of the evaluations, says how
-    long it takes at most; SciPy's own limits are so high that they say nothing.
+    `options`: the solve's; only the root's are used. A limit of the iterations, or else of the evaluations, gives the
+    maximum duration; SciPy's own limits are too high to be informative.
     """
 
     def __init__(self, options: dict[str, Any] | None):
@@ -154,7 +154,7 @@ class Progress:
         self._by_evaluations = iterations is None and evaluations is not None
         count = row.evaluations if self._by_evaluations else row.iteration
         unit = "evaluations" if self._by_evaluations else "iterations"
-        # What was done before the first row, by an earlier run too, says nothing of the time from here.
+        # Work before the first row, including that of an earlier run, says nothing about the remaining time.
         return progress_bar(unit, evaluations if self._by_evaluations else iterations, count)
 
     def _limit(self, name: str) -> int | None:

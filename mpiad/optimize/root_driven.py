@@ -1,4 +1,4 @@
-"""What every solve has, and how it ends; one with its variables on the root, and the parts that talk on its duplicate."""
+"""The common part of all solves, and their end; a solve with its variables on the root, and its communication."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from mpiad.transport.user_failures import StageFailures
 
 
 class Solve:
-    """What every solve has: a duplicate of the communicator, and the agreement of its ranks on each stage.
+    """The common part of all solves: a duplicate of the communicator, and the agreement of its ranks on each stage.
 
-    `used`: the user's communicator. `call`: name of the public function. `agreement`: its `error` is what ended the solve
-    on all ranks.
+    `used`: the user's communicator. `call`: name of the public function. `agreement`: its `error` is the exception that
+    ended the solve on all ranks.
     """
 
     def __init__(self, used: Channel, call: str):
-        # A duplicate of its own: the user's function may communicate on the channel's while instructions are under way, and
-        # an interrupted solve leaves no message that the user's next call could take.
+        # Its own duplicate: the user's function may communicate on the channel's while instructions are pending, and an
+        # interrupted solve leaves no message that the user's next call could receive.
         self._used, self._comm, self._call = used, used.derive(), call
         self.agreement = StageFailures(self._comm, call, "mpiad.optimize", explain)
 
     @contextmanager
     def ending(self, checkpoint: CheckpointFile | None, progress: Progress | None) -> Iterator[None]:
-        """Let SIGTERM wait where a state is written; free what the solve has, and renew what an evaluation has left."""
+        """Postpone SIGTERM if states are written; free the solve's resources, and renew the channel after a failure."""
         try:
-            # Where no state would be written, SIGTERM does at once what it always does.
+            # If no state would be written, SIGTERM has its usual immediate effect.
             with nullcontext() if checkpoint is None else postponed(checkpoint.patience):
                 yield
         except Exception as error:
             if isinstance(error, DeadlockError):
                 self.agreement.close()  # which every rank does alone
-            # Freeing is collective: where ranks don't come together any more it would wait for ever, and where they are
-            # still to be interrupted, they are so on this communicator too.
+            # Freeing is collective: if ranks don't meet any more it would wait forever, and ranks still to be interrupted
+            # are interrupted on this communicator too.
             elif not self.agreement.broken and not is_interruption(error):
                 self._close()
             if self.agreement.error is not None:
-                renew(self._used.user, self._call)  # messages may be under way, which would be taken for new ones
+                renew(self._used.user, self._call)  # pending messages could be received as new ones
             raise
         finally:
             if progress is not None:
@@ -65,7 +65,7 @@ class Solve:
 
 
 class Leader(NamedTuple):
-    """What the root has at hand to drive a method."""
+    """The root's objects for driving a method."""
 
     evaluation: Any  # Evaluation or ResidualEvaluation
     instructions: Instructions
@@ -78,8 +78,8 @@ class Leader(NamedTuple):
 class RootDriven(Solve):
     """A solve that the root drives, made and run by all ranks.
 
-    `program`: what to evaluate; checked and agreed on. `start`: the starting point, on all ranks. `kind`: what carries out
-    the root's instructions.
+    `program`: the functions to evaluate; checked and agreed on. `start`: the starting point, on all ranks. `kind`: class
+    that executes the root's instructions.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class RootDriven(Solve):
         leader = Leader(self._evaluation, self._instructions, self._packing, self._start, self._used, progress)
         try:
             outcome: Any = drive(leader)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait on
-            # After a wait that was too long the others are somewhere else, and raise by themselves.
+        except (Exception, SystemExit) as error:  # whatever it is, the other ranks must not wait
+            # After a timeout the others are elsewhere in the program, and raise by themselves.
             if self.agreement.broken or is_interruption(error) or isinstance(error, DeadlockError):
                 raise
             if self.agreement.error is not None:
                 raise self.agreement.error from error.__cause__
             cause, outcome = error, Refusal(error, self._call)
-        # Also after a refusal: the others wait for an instruction, and learn the reason with the outcome.
+        # Also after a refusal: the others wait for an instruction, and get the reason with the outcome.
         self._instructions.give(FINISH)
         return self._instructions.share_outcome(outcome, cause)

@@ -1,4 +1,4 @@
-"""Sums over all ranks that the root needs, and numbers that it decides by them."""
+"""Sums over all ranks for the root, and its decisions based on them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def total_on_root(comm: Comm, root: Rank, part: np.ndarray) -> np.ndarray | None
 
 
 class Totals:
-    """Sums and maxima over all ranks, the same bits everywhere: reduced to the root, which decides and tells.
+    """Sums and maxima over all ranks, bitwise the same everywhere: reduced to the root, which decides and broadcasts.
 
-    An all-reduction may round differently on different ranks, so that one would stop where another goes on.
+    An all-reduction may round differently on different ranks, so that one would stop while another continues.
     """
 
     def __init__(self, comm: Comm, root: Rank):
@@ -30,7 +30,7 @@ class Totals:
         self.leads = comm.rank == root
 
     def decided(self, parts: np.ndarray, size: int, decide: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return on all ranks what the root makes of the sums of all ranks' parts: ``decide(sums)``, of so many numbers."""
+        """Return on all ranks the root's ``decide(sums)``, an array of length `size`, for the sums of all ranks' parts."""
         decision = np.empty(size)
         sums = np.empty_like(parts) if self.leads else None
         self._comm.Reduce(parts, sums, SUM, self._root)
@@ -43,8 +43,7 @@ class Totals:
         """Return sums of `terms`, maxima of `largest`, and the root's own `told`, as one list."""
         highest = np.array(largest)
         found = np.empty_like(highest) if self.leads else None
-        # Sums and maxima are two reductions, since MPI has no operation for both; all that is decided goes back in one
-        # message.
+        # Sums and maxima are two reductions, since MPI has no operation for both; the decision is one message.
         self._comm.Reduce(highest, found, MAX, self._root)
         size = len(terms) + len(largest) + len(told)
         packet = self.decided(np.array(terms), size, lambda sums: np.concatenate([sums, found, told]))  # type: ignore[list-item]

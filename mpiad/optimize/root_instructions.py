@@ -1,7 +1,7 @@
-"""The root instructs, the others wait: what is evaluated next, and when it ends.
+"""The root sends instructions, for which the others wait: the next evaluation, or the end.
 
-An instruction is a broadcast of one number, in whose receive the others wait. Further broadcasts bring the variables, and
-the direction of a product. The end is one pickled outcome. All of it travels on the solve's own duplicate.
+An instruction is a broadcast of one number, in whose receive the others wait. Further broadcasts send the variables, and
+the direction of a product. The end is one pickled outcome. All messages use the solve's own duplicate.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ class Instructions:
         self._pool = BufferPool(size)
 
     def give(self, kind: int, vector: np.ndarray | None = None, direction: np.ndarray | None = None) -> None:
-        """Tell the other ranks what comes next; the root calls this."""
+        """Send the next instruction to the other ranks; the root calls this."""
         if self.comm.size == 1:
             return
         self._kind[0] = kind
-        self.comm.Ibcast(self._kind, self.root).Wait()  # the other half of `await_next`'s, which mustn't block
+        self.comm.Ibcast(self._kind, self.root).Wait()  # matches that of `await_next`, which mustn't block
         for array in (vector, direction):
             if array is not None:
                 self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)
 
     def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
-        """Return the root's next instruction; the others call this. The variables are the caller's to keep or change."""
+        """Return the root's next instruction; the others call this. The caller may keep or change the variables."""
         wait_gently(self.comm.Ibcast(self._kind, self.root))
         kind, vector = int(self._kind[0]), self._pool.vector()
         direction = self._direction if kind in _WITH_DIRECTION else None
         if kind != FINISH:
-            # Everyone is awake now, so it may block.
+            # All ranks are active here, so it may block.
             for array in (vector, direction):
                 if array is not None:
                     self.comm.Bcast(array, self.root)
         return kind, vector, direction
 
     def share_outcome(self, outcome: object = None, cause: BaseException | None = None) -> Any:
-        """Return the root's outcome on all ranks; raise it where it is a refusal, on the root from its `cause`."""
+        """Return the root's outcome on all ranks; raise it if it is a refusal, on the root from its `cause`."""
         outcome = self.comm.bcast(outcome, self.root)
         if isinstance(outcome, Refusal):
             raise outcome.error(self.root) from cause
@@ -64,16 +64,16 @@ class Instructions:
 
 
 class Refusal:
-    """An exception outside of the evaluations, which only the root has met: in the method, its options, the callback."""
+    """An exception outside of the evaluations, raised only on the root: in the method, its options, or the callback."""
 
     def __init__(self, error: BaseException, call: str = "minimize"):
         self._call = call
-        # Described, not pickled: an exception's arguments may be anything, and its class one that others can't import.
+        # Described, not pickled: an exception's arguments may be anything, and others may be unable to import its class.
         self._kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
         self._failure = Failure.of(error)
 
     def error(self, root: Rank) -> TypeError | ValueError | WorkerError:
-        """Return what all ranks raise: wrong arguments by their own type."""
+        """Return the exception for all ranks: for wrong arguments of their own type."""
         failure = self._failure
         if self._kind is not None:
             return self._kind(f"{failure.text} (raised on the root, rank {root})")
@@ -82,14 +82,14 @@ class Refusal:
 
 
 def serve(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.ndarray | None], Any]) -> Any:
-    """Carry out what the root asks for, until the end; return its outcome. ``carry_out(kind, variables, direction)``."""
+    """Execute the root's instructions until the end; return its outcome. ``carry_out(kind, variables, direction)``."""
     while _serve_once(instructions, carry_out):
         pass
     return instructions.share_outcome()
 
 
 def _serve_once(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.ndarray | None], Any]) -> bool:
-    """Evaluate what the root asks for next; return whether it wasn't the end. Nothing of it is held afterwards."""
+    """Execute the root's next instruction; return whether it wasn't the end. Keeps no reference to the variables."""
     kind, vector, direction = instructions.await_next()
     if kind != FINISH:
         carry_out(kind, vector, direction)

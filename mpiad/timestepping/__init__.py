@@ -1,4 +1,4 @@
-"""Time-stepping: loops whose gradient needs the memory of a few states, not of all."""
+"""Time-stepping: loops whose gradient stores a few states instead of all."""
 
 from mpiad.timestepping.checkpoints import CheckpointSchedule
 from mpiad.timestepping.scan import scan

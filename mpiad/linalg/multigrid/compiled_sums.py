@@ -1,7 +1,7 @@
-"""Weighted sums compiled: each stretch of a row is computed whole, for all right-hand sides, while its weights are at hand.
+"""Compiled weighted sums: each range of a row is computed for all right-hand sides while its weights are in cache.
 
-The loops are in the language of `mpiad.compiling.translation`, which takes them from this file's text. Which rows they go
-over are numbers in memory, so that one kernel serves all levels, of any dimension.
+The loops are in the language of `mpiad.compiling.translation`, which takes them from this file's text. The rows are given
+by numbers in memory, so that one kernel serves all levels, in any dimension.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mpiad.compiling.cache import functions_of
 from mpiad.linalg.multigrid.colour_layout import Layout
 from mpiad.linalg.multigrid.level_sums import Step, Sums, Term, WeightedSum
 
-# Points of a block below which the kernel is loaded in more time than it saves.
+# Points of a block below which loading the kernel takes longer than it saves.
 _LARGE = 1 << 13
-# Entries of a stretch: with its weights it stays in the second cache, and shorter ones are read more slowly from the third.
+# Entries of a range: with its weights it stays in the second cache, and shorter ones are read more slowly from the third.
 _STRETCH = 2048
 _TABLES, _FLOATS = ("numbers", "sums", "terms"), ("coefficients", "right", "state", "part")
 
 
 def are_compiled(points: int) -> bool:
-    """Tell whether the cycles of a finest level with so many points are compiled."""
+    """Return whether the cycles of a finest level with this number of points are compiled."""
     return points >= _LARGE
 
 
@@ -37,8 +37,8 @@ class CompiledSums(Sums):
         super().__init__(layout, coefficients, rows)
 
     def step(self, sums: Sequence[WeightedSum]) -> Step:
-        """Return what computes sums, one after the other."""
-        # Where the kernel finds its arrays: an address and a size for each, behind two words of its own.
+        """Return a function that computes sums, one after the other."""
+        # The kernel's table of arrays: an address and a size for each, after two words of its own.
         tables, block, state = self._numbers_of(sums), np.zeros(2 + 2 * len(_TABLES) + 2 * len(_FLOATS), np.int64), None
         address, right, kernel = block.ctypes.data, 2 + 2 * (len(_TABLES) + 1), self._kernel
 
@@ -80,7 +80,7 @@ class CompiledSums(Sums):
 @functools.cache
 def _kernel() -> Any:
     signature = f"linked({', '.join(['int64[::1]'] * len(_TABLES) + ['float64[::1]'] * len(_FLOATS))})"
-    # A product may be added without being rounded first.
+    # Allows fused multiply-add.
     return functions_of(__name__, {"weighted_sums": signature}, "contract")[0]
 
 
@@ -88,7 +88,7 @@ def weighted_sums(
     numbers: np.ndarray, sums: np.ndarray, terms: np.ndarray, coefficients: np.ndarray, right: np.ndarray,
     state: np.ndarray, part: np.ndarray,
 ) -> None:  # fmt: skip
-    """Compute sums of rows; `part` has room for a stretch."""
+    """Compute sums of rows; `part` has the length of a range."""
     systems, of_right, of_state, length = numbers[0], numbers[1], numbers[2], numbers[3]
     for one in range(numbers[4]):
         k = 9 * one

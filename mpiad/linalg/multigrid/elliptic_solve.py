@@ -1,7 +1,7 @@
 """`solve_elliptic`: a solve by multigrid, differentiated by the implicit function theorem.
 
-As in `linalg.implicit`: the adjoint takes one solve more, by the same levels, since the operator is its own transpose, and
-one reverse pass through the operator at the solution.
+As in `linalg.solve`: the adjoint takes one further solve, with the same levels, since the operator is its own transpose,
+and one reverse pass through the operator at the solution.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ def solve_elliptic(
     kappa : array of shape local_shape, or number
         Positive; it may jump.
     b : array of shape (..., *local_shape)
-        This rank's block of the right-hand side; several along leading axes are solved for together, each to its own
+        This rank's block of the right-hand side; several along leading axes are solved together, each to its own
         tolerance.
     c : array of shape local_shape, or number
         Zero or more. All arrays are on the host, or all on one device.
     spacing, boundary, centred
-        As `Elliptic` takes them. A value other than 0 on a side goes into `b`: κ times it, by the square of the spacing
-        (twice that where `centred`).
+        As in `Elliptic`. A value other than 0 on a side enters `b`: κ times the value, divided by the square of the spacing
+        (twice that if `centred`).
     mean_zero : bool
-        As `Multigrid` takes it.
+        As in `Multigrid`.
     rtol, atol, maxiter
-        As `Multigrid.solve` takes them; also in the solves that derivatives take, with their own right-hand sides.
+        As in `Multigrid.solve`; also in the solves of derivatives, with their own right-hand sides.
     x0, callback
-        As `Multigrid.solve` takes them; no derivative flows through `x0`.
+        As in `Multigrid.solve`; no derivative flows through `x0`.
 
     Returns
     -------
-    array of the shape and dtype of `b`, where `b` lives
+    array of the shape and dtype of `b`, on the device of `b`
         This rank's block of u.
 
     Raises
@@ -85,7 +85,7 @@ def solve_elliptic(
     Adjoint
     -------
     One solve A λ = ū, on all ranks, with the levels of the forward solve: b gets λ, κ and c get -(∂(A u)/∂(κ, c))ᵀ λ.
-    Forward mode and higher orders take one solve for each derivative.
+    Forward mode and higher orders take one solve per derivative.
 
     Examples
     --------
@@ -108,7 +108,7 @@ def solve_elliptic(
         require_together(_CALL, b=stop_gradient(b), kappa=stop_gradient(kappa), c=stop_gradient(c))
         for field in (b, kappa, c):
             require_own_block(field, domain.local_shape, used.size, used.rank, _CALL)
-    # What the solves of derivatives share; their start is zero, and they are nobody's news.
+    # Shared with the solves of derivatives; these start from zero, and call no callback.
     settings = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
     return _solution(b, kappa, c, levels=levels, settings=settings, start={"x0": stop_gradient(x0), "callback": callback})
 
@@ -118,9 +118,9 @@ def _solution(
     b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict, start: dict | None = None,
     linear: bool = False,
 ) -> LocalArray:  # fmt: skip
-    """Return the solution; κ and c are those of the levels, and are arguments for the sake of their derivatives.
+    """Return the solution; κ and c are those of the levels, and are arguments only for their derivatives.
 
-    `linear` says that nothing is differentiated by κ and c on any rank.
+    `linear`: whether nothing is differentiated with respect to κ and c on any rank.
     """
     return levels.solve(b, **settings, **(start or {}))
 
@@ -136,15 +136,15 @@ def _adjoint(
     """Return the transpose of the solution's derivative: from A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
 
     def vjp(g: LocalArray) -> list:
-        # Decided by the tape, on all ranks alike; an autograd trace around everything is the exception.
+        # Decided by the tape, identically on all ranks; a surrounding autograd trace is the exception.
         tape = current.tape
         alone = tape is not None and tape.of_cotangents and not (isbox(kappa) or isbox(c))
-        # The operator is its own transpose, and the levels are made: another solve with them, for all cotangents.
+        # The operator is its own transpose, and the levels exist: another solve with them, for all cotangents.
         multiplier = _solution(g, kappa, c, levels=levels, settings=settings, linear=alone)
         if linear:
             return [multiplier]
         pull, _ = make_vjp(_product(levels))([ans, kappa, c])
-        # The first part, Aᵀ λ, is ū again.
+        # The first part, Aᵀ λ, equals ū.
         _, of_kappa, of_c = pull(multiplier, batch=len(g.shape) > len(ans.shape))
         return [multiplier, -of_kappa, -of_c]
 

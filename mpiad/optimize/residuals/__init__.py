@@ -1,1 +1,1 @@
-"""Least squares whose residuals stay on their ranks."""
+"""Least squares with residuals that stay on their ranks."""

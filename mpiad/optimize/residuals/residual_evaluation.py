@@ -1,9 +1,9 @@
-"""Evaluate residuals and Jacobian products on all ranks; the residuals themselves stay where they are.
+"""Evaluate residuals and Jacobian products on all ranks; the residuals themselves stay on their ranks.
 
-What the root needs of a trial point is the cost. Of an iterate with few variables it needs the triangle R of a QR
-factorisation of [f, J], the residuals first: each rank reduces its own rows to a triangle of (n + 1)² numbers, and the root
-that of all triangles. With many variables the root needs products with J and its transpose, for which vectors of residuals
-travel: from their ranks to the root and back.
+For a trial point the root needs the cost. For an iterate with few variables it needs the triangle R of a QR factorization
+of [f, J], the residuals first: each rank reduces its own rows to a triangle of (n + 1)² numbers, and the root reduces all
+triangles to one. With many variables the root needs products with J and its transpose, for which vectors of residuals are
+sent from their ranks to the root and back.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mpiad.primitives.cotangents import spec_like
 from mpiad.transport import Channel
 from mpiad.transport.user_failures import StageFailures, WrongValueError
 
-# Robust losses: ρ(z) of squared residuals z, so that outliers count less. SciPy's names and formulas.
+# Robust losses: ρ(z) of squared residuals z, with less weight for outliers. SciPy's names and formulas.
 #
 # References ---------- .. [1] B. Triggs et al., "Bundle adjustment - a modern synthesis" (2000), section 4.3: how ρ changes
-# residuals and Jacobian    so that their Gauss-Newton model is that of the robust cost.
+# residuals and Jacobian so that their Gauss-Newton model is that of the robust cost.
 
 
 @np.errstate(all="ignore")
@@ -71,22 +71,22 @@ class Loss:
 
     def weighed(self, f: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
         """Return twice this rank's cost, the residuals of its Gauss-Newton model, and the factors of its Jacobian rows."""
-        # Of a trial point outside of where the residuals are finite the trust region learns by the cost: nothing of ours
-        # warns of it. A loss of the user's own warns as it likes.
+        # The cost tells the trust region that residuals aren't finite at a trial point: our code doesn't warn. A loss of
+        # the user may warn.
         with np.errstate(all="ignore"):
             z = (f / self._scale) ** 2
         rho = np.asarray(self._rho(z), dtype=float)
         if rho.shape != (3, f.size):
             raise ValueError(f"least_squares: loss must return shape {(3, f.size)}, but got {rho.shape}.")
-        # Where the cost curves downwards, as far outliers' does, its model mustn't.
-        # The second derivative of ρ(f²)/2 by f, at a scale of one: ρ' + 2 ρ'' f².
+        # If the cost curves downwards, as for far outliers, its model mustn't.
+        # The second derivative of ρ(f²)/2 with respect to f, at a scale of one: ρ' + 2 ρ'' f².
         with np.errstate(all="ignore"):
             factors = np.sqrt(np.maximum(rho[1] + 2.0 * rho[2] * z, sys.float_info.epsilon))
             return float(self._scale**2 * np.sum(rho[0])), f * rho[1] / factors, factors
 
 
 def loss_of(loss: object, scale: Scalar) -> Loss | None:
-    """Return the loss of a name, None for the sum of squares; a ValueError where there is none, or no such scale."""
+    """Return the loss with this name, None for the sum of squares; a ValueError for an unknown loss or an invalid scale."""
     if not (callable(loss) or (isinstance(loss, str) and loss in LOSSES)):
         raise ValueError(f"least_squares: loss must be a function or one of {', '.join(LOSSES)}, but got {loss!r}.")
     if not (np.ndim(scale) == 0 and np.isreal(scale) and scale > 0.0):
@@ -100,10 +100,10 @@ class ResidualEvaluation:
 
     - `program`: `jac` returns this rank's rows of the Jacobian.
     - `solver`: {"exact", "lsmr"} or None.
-    - `few`: so many variables are for the "exact" one, where none is named.
+    - `few`: largest number of variables for the "exact" solver by default.
     - `agreement`: of the ranks on each stage.
     - `gathers`: whether the root gets the residuals themselves.
-    - `counts`: residuals of each rank, where they are gathered.
+    - `counts`: number of residuals per rank, if they are gathered.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class ResidualEvaluation:
         self._leads = used.rank == program.root
         self.loss = loss
         self.gathers = packing.size > few if solver is None else solver == "lsmr"
-        self.gathers &= packing.size > 1  # SciPy needs a plane
+        self.gathers &= packing.size > 1  # SciPy needs at least two dimensions
         self.counts: list[int] = []
         self._kept: tuple[bytes, Any, np.ndarray] | None = None
         self._rows: tuple[bytes, np.ndarray] | None = None
         self._at_start = StartValues()
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
-        """Carry out an instruction."""
+        """Execute an instruction."""
         if kind == RESIDUALS:
             return self.gathered(vector) if self.gathers else self.cost(vector)
         if kind == FACTOR:
@@ -153,8 +153,8 @@ class ResidualEvaluation:
         return self._gathered(self.agreement.run(lambda: self._counted(f)))
 
     def _counted(self, found: object, size: int | None = None) -> np.ndarray:
-        """Return residuals or their tangents, of which there must be `size`, else as many each time: that is told once."""
-        # The root has room for as many as before: another number would fail inside the gather, in MPI's words.
+        """Return residuals or their tangents, checked to be `size` many, or by default as many as before."""
+        # The root allocates for the previous number: another one would fail inside the gather, with an error of MPI.
         found = np.ascontiguousarray(found, dtype=float).reshape(-1)
         size = self.counts[self._comm.rank] if size is None and self.counts else size
         if size is not None and found.size != size:
@@ -169,30 +169,30 @@ class ResidualEvaluation:
         return whole
 
     def factor(self, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return on the root the triangle R of [f, J], shape (n + 1, n + 1), as the loss weighs them, and the gradient."""
+        """Return on the root the triangle R of [f, J], shape (n + 1, n + 1), weighted by the loss, and the gradient."""
         f = self._residuals(vector)
         rows = self._jacobian(vector)
 
         def reduced() -> tuple[np.ndarray, np.ndarray]:
             model, factors = self._weighed(f)[2:]
             weighed = rows if factors is None else rows * factors[:, None]
-            # R has the gradient too, but where the loss weighs far outliers only to half of the digits.
+            # R gives the gradient too, but with only half of the digits if the loss weights far outliers.
             return _triangle(np.column_stack([model, weighed])), model @ weighed
 
-        # QR of triangles put one upon another has the R of all rows: R'R is the sum of theirs. No rank's rows need travel.
+        # QR of stacked triangles has the R of all rows: R'R is the sum of theirs. No rank's rows need be sent.
         pieces = self._comm.gather(self.agreement.run(reduced), self._program.root)
         if pieces is None:
             return None
         return _triangle(np.concatenate([piece[0] for piece in pieces])), np.sum([piece[1] for piece in pieces], axis=0)
 
     def _jacobian(self, vector: np.ndarray) -> np.ndarray:
-        """Return this rank's rows, shape (m_r, n): a column for each direction, from all ranks at once."""
+        """Return this rank's rows, shape (m_r, n): one column per direction, computed by all ranks together."""
         if self._rows is not None and self._rows[0] == vector.tobytes():
             return self._rows[1]
         x, given, args = self._packing.unpack(vector), self._program.jac, self._program.args
         size = self._residuals(vector).size
         if callable(given):
-            # A copy: it serves all products at x, also after `fun` has written its derivatives elsewhere in the same array.
+            # A copy: it serves all products at x, even after `fun` has written later derivatives into the same array.
             rows = self.agreement.run(lambda: self._checked(np.array(to_host(given(x, *args)), dtype=float), size))
         else:
             columns = [self._column(x, unit, size) for unit in np.eye(self._packing.size)]
@@ -220,7 +220,7 @@ class ResidualEvaluation:
         return self.agreement.run(lambda: self._counted(along(self._packing.unpack(direction))[1], size))
 
     def cotangent(self, vector: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray | None:
-        """Return the product of the transposed Jacobian with a vector of the root's, one weight for each residual."""
+        """Return the product of the transposed Jacobian with a vector on the root, one weight per residual."""
         own = np.empty(self.counts[self._comm.rank])
         self._comm.Scatterv((weights, self.counts) if self._leads else None, own, self._program.root)
         if callable(self._program.jac):
@@ -232,11 +232,11 @@ class ResidualEvaluation:
         return total_on_root(self._comm, self._program.root, part)
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
-        """Return this rank's residuals, shape (m_r,); those of the last point are kept, ready to be run backwards."""
-        # By its bits: SciPy asks at one point for residuals, Jacobian and products, in calls of their own.
+        """Return this rank's residuals, shape (m_r,); those of the last point are kept with their record."""
+        # By its bits: SciPy requests residuals, Jacobian and products at one point in separate calls.
         key = vector.tobytes()
         if self._kept is None or self._kept[0] != key:
-            self._kept = None  # its memory returns before the next takes as much
+            self._kept = None  # its memory is freed before the next is allocated
             x = self._packing.unpack(vector)
             if self.gathers and not callable(self._program.jac):
                 kept = self.agreement.run(lambda: linearize(lambda x: self.agreement.run(lambda: self._piece(x)))(x))
@@ -251,7 +251,7 @@ class ResidualEvaluation:
         out = self._program.fun(x, *self._program.args)
         if out is None:
             return np.zeros(0)
-        out = to_host(out)  # rows and columns are put together on the host
+        out = to_host(out)  # rows and columns are assembled on the host
         array = out if type(out) in Box.types else anp.array(out)
         dtype = spec_like(array).dtype
         if dtype.kind not in "fiu":
@@ -260,7 +260,7 @@ class ResidualEvaluation:
 
 
 def _triangle(rows: np.ndarray) -> np.ndarray:
-    """Return the triangle of a QR factorisation, with rows of zeros where there are too few."""
+    """Return the triangle of a QR factorization, padded with rows of zeros."""
     found = np.linalg.qr(rows, mode="r")
     # Of one shape on all ranks, whatever their number of rows: triangles are stacked on the root.
     out = np.zeros((rows.shape[1], rows.shape[1]))

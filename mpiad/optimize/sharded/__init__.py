@@ -1,4 +1,4 @@
-"""L-BFGS and Newton-CG with the variables in pieces on their ranks: nothing is gathered; a root leads in small sums."""
+"""L-BFGS and Newton-CG with variables distributed over the ranks: nothing is gathered; a root decides by small sums."""
 
 from mpiad.optimize.sharded.sharded_solve import Piece, Sharded, piece_of
 

@@ -1,14 +1,14 @@
-"""The correction pairs of limited-memory BFGS: which row of the memory holds what, and the two-loop recursion over them.
+"""The correction pairs of limited-memory BFGS: the roles of the rows of the memory, and the two-loop recursion over them.
 
-A slot has two rows. That of a pair holds a gradient change y and a step s. The current slot, behind the newest pair,
-holds the gradient g where the solve is, and the direction from there once it is made; the one behind it takes the
+A slot has two rows. That of a pair stores a gradient change y and a step s. The current slot, after the newest pair,
+stores the gradient g at the current point, and the direction from there once it is computed; the next one stores the
 gradients of trial points. When a trial is accepted, the slots only change their roles, and nothing is moved: g becomes y
 in place, the direction is the step, and the oldest pair's slot becomes the next for trials.
 
-The recursion works on numbers of the size of the memory, none of the size of the variables. With the scalar products of
-the steps s, the gradient changes y and the gradient g, the direction -H g is a combination of these 2m + 1 vectors whose
-coefficients need no further products. Those of two steps are never asked for, nor those of a step with an older change:
-the first loop meets a step with newer changes only, the second a change with older steps.
+The recursion works on numbers of the size of the memory, not of the variables. Given the scalar products of the steps s,
+the gradient changes y and the gradient g, the direction -H g is a combination of these 2m + 1 vectors whose coefficients
+need no further products. Products of two steps aren't needed, nor those of a step with an older change: the first loop
+uses a step with newer changes only, the second a change with older steps.
 
 References
 ----------
@@ -26,7 +26,7 @@ import numpy as np
 class Ring:
     """Roles of the slots.
 
-    `maxcor`: pairs that are kept. `first`: slot of the oldest pair. `count`: number of pairs.
+    `maxcor`: largest number of pairs. `first`: slot of the oldest pair. `count`: number of pairs.
     """
 
     def __init__(self, maxcor: int):
@@ -35,7 +35,7 @@ class Ring:
 
     @property
     def height(self) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows."""
         return 2 * self._slots
 
     @property
@@ -66,7 +66,7 @@ class Ring:
             self.first = (self.first + 1) % self._slots
 
     def forget(self) -> None:
-        """Drop all pairs; the current slot stays what it is."""
+        """Drop all pairs; the current slot is unchanged."""
         # Without pairs the current slot is the first.
         self.first, self.count = self.gradient // 2, 0
 
@@ -75,7 +75,7 @@ class Ring:
         return (2 * self.first + np.arange(2 * self.count + 1)) % self.height
 
     def parts(self) -> list[tuple[slice, slice]]:
-        """Return where those rows lie, as one slice or two, each with its places in `rows()`."""
+        """Return the slices of those rows, one or two, each with its positions in `rows()`."""
         start, length = 2 * self.first, 2 * self.count + 1
         before_end = min(length, self.height - start)
         found = [(slice(start, start + before_end), slice(0, before_end))]
@@ -85,15 +85,15 @@ class Ring:
 
 
 def two_loop_recursion(products: np.ndarray, with_gradient: np.ndarray, square: float) -> tuple[np.ndarray, float]:
-    """Return the coefficients of -H g, shape (2m + 1,), g's the last, and its slope g · (-H g).
+    """Return the coefficients of -H g, shape (2m + 1,), that of g last, and its slope g · (-H g).
 
-    The products (2m, 2m) are those of all y and s with each other: those of pair j lie in rows 2j and 2j + 1, the oldest
-    pair's first. A pair of no positive curvature is left out. With g the products are `with_gradient` (2m,), and `square`
+    The products (2m, 2m) are those of all y and s with each other: those of pair j are in rows 2j and 2j + 1, the oldest
+    pair's first. A pair without positive curvature is omitted. The products with g are `with_gradient` (2m,), and `square`
     is g · g.
     """
     pairs = [j for j in range(len(products) // 2) if _curves(products, j)]
     inner = np.append(with_gradient, square)
-    whole = np.vstack([products, with_gradient])  # a row for each vector, a column for each y and s
+    whole = np.vstack([products, with_gradient])  # one row per vector, one column per y and s
     coefficients, alphas = np.zeros(len(inner)), {}
     coefficients[-1] = -1.0
     for j in reversed(pairs):

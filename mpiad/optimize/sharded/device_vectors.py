@@ -1,7 +1,7 @@
-"""The vectors of a piece on a device: all rows in one array, whose products with two vectors are one operation.
+"""The vectors of variables on a device: all rows in one array, whose products with two vectors are one operation.
 
-What the host learns in an iteration is a few numbers: those of the trial point, and the products that go to the root. Of
-the vectors themselves nothing is copied.
+In an iteration the host gets only a few numbers: those of the trial point, and the products for the root. The vectors
+themselves aren't copied.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpiad.optimize.sharded.correction_pairs import Ring
 from mpiad.optimize.sharded.host_vectors import Parts
 from mpiad.transport.device_arrays import ArrayModule
 
-# Columns that are worked on at a time where that makes arrays of their length: a few tens of megabytes.
+# Columns per operation if that makes arrays of their length: a few tens of megabytes.
 _STRETCH = 1 << 18
 
 
@@ -33,18 +33,18 @@ class DeviceVectors:
         self.height, self.size, self._home = height, size, home
         self.memory: Array = home.full((height, size), 0.0, float)
         self.box = None if box is None else Box(*(home.to_device(limit) for limit in box.limits))
-        # Whether a bound stopped any variable in the last step: to ask here would wait for it, so it is a number more in
-        # the copy that tells of the trial point.
+        # Whether a bound stopped any variable in the last step: testing it here would wait for the device, so it is copied
+        # together with the numbers of the trial point.
         self._clipped: Array = home.full((), False, bool)
 
     def __iter__(self) -> Iterator[tuple[slice, Array]]:
-        """Yield all rows in stretches of their columns, after the part of the vectors that each holds."""
+        """Yield ranges of columns of all rows, after the slice of the vectors that each stores."""
         for start in range(0, self.size, _STRETCH):
             part = slice(start, min(start + _STRETCH, self.size))
             yield part, self.memory[:, part]
 
     def new(self) -> Array:
-        """Return a vector of any values."""
+        """Return an uninitialized vector."""
         return self._home.empty((self.size,), float)
 
     def to_host(self, x: Array) -> np.ndarray:
@@ -52,11 +52,11 @@ class DeviceVectors:
         return self._home.to_host(x)
 
     def from_host(self, x: np.ndarray) -> Array:
-        """Return an array of the host's on the device."""
+        """Return an array of the host on the device."""
         return self._home.to_device(x)
 
     def read(self, row: int, out: Array) -> Array:
-        """Copy a row to a vector, and return that."""
+        """Copy a row to a vector, and return the vector."""
         out[...] = self.memory[row]
         return out
 
@@ -65,7 +65,7 @@ class DeviceVectors:
         self.memory[row] = vector
 
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the products of the ring's rows with the newest change, with the gradient, and the square of that."""
+        """Return the products of the ring's rows with the newest change and the gradient, and the gradient's square."""
         here, vectors = self.memory[ring.gradient], []
         square = np.sum(here * here)
         if change:
@@ -77,14 +77,14 @@ class DeviceVectors:
         of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
         if not self.size:
             return of_change, of_gradient, 0.0
-        # All rows, those in no use too: one product costs less than two of parts.
+        # All rows, including unused ones: one product costs less than two of parts.
         products = self.memory @ np.stack(vectors, axis=1)
         found = self.to_host(np.concatenate([products.reshape(-1), square.reshape(1)]))
         products = found[:-1].reshape(self.height, len(vectors))[ring.rows()]
         return products[:, 0] if change else of_change, products[:, -1] if gradient else of_gradient, found[-1]
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
-        """Combine rows, with coefficients that travel to the device."""
+        """Combine rows; the coefficients are copied to the device."""
         there = self._home.to_device(coefficients)
         (part, places), *others = parts
         total = there[places] @ self.memory[part]
@@ -95,7 +95,7 @@ class DeviceVectors:
     def advance(
         self, parts: Parts, coefficients: np.ndarray, row: int, here: Array, step: float, outs: tuple[Array, None]
     ) -> None:
-        """Combine rows, where there are parts, and write where a step leads."""
+        """Combine rows, if there are parts, and write the point at a step."""
         out = outs[0]
         if parts:
             self.combine(parts, coefficients, row)
@@ -104,42 +104,42 @@ class DeviceVectors:
 
     def take(self, gradient: Array, way: int, out: int) -> tuple[float, float, float]:
         """Copy a gradient, and measure it by one copy of three numbers."""
-        if not self.size:  # of nothing there is no largest entry
+        if not self.size:  # an empty array has no largest entry
             return 0.0, 0.0, 0.0
         self.memory[out] = gradient
         copied, along = self.memory[out], self.memory[way]
         found = self.to_host(np.stack([np.max(np.abs(copied)), np.sum(copied * along), np.sum(along * along)]))
         largest, slope, square = found.tolist()
-        # Where an entry is NaN, so is the largest.
+        # If an entry is NaN, so is the largest.
         return largest if largest < math.inf else math.inf, slope, square
 
     # ---- within bounds
 
     def project(self, x: Array) -> Array:
-        """Move a vector into the bounds, in place; return whether any variable moved, as an array on the device."""
+        """Project a vector onto the bounds, in place; return whether any variable moved, as an array on the device."""
         low, high = self.box.limits  # type: ignore[union-attr]
         moved = np.any((x < low) | (x > high))
         x[...] = np.clip(x, low, high)
         return moved
 
     def products_of_free(self, ring: Ring, x: Array, norm: float, before: Array | None) -> tuple[np.ndarray, float]:
-        """Return the products of the ring's rows over free variables, and the slope of those held, by one copy."""
+        """Return the products of the ring's rows over free variables, and the slope of the others, by one copy."""
         count = 2 * ring.count + 1
         if not self.size:
             return np.zeros((count, count)), 0.0
         rows, gradient = self.memory, self.memory[ring.gradient]
         if before is not None:
             np.subtract(gradient, rows[ring.newest], out=rows[ring.newest])
-            np.subtract(x, before, out=rows[ring.newest + 1])  # the step that the bounds have left
+            np.subtract(x, before, out=rows[ring.newest + 1])  # the step after projection
         free, way = self._free_and_way(x, gradient, norm)
         of_held = np.sum(gradient * np.where(free, 0.0, way))
-        # All rows, those in no use too: to pick some on the device would copy their numbers there.
+        # All rows, including unused ones: selecting some on the device would copy their numbers there.
         products = functools.reduce(operator.add, ((tile * free[part]) @ tile.T for part, tile in self))
         found = self.to_host(np.concatenate([products.reshape(-1), of_held.reshape(1)]))
         return found[:-1].reshape(self.height, self.height)[np.ix_(ring.rows(), ring.rows())], found[-1]
 
     def turn(self, ring: Ring, x: Array, norm: float) -> None:
-        """Let the direction send variables that a bound holds straight to it."""
+        """Make the direction send variables held by a bound straight to it."""
         free, way = self._free_and_way(x, self.memory[ring.gradient], norm)
         self.memory[ring.direction] = np.where(free, self.memory[ring.direction], way)
 
@@ -148,14 +148,14 @@ class DeviceVectors:
         return box.free(x, gradient, norm, whole), box.way(x, gradient, whole)  # type: ignore[union-attr]
 
     def advance_within(self, row: int, here: Array, step: float, outs: tuple[Array, None]) -> None:
-        """Write where a step along the row leads from `here`, projected."""
+        """Write the projected point at a step along the row from `here`."""
         out = outs[0]
         np.multiply(self.memory[row], step, out=out)
         out += here
         self._clipped = self.project(out)
 
     def take_within(self, ring: Ring, gradient: Array, x: Array, here: Array | None) -> list[float]:
-        """Copy the gradient of a trial point into its row; return what is to be known of the point, by one copy."""
+        """Copy the gradient of a trial point into its row; return the measures of the point, by one copy."""
         if not self.size:
             return [0.0] * 6
         box: Box = self.box  # type: ignore[assignment]
@@ -163,10 +163,10 @@ class DeviceVectors:
         numbers = [np.max(np.abs(gradient)), np.max(np.abs(box.way(x, gradient, slice(None))))]
         if here is not None:
             moved = x - here
-            # A variable that a bound has stopped doesn't move with the step any more, so it takes no part in the slope.
+            # A variable that a bound has stopped doesn't move with the step, so it isn't part of the slope.
             way = self.memory[ring.direction] * box.inside(x, slice(None))
             factors = (gradient, way), (self.memory[ring.gradient], moved), (gradient, moved), (moved, moved)
             numbers += [*(np.sum(a * b) for a, b in factors), self._clipped.astype(float)]
         entry, largest, *rest = self.to_host(np.stack(numbers)).tolist()
-        # Where a gradient isn't finite, its projected step may be; where an entry is NaN, so is the largest.
+        # If a gradient isn't finite, its projected step may still be finite; if an entry is NaN, so is the largest.
         return [largest if entry < math.inf else math.inf, *(rest or [0.0] * 5)]

@@ -1,7 +1,7 @@
-"""The state of a sharded solve on another number of ranks: put together from the pieces that the old ones have written.
+"""The state of a sharded solve on another number of ranks, assembled from the files of the old ranks.
 
-Each file says which boxes of the whole arrays its variables are, so a rank reads the files whose boxes meet its own. What
-else a state holds is the same on all ranks.
+Each file lists the boxes of the whole arrays that its variables are, so a rank reads the files whose boxes intersect its
+own. The rest of a state is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ Box = list[list[int]]
 
 
 class Layout(NamedTuple):
-    """Where the variables of this rank's vector lie, as boxes of whole arrays one after the other."""
+    """Positions of the variables of this rank's vector, as consecutive boxes of whole arrays."""
 
     boxes: list[Box]
     shapes: list[list[int]]
 
 
 class OldState(NamedTuple):
-    """An iteration of which each of the old ranks has a file: these, with the boxes in them."""
+    """An iteration of which each of the old ranks has a file: the files, with their boxes."""
 
     iteration: int
     files: list[Path]
     boxes: list[list[Box]]
 
     def arrays(self, layout: Layout) -> dict[str, np.ndarray]:
-        """Return the arrays of the state for this rank; a ValueError where a file is damaged, or of another iteration."""
+        """Return the arrays of the state for this rank; a ValueError if a file is damaged, or of another iteration."""
         size = _length(layout.boxes)
         found: dict[str, np.ndarray] = {}
         pieces = [piece for piece in zip(self.files, self.boxes) if _length(piece[1])]
-        # What isn't divided is in any file: one is read where a rank has no variables, too.
+        # Undistributed data is in any file: a rank without variables also reads one.
         needed = [piece for piece in pieces if any(map(_meet, piece[1], layout.boxes))] or pieces[:1]
         for file, boxes in needed:
             description, arrays = read(file)
@@ -59,10 +59,10 @@ class OldState(NamedTuple):
 
 
 def layout_of(specs: Sequence[tuple], checkpoint: CheckpointFile, comm: Comm) -> Layout | None:
-    """Return where this rank's variables, arrays of these shapes and dtypes, lie; None where nobody says so. Collective.
+    """Return the positions of this rank's variables, given their shapes and dtypes; None if unknown. Collective.
 
-    The checkpoint's `blocks` say it; without them arrays with one axis are parts of whole ones, one behind the other by
-    rank.
+    The checkpoint's `blocks` give them; without these arrays with one axis are assumed to be consecutive parts of whole
+    ones, in the order of ranks.
     """
     blocks = None if checkpoint.blocks is None else [[part.start, part.stop] for part in checkpoint.blocks]
     shapes = [tuple(shape) for shape, _ in specs]
@@ -76,7 +76,7 @@ def layout_of(specs: Sequence[tuple], checkpoint: CheckpointFile, comm: Comm) ->
             box = [[start, start + shape[0]]]
         else:
             box = []
-        # Of a complex array the parts are one more axis, the last.
+        # A complex array has a last axis for both parts.
         boxes.append([*box, *[[0, 2]] * (dtype.kind == "c")] if box else None)
     # Known on all ranks, or on none.
     known = comm.allgather(boxes)
@@ -87,23 +87,23 @@ def layout_of(specs: Sequence[tuple], checkpoint: CheckpointFile, comm: Comm) ->
 
 
 def place_independent(vector: np.ndarray, layout: Layout, comm: Comm) -> str:
-    """Return a checksum of a divided vector that doesn't depend on how it is divided; all ranks call it."""
+    """Return a checksum of a distributed vector that doesn't depend on the distribution; all ranks call it."""
     total, start = 0, 0
     for k, (box, shape) in enumerate(zip(layout.boxes, layout.shapes)):
-        # By bits: the checksum is of the state that goes on, not of one that is equal to rounding.
+        # By bits: the checksum is of the exact state, not of one that is equal up to rounding.
         piece = np.ascontiguousarray(vector[start : start + _length([box])], np.float64).view(np.uint64)
         axes = np.ix_(*[np.arange(*ends, dtype=np.uint64) for ends in box])
         places = np.zeros(tuple(stop - first for first, stop in box), np.uint64)
         for places_along, n in zip(axes, shape):
             places = places * np.uint64(n) + places_along
-        # Each number mixed with its place, and added up: so order and division don't matter, and places do.
+        # Each number is mixed with its position, and added: so order and distribution don't matter, but positions do.
         total += int(np.sum(_mixed(piece ^ _mixed(places.ravel() + np.uint64(k << 56))), dtype=np.uint64))
         start += len(piece)
     return f"{sum(comm.allgather(total)) % 2**64:016x}"
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """Return the numbers that SplitMix64 makes of others (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Return the results of SplitMix64 for some numbers (Steele, Lea and Flood, OOPSLA 2014)."""
     with np.errstate(over="ignore"):
         x = (x + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -112,10 +112,10 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def newest_state(files: list[Path], problem: dict[str, Any], comm: Comm) -> tuple[OldState | None, str | None]:
-    """Return the newest iteration of which all ranks of one number have files, and what is wrong with a file; collective.
+    """Return the newest iteration of which all ranks of one number have files, and an error in a file; collective.
 
-    The files are those of all old ranks, the same on all ranks here; `problem` is what the state must belong to, as far as
-    that doesn't depend on the ranks.
+    The files are those of all old ranks, the same on all ranks here; `problem` is the description of the problem that the
+    state must belong to, as far as it doesn't depend on the ranks.
     """
     mine, wrong = [], None
     for file in files[comm.rank :: comm.size]:
@@ -147,7 +147,7 @@ def _meet(old: Box, new: Box) -> bool:
 
 
 def _copy(source: np.ndarray, old: list[Box], target: np.ndarray, new: list[Box]) -> None:
-    """Copy what two lists of boxes have in common, from rows of vectors to others."""
+    """Copy the intersections of two lists of boxes, from rows of vectors to others."""
     at, to = 0, 0
     for there, here in zip(old, new):
         parts = source[:, at : at + _length([there])], target[:, to : to + _length([here])]

@@ -1,4 +1,4 @@
-"""Value, gradient and Hessian products at a point, for variables in pieces."""
+"""Value, gradient and Hessian products at a point, for distributed variables."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _SAME = 1e-6  # by how much, relative to the root's, regularizers of other ranks
 
 
 class Derivatives(NamedTuple):
-    """What is known at a point."""
+    """Value, gradient and Hessian products at a point."""
 
-    value: float  # the objective; NaN where a solver of the function's hasn't converged
-    gradient: Array  # this rank's piece
-    # From this rank's piece of a direction to that of its product with the Hessian, or what stands for it.
+    value: float  # the objective; NaN if a solver inside the function hasn't converged
+    gradient: Array  # this rank's part
+    # From this rank's part of a direction to its part of the product with the Hessian, or with an approximation.
     multiply: Callable[[Array], Array]
 
 
 class SecondOrderEvaluation:
-    """The stages of evaluations: every rank calls the same method with its piece of the variables.
+    """The stages of evaluations: every rank calls the same method with its part of the variables.
 
-    `evaluation`: of the same program, for what the user differentiates. `used`: the user's communicator. `products`:
-    how many there were.
+    `evaluation`: of the same program, for derivatives given by the user. `used`: the user's communicator. `products`:
+    number of products so far.
     """
 
     def __init__(
@@ -54,19 +54,19 @@ class SecondOrderEvaluation:
             self._derivatives = self._as_given if given else self._at_once
 
     def at(self, x: Array) -> Derivatives:
-        """Return what is known at a point."""
+        """Return the derivatives at a point."""
         unknown = Derivatives(math.nan, x * math.nan, lambda v: v * math.nan)
         found = self._evaluation.attempted(lambda: self._derivatives(x), lambda: unknown)
 
         def multiply(v: Array) -> Array:
-            # Counted where they are asked for: one may be made of several of the user's.
+            # Counted when requested: one may consist of several of the user's.
             self.products += 1
             return found.multiply(v)
 
         return found._replace(multiply=multiply)
 
     def _at_once(self, x: Array) -> Derivatives:
-        """Return value, gradient and products of one record."""
+        """Return value, gradient and products from one record."""
         return self._packed(self._differentiated(self._evaluation.value_at, x))
 
     def _differentiated(self, fun: Callable[[Tree], Any], x: Array) -> SecondOrder:
@@ -85,16 +85,16 @@ class SecondOrderEvaluation:
         return self._flat(self._agreement.run(lambda: product(nest)))
 
     def _flat(self, gradient: Tree) -> Array:
-        return self._packing.pack_gradient(gradient).copy()  # which else is valid until the next only
+        return self._packing.pack_gradient(gradient).copy()  # otherwise it is only valid until the next one
 
     def _as_given(self, x: Array) -> Derivatives:
-        """Return what functions of the user's return, and products by differentiation where there is none for these."""
+        """Return the results of the user's functions, and products by differentiation if no function is given for these."""
         value, gradient = self._evaluation.both(x)
         kept: list[Callable] = []
 
         def multiply(v: Array) -> Array:
             if not kept:
-                # At the first product only: a point that the line search refuses takes none.
+                # At the first product only: a point that the line search rejects needs none.
                 kept.append(self._evaluation.hessian(x))
             return kept[0](v).copy()
 
@@ -104,7 +104,7 @@ class SecondOrderEvaluation:
         """Return half the sum of all ranks' squared residuals and the regularizer's value; products of JᵀJ and its own."""
         nest = self._packing.unpack(x)
         kept = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._residuals(x)))(nest))
-        # Jᵀr from the record of r that the products use as well.
+        # Jᵀr from the record of r that the products also use.
         gradient = self._flat(self._agreement.run(lambda: kept.vjp(kept.value)))
         half, own = 0.5 * float(to_host(anp.sum(kept.value**2))), math.nan
 
@@ -156,7 +156,7 @@ class SecondOrderEvaluation:
 def on_vectors(
     given: Callable[[Tree], Tree] | None, name: str, packing: PiecePacking | DevicePacking, agreement: StageFailures
 ) -> Callable[[Array], Array] | None:
-    """Return an operator of the user's, of the form of x, on vectors of this rank's piece; None where none is given."""
+    """Return an operator of the user, of the form of x, on this rank's vectors; None if none is given."""
     if given is None:
         return None
 

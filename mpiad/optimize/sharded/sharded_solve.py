@@ -1,4 +1,4 @@
-"""One solve with its variables in pieces on their ranks, and its parts."""
+"""One solve with variables distributed over the ranks, and its parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from mpiad.transport import Channel
 
 
 class Piece(NamedTuple):
-    """What a rank brings: its variables, their bounds, the settings of all, where its state is written."""
+    """A rank's contribution: its variables, their bounds, the common settings, and its checkpoint."""
 
     start: Tree
     packing: PiecePacking | DevicePacking
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
     checkpoint: CheckpointFile | None
 
     def problem(self, program: Program, start: np.ndarray, ranks: int) -> dict[str, Any]:
-        """Return what a state of this solve belongs to: what its iterates depend on, as far as it can be said."""
+        """Return the description of the problem that a state belongs to: all known influences on the iterates."""
         return {
             **problem_of(program, self.packing, to_host(start), ranks),
             **self.settings.identity,
@@ -57,16 +57,16 @@ def piece_of(
     options: dict | None,
     checkpoint: CheckpointFile | None = None,
 ) -> Piece:
-    """Check this rank's arguments; a ValueError where one can't be."""
+    """Check this rank's arguments; a ValueError if one is invalid."""
     packing = packing_of_piece(start)
     settings = (newton_settings_of if method.lower().startswith("newton") else settings_of)(tol, options)
     return Piece(start, packing, box_of(bounds, packing.size), settings, checkpoint)
 
 
 class Sharded(Solve):
-    """A solve in pieces, made and run by all ranks.
+    """A solve with distributed variables, made and run by all ranks.
 
-    `program`: what to evaluate; checked and agreed on. `piece`: this rank's own.
+    `program`: the functions to evaluate; checked and agreed on. `piece`: this rank's own.
     """
 
     def __init__(self, used: Channel, program: Program, piece: Piece):
@@ -75,13 +75,13 @@ class Sharded(Solve):
         self._evaluation = Evaluation(program, piece.packing, self.agreement, used)
 
     def run(self, callback: Function | None, progress: Progress | None) -> scipy.optimize.OptimizeResult:
-        """Descend; return the result, or raise, on all ranks alike."""
+        """Minimize; return the result, or raise, on all ranks alike."""
         packing, settings = self._piece.packing, self._piece.settings
         start = packing.pack(self._piece.start)
         files = StateFiles(self._piece.checkpoint, *self._identity(start), self._used, self.agreement)
         files.look()
         said = [float(mine) for mine in (self._piece.box is not None, callback is not None)]
-        # What one rank has, all must know: bounds and callbacks make further messages.
+        # If one rank has bounds or a callback, all must know it: they cause further messages.
         bounded, heard = self._totals.of(said, [0.0], [])[:2]
         shown = progress if self._totals.leads else None
         iterates = PieceIterates(packing, self.agreement, callback, bool(heard), shown)
@@ -93,13 +93,13 @@ class Sharded(Solve):
         return self._result(point, memory.gradient(point), ending, trials.count, iterates)
 
     def _identity(self, start: Array) -> tuple[dict[str, Any], dict[str, Any], Layout | None]:
-        """Return what a state belongs to, on these ranks and on any number of them, and where its variables lie."""
+        """Return the descriptions of the problem, for these ranks and for any number of them, and the variables' layout."""
         piece, comm = self._piece, self._used.data
         if piece.checkpoint is None:
             return {}, {}, None
         problem = piece.problem(self._program, start, self._used.size)
         layout = layout_of(piece.packing.specs, piece.checkpoint, comm)
-        # The mean over the ranks is another objective on another number of them.
+        # The mean over the ranks is another objective on another number of ranks.
         if layout is None or self._program.objective == "mean":
             return problem, {}, None
         found = {name: value for name, value in problem.items() if name not in OF_RANKS}
@@ -127,12 +127,12 @@ class Sharded(Solve):
 
     def _box(self, bounded: bool) -> Box | None:
         """Return this rank's bounds."""
-        # The ranks exchange other numbers where there are bounds: so one that has none takes infinite ones.
+        # With bounds the ranks exchange other numbers: so a rank without bounds takes infinite ones.
         size, box = self._piece.packing.size, self._piece.box
         return Box(np.full(size, -np.inf), np.full(size, np.inf)) if bounded and box is None else box
 
     def _memory(self, settings: Settings, box: Box | None) -> LimitedMemory:
-        """Return the memory of this rank's piece, where that lies."""
+        """Return the memory for this rank's variables, on their device."""
         packing, ring = self._piece.packing, Ring(settings.maxcor)
         if isinstance(packing, DevicePacking):
             return LimitedMemory(ring, DeviceVectors(ring.height, packing.size, box, packing.home), self._totals)
