@@ -33,7 +33,7 @@ from mpiad.transport.user_failures import DeferredFailures
 
 # The matrix of an operator on a domain, found by products with a few fields.
 #
-# If the range of an operator is at most the halo, it couples a point with at most one of two points that are more than two
+# An operator whose stencil is no wider than the halo couples a point with at most one of two points that are more than two
 # halos apart. So a field that is one at many such points, and zero elsewhere, reveals as many columns at once: the product
 # of 2 halo + 1 over the dimensions is a sufficient number of operator products, whatever the size of the grid.
 
@@ -44,8 +44,8 @@ _CALL = "DistributedMatrix.from_operator"
 def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any, int]:
     """Return this rank's rows of an operator's matrix, with points numbered block by block, and their number.
 
-    A TypeError or ValueError on all ranks if the operator doesn't return an array of the block's shape, or its range
-    exceeds the halo; or if a periodic dimension is too short to check that.
+    A TypeError or ValueError on all ranks if the operator doesn't return an array of the block's shape, or its
+    stencil is wider than the halo; or if a periodic dimension is too short to check that.
     """
     used = channel(domain.comm, _CALL)
     count = math.prod(domain.local_shape)
@@ -63,7 +63,7 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
         rest = image != 0.0
         for offset in itertools.product(*[range(-h, h + 1) for h in domain.halo]):
             window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
-            # The only point of this color within the operator's range along this offset.
+            # The only point of this color in the operator's stencil at this offset.
             taken = rest & (around[window] >= 0.0) & _has_colour(_moved(places, offset, domain), steps, colour)
             found.append((numbers[taken] - numbers.flat[0], around[window][taken], image[taken]))
             rest &= ~taken
@@ -297,7 +297,7 @@ class DistributedMatrix:
         Parameters
         ----------
         matvec : callable
-            ``matvec(u, *params)``, linear in u, whose range is at most the domain's halo.
+            ``matvec(u, *params)``, linear in u, with a stencil no wider than the domain's halo.
         domain : Domain
         *params : pytree of arrays
             No derivative flows to them.
@@ -310,8 +310,8 @@ class DistributedMatrix:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if the operator doesn't return an array of the block's shape, isn't linear, or has a range beyond
-            the halo.
+            On all ranks, if the operator doesn't return an array of the block's shape, isn't linear, or has a stencil wider
+            than the halo.
         Exception
             On all ranks, an exception of `matvec` on one.
 

@@ -41,7 +41,6 @@ from mpiad.transport.user_failures import DeferredFailures
 # An operator is linear in u, so one trace of it serves all products with its transpose in a solve. The transpose of a
 # preconditioner is its attribute `T`, the result of its method `transpose()`, given separately, or derived like that of the
 # operator. Otherwise the preconditioner is assumed to be symmetric; if it isn't, the only cost is more iterations.
-# is none of that it is taken for symmetric, which costs iterations where it isn't, and nothing else.
 
 
 DERIVED = "derived"

@@ -102,7 +102,7 @@ class RootDriven(Solve):
         leader = Leader(self._evaluation, self._instructions, self._packing, self._start, self._used, progress)
         try:
             outcome: Any = drive(leader)
-        except (Exception, SystemExit) as error:  # whatever it is, the other ranks must not wait
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait
             # After a timeout the others are elsewhere in the program, and raise by themselves.
             if self.agreement.broken or is_interruption(error) or isinstance(error, DeadlockError):
                 raise

@@ -120,7 +120,7 @@ def _difference(mine: Leaves, roots: Leaves, root: Rank) -> Difference | None:
         own, theirs = (fetched([leaf for _, leaf in leaves]) for leaves in (mine, roots))
         found = (_of_leaf(path, here, there, root) for (path, _), here, there in zip(mine, own, theirs))
         return next(filter(None, found), None)
-    except Exception as error:  # it may be user code that runs, and the other ranks mustn't wait
+    except Exception as error:  # noqa: BLE001 - user code may run here, and the other ranks mustn't wait
         return _told(mine[0][0], f"it can't be compared with rank {root}'s: {type(error).__name__}: {error}")
 
 

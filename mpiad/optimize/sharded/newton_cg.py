@@ -144,7 +144,7 @@ _EVERYWHERE = slice(None)
 
 
 class NewtonPoint:
-    """This rank's variables, shape (n,), with the known quantities at the point; numbers are those of all ranks.
+    """Variables of this rank, shape (n,), with the known quantities at the point; numbers are those of all ranks.
 
     - `gradient`: dJ/dx.
     - `finite`: whether the value and all entries of the gradient are finite.

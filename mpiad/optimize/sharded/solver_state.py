@@ -29,7 +29,7 @@ OF_RANKS = "ranks", "variables", "x0 (checksum)", "bounds (checksum)"
 
 @dataclass(eq=False, slots=True)
 class Point:
-    """This rank's variables; the numbers are those of all ranks. Its gradient is stored in the memory."""
+    """Variables of this rank; the numbers are those of all ranks. The gradient is stored in the memory."""
 
     x: Array  # shape (n,)
     value: float = math.nan  # the objective
