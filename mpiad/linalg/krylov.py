@@ -22,8 +22,8 @@ from mpiad.linalg.vectors import add_scaled, column, combined, on_host, products
 # GMRES on blocks, restarted, with one reduction per iteration.
 #
 # Orthogonalization is classical Gram-Schmidt, done twice in one reduction: besides the products of the basis with the new
-# vector it includes those with the newest vector of the basis, which complete the Gram matrix G of the basis. The second
-# pass would subtract s - G s, where s are the products of the first one, and then needs no separate message. The norm of
+# vector it includes those with the newest vector of the basis, which complete the Gram matrix G of the basis. The
+# correction by the second pass, s - G s for the products s of the first one, then needs no separate message. The norm of
 # the remainder follows from the same numbers; if too much of it cancels, it is computed, together with a usual pass.
 #
 # The basis need not be orthonormal beyond rounding: A V = V H holds for any basis made in this way.

@@ -118,7 +118,7 @@ class IteratesOfPoints(Iterates):
         return found["x"]
 
     def counted(self, result: scipy.optimize.OptimizeResult) -> scipy.optimize.OptimizeResult:
-        """Add the counts of earlier runs to those of a method."""
+        """Replace the counts of a method by those of all runs, after an earlier run."""
         if self._resumed:
             result.nit = self.count
             result.nfev, result.njev = self._points.counts.of_objective, self._points.counts.of_gradient

@@ -127,7 +127,7 @@ def minimize(
         - `evaluations`: numbers of evaluations: "value", "gradient" (alone), "both", "product".
 
         At a limit the result is ``success=False`` and the best point found; likewise if a method ends at a point at which
-        the objective isn't finite, or is higher than at an earlier point, unless the gradient there is as small.
+        the objective isn't finite, or is higher than at an earlier point, unless the gradient at the latter is as small.
 
     Raises
     ------

@@ -104,7 +104,7 @@ def require_tellable(nest: Tree, call: str) -> None:
     leaves, build = flatten(nest)
     try:
         pickle.dumps(build([None if is_variable(leaf) else leaf for leaf in leaves]))
-    except Exception as error:  # pickling runs user code
+    except Exception as error:  # noqa: BLE001 - pickling runs user code
         raise TypeError(
             f"{call}: x0 is told to all ranks, but holds what can't be pickled ({error}). Give functions and the like in "
             "args, and define classes at the top of a module."
@@ -140,7 +140,7 @@ class Packing:
 
     @property
     def described(self) -> list[str]:
-        """Return shape and dtype of each array of variables, in words."""
+        """Return shape and dtype of each array of variables, as text."""
         return [f"{dtype}{list(shape)}" for shape, dtype in self.specs]
 
     def pack(self, tree: Tree) -> np.ndarray:
@@ -221,7 +221,7 @@ class Packing:
 class PiecePacking(Packing):
     """As `Packing`, for a rank's own part of the variables: without new memory in each evaluation.
 
-    A new large array costs a page fault for each of its pages, every time: as much as a tenth of an iteration. So the copy
+    A new large array costs a page fault per page, every time: as much as a tenth of an iteration. So the copy
     for the function is written into the last one once nobody refers to that. A gradient's vector is valid only until the
     next evaluation: it may be the function's own.
     """

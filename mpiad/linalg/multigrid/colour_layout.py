@@ -122,7 +122,7 @@ def spread_of(partition: Partition) -> Spread:
     """Return the distribution of a domain's grid."""
     cuts, ranks = [], []
     for axis, (n, count) in enumerate(zip(partition.shape, partition.dims)):
-        # Neighbours along the last dimension have neighbouring ranks.
+        # Neighbors along the last dimension have neighboring ranks.
         stride = math.prod(partition.dims[axis + 1 :])
         ranks.append(tuple(place * stride for place in range(count)))
         cuts.append((*[partition.block(rank)[axis].start for rank in ranks[-1]], n))

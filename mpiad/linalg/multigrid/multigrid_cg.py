@@ -138,7 +138,7 @@ def squares_of(blocks: LocalArray) -> np.ndarray:
 
 
 class Vectors:
-    """Solutions, residuals and directions, shape (systems, colours, size).
+    """Solutions, residuals and directions, shape (systems, colors, size).
 
     `x`: zeros at first.
     """

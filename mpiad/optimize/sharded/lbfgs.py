@@ -38,7 +38,7 @@ from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
 _DECREASE, _CURVATURE, _NARROW = 1e-3, 0.9, 0.1
 _FARTHEST, _GROWTH, _SHRINKAGE = 1e10, (1.1, 4.0), 0.66
 _ROUNDING = 10.0 * sys.float_info.epsilon
-# Largest fraction of the distance to the other end of the interval, if the cubic's step is beyond the trial point.
+# Steps beyond the trial point go at most this fraction of the distance to the other end of the interval.
 _SAFEGUARD = 0.66
 
 
