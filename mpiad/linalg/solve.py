@@ -54,7 +54,7 @@ class Problem(NamedTuple):
     preconditioner: Function | None
     build: Callable[[Any], Any]  # from the leaves of the parameters to the parameters
     settings: Settings
-    start: LocalArray | None = None  # where the iteration starts
+    start: LocalArray | None = None  # initial guess
     preconditioner_transpose: Any = None  # callable, "derived" or None
     transposed: bool = False  # whether the system is that of the transposed operator
     # ``solver(params, transposed)`` makes the method if it isn't one of this library's.
@@ -291,8 +291,8 @@ def solve(
     matvec : callable
         ``matvec(u, *params)`` returns this rank's block of A u, linear in u, from this rank's block of u. It may
         communicate, for example by `Domain.exchange`, and is written with autograd.numpy and this library's functions.
-        Variables of differentiation must be among the params; closures aren't differentiated. Products with its transpose
-        are derived from it, unless it has a method ``transpose(u, *params)``.
+        Variables to differentiate with respect to must be among the params, not in its closure. Products with its
+        transpose are derived from it, unless it has a method ``transpose(u, *params)``.
     b : array of float32, float64, complex64 or complex128
         This rank's block of the right-hand side.
     *params : pytree of arrays
@@ -325,7 +325,7 @@ def solve(
         axes are unknowns like others.
     verify : bool
         Whether to check the true residual at the end, which must be within 10 times the tolerance (or within rounding),
-        and that constants are mapped to zero: one product each.
+        and to test whether the operator maps constants to zero: one product each.
     comm : mpi4py intracommunicator, optional
         The ranks that hold the system.
     callback : callable, optional

@@ -238,7 +238,7 @@ class Points:
         return (self._least, self.best.value) < (excess, value)
 
     def not_finite_at_start(self) -> str:
-        """Return a sentence on the ranks where the objective or its gradient isn't finite at x0; "" if both are."""
+        """Return a sentence on the ranks on which the objective or its gradient isn't finite at x0; "" if both are."""
         first = self._first
         if first is None or all(np.all(np.isfinite(known)) for known in (first.value, first.gradient) if known is not None):
             return ""

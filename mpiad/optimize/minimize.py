@@ -97,8 +97,7 @@ def minimize(
         function of x), `globalization` ("line search" or "trust region"), `preconditioner` and `inner_product` (functions
         that return the product of an approximate inverse Hessian, or of the inverse of the inner product, with a vector; or
         objects with such a method `solve`), `gtol` and `grtol` (of the gradient's norm in the inner product, absolute and
-        relative to the first one),
-        `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`.
+        relative to the first one), `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`.
     callback : callable, optional
         Called on the root after each iteration, as in SciPy: ``callback(x)``, or with an OptimizeResult if its only
         parameter is named `intermediate_result`. It mustn't communicate. If it raises StopIteration, the solve ends. With
@@ -108,7 +107,7 @@ def minimize(
     args : tuple
         Further arguments of `fun`, `jac` and `hessp`: this rank's own.
     checkpoint : path or CheckpointFile, optional
-        File for the state of the solve, written every 10 iterations (see `mpiad.optimize.CheckpointFile` for others) and at
+        File for the state of the solve, written every 10 iterations (or as set by `mpiad.optimize.CheckpointFile`) and at
         the end, atomically. If it exists, the solve resumes from it. Sharded methods, whose ranks write files of their own
         next to this name, resume bit for bit on the same number of ranks, and up to rounding on another; other methods
         resume from the last iterate. After SIGTERM on any rank the state is written, and all ranks return with status

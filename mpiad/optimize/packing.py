@@ -221,9 +221,9 @@ class Packing:
 class PiecePacking(Packing):
     """As `Packing`, for a rank's own part of the variables: without new memory in each evaluation.
 
-    A new large array costs a page fault per page, every time: as much as a tenth of an iteration. So the copy
-    for the function is written into the last one once nobody refers to that. A gradient's vector is valid only until the
-    next evaluation: it may be the function's own.
+    A new large array costs a page fault per page, every time: as much as a tenth of an iteration. So the copy for the
+    function is written into the last one once nobody refers to that. A gradient's vector is valid only until the next
+    evaluation: it may be the function's own.
     """
 
     def __init__(self, template: Tree):

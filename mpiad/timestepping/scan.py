@@ -367,7 +367,7 @@ def scan(
     step : callable
         ``step(u, k, *params)`` returns the state after step k, counted from 0, in the form of `u`; with `inputs`,
         ``step(u, k, x, *params)``. It may communicate. The same arguments must always give the same state, because the
-        gradient calls it again. Variables of differentiation must be among its arguments; closures aren't differentiated.
+        gradient calls it again. Variables to differentiate with respect to must be among its arguments, not in its closure.
     u0 : pytree of arrays of floats
         The first state; its shapes and dtypes must stay the same.
     n_steps : int

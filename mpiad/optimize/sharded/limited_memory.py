@@ -4,8 +4,8 @@ The first pass replaces the previous gradient by the newest change and computes 
 go to the root in one message, which answers with the coefficients of the direction. The second pass computes it. So the
 memory is read twice and the direction written: (4m + 3) n numbers are moved, and little else.
 
-Products with the gradient aren't computed: its products with the rows of the memory change by those of the newest change.
-They are computed again only if the gradient has become so much smaller that rounding would show.
+Products of the rows with the gradient are updated, by adding those with the newest change. They are computed again only if
+the gradient has become so much smaller that rounding would show.
 """
 
 from __future__ import annotations
