@@ -145,8 +145,10 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
 # The product of the next residual with the shadow residual is computed from the second reduction, which saves a third one;
 # so is its norm.
 #
-# References ---------- H. A. van der Vorst, Bi-CGSTAB, SIAM Journal on Scientific and Statistical Computing 13 (1992), the
-# preconditioned algorithm of section 4.
+# References
+# ----------
+# H. A. van der Vorst, Bi-CGSTAB, SIAM Journal on Scientific and Statistical Computing 13 (1992), the preconditioned
+# algorithm of section 4.
 
 
 # The shadow residual is nearly orthogonal to the residual: the recurrence would divide by rounding errors.

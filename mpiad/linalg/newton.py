@@ -185,10 +185,9 @@ def newton(
     ----------
     residual : callable
         ``residual(u, *params)`` returns this rank's block of the residual. It may communicate, and is written with
-        autograd.numpy and this library's functions. Variables to differentiate with respect to must be
-        among the params.
+        autograd.numpy and this library's functions. Variables to differentiate with respect to must be among the params.
     u0 : array of float32, float64, complex64 or complex128
-        This rank's block of the start. No derivative flows through it.
+        This rank's block of the initial guess. No derivative flows through it.
     *params : pytree of arrays
         Further arguments of the residual; derivatives flow to all of them.
     method : {"gmres", "bicgstab", "cg"}

@@ -50,7 +50,7 @@ def agree_on(settings: Settings, error: Exception | None, preconditioner: Functi
     # The `repr` of communicators and functions differs between processes.
     given = settings._replace(comm=None, callback=None)
     number = zlib.crc32(repr(given).encode())
-    # The maximum of the number and of its negative: if they agree, all numbers do.
+    # The maximum of the negative is minus the minimum: if maximum and minimum are equal, so are all numbers.
     functions = settings.callback is not None, preconditioner is not None
     mine, most = np.array([error is not None, number, -number, *functions], np.int64), np.empty(5, np.int64)
     used.data.Allreduce(mine, most, MAX)

@@ -18,7 +18,7 @@ from mpiad.device import to_host
 from mpiad.optimize.checkpoint import fingerprint
 from mpiad.transport.device_arrays import is_device_array, named
 
-# Variables so close to a bound, with the gradient pushing outwards, move straight to it. (Bertsekas's epsilon.)
+# Variables this close to a bound go straight to it if a descent step leads outwards. (Bertsekas's epsilon.)
 _CLOSE = 1e-6
 
 
@@ -46,7 +46,7 @@ class Box:
         return fingerprint(self._low, self._high)
 
     def project(self, x: np.ndarray, part: slice = slice(None)) -> bool:
-        """Move a part of x into its bounds, in place; return whether any variable moved."""
+        """Project a part of x onto its bounds, in place; return whether any variable moved."""
         moved = bool(to_host(np.any(x < self._low[part]) | np.any(x > self._high[part])))
         if moved:
             np.clip(x, self._low[part], self._high[part], out=x)

@@ -68,10 +68,10 @@ class Elliptic:
     Parameters
     ----------
     domain : Domain
-    spacing : float or one for each dimension
+    spacing : float, or one per dimension
         Distance of neighboring points.
     boundary : {"dirichlet", "neumann"} or a tuple
-        Conditions on physical sides: u = 0, or no flux; in a tuple, one of these or a pair (before, after) for each
+        Conditions on physical sides: u = 0, or no flux; in a tuple, one of these or a pair (before, after) per
         dimension. Periodic dimensions have no sides.
     centred : bool
         Position of the sides with u = 0, as in `Domain.coordinates`: one spacing beyond the last points, or half of one,

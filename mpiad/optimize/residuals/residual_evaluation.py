@@ -29,8 +29,10 @@ from mpiad.transport.user_failures import StageFailures, WrongValueError
 
 # Robust losses: ρ(z) of squared residuals z, with less weight for outliers. SciPy's names and formulas.
 #
-# References ---------- .. [1] B. Triggs et al., "Bundle adjustment - a modern synthesis" (2000), section 4.3: how ρ changes
-# residuals and Jacobian so that their Gauss-Newton model is that of the robust cost.
+# References
+# ----------
+# .. [1] B. Triggs et al., "Bundle adjustment - a modern synthesis" (2000), section 4.3: how ρ changes residuals and
+#    Jacobian so that their Gauss-Newton model is that of the robust cost.
 
 
 @np.errstate(all="ignore")
