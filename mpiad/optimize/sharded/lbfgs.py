@@ -162,7 +162,7 @@ def next_step(best: End, other: End, trial: End, bracketed: bool, lowest: float,
         return _after_flattening(best, other, trial, bracketed, lowest, highest)
     if bracketed:
         return _cubic(trial, other)
-    # Lower, and as steep: take the longest step allowed.
+    # Lower, and as steep: go to the limit of the allowed steps.
     return highest if trial.step > best.step else lowest
 
 
