@@ -1,12 +1,12 @@
-"""The reverse pass: the record from its end to its start, every communication on the way.
+"""The reverse pass: the record from its end to its start, including every communication.
 
-The first cotangent that reaches a node is kept as it came, by reference: it may be shared with other nodes, or be a
-read-only view with strides of zero. Only a sum that was made here is *owned*, and further cotangents are added to it in
-place. A cotangent that is zero but for some elements (`Scatter`) is added without being written out.
+The first cotangent that reaches a node is kept by reference: it may be shared with other nodes, or be a read-only view
+with strides of zero. Only a sum that was computed here is *owned*, and further cotangents are added to it in place. A
+cotangent with few nonzero elements (`Scatter`) is added without forming the dense array.
 
-Several passes over one record can be made side by side, as lanes. Between communications each sweeps for itself. A
-communication is met by all lanes before any goes on, so that all ranks meet them in one order; where its adjoint takes
-several cotangents (`Together`), once for all.
+Several passes over one record can be interleaved, as lanes. Between communications each lane sweeps separately. All lanes
+run the adjoint of a communication before any continues, so that the order of communications is the same on all ranks; if
+an adjoint takes several cotangents (`Together`), it runs once for all lanes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _ndarray, _boxes = np.ndarray, Box.types
 
 
 def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
-    """Add a cotangent, maybe traced, to the sum of those that reached a node; return the sum, and whether it is owned.
+    """Add a cotangent, maybe traced, to the sum of those that reached a node; return the sum and whether it is owned.
 
-    What is `owned` was made by an earlier call and may be changed; g never is. `total` is None before the first cotangent,
-    and the sum never a `Scatter` or `SparseObject`; a g that is None adds nothing.
+    An `owned` total was made by an earlier call and may be changed; g is never changed. `total` is None before the first
+    cotangent, and the sum is never a `Scatter` or `SparseObject`; a g that is None adds nothing.
     """
     if g is None:
         return total, owned
@@ -49,7 +49,7 @@ def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
         # By reference: it may be another node's cotangent too, or a view, and isn't added to in place.
         return g, False
     if kind is type(total) and (kind is _ndarray or is_device_array(g)):
-        # One pass over memory that is in the cache; only where neither shape nor precision would be lost.
+        # One pass over memory that is in the cache; only if neither shape nor precision would be lost.
         if owned and g.dtype == total.dtype and g.shape == total.shape and g.size > 1:
             total += g
             return total, True
@@ -74,7 +74,7 @@ def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
             total = vspace(total).mut_add(None, total)
         return sparse_add(vspace(total), total, SparseObject(vspace(total), g.mut_add))
     if type(total) is _ndarray or is_device_array(total):
-        # In place only where neither precision nor an imaginary part would be lost.
+        # In place only if neither precision nor an imaginary part would be lost.
         if total.shape == g.shape and np.can_cast(g.dtype, total.dtype):
             return g.mut_add(total if owned else total.copy())
     return total + g.dense()
@@ -87,11 +87,10 @@ def run_backward(
     keep: bool = False,
     ready: Callable[[int, Any], None] | None = None,
 ) -> list:
-    """Return the cotangents of the first nodes of the record, the variables; None where nothing depends on one.
+    """Return the cotangents of the first nodes of the record, the variables; None if no result depends on one.
 
-    `seeds` are the places of the results and their cotangents. Unless the record is used again (`keep`), its memory is
-    returned on the way. ``ready(variable, cotangent)`` is called for each variable as soon as nothing more is added to its
-    cotangent.
+    `seeds` are the positions of the results and their cotangents. Unless the record is used again (`keep`), its memory is
+    freed during the pass. ``ready(variable, cotangent)`` is called for each variable as soon as its cotangent is complete.
     """
     totals = _seeded(recording, seeds)
     kept = tracing.__dict__.copy()
@@ -108,7 +107,7 @@ def run_backward(
 
 
 def _seeded(recording: Recording, seeds: Iterable[tuple[int, Any]]) -> list[Any]:
-    # Indexed by place: a list is cheaper than a dictionary of nodes, and needs no order to be found first.
+    # Indexed by position: a list is cheaper than a dictionary of nodes, and needs no topological sort.
     totals: list[Any] = [None] * len(recording.nodes)
     for place, g in seeds:
         totals[place] = g if totals[place] is None else totals[place] + g
@@ -125,7 +124,7 @@ class Lane(NamedTuple):
 def run_backward_together(
     recording: Recording, seeds: Sequence[Iterable[tuple[int, Any]]], variables: int
 ) -> list[list[Any]]:
-    """Return for each set of seeds what `run_backward` returns, of a record that is used again; as many on all ranks."""
+    """Return `run_backward` of a kept record for each set of seeds; all ranks give the same number of sets."""
     nodes = recording.nodes
     lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
     kept = tracing.__dict__.copy()
@@ -139,7 +138,7 @@ def run_backward_together(
 
 
 def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: int) -> None:
-    """Run the nodes before `stop` backwards in all lanes, up to the first."""
+    """Run the nodes before `stop` backwards in all lanes, down to the node `first`."""
     outer = current.lane
 
     def swept(places: range) -> None:
@@ -185,18 +184,18 @@ def _pull_together(node: Any, place: int, lanes: Sequence[Lane]) -> None:
 def _sweep_telling(
     nodes: list[Any], totals: list[Any], variables: int, keep: bool, ready: Callable[[int, Any], None]
 ) -> None:
-    """Sweep in pieces, between which the cotangents of some variables are complete."""
-    # The first node that takes a variable is the last that adds to its cotangent.
+    """Sweep in segments, and call `ready` between them for the variables whose cotangents are complete."""
+    # The first node that uses a variable is the last that adds to its cotangent.
     first_uses: dict[int, int] = {}
     for place in range(len(nodes) - 1, variables - 1, -1):
         for parent in nodes[place].inputs:
             if parent < variables:
                 first_uses[parent] = place
-    # A variable that no node takes has its cotangent, none, before the sweep begins.
+    # A variable that no node uses is complete, with no cotangent, before the sweep begins.
     complete: dict[int, list[int]] = {}
     for variable in range(variables):
         complete.setdefault(first_uses.get(variable, len(nodes)), []).append(variable)
-    # One flag for each place: whether its cotangent was made here, so that it may be added to in place.
+    # One flag per position: whether its cotangent was computed here, so that it may be added to in place.
     owned, stop = bytearray(len(nodes)), len(nodes)
     for place in sorted(complete, reverse=True):
         sweep(nodes, totals, range(stop - 1, place - 1, -1), keep, owned)
@@ -207,27 +206,27 @@ def _sweep_telling(
 
 
 def sweep(nodes: list[Any], totals: list[Any], places: range, keep: bool, owned: bytearray) -> None:
-    """Run nodes backwards, whose cotangents are `totals`, as far as these are known."""
+    """Run the nodes at `places` backwards; `totals` are the cotangents known so far."""
     for place in places:
         node, g = nodes[place], totals[place]
         like = node.like
         if like is None:
-            if g is None:  # nothing depends on it, and no other rank knows of it
+            if g is None:  # no result depends on it, and it doesn't communicate
                 if not keep:
                     node.pull = None
                 continue
         elif like.dtype is not None:
-            # A communication is visited whether or not anything depends on its result here: its partners wait for it.
+            # A communication is visited even if nothing on this rank depends on its result: other ranks wait for it.
             g = like.zeros() if g is None else conform(g, *like)
-        # The last reference is then this loop's own, which ends with the next node.
+        # The only remaining reference is this loop's, which ends with the next node.
         totals[place] = None
         for parent, part in zip(node.inputs, node.pull(g)):
             total = totals[parent]
-            # The commonest case needs no call: the first cotangent, kept by reference.
+            # The most common case needs no call: the first cotangent, kept by reference.
             if total is None and type(part) is _ndarray:
                 totals[parent] = part
             elif part is not None:
                 totals[parent], owned[parent] = accumulate(total, owned[parent], part)
         if not keep:
-            node.pull = None  # what it holds for its adjoint is free for the next one, also where the user keeps its value
+            node.pull = None  # frees the arrays saved for its adjoint, even if the user keeps the value
             nodes[place] = None

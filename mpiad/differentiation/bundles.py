@@ -1,4 +1,4 @@
-"""Several tangents carried beside one evaluation: the derivative of a function in a few directions at once."""
+"""Several tangents carried along with one evaluation: the derivative of a function in a few directions at once."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _box_types = Box.types
 
 
 class BundleNode(TangentNode):
-    """A step whose tangents in several directions are computed beside it.
+    """A step whose tangents in several directions are computed together with it.
 
-    Its `g` is a list with one tangent for each direction, None where it is zero.
+    Its `g` is a list with one tangent per direction, None if it is zero.
     """
 
     __slots__ = ()
@@ -45,14 +45,14 @@ class BundleNode(TangentNode):
                 for gs in pairs
             ]  # fmt: skip
             return
-        # What has outlived its own trace is a constant.
+        # An input that has outlived its own trace is a constant.
         kept = [(k, parent.g) for k, parent in zip(parent_argnums, parents) if parent.tape is tape]
         self.g = [_along([(k, g[j]) for k, g in kept], rule, value, args, kwargs) for j in range(len(parents[0].g))]
 
 
 def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Array, args: tuple, kwargs: dict) -> Array:
     """Return the tangent in one direction."""
-    # What is zero in this direction is left out: most directions reach few of the inputs.
+    # Zero tangents are left out: most directions affect few of the inputs.
     known = [(k, g) for k, g in tangents if g is not None]
     if not known:
         return None
@@ -66,7 +66,7 @@ notrace_primitives[BundleNode] = notrace_primitives[JVPNode]
 class Bundle:
     """A trace in which functions are run with several tangents carried along, one function after the other.
 
-    To open a trace takes as long as an operation or two: what is called at each stage of each step shares one.
+    Opening a trace takes as long as an operation or two, so functions that are called at each stage of each step share one.
     """
 
     def __init__(self) -> None:
@@ -81,12 +81,12 @@ class Bundle:
         self._tape.close()
 
     def variable(self, x: Array, tangents: list[Any]) -> Array:
-        """Return a traced array with its tangents, one for each direction; None where one is zero."""
+        """Return a traced array with its tangents, one per direction; None if one is zero."""
         tape = self._tape
         return new_box(x, tape.number, BundleNode.placed(tape, tangents))
 
     def parts(self, value: Array) -> tuple[Any, list[Any] | None]:
-        """Return the plain value of what was computed and its tangents; None where all are zero."""
+        """Return the plain value of a result and its tangents; None if all are zero."""
         while type(value) in _box_types and value._trace >= self._tape.number:
             node = value._node
             value = value._value
@@ -99,7 +99,7 @@ class Bundle:
     ) -> tuple[list[Any], list[list[Any]]]:
         """Run a function of the list of variables, and return its results, a list or tuple of them, and their tangents.
 
-        The tangents of a variable are one for each direction, or None where one is zero; so are those of each result.
+        Each variable and each result has one tangent per direction, None if it is zero.
         """
         out = fun([self.variable(x, list(gs)) for x, gs in zip(variables, tangents)])
         found = [self.parts(value) for value in out]

@@ -1,4 +1,4 @@
-"""Several arrays as one vector, and back: for operators that return, or are differentiated by, one array."""
+"""Several arrays as one vector, and back: for operators with one array as result or as variable."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from mpiad.transport import Spec
 
 
 class Concatenation:
-    """Arrays one behind the other, in the dtype that holds them all without loss.
+    """A vector of several flattened arrays, in the dtype that holds them all without loss.
 
-    `specs`: shapes, dtypes and places of the arrays. Where one of them is on a device, the vector is, and others
-    travel.
+    `specs`: shapes, dtypes and devices of the arrays. If one of them is on a device, the vector is, and the others are
+    copied there.
     """
 
     def __init__(self, specs: Sequence[Spec]):
         self.specs = list(specs)
-        # The widest of all, so that cotangents of double parts keep their digits beside single ones.
+        # The widest of all, so that cotangents of parts in double precision keep it if other parts are in single precision.
         self.dtype = np.result_type(*[spec.dtype for spec in specs]) if specs else np.dtype(float)
-        # One part on a device takes all there: a vector lives in one place.
+        # If one part is on a device, the whole vector is.
         self._home = next((spec.arrays for spec in specs if spec.arrays is not None), None)
         self._cuts = np.cumsum([0] + [int(np.prod(spec.shape)) for spec in specs]).tolist()
 
@@ -47,7 +47,7 @@ class Concatenation:
     def _part(self, vector: Array, a: int, b: int, spec: Spec) -> Array:
         if a == b:
             return spec.zeros()
-        # The whole isn't cut out of itself: derivatives would make an array to put it back into.
+        # No slice if the part is the whole vector: the adjoint of a slice would allocate an array.
         part = anp.reshape(vector if b - a == self._cuts[-1] else vector[a:b], spec.shape)
         return conform(part if spec.arrays == self._home else to_host(part), *spec)
 

@@ -1,7 +1,7 @@
-"""Whether what should be the same on all ranks is: a shared variable, and the objective.
+"""Checks that a shared variable and the objective are the same on all ranks.
 
-Looked at under ``MPIAD_DEBUG=1`` only, since it takes a reduction more. Copies that have drifted apart (one rank that
-was seeded otherwise, or updated its own) give a gradient that belongs to none of them.
+Done under ``MPIAD_DEBUG=1`` only, since it takes an additional reduction. If copies differ (one rank used another random
+seed, or updated its own copy only), the gradient is that of none of them.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ _BROADCAST = "Broadcast the variable once before the first step, and update it a
 
 
 def require_equal_copies(variables: Variables, channel: Channel, call: str) -> None:
-    """Raise on all ranks where their copies of a shared argument differ, under ``MPIAD_DEBUG=1``; all ranks call it.
+    """Raise on all ranks if their copies of a shared argument differ, under ``MPIAD_DEBUG=1``; all ranks call it.
 
     The ReplicationError names the ranks and the first entry that differs.
     """
     if compares_copies():
         said = f"{call}: shared=True says that all ranks hold the same variable x"
-        # By their paths, so that the error names the parameter that differs.
+        # With their paths, so that the error names the parameter that differs.
         leaves = [(path, to_host(leaf)) for path, leaf in named_leaves(variables.build(variables.leaves), "x")]
         settled(require_replicated, channel, leaves, said, _BROADCAST)
 
 
 def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
-    """Raise on all ranks where J differs, under ``MPIAD_DEBUG=1``: decisions that depend on it would, too."""
+    """Raise on all ranks if J differs, under ``MPIAD_DEBUG=1``: decisions that depend on J would differ, too."""
     if compares_copies() and not settled(_same_number, getval(value), channel):
         advice = "This MPI's reductions give other bits on other ranks. Let one rank decide, and broadcast its decision."
         require_replicated(channel, named_leaves(value, "J"), f"{call}: J must be the same on all ranks", advice)
 
 
 def _same_number(value: np.float64, channel: Channel) -> bool:
-    # At every evaluation: bits and their complement in one reduction, without a hash of what is 8 bytes long.
+    # Runs at every evaluation: one reduction of the bits and their complement, without a hash, for 8 bytes.
     bits = np.array(value).reshape(1).view(np.uint64)
     mine = np.concatenate([bits, ~bits])
     least = np.empty_like(mine)
@@ -50,5 +50,5 @@ def _same_number(value: np.float64, channel: Channel) -> bool:
 
 
 def compares_copies() -> bool:
-    """Tell whether copies are looked at."""
+    """Return whether copies are compared."""
     return watch_settings.debug()

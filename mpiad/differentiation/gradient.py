@@ -38,7 +38,7 @@ def value_and_grad(
     fun : callable
         Runs on every rank and returns this rank's L_r, one real number (under "root" others may return None).
     argnum : int or tuple of int
-        Which positional arguments to differentiate by: nests of dict, list, tuple, array, number.
+        Positions of the arguments to differentiate with respect to: nested dicts, lists and tuples of arrays and numbers.
     objective : {"root", "sum", "mean"}
         J = L_root, the sum of all L_r, or their mean.
     shared : bool
@@ -55,11 +55,11 @@ def value_and_grad(
     Raises
     ------
     TypeError
-        On all ranks, where one returns anything but a real number; where the argument holds nothing to differentiate by.
+        On all ranks, if one doesn't return a real number; if the argument holds no real or complex floating-point values.
     ValueError
-        Where there is no such objective or root.
+        If `objective` is unknown, or `root` isn't a rank of `comm`.
     RequestError
-        On all ranks, where one leaves a request unwaited for.
+        On all ranks, if one never waits for a request.
 
     Ranks
     -----
@@ -119,7 +119,7 @@ def grad(
     >>> print(mpiad.grad(lambda p: mpiad.mpi_allreduce(p**2) / size, shared=True)(3.0))
     6.0
     """
-    # With the value: it costs nothing beside the gradient, and the ranks must agree on it before the reverse pass anyway.
+    # With the value: it costs nothing compared with the gradient, and is shared before the reverse pass anyway.
     both = _evaluator(fun, argnum, objective, shared, root, comm, "grad")
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
@@ -143,10 +143,10 @@ def _evaluator(
             require_equal_copies(variables, used, call)
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes="one")
         value, problem = _one_number(traced, weight, call)
-        # Before the reverse pass: where one rank's number is wrong, no rank starts to run backwards.
+        # Before the reverse pass: if one rank's number is invalid, no rank starts it.
         total = share(value, weight, problem, used, variables.shapes() if shared else (), call)
         require_equal_objective(total, used, call)
-        # Each rank's own term only. What flows from it to other ranks' inputs travels by the adjoints of the messages.
+        # Each rank's own term only: the adjoints of the messages carry its cotangents to other ranks' inputs.
         gradients = gradients_of_term(traced, weight, variables)
         if shared:
             gradients = shared_sum(gradients, comm)
@@ -164,7 +164,7 @@ def gradients_of_term(traced: Traced, weight: float, variables: Variables) -> li
     """Run backwards from `weight` times the one number that a traced run returned; collective like its messages."""
     place = traced.places[0]
     seeds = []
-    # Without a seed a rank runs backwards all the same: others wait for what it communicates.
+    # A rank without a seed runs backwards, too: others wait for its messages.
     if place >= 0 and weight != 0.0:
         spec = spec_like(traced.values[0])
         seeds.append((place, _seed(spec, weight)))
@@ -186,7 +186,7 @@ def cotangents_of_variables(
 
 
 def several_cotangents_of_variables(traced: Traced, seeds: list[list[tuple[int, Any]]], variables: Variables) -> list[Any]:
-    """Run a record that is kept backwards for several sets of seeds; return for each variable one more axis, the first."""
+    """Run a kept record backwards for several sets of seeds; return cotangents with an additional first axis."""
     found = run_backward_together(traced.recording, seeds, len(variables.places))
     leaves = [variables.leaves[place] for place in variables.places]
     return [stack([_returned(g, leaf) for g in several]) for several, leaf in zip(zip(*found), leaves)]
@@ -197,14 +197,14 @@ def _returned(g: Array, leaf: Array) -> Array:
     if g is None:
         return spec.zeros()
     g = conform(g, *spec)
-    # A cotangent may be a view of one number, spread out; what the caller gets can be written to.
+    # A cotangent may be a broadcast view of one number; the caller gets a writable array.
     if type(g) is np.ndarray:
         return g if g.flags.writeable else g.copy()
     return g.copy() if is_device_array(g) and g.size > 1 and 0 in g.strides else g
 
 
 def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
-    """Add up the gradients of all ranks, in one message for each dtype."""
+    """Add up the gradients of all ranks, in one message per dtype."""
     specs = [spec_like(g) for g in gradients]
     out = list(gradients)
     # In the order of the leaves, which `flatten` makes the same on all ranks.

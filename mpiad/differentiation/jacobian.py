@@ -55,11 +55,11 @@ def jacobian(
     Raises
     ------
     TypeError
-        On all ranks, where the returned arrays aren't real or differ in shape.
+        On all ranks, if the returned arrays aren't real or differ in shape.
     RequestError
-        On all ranks, where one leaves a request unwaited for.
+        On all ranks, if one never waits for a request.
     ValueError
-        Where there is no such objective or root.
+        If `objective` is unknown, or `root` isn't a rank of `comm`.
 
     Ranks
     -----
@@ -96,7 +96,7 @@ def jacobian(
 
 
 def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -> Spec:
-    """Return shape and dtype of J, or raise on all ranks; also where the shapes of a shared variable differ."""
+    """Return shape and dtype of J; raise on all ranks if they are invalid or differ, or those of a shared variable do."""
     value = traced.build(traced.values)
     problem = traced.problem
     spec = None
@@ -115,7 +115,7 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
         raise agreed(used, RequestError(f"jacobian: {'; '.join(problems)}"))
     if len(set(copies)) > 1:
         raise agreed(used, unlike_copies(copies, "jacobian"))
-    # Ranks that don't count may return what they like, None too.
+    # Ranks with zero weight may return anything, including None.
     forms = {(shape, dtype) for _, shape, dtype, counts in found if counts}
     if problems or len(forms) != 1 or None in next(iter(forms)):
         listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, forms))}"

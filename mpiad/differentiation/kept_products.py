@@ -1,8 +1,8 @@
-"""`linearize` and `make_hvp`: a function is run once, and its derivative there multiplies as many directions as are asked.
+"""`linearize` and `make_hvp`: a function is evaluated once, and its derivative is applied to any number of directions.
 
-Everything is made of one record. A product with the transposed Jacobian runs it backwards. That is a linear map of the
-cotangent, so a record of it, run backwards in turn, multiplies with the Jacobian: at the price of the adjoint alone, where
-a forward pass would evaluate the function anew each time. The Hessian is the Jacobian of the gradient and its own
+All products use one record. A product with the transposed Jacobian runs it backwards. That is a linear map of the
+cotangent, so a record of it, run backwards in turn, multiplies with the Jacobian, at the cost of the adjoint alone; a
+forward pass would evaluate the function again for each product. The Hessian is the Jacobian of the gradient and its own
 transpose: the record of the gradient, run backwards, multiplies with it.
 
 References
@@ -37,7 +37,7 @@ class Linearization:
     Attributes
     ----------
     value : pytree of arrays
-        What the function returned on this rank.
+        The function's value on this rank.
 
     Examples
     --------
@@ -48,7 +48,7 @@ class Linearization:
 
     def __init__(self, value: Tree, pull: Callable[..., Tree]):
         self.value, self._pull = value, pull
-        # Made by the first product with the Jacobian: who asks for transposed ones alone doesn't pay for it.
+        # Made by the first product with the Jacobian, so that transposed products alone don't pay for it.
         self._transposed: tuple[Traced, Variables] | None = None
 
     def vjp(self, w: Tree, *, batch: bool = False) -> Tree:
@@ -57,20 +57,20 @@ class Linearization:
         Parameters
         ----------
         w : pytree of arrays
-            Of the form of the value; with `batch` each array has one more axis, the first, for several cotangents.
+            Same structure as the value; with `batch` each array has an additional first axis, for several cotangents.
         batch : bool
-            Several take the memory of as many reverse passes, and less time: `solve_elliptic` solves for all at once, and
-            halos and sums over ranks are one message for all.
+            Whether `w` holds several cotangents. They take the memory of as many reverse passes, but less time:
+            `solve_elliptic` solves for all at once, and each halo exchange or sum over ranks is one message for all.
 
         Returns
         -------
         pytree of arrays
-            Of the form of the argument; with `batch` with that axis.
+            Same structure as the argument; with `batch` with that axis.
 
         Raises
         ------
         TypeError, ValueError
-            Where `w` doesn't have the form of the value, or its arrays hold different numbers of cotangents.
+            If `w` doesn't match the structure of the value, or its arrays hold different numbers of cotangents.
 
         Ranks
         -----
@@ -78,15 +78,14 @@ class Linearization:
 
         Adjoint
         -------
-        It can be differentiated by `w` and, in a trace around `linearize` and this, by the arguments.
+        It can be differentiated with respect to `w` and, in a trace around `linearize` and this, the arguments.
         """
         return self._pull(w, batch=batch)
 
     def jvp(self, v: Tree, *, batch: bool = False) -> Tree:
         """Return the product of the Jacobian with a direction; otherwise as `vjp`, from argument to value.
 
-        The first call runs the record backwards once more, with zeros, which is how it is itself recorded: all ranks
-        make it together.
+        The first call runs the record backwards once more, with zeros, to record this reverse pass: it is collective.
         """
         if self._transposed is None:
             leaves, build = flatten(self.value)
@@ -131,9 +130,9 @@ def linearize(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[...,
     Raises
     ------
     TypeError
-        Where the argument holds nothing to differentiate by.
+        If the argument holds no real or complex floating-point values.
     RequestError
-        Where a request is left unwaited for.
+        If a request is never waited for.
 
     Ranks
     -----
@@ -141,7 +140,7 @@ def linearize(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[...,
 
     Adjoint
     -------
-    Products can be differentiated by what they multiply and, in a trace around all, by the arguments.
+    Products can be differentiated with respect to their direction or cotangent and, in an outer trace, the arguments.
 
     Examples
     --------
@@ -158,7 +157,7 @@ def linearize(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[...,
 
 
 class SecondOrder(NamedTuple):
-    """What `make_hvp` finds at a point.
+    """Value, gradient and Hessian product at a point; made by `make_hvp`.
 
     Attributes
     ----------
@@ -167,8 +166,8 @@ class SecondOrder(NamedTuple):
     gradient : pytree of arrays
         dJ/dx_r.
     product : callable
-        ``product(v_r, batch=False) -> (H v)_r``, the sum over all ranks s of ∂²J/∂x_r∂x_s v_s; collective. With `batch`
-        arrays have one more axis, the first, for several directions.
+        ``product(v_r, batch=False) -> (H v)_r``, the sum over all ranks s of ∂²J/∂x_r∂x_s v_s; collective. With
+        `batch` arrays have an additional first axis, for several directions.
 
     Examples
     --------
@@ -203,8 +202,8 @@ def make_hvp(
     Returns
     -------
     callable
-        ``(*args) -> (value, gradient, product)``. A product runs the record of the gradient backwards: two linear solves
-        for each that `fun` makes, where `hvp`, which keeps nothing, takes four.
+        ``(*args) -> (value, gradient, product)``. A product runs the record of the gradient backwards: it takes two linear
+        solves for each one in `fun`; `hvp`, which keeps nothing, takes four.
 
     Raises
     ------
@@ -243,8 +242,8 @@ def make_hvp(
 
         @recoverable("make_hvp", comm)
         def product(v: Tree, *, batch: bool = False) -> Tree:
-            # Of a shared variable: along all copies at once, and the changes of all copies' gradients are added up. The
-            # objective gets an integer, which counts for all directions.
+            # For a shared variable: the direction is that of all copies, and the products of all copies are added up. The
+            # cotangent of the objective is an integer, which `pulled` uses for every direction.
             return completed(pull((0, v), batch=batch))
 
         return SecondOrder(value, completed(gradient), product)

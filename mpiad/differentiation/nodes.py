@@ -1,12 +1,12 @@
-"""Nodes of our traces: they note themselves on the tape in the order in which the program runs.
+"""Nodes of our traces, which append themselves to the tape in execution order.
 
-The type of the traced input's node decides the type of all nodes that follow, so autograd's operators and functions
-make these nodes by themselves. Each looks up a rule of ours before autograd's. A node knows its parents by their place
-on the tape, not by reference: what outlives the trace (a loss kept in a list) holds no part of the graph.
+The type of the traced input's node determines the type of all nodes that follow, so autograd's operators and functions
+create these nodes by themselves. Each looks up one of our rules before autograd's. A node refers to its parents by their
+index on the tape, not by reference: a value that outlives the trace (a loss kept in a list) holds no part of the graph.
 
 Such a lasting value is a constant. Its trace number may be that of a later trace, of any kind, and the type of its node
-then decides what nodes are made: so the nodes of a trace change their type at its end, to one that makes nodes of the
-type of an input that is still traced.
+then determines the type of new nodes. Therefore the nodes of a trace change their type at its end, to one that creates
+nodes of the type of an input that is still traced.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from mpiad.transport import Spec
 
 
 class OrderedNode(VJPNode):
-    """A step of a program that is to be run backwards.
+    """A step of a program that is to be differentiated in reverse mode.
 
-    - `index`: place on the tape.
-    - `inputs`: places of its traced inputs. (`parents` is what a trace of plain autograd sees of a lasting value:
-      none.)
-    - `pull`: from its cotangent to those of the inputs; None for the variables.
-    - `like`: None for local steps; for a communication the shape and dtype of its result (`Spec(None, None)` where it
-      has none). It is visited always.
+    - `index`: position on the tape.
+    - `inputs`: positions of its traced inputs. (`parents` is for plain autograd, for which a lasting value has none.)
+    - `pull`: maps its cotangent to those of the inputs; None for the variables.
+    - `like`: None for local steps; for a communication the shape and dtype of its result (`Spec(None, None)` if it
+      has none). The reverse pass always visits communications.
     """
 
     __slots__ = ("index", "inputs", "like", "pull", "tape")
@@ -51,7 +50,7 @@ class OrderedNode(VJPNode):
         else:
             parent_argnums, parents = _still_traced(parent_argnums, parents)
             self.inputs = tuple([parent.index for parent in parents])
-        # Ours before autograd's: they take less, or are right where autograd's aren't.
+        # Our rules before autograd's: they are cheaper, or correct in cases in which autograd's aren't.
         rule = VJP_RULES.get(fun)
         if rule is not None:
             self.pull = rule(parent_argnums, value, args, kwargs)
@@ -65,7 +64,7 @@ class OrderedNode(VJPNode):
 
     @staticmethod
     def vjp(g: Array) -> tuple:
-        """Return no cotangents, where plain autograd asks a lasting value for them."""
+        """Return no cotangents; plain autograd calls this for a lasting value."""
         return ()
 
     @classmethod
@@ -75,7 +74,7 @@ class OrderedNode(VJPNode):
 
     @classmethod
     def placed(cls, tape: Any, inputs: tuple[int, ...], pull: Function | None, like: Spec | None) -> OrderedNode:
-        """Make a node and note it on the tape."""
+        """Make a node and append it to the tape."""
         node = cls.__new__(cls)
         node.tape, node.inputs, node.pull, node.like = tape, inputs, pull, like
         node.index = len(tape.record)
@@ -96,7 +95,7 @@ def _still_traced(argnums: Sequence[int], parents: Sequence[Any]) -> tuple[tuple
 
 
 class _Tape:
-    """Stands for the tape of an ended trace, or of one of plain autograd."""
+    """A substitute for the tape of an ended trace, or of one of plain autograd."""
 
     __slots__ = ("record",)
 
@@ -108,7 +107,7 @@ _ENDED, _OPEN = _Tape(None), _Tape(())
 
 
 class LastingNode(OrderedNode):
-    """What a node becomes at the end of its trace; called as a type, it makes a node of what is still traced."""
+    """The type of a node after the end of its trace; as a constructor it makes a node for inputs that are still traced."""
 
     __slots__ = ()
 
@@ -128,13 +127,13 @@ _CONSTANT.tape = _ENDED
 
 
 class TangentNode(JVPNode):
-    """A step of a program whose tangent is computed beside it."""
+    """A step of a program whose tangent is computed together with it."""
 
     __slots__ = ("tape",)
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
-        """Make a node, of another type where the first input has outlived its trace: these nodes are kept nowhere."""
+        """Make a node, by LastingNode if the first input has outlived its trace: a tape keeps no list of these nodes."""
         if parents[0].tape.record is None:
             return LastingNode(value, fun, args, kwargs, parent_argnums, parents)
         return object.__new__(cls)
@@ -160,7 +159,7 @@ class TangentNode(JVPNode):
         return node
 
 
-# What carries no derivative (comparisons, rounding) isn't recorded here either.
+# Functions without a derivative (comparisons, rounding) aren't recorded here either.
 notrace_primitives[OrderedNode] = notrace_primitives[VJPNode]
 notrace_primitives[LastingNode] = notrace_primitives[VJPNode]
 notrace_primitives[TangentNode] = notrace_primitives[JVPNode]

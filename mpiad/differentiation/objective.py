@@ -1,8 +1,8 @@
-"""The objective J of a distributed program: one real number made of every rank's own.
+"""The objective J of a distributed program: one real number, computed from one number per rank.
 
-One reduction of two numbers shares J and tells all ranks whether each of them returned what the objective takes, so
-that a mistake on one rank is raised on all. It is an operation like the others: J can be differentiated in a trace
-around this one.
+One reduction of two numbers computes J on all ranks and also reports whether every rank returned a valid number, so
+that an error on one rank is raised on all. It is an operation like the others: J can be differentiated in an outer
+trace.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CHOICES = ("root", "sum", "mean")
 
 
 class Problem(NamedTuple):
-    """A mistake that all ranks are to raise: a kind and what is wrong on this rank."""
+    """An error that all ranks are to raise: the type of the exception, and its text on this rank."""
 
     kind: type[Exception]
     text: str
@@ -44,7 +44,7 @@ Shapes = tuple[tuple[Shape, np.dtype], ...]
 
 
 class Sharing(NamedTuple):
-    """Where to share, and what is wrong on this rank; the shapes and dtypes of a variable that all ranks hold."""
+    """Parameters of SHARE: channel, this rank's error, if any, and shapes and dtypes of a shared variable."""
 
     channel: Channel
     problem: Problem | None
@@ -53,7 +53,7 @@ class Sharing(NamedTuple):
 
 
 def check_objective(objective: object, call: str) -> str:
-    """Return the objective; a ValueError where there is no such one."""
+    """Return the objective; raise a ValueError if it is unknown."""
     if isinstance(objective, str) and objective in _CHOICES:
         return objective
     raise ValueError(f"{call}: objective must be one of {', '.join(map(repr, _CHOICES))}, but got {objective!r}.")
@@ -63,7 +63,7 @@ def weight_of(objective: str, channel: Channel, root: int) -> float:
     """Return the factor with which this rank's own number enters J."""
     if objective == "root":
         return 1.0 if channel.rank == root else 0.0
-    # The mean is a sum with other weights, so nothing else needs to know of it.
+    # The mean is a sum with other weights, so no other code treats it separately.
     return 1.0 if objective == "sum" else 1.0 / channel.size
 
 
@@ -71,7 +71,7 @@ _WANTED = "the function must return one real number (None is allowed off the roo
 
 
 def problem_with(value: Array, weight: float, call: str, wanted: str = _WANTED) -> Problem | None:
-    """Return what is wrong with a rank's own number, None where nothing is."""
+    """Return the error in a rank's own number, or None if it is valid."""
     if isinstance(value, (float, np.floating, np.integer)) or (isinstance(value, int) and abs(value) < _HUGE):
         return None
     if value is None and weight == 0.0:
@@ -92,28 +92,28 @@ def problem_with(value: Array, weight: float, call: str, wanted: str = _WANTED) 
 def share(
     value: Array, weight: float, problem: Problem | None, channel: Channel, shapes: Shapes = (), call: str = ""
 ) -> Scalar:
-    """Return J on all ranks; raise on all where there is a problem on one, or where `shapes`, if given, differ."""
+    """Return J on all ranks; raise on all if there is a problem on one, or if `shapes`, if given, differ."""
     part: Any = 0.0
     if type(value) is not np.float64 and problem is None and is_device_array(getval(value)):
-        value = to_host(value if value.shape == () else value.reshape(()))  # J decides what the host does
+        value = to_host(value if value.shape == () else value.reshape(()))  # the host's control flow depends on J
     if problem is None and weight != 0.0:
         part = value if np.ndim(value) == 0 else value.reshape(())
-        # Ranks whose number doesn't count share a float64 zero: tangents and cotangents must be alike on all.
+        # Ranks with zero weight contribute a float64 zero: tangents and cotangents must have one dtype on all ranks.
         if getattr(part, "dtype", None) != _FLOAT64:
             part = part.astype(np.float64) if hasattr(part, "astype") else float(part)
         part = part if weight == 1.0 else part * weight
     elif problem is None and type(value) in Box.types:
-        # Plain autograd around this call runs the adjoint where the input is traced: on all ranks, or on none.
+        # An outer trace of plain autograd runs the adjoint only if the input is traced: it must be on all ranks or on none.
         part = anp.where(False, anp.reshape(value, ()), np.float64(0.0))
     return communicate(SHARE, part, Sharing(channel, problem, shapes, call))
 
 
 class _Buffers(threading.local):
-    """Kept, since this is part of every gradient, also of those that take microseconds; each thread has its own."""
+    """Buffers of each thread, kept because every gradient uses them, even those that take microseconds."""
 
     def __init__(self) -> None:
         self.sent, self.shared = np.zeros(2), np.zeros(2)
-        # As one complex number: MPI adds up one of anything in two thirds of the time that it takes for two.
+        # As one complex number: MPI reduces one element in two thirds of the time of two.
         self.messages = self.sent.view(complex), self.shared.view(complex)
 
 
@@ -125,7 +125,7 @@ def _forward(x: Array, p: Sharing) -> Scalar:
     if p.shapes:
         sent, shared = _with_words(p), np.empty(2 + _WORDS)
         messages = sent.view(complex), shared.view(complex)
-    # A mistake travels with the number: in one message, and all ranks know before any goes on.
+    # The error flag is reduced together with the number, so that all ranks know of an error before any continues.
     sent[0], sent[1] = p.problem is not None, x
     p.channel.data.Allreduce(*messages)
     if shared[0]:
@@ -150,7 +150,7 @@ def _with_words(p: Sharing) -> np.ndarray:
 
 
 def _require_same_shapes(p: Sharing, sums: np.ndarray) -> None:
-    """Raise on all ranks where shapes or dtypes differ, by the sums of words and of their squares."""
+    """Raise on all ranks if shapes or dtypes differ, according to the sums of words and of their squares."""
     # (Σ w)² = P Σ w² holds only if all w are equal (Cauchy and Schwarz).
     if any(int(sums[k]) ** 2 != p.channel.size * int(sums[k + 1]) for k in range(0, _WORDS, 2)):
         every = p.channel.data.allgather(described(p.shapes))
@@ -163,7 +163,7 @@ def described(shapes: Shapes) -> str:
 
 
 def unlike_copies(every: Sequence[str], call: str) -> ValueError:
-    """Return what is raised where the ranks' copies of a shared variable are described differently."""
+    """Return the error for copies of a shared variable whose descriptions differ between ranks."""
     other = next(rank for rank, found in enumerate(every) if found != every[0])
     return ValueError(
         f"{call}: shared=True says that all ranks hold the same variable, but on rank 0 it is {every[0]:.200}, and on rank "
@@ -176,7 +176,7 @@ def _prepared(p: Sharing, x: Array, out: Array) -> Any:
         return None
     buffers: list[Any] = [_with_words(p), np.zeros(2 + _WORDS)] if p.shapes else [np.zeros(2), np.zeros(2)]
     going, coming = (as_message(buffer.view(complex)) for buffer in buffers)
-    # Numbers in memory are got and put in half the time that an array takes for it.
+    # Reading and writing a number through a memoryview takes half the time of an array.
     (sent, shared), number, total = (memoryview(buffer) for buffer in buffers), memoryview(x), memoryview(out)
 
     def run() -> None:
@@ -193,8 +193,8 @@ def _prepared(p: Sharing, x: Array, out: Array) -> Any:
 
 
 def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
-    """Raise on all ranks what the first with a problem says; all ranks call it, each with its own or None."""
-    # Only now does anything of variable size travel.
+    """Raise the first rank's problem on all ranks; all ranks call it, each with its own problem or None."""
+    # Messages of variable size are sent only in this case.
     described = None if problem is None else (problem.kind.__name__, problem.text)
     found = [(rank, theirs) for rank, theirs in enumerate(channel.data.allgather(described)) if theirs]
     rank, (kind, text) = found[0]
@@ -204,8 +204,8 @@ def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
 
 
 def _adjoint(ans: Array, x: Array, p: Sharing) -> Any:
-    """Return the transpose of adding up with the result on all ranks: all ranks' cotangents add up."""
-    # Not SHARE again: a cotangent has no mistake of the user's to tell.
+    """Return the transpose of a sum whose result is on all ranks: the sum of all ranks' cotangents."""
+    # Not SHARE again: a cotangent has no user error to report.
     return lambda g: communicate(ALLREDUCE, g, Reduction(p.channel, SUM))
 
 

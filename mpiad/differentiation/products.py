@@ -32,9 +32,9 @@ def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
     Raises
     ------
     TypeError
-        Where the argument holds nothing to differentiate by, or a cotangent doesn't have the form of the value.
+        If the argument holds no real or complex floating-point values, or a cotangent doesn't match the value.
     RequestError
-        Where a request is left unwaited for.
+        If a request is never waited for.
 
     Ranks
     -----
@@ -54,7 +54,7 @@ def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
 
 
 def make_recorded_vjp(fun: Function, argnum: int | tuple[int, ...], passes: str) -> Callable[..., tuple[Callable, Any]]:
-    """Return what `make_vjp` returns, with a tape of which is known how it is run backwards (see `Tape`)."""
+    """Implement `make_vjp`; `passes` is the number and kind of reverse passes, as in `Tape`."""
 
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Callable, Any]:
         variables = variables_of(args, argnum, "make_vjp")
@@ -79,10 +79,10 @@ def make_recorded_vjp(fun: Function, argnum: int | tuple[int, ...], passes: str)
 def pulled(
     record: tuple[Traced, Variables], seeds: Callable[[Tree], list[tuple[int, Any]]], given: Tree, batch: bool, call: str
 ) -> list[Any]:
-    """Return the cotangents of the variables of a record, which is kept.
+    """Return the cotangents of the variables of a record; the record is kept.
 
-    `seeds` makes of a nest the places of results and what is seeded there; `given` is the nest, with `batch` several, along
-    the first axis of each array, and so are the cotangents. A ValueError where these aren't as many of all arrays.
+    `seeds` maps a pytree to the positions of results and their cotangents; `given` is the pytree. With `batch` the first
+    axis of each array, also of those returned, counts directions; a ValueError is raised if their numbers differ.
     """
     if not batch:
         return cotangents_of_variables(record[0], seeds(given), record[1], keep=True)
@@ -102,7 +102,7 @@ def _count_in(leaf: Array, call: str) -> int:
 
 
 def shaped(g: Array, value: Array, call: str) -> Array:
-    """Return a cotangent or tangent with the dtype of what it belongs to; a TypeError where its shape is another."""
+    """Convert a cotangent or tangent to the dtype of `value`; raise a TypeError if the shapes differ."""
     spec = spec_like(value)
     if spec_like(g).shape != spec.shape:
         raise TypeError(f"{call}: expected shape {spec.shape}, that of what it belongs to, but got {spec_like(g).shape}.")
@@ -126,9 +126,9 @@ def make_jvp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
     Raises
     ------
     TypeError
-        Where the argument holds nothing to differentiate by, or `v` doesn't have its form.
+        If the argument holds no real or complex floating-point values, or `v` doesn't match its structure.
     RequestError
-        Where a request is left unwaited for.
+        If a request is never waited for.
 
     Ranks
     -----
@@ -179,7 +179,7 @@ def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Any, Any]:
     Raises
     ------
     TypeError
-        Where `x` holds nothing to differentiate by, or `v` doesn't have its form.
+        If `x` holds no real or complex floating-point values, or `v` doesn't match its structure.
 
     Ranks
     -----

@@ -1,7 +1,7 @@
-"""What to do instead, where code that doesn't know traced values refuses one.
+"""Advice for errors of code that doesn't support traced values.
 
-NumPy, SciPy, Python and mpi4py say what they can't do, but not what can be done. So an exception of theirs is completed
-when it leaves a trace: it stays the same object, with its kind and traceback, and its text goes on with the cure.
+NumPy, SciPy, Python and mpi4py report an unsupported operation, but not an alternative. So their exceptions are completed
+when they leave a trace: an exception stays the same object, with its type and traceback, and the advice is appended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SENT = (
     "mpi4py's own functions take no traced values: call mpiad's, as mpi_allreduce(x), mpi_bcast(x) or mpi_send(x, dest), "
     f"or {_STOPPED}"
 )
-# By the exception's text and that of its cause; the first one counts. Where plain NumPy has made an array of traced values,
+# By the exception's text and that of its cause; the first match counts. If plain NumPy has made an array of traced values,
 # its elements are objects.
 _CURES = (
     (r"Box' object does not support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box", _ASSIGNED),
@@ -42,8 +42,8 @@ _WRAPPERS = "autograd.numpy.numpy_wrapper"
 
 
 def explain(error: BaseException, trace: TracebackType | None) -> None:
-    """Complete the text of an exception that leaves a trace, where it is known what to do instead."""
-    # Other kinds are the user's own: their text is left alone.
+    """Append advice to the text of an exception that leaves a trace, if there is any."""
+    # Exceptions of other types are the user's own and stay unchanged.
     if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError)):
         return
     # Python shows the text of a KeyError in quotes.
@@ -52,11 +52,11 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
         _name_conversion(error, trace)
         return
     cure = _cure_of(f"{text} {error.__cause__ or ''}")
-    # A trace inside this one may have completed it.
+    # An inner trace may have completed it.
     if cure is None or cure in text or cure in getattr(error, "__notes__", ()):
         return
     error.args = (f"{text.rstrip('.')}. {cure}",)
-    # NumPy's errors of casting make their text themselves, and only repr shows the cure in Python 3.10, which has no notes.
+    # NumPy's casting errors format their text themselves; in Python 3.10, which has no notes, only repr shows the advice.
     note = getattr(error, "add_note", None)
     if cure not in str(error) and note is not None:
         note(cure)
@@ -66,7 +66,7 @@ def _cure_of(text: str) -> str | None:
     for pattern, cure in _CURES:
         if re.search(pattern, text, re.DOTALL):
             return cure
-    # An attribute that a traced array lacks is often a method of NumPy's, which autograd has as a function.
+    # An attribute that a traced array lacks is often a method of NumPy arrays that autograd provides as a function.
     method = _METHOD.search(text)
     if method is None:
         return None
@@ -77,17 +77,17 @@ def _cure_of(text: str) -> str | None:
 
 
 def refuse_pickling(node: object, protocol: object) -> Any:
-    """Raise a TypeError, as the `__reduce_ex__` of nodes: what is pickled, as by mpi4py, would lose its derivative."""
+    """Raise a TypeError, as the `__reduce_ex__` of nodes: a pickled value, as in mpi4py, would lose its derivative."""
     raise TypeError(f"A traced value can't be pickled. {_SENT}")
 
 
 def itself(node: object, memo: object) -> Any:
-    """Return the node, as its `__deepcopy__`: a copy of a traced value is differentiated like the value."""
+    """Return the node, as its `__deepcopy__`: a copy of a traced value has the derivative of the value."""
     return node
 
 
 def _name_conversion(error: BaseException, trace: TracebackType | None) -> None:
-    """Name the function of autograd's that asked a device array for one of NumPy's, and ours that doesn't.
+    """Name autograd's function that tried to convert a device array to NumPy, and our function that doesn't.
 
     Autograd's `array` and `stack` do so before any rule of ours is looked up, and the arrays can only say that they don't
     convert.

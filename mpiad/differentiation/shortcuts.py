@@ -1,9 +1,9 @@
-"""Traced arrays whose operators go straight to their node.
+"""Traced arrays whose operators create their node directly.
 
-Autograd's operators look for traced arguments at each level of nesting, twice for each operation. Where both operands are
-plain numbers of one trace of ours that answer is known, as is the rule, and the node can be made at once. All else takes
-the usual way, so nothing but time depends on it. f is traced at each stage of each step, and where few columns are left a
-step costs what these operators take to begin; so they are written out, and call nothing else on the way.
+Autograd's operators look for traced arguments at each level of nesting, twice per operation. If both operands are numbers
+or arrays of one of our traces, the result of that search and the rule are known, and the node can be created at once. All
+other cases use autograd's operators, so only speed depends on this module. f is traced at each stage of each step, and for
+few columns the overhead of these operators dominates a step; so they are written out without further function calls.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class ShortcutBox(_Box):
 
 
 def _recorded(rule: Callable, value: Array, args: tuple, argnums: tuple[int, ...], parents: tuple, trace: int) -> Array:
-    """Return a result whose step is noted on the tape."""
+    """Return a result whose step is recorded on the tape."""
     inputs = (parents[0].index,) if len(parents) == 1 else (parents[0].index, parents[1].index)
     pull = rule(argnums, value, args, _KEYWORDS)
     return ShortcutBox(value, trace, OrderedNode.placed(parents[0].tape, inputs, pull, None))
 
 
 def _operator(rule: Callable, fun: Function, ufunc: Function, swapped: bool) -> Callable:
-    """Return an operator of two operands; `swapped`: the box is the second one."""
+    """Return a binary operator; with `swapped` the box is the second operand."""
     mine = (1,) if swapped else (0,)
 
     def method(self: Any, other: Array) -> Any:
@@ -93,7 +93,7 @@ class BundleBox(_Box):
     __slots__ = ()
 
     def __getitem__(self, idx: Index) -> Array:
-        """Return an element, with the same of the tangents."""
+        """Return an element, with that of the tangents."""
         node, value = self._node, self._value
         # The element of a vector is a number; these operators are for arrays.
         plain = type(idx) is int and type(value) is _ndarray and value.ndim > 1
@@ -117,7 +117,7 @@ def _made(value: Array, tangents: list[Any], tape: object, trace: int) -> Bundle
 
 
 def _before(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
-    """Return the operator of a box with what follows it."""
+    """Return the binary operator whose left operand is the box."""
     first, second, both = tangent
 
     def method(self: Any, other: Array) -> Any:
@@ -143,7 +143,7 @@ def _before(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
 
 
 def _after(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
-    """Return the operator of a box with what stands before it."""
+    """Return the binary operator whose right operand is the box."""
     second = tangent.second
 
     def method(self: Any, other: Array) -> Any:
@@ -168,12 +168,12 @@ for _name, _fun, _ufunc, _tangent in (
     setattr(ShortcutBox, f"__r{_name}__", _operator(VJP_RULES[_fun], _fun, _ufunc, True))
     setattr(BundleBox, f"__{_name}__", _before(_fun, _ufunc, _tangent))
     setattr(BundleBox, f"__r{_name}__", _after(_fun, _ufunc, _tangent))
-# Known as traced, but not what autograd makes of arrays.
+# Registered as traced values, but not as the boxes that autograd makes for arrays.
 Box.types.update({ShortcutBox, BundleBox})
 
 
 def shortened(x: Array) -> Array:
-    """Return a traced array whose operators take the short way; anything else as it is."""
+    """Return a traced array with these faster operators; return anything else unchanged."""
     if type(x) is not ArrayBox:
         return x
     box = BundleBox if type(x._node) is BundleNode else ShortcutBox

@@ -1,12 +1,12 @@
-"""The ordered tape: the steps of one trace, in the order in which they ran, communications always among them.
+"""The ordered tape: the steps of one trace in execution order, including every communication.
 
 A tape is current from the start of its trace to the end. Node and tape refer to each other while the trace is open;
-at its end the record is handed over and the tape forgets it, so that no cycle is left and memory returns as soon as
-the result is dropped.
+at its end the record is returned and the tape drops its reference, so that no cycle remains and memory is freed as soon
+as the result is dropped.
 
-A trace inside another must have the higher number, also where one is autograd's and the other ours, so ours are drawn
-from autograd's counter. That is one for all threads, and an exception leaves it raised; ours is put back in either
-case, and never lowered below a trace that another thread has open.
+An inner trace must have a higher number than the outer one, even if one of them is autograd's and the other ours, so our
+numbers come from autograd's counter. All threads share it, and in autograd an exception leaves it raised. We restore it in
+either case, but never to a number below that of a trace that another thread has open.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
 
 class Recording(NamedTuple):
-    """What a closed tape leaves behind."""
+    """The record of a closed tape and the channels that it used."""
 
     nodes: list[Any]
     channels: set[Used]
 
 
 class _Tape(Tape):
-    """What tapes of both directions share: their number, their place in the nest, and what must be finished."""
+    """State of tapes of both directions: their number, the enclosing tapes, unfinished requests and used channels."""
 
     __slots__ = (
         "around",
@@ -80,30 +80,30 @@ class _Tape(Tape):
         self.lasting()
         self.outer = self.noted = None  # an ended tape must not keep the tapes around it
         if outer is not None and self.channels:
-            # The trace around this one runs these communications backwards too.
+            # The enclosing trace runs these communications backwards too.
             outer.channels |= self.channels
         elif self.channels and noted is not None:
             noted.update([(channel, False) for channel, _ in self.channels])
 
     def close(self) -> Recording:
-        """Hand over the record; what was traced is constant from now on."""
+        """Return the record; traced values become constants."""
         recording = Recording(self.record, self.channels)
         current.tapes, self.record, self.around = self.around, None, None
         return recording
 
     def end(self, error: BaseException, trace: TracebackType | None) -> None:
-        """End the trace after an exception: what was traced is constant from now on. This may be done twice."""
+        """End the trace after an exception; traced values become constants. It may be called twice."""
         _close_number(self)
         self.lasting()
         self.outer = self.noted = None
         if self.record is not None:
             explain(error, trace)
             mark_left(self.channels, error, "a trace")
-            # Ends the cycle of tape and nodes, and makes constants of what was traced.
+            # Breaks the reference cycle of tape and nodes, and turns traced values into constants.
             self.record = None
 
     def lasting(self) -> None:
-        """Make what the user has kept of this trace constant from here on."""
+        """Turn values of this trace that the user has kept into constants."""
 
 
 class OrderedTape(_Tape):
@@ -112,16 +112,16 @@ class OrderedTape(_Tape):
     __slots__ = ()
 
     def lasting(self) -> None:
-        """Make what the user has kept of this trace constant from here on: nobody knows where it is kept."""
+        """Turn values of this trace that the user has kept into constants, by changing the type of their nodes."""
         for node in self.record or ():
             node.__class__ = LastingNode
 
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
     ) -> Any:
-        """Record a communication; return its node, or None where its result isn't an array."""
+        """Record a communication; return its node, or None if its result isn't an array."""
         dtype = getattr(ans, "dtype", None)
-        # Shape and dtype, and not the result: for a cotangent of zeros no more is needed, and its memory is free.
+        # Only shape and dtype are kept: they suffice for a cotangent of zeros, and the result's memory can be freed.
         like = _NO_VALUE if dtype is None else spec_like(ans)
         # An input that has outlived its own trace is a constant.
         kept = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
@@ -140,9 +140,9 @@ class TangentTape(_Tape):
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
     ) -> Any:
-        """Communicate the tangent, as part of the trace around this one; return its node."""
+        """Communicate the tangent, as part of the enclosing trace; return its node."""
         tangents = {k: node.g for k, node in zip(argnums, parents) if node.tape is self}
-        # The tangent's communication belongs to the trace around; on this tape it would be traced again, without end.
+        # The tangent's communication belongs to the enclosing trace; on this tape it would be traced again, endlessly.
         with suspended(self.outer, body=False):
             tangent = operator.jvp(tangents, ans, args, params, self.number)
         return TangentNode.placed(self, tangent) if hasattr(ans, "dtype") else None
@@ -154,19 +154,19 @@ _base = -1
 
 
 def _open_number(tape: _Tape) -> None:
-    """Open a trace: give it a number, and note what the counter was before."""
+    """Open a trace: assign its number, and save the previous value of the counter."""
     global _base
     with _lock:
         tape.before = trace_stack.top
         tape.number = tape.before + 1
         if not _open:
-            _base = tape.before  # what the counter goes back to when no thread has a trace open any more
+            _base = tape.before  # the counter is reset to it when no thread has a trace open
         _open[tape] = threading.get_ident()
         trace_stack.top = tape.number
 
 
 def _close_number(tape: _Tape) -> None:
-    """Close a trace, and with it what an exception inside it left open; do nothing if it is closed."""
+    """Close a trace and any inner traces that an exception left open; do nothing if it is closed."""
     with _lock:
         thread = _open.get(tape)
         if thread is None:
@@ -178,7 +178,7 @@ def _close_number(tape: _Tape) -> None:
         closed = [other for other, its in _open.items() if its == thread and other.number >= tape.number]
         if len(closed) == len(_open):
             trace_stack.top = _base
-        # All other open traces are around this one, or lower than it: nobody needs the higher number.
+        # All other open traces enclose this one or have lower numbers: the higher number is unused.
         elif trace_stack.top == tape.number or all(its == thread for its in _open.values()):
             trace_stack.top = tape.before
         for other in closed:

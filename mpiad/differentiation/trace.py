@@ -23,7 +23,7 @@ _box_types = Box.types
 
 
 class Variables(NamedTuple):
-    """The arguments to differentiate by: all leaves, which of them are variables, and the way back to the nest."""
+    """The arguments to differentiate: all leaves, the indices of the variables, and the function that rebuilds the pytree."""
 
     leaves: list[Any]
     places: list[int]
@@ -34,10 +34,10 @@ class Variables(NamedTuple):
         return tuple([(self.leaves[place].shape, self.leaves[place].dtype) for place in self.places])
 
     def filled(self, values: Sequence[Any], otherwise: Callable[[Any], Any] | None = None) -> Tree:
-        """Build the nest with these values in the place of the variables."""
+        """Build the pytree with these values in place of the variables."""
         leaves = list(self.leaves)
         if otherwise is not None and len(values) < len(leaves):
-            # Only what is no variable: zeros for an array that is replaced at once would cost as much as its gradient.
+            # Not for variables, which are replaced anyway: zeros for an array would cost as much as its gradient.
             variables = set(self.places)
             leaves = [leaf if k in variables else otherwise(leaf) for k, leaf in enumerate(leaves)]
         for place, value in zip(self.places, values):
@@ -46,7 +46,7 @@ class Variables(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """What a traced run gives: its result's leaves with their places on the tape (-1: constant), and the record."""
+    """A traced run: the leaves of its result, their positions on the tape (-1: constant), and the record."""
 
     values: list[Any]
     places: list[int]
@@ -58,8 +58,8 @@ class Traced(NamedTuple):
 def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Variables:
     """Return the variables among the arguments.
 
-    A TypeError if there is no such argument, it holds nothing to differentiate by, or an object that is no array, number,
-    string or None; a ValueError if one is named twice.
+    Raise a TypeError if there is no such argument, or if it holds no variable or an object that isn't an array, number,
+    string or None; a ValueError if an argument is named twice.
     """
     try:
         chosen = args[argnum] if isinstance(argnum, (int, np.integer)) else tuple([args[i] for i in argnum])
@@ -67,7 +67,7 @@ def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Varia
         raise TypeError(
             f"{call}: argnum={argnum!r} names an argument by its position, but {len(args)} positional were given."
         ) from None
-    # Named twice it would be two variables, of which the function sees the second alone.
+    # An argument named twice would be two variables, of which the function uses only the second.
     if not isinstance(argnum, (int, np.integer)) and len({i % len(args) for i in argnum}) != len(argnum):
         raise ValueError(f"{call}: argnum={argnum!r} names an argument twice.")
     leaves, build = flatten(chosen)
@@ -85,14 +85,14 @@ def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Varia
 
 
 def _with_dtype(leaf: Array) -> Array:
-    # The box of a Python number lacks what that of an array has.
+    # The box of a Python number lacks the attributes of an array's box.
     if type(leaf) is float:
         return np.float64(leaf)
     if type(leaf) is complex:
         return np.complex128(leaf)
     leaf = _without_ended(leaf)
     if type(leaf) in _box_types and not hasattr(leaf, "dtype") and isinstance(getval(leaf), (float, complex)):
-        return leaf * np.float64(1.0)  # of plain autograd's
+        return leaf * np.float64(1.0)  # from plain autograd
     return leaf
 
 
@@ -114,15 +114,15 @@ def arguments_with(args: tuple, argnum: int | tuple[int, ...], chosen: Tree) -> 
 def trace_backwards(
     fun: Callable[[Tree], Any], variables: Variables, of_cotangents: bool = False, passes: str = "several"
 ) -> Traced:
-    """Run a function with its variables traced, in reverse mode; `of_cotangents` and `passes` as `Tape` says."""
+    """Run a function with its variables traced, in reverse mode; `of_cotangents` and `passes` are those of `Tape`."""
     discover()
     tape, kept = OrderedTape(of_cotangents, passes), tracing.__dict__.copy()
     try:
         with tape:
-            # Variables take the first places of the record: the reverse sweep ends where they begin.
+            # Variables are the first nodes of the record: the reverse sweep ends before them.
             boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.variable(tape)) for k in variables.places]
             out = fun(variables.filled(boxes))
-        # The tape is still open here: an ended one can't tell its own values from constants.
+        # The tape is still open here: a closed one can't distinguish its own values from constants.
         leaves, build = flatten(out)
         found = [_unboxed(leaf, tape) for leaf in leaves]
         places = [-1 if node is None else node.index for _, node in found]
@@ -136,9 +136,9 @@ def trace_backwards(
 def trace_list(
     fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any]
 ) -> tuple[list[Any], list[int], Recording]:
-    """Run a function from a list to a list, in reverse mode: `trace_backwards` for what is called very often.
+    """Run a function from a list to a list, in reverse mode: `trace_backwards` for functions that are called very often.
 
-    The function neither communicates nor returns a nest. Returned are its results, where they are on the tape (-1:
+    The function neither communicates nor returns a nested structure. Return its results, their positions on the tape (-1:
     constant), and the record, whose first nodes are the variables.
     """
     tape, kept = OrderedTape(), tracing.__dict__.copy()
@@ -175,9 +175,9 @@ def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: S
 
 
 def no_derivative(leaf: Array) -> Array:
-    """Return the derivative by or of what is no variable: zero for integers, None for what isn't a number.
+    """Return the derivative of, or with respect to, a leaf that isn't a variable: zero for integers, None for non-numbers.
 
-    A TypeError for an array of objects that are traced: what NumPy makes of a list of traced arrays.
+    Raise a TypeError for an object array of traced values, which NumPy makes from a list of traced arrays.
     """
     if isinstance(leaf, np.ndarray) and leaf.dtype == object and any(type(part) in _box_types for part in leaf.flat):
         raise TypeError(
@@ -200,7 +200,7 @@ def _unboxed(value: Array, tape: Tape) -> tuple[Any, Any]:
     """Return a result's value, and its node on this tape, None for a constant."""
     number = tape.number
     while type(value) in _box_types and value._trace > number:
-        value = value._value  # of a trace inside this one that has ended
+        value = value._value  # of an inner trace that has ended
     if type(value) in _box_types and value._trace == number:
         node = value._node
         return value._value, node if getattr(node, "tape", None) is tape else None
@@ -217,17 +217,17 @@ def _without_ended(value: Array) -> Array:
 
 
 def _unfinished(tape: Tape) -> Problem | None:
-    """Return the mistake of a trace that ends before its requests are waited for."""
+    """Return the problem of a trace that ends before its requests are waited for, or None."""
     if not tape.requests:
         return None
-    # Not raised here: backwards the ranks agree first, so that all raise the same and none runs into the reverse pass.
+    # Not raised here: in reverse mode the ranks agree on it first, so that all raise the same error and none starts the pass.
     waiting = list(tape.requests.values())
     tape.requests.clear()
     for channel, messages in tape.channels:
         if messages:
             channel.mark("A trace ended before its requests were waited for.")
     listed = ", ".join(map(repr, waiting[:4])) + (", ..." if len(waiting) > 4 else "")
-    # Whoever waits for one of them later is told that it is over, and not that its trace still goes on.
+    # A later wait for one of them then reports that it is finished, not that its trace is still open.
     for request in waiting:
         request.done, request.tape = True, None
     return Problem(

@@ -1,7 +1,7 @@
-"""What lies beyond the physical sides of a grid: a value, plus a factor times layers of the block.
+"""Boundary values beyond the physical sides of a grid: a value, plus a factor times layers of the block.
 
-A kind of boundary that users name is an entry of `_KINDS`. All that knows of kinds lies here: which layers one copies,
-its transpose (`Side.folded`) and its derivative (`homogeneous`).
+A named kind of boundary is an entry of `_KINDS`. All code that depends on the kind is in this file: the layers that it
+copies, its transpose (`Side.folded`) and its derivative (`homogeneous`).
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ def _mirrored(n: int, h: int, place: int) -> slice:
 
 
 class Side(NamedTuple):
-    """What lies beyond one side: value + factor * layers."""
+    """Boundary values beyond one side: value + factor * layers."""
 
-    # ``layers(n, h, place)`` returns which layers of a block with its halo are copied: as many as the halo has, or one that
-    # is repeated. None where none are.
+    # ``layers(n, h, place)`` returns the slice of copied layers in a block with its halo: as many as the halo has, or one
+    # that is repeated. None if no layer is copied.
     layers: Callable[[int, int, int], slice] | None = None
-    # How many cells a block must have beside as many as there are layers in the halo; None where any number will do.
+    # The number of cells that a block must have in addition to the width of the halo; None if any block is long enough.
     spare: int | None = None
     factor: complex = 1
     value: Any = 0
 
     def filled(self, layers: LocalArray | None) -> Array:
-        """Return what the halo holds, where the block has these layers."""
+        """Return the halo's values, given these layers of the block."""
         if layers is None:
             return self.value
-        # Mostly copies, which need no arithmetic.
+        # In most cases copies, which need no arithmetic.
         scaled = layers if self.factor == 1 else self.factor * layers
         return scaled if type(self.value) is int and self.value == 0 else scaled + self.value
 
     def folded(self, halo: LocalArray, layers: LocalArray, axis: int) -> LocalArray:
-        """Return what belongs to the layers, given what belongs to the halo: the transpose of `filled`'s linear part."""
+        """Return the cotangent of the layers, given that of the halo: the transpose of `filled`'s linear part."""
         # All layers of the halo are copies of one layer of the block, whose cotangents add up.
         total = halo if layers.shape == halo.shape else halo.sum(axis=axis, keepdims=True)
         return total if self.factor == 1 else self.factor * total
@@ -67,9 +67,9 @@ _ALLOWED = f"one of {_NAMES} or a number; or, in a tuple, one of these or a pair
 
 
 def sides_of(boundary: Boundary, ndim: int, call: str) -> Sides:
-    """Return what lies beyond each side.
+    """Return the boundary of each side.
 
-    A ValueError where the text or the number of dimensions isn't right; a TypeError for anything else than text, numbers
+    Raise a ValueError for an unknown name or a wrong number of dimensions; a TypeError for anything but strings, numbers
     and tuples of them.
     """
     if not isinstance(boundary, (tuple, list)):
@@ -113,8 +113,8 @@ def homogeneous(sides: Sides) -> Sides:
 def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
     """Take a traced value out of the sides: filling u with v is filling u - v with zero and adding v.
 
-    Returned are v, None where none is traced, and the sides without it. A TypeError where it isn't a number, or isn't the
-    only one that is traced.
+    Return v, None if none is traced, and the sides without it. Raise a TypeError if it isn't a number, or isn't the only
+    one that is traced.
     """
     every = [side for pair in sides for side in pair]
     values = [side.value for side in every if side.layers is None]
@@ -123,7 +123,7 @@ def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
         return None, sides
     value = traced[0]
     shape = np.shape(getval(value))
-    # What is taken from u is one number for all of its cells, so several can't be, nor factors of it.
+    # One number is subtracted from all cells of u, so several values aren't possible, nor factors of one.
     uniform = all(side.value is value if side.layers is None else side[2:] == (1, 0) for side in every)
     if shape != () or not uniform:
         raise TypeError(
@@ -134,7 +134,7 @@ def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
 
 
 def check_values(sides: Sides, dtype: np.dtype, call: str) -> None:
-    """Raise a TypeError where a value would be cast to the dtype of the array with loss of its kind."""
+    """Raise a TypeError if a value can't be cast to the dtype of the array without a loss of kind (such as complex to real)."""
     for value in [side.value for pair in sides for side in pair]:
         if value and not np.can_cast(np.min_scalar_type(value), dtype, "same_kind"):
             raise TypeError(

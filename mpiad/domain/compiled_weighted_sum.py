@@ -1,7 +1,7 @@
 """The arithmetic of a stencil compiled: one loop adds, multiplies and completes sums, in one pass through memory.
 
-The bits are those of `weighted_sum`: the same operations in the same order. How many offsets share each weight decides the
-text of a loop; where they lie, and in which box, are numbers in memory, so that blocks of all shapes share a kernel.
+Results are equal to those of `weighted_sum` in every bit: the same operations in the same order. The source of a loop
+depends on the number of offsets per weight; their values and the box are data, so that blocks of all shapes share a kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DTYPES = {np.dtype(np.float64): "float64", np.dtype(np.float32): "float32"}
 
 
 def is_compiled(out: LocalArray, terms: int, cells: Shape) -> bool:
-    """Tell whether the sums of so many terms are compiled for such a block."""
+    """Return whether sums of this number of terms are compiled for such a block."""
     return (
         type(out) is np.ndarray and out.dtype in _DTYPES and len(cells) <= _AXES and math.prod(cells) >= _LARGE
         and 0 < terms <= _MOST_TERMS

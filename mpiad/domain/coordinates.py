@@ -1,6 +1,6 @@
-"""Coordinates of a block's cells in a grid with equal spacing, and where points lie between them.
+"""Coordinates of a block's cells in a grid with equal spacing, and positions of points between them.
 
-Written with differentiable functions of the points: within a cell the way to the next one is a polynomial of them.
+Written with differentiable functions of the points: within a cell the distance from it is a polynomial of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROUNDING = 1e-9  # in cells: points at the very end of the grid, computed by ot
 
 
 class Lattice(NamedTuple):
-    """Where the cells of a grid lie."""
+    """Positions of the cells of a grid."""
 
     firsts: list[float]  # coordinate of cell 0 along each dimension
     steps: list[float]  # distance from one cell to the next
@@ -29,12 +29,12 @@ class Lattice(NamedTuple):
 def lattice_of(
     shape: Shape, periodic: tuple[bool, ...], spacing: object, origin: object, extent: Any, centred: bool
 ) -> Lattice:
-    """Return where cells lie, from the arguments of `Domain.coordinates`.
+    """Return the positions of cells, from the arguments of `Domain.coordinates`.
 
     An extent is a length from 0, or lower and upper end, for all dimensions or each. Points are the centres of equal cells
-    where `centred`; else the first and the last are on the ends (on a periodic dimension the upper end is the first point
-    again). A ValueError where an argument has another number of entries than the grid has dimensions, or an end is not
-    above the other.
+    if `centred`; else the first and the last are on the ends (on a periodic dimension the upper end is the first point
+    again). Raise a ValueError if the number of an argument's entries isn't that of the grid's dimensions, or an upper end
+    isn't above the lower one.
     """
     if extent is None:
         ndim = len(shape)
@@ -65,18 +65,18 @@ def _ends(extent: float | Sequence, ndim: int) -> list[tuple[float, float]]:
 
 
 class Location(NamedTuple):
-    """Where points are."""
+    """Owners, cells and positions of points."""
 
     owner: Array  # int array of shape (...); the rank that owns the cell
     # Int array of shape (..., dimensions). The cell before the point along each dimension, as index of the whole grid.
     cell: Array
-    fraction: Array  # shape (..., dimensions); the way from there to the next cell, from 0 to 1
+    fraction: Array  # shape (..., dimensions); the distance from that cell, from 0 to 1 (the next cell)
 
 
 def located(points: Array, lattice: Lattice, partition: Partition, call: str) -> Location:
-    """Return where points are.
+    """Return the owners, cells and positions of points.
 
-    A TypeError where points aren't numbers; a ValueError where they have another number of coordinates than the grid, or
+    Raise a TypeError if points aren't numbers; a ValueError if they have another number of coordinates than the grid, or
     one lies outside.
     """
     ndim, plain = len(partition.shape), np.asarray(stop_gradient(points))
@@ -94,7 +94,7 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
     # A point on the last cell lies between the one before and it, with weight one, and needs no cell beyond the grid.
     last = np.maximum(np.array(partition.shape) - 2, 0)
     base = np.where(np.array(partition.periodic), base, np.clip(base, 0, last))
-    # Traced where the points are: inside a cell the value is a polynomial of it, and the cell itself is constant.
+    # Traced if the points are: inside a cell the value is a polynomial of `fraction`, and the cell itself is constant.
     fraction = place - base
     cell = base % np.array(partition.shape)
     return Location(partition.owners(cell), cell, fraction)

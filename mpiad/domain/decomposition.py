@@ -1,4 +1,4 @@
-"""A grid, its blocks, and this rank's place among them: what the parts of a domain share."""
+"""A grid, its blocks, and this rank's position among them: the base class of a domain's operations."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _shape(shape: int | Sequence[int]) -> Shape:
 
 
 def per_dimension(value: Array, ndim: int, argument: str) -> list[Any]:
-    """Return one entry for each dimension, of one for all or of a sequence; a ValueError where that has another length."""
+    """Return one entry per dimension, from one for all or a sequence; raise a ValueError for a sequence of another length."""
     if isinstance(value, str) or not hasattr(value, "__len__"):
         return [value] * ndim
     if len(value) != ndim:
@@ -152,7 +152,7 @@ def _given(size: int, cells: Shape, widths: tuple[int, ...], dims: int | Sequenc
                 f"Domain: {n} cells along dimension {axis} can't be divided among {p} ranks: some would own nothing. "
                 "Use fewer ranks along it, or a larger grid."
             )
-        # A rank exchanges with those beside it alone, so a halo can't reach beyond them.
+        # A rank exchanges with its direct neighbors only, so a halo can't extend beyond them.
         if n // p < h:
             raise ValueError(
                 f"Domain: the halo is {h} wide along dimension {axis}, but the smallest of the {p} blocks of {n} cells "

@@ -1,4 +1,4 @@
-"""`Domain`: a grid divided among the ranks, with what a program on it needs of the other ranks."""
+"""`Domain`: a grid divided among the ranks, with the communication that programs on it need."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class Domain(Exchanging, FieldFiles, Minimization, Placement, Points, RandomFiel
     Raises
     ------
     TypeError, ValueError
-        On all ranks: where an argument can't be used or differs between ranks, a rank would own nothing, or the halo is
+        On all ranks: if an argument is invalid or differs between ranks, a rank would own nothing, or the halo is
         wider than the smallest block.
 
     Ranks
     -----
     All ranks of `comm` call it, with the same arguments. A block's place follows from its rank, the last dimension
-    fastest; along each dimension the first blocks are longer by one where the cells don't divide evenly.
+    fastest; along each dimension the first blocks are longer by one if the cells don't divide evenly.
 
     Examples
     --------

@@ -26,22 +26,22 @@ from mpiad.transport.tracing import restoring_state
 
 # Halo exchange in two halves, so that the rank computes while the messages travel, forwards and backwards.
 #
-# All messages of an exchange start together, also those between diagonal neighbours, and the block with its halo is there
-# at the end. Backwards the end comes first: its adjoint starts to send the halo's cotangents home, and the adjoint of the
-# begin receives and adds them. So each half of filling has a half of folding for its adjoint, and the other way round,
-# and both are made of the same operations, to any order. What one half leaves for the other lies in the cells of its
-# request, as with the library's other requests.
+# All messages of an exchange start together, also those between diagonal neighbors, and the end returns the block with its
+# halo. In the reverse pass the end comes first: its adjoint starts to send the halo's cotangents to the owners of the
+# cells, and the adjoint of the begin receives and adds them. So the adjoint of each half of filling is a half of folding,
+# and vice versa; both consist of the same operations, to any order of differentiation. The first half passes its data to
+# the second in its request, as with the library's other requests.
 #
 # Ranks begin exchanges in one order but may end them in any: an exchange's messages, those of its adjoint and of its
 # tangents carry its number among those of the halo.
 
 
-_FIRST_TAG, _TAGS = 32512, 224  # below those of other halos; so many exchanges may be under way
+_FIRST_TAG, _TAGS = 32512, 224  # below those of other halos; `_TAGS` exchanges may be active
 _BEGIN, _END = "Domain.begin_exchange", "Domain.end_exchange"
 
 
 class Exchange(NamedTuple):
-    """What both halves must know."""
+    """Parameters of an exchange that both halves need."""
 
     halo: Halo
     sides: Sides
@@ -56,7 +56,7 @@ class Exchange(NamedTuple):
 
     @property
     def numbered(self) -> tuple[Halo, int]:
-        """What it is known by among the exchanges of a compiled program."""
+        """Its identifier among the exchanges of a compiled program."""
         return self.halo, self.number
 
     def renumbered(self) -> int:
@@ -71,8 +71,8 @@ class Exchange(NamedTuple):
 class Begun(Request):
     """An exchange under way: `Domain.end_exchange` returns its result.
 
-    `values`, of shape (..., *padded): what is being filled, or folded. `finish`: from the filled array to what the user
-    gets.
+    `values`, of shape (..., *padded): the array being filled, or folded. `finish`: maps the filled array to the user's
+    result.
     """
 
     __slots__ = ("__weakref__", "coming", "exchange", "finish", "values")
@@ -88,13 +88,13 @@ class Begun(Request):
 def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> Begun:
     """Start to fill the halo of a block; all ranks of the domain begin their exchanges in the same order.
 
-    A RequestError where as many exchanges have begun without an end as there are tags for. The adjoint is the end of
+    Raise a RequestError if the number of unfinished exchanges reaches that of the tags. The adjoint is the end of
     folding.
     """
     exchange = Exchange(halo, sides, scheme, _next_number(halo))
     begun: Begun = communicate(_BEGIN_OPERATION, u, exchange)
     started(begun)
-    # Weakly: an exchange that nobody holds any more can't be ended, and mustn't be kept alive here.
+    # Weakly: an exchange without other references can't be ended, and mustn't be kept alive here.
     halo.under_way[exchange.tag] = ref(begun)
     return begun
 
@@ -123,9 +123,9 @@ def _tag_of(number: int) -> int:
 
 
 def end_fill(begun: Begun) -> LocalArray:
-    """Complete what was begun and return the block with its halo; each rank ends what it has begun, in any order.
+    """Complete an exchange and return the block with its halo; each rank ends its exchanges in any order.
 
-    A TypeError where it isn't an exchange that was begun; a RequestError where it has ended before, or began in another
+    Raise a TypeError if it isn't an exchange that was begun; a RequestError if it has ended before, or began in another
     trace. The adjoint is the start of folding.
     """
     if not isinstance(begun, Begun):
@@ -137,7 +137,7 @@ def _start(x: LocalArray, exchange: Exchange) -> Begun:
     halo = exchange.halo
     (stage,), (local,) = halo.stages(exchange.scheme), halo.local(exchange.sides, exchange.scheme)
     if exchange.backwards:
-        # A copy, because what is folded is added to in place, and the cotangent is the caller's.
+        # A copy, because folding adds in place, and the cotangent belongs to the caller.
         values = copied(x)
         fold_local(values, local, exchange.sides, len(halo.shape))
     else:
@@ -209,7 +209,7 @@ Finish = Callable[[LocalArray], Any]
 
 
 class Exchanging(Decomposition):
-    """What a domain exchanges with its neighbours."""
+    """Halo exchanges of a domain."""
 
     def exchange(self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True) -> Any:
         """Return the block with its halo: the neighbours' cells around it.
@@ -219,7 +219,7 @@ class Exchanging(Decomposition):
         u : array of shape (..., *local_shape), or a tuple or list of them
             Several fields of one dtype travel in one message to each neighbour.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
-            What lies beyond the sides of the grid that aren't periodic, as `numpy.pad` fills constant, edge and reflect;
+            Values beyond the sides of the grid that aren't periodic, as the modes constant, edge and reflect of `numpy.pad`;
             in a tuple, one of these or a pair (before, after) for each dimension. A traced number is allowed, the same
             on all sides that have a value.
         corners : bool
@@ -234,7 +234,7 @@ class Exchanging(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            Where `u` isn't an array of that shape, or there is no such boundary.
+            If `u` isn't an array of that shape, or the boundary is unknown.
 
         Ranks
         -----
@@ -258,12 +258,12 @@ class Exchanging(Decomposition):
     def begin_exchange(
         self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True
     ) -> Begun:
-        """Start an exchange; what doesn't need the halo is computed until `end_exchange` completes it.
+        """Start an exchange; computations that don't need the halo may run until `end_exchange` completes it.
 
         Parameters
         ----------
         u, boundary, corners
-            As `exchange` takes them. `u` may be changed at once: a copy is exchanged.
+            As in `exchange`. `u` may be changed at once: a copy is exchanged.
 
         Returns
         -------
@@ -275,12 +275,12 @@ class Exchanging(Decomposition):
         TypeError, ValueError
             As `exchange`.
         RequestError
-            Where more than 200 exchanges are under way.
+            If more than 200 exchanges are active.
 
         Ranks
         -----
         All ranks begin their exchanges in the same order. The messages to all neighbours start at once, so there are
-        more of them than in `exchange`, where corners are asked for: up to 8 in two dimensions, 26 in three.
+        more of them than in `exchange` if `corners` is true: up to 8 in two dimensions, 26 in three.
 
         Adjoint
         -------
@@ -308,19 +308,19 @@ class Exchanging(Decomposition):
         Parameters
         ----------
         begun : request
-            What `begin_exchange` returned.
+            The result of `begin_exchange`.
 
         Returns
         -------
         array of shape (..., *padded_shape), or a list of them
-            As `exchange` returns them.
+            As in `exchange`.
 
         Raises
         ------
         TypeError
-            Where it isn't what `begin_exchange` returned.
+            If it isn't a result of `begin_exchange`.
         RequestError
-            Where it has ended before, or began in another trace.
+            If it has ended before, or began in another trace.
 
         Ranks
         -----
@@ -334,7 +334,7 @@ class Exchanging(Decomposition):
         return begun.finish(padded)
 
     def _prepared(self, u: Array, boundary: Boundary, corners: bool, call: str) -> tuple[Any, Sides, Finish]:
-        """Return one array to exchange, with what beyond its sides, and how to make the result of its padded form."""
+        """Return one array to exchange, its boundary, and the function that makes the result from its padded form."""
         # A traced value must stay on the tape, but the exchange is one node of u alone.
         value, sides = shifted(sides_of(boundary, len(self.shape), call), call)
         if value is not None and not corners:

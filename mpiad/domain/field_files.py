@@ -31,9 +31,9 @@ class FieldFiles(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where `u` isn't such an array on one, or paths, leading axes or dtypes differ.
+            On all ranks, if `u` isn't such an array on one, or paths, leading axes or dtypes differ.
         OSError
-            On all ranks, where it can't be written: a file that was there stays as it was. If `path` names a device, a pipe
+            On all ranks, if it can't be written: an existing file stays unchanged. If `path` names a device, a pipe
             or a folder.
 
         Ranks
@@ -69,7 +69,7 @@ class FieldFiles(Decomposition):
         Raises
         ------
         OSError, ValueError
-            On all ranks, where there is no such file, it is damaged or truncated, or holds an array of another grid.
+            On all ranks, if there is no such file, it is damaged or truncated, or holds an array of another grid.
 
         Ranks
         -----

@@ -16,7 +16,7 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 class Reductions(Decomposition):
-    """What all ranks compute together of their blocks."""
+    """Reductions over the whole grid."""
 
     def sum(self, u: LocalArray) -> ReplicatedArray:
         """Add up an array over the whole grid.
@@ -33,7 +33,7 @@ class Reductions(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            Where `u` isn't an array of that shape.
+            If `u` isn't an array of that shape.
 
         Ranks
         -----
@@ -79,7 +79,7 @@ class Reductions(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            Where `u` or `v` isn't an array of such a shape.
+            If `u` or `v` isn't an array of such a shape.
 
         Ranks
         -----
@@ -112,7 +112,7 @@ class Reductions(Decomposition):
         return anp.sqrt(square) if getval(square) else square
 
     def max(self, u: LocalArray) -> ReplicatedArray:
-        """Return the largest value of the whole grid; NaN where any cell is NaN.
+        """Return the largest value of the whole grid; NaN if any cell is NaN.
 
         Parameters
         ----------
@@ -126,7 +126,7 @@ class Reductions(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            Where `u` isn't an array of that shape.
+            If `u` isn't an array of that shape.
 
         Ranks
         -----
@@ -134,8 +134,8 @@ class Reductions(Decomposition):
 
         Adjoint
         -------
-        The sum of all ranks' cotangents goes to the cell with that value; where several have it, to the ranks that do in
-        equal parts, and there to their cells in equal parts. Where the value is NaN, so are the cotangents of all cells.
+        The sum of all ranks' cotangents goes to the cell with that value; if several have it, to their ranks in equal
+        parts, and there to the cells in equal parts. If the value is NaN, so are the cotangents of all cells.
         """
         return mpi_allreduce(anp.max(self._checked(u, self.local_shape, "Domain.max")), MAX, comm=self.comm)
 

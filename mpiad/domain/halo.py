@@ -20,16 +20,16 @@ from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, custom_operator, defjvp, defvjp
 from mpiad.transport.buffers import copied, empty_beside
 
-# Far from what users choose, and below the 32767 that MPI guarantees.
+# Far from usual tags of users, and below the 32767 that MPI guarantees.
 _TAG = 32750
 
 
 class Local(NamedTuple):
-    """Cells of the halo that no message brings."""
+    """Cells of the halo that no message fills."""
 
     ghost: Index
-    copied: Index | None  # the cells of this rank that they are made of, None where they hold a value
-    # The dimension of the physical side that they lie beyond, and 0 or 1 for before or after; None where they lie beyond
+    copied: Index | None  # the cells of this rank that they copy, None if they hold a value
+    # The dimension of the physical side that they lie beyond, and 0 or 1 for before or after; None if they lie beyond
     # none: copies of this rank's other end, and zeros.
     axis: int = 0
     place: int | None = None
@@ -40,7 +40,7 @@ class Local(NamedTuple):
 
 
 class Halo:
-    """Where a block's halo comes from.
+    """The sources of the cells of a block's halo.
 
     - `rank`: this rank.
     - `widths`: layers on each side, for each dimension; no more than the smallest block has.
@@ -69,8 +69,8 @@ class Halo:
         return self._plans[scheme]
 
     def local(self, sides: Sides, scheme: str) -> list[list[Local]]:
-        """Return, for each stage, the cells of the halo that no message brings, in the order in which they are filled."""
-        # Values don't matter to where cells come from, and a program may give another one in each step.
+        """Return, for each stage, the cells of the halo that no message fills, in the order in which they are filled."""
+        # The sources of cells don't depend on values, and a program may give another value in each step.
         key = (scheme, *[side.layers for pair in sides for side in pair])
         if key not in self._local:
             self._local[key] = [self._local_of(stage, sides) for stage in self.stages(scheme)]
@@ -78,7 +78,7 @@ class Halo:
 
     def _local_of(self, stage: Stage, sides: Sides) -> list[Local]:
         beyond = [self._beyond(axis, place, across, sides[axis][place]) for axis, place, across in stage.beyond]
-        # Folding goes through them backwards: what is copied around a ring is then added up from its first side on.
+        # Folding uses the reverse order: copies around a ring are then added up from its first side on.
         around = [Local(ghost, owned) for owned, ghost in reversed(stage.here)]
         return [*around, *beyond, *[Local(ghost, None) for ghost in stage.empty]]
 
@@ -93,7 +93,7 @@ class Halo:
 
 @custom_operator
 def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
-    """Return the block u (..., *halo.shape) with its halo, (..., *halo.padded), by what lies beyond physical sides.
+    """Return the block u (..., *halo.shape) with its halo, (..., *halo.padded); `sides` defines values beyond physical sides.
 
     All ranks of the domain call it. The adjoint is `fold_halo`.
     """
@@ -114,7 +114,7 @@ def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TU
 
 
 def fill_local(out: LocalArray, local: list[Local], sides: Sides) -> None:
-    """Fill what doesn't come from other ranks, once what does is there."""
+    """Fill the cells that don't come from other ranks, after those that do."""
     _fill_constants(out, local, sides)
     _fill_copies(out, local, sides)
 
@@ -133,26 +133,26 @@ def _fill_copies(out: LocalArray, local: list[Local], sides: Sides) -> None:
 
 @custom_operator
 def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
-    """Add what belongs to halo cells to the cells that they are copies of: of g (..., *halo.padded) to (..., *halo.shape).
+    """Add the halo cells of g (..., *halo.padded) to the cells that they are copies of; return (..., *halo.shape).
 
     All ranks of the domain call it. The adjoint is `fill_halo`, with zero for the values of `sides`.
     """
     total = copied(g)
     fold_in_place(total, halo, sides, scheme)
-    # A view: one pass over memory less, at the price of a halo that is kept.
+    # A view: one pass over memory less, but the halo stays allocated.
     return total[halo.interior]
 
 
 def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fold the halo of an array of shape (..., *padded) into its interior; the halo is not cleared."""
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
-        # First what was filled last: the halo beyond a side may be a copy of the neighbours' cells.
+        # In reverse order of filling: the halo beyond a side may be a copy of the neighbors' cells.
         fold_local(total, local, sides, len(halo.shape))
         add(total, post(total, stage.routes, True, _TAG, halo.comm))
 
 
 def fold_local(total: LocalArray, local: list[Local], sides: Sides, ndim: int) -> None:
-    """Add what belongs to cells that no message brings to the cells that they are made of."""
+    """Add the cells that no message fills to the cells that they are copies of."""
     # Backwards, since a later side was filled with the halo of earlier ones in its corners.
     for cells in reversed(local):
         if cells.copied is not None:

@@ -18,9 +18,9 @@ from mpiad.transport.prepared_messages import PreparedMessages
 
 
 class Coming(NamedTuple):
-    """A message under way to this rank."""
+    """A message that this rank is receiving."""
 
-    parts: tuple[Index, ...]  # where its parts belong
+    parts: tuple[Index, ...]  # indices of its parts
     request: Request
 
 
@@ -29,7 +29,7 @@ def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: in
 
     `backwards` halo cells travel to their owners, instead of owned cells to the halos that copy them.
     """
-    # Receives first: what comes then needs no buffer of MPI's.
+    # Receives first, so that messages need no buffers in MPI.
     coming = []
     for route in routes:
         parts = route.ours if backwards else route.ghosts
@@ -40,21 +40,20 @@ def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: in
 
 
 def put(values: LocalArray, coming: list[Coming]) -> None:
-    """Wait for the messages of a stage and write them where they belong."""
+    """Wait for the messages of a stage and write them to their cells."""
     for index, part in _received(values, coming):
         values[index] = part
 
 
 def add(values: LocalArray, coming: list[Coming]) -> None:
-    """Wait for the messages of a stage and add them where they belong."""
+    """Wait for the messages of a stage and add them to their cells."""
     for index, part in _received(values, coming):
         values[index] += part
 
 
 def _received(values: LocalArray, coming: list[Coming]) -> Any:
     for parts, request in coming:
-        # In the order of the routes, and not as they arrive: where halo cells overlap, sums would come in another order
-        # each time.
+        # In the order of the routes, not of arrival: in cells of several parts the order of sums would vary otherwise.
         message, start = mpi_wait(request), 0
         for index in parts:
             shape = values[index].shape
@@ -72,14 +71,14 @@ def _packed(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
 
 
 class PreparedStage:
-    """The messages of a stage, of an array that stays where it is and is exchanged again and again.
+    """The messages of a stage, for an array with a fixed address that is exchanged repeatedly.
 
     `values`, `routes`, `backwards`, `tag`, `comm`: as of `post`.
     """
 
     def __init__(self, values: np.ndarray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm):
         going = [_Edges(values, route.ghosts if backwards else route.ours) for route in routes]
-        # What comes is added, or else may be written where it belongs at once.
+        # Backwards, received values are added; otherwise they may be received directly into their cells.
         coming = [_Edges(values, route.ours if backwards else route.ghosts, apart=backwards) for route in routes]
         self._packed = [copy for edges in going for copy in edges.copies]
         self._unpacked = [copy for edges in coming for copy in edges.copies]
@@ -107,15 +106,15 @@ class PreparedStage:
 
 
 class _Edges:
-    """Parts of an array that travel in one message: where they lie, if they lie together, or else in memory of their own.
+    """Parts of an array in one message: the array's own memory, if they are contiguous, or a buffer.
 
-    `copies`, list of (array, array): parts, and where each lies in the message.
+    `copies`, list of (array, array): each part of the array, and its view of the message.
     """
 
     def __init__(self, values: np.ndarray, parts: tuple[Index, ...], apart: bool = False):
         cells = [values[index] for index in parts]
         self.copies: list[tuple[np.ndarray, np.ndarray]] = []
-        # A slab of whole rows is sent and received where it lies, without a copy.
+        # A slab of whole rows is sent and received in place, without a copy.
         if len(cells) == 1 and cells[0].flags.c_contiguous and not apart:
             self.message = cells[0]
             return

@@ -1,4 +1,4 @@
-"""Minimisation over a block on each rank: `mpiad.minimize` for what belongs to a divided grid."""
+"""Minimization over a block on each rank: `mpiad.minimize` for variables on a divided grid."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Minimization(Decomposition):
         checkpoint: str | PathLike[str] | tuple | None = None,
         progress: bool = False,
     ) -> scipy.optimize.OptimizeResult:
-        """Minimise an objective of the whole grid, whose variables stay in blocks on their ranks.
+        """Minimize an objective of the whole grid, whose variables stay in blocks on their ranks.
 
-        This is `mpiad.minimize` with a method that leaves the variables where they are. Inner products are sums over the
+        This is `mpiad.minimize` with a method that leaves the variables on their ranks. Inner products are sums over the
         whole grid.
 
         Parameters
@@ -63,10 +63,10 @@ class Minimization(Decomposition):
         callback : callable, optional
             ``callback(u)`` is called on every rank after each iteration.
         objective : {"root", "sum", "mean"}
-            What is minimised: the L_r of rank 0, as where `fun` returns `Domain.sum`; the sum of all L_r; or their mean.
+            Minimize the L_r of rank 0 (for a `fun` that returns `Domain.sum`), the sum of all L_r, or their mean.
         args : tuple
         checkpoint : path or mpiad.optimize.CheckpointFile, optional
-            As in `minimize`: each rank writes files of its own beside this name. Any number of ranks can go on from them.
+            As in `minimize`: each rank writes its own files next to this path. Any number of ranks can resume from them.
         progress : bool
             Whether rank 0 writes its progress to standard error.
 
@@ -78,9 +78,9 @@ class Minimization(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where an argument on any of them is wrong: the method of another kind, x0 no block.
+            On all ranks, if an argument on any of them is invalid: a method without blocks, or an x0 that isn't a block.
         WorkerError
-            On all ranks, where an evaluation raises on any.
+            On all ranks, if an evaluation raises on any.
 
         Ranks
         -----
@@ -105,10 +105,10 @@ class Minimization(Decomposition):
                     f"but got {method!r}. "
                     "mpiad.minimize has methods for variables that the root holds, such as a whole grid."
                 )
-            # What isn't a variable may be anything.
+            # Leaves that aren't variables may be anything.
             for leaf in [x0] if is_array(x0) else filter(is_variable, flatten(x0)[0]):
                 self._checked(leaf, self.local_shape, _CALL)
-        # The optimizers know nothing of domains, and lie above them: they are loaded where somebody asks for them.
+        # The optimizers are independent of domains, and a layer above them: they are imported when they are used.
         optimize = import_module("mpiad.optimize")
         kept: Any = optimize.CheckpointFile(checkpoint) if isinstance(checkpoint, (str, PathLike)) else checkpoint
         # So that the file holds the whole grid, and can be read on another number of ranks.

@@ -1,7 +1,7 @@
 """How a grid is divided: a Cartesian grid of ranks, and the block of cells that each one owns.
 
 Ranks are placed in row-major order (the last dimension varies fastest), as MPI's Cartesian communicators place them.
-Along each dimension the first blocks are longer by one cell where the cells don't divide evenly.
+Along each dimension the first blocks are longer by one cell if the cells don't divide evenly.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def lengths(block: tuple[slice, ...]) -> Shape:
 
 
 def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[bool, ...]) -> tuple[int, ...] | None:
-    """Return the grid of ranks with the least halo surface, None where no grid gives every rank enough cells.
+    """Return the grid of ranks with the least halo surface, None if no grid gives every rank enough cells.
 
     No block may be smaller than the halo is wide. Among equals it is the grid with more ranks along the first dimensions,
     whose layers are contiguous in memory.

@@ -35,30 +35,30 @@ from mpiad.transport.guarded import watch_settings
 from mpiad.transport.replication import require_replicated
 from mpiad.transport.tracing import settled
 
-# Values between cells: from which cells, and by which weights, is found on the host.
+# Interpolation between cells: the cells and their weights are computed on the host.
 #
-# What was found is kept as a table: a program that takes a field's values at the same receivers in each step looks for them
-# once. For a field on a device the table is copied there, once, and the gather and its sums run there. Weights of traced
-# points are traced themselves: they are found, and copied, by each call.
+# They are kept as a table: a program that evaluates a field at the same receivers in each step locates them once. For a
+# field on a device the table is copied there, once, and the gather and its sums run there. Weights of traced points are
+# traced themselves: they are computed, and copied, by each call.
 
 
 _KEPT = 8  # tables: a program has a few sets of receivers
 
 
 class PointTable(NamedTuple):
-    """What a rank must know of points."""
+    """The cells and weights of a set of points on one rank."""
 
-    # `places`, `order`: of the points that this rank owns the corners of their cells, shape (2**dimensions, p): places in
-    # the flat block with its halo. And where each point is among those of this rank followed by the others.
+    # `places`: for the points that this rank owns, the corners of their cells, shape (2**dimensions, p), as indices into
+    # the flattened block with its halo. `order`: the index of each point among those of this rank followed by the others.
     places: Constants
     order: Constants
-    owned: Constants  # of all points, 1.0 for those of this rank and 0.0 for others, in the weights' dtype
-    weights: Any  # Constants or array; of the corners; an array where it is traced
+    owned: Constants  # for all points, 1.0 for those of this rank and 0.0 for others, in the weights' dtype
+    weights: Any  # of the corners; Constants, or an array if it is traced
     shape: Shape  # of the points
 
 
 class PointTables:
-    """The tables of the sets of points that a domain has met last.
+    """The tables of the most recently used sets of points.
 
     `starts`, of shape (dimensions,): cell of the whole grid that is the first of the block with its halo.
     `padded`: the shape of that block.
@@ -77,13 +77,13 @@ class PointTables:
         if isbox(points):
             return self._found(located(points, lattice, self._partition, call), dtype)
         plain: Any = np.ascontiguousarray(points)
-        # By what they hold: a program may write other points into the same array.
+        # By their values: a program may write other points into the same array.
         held = hashlib.blake2b(plain, digest_size=16).digest(), plain.shape, plain.dtype.str
         key = (*held, *lattice.firsts, *lattice.steps, dtype.char)
         if key not in self._kept:
             self._kept[key] = self._found(located(plain, lattice, self._partition, call), dtype)
             if len(self._kept) > _KEPT:
-                # The one that was asked for longest ago: points that move would fill the memory otherwise.
+                # Drop the oldest table: moving points would fill the memory otherwise.
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
@@ -111,7 +111,7 @@ def _corner_weight(fraction: Array, step: tuple[int, ...]) -> Array:
 
 
 def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray:
-    """Return a field's values at this rank's points, zeros at those of others, where its padded block lives."""
+    """Return a field's values at this rank's points, zeros at those of others, on the device of its padded block."""
     home, weights = arrays_of(stop_gradient(padded)), table.weights
     lead, cells = padded.shape[: padded.ndim - ndim], math.prod(padded.shape[padded.ndim - ndim :])
     if isinstance(weights, Constants):
@@ -125,7 +125,7 @@ def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray
     count, known = math.prod(table.shape), places.shape[-1]
     if known < count:
         zeros = Spec((*lead, count - known), values.dtype, home).zeros()
-        # By a permutation of what is known and zeros, which has an adjoint; writing into zeros hasn't.
+        # By a permutation of the known values and zeros, which has an adjoint; writing into an array of zeros has none.
         values = concatenate([values, zeros], axis=-1)[..., table.order.on(home)[0]]
     return anp.reshape(values, (*lead, *table.shape))
 
@@ -135,7 +135,7 @@ _HOW_TO_AGREE = 'Draw them with one seed on all ranks, or broadcast them; result
 
 
 class Points(Decomposition):
-    """What a domain knows of points in space."""
+    """Operations of a domain on points in space."""
 
     def coordinates(
         self,
@@ -153,7 +153,7 @@ class Points(Decomposition):
         spacing, origin : float or one for each dimension
             Cell i lies at ``origin + i * spacing``.
         extent : float, or a length or pair (low, high) for each dimension, optional
-            Instead of both: what the whole grid covers; its first and last cells lie on the ends.
+            Instead of both: the interval that the whole grid covers; its first and last cells lie on the ends.
         centred : bool
             Whether cells lie half a spacing further, at the centre of equal parts.
         halo : bool
@@ -167,7 +167,7 @@ class Points(Decomposition):
         Raises
         ------
         ValueError
-            Where an argument has another number of entries than the grid has dimensions.
+            If the number of an argument's entries isn't the number of the grid's dimensions.
 
         Examples
         --------
@@ -193,29 +193,29 @@ class Points(Decomposition):
         extent: float | Sequence | None = None,
         centred: bool = False,
     ) -> Location:
-        """Return who owns points, between which cells, and where between them.
+        """Return the owners of points, their cells, and their positions between cells.
 
         Parameters
         ----------
         points : array of shape (..., dimensions)
             Coordinates; on periodic dimensions any number counts.
         spacing, origin, extent, centred
-            Where the cells lie, as `coordinates` takes them.
+            Positions of the cells, as in `coordinates`.
 
         Returns
         -------
         Location
             ``owner`` of shape (...): the rank that owns ``cell``. ``cell`` of shape (..., dimensions): the cell before the
-            point along each dimension, as index of the whole grid. ``fraction`` of the shape of `points`: the way from
-            there to the next cell, from 0 to 1; differentiable. Points on a device are looked for on the host, one copy
-            of them, and the three are copied to the device.
+            point along each dimension, as index of the whole grid. ``fraction`` of the shape of `points`: the distance
+            from that cell, from 0 to 1 (the next cell); differentiable. Points on a device are copied to the host and
+            located there, and the three arrays are copied to the device.
 
         Raises
         ------
         ValueError
-            Where a point lies outside of the grid, before its first cell or beyond its last one.
+            If a point lies outside of the grid, before its first cell or beyond its last one.
         TypeError
-            Where points aren't numbers.
+            If points aren't numbers.
 
         Ranks
         -----
@@ -226,7 +226,7 @@ class Points(Decomposition):
         The cotangent of `fraction`, divided by the spacing, goes to `points`.
         """
         lattice = lattice_of(self.shape, self.periodic, spacing, origin, extent, centred)
-        # There, also of points on a device: where each is decides how arrays are indexed.
+        # On the host, also for points on a device: their positions determine how arrays are indexed.
         found = located(_on_host(points), lattice, self._partition, "Domain.locate")
         home = arrays_of(stop_gradient(points))
         return found if home is None else Location(*[array_to_device(part, home) for part in found])
@@ -249,13 +249,13 @@ class Points(Decomposition):
         u : array of shape (..., *local_shape)
         points : array of shape (..., dimensions)
             Coordinates; with ``result="own"`` each rank's own points, otherwise the same on all ranks. For a field on a
-            device they may be on the host, where they are looked for: what is found is copied to the device once for
-            each set of points. Points on a device are copied to the host by each call.
+            device they may be on the host, where they are located: the resulting table is copied to the device once per
+            set of points. Points on a device are copied to the host by each call.
         spacing, origin, extent, centred
-            Where the cells lie, as `coordinates` takes them.
+            Positions of the cells, as in `coordinates`.
         result : {"all", "share", "own"}
             "all": every rank gets the values at all points. "share": a rank gets those at the points that it owns, and
-            zeros at the others, so that the sum over ranks is "all"; this saves a reduction where many steps are added up
+            zeros at the others, so that the sum over ranks is "all"; this saves reductions if many steps are added up
             first. "own": each rank gets the values at its own points.
 
         Returns
@@ -266,13 +266,13 @@ class Points(Decomposition):
         Raises
         ------
         ValueError
-            Where a point lies outside of the grid (which one, and where), or `result` isn't one of these; with "own" on all
+            If a point lies outside of the grid (the text names it and its position), or `result` is unknown; with "own" on all
             ranks. With "all" on all ranks, if points differ between ranks such that one has no owner, or several.
         ReplicationError
             A ValueError on all ranks, under ``MPIAD_DEBUG=1``, if points differ between ranks in any bit, with "all" or
             "share".
         TypeError
-            Where `u` or `points` can't be used; where points are on a device and `u` isn't.
+            If `u` or `points` isn't a supported array; if points are on a device and `u` isn't.
 
         Ranks
         -----
@@ -328,10 +328,10 @@ class Points(Decomposition):
             points = _on_host(points)
             located(points, lattice, self._partition, call)
         ndim, shape = len(self.shape), np.shape(stop_gradient(points))[:-1]
-        # As floats, also where some ranks give integers: what is gathered has one dtype.
+        # As floats, even if some ranks give integers: gathered arrays have one dtype.
         flat = anp.reshape(points, (-1, ndim)) * 1.0
         counts = [int(n) for n in mpi_allgather(np.array([math.prod(shape)]), axis=0, comm=self.comm)]
-        # All points to all ranks, since none knows whose neighbours they have; values come back to their ranks alone.
+        # All points go to all ranks, since none knows whose neighbors they have; values are returned to their ranks only.
         everywhere = mpi_allgather(flat, axis=0, comm=self.comm)
         share, _ = self._share(u, everywhere, lattice, call)
         # Each point has one owner, and zeros elsewhere: the sum is the owner's value, and each rank gets its points' alone.
@@ -350,7 +350,7 @@ class Points(Decomposition):
 
 
 def _on_host(points: Array) -> Array:
-    """Return points where they are looked for; traced ones with their trace."""
+    """Return points on the host, where they are located; traced points stay traced."""
     return points if arrays_of(stop_gradient(points)) is None else array_to_host(points)
 
 
@@ -368,7 +368,7 @@ def _require_one_owner(counts: Array, channel: Channel, call: str) -> None:
 
 
 def _require_place(u: LocalArray, points: Array, call: str) -> None:
-    """Raise a TypeError where points are on another device than the field, which may be on the host."""
+    """Raise a TypeError if points are on a device and the field isn't on the same one."""
     home = arrays_of(stop_gradient(points))
     if home is not None and home != arrays_of(stop_gradient(u)):
         raise TypeError(

@@ -38,7 +38,7 @@ class RandomFields(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            Where `seed` isn't such a number; under ``MPIAD_DEBUG=1`` on all ranks, if arguments differ between ranks.
+            If `seed` isn't such a number; under ``MPIAD_DEBUG=1`` on all ranks, if arguments differ between ranks.
 
         Ranks
         -----
@@ -58,7 +58,7 @@ class RandomFields(Decomposition):
             raise ValueError(f"Domain.normal: seed must be an integer from 0 to 2**128 - 1, but got {seed!r:.60}.")
         if watch_settings.debug():
             require_same(self._channel, f"seed={key}, shape={shape}", "Domain.normal")
-        # A generator that counts: any place of its sequence is reached at once, where others must draw all before it.
+        # A counter-based generator: it computes any element of its sequence directly, without those before it.
         generator = np.random.Philox(key=key)
         count, (*rows, last) = math.prod(shape), self.owned
         out = np.empty((count, *self.local_shape))
@@ -78,10 +78,10 @@ def _normals(generator: np.random.Philox, start: int, count: int) -> np.ndarray:
     state = generator.state
     step = start // 2
     state["state"]["counter"] = np.array([step % 2**64, step >> 64, 0, 0], np.uint64)
-    state["buffer_pos"] = 4  # what the last step has left is no longer wanted
+    state["buffer_pos"] = 4  # discard the rest of the last step
     generator.state = state
     odd = start % 2
     raw = generator.random_raw(2 * (count + odd))[2 * odd :].reshape(count, 2)
     uniform = ((raw >> np.uint64(11)).astype(float) + 0.5) * _UNIT
-    # Box and Muller, of each pair one normal number: a place's must not depend on what its neighbour takes.
+    # Box and Muller; only one normal number per pair, so that cells don't depend on their neighbors' draws.
     return np.sqrt(-2.0 * np.log(uniform[:, 0])) * np.cos(2.0 * math.pi * uniform[:, 1])

@@ -1,10 +1,10 @@
 """Variables of which all ranks hold the root's copy, and which are therefore no blocks of a divided grid.
 
-Shapes don't tell: a solve whose root holds the variables, started from ``np.zeros(domain.local_shape)``, hands every rank
-the root's block, and what the ranks then compute together is the objective of a grid that is made of equal blocks. So the
-solve says which arrays it hands out, and the operations of a domain refuse them as blocks: the variables themselves in any
-form, and fields that are cut out of them. Of what is computed from variables nobody knows that it isn't meant so: where
-one of them has the block's shape, there is a warning.
+Shapes don't reveal this: a solve whose root holds the variables, started from ``np.zeros(domain.local_shape)``, passes the
+root's block to every rank, and the ranks then compute the objective of a grid that consists of equal blocks. So the solve
+registers the arrays that it passes, and the operations of a domain refuse them as blocks: the variables themselves in any
+form, and fields that are cut out of them. An array computed from the variables may be intended as a block, so it gives
+only a warning, and only if a variable has the block's shape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INSTEAD = (
 
 
 class _Solve:
-    """What a solve has handed to the function that runs now, and whether it has been warned of."""
+    """The arrays that a solve has passed to the current function, and whether a warning was given."""
 
     def __init__(self) -> None:
         self.arrays: tuple[Any, ...] = ()
@@ -53,10 +53,10 @@ def of_root_copies(fun: Function) -> Function:
 
 
 def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call: str) -> None:
-    """Raise a ValueError where a block is one of the root's variables; warn, on rank 0, where it may be computed from one.
+    """Raise a ValueError if a block is one of the root's variables; warn, on rank 0, if it may be computed from one.
 
-    What isn't of shape (..., *shape) is no block. The grid is divided among so many ranks: where one has the whole grid,
-    all may share it.
+    An array that isn't of shape (..., *shape) is no block. `ranks` is the number of ranks that divide the grid: if one rank
+    has the whole grid, all may share it.
     """
     solve = tracing.root_copies
     if solve is None or ranks == 1:
@@ -69,7 +69,7 @@ def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call:
             f"{call}: expected a block of this rank's own, but got the variable of a solve whose root holds the variables: "
             f"every rank has the root's. Instead {_INSTEAD}. If all blocks are meant to be equal, pass a copy, 1.0 * x."
         )
-    # What isn't traced can't depend on the variables, as far as can be known.
+    # An untraced array doesn't depend on the variables, as far as is known.
     if isbox(u) and rank == 0 and not solve.warned and any(_ends_in(array, shape) for array in solve.arrays):
         solve.warned = True
         _log.warning(

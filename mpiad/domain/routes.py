@@ -5,8 +5,8 @@ before, so that corners arrive in two or three stages without messages of their 
 neighbours at once, diagonal ones too: one stage of at most 26 messages, all of which travel while the rank computes.
 Faces: at once, without the corners, for stencils that are stars.
 
-What a rank needs of another in one stage travels in one message, also where it lies on both sides (two ranks on a
-periodic dimension).
+All cells that a rank needs from another in one stage travel in one message, even if they lie on both sides (two ranks on
+a periodic dimension).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Step: TypeAlias = tuple[int, ...]
 
 
 class Route(NamedTuple):
-    """What two ranks copy of each other in one stage: one message each way."""
+    """The cells that two ranks copy from each other in one stage: one message in each direction."""
 
     peer: Rank
     ours: tuple[Index, ...]  # this rank's cells that the peer copies, in the order in which they are sent
@@ -60,7 +60,7 @@ class Geometry:
         self.neighbours = partition.neighbours(rank)
 
     def steps(self, diagonal: bool) -> Iterator[Step]:
-        """Return the ways to neighbours whose cells the halo holds: to those beside, or to the diagonal ones."""
+        """Return the steps to neighbors whose cells the halo holds: to adjacent ones, or to diagonal ones."""
         # Along a dimension without a halo nobody is a neighbour.
         for step in itertools.product(*[(-1, 0, 1) if h else (0,) for h in self.widths]):
             moved = len(step) - step.count(0)
@@ -109,7 +109,7 @@ def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
         return (_stage(geometry, beside, geometry.block, beyond, empty),)
     # Together: one round with more messages, for exchanges that are to overlap with computation.
     reach = [geometry.reach(axis) for axis in range(ndim)]
-    # Of the dimensions after it a side covers what has come from neighbours: the rest is filled with theirs.
+    # Along later dimensions a side covers only the cells that have come from neighbors: later sides fill the rest.
     beyond = _beyond(geometry, lambda axis: (*[slice(None)] * axis, *reach[axis:]))
     return (_stage(geometry, beside + diagonal, geometry.block, beyond),)
 
@@ -141,7 +141,7 @@ def _stage(
         peer = geometry.neighbour(step)
         if peer is None:
             continue
-        # What lies on that way for us lies the other way for the peer.
+        # The peer's step to this rank is the opposite one.
         back = tuple(-s for s in step)
         if peer == geometry.rank:
             # Around a ring of one rank the halo on one side is the block's layer at the other.

@@ -17,7 +17,7 @@ from mpiad.transport.buffers import empty_beside
 
 
 class Placement(Decomposition):
-    """What a domain knows of the whole grid."""
+    """Transfers and index conversions between blocks and the whole grid."""
 
     def scatter(self, u: RootArray, root: Rank = 0) -> LocalArray:
         """Give each rank its block of the root's whole array.
@@ -35,7 +35,7 @@ class Placement(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where the root's `u` isn't an array of that shape; where there is no such root.
+            On all ranks, if the root's `u` isn't an array of that shape; if `root` isn't a rank.
 
         Ranks
         -----
@@ -78,7 +78,7 @@ class Placement(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            Where `u` isn't an array of that shape; on all ranks, where the blocks don't fit together.
+            If `u` isn't an array of that shape; on all ranks, if the blocks don't fit together.
 
         Ranks
         -----
@@ -120,9 +120,9 @@ class Placement(Decomposition):
         Raises
         ------
         IndexError
-            Where a cell isn't in the grid.
+            If a cell isn't in the grid.
         TypeError, ValueError
-            Where it isn't an array of integers of that shape.
+            If it isn't an array of integers of that shape.
 
         Ranks
         -----
@@ -138,7 +138,7 @@ class Placement(Decomposition):
         return owners if owners.ndim else int(owners)
 
     def to_local(self, index: Array, *, halo: bool = False) -> Array:
-        """Return where cells of the whole grid lie in this rank's block.
+        """Return the indices in this rank's block of cells of the whole grid.
 
         Parameters
         ----------
@@ -155,9 +155,9 @@ class Placement(Decomposition):
         Raises
         ------
         IndexError
-            Where a cell isn't in the grid, or not in this rank's block.
+            If a cell isn't in the grid, or not in this rank's block.
         TypeError, ValueError
-            Where it isn't an array of integers of that shape.
+            If it isn't an array of integers of that shape.
 
         Ranks
         -----
@@ -204,9 +204,9 @@ class Placement(Decomposition):
         Raises
         ------
         IndexError
-            Where a place isn't in the block, or is in a halo beyond a physical side.
+            If an index isn't in the block, or is in a halo beyond a physical side.
         TypeError, ValueError
-            Where it isn't an array of integers of that shape.
+            If it isn't an array of integers of that shape.
 
         Ranks
         -----

@@ -1,9 +1,9 @@
 """The operator of a stencil, S E: E exchanges the halo, S sums. Both are one node on the tape, which keeps nothing.
 
-The messages travel while the inside is summed. The transpose is Eᵀ Sᵀ, and Sᵀ is the stencil mirrored in its centre. Where
-cells beyond the sides are zero or those of the other end, Eᵀ Sᵀ is the mirrored stencil with the same exchange: the reverse
-pass costs what the forward pass does. Where they are copies of cells inside ("edge", "reflect") what the mirrored stencil
-brings to the halo is folded back.
+Communication overlaps with the sums of the interior. The transpose is Eᵀ Sᵀ, and Sᵀ is the stencil mirrored in its centre.
+If cells beyond the sides are zero or those of the other end, Eᵀ Sᵀ is the mirrored stencil with the same exchange: the
+reverse pass costs as much as the forward pass. If they are copies of cells inside ("edge", "reflect"), the halo values of
+the mirrored stencil are folded back.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _TAG = 32749
 
 
 class StencilSums:
-    """What a stencil's operator is made of.
+    """The operator of a stencil.
 
-    `weights`: of odd lengths; the centre is the cell's own weight. `halo`: as wide as the weights reach. `sides`: what
-    lies beyond physical sides.
+    `weights`: of odd lengths; the centre is the cell's own weight. `halo`: as wide as the radius of the weights. `sides`:
+    values beyond physical sides.
     """
 
     def __init__(self, weights: np.ndarray, halo: Halo, sides: Sides):
         self.weights, self.radius, self.halo, self.sides, self.comm = weights, halo.widths, halo, sides, halo.comm
         self.terms: Terms = terms_of(weights)
         reached = np.argwhere(weights) != np.array(self.radius)
-        # Where no term reaches two ways at once, corners aren't needed.
+        # If every term is offset along at most one dimension, corners aren't needed.
         self.scheme = FACES if (reached.sum(axis=1) <= 1).all() else TOGETHER
         (self._stage,) = halo.stages(self.scheme)
         self._inside, self._along_sides = _parts_of(halo) if self._stage.routes else (None, [_all_of(halo.shape)])
@@ -60,7 +60,7 @@ class StencilSums:
 
     @cached_property
     def copies_sides(self) -> bool:
-        """Whether what lies beyond some physical side of some rank is a copy of cells inside."""
+        """Whether cells beyond some physical side of some rank are copies of cells inside."""
         periodic = self.halo.geometry.partition.periodic
         return any(side.layers is not None for pair, wraps in zip(self.sides, periodic) if not wraps for side in pair)
 
@@ -149,7 +149,7 @@ def _parts_of(halo: Halo) -> tuple[Box | None, list[Box]]:
     """Return the cells whose sums need no halo, and boxes that cover the others."""
     inside, boxes = list(_all_of(halo.shape)), []
     for axis, (n, r) in enumerate(zip(halo.shape, halo.widths)):
-        # No thicker than both its halos: every sum needs some of what comes.
+        # Not longer than both halos together: every sum needs some halo cells.
         if n <= 2 * r:
             return None, [_all_of(halo.shape)]
         if r:

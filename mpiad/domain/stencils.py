@@ -29,20 +29,20 @@ from mpiad.transport.device_arrays import is_array
 # Stencils: each cell's new value is a sum of its neighbours' values, with weights that are the same in all cells.
 
 
-# A step of a wave, u' = 2 u - u₋ + f S u, as one operator: what passes through memory is what counts.
+# A step of a wave equation, u' = 2 u - u₋ + f S u, as one operator: memory traffic dominates its time.
 #
-# Written out, a step makes four arrays beside S u, and its reverse pass adds up five cotangents of u. Here S u is completed
-# where it is computed, or each slab of it while that is in the cache (see `Finish`), and the adjoint,
+# As separate operations, a step makes four arrays besides S u, and its reverse pass adds up five cotangents of u. Here S u
+# is completed in place, as a whole or slab by slab while a slab is in the cache (see `Finish`), and the adjoint,
 #
 #     ū = 2 g + Sᵀ (f g),   ū₋ = -g,   f̄ = g S u
 #
-# is one pass of the transposed stencil. S u is kept for f̄ where a tape records, so that no message is sent twice; in
+# is one pass of the transposed stencil. S u is kept for f̄ while a tape records, so that no message is sent twice; in
 # nested traces it is computed again, as part of them.
 
 
 @custom_operator
 def advance(u: LocalArray, before: LocalArray, factor: LocalArray, stencil: StencilSums, kept: list | None) -> LocalArray:
-    """Return 2 u - before + factor S u, and append S u to what is kept."""
+    """Return 2 u - before + factor S u; store S u in `kept`, if given."""
     factors = np.broadcast_to(factor, u.shape)
     sums = None if kept is None else empty_beside(u, u.shape)
     out = stencil.summed(u, finish=Finish(u, before, factors, sums))
@@ -72,8 +72,8 @@ def _advance_adjoint(
 
 
 def _sums(u: LocalArray, stencil: StencilSums, kept: list | None) -> LocalArray:
-    # All ranks decide alike: whether a tape is current is the same on all of them, whether u is traced need not be.
-    # S u was computed on the way; where further traces want derivatives of it, it is computed again as they see it.
+    # All ranks decide alike: whether a tape is current is the same on all of them; whether u is traced may differ.
+    # S u was computed in the forward pass; if outer traces need derivatives of it, it is computed again as part of them.
     return kept[0] if kept and current.tape is None and not isbox(u) else apply_stencil(u, stencil)
 
 
@@ -142,7 +142,7 @@ class Stencil:
         Raises
         ------
         TypeError, ValueError
-            Where `u` isn't such an array.
+            If `u` isn't such an array.
 
         Ranks
         -----
@@ -150,7 +150,7 @@ class Stencil:
 
         Adjoint
         -------
-        The stencil mirrored in its centre, and what that brings to halo cells is added to the cells they are copies of.
+        The stencil mirrored in its centre; its values in halo cells are added to the cells that these are copies of.
         """
         self._checked(u, "Stencil")
         return apply_stencil(u, self.sums)
@@ -172,7 +172,7 @@ class Stencil:
         Raises
         ------
         TypeError, ValueError
-            Where an array has another shape, or they differ in dtype.
+            If an array has another shape, or they differ in dtype.
 
         Ranks
         -----
@@ -219,7 +219,7 @@ class Stencil:
 
 
 class Stencils(Decomposition):
-    """What a domain computes of each cell and its neighbours."""
+    """Operations of a domain on each cell and its neighbours."""
 
     def stencil(self, weights: Array, boundary: Boundary = "zero") -> Stencil:
         """Make an operator that adds up each cell's neighbours with weights, the same in all cells.
@@ -229,7 +229,7 @@ class Stencils(Decomposition):
         weights : real array with an odd length along each dimension of the grid
             The weights of the neighbours; the centre is the cell's own.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
-            What lies beyond the sides, as `exchange` takes it, untraced.
+            Values beyond the sides, as in `exchange`, untraced.
 
         Returns
         -------
@@ -240,7 +240,7 @@ class Stencils(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where the weights aren't such an array, or reach farther than the smallest block is long.
+            On all ranks, if the weights aren't such an array, or extend over more cells than the smallest block has.
 
         Ranks
         -----
@@ -248,7 +248,7 @@ class Stencils(Decomposition):
 
         Adjoint
         -------
-        The stencil mirrored in its centre, and what that brings to halo cells is added to the cells they are copies of.
+        The stencil mirrored in its centre; its values in halo cells are added to the cells that these are copies of.
         """
         call = "Domain.stencil"
         found = np.asarray(weights)
@@ -285,7 +285,7 @@ class Stencils(Decomposition):
 
         Adjoint
         -------
-        As `stencil`; where cells beyond the sides are zero or those of the other end, it is its own.
+        As `stencil`; it is self-adjoint if cells beyond the sides are zero or those of the other end.
 
         References
         ----------
@@ -323,7 +323,7 @@ class Stencils(Decomposition):
             Odd lengths, one for each dimension of the grid; ``weights[k]`` are the factors of the neighbours at offset k,
             for each cell. Differentiable.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
-            What lies beyond the sides, as `exchange` takes it, untraced.
+            Values beyond the sides, as in `exchange`, untraced.
 
         Returns
         -------
@@ -333,7 +333,7 @@ class Stencils(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            Where an array has another shape, or the weights reach farther than the smallest block is long.
+            If an array has another shape, or the weights extend over more cells than the smallest block has.
 
         Ranks
         -----
@@ -357,13 +357,13 @@ class Stencils(Decomposition):
         return varying_sum(fill_halo(u, halo, sides, IN_TURN), weights)
 
     def _halo_for(self, lengths: tuple[int, ...], sides: Sides, call: str) -> Halo:
-        """Return a halo as wide as weights of these lengths reach."""
+        """Return a halo of the width that weights of these lengths need."""
         if len(lengths) != len(self.shape) or any(length % 2 == 0 for length in lengths):
             raise ValueError(
                 f"{call}: weights must have an odd length along each of {len(self.shape)} dimensions, but have {lengths}."
             )
         radius = tuple(length // 2 for length in lengths)
-        # Kept by width: what travels to whom is the same for all stencils that reach as far.
+        # Kept by width: the messages are the same for all stencils of one radius.
         known: dict[Any, Halo] = self.__dict__.setdefault("_halos", {})
         if radius not in known:
             for axis, (n, p, r) in enumerate(zip(self.shape, self.dims, radius)):

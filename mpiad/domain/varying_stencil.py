@@ -63,7 +63,7 @@ def products(g: LocalArray, padded: LocalArray, ndim: int) -> LocalArray:
 
 
 def _wider(x: LocalArray, y: LocalArray) -> LocalArray:
-    """Return one of two arrays, or an empty one, with the dtype of their product and where they live."""
+    """Return one of two arrays, or an empty one, with the dtype of their product, on their device."""
     dtype = np.result_type(x.dtype, y.dtype)
     return x if x.dtype == dtype else y if y.dtype == dtype else x[:0].astype(dtype)
 
@@ -80,7 +80,7 @@ def _pieces(lengths: Shape, cells: Shape) -> Iterator[tuple[Shape, tuple]]:
 
 
 def _of_kind(value: LocalArray, x: LocalArray) -> LocalArray:
-    """Return the real part of what belongs to a real array."""
+    """Return the real part of `value` if `x` is real, else `value`."""
     return anp.real(value) if np.iscomplexobj(getval(value)) and not np.iscomplexobj(getval(x)) else value
 
 

@@ -1,8 +1,8 @@
 """The arithmetic of a stencil: shifted pieces of an array, added up with weights, in slabs that stay in the cache.
 
-Terms with equal weights are added before they are multiplied. Where a box of cells is nearly as wide as the array, its rows
-are treated as one long row, halo cells between them included, whose sums mean nothing and are dropped: pieces of one row
-are added half as fast again as pieces of many.
+Terms with equal weights are added before they are multiplied. If a box of cells is nearly as wide as the array, its rows
+are treated as one long row, including the halo cells between them, whose meaningless sums are dropped: pieces of one row
+are added 1.5 times as fast as pieces of many.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _SLAB = 32_768  # entries: smaller slabs cost more calls than the cache saves
 
 
 class Finish(NamedTuple):
-    """How sums are completed: ``factor * sums - before + u + u``, where only `u` is given ``sums + u + u``."""
+    """How sums are completed: ``factor * sums - before + u + u``, or ``sums + u + u`` if only `u` is given."""
 
     u: LocalArray  # array of the shape of the result
     before: LocalArray | None = None
     factor: LocalArray | None = None
-    kept: LocalArray | None = None  # where the sums themselves are written
+    kept: LocalArray | None = None  # output array for the sums themselves
 
     def complete(self, out: LocalArray, index: tuple) -> None:
         """Complete the sums of a slab in place: `out` is the whole result's part at `index`."""
@@ -50,7 +50,7 @@ class Finish(NamedTuple):
 
 
 class Slab(NamedTuple):
-    """Where the sums of a slab are made."""
+    """Inputs, workspace and output of the sums of a slab."""
 
     pieces: list[list[LocalArray]]  # for each term the shifted pieces of the array, of one shape
     # `total`, `room`: array of that shape.

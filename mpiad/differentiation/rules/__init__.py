@@ -1,9 +1,9 @@
 """Local adjoints and tangents that the node types look up before autograd's own.
 
-Autograd's rules are often far from the limit: the adjoint of a slice goes through `np.add.at`, that of `x**2`
-computes `x ** where(2, 1, 1.0)`, every broadcasting operation measures its operands at each call. Some are wrong, or
-raise, for axes, shapes or complex numbers that they weren't written for; tests/derivative_sweep.py compares all of them.
-The rules here are written for plain arrays first. What they are given may also be a traced value of an outer
+Autograd's rules are often slow: the adjoint of a slice uses `np.add.at`, that of `x**2` computes
+`x ** where(2, 1, 1.0)`, and every broadcasting operation inspects its operands at each call. Some are wrong, or
+raise, for unsupported axes, shapes or complex numbers; tests/derivative_sweep.py compares all of them.
+The rules here are optimized for plain arrays. Their arguments may also be traced values of an outer
 differentiation; then they use operators and traced functions only, so that they can be differentiated again.
 
 A rule follows autograd's protocol: `vjpmaker(argnums, ans, args, kwargs) -> vjp` with `vjp(g) -> cotangents`,

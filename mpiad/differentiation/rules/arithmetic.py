@@ -25,7 +25,7 @@ from mpiad.differentiation.rules.protocol import (
 
 def add_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Pass the cotangent of a sum to its terms."""
-    # `where` or `out`: not a plain sum, and autograd's to interpret. So in all rules below.
+    # With `where` or `out` it isn't a plain sum, and autograd's rule applies. The same holds for all rules below.
     if kwargs or len(args) != 2:
         return inherited_vjp(anp.add, argnums, ans, args, kwargs)
     if len(argnums) == 2:
@@ -103,7 +103,7 @@ def _fitted(fit: Function | None, g: Array) -> Array:
 
 
 def _times_minus(t: Array, factor: Array) -> Array:
-    """Return minus the product, in the memory of `t`, a fresh value, where it fits."""
+    """Return minus the product; overwrite `t`, a temporary, if dtype and shape fit."""
     if type(t) is type(factor) is np.ndarray and t.dtype == factor.dtype and t.shape == factor.shape:
         return np.negative(np.multiply(t, factor, t), t)
     return -(t * factor)
@@ -121,7 +121,7 @@ class Tangent(NamedTuple):
 ADD = Tangent(lambda g, x, y, z: widened(g, z), lambda g, x, y, z: widened(g, z), lambda g, h, x, y, z: g + h)
 SUBTRACT = Tangent(lambda g, x, y, z: widened(g, z), lambda g, x, y, z: widened(-g, z), lambda g, h, x, y, z: g - h)
 MULTIPLY = Tangent(lambda g, x, y, z: g * y, lambda g, x, y, z: x * g, lambda g, h, x, y, z: g * y + x * h)
-# What the numerator gains beyond the quotient's share of the denominator.
+# Quotient rule: (g - z h) / y.
 DIVIDE = Tangent(lambda g, x, y, z: g / y, lambda g, x, y, z: _times_minus(g / y, z), lambda g, h, x, y, z: (g - z * h) / y)
 
 

@@ -1,11 +1,11 @@
 """Fit a cotangent of the result of a broadcasting operation to one of its operands.
 
-Where operand and result have the same shape and dtype, which is nearly always so, the answer is None, "as it
-is", and nothing is left to do in the backward pass. Otherwise the cotangent is summed over the repeated axes,
-loses its imaginary part where the operand is real, and takes the operand's precision.
+If operand and result have the same shape and dtype, the most common case, `fitting` returns None (unchanged), and the
+reverse pass has nothing to do. Otherwise the cotangent is summed over the repeated axes, loses its imaginary part if
+the operand is real, and is cast to the operand's precision.
 
-A number of the host's may be an operand beside a device array: it travels with the call. Its cotangent is one number
-on the device, and is copied to the host.
+A number on the host may be an operand together with a device array: it is passed with the call. Its cotangent is one
+number on the device, and is copied to the host.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fitted(part: Array, operand: Array) -> Array:
 
 
 def brought_home(fit: Callable[[Array], Array] | None, operand: Array, ans: Array) -> Callable[[Array], Array] | None:
-    """Return a map to cotangents of an operand, with a copy to the host where the operand is there and the result isn't.
+    """Return a map to cotangents of an operand, with a copy to the host if the operand is there and the result isn't.
 
     `fit` maps cotangents of `ans`; None is the identity.
     """

@@ -1,4 +1,4 @@
-"""Constant arrays, made where another is: on the host or its device."""
+"""Constant arrays in the memory of another array: on the host or its device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpiad.transport.device_arrays import arrays_of
 
 
 def arrays_like(x: Array) -> Any:
-    """Return what makes arrays where `x`, traced or not, is: it has `full` and `arange`."""
+    """Return the module with `full` and `arange` for the device of `x`, traced or not."""
     return arrays_of(getval(x)) or np
 
 

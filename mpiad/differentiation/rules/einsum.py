@@ -1,7 +1,7 @@
 """Einstein's summation, by subscripts in a string.
 
-Autograd's rule makes ones of NumPy's for what is summed over alone, and where an operand repeats its only element along an
-axis, it gives the others cotangents that have one element there, too: a tangent of theirs then comes out wrong.
+For an index that occurs in one operand only, autograd's rule makes an array of ones of NumPy's. If an operand of length
+one is broadcast along an axis, the cotangents of the others have length one there, too, and their tangents are wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpiad.differentiation.rules.protocol import Argnums, Vjp, inherited_vjp, re
 
 
 def einsum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Sum the cotangent with the other operands, over what the operand doesn't have."""
+    """Sum the product of cotangent and other operands over the indices that the operand lacks."""
     if not isinstance(args[0], str):
         return inherited_vjp(anp.einsum, argnums, ans, args, kwargs)
     operands = args[1:]

@@ -102,7 +102,7 @@ def _absolute_vjp(fun: Primitive) -> VjpMaker:
 
 
 def _same(g: Array, fresh: Array) -> bool:
-    """Tell whether a result can take the place of an intermediate value."""
+    """Return whether a result can overwrite an intermediate value."""
     return type(g) is type(fresh) is np.ndarray and g.shape == fresh.shape and g.dtype == fresh.dtype
 
 

@@ -11,9 +11,9 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 def is_known(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:
-    """Tell whether a rule for a reduction knows all arguments of a call: array, maybe axis, and keywords of `names`.
+    """Return whether a rule for a reduction supports all arguments of a call: array, maybe axis, and keywords of `names`.
 
-    NumPy's own functions pass `out=None` where they are called with a traced value.
+    NumPy's own functions pass `out=None` if they are called with a traced value.
     """
     return len(args) <= 2 and kwargs.get("out") is None and not (kwargs.keys() - names - {"out"})
 

@@ -41,7 +41,7 @@ class _Extremum(NamedTuple):
 
     @classmethod
     def of(cls, ans: Array, args: tuple, kwargs: dict) -> _Extremum | None:
-        """Return what was asked for, None where this isn't known or the array isn't one."""
+        """Return the description of a call, or None if its arguments or the type of the array aren't supported."""
         x = getval(args[0])
         if not (type(x) is np.ndarray or is_device_array(x)) or not is_known(args, kwargs, _KNOWN):
             return None
@@ -50,7 +50,7 @@ class _Extremum(NamedTuple):
         return cls(x, value, kwargs.get("where", True), "initial" in kwargs)
 
     def hits(self) -> Array:
-        """Tell which elements equal their extremum."""
+        """Return a mask of the elements that equal their extremum."""
         equal = self.x == self.value
         return equal if self.where is True else equal & self.where
 
@@ -92,7 +92,7 @@ def _is_large(x: Array) -> bool:
 
 
 def _scattered(g: Array, asked: _Extremum) -> Scatter | None:
-    """Return the cotangent at the places of the extrema, None where these are many or missing."""
+    """Return the cotangent at the positions of the extrema, or None if these are many or missing."""
     x, kept = asked.x, asked.value.shape
     hits = np.flatnonzero(asked.hits())
     if hits.size * _FEW > x.size:
@@ -119,7 +119,7 @@ def _extremum_jvp(fun: Primitive) -> JvpMaker:
 
 def _choice_vjp(fun: Primitive) -> VjpMaker:
     def choice_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Give the cotangent to the operand that was chosen, half to each where they are equal."""
+        """Pass the cotangent to the chosen operand, half to each at equal elements."""
         if kwargs or len(args) != 2:
             return inherited_vjp(fun, argnums, ans, args, kwargs)
         parts = [(fitting(args[i], ans), _share(i, args, ans)) for i in argnums]
@@ -138,13 +138,13 @@ def _share(argnum: int, args: tuple, ans: Array) -> Array:
 
 
 def clip_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pass the cotangent on where no bound was met, as autograd does: a bound's own derivative is refused."""
+    """Pass the cotangent at elements within the bounds, as autograd does; derivatives of the bounds aren't supported."""
     inside = _inside(argnums, ans, args, kwargs)
     return lambda g: (fitted(g if inside is None else g * inside, args[0]),)
 
 
 def clip_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Pass the tangent on where no bound was met."""
+    """Pass the tangent at elements within the bounds."""
     inside = _inside(argnums, ans, args, kwargs)
     return widened(gs[0] if inside is None else gs[0] * inside, ans)
 

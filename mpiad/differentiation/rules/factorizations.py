@@ -28,7 +28,7 @@ from mpiad.differentiation.rules.protocol import DEVICE_VJPS, Argnums, Primitive
 
 
 def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Return the Hermitian part of L^-T Φ(Lᵀ g) conj(L)^-1, where Φ takes the lower triangle and half the diagonal."""
+    """Return the Hermitian part of L^-T Φ(Lᵀ g) conj(L)^-1; Φ takes the lower triangle and half the diagonal."""
     bound(linalg.cholesky, "a", args, kwargs)
     lower, n = ans, anp.shape(ans)[-1]
     half = lower_triangle(ans, n) + 0.5 * identity(ans, n)
@@ -43,7 +43,7 @@ def cholesky_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 
 
 def slogdet_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the inverse, transposed: by the cotangent of the logarithm, and by what turns a complex sign."""
+    """Multiply the transposed inverse by the cotangents of the logarithm and, for complex matrices, of the phase."""
     turned = anp.swapaxes(linalg.inv(args[0]), -1, -2)
 
     def vjp(g: Array) -> tuple[Array]:
@@ -70,7 +70,7 @@ def solve_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def eigh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Turn what belongs to the eigenvectors by the gaps between eigenvalues, and bring both back to the matrix."""
+    """Divide the eigenvectors' part by differences of eigenvalues, add that of the eigenvalues, and transform back."""
     values, vectors = ans[0], ans[1]
     n = args[0].shape[-1]
     ones, lower = identity(args[0], n), lower_triangle(args[0], n)

@@ -19,7 +19,7 @@ _getitem = ArrayBox.__getitem__
 
 
 def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Put the cotangent of the taken elements where they came from."""
+    """Scatter the cotangent to the positions of the taken elements."""
     if argnums != (0,):
         return inherited_vjp(_getitem, argnums, ans, args, kwargs)
     x, idx = args

@@ -34,7 +34,7 @@ Axes = tuple[tuple[int, ...], tuple[int, ...]]
 def _product_vjp(fun: Primitive) -> VjpMaker:
     def product_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         """Multiply the cotangent by the other factor, transposed."""
-        # Where a factor was cast, its cotangent must be cast back, which autograd's rule does.
+        # If a factor was cast, its cotangent must be cast back, which autograd's rule does.
         if kwargs or len(args) != 2 or not _same_kind(args[0], args[1]):
             return inherited_vjp(fun, argnums, ans, args, kwargs)
         x, y = args
@@ -99,7 +99,7 @@ def outer_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def kron_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply each block of the cotangent by the other factor, and add up over what the factor doesn't have."""
+    """Multiply the blocks of the cotangent by the other factor, and sum over the axes of that factor."""
     n = len(ans.shape)
     x, y = [anp.reshape(z, (1,) * (n - len(anp.shape(z))) + anp.shape(z)) for z in args]
     split = [m for pair in zip(x.shape, y.shape) for m in pair]

@@ -16,7 +16,7 @@ _COPYING = ("edge", "reflect", "symmetric", "wrap")
 
 
 def pad_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Cut the padding off the cotangent, and add what was copied into it to where it came from."""
+    """Remove the padding from the cotangent, and add copied elements to their sources."""
     x, width, mode, others = _bound(args, kwargs)
     _refuse_unknown(argnums, width, mode, others)
     shape = np.shape(getval(x))
@@ -60,9 +60,9 @@ def _inner(widths: Widths, shape: Shape) -> tuple[slice, ...]:
 
 @primitive
 def fold(g: Array, widths: Widths, mode: str, shape: Shape) -> Array:
-    """Add the layers that padding copied to what they were copied from; return the cotangent, of the shape before padding.
+    """Add the layers that padding copied to their sources; return the cotangent, of the shape before padding.
 
-    `widths` says how many elements were added before and after, for each axis; `mode` is "edge", "reflect", "symmetric" or
+    `widths` holds the number of elements added before and after, per axis; `mode` is "edge", "reflect", "symmetric" or
     "wrap".
     """
     for axis, ((before, after), n) in enumerate(zip(widths, shape)):
@@ -70,7 +70,7 @@ def fold(g: Array, widths: Widths, mode: str, shape: Shape) -> Array:
             continue
         lead = (slice(None),) * axis
         total = g[(*lead, slice(before, before + n))].copy()
-        # Numbers, padded as the array was, tell where each layer was copied from.
+        # Indices, padded in the same mode, are the sources of the layers.
         source = np.pad(np.arange(n), (before, after), mode)  # type: ignore[call-overload]
         for layer in (*range(before), *range(before + n, before + n + after)):
             total[(*lead, source[layer])] += g[(*lead, layer)]

@@ -69,8 +69,8 @@ def sqrt_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) 
 
 
 def _slope(x: Array, y: Array, ans: Array) -> Slope | None:
-    """Return the map g -> g y x**(y-1), None where `y` isn't one constant real number other than 0."""
-    # Autograd's rule says what the derivative of x**0 is where x isn't finite; so zero stays with it.
+    """Return the map g -> g y x**(y-1), or None if `y` isn't one constant real number other than 0."""
+    # Autograd's rule defines the derivative of x**0 for infinite or NaN x; so the exponent zero is left to it.
     if type(y) is not int and type(y) is not float:
         if not isinstance(y, (np.integer, np.floating)):
             return None

@@ -1,4 +1,4 @@
-"""What all rules share: the types of autograd's protocol, its own rules, and the marks of traced values."""
+"""Definitions that all rules share: the types of autograd's protocol, its own rules, and the types of traced values."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ primitive_mean: Primitive = getattr(autograd.numpy.numpy_wrapper, "_primitive_me
 primitive_where: Primitive = getattr(autograd.numpy, "_original_where", anp.where)
 
 
-# Rules for device arrays, if autograd's own make arrays of NumPy's; the families fill it. Each is a formula of functions of
+# Rules for device arrays, if autograd's own make NumPy arrays; other modules fill it. Each is a formula in functions of
 # `autograd.numpy`, so that it can be differentiated again, and neither copies to the host nor waits for the device.
 DEVICE_VJPS: dict[Primitive, VjpMaker] = {}
 _ASSEMBLY = "it makes an array of NumPy's. Import mpiad.device.numpy in place of autograd.numpy"
-# What has no derivative on devices, and what to do instead.
+# Functions without a derivative on devices: their name and the alternative.
 DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
     anp.concatenate_args: ("concatenate", _ASSEMBLY),
     anp.array_from_args: ("array", _ASSEMBLY),
@@ -47,14 +47,14 @@ DEVICE_REFUSALS: dict[Primitive, tuple[str, str]] = {
 _NUMBERS = (float, complex, np.inexact)
 # Other primitives, made by users of autograd or by mpiad, may return cotangents that broadcast.
 _AUTOGRADS = frozenset(primitive_vjps) | frozenset(primitive_jvps)
-# What autograd's rules raise for arguments that they weren't written for; not NumPy's own, such as a singular matrix.
+# Exceptions of autograd's rules for unsupported arguments; not NumPy's own, such as that for a singular matrix.
 _UNFORESEEN = (TypeError, ValueError, LookupError, AttributeError, AssertionError, NameError, NotImplementedError)
 
 
 def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Make the adjoint by autograd's own rule; for device arrays by that of `DEVICE_VJPS`, if there is one.
 
-    Cotangents of functions of NumPy's get the shape of their argument, and are real where that is.
+    Cotangents of NumPy functions get the shape of their argument, and are real if it is.
     """
     on_host = type(ans) is np.ndarray or _place(ans) is None
     if not on_host and fun in DEVICE_REFUSALS:
@@ -67,7 +67,7 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
         fitted = pull = rule(argnums, ans, args, kwargs)
     if on_host:
         return fitted
-    # A number of the host's beside device arrays.
+    # A number on the host, together with device arrays.
     at_home = [isinstance(getval(args[i]), _NUMBERS) for i in argnums]
     if not any(at_home):
         return fitted
@@ -77,7 +77,7 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
 def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Compute the tangent by autograd's own rule.
 
-    Tangents of functions of NumPy's get the shape of the result, and are real where that is.
+    Tangents of NumPy functions get the shape of the result, and are real if it is.
     """
     on_host = type(ans) is np.ndarray or _place(ans) is None
     if not on_host and fun in DEVICE_REFUSALS:
@@ -87,7 +87,7 @@ def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: 
 
 
 def checked_tangent(fun: Primitive, rule: JvpMaker, *call: Any) -> Array:
-    """Compute a tangent by a rule, called with argnums, gs, ans, args and kwargs, and fit it to a result of NumPy's."""
+    """Compute a tangent by a rule, called with argnums, gs, ans, args and kwargs; fit it to the result of a NumPy function."""
     return _fitted(fun, checked(fun, rule, *call), _like(call[2])) if fun in _AUTOGRADS else rule(*call)
 
 
@@ -97,7 +97,7 @@ def _fitted_parts(fun: Primitive, pull: Vjp, likes: list, g: Array) -> list:
 
 
 def checked(fun: Primitive, rule: Callable, *call: Any) -> Any:
-    """Call a rule, or a step of one; what it didn't foresee becomes an error that names the function."""
+    """Call a rule, or a step of one; turn exceptions for unsupported arguments into an error that names the function."""
     try:
         return rule(*call)
     except np.linalg.LinAlgError:
@@ -110,13 +110,13 @@ def checked(fun: Primitive, rule: Callable, *call: Any) -> Any:
 
 def refusal(fun: Primitive, what: str) -> Exception:
     """Return the error for a call that can't be differentiated, which names the function."""
-    # Boxes of autograd's take a NotImplementedError of a ufunc for no answer, and NumPy then says something else.
+    # Autograd's boxes treat a NotImplementedError of a ufunc as NotImplemented, and NumPy then raises another error.
     kind = TypeError if isinstance(getattr(fun, "fun", None), np.ufunc) else NotImplementedError
     return kind(f"{getattr(fun, '__name__', repr(fun))} can't be differentiated {what}.")
 
 
 def _like(x: Array) -> tuple[tuple[int, ...], bool] | None:
-    """Return the shape of an array or number, and whether it is real; None for what is none."""
+    """Return the shape of an array or number, and whether it is real; None for other objects."""
     x = getval(x)
     if type(x) is np.ndarray:
         return x.shape, x.dtype.kind != "c"
@@ -124,7 +124,7 @@ def _like(x: Array) -> tuple[tuple[int, ...], bool] | None:
 
 
 def _fitted(fun: Primitive, part: Array, like: tuple[tuple[int, ...], bool] | None) -> Array:
-    # Nearly always so, and the quickest to find out.
+    # The most common case, and the cheapest test.
     if type(part) is np.ndarray and like == (part.shape, part.dtype.kind != "c"):
         return part
     if like is None or type(part) in sparse_object_types or not hasattr(part, "shape"):
@@ -138,7 +138,7 @@ def _fitted(fun: Primitive, part: Array, like: tuple[tuple[int, ...], bool] | No
 
 
 def bound(fun: Primitive, names: str, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Return the arguments of a call by name; a NotImplementedError for one that isn't among those that a rule knows."""
+    """Return the arguments of a call by name; raise the error of `refusal` for arguments that a rule doesn't know."""
     known = names.split()
     given = {**dict(zip(known, args)), **kwargs}
     others = [name for name in given if name not in known and given[name] is not None]
@@ -149,7 +149,7 @@ def bound(fun: Primitive, names: str, args: tuple, kwargs: dict) -> dict[str, An
 
 
 def _place(x: Array) -> ArrayModule | None:
-    """Return what makes arrays where a value lives, or the first part of a result that has several; None: the host."""
+    """Return the array module of the device of a value, or of the first part of a tuple or list; None for the host."""
     x = getval(x)
     if isinstance(x, (tuple, list)) and len(x) > 0:
         x = getval(x[0])
@@ -157,7 +157,7 @@ def _place(x: Array) -> ArrayModule | None:
 
 
 def refuse_on_device(fun: Primitive, ans: Array) -> None:
-    """Raise a NotImplementedError for a function that has no derivative on a device, naming it and what to do."""
+    """Raise a NotImplementedError for a function that has no derivative on a device, with its name and the alternative."""
     name, advice = DEVICE_REFUSALS[fun]
     arrays = _place(ans)
     kind = "device" if arrays is None else arrays.name

@@ -81,7 +81,7 @@ def gradient_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 
 
 def _transposed_differences(g: Array, axis: int) -> Array:
-    """Return Σ_i w_i (e_{i+1} - e_{i-1}), where the ends have weight 1 and take themselves for the missing neighbor."""
+    """Return Σ_i w_i (e_{i+1} - e_{i-1}); w = g/2, but g at the ends, which replace their missing neighbor."""
     g = anp.moveaxis(g, axis, 0)
     w = concatenate([g[:1], g[1:-1] / 2, g[-1:]])
     return anp.moveaxis(concatenate([-w[:1], w[:-1]]) - concatenate([w[1:], -w[-1:]]), 0, axis)
@@ -101,13 +101,13 @@ defjvp(placed, lambda dg, ans, g, places, shape: placed(dg, places, shape))
 
 
 def _moved(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return where each element of a rearrangement comes from, by the same rearrangement of the elements' numbers."""
+    """Return the source index of each element of a rearrangement, by rearranging the indices."""
     x = getval(args[0])
     return fun(np.reshape(arrays_like(x).arange(np.size(x)), np.shape(x)), *args[1:], **kwargs)
 
 
 def _ordered(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return where each element of a sorted or partitioned array comes from: from the place of its rank in the other."""
+    """Return the source index of each element of a sorted or partitioned array, by the ranks of the elements."""
     given = bound(fun, "a axis kind" if fun is anp.sort else "a kth axis", args, kwargs)
     x, result, axis = getval(args[0]), getval(ans), given.get("axis", -1)
     numbers = np.reshape(arrays_like(x).arange(np.size(x)), np.shape(x))
@@ -123,7 +123,7 @@ def _ordered(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
 
 def _rearrangement_vjp(fun: Primitive, places_of: Any) -> VjpMaker:
     def rearrangement_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Put each element of the cotangent where its element came from."""
+        """Scatter each element of the cotangent to the source index of its element."""
         if fun is anp.diag and len(anp.shape(args[0])) == 1:
             return inherited_vjp(fun, argnums, ans, args, kwargs)  # the other way round: a vector becomes a diagonal
         places, shape = places_of(fun, ans, args, kwargs), anp.shape(args[0])

@@ -27,7 +27,7 @@ def sum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def sum_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Sum the tangents; what the sum starts from is constant."""
+    """Sum the tangents; the initial value of the sum is constant."""
     kwargs = {name: value for name, value in kwargs.items() if name != "initial"}
     return anp.sum(gs[0], *args[1:], **kwargs)
 

@@ -1,4 +1,4 @@
-"""The adjoint of taking elements, kept as what it is: a few values and where they belong.
+"""The adjoint of taking elements, kept as sparse data: a few values and their index.
 
 A program that reads an array in many slices has as many cotangents for it, each zero but for one slice. None
 of them is written out: `Scatter` holds the slice's cotangent and adds it in place once the sum exists. A
@@ -14,7 +14,7 @@ from autograd.extend import SparseObject, defjvp_argnums, defvjp, primitive
 from mpiad._typing import Array, Index, Shape
 from mpiad.transport.device_arrays import arrays_of
 
-_FEW = 16  # where fewer elements than one in so many are added, numbering all of them doesn't pay
+_FEW = 16  # if less than this fraction (1/16) of the elements is added, numbering all of them doesn't pay
 _BASIC = frozenset({int, slice, type(None), type(...), np.int64, np.int32})
 
 
@@ -23,7 +23,7 @@ class Scatter:
 
     - `shape`: shape of the array that elements were taken from.
     - `dtype`: its dtype.
-    - `idx`: where the values belong.
+    - `idx`: index of the values.
     - `values`: cotangent of the taken elements, untraced.
     - `repeats`: whether `idx` may name an element more than once.
     """
@@ -55,7 +55,7 @@ class Scatter:
 
 
 def _add_repeated(total: Array, idx: Index, values: Array) -> Array:
-    """Add in place where an element may be named more than once, in the order in which they are named."""
+    """Add in place with an index that may repeat elements, in the order of the index."""
     arrays = arrays_of(total)
     if arrays is not None:
         arrays.add_at(total, idx, values)
@@ -70,7 +70,7 @@ def _add_repeated(total: Array, idx: Index, values: Array) -> Array:
 
 
 def is_basic(idx: Index) -> bool:
-    """Tell whether NumPy answers an index with a view: integers, slices, None and Ellipsis only."""
+    """Return whether NumPy returns a view for an index: integers, slices, None and Ellipsis only."""
     if type(idx) is not tuple:
         return type(idx) in _BASIC
     # A loop, since this runs at each slice of each stencil; all() over a generator takes three times as long.

@@ -85,7 +85,7 @@ def _must_be_real(piece: Array, ans: Array) -> bool:
 
 
 def _filled_up(argnums: Argnums, gs: list, args: tuple, first: int) -> list[Array]:
-    """Return the tangents of all arguments from the first array on, zeros where there is none."""
+    """Return the tangents of all arguments from the first array on; zeros for those without one."""
     tangents = dict(zip(argnums, gs))
     return [tangents[i] if i in tangents else np.zeros_like(getval(args[i])) for i in range(first, len(args))]
 

@@ -78,7 +78,7 @@ def _inverse_vjp(fun: Primitive) -> VjpMaker:
 
 
 def _resized(part: Array, shape: Shape, axes: list[int]) -> Array:
-    """Cut off along these axes what the transform added, or fill up with zeros what it left out."""
+    """Truncate or zero-pad along these axes to the given shape: the adjoint of the transform's padding or truncation."""
     for axis in axes:
         count, have = shape[axis], part.shape[axis]
         if have > count:

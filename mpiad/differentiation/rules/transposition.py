@@ -29,7 +29,7 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
-    """Return what makes the tangent of a function that has no rule of ours; a NotImplementedError where nothing does."""
+    """Return the tangent rule of a function for which we define none; raise the error of `refusal` if there is none."""
     if fun in primitive_jvps:
         return partial(inherited_jvp, fun)
     if (fun in primitive_vjps or fun in VJP_RULES) and hasattr(value, "dtype"):

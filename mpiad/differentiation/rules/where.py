@@ -32,13 +32,13 @@ def _part(argnum: int, fit: Function | None, condition: Array, g: Array) -> Arra
 
 
 def _kept(condition: Array, g: Array) -> Array:
-    """Return the cotangent where the condition holds, zero elsewhere."""
+    """Return the cotangent at elements that meet the condition, zero elsewhere."""
     if type(g) in BOX_TYPES:
         return anp.where(condition, g, 0.0)
     word = _WORDS.get(g.dtype) if type(g) is np.ndarray and g.size > _SMALL else None
     if word is None:
         return np.where(condition, g, 0.0)
-    # np.where branches at each element and takes ten times as long on an irregular condition. A word of ones
+    # `np.where` branches at each element and takes ten times as long on an irregular condition. A word of ones
     # or zeros keeps or clears each element; a product would make NaN of an infinity that is left out.
     bits = condition.astype(word)
     np.negative(bits, bits)
