@@ -1,4 +1,4 @@
-"""What finds mistakes: checks that ranks agree, and reports of what they are and do."""
+"""Debugging tools: checks that ranks agree, and reports of their environment and communication."""
 
 from mpiad.debug.checked import assert_replicated, checked
 from mpiad.debug.environment import Environment, environment

@@ -15,7 +15,7 @@ from mpiad.transport.replication import require_replicated
 
 @contextmanager
 def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[None]:
-    """Watch the communication of a part of the program: the ranks compare what they are about to do.
+    """Watch the communication of a part of the program: before each call the ranks compare its arguments.
 
     Parameters
     ----------
@@ -27,12 +27,12 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
     Raises
     ------
     CommunicationMismatchError
-        Inside, on all ranks of a communicator that are about to do different things; where a message differs from what it
-        is received into (`MessageMismatchError`).
+        Inside, on all ranks of a communicator whose calls differ; if a message doesn't match the array that receives it
+        (`MessageMismatchError`).
     DeadlockError
-        Inside, where a wait takes longer.
+        Inside, if a wait takes longer than the timeout.
     ValueError
-        Where `timeout` isn't a number of seconds.
+        If `timeout` isn't a number of seconds.
 
     Ranks
     -----
@@ -54,27 +54,27 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
 
 
 def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
-    """Raise on all ranks where their copies of a value differ.
+    """Raise on all ranks if their copies of a value differ.
 
     Parameters
     ----------
     x : pytree of arrays, numbers and strings
-        Of traced values the plain ones are compared.
+        The plain values of traced arrays are compared.
     comm : mpi4py intracommunicator, optional
     name : str
-        What the message calls the value.
+        The name of the value in the message.
 
     Raises
     ------
     ReplicationError
-        A ValueError that says which ranks differ from most, where first (the path of the leaf and the index), and by how
-        much; or how shapes, dtypes and structures differ.
+        A ValueError that names the ranks that differ from most, the first difference (the path of the leaf and the index)
+        and its size; or how shapes, dtypes and structures differ.
     TypeError
-        On all ranks, where one holds a leaf that is no number, string or array of them.
+        On all ranks, if one holds a leaf that isn't a number, string or array of them.
 
     Ranks
     -----
-    All ranks of `comm` call it. Where the copies are equal, that costs a hash of x and one reduction of 40 bytes.
+    All ranks of `comm` call it. If the copies are equal, it costs a hash of x and one reduction of 40 bytes.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""`environment`: what this program runs on, whether it was started as it should be, and whether gradients are right.
+"""`environment`: the machine and libraries of a program, mistakes in its start, and a test of a gradient.
 
 ``python -m mpiad`` is one report of it for all ranks, within a time limit, with the same exit code everywhere.
 """
@@ -37,7 +37,7 @@ from mpiad.transport.malloc import huge_pages
 from mpiad.transport.threads import cores
 from mpiad.transport.tracing import restoring_state
 
-# Where a rank runs: its node, its cores, its threads, its GPU, and the versions of what it runs.
+# The place of a rank: its node, cores, threads, GPU, and the versions of its packages.
 
 
 PACKAGES = ("mpiad", "numpy", "autograd", "scipy", "mpi4py", "llvmlite")
@@ -46,25 +46,25 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Place(NamedTuple):
-    """Where one rank runs."""
+    """Node, cores, GPU and versions of one rank."""
 
     # `rank`, `local_rank`: in the world, and among the ranks of its node.
     rank: Rank
     local_rank: Rank
     node: str
     cores: tuple[int, ...]  # the numbers of the cores that it may use
-    quota: float  # how many cores' time it may take (of a container), inf where there is no limit
+    quota: float  # a container's limit of CPU time in cores, inf if there is none
     threads: dict[str, int]  # the number of threads of each thread pool (of BLAS, of OpenMP) that is loaded
     huge_pages: str  # whether its arrays lie in huge pages
     gpus: list[str]  # names of the node's GPUs; on the first rank of each node
     gpu: str  # the one that this rank uses: the first, second, ... of those it may see, by its `local_rank`
     python: str  # the interpreter
-    versions: dict[str, str]  # of Python and of each package; optional packages only where they are installed
+    versions: dict[str, str]  # of Python and of each package; of optional packages only if installed
 
 
 def place(rank: Rank, local_rank: Rank) -> Place:
-    """Return where this process runs."""
-    # One process of a node asks for its GPUs; the others only count those they are allowed.
+    """Return the place of this process."""
+    # One process per node queries its GPUs; the others only count those that they may use.
     gpus = gpus_of_node() if local_rank == 0 else []
     return Place(
         rank, local_rank, socket.gethostname(), tuple(sorted(cores())), _quota(), _threads(), huge_pages(), gpus, "",
@@ -167,10 +167,10 @@ _LENGTH = 5
 
 
 class SelfTest(NamedTuple):
-    """How far value and gradient of the program are from their closed form, relative, at most over all ranks."""
+    """The largest relative error over all ranks of value and gradient of a program with a closed form."""
 
-    error: float  # NaN or infinite where a rank has no number
-    rank: int  # where it is largest
+    error: float  # NaN or infinite if a rank's result isn't a finite number
+    rank: int  # the rank with the largest error
 
     @property
     def passed(self) -> bool:
@@ -229,16 +229,16 @@ _OF_FAMILY = {"mpich": "MPICH", "openmpi": "Open MPI"}
 class Mistake(NamedTuple):
     """Something that is wrong, or slow, with the way a program was started."""
 
-    # {"error", "warning", "note"}. Whether results are wrong or missing; whether it is slow or risky; or whether it will
+    # {"error", "warning", "note"}: results are wrong or missing; the program is slow or at risk; or the mistake will
     # matter elsewhere.
     severity: str
-    text: str  # what it is, and how to mend it
+    text: str  # a description and the remedy
 
 
 def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
-    """Return what is wrong between the launcher and the library."""
+    """Return mistakes in the combination of launcher and library."""
     mistakes = []
-    # The commonest one: a job of n ranks that are all rank 0, each of which computes everything.
+    # The most common one: a job of n ranks that are all rank 0, each of which computes everything.
     if found.size > 1 and size == 1:
         mistakes.append(Mistake("error", (
             f"{found.name} started {found.size} processes, but each of them is a world of one rank: mpi4py loads "
@@ -266,7 +266,7 @@ def _right_launcher(library: Library, found: Launcher) -> str:
 
 
 def of_mpiexec(library: Library, cores: int, environment: Mapping[str, str] = os.environ) -> list[Mistake]:
-    """Return what will be wrong once this program is started with the `mpiexec` that the shell finds."""
+    """Return the mistakes that starting this program with the shell's `mpiexec` would make."""
     program = shutil.which("mpiexec", path=environment.get("PATH"))
     if not program:
         return []
@@ -301,7 +301,7 @@ def _of_openmpi(cores: int, environment: Mapping[str, str]) -> list[Mistake]:
 
 def _family_of_mpiexec(program: str) -> str:
     try:
-        # By what it says of itself: its path may be a link, and its name is the same everywhere.
+        # By its version text: its path may be a link, and all implementations use the same name.
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_ANSWER_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -312,7 +312,7 @@ def _family_of_mpiexec(program: str) -> str:
 
 
 def of_places(places: list[Place]) -> list[Mistake]:
-    """Return what is wrong with the ranks' shares of their nodes."""
+    """Return mistakes in the ranks' shares of their nodes."""
     mistakes = []
     for node in dict.fromkeys(place.node for place in places):
         mistakes += _mistakes_of_node(node, [place for place in places if place.node == node])
@@ -359,22 +359,22 @@ def of_versions(places: list[Place]) -> list[Mistake]:
 
 
 class Environment(NamedTuple):
-    """What a program runs on; `str` of it is the report of ``python -m mpiad``.
+    """Machine and libraries of a program; `str` of it is the report of ``python -m mpiad``.
 
     Attributes
     ----------
     library : Library
         The MPI library.
     launcher : Launcher
-        What started the processes.
+        The program that started the processes.
     places : list of Place
-        Where each rank runs, and with which versions.
+        Node, cores, GPU and versions of each rank.
     speed : Speed or None
         Latency and bandwidth; None with one rank.
     selftest : SelfTest
         A gradient against its closed form.
     mistakes : list of Mistake
-        What is wrong or slow, and how to mend it.
+        Errors and causes of slowness, with remedies.
     """
 
     library: Library
@@ -394,12 +394,12 @@ class Environment(NamedTuple):
 
 
 def environment(comm: Comm = None) -> Environment:
-    """Find out what this program runs on, and test that messages and gradients work.
+    """Describe the machine and libraries of this program, and test messages and gradients.
 
     Returns
     -------
     Environment
-        The same on all ranks. ``print(environment())`` shows what ``python -m mpiad`` does.
+        The same on all ranks. ``print(environment())`` prints the report of ``python -m mpiad``.
 
     Ranks
     -----
@@ -427,10 +427,10 @@ def _examined(used: Channel, entered: Callable[[str], None]) -> Environment:
     found, loaded = launcher(), library()._replace(takes_device_buffers=cuda_aware.described())
     mistakes = of_start(loaded, found, used.size) + of_places(places) + of_versions(places)
     mistakes += [Mistake("warning", text) for text in misspelt()]
-    # Not started by a launcher: so it can still be said what the one that the shell finds would do.
+    # Not started by a launcher: check the one that the shell finds.
     if not found.name:
         mistakes += of_mpiexec(loaded, len(places[0].cores))
-    # Rank 0's for all: what was measured differs a little on each, and all must come to the same exit code.
+    # Rank 0's for all: measurements differ a little between ranks, and all need the same exit code.
     return Environment(*used.data.bcast((loaded, found, places, speed, selftest, mistakes), 0))
 
 
@@ -499,7 +499,7 @@ _LIMIT = 30.0  # seconds; it takes about two
 
 
 class _Watch:
-    """Ends the process where a stage takes too long: a rank that doesn't answer would be waited for for ever."""
+    """Ends the process if a stage takes too long: it would wait forever for a rank that doesn't respond."""
 
     def __init__(self, limit: float):
         self._limit, self._stage = limit, ""

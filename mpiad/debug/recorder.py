@@ -1,4 +1,4 @@
-"""What a rank did and when: its communications and phases, as they end, each thread's properly nested."""
+"""A rank's communications and phases with their times, recorded as they end, properly nested per thread."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mpiad.differentiation.tape import OrderedTape
 from mpiad.transport import calls
 from mpiad.transport.calls import Arguments, Call
 
-# When a program runs forwards under a tape, and when backwards: told to observers, while calls are noted.
+# Phases, forward under a tape and backward: reported to observers while calls are recorded.
 #
-# The functions that begin and end the two are swapped, as those of operations are (see `transport.calls`): what nobody
-# asks for costs nothing.
+# The functions that begin and end them are replaced, as those of operations are (see `transport.calls`): without observers
+# they cost nothing.
 
 
 class PhaseObserver(Protocol):
-    """What is told of every phase; `key` says which end belongs to which beginning."""
+    """An observer of phases; `key` identifies the beginning and the end of one phase."""
 
     def phase_began(self, key: object, name: str) -> None:
         """Take note of the start of a phase, "forward" or "backward"."""
@@ -103,9 +103,9 @@ class Event(NamedTuple):
     ended: float
     name: str  # as "mpi_bcast", "adjoint of mpi_bcast", "forward", "backward"
     called: str  # the same by the library's function that the user called, as "adjoint of exchange"
-    operation: str  # what was done, which for an adjoint is another operation's forward; "" for a phase
+    operation: str  # the operation executed, for an adjoint another operation's forward; "" for a phase
     direction: str  # {"forward", "adjoint", "tangent", "phase"}
-    # Whether no other communication is inside it, and it inside of no other.
+    # Whether it contains no other communication, and is contained in no other.
     innermost: bool
     outermost: bool
     # The user's line that ran, and for an adjoint that of its forward call.
@@ -116,7 +116,7 @@ class Event(NamedTuple):
 
 
 class _Stacks(threading.local):
-    """Of each thread what has begun: key, time, whether a communication was inside, and a phase's name."""
+    """The open events of each thread: key, time, whether they contain a communication, and a phase's name."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -160,13 +160,13 @@ class Recorder:
 
     @property
     def events(self) -> list[Event]:
-        """What was recorded, in the order of the ends."""
+        """The recorded events, in the order of their ends."""
         return [_event(*noted) for noted in self._noted]
 
     def began(self, call: Call) -> None:
-        """Open a communication, inside of what is open."""
+        """Open a communication, inside of all open events."""
         opened = self._stacks.open
-        # Whatever is open now isn't innermost, and is left out where times and messages are added up.
+        # Open events aren't innermost, and are left out of sums of times and messages.
         for entry in opened:
             entry[2] = True
         opened.append([call, call.began, False, ""])
@@ -196,9 +196,9 @@ class Recorder:
             self.dropped += 1
 
     def _closed(self, key: object) -> list[Any] | None:
-        """Return what was opened, with all that an exception left open inside it; None where its start wasn't seen."""
+        """Close an event and all inner ones that an exception left open; return it, None if its start wasn't recorded."""
         opened = self._stacks.open
-        # From the innermost: what an exception has left open inside of it goes along.
+        # From the innermost: events inside it that an exception left open are closed, too.
         for place in range(len(opened) - 1, -1, -1):
             if opened[place][0] is key:
                 found = opened[place]

@@ -27,47 +27,47 @@ from mpiad.environment_variables import path
 from mpiad.transport import channel, world
 from mpiad.transport.abort import last_words
 
-# Where a rank computes: the time outside of all communication, by the lines of the program on both sides of it.
+# A rank's computation: the time outside of all communication, by the lines of the calls before and after it.
 
 
 _START, _END = "start of the recording", "end of the recording"
 
 
 class Place(NamedTuple):
-    """What lies between two communications, or inside one of the library's functions that makes several."""
+    """The code between two communications, or inside a function of the library that makes several."""
 
     phase: str  # {"forward", "backward", "outside"}; of a derivative, or outside of all
-    # `after`, `until`: the lines of the communications before and behind it (of adjoints, those of their forward calls).
-    # The same line in both is a loop around it; inside a function of the library's both name that function.
+    # `after`, `until`: the lines of the communications before and after it (for adjoints, those of their forward calls).
+    # The same line in both is a loop around it; inside a function of the library both name that function.
     after: str
     until: str
 
 
 class Stretch(NamedTuple):
-    """What the ranks computed at one place."""
+    """The ranks' computation at one place."""
 
     place: Place
     seconds: np.ndarray  # shape (P,)
 
 
 def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
-    """Return a rank's seconds by place; they and the innermost communications add up to what was recorded.
+    """Return a rank's seconds by place; they and the innermost communications add up to the recorded time.
 
-    Of the main thread: only there the time between two calls is known to be the program's. Others wait for most of theirs.
+    For the main thread only: there the time between two calls is the program's. Other threads wait most of the time.
     """
     mine = [event for event in events if event.thread == 0]
     found: dict[Place, float] = defaultdict(float)
     for began, ended, place in gaps(recorder, mine):
         found[place] += ended - began
     for event, seconds in _inside(mine):
-        # A solve communicates inside: what it computes between its messages belongs to its own line.
+        # A solve communicates inside: its computation between messages belongs to its own line.
         named = f"inside {event.called}"
         found[Place("backward" if event.direction == "adjoint" else "forward", named, named)] += seconds
     return dict(found)
 
 
 def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float, Place]]:
-    """Yield begin, end and place of what lies between a thread's communications, in pieces of one phase each."""
+    """Yield begin, end and place of the intervals between a thread's communications, one phase per interval."""
     phases: list[str] = []
     pending: list[tuple[float, float, str]] = []  # since the last communication: begin, end and phase
     at, after = recorder.since, _START
@@ -96,7 +96,7 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
 
 
 def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
-    """Yield times, an order where they are equal, and what happens: a communication, a phase's name, "" for its end."""
+    """Yield times, an order for equal ones, and the event: a communication, a phase's name, "" for its end."""
     for event in events:
         if event.direction == "phase":
             yield event.began, 1, event.name
@@ -108,7 +108,7 @@ def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
 def _inside(events: list[Event]) -> Iterable[tuple[Event, float]]:
     """Yield the outermost communications that have others inside, and their seconds outside of these."""
     inner = 0.0
-    for event in events:  # in the order of their ends, so that what is inside comes first
+    for event in events:  # in the order of their ends, so that inner events come first
         if event.direction == "phase":
             continue
         if event.innermost:
@@ -119,13 +119,13 @@ def _inside(events: list[Event]) -> Iterable[tuple[Event, float]]:
             inner = 0.0
 
 
-# One clock for all ranks: each rank's difference from rank 0's, measured at the start and at the end.
+# One clock for all ranks: each rank's offset from rank 0's clock, measured at the start and at the end.
 #
-# A message there and back, timed on both sides, bounds the difference from below by its way there and from above by its way
-# back; the fastest says best where in between. On a busy machine most of them wait for a core, but hardly all on the same
-# way: so the bounds of many are put together, until more don't make them narrower. Processes of one machine have one clock,
-# and between those of two machines lie hours: where the difference may be zero, it is. In between the two readings it is
-# taken to change evenly, as that of two quartz clocks does.
+# A round trip, timed on both sides, bounds the offset from below by one direction and from above by the other; the fastest
+# round trip gives the best estimate in between. On a busy machine most messages wait for a core, but not all in the same
+# direction: so the bounds of many are combined until more don't narrow them. Processes of one machine share a clock, and
+# clocks of two machines differ by hours: if the offset may be zero, it is. Between the two readings it is assumed to change
+# linearly, as that of two quartz clocks does.
 
 
 _TIMES, _MOST = 10, 200  # messages at a time, and in all
@@ -185,11 +185,11 @@ def _difference(comm: Comm, rank: int) -> float:
     return 0.0 if low <= 0 <= high else float(np.clip(fastest[1], low, high))
 
 
-# The file of a trace: all ranks' events in one, written whole or not at all.
+# The trace file: all ranks' events in one file, written atomically.
 #
-# It has the format of Chrome's tracing, which Perfetto reads: one process for each rank, complete events. Times are whole
-# nanoseconds on one clock, so that what is inside something else stays inside after rounding. What lies between two
-# communications, in a phase or outside of all, is computation and becomes an event of its own.
+# It has the format of Chrome's tracing, which Perfetto reads: one process per rank, complete events. Times are integer
+# nanoseconds on one clock, so that nested events stay nested after rounding. The time between two communications, in a
+# phase or outside of all, is computation and becomes an event of its own.
 
 
 _PIECE = 1 << 20  # characters, about
@@ -201,7 +201,7 @@ _SHORTEST = 1000  # nanoseconds of computation that are worth an event
 def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> None:
     """Write the events of all ranks; collective.
 
-    An OSError on all ranks, where rank 0 can't write the file: there is none then, or the old one.
+    Raise an OSError on all ranks if rank 0 can't write the file; an existing file stays unchanged.
     """
     starts, dropped = zip(*comm.allgather((clock(recorder.since), recorder.dropped)))
     pieces = _pieces(_rank_events(recorder, comm.rank, socket.gethostname(), clock, min(starts)))
@@ -220,7 +220,7 @@ def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> Non
 
 
 def _written(path: Path, header: str, pieces: Iterator[str]) -> str | None:
-    """Write header, pieces and footer to a file that appears whole or not at all; return what went wrong."""
+    """Write header, pieces and footer to a file atomically; return the text of an error, or None."""
     temporary = None
     try:
         temporary, made = begin(path)
@@ -254,7 +254,7 @@ def _pieces(events: Iterable[str]) -> Iterator[str]:
 
 
 def write_part(path: Path, rank: int, recorder: Recorder, clock: Clock) -> Path:
-    """Write this rank's events beside the file that won't come; return where."""
+    """Write this rank's events next to the path of the trace that can't be completed; return their path."""
     part = path.with_name(f"{path.name}.rank{rank}")
     events = _rank_events(recorder, rank, socket.gethostname(), clock, clock(recorder.since))
     error = _written(part, _HEADER % (1, recorder.dropped), _pieces(events))
@@ -278,7 +278,7 @@ def _rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[fl
     for number, name in enumerate(recorder.threads):
         yield _metadata(rank, number, "thread_name", name=name)
         spans = [(tick(e.began), tick(e.ended), e) for e in events if e.thread == number]
-        # Of two that begin together the longer one is around the other; it was noted later where they end together too.
+        # Of two that begin together the longer one encloses the other; if they also end together, the one recorded last.
         spans.reverse()
         spans.sort(key=lambda span: (span[0], -span[1]))
         for start, end, event in spans:
@@ -330,7 +330,7 @@ _log = logging.getLogger("mpiad")
 
 
 class Recording:
-    """What all ranks did between `start` and `stop`, both collective.
+    """The events of all ranks between `start` and `stop`, both collective.
 
     `most`: events that each rank keeps. `recorder`: this rank's part.
     """
@@ -347,13 +347,13 @@ class Recording:
         self.recorder.start()
 
     def stop(self) -> None:
-        """End it on this rank; what it has recorded stays."""
+        """End it on this rank; recorded events are kept."""
         if not self.recorder.until:
             self.recorder.stop()
 
     @contextmanager
     def compared(self) -> Iterator[tuple[Comm, Clock]]:
-        """Enter a context with the clock of all ranks, and a communicator to exchange what was recorded; collective."""
+        """Enter a context with the clock of all ranks, and a communicator to exchange recorded events; collective."""
         with _scratch() as comm:
             yield comm, Clock(self._first, read_clock(comm))
 
@@ -363,7 +363,7 @@ class Recording:
             gather_into(path, comm, self.recorder, clock)
 
     def write_part(self, path: Path) -> Path:
-        """Write the trace of this rank alone, where the others can't be waited for."""
+        """Write the trace of this rank alone, if it can't wait for the others."""
         self.stop()
         # One reading of the clock for both ends: to compare it again the other ranks would be needed.
         return write_part(path, self.rank, self.recorder, Clock(self._first, self._first))
@@ -373,7 +373,7 @@ class Recording:
 def _scratch() -> Iterator[Comm]:
     """Enter a context with a duplicate of the world, on which no message of the program's can be met; collective."""
     used = channel(None, "mpiad.debug")
-    used.data.Barrier()  # is watched in debug mode, where not all ranks come here
+    used.data.Barrier()  # in debug mode a watched call, for the case that not all ranks get here
     comm = used.user.Dup()
     yield comm
     comm.Free()  # not after an exception: it is collective
@@ -383,7 +383,7 @@ _latest: Recording | None = None
 
 
 def latest() -> Recording | None:
-    """Return what is recorded now, else what was recorded last."""
+    """Return the active recording, else the last one."""
     return _latest
 
 
@@ -414,13 +414,13 @@ def traced(path: str | os.PathLike) -> Iterator[None]:
     Parameters
     ----------
     path : path
-        Of the file, which rank 0 writes, whole or not at all. A rank that leaves the block by an exception writes its own
-        part beside it, with ``.rank`` and its number appended.
+        Of the file, which rank 0 writes atomically. A rank that leaves the block by an exception writes its own part to
+        this path with ``.rank`` and its number appended.
 
     Raises
     ------
     OSError
-        On all ranks, where the file can't be written.
+        On all ranks, if the file can't be written.
 
     Ranks
     -----
@@ -468,7 +468,7 @@ def of_the_program() -> None:
     recording.start()
     world.at_end(lambda: _finish(recording, file))
     if file is not None:
-        # Said before the job is aborted after an exception, where `_finish` isn't reached.
+        # Called before an exception aborts the job, in which case `_finish` isn't called.
         last_words.append(partial(recording.write_part, file))
 
 

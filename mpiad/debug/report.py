@@ -1,4 +1,4 @@
-"""`report`: what was communicated and computed where in the program, how long the ranks waited, and what to do."""
+"""`report`: communication, computation and waits of the ranks, by line of the program, with advice."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
 from mpiad.transport.tracing import restoring_state
 
-# How long a rank waited in each communication, before the others were there.
+# A rank's wait in each communication, until the others arrive.
 #
-# Inside a call of MPI waiting and transferring can't be told apart. What can be told is when each rank began: a rank that
-# receives waits until its sender begins to send; one that takes in what all ranks give, until the last of them begins; one
-# that takes in what the root gives, until the root begins. That, and at most the length of the call, is its wait; the rest
-# is transfer. Sends, and starts of what is completed later, wait for nobody. What completes a send or a reduction that
-# was started before counts as wait whole: the rank could do nothing else.
+# Inside an MPI call waiting and transfer can't be distinguished, but the time at which each rank began is known: a receiver
+# waits until its sender begins to send; a rank that receives data from all ranks, until the last of them begins; one that
+# receives data from the root, until the root begins. This time, but at most the length of the call, is its wait; the rest
+# is transfer. Sends, and the starts of nonblocking operations, don't wait. The completion of a nonblocking send or
+# reduction counts entirely as wait: the rank could do nothing else.
 #
 # Times of different ranks are compared on one clock, which is as exact as messages are fast: a few microseconds.
 
@@ -113,12 +113,12 @@ def _awaited(arrival: _Arrival, began: dict[Rank, Any]) -> float:
     if root is not None and name in _FROM_ROOT:
         return began.get(root, arrival.began)
     if root is not None and name in _TO_ROOT and arrival.rank != root:
-        # Who only gives to the root doesn't wait for the others.
+        # A rank that only sends to the root doesn't wait for the others.
         return arrival.began
     return max(began.values())
 
 
-# What a report advises: a rule for each of the usual reasons why ranks are slow.
+# The advice of a report: a rule for each of the usual reasons why ranks are slow.
 
 
 # Shares of the time, and ratios, from which on something is worth a line.
@@ -127,7 +127,7 @@ _SMALL = 10_000  # bytes: below, a message takes about as long as an empty one
 
 
 class Totals(NamedTuple):
-    """A report's numbers, which have an entry for each rank, and where most of the transfer is."""
+    """A report's numbers, with an entry per rank, and the line with most of the transfer."""
 
     # `elapsed`, `communicating`, `waiting`: shape (P,). Seconds.
     elapsed: np.ndarray
@@ -141,7 +141,7 @@ class Totals(NamedTuple):
 
 
 def advice(totals: Totals, stretches: Sequence[Stretch]) -> list[str]:
-    """Return what to do about what takes the time; a line that says so where nothing stands out."""
+    """Return advice on the largest costs, or a line that says that nothing stands out."""
     found = [*_waits(totals, stretches), *_transfer(totals), *_computing(totals, stretches)]
     if totals.dropped:
         found.append(f"{totals.dropped} communications were too many to be recorded: record fewer iterations.")
@@ -214,7 +214,7 @@ def _share(seconds: np.ndarray, totals: Totals) -> float:
 
 
 def over_mean(values: np.ndarray) -> float:
-    """Return the largest value over the mean; 0 where there is none above zero."""
+    """Return the largest value over the mean; 0 if the mean isn't positive."""
     mean = values.mean() if values.size else 0.0
     return float(values.max() / mean) if mean > 0 else 0.0
 
@@ -223,7 +223,7 @@ _NOTHING = "nothing was recorded. Run it under MPIAD_TRACE=file.json, or put it 
 
 
 class Row(NamedTuple):
-    """What one call at one line of the program communicated; arrays have an entry for each rank.
+    """The communication of one call at one line of the program; arrays have an entry per rank.
 
     Attributes
     ----------
@@ -232,9 +232,9 @@ class Row(NamedTuple):
     site : str
         The line of the forward call.
     calls : array of int, shape (P,)
-        Of that function, or of the communications that it makes where these are no single operation.
+        Of that function, or of the communications that it makes if these are no single operation.
     messages : array of int, shape (P,)
-        Between two ranks; those that left and those that came.
+        Between two ranks; those sent and those received.
     nbytes : array of int, shape (P,)
         Of the arrays that it was called with (of a receive, the one received).
     seconds : array, shape (P,)
@@ -263,12 +263,12 @@ class Row(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """The largest wait of a rank over the mean; 1 where all wait alike, 0 where nobody does."""
+        """The largest wait of a rank over the mean; 1 if all wait equally long, 0 if none waits."""
         return over_mean(self.waited)
 
 
 class Report(NamedTuple):
-    """What all ranks communicated; `str` of it is the table.
+    """The communication of all ranks; `str` of it is the table.
 
     Attributes
     ----------
@@ -279,8 +279,7 @@ class Report(NamedTuple):
     dropped : int
         Communications that were too many to be recorded.
     computing : list of Stretch
-        What was computed between which lines: a `place` (`phase`, `after`, `until`) and the ranks' `seconds`, the longest
-        first.
+        Computation between two lines: a `place` (`phase`, `after`, `until`) and the ranks' `seconds`, the longest first.
 
     Examples
     --------
@@ -299,7 +298,7 @@ class Report(NamedTuple):
 
     @property
     def advice(self) -> list[str]:
-        """What to do about what takes the time, one sentence or two for each."""
+        """Advice on the largest costs, one or two sentences each."""
         return advice(_totals(self), self.computing) if self.rows else []
 
     def __str__(self) -> str:
@@ -307,7 +306,7 @@ class Report(NamedTuple):
 
 
 def report(file: IO[str] | None = None) -> Report:
-    """Print what was communicated and computed, by line of the program and by rank, and what to do about it.
+    """Print communication and computation, by line of the program and by rank, with advice.
 
     Parameters
     ----------
@@ -325,7 +324,7 @@ def report(file: IO[str] | None = None) -> Report:
 
     Notes
     -----
-    Of what is recorded now (``MPIAD_TRACE``, or inside `recorded` or `traced`), else of the block that
+    It covers the active recording (``MPIAD_TRACE``, or inside `recorded` or `traced`), else the block that
     was recorded last.
 
     Examples
@@ -360,15 +359,15 @@ def _collected(recording: Recording) -> Report:
             if event.outermost and event.direction != "phase":
                 mine[_key(event)][0] += 1
         for event, waited in zip(events, wait_times(events, clock, comm)):
-            # What a wait completes was counted at its start.
+            # The bytes of a request were counted at its start.
             nbytes = 0 if event.operation in ("mpi_wait", "mpi_waitall") else event.arguments.nbytes
             row = mine[_key(event)]
             for column, value in enumerate((len(event.messages), nbytes, event.ended - event.began, waited), 1):
                 row[column] += value
-        # Summed up on each rank: some hundred lines travel, and not every event.
+        # Summed up on each rank: some hundred rows are sent, and not every event.
         every = comm.allgather((dict(mine), computed(recorder, recorded), recorder.elapsed, recorder.dropped))
     rows = [_row(key, columns) for key, columns in _by_rank([part[0] for part in every], [0.0] * _COLUMNS)]
-    # The longest wait first: it is what can be gained, where time spent in messages may be their size.
+    # The longest wait first: it can be saved, while time spent in transfer may be due to the size of messages.
     rows.sort(key=lambda row: (-row.waited.sum(), -row.seconds.sum()))
     computing = [Stretch(Place(*place), seconds) for place, seconds in _by_rank([part[1] for part in every], 0.0)]
     computing.sort(key=lambda each: -each.seconds.sum())

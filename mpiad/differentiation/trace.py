@@ -23,7 +23,7 @@ _box_types = Box.types
 
 
 class Variables(NamedTuple):
-    """The arguments to differentiate: all leaves, the indices of the variables, and the function that rebuilds the pytree."""
+    """The chosen arguments: all leaves, the indices of the variables, and the function that rebuilds the pytree."""
 
     leaves: list[Any]
     places: list[int]
@@ -220,7 +220,7 @@ def _unfinished(tape: Tape) -> Problem | None:
     """Return the problem of a trace that ends before its requests are waited for, or None."""
     if not tape.requests:
         return None
-    # Not raised here: in reverse mode the ranks agree on it first, so that all raise the same error and none starts the pass.
+    # Not raised here: in reverse mode the ranks agree on it first, so that all raise the same and none starts the pass.
     waiting = list(tape.requests.values())
     tape.requests.clear()
     for channel, messages in tape.channels:

@@ -134,7 +134,7 @@ def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
 
 
 def check_values(sides: Sides, dtype: np.dtype, call: str) -> None:
-    """Raise a TypeError if a value can't be cast to the dtype of the array without a loss of kind (such as complex to real)."""
+    """Raise a TypeError if a value can't be cast to the array's dtype without a loss of kind (as from complex to real)."""
     for value in [side.value for pair in sides for side in pair]:
         if value and not np.can_cast(np.min_scalar_type(value), dtype, "same_kind"):
             raise TypeError(

@@ -111,7 +111,7 @@ def _shape(shape: int | Sequence[int]) -> Shape:
 
 
 def per_dimension(value: Array, ndim: int, argument: str) -> list[Any]:
-    """Return one entry per dimension, from one for all or a sequence; raise a ValueError for a sequence of another length."""
+    """Return one entry per dimension, from one for all or a sequence; raise a ValueError if its length is another."""
     if isinstance(value, str) or not hasattr(value, "__len__"):
         return [value] * ndim
     if len(value) != ndim:

@@ -219,7 +219,7 @@ class Exchanging(Decomposition):
         u : array of shape (..., *local_shape), or a tuple or list of them
             Several fields of one dtype travel in one message to each neighbour.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
-            Values beyond the sides of the grid that aren't periodic, as the modes constant, edge and reflect of `numpy.pad`;
+            Values beyond the grid's sides that aren't periodic, as the modes constant, edge and reflect of `numpy.pad`;
             in a tuple, one of these or a pair (before, after) for each dimension. A traced number is allowed, the same
             on all sides that have a value.
         corners : bool

@@ -93,7 +93,7 @@ class Halo:
 
 @custom_operator
 def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> LocalArray:
-    """Return the block u (..., *halo.shape) with its halo, (..., *halo.padded); `sides` defines values beyond physical sides.
+    """Return the block u (..., *halo.shape) with its halo, (..., *halo.padded); `sides` defines boundary values.
 
     All ranks of the domain call it. The adjoint is `fold_halo`.
     """

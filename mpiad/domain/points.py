@@ -266,7 +266,7 @@ class Points(Decomposition):
         Raises
         ------
         ValueError
-            If a point lies outside of the grid (the text names it and its position), or `result` is unknown; with "own" on all
+            If a point lies outside of the grid (the text gives its position), or `result` is unknown; with "own" on all
             ranks. With "all" on all ranks, if points differ between ranks such that one has no owner, or several.
         ReplicationError
             A ValueError on all ranks, under ``MPIAD_DEBUG=1``, if points differ between ranks in any bit, with "all" or

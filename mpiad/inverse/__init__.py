@@ -1,4 +1,4 @@
-"""Inverse problems on a divided grid: priors, and the uncertainty of what was found."""
+"""Inverse problems on a divided grid: priors, and the uncertainty of solutions."""
 
 from mpiad.inverse.bilaplacian import Bilaplacian
 from mpiad.inverse.gaussian_prior import GaussianPrior

@@ -13,11 +13,11 @@ from mpiad.linalg import Multigrid
 
 
 class Bilaplacian(GaussianPrior):
-    """The Gaussian field with covariance D A⁻² D, where A = 1 - ∇·(Θ∇)/κ², without flux through the sides.
+    """The Gaussian field with covariance D A⁻² D, A = 1 - ∇·(Θ∇)/κ², without flux through the sides.
 
     A⁻² is the covariance of the Matérn family with smoothness ν = 2 - d/2 in d dimensions; κ = √(8ν) by the correlation
-    length. Near sides its variance would be up to 2ᵈ times as large: the diagonal D makes the standard deviation everywhere
-    what is asked for, exactly for the grid. So no margin around the domain is needed.
+    length. Near sides its variance would be up to 2ᵈ times as large: with the diagonal D the standard deviation has the
+    given value everywhere, exactly for the grid. So no margin around the domain is needed.
 
     Parameters
     ----------
@@ -37,11 +37,11 @@ class Bilaplacian(GaussianPrior):
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument on any of them is wrong, or differs.
+        On all ranks, if an argument on any of them is invalid, or differs.
 
     Ranks
     -----
-    All ranks of the domain call it, and everything of it.
+    All ranks of the domain call it, and its methods.
 
     References
     ----------
@@ -87,12 +87,12 @@ class Bilaplacian(GaussianPrior):
         return self._scale * self._inverse(self._inverse(self._scale * g))
 
     def precondition(self, r: LocalArray) -> LocalArray:
-        """Return about what `solve` does, symmetric and positive definite, by two V-cycles; collective."""
+        """Return an approximation of `solve`, symmetric and positive definite, by two V-cycles; collective."""
         r = own_block(self.domain, r, "inverse.Bilaplacian.precondition")
         return self._scale * self._levels(self._levels(self._scale * r))
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
-        """Return S ξ, where S Sᵀ is the covariance, of plain noise of shape local_shape: one solve; collective."""
+        """Return S ξ for plain noise ξ of shape local_shape, S Sᵀ the covariance: one solve; collective."""
         return self._scale * self._inverse(xi)
 
     def _inverse(self, b: LocalArray) -> LocalArray:

@@ -1,7 +1,7 @@
-"""What Gaussian priors share: their cost, samples, the checks of their arguments, and variances without a solve.
+"""The base of Gaussian priors: their cost, samples, the checks of their arguments, and variances without a solve.
 
-Diagonals of (c - ∇·(a∇))⁻ᵖ on a box are found by the heat kernel, exactly for the grid. A power of an operator is an
-integral over its semigroup, A⁻ᵖ = ∫ tᵖ⁻¹ e^(-tA) dt / Γ(p), and on a box e^(-tA) is a product of one factor for each
+Diagonals of (c - ∇·(a∇))⁻ᵖ on a box are computed by the heat kernel, exactly for the grid. A power of an operator is an
+integral over its semigroup, A⁻ᵖ = ∫ tᵖ⁻¹ e^(-tA) dt / Γ(p), and on a box e^(-tA) is a product of one factor per
 dimension, whose diagonal is a sum over the cosines of that dimension. With t = eˢ the trapezoidal rule converges
 geometrically.
 
@@ -66,11 +66,11 @@ class GaussianPrior:
         raise NotImplementedError
 
     def precondition(self, r: LocalArray) -> LocalArray:
-        """Return about what `solve` does, symmetric and positive definite, by a V-cycle for each solve; collective."""
+        """Return an approximation of `solve`, symmetric and positive definite, by one V-cycle per solve; collective."""
         raise NotImplementedError
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
-        """Return S ξ, where S Sᵀ is the covariance, of plain noise of shape (*noise, *local_shape); collective."""
+        """Return S ξ for plain noise ξ of shape (*noise, *local_shape), S Sᵀ the covariance; collective."""
         raise NotImplementedError
 
     def cost(self, m: LocalArray) -> ReplicatedArray:
@@ -107,7 +107,7 @@ class GaussianPrior:
 
 
 def positive(value: object, name: str) -> float:
-    """Return a positive number; a ValueError where it isn't one."""
+    """Return a positive number; raise a ValueError if it isn't one."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -118,7 +118,7 @@ def positive(value: object, name: str) -> float:
 
 
 def own_block(domain: Domain, block: LocalArray, call: str, several: bool = False) -> LocalArray:
-    """Return this rank's plain block; a ValueError on all ranks, where one has a block of another grid; collective.
+    """Return this rank's plain block; raise a ValueError on all ranks if one has a block of another grid; collective.
 
     With `several` it may be some blocks, along leading axes.
     """
@@ -135,8 +135,8 @@ def own_block(domain: Domain, block: LocalArray, call: str, several: bool = Fals
 def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any], call: str) -> list[LocalArray]:
     """Return blocks of numbers or blocks, the first of which may have any sign; check all arguments on all ranks.
 
-    By their names `fields` are numbers or arrays of shape local_shape, `numbers` what must be positive, one or one for each
-    dimension, and the same on all ranks. A TypeError or ValueError on all ranks, where one of any is wrong.
+    By their names, `fields` are numbers or arrays of shape local_shape; `numbers` are positive, one or one per dimension,
+    and the same on all ranks. Raise a TypeError or ValueError on all ranks if an argument of any is invalid.
     """
     if not isinstance(domain, Domain):
         raise TypeError(f"{call}: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r:.60}.")
@@ -173,7 +173,7 @@ def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> Loc
     largest = c + 4.0 * sum(a)
     s = np.arange(math.log(_SMALL / largest), math.log(_DECAYED / c), _STEP)
     times = np.exp(s)
-    # One power of t more for dt = t ds. What isn't there is 1 / t of the largest: e^(-tA) is the identity at first.
+    # An additional power of t from dt = t ds. The sum starts at a t at which e^(-tA) is still nearly the identity.
     weights = _STEP * times**power * np.exp(-c * times) / math.gamma(power)
     factors = [
         _diagonal(n, cells, rate, wraps, times)

@@ -25,7 +25,7 @@ class H1(GaussianPrior):
     gradient, value : float
         a and c, positive; a small c only pins the mean.
     mean : float or array of shape local_shape
-        Constant where gradients are to be penalised as such.
+        Constant, if gradients themselves are to be penalized.
     spacing : float or one for each dimension
         Between the cells.
     rtol : float
@@ -34,11 +34,11 @@ class H1(GaussianPrior):
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument on any of them is wrong, or differs.
+        On all ranks, if an argument on any of them is invalid, or differs.
 
     Ranks
     -----
-    All ranks of the domain call it, and everything of it.
+    All ranks of the domain call it, and its methods.
 
     Examples
     --------
@@ -72,14 +72,14 @@ class H1(GaussianPrior):
         return self._levels.solve(g, rtol=self._rtol) / self._volume
 
     def precondition(self, r: LocalArray) -> LocalArray:
-        """Return about what `solve` does, symmetric and positive definite, by one V-cycle; collective."""
+        """Return an approximation of `solve`, symmetric and positive definite, by one V-cycle; collective."""
         return self._levels(own_block(self.domain, r, "inverse.H1.precondition")) / self._volume
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
-        """Return S ξ, where S Sᵀ is the covariance, of noise of shape (d + 1, *local_shape): one solve; collective.
+        """Return S ξ for noise ξ of shape (d + 1, *local_shape), S Sᵀ the covariance: one solve; collective.
 
-        The operator is GᵀG + c, where G has the differences across faces. So Gᵀ of noise on the faces, with √c times noise
-        in the cells, has the operator for its covariance.
+        The operator is GᵀG + c; G computes the differences across faces. So Gᵀ of noise on the faces, plus √c times noise
+        in the cells, has the operator as its covariance.
         """
         padded = self._levels.domain.exchange(xi[:-1], "zero", corners=False)
         total = math.sqrt(self._value) * xi[-1]

@@ -1,7 +1,7 @@
 """The Gaussian around the most probable field, from the leading eigenpairs of the data's Hessian in the prior's.
 
-With H u = λ R u, R the prior's inverse covariance, the posterior's covariance is R⁻¹ - Σ λ/(1 + λ) u uᵀ. What the data
-don't tell has small λ and is left to the prior.
+With H u = λ R u, R the prior's inverse covariance, the posterior's covariance is R⁻¹ - Σ λ/(1 + λ) u uᵀ. Directions that
+the data don't determine have small λ and are left to the prior.
 
 References
 ----------
@@ -76,7 +76,7 @@ class Posterior:
         return float(0.5 * trace + self.prior.cost(self.mean))
 
     def predict(self, fun: Callable[[LocalArray], LocalArray], draws: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and standard deviation of what a function makes of samples, seeds from `seed` on; collective."""
+        """Return mean and standard deviation of a function of samples, with seeds from `seed` on; collective."""
         found = np.stack([np.asarray(fun(self.sample(seed + k))) for k in range(draws)])
         return found.mean(axis=0), found.std(axis=0, ddof=1)
 
@@ -117,17 +117,17 @@ def laplace_approximation(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument is wrong, or the product isn't symmetric.
+        On all ranks, if an argument is invalid, or the product isn't symmetric.
 
     Warns
     -----
     RuntimeWarning
-        If the last eigenvalue exceeds 1: the data tell more than k pairs hold. If a Ritz value is negative beyond rounding:
-        `product` has the wrong sign, or is indefinite, and that part of it is left out.
+        If the last eigenvalue exceeds 1: k pairs don't hold all information of the data. If a Ritz value is negative beyond
+        rounding: `product` has the wrong sign, or is indefinite, and that part of it is left out.
 
     Ranks
     -----
-    All ranks of the prior's domain call it, and what it returns.
+    All ranks of the prior's domain call it, and the methods of the result.
 
     Examples
     --------

@@ -28,7 +28,7 @@ class TotalVariation:
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where an argument on any of them is wrong, or differs.
+        On all ranks, if an argument on any of them is invalid, or differs.
 
     Ranks
     -----

@@ -83,7 +83,7 @@ class SGD:
 
 
 def checked_rate(rate: float | Callable[[int], float], name: str) -> None:
-    """Raise a ValueError where a learning rate isn't a positive number or a function."""
+    """Raise a ValueError if a learning rate isn't a positive number or a function."""
     if not callable(rate) and not (isinstance(rate, Real) and 0 < rate < math.inf):
         allowed = "above zero, or a function of the number of updates"
         raise ValueError(f"{name}: learning_rate must be {allowed}, but got {rate!r}.")
@@ -141,7 +141,7 @@ class Adam:
             `updates`, their number, and the means `first` and `second` in the form of the parameters.
         """
         refuse_objects(params, "params", f"{type(self).__name__}.setup")
-        # |g|² is real where parameters are complex: half of the memory.
+        # |g|² is real also for complex parameters: half of the memory.
         second = each(lambda x: np.zeros_like(np.real(x)), params)
         return {"updates": 0, "first": zeros_like(params), "second": second}
 
@@ -181,13 +181,13 @@ class Adam:
         correction = 1 - self.beta2**number
 
         def formula(x: Array, g: Array, m: Array, v: Array, new_x: Array, first: Array, second: Array) -> None:
-            g = g.conj()  # the array itself where it is real
+            g = g.conj()  # the array itself if it is real
             np.add(self.beta1 * m, (1 - self.beta1) * g, out=first)
             np.add(self.beta2 * v, (1 - self.beta2) * _squares(g), out=second)
             step = scale * first / (np.sqrt(second / correction) + self.epsilon)
             np.subtract(self._decayed(x, rate), step, out=new_x)
 
-        # Block by block through all of them: what the formula holds in between stays in the cache.
+        # Block by block through all arrays: the formula's intermediate results stay in the cache.
         new, first, second = in_blocks(formula, [leaves, given, *moments], results=(0, 2, 3))
         return {"updates": number, "first": build(first), "second": build(second)}, build(new)
 

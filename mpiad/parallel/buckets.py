@@ -55,7 +55,7 @@ class Plan:
             open_ones[kind].append(place)
             filled[kind] += length
         self.buckets = [_bucket(places[::-1], specs) for places in groups]
-        # What ranks can compare: of devices only that it is one, since their numbers differ on one node. By a CRC, because
+        # Data that ranks compare: of a device only whether it is one, since their numbers differ on a node. A CRC, because
         # Python's hash of strings differs between processes; below 2¹⁸, so that a sum of squares over 10⁵ ranks is exact.
         said = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
         self.digest = zlib.crc32(repr((said, limit)).encode()) % 2**18
@@ -64,7 +64,7 @@ class Plan:
 
 
 def plan_of(specs: list[Spec], limit: int, before: Plan | None) -> Plan:
-    """Return a plan, the one from before where it serves: trainings reduce the same arrays again and again."""
+    """Return a plan, the previous one if it fits: trainings reduce the same arrays repeatedly."""
     return before if before is not None and before.limit == limit and before.specs == specs else Plan(specs, limit)
 
 
@@ -77,9 +77,9 @@ def _bucket(places: list[int], specs: Sequence[Spec]) -> Bucket:
 class Sums:
     """Sums over the ranks of arrays that become ready one after another, or all at once.
 
-    It is a context: an exception that leaves it once sums may be under way marks the channel, because ranks that have
-    started different numbers of them would add up what doesn't belong together from then on. None started here may be
-    some on another rank.
+    It is a context: an exception that leaves it after sums may have started marks the channel, because ranks that have
+    started different numbers of sums would combine different arrays from then on. Another rank may have started sums
+    even if this one hasn't.
     """
 
     def __init__(self, channel: Channel, plan: Plan):
@@ -95,10 +95,10 @@ class Sums:
         self._begun = self._plan.several
 
     def add(self, place: int, array: Array) -> None:
-        """Hand in one array, and start what is full."""
+        """Add one array, and start the sums of full buckets."""
         self._arrays[place] = array
         self._missing[self._plan.bucket_of[place]] -= 1
-        # In the buckets' order, though a later one may be full before: all ranks must start the same sums, one by one.
+        # In the buckets' order, though a later one may be full first: all ranks must start the sums in the same order.
         while len(self._wholes) < len(self._missing) - 1 and not self._missing[len(self._wholes)]:
             whole = self._packed()
             # A device array goes through memory of the transport's own, so there is no sum in place to start.
@@ -146,14 +146,14 @@ class Sums:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # After `begin` also where none was started here: another rank's reverse pass may have been faster.
+        # After `begin` also if none was started here: another rank's reverse pass may have been faster.
         if kind is not None and (self._started or self._begun):
             self._channel.mark(f"{kind.__name__} left a gradient whose sums over the ranks were under way.")
 
 
 class _Aside:
-    """What a sum needs of a channel, with the communicator that nothing else uses."""
+    """The parts of a channel that a sum needs, with a communicator that nothing else uses."""
 
     def __init__(self, channel: Channel):
-        # The channel holds what is under way, as for all that it must complete at its end; only the messages go aside.
+        # The channel keeps track of active requests, which it must complete at its end; only messages use the duplicate.
         self.data, self.begin, self.release = channel.aside(), channel.begin, channel.release

@@ -46,9 +46,9 @@ class DistributedDataContainer:
     """Give this rank its part of a data set that all ranks hold, or can read.
 
     Without `batch_size` an item is one sample, and the container holds this rank's even share: ranks' lengths differ by one
-    where the samples can't be divided, since each is seen once. A loop that communicates for each item would wait there
-    for ever; it takes `batch_size`. Then an item is this rank's part of one batch of all ranks, of which all have as many,
-    and batches hold the same samples on any number of ranks.
+    if the samples don't divide evenly, since each is used once. A loop that communicates for each item would then wait
+    forever; it needs `batch_size`. Then an item is this rank's part of one batch of all ranks, all ranks have the same
+    number of items, and batches hold the same samples on any number of ranks.
 
     Parameters
     ----------
@@ -66,12 +66,12 @@ class DistributedDataContainer:
     Attributes
     ----------
     epoch : int
-        What `set_epoch` was last given, 0 at first.
+        The last argument of `set_epoch`, 0 initially.
 
     Raises
     ------
     TypeError, ValueError
-        Where the arrays aren't equally long, there is no sample, or `batch_size` isn't a positive integer.
+        If the arrays aren't equally long, there is no sample, or `batch_size` isn't a positive integer.
 
     Ranks
     -----
@@ -168,7 +168,7 @@ def _entries(leaves: Sequence[Any], numbers: np.ndarray) -> list[Any]:
 
 
 def _arrays(data: Tree) -> tuple[Sequence[Any], Any] | None:
-    """Return the arrays of a nest and the way back, None where the data are something else."""
+    """Return the arrays of a pytree and the function that rebuilds it, or None if the data are something else."""
     if isinstance(data, list):
         return None  # of samples, which may be arrays themselves
     leaves, build = flatten(data)

@@ -47,13 +47,13 @@ def value_and_grad(
     ----------
     loss : callable
         ``loss(params, *batch)`` returns the mean over this rank's samples, one real number. It isn't called on a rank
-        without samples; so where it communicates, every rank needs some.
+        without samples; so if it communicates, every rank needs some.
     samples : callable, optional
         ``samples(params, *batch)`` returns the number of this rank's samples. By default it is the length of the first
-        array of the batch, and 1 where there is no batch.
+        array of the batch, and 1 if there is no batch.
     comm : mpi4py intracommunicator, optional
     bucket_bytes : int
-        How much is added up in one message, for each dtype.
+        The number of bytes that are reduced in one message, per dtype.
 
     Returns
     -------
@@ -64,9 +64,9 @@ def value_and_grad(
     Raises
     ------
     TypeError
-        On all ranks, where `loss` returns anything but a real number; where there is nothing to differentiate by.
+        On all ranks, if `loss` doesn't return a real number; if there is no real or complex floating-point parameter.
     ValueError
-        On all ranks, where none of them has a sample; where their parameters differ in number, shape or dtype.
+        On all ranks, if none of them has a sample; if their parameters differ in number, shape or dtype.
 
     Ranks
     -----
@@ -74,7 +74,7 @@ def value_and_grad(
 
     Adjoint
     -------
-    None: where derivatives of the gradient are needed, use `mpiad.value_and_grad` with ``shared=True``.
+    None: for derivatives of the gradient, use `mpiad.value_and_grad` with ``shared=True``.
 
     Notes
     -----
@@ -114,11 +114,11 @@ def gradient_of_sum(
     loss: Function, variables: Variables, batch: Sequence[Any], count: int, agree: Callable[..., Totals],
     ready: Callable[[int, Any], None], early: Callable[[], None] | None,
 ) -> Totals:  # fmt: skip
-    """Return all ranks' samples and losses; hand on this rank's gradient as it is found.
+    """Return all ranks' samples and losses; pass this rank's gradient to `ready` as it is computed.
 
-    ``agree(loss=, problem=)`` returns `totals` of what is known before. ``ready(k, gradient)`` is called once for each
-    trained leaf, with the gradient of the sum of this rank's samples' losses; `early` is called before the reverse pass,
-    where `ready` is to be called within, at the cost of a look through the record.
+    ``agree(loss=, problem=)`` returns `totals` with these arguments. ``ready(k, gradient)`` is called once for each
+    trained leaf, with the gradient of the sum of this rank's samples' losses. If `early` is given, it is called before the
+    reverse pass, and `ready` during it, at the cost of a pass through the record.
     """
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
@@ -139,13 +139,13 @@ def gradient_of_sum(
         return found
     traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=leaves))
     value = traced.build(traced.values)
-    # Before the reverse pass, in which sums may start: whoever has no loss to differentiate can't leave the others in them.
+    # Before the reverse pass, in which sums may start: a rank without a valid loss must not leave others waiting in them.
     wanted = "loss must return one real number"
     problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", wanted)
     found = agree(problem=problem) if problem else agree(loss=float(np.reshape(to_host(getval(value)), ())) * count)
-    # By the number of samples: what a mean divides by it is whole again.
+    # Multiplied by the number of samples: the sum of the losses from their mean.
     spec = spec_like(value)
-    # Where the loss doesn't depend on the parameters there is no place to start from, and all gradients are zero.
+    # If the loss doesn't depend on the parameters there are no seeds, and all gradients are zero.
     seeds = [(traced.places[0], spec.zeros() + spec.dtype.type(count))] if traced.places[0] >= 0 else []
     if early is not None:
         early()
@@ -165,19 +165,19 @@ class DistributedOptimizer:
         `Adam`, `AdamW`, `SGD`, or anything with ``setup(params) -> state`` and ``update(state, params, gradient) ->
         (state, params)``.
     reduction : {"mean", "sum"}
-        "mean": by the number of samples where it is given, else by the number of ranks.
+        "mean": divide by the number of samples if it is given, else by the number of ranks.
     accumulate : int
-        How many gradients are added up on each rank before one update is made of them all.
+        The number of gradients that are added up on each rank before an update.
     clip_norm : float, optional
-        The longest that the reduced gradient may be, in the 2-norm over all parameters; longer ones are shortened.
+        The largest 2-norm of the reduced gradient over all parameters; larger gradients are scaled down.
     bucket_bytes : int
-        How much is added up in one message, for each dtype.
+        The number of bytes that are reduced in one message, per dtype.
     comm : mpi4py intracommunicator, optional
 
     Raises
     ------
     TypeError, ValueError
-        Where an argument can't be used.
+        If an argument is invalid.
 
     Examples
     --------
@@ -225,8 +225,8 @@ class DistributedOptimizer:
         Returns
         -------
         dict
-            `optimizer`, the inner optimizer's state; with `accumulate` also what is added up so far on this rank
-            (`gradient`), of how many steps (`steps`) and samples (`samples`).
+            `optimizer`, the inner optimizer's state; with `accumulate` also this rank's accumulated gradient
+            (`gradient`), and its number of steps (`steps`) and samples (`samples`).
         """
         state = {"optimizer": self.optimizer.setup(params)}
         return state if self.accumulate == 1 else {**state, "gradient": None, "steps": 0, "samples": 0}
@@ -242,22 +242,22 @@ class DistributedOptimizer:
         params : pytree of arrays
             The same on all ranks.
         gradient : pytree of arrays
-            This rank's own, in the form of the parameters: that of its mean loss where `samples` is given.
+            This rank's own, in the form of the parameters: that of its mean loss if `samples` is given.
         samples : int, optional
-            How many samples the gradient is the mean of, by which it counts; 0 where this rank had none, whose gradient
-            is then not looked at. Given on all ranks or on none.
+            The number of samples that the gradient is the mean of, used as its weight; if it is 0, this rank's gradient is
+            ignored. Given on all ranks or on none.
 
         Returns
         -------
         (dict, pytree of arrays)
-            The parameters are those given where more gradients are to be accumulated.
+            The parameters are unchanged if more gradients are to be accumulated.
 
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where one's gradient, or the gradients that its state has accumulated, don't have the form of the
-            parameters (where more gradients are to be accumulated on that rank alone), none has a sample, or their
-            parameters differ in number, shape or dtype. If the state is another optimizer's or of other parameters.
+            On all ranks, if the gradient of one, or its accumulated gradient, doesn't have the form of the parameters (on
+            that rank only, if more gradients are to be accumulated), if none has a sample, or if their parameters differ in
+            number, shape or dtype. If the state is another optimizer's or of other parameters.
 
         Ranks
         -----
@@ -417,7 +417,7 @@ def clipped(arrays: list[Array], longest: float | None) -> list[Array]:
     """
     if longest is None:
         return arrays
-    norm = math.hypot(*_norms(arrays))  # which doesn't overflow where a sum of squares would
+    norm = math.hypot(*_norms(arrays))  # hypot avoids the overflow of a sum of squares
     # One that isn't finite stays as it is: scaled down it would look like a gradient.
     if longest < norm < math.inf:
         for array in arrays:

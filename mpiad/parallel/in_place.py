@@ -36,7 +36,7 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     Raises
     ------
     TypeError
-        On all ranks, where a leaf isn't an array that can be written to; where it has no such operation.
+        On all ranks, if a leaf isn't a writable array; if the operation isn't supported for it.
 
     Ranks
     -----
@@ -99,11 +99,11 @@ class Pending:
         self._x, self._arrays, self._requests = x, arrays, requests
 
     def wait(self) -> Tree:
-        """Wait until the sums are there, and return the nest that they were written into; a second time at once."""
+        """Wait for the sums, write them in place, and return the pytree; a second call returns it at once."""
         for array, request in zip(self._arrays, self._requests):
             with restoring_state(), suspended():
                 array[...] = mpi_wait(request)
-        # So that a second wait has nothing to write over what the program has computed since.
+        # So that a second wait doesn't overwrite values that the program has computed since.
         self._arrays, self._requests = [], []
         return self._x
 
@@ -114,7 +114,7 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
     Parameters
     ----------
     x : array, or pytree of arrays
-        As for `allreduce_`. What is added up is what they hold now; nothing is written into them before `wait`.
+        As for `allreduce_`. The sums are of their values at this call; nothing is written into them before `wait`.
     comm : mpi4py intracommunicator, optional
 
     Raises
@@ -149,6 +149,6 @@ def _writable(x: Tree, call: str, comm: Comm) -> list[np.ndarray]:
             kind = "a read-only array" if isinstance(leaf, np.ndarray) else f"{type(leaf).__name__} {leaf!r:.40}"
             error = TypeError(f"{call}: {name} must be an array that can be written to, but got {kind}.")
             break
-    # Also where all is well here: another rank may have found a leaf that can't be written to.
+    # Also if there is no error here: another rank may have found a leaf that isn't writable.
     raise_together(channel(comm, call), error)
     return [leaf for _, leaf in leaves]

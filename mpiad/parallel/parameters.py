@@ -59,7 +59,7 @@ def zeros_like(tree: Tree) -> Tree:
 def matching(
     tree: Tree, params: Tree, wanted: list[Any], call: str, name: str = "gradient", of: str = "params", real: bool = False
 ) -> list[Any]:
-    """Return the leaves of a gradient, or of what is called `name`, whose form, shapes and dtypes must be the parameters'.
+    """Return the leaves of a gradient, or another tree called `name`; structure, shapes and dtypes must be the parameters'.
 
     `wanted` are the leaves of the parameters, called `of`; with `real` the dtypes are those of their real parts.
     """
@@ -95,7 +95,7 @@ def same_form(tree: Tree, other: Tree) -> bool:
 
 def _fits(g: Array, leaf: Array) -> bool:
     if type(g) is np.ndarray and type(leaf) is np.ndarray:
-        # What isn't trained may have any gradient: it isn't looked at.
+        # Leaves that aren't trained may have any gradient: it is ignored.
         return (g.dtype == leaf.dtype and g.shape == leaf.shape) or leaf.dtype.kind not in "fc"
     return not is_variable(leaf) or (is_variable(g) and spec_like(g) == spec_like(leaf))
 

@@ -51,7 +51,7 @@ latest = _Latest()
 
 
 def require_equal_replicas(used: Channel, call: str, held: dict[str, Tree]) -> None:
-    """Raise on all ranks where the `params` they train, or what they train them with, differ; under ``MPIAD_DEBUG=1`` only.
+    """Raise on all ranks if their trained `params` or other entries of `held` differ; under ``MPIAD_DEBUG=1`` only.
 
     All ranks call it. Leaves that aren't trained may differ in `params` and in the `state`.
     """
@@ -69,7 +69,7 @@ def require_equal_replicas(used: Channel, call: str, held: dict[str, Tree]) -> N
 
 
 class Totals(NamedTuple):
-    """What all ranks have together: samples in this batch, samples in all that are accumulated, and their sum of losses."""
+    """Totals over all ranks: samples in this batch, samples in all accumulated batches, and the sum of losses."""
 
     batch: int
     all: int
@@ -80,20 +80,20 @@ def totals(
     used: Channel, plan: Plan, params: Tree, call: str, count: int, before: int = 0, loss: float = 0.0,
     problem: Problem | None = None,
 ) -> Totals:  # fmt: skip
-    """Return the ranks' sums, after seeing that they are about to add up the same arrays: in one message of all ranks.
+    """Return the ranks' sums, and check that they are about to add up the same arrays, in one reduction.
 
-    They are of the samples, those of batches accumulated before, and the sum of the samples' losses; `problem` is what is
-    wrong with this rank's. A TypeError or ValueError on all ranks, where their parameters differ in number, shape or dtype;
-    where none has a sample; where there is a problem on one.
+    The sums are those of samples, of samples including batches accumulated before, and of the samples' losses; `problem`
+    is an error on this rank. Raise a TypeError or ValueError on all ranks if their parameters differ in number, shape or
+    dtype, if none has a sample, or if there is a problem on one.
     """
     # All but the loss are whole numbers below 2⁵³, so their sums are exact.
     mine = [count, count + before, plan.digest, plan.digest**2, problem is not None, loss]
     found = allreduce(used, np.array(mine, float), SUM, call)
     total, accumulated, digests, squares, problems, sum_of_losses = found.tolist()
-    # By Cauchy and Schwarz, size · Σ d² = (Σ d)² for equal digests only. As integers: of a hundred ranks the products are
-    # larger than what floats hold exactly.
+    # By Cauchy and Schwarz, size · Σ d² = (Σ d)² for equal digests only. As integers: for a hundred ranks the
+    # products are larger than the integers that floats represent exactly.
     if used.size * int(squares) != int(digests) ** 2:
-        # `found` is the same on all ranks, so all come here, or none, and may talk about what differs.
+        # `found` is the same on all ranks, so all ranks get here, or none, and may communicate to find the difference.
         raise agreed(used, _difference(used, plan, params, call))
     if total < 1:
         raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample to learn from."))

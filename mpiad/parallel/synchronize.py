@@ -36,7 +36,7 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where a rank's nest has another form than the root's, or a leaf another shape or dtype: says which.
+        On all ranks, if a rank's pytree differs from the root's in structure, or a leaf in shape or dtype: names the leaf.
 
     Ranks
     -----

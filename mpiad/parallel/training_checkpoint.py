@@ -1,4 +1,4 @@
-"""Checkpoints of trainings: what all ranks hold, and what is each rank's own, in one file."""
+"""Checkpoints of trainings: the state that all ranks share, and each rank's own, in one file."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ _GENERATORS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 
 
 class TrainingCheckpoint(NamedTuple):
-    """What `load_checkpoint` returns."""
+    """The result of `load_checkpoint`."""
 
-    tree: Tree  # what was saved of all ranks
-    own: Tree  # what was saved of this rank; None where nothing was
+    tree: Tree  # the saved state of all ranks
+    own: Tree  # the saved state of this rank; None if there is none
 
 
 def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, root: Rank = 0, comm: Comm = None) -> None:
-    """Write the state of a training, whole or not at all: whoever is killed leaves the old file or the new one.
+    """Write the state of a training atomically: if a process is killed, the file is the old one or the new one.
 
     Parameters
     ----------
     path : path
         Of one file, which the root writes.
     tree : pytree
-        What is the same on all ranks: parameters, the optimizer's state, the epoch. Arrays (on devices too), numbers,
-        strings, None and `numpy.random.Generator` in dicts, lists and tuples; the root's counts. It is written as data,
+        The state that is the same on all ranks: parameters, the optimizer's state, the epoch. Arrays (on devices, too),
+        numbers, strings, None and `numpy.random.Generator` in dicts, lists and tuples; the root's is written, as data,
         never as a pickle.
     own : pytree, optional
-        What differs between ranks: their generators, or with ``accumulate=k`` the optimizer's state between two updates.
+        State that differs between ranks: generators, or with ``accumulate=k`` the optimizer's state between two updates.
     root : int
     comm : mpi4py intracommunicator, optional
 
     Raises
     ------
     TypeError
-        On all ranks, where a nest of any rank holds something else.
+        On all ranks, if a pytree of any rank holds something else.
     OSError
-        On all ranks, where the file can't be written; an older one stays.
+        On all ranks, if the file can't be written; an older one stays.
 
     Ranks
     -----
@@ -88,29 +88,29 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
 def load_checkpoint(
     path: str | PathLike[str], *, like: Tree = None, root: Rank = 0, comm: Comm = None
 ) -> TrainingCheckpoint | None:
-    """Read what `save_checkpoint` wrote, to go on as if nothing had happened.
+    """Read a file of `save_checkpoint`, to resume a training.
 
     Parameters
     ----------
     path : path
         Only the root reads.
     like : pytree, optional
-        What the caller expects, as the parameters that the training would begin with: `tree` or `own`, or a part of one
-        of them, must have its form, shapes and dtypes. Needed if arrays were saved from a device: they go to the device
-        of its first array on one.
+        The expected state, such as the initial parameters of the training: `tree` or `own`, or a part of one of them, must
+        have its structure, shapes and dtypes. Needed if arrays were saved from a device: they are copied to the device of
+        the first device array in `like`.
     root : int
     comm : mpi4py intracommunicator, optional
 
     Returns
     -------
     TrainingCheckpoint or None
-        None on all ranks where there is no such file: the training begins.
+        None on all ranks if the file doesn't exist: the training begins.
 
     Raises
     ------
     ValueError
-        On all ranks, where the file is damaged, isn't a training's, or holds parts of another number of ranks; where it
-        holds nothing of the form, shapes and dtypes of `like`, or arrays of a device, and `like` none.
+        On all ranks, if the file is damaged, isn't a training's, or holds parts of another number of ranks; if nothing in
+        it matches `like` in structure, shapes and dtypes; or if it holds arrays of a device and `like` holds none.
 
     Ranks
     -----
@@ -154,7 +154,7 @@ def load_checkpoint(
 
 
 def _require_like(restored: TrainingCheckpoint, like: Tree) -> None:
-    """Raise a ValueError if no part of a checkpoint has the form, shapes and dtypes of what the caller expects."""
+    """Raise a ValueError if no part of a checkpoint has the structure, shapes and dtypes of `like`."""
     wrong, parts = ValueError("no part of it has the form (keys and lengths) of like."), list(restored._asdict().items())
     for name, part in parts:  # which grows
         if same_form(part, like):
@@ -190,9 +190,9 @@ def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[Any]:
-    """Return the description of a nest, and put its arrays among the others.
+    """Return the description of a pytree, and add its arrays to `arrays`.
 
-    A TypeError where it holds something else than arrays, numbers, strings, None, generators of NumPy's, dicts, lists and
+    Raise a TypeError if it holds anything but arrays, numbers, strings, None, generators of NumPy's, dicts, lists and
     tuples.
     """
     if value is None or isinstance(value, (bool, str)):  # bool before int, of which it is a kind
@@ -234,7 +234,7 @@ def _unused(path: str, arrays: dict[str, np.ndarray]) -> str:
 
 
 def _rebuilt(said: list[Any], arrays: dict[str, np.ndarray], home: ArrayModule | None = None) -> Tree:
-    """Return the nest of a description; what was on a device goes where `home` makes arrays: a ValueError without one."""
+    """Return the pytree of a description; device arrays are copied to the device of `home`: a ValueError without one."""
     kind, rest = said[0], said[1:]
     if kind == "plain":
         return rest[0]

@@ -1,6 +1,6 @@
-"""`mpi_map`: independent items, handed to whichever rank is free.
+"""`mpi_map`: independent items, distributed dynamically to free ranks.
 
-`scheduler` is the root's part, `worker` that of the others and what they send each other, `worker_group` who they are.
+The file has three parts: messages and workers, the group of ranks, and the root's scheduler.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpiad.transport.polling import Backoff, wait_for_message
 from mpiad.transport.recovery import ranks_within, recover, recoverable
 from mpiad.transport.tracing import restoring_state
 
-# Batches of items: what ranks send each other, how any rank evaluates one, and a rank that does so until told to stop.
+# Batches of items: the messages between ranks, the evaluation of a batch, and the loop of a worker until it is stopped.
 
 
 TASK, RESULT, STOP, BYE = range(1, 5)  # the messages' kinds
@@ -44,7 +44,7 @@ class Failed(NamedTuple):
     rank: Rank
 
     def error(self, index: int | None) -> WorkerError:
-        """Return what all ranks raise, or what stands among the results."""
+        """Return the exception that all ranks raise, or that is stored among the results."""
         where = "" if index is None else f" at item {index}"
         text = f"mpi_map: rank {self.rank} raised {self.failure.summary}{where}."
         return WorkerError(text, self.rank, self.failure.trace, index, self.failure.exit_code)
@@ -58,7 +58,7 @@ class Ended(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How the map ended: what all ranks raise, or the results where all are to have them."""
+    """How the map ended: the error that all ranks raise, or the results if all ranks get them."""
 
     failed: Failed | None
     index: int | None
@@ -71,11 +71,11 @@ def evaluated(fun: Callable[[Any], Any], batch: Batch, goes_on: bool, rank: Rank
     start = time.perf_counter()
     for index, item in batch:
         try:
-            # What `fun` communicates (on other communicators) isn't recorded: other ranks' tapes know nothing of it.
+            # Communication of `fun` (on other communicators) isn't recorded, since other ranks' tapes don't contain it.
             with restoring_state(), suspended():
                 result = fun(item)
             require_plain(result, "fun returned")
-        # sys.exit too: a rank that left here would be waited for.
+        # sys.exit, too: others would wait for a rank that left here.
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised on all ranks
             result = Failed(Failure.of(error), rank)
         results.append((index, result))
@@ -104,7 +104,7 @@ def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank:
     while True:
         outcome = _collect(line, root, waiting)
         if outcome is not None:
-            break  # also where batches wait: another rank has failed
+            break  # also if batches wait: another rank has failed
         batch = waiting.popleft()
         if has_failed:
             continue  # the end is on its way
@@ -120,7 +120,7 @@ def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank:
 
 
 def _collect(line: Line, root: Rank, waiting: deque[Batch]) -> Outcome | None:
-    """Take all that has come; wait where there is nothing to do."""
+    """Receive all messages that have arrived; wait if there is nothing to do."""
     while True:
         message = line.take(root)
         if message is None:
@@ -134,10 +134,10 @@ def _collect(line: Line, root: Rank, waiting: deque[Batch]) -> Outcome | None:
 
 
 def _packed(ended: Ended, rank: Rank) -> PackedObject:
-    """Pack the results, with failures in the place of those that can't be."""
+    """Pack the results, with failures in place of those that can't be packed."""
     try:
         return PackedObject.of(ended)
-    except Exception:  # noqa: BLE001 - pickle raises what it likes
+    except Exception:  # noqa: BLE001 - pickle may raise anything
         # Each by itself: one result that can't be pickled costs its item, and not the batch.
         results = [(index, _sendable(result, rank)) for index, result in ended.results]
         return PackedObject.of(ended._replace(results=results))
@@ -153,8 +153,8 @@ def _sendable(result: object, rank: Rank) -> Any:
 
 # The ranks of one map: a communicator of their own, and which of them are left.
 #
-# It is a duplicate of the library's. Where a process has died, and the MPI survives it, it is made of the ranks that are
-# left, and at the end they agree on who they still are.
+# It is a duplicate of the library's. If a process has died, and the MPI survives it, it consists of the remaining ranks,
+# and at the end they agree on the ranks that are still alive.
 
 
 _log = logging.getLogger("mpiad")
@@ -187,7 +187,7 @@ class WorkerGroup:
         return used.derive(survivors=bool(used.lost))
 
     def place_of(self, root: Rank) -> Rank:
-        """Return the rank in `comm` of a rank of the user's; a RemoteError where its process has died."""
+        """Return the rank in `comm` of a rank of the user's; raise a RemoteError if its process has died."""
         if root not in self.names:
             raise RemoteError(f"mpi_map: the process of the root, rank {root}, has died.", root)
         return self.names.index(root)
@@ -210,7 +210,7 @@ class WorkerGroup:
         if not self._survives:
             self._used.drop(self.comm)
             return
-        # A barrier would fail where a process has died; this succeeds, and all that are left learn the same ranks.
+        # A barrier would fail if a process has died; this succeeds, and all remaining ranks get the same list of ranks.
         left = self.comm.Shrink()
         alive = ranks_within(self._used, left)
         left.Free()
@@ -219,10 +219,10 @@ class WorkerGroup:
             self._used.lose(sorted(set(range(self._used.size)) - set(alive)))
 
 
-# The root's part: it hands out batches, takes results, and evaluates only where nobody else is there to do so.
+# The root's part: it sends batches, receives results, and evaluates items only if there is no other rank.
 #
-# A rank gets its next batch with its result. Where batches are short it has one more in hand, so that it needn't wait for
-# the root; where they are long that would only leave the last of them waiting behind another.
+# A rank gets its next batch when it returns a result. If batches are short it has one more queued, so that it needn't wait
+# for the root; if they are long, a queued batch would only wait behind another one at the end.
 
 
 _SHORT = 0.02  # seconds, far above a message's way to the root and back
@@ -271,7 +271,7 @@ class Scheduler:
                 self._await(RESULT)
 
     def stop(self, outcome: Outcome) -> None:
-        """Tell the others how it ended, and wait until they have heard it."""
+        """Send the outcome to the other ranks, and wait until they have received it."""
         # Lent: the results stay as they are until all have been sent, so large arrays needn't be copied.
         parcel, patience = PackedObject.of(outcome, lent=True), Backoff()
         for rank in list(self._held):
@@ -307,7 +307,7 @@ class Scheduler:
             return None
         try:
             return _Packed([index for index, _ in batch], PackedObject.of(batch))
-        except Exception as error:  # noqa: BLE001 - pickle raises what it likes
+        except Exception as error:  # noqa: BLE001 - pickle may raise anything
             self._fail(Failed(Failure.of(error), self._rank), batch[0][0])
             return None
 
@@ -398,7 +398,7 @@ class Scheduler:
     def _look_for_the_lost(self) -> None:
         self._looked.renew()
         for rank in self._group.newly_lost():
-            # Nothing is waited for from it, and what it held is handed out again.
+            # Don't wait for its messages, and send its batches to other ranks.
             self._line.forget(rank)
             self._again.extend(self._held.pop(rank, ()))
 
@@ -419,21 +419,21 @@ def mpi_map(
     Parameters
     ----------
     fun : callable
-        ``fun(item)`` is called once for each item, on one rank; it mustn't communicate on `comm`, which raises a
-        CommunicatorError inside it: MPI.COMM_SELF serves what would. The root evaluates only where no other rank is there.
+        ``fun(item)`` is called once for each item, on one rank; communication on `comm` inside it raises a
+        CommunicatorError; use MPI.COMM_SELF instead. The root evaluates items only if there is no other rank.
     items : iterable
-        Counts on the root only. It may be a generator of unknown length, and is read no further than is handed out.
-        Items and results are anything that can be pickled; arrays of 64 KiB or more travel without being.
+        Used on the root only. It may be a generator of unknown length, which is read only as items are sent.
+        Items and results are anything that can be pickled; arrays of 64 KiB or more are sent without pickling.
     root : int
     comm : mpi4py intracommunicator, optional
     everywhere : bool
         Whether all ranks get the results, and not the root alone.
     return_exceptions : bool
-        Whether an exception in `fun` stands among the results, as a WorkerError, instead of ending the map.
+        Whether an exception in `fun` is stored among the results, as a WorkerError, instead of ending the map.
     batch : int
-        How many items are handed out at a time, for functions that take microseconds.
+        The number of items per message, for functions that take microseconds.
     progress : bool
-        Whether the root shows on standard error how many items are done, and how long the rest takes where `items` has a
+        Whether the root shows on standard error the number of completed items, and the remaining time if `items` has a
         length.
 
     Returns
@@ -444,12 +444,12 @@ def mpi_map(
     Raises
     ------
     WorkerError
-        On all ranks, where `fun` raises on any, or `items` on the root: with that rank, its traceback and the item's
-        `index`. Items under way are finished first, no others are begun.
+        On all ranks, if `fun` raises on any, or `items` on the root: with that rank, its traceback and the item's
+        `index`. Items that have been started are finished first; no others are started.
     TypeError, ValueError
-        On all ranks, where an argument is wrong on any of them.
+        On all ranks, if an argument is invalid on any of them.
     RemoteError
-        On all ranks that are left, where the root's process dies and the MPI survives it. Where another rank's dies, the
+        On all remaining ranks, if the root's process dies and the MPI survives it. If another rank's process dies, the
         others evaluate its items.
 
     Ranks
@@ -489,7 +489,7 @@ def _agreed_items(group: WorkerGroup, used: Channel, fun: object, items: Any, se
         given = _checked(used, fun, items, settings)
     except (TypeError, ValueError) as error:
         wrong = error
-    # On the group's own communicator: on the user's nothing arrives any more where a process has died.
+    # On the group's own communicator: the user's doesn't work after a process has died.
     found = group.comm.allgather((settings, None if wrong is None else (type(wrong), str(wrong))))
     for name, (other, said) in zip(group.names, found):
         problem = said or (other != found[0][0] and (

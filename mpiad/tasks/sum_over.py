@@ -1,7 +1,8 @@
-"""`sum_over`: items handed to groups of ranks, and the sum of what a function gives for them, with its adjoint.
+"""`sum_over`: the sum of a function over items that are distributed to groups of ranks, with its adjoint.
 
-Each group records its items on the tapes around the call, as if it had called the function itself; only the sum at the end
-joins the groups. Each item has a place of its own there, so that the sum is taken in the items' order, whoever did them.
+Each group records its items on the tapes around the call, as in a direct call of the function; only the sum at the end
+combines the groups. It has an entry per item, so that the terms are added in the items' order, whichever group computed
+them.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class RankGroups:
     Raises
     ------
     TypeError, ValueError
-        On all ranks, where `count` doesn't divide their number or isn't the same on all of them.
+        On all ranks, if `count` doesn't divide their number or isn't the same on all of them.
 
     Ranks
     -----
@@ -127,7 +128,7 @@ _WHO = (
 
 
 class _Failed(NamedTuple):
-    """An item that failed in this rank's group; its exception where that was on this rank."""
+    """An item that failed in this rank's group; its exception if it was raised on this rank."""
 
     item: int
     error: BaseException | None
@@ -149,44 +150,44 @@ def sum_over(
     items : sequence
         The same number of them on all ranks.
     fun : callable
-        ``fun(item, comm)`` returns a real number. The ranks of a group call it together, and what they communicate goes
-        through their communicator `comm`, that of a `Domain` of theirs, for one; communication among all ranks raises
-        a CommunicatorError inside it. It may use traced values from around it.
+        ``fun(item, comm)`` returns a real number. The ranks of a group call it together, and communicate on the group's
+        communicator `comm`, for example that of a `Domain`; communication among all ranks inside it raises a
+        CommunicatorError. It may use traced values of the enclosing function.
     groups : RankGroups or int
-        Or how many: they are then made at the first call, and kept with the communicator.
+        Or their number: they are then made at the first call, and kept with the communicator.
     schedule : str
         ``"static"``: of G groups, group g takes the items g, g + G, g + 2 G and so on. ``"dynamic"``: a group takes the
-        next item when it is done with the last, which is faster where some take much longer than others. The result is the
-        same. In a compiled function all is static.
+        next item when it has finished one, which is faster if items take very different times. The result is the same.
+        A compiled function always uses the static schedule.
     objective : str
         Which of a group's numbers is that of the item, as in `value_and_grad`: that of its first rank, or the ranks' sum or
         mean.
     comm : mpi4py intracommunicator, optional
-        Of all groups, where `groups` is a number.
+        Of all groups, if `groups` is a number.
 
     Returns
     -------
     float
-        The sum in the order of the items, on all ranks: equal for all numbers of groups, bit for bit, where `fun` gives
-        equal numbers.
+        The sum in the order of the items, on all ranks: equal in every bit for all numbers of groups, if the results of
+        `fun` are.
 
     Raises
     ------
     WorkerError
-        On all ranks, where `fun` raises on any, with that rank, its traceback and the item's `index`; a ConvergenceError
-        where it was one, so that `minimize` shortens its step. With a dynamic schedule no items are begun afterwards.
+        On all ranks, if `fun` raises on any, with that rank, its traceback and the item's `index`; a ConvergenceError
+        if it was one, so that `minimize` shortens its step. With a dynamic schedule no items are started afterwards.
     TypeError, ValueError
-        On all ranks, where an argument is wrong on any of them.
+        On all ranks, if an argument is invalid on any of them.
 
     Ranks
     -----
-    All ranks call it, with the same arguments but for what the items are and `fun` does.
+    All ranks call it, with the same arguments; only the contents of items and the function `fun` may differ.
 
     Adjoint
     -------
-    Each rank's own derivatives, of the items of its group; what `fun` communicates is run backwards within the group. Of a
-    variable that all ranks share (``shared=True``) they add up to the whole gradient. The records of all items of a group
-    are held until then; with ``scan(checkpoints=...)`` inside an item they are short.
+    Each rank gets its own derivatives of the items of its group; the communication of `fun` is run backwards within the
+    group. For a variable that all ranks share (``shared=True``) they add up to the whole gradient. The records of all items
+    of a group are kept until then; with ``scan(checkpoints=...)`` inside an item they are short.
 
     Examples
     --------
@@ -239,9 +240,9 @@ def _run(
     fun: Callable, items: list, numbers: Iterable[int], made: RankGroups, weight: float,
     counter: SharedCounter | None = None,
 ) -> tuple[dict[int, Any], Exception | None]:  # fmt: skip
-    """Return the numbers of the items that this rank's group did, and what all ranks raise."""
+    """Return the values of the items that this rank's group computed, and the exception that all ranks raise."""
     used, group = channel(made.whole, _CALL), channel(made.comm, _CALL)
-    # A duplicate of its own: a rank that fails comes to an agreement while others wait in what `fun` communicates.
+    # A separate duplicate: a rank that fails starts an agreement while others wait in communication of `fun`.
     comm = group.derive()
     failures = StageFailures(comm, _CALL, "mpiad.tasks", explain)
     values, failed = dict[int, Any](), None
@@ -281,12 +282,12 @@ def _evaluated(
         return failures.run(stage), None
     except WorkerError as error:
         if error is own:
-            raise  # where ranks that wait can be interrupted, whoever has failed leaves at once
+            raise  # if waiting ranks can be interrupted, a rank that failed leaves at once
         return None, _Failed(number, own)
 
 
 def _number_of(value: Any, weight: float) -> Any:
-    """Return what this rank adds to the sum: a double without axes, on the host."""
+    """Return this rank's term of the sum: a double without axes, on the host."""
     if not weight:
         return 0.0
     if is_device_array(getval(value)):
@@ -295,7 +296,7 @@ def _number_of(value: Any, weight: float) -> Any:
 
 
 def _agreed_error(used: Channel, failed: _Failed | None) -> Exception | None:
-    """Return what all ranks raise: what has happened at the first item that failed."""
+    """Return the exception that all ranks raise: that of the first item that failed."""
     found = used.data.allgather(None if failed is None else (failed.item, failed.error is None))
     first = min([(*mark, rank) for rank, mark in enumerate(found) if mark is not None], default=None)
     if first is None:

@@ -46,23 +46,23 @@ def check_adjoint(
     linear_map : callable
         ``A(x)``, a map of one array.
     x : array
-        This rank's argument, whose shape and dtype count; values are drawn.
+        This rank's argument; only its shape and dtype are used, and values are drawn.
     adjoint : callable, optional
-        ``Aᵀ(y)``; by default what reverse mode gives.
+        ``Aᵀ(y)``; by default that of reverse mode.
     comm : mpi4py intracommunicator, optional
     ulps : float
-        How many roundings of the sum of absolute products the two sides may differ by.
+        Tolerance of the difference, in roundings of the sum of absolute products.
     seed : int
 
     Returns
     -------
     float
-        By how many roundings they differ.
+        The difference in roundings.
 
     Raises
     ------
     AdjointError
-        On all ranks, where they differ by more, or the map isn't linear.
+        On all ranks, if they differ by more than `ulps`, or the map isn't linear.
 
     Ranks
     -----
@@ -81,7 +81,7 @@ def check_adjoint(
     rng = np.random.default_rng((seed, used.rank, 1))
     x = noise_like(x, rng)
     vjp, y = make_vjp(linear_map)(x)
-    # A(2x) = 2 A(x) exactly in binary arithmetic where A is linear.
+    # A(2x) = 2 A(x) exactly in binary arithmetic if A is linear.
     twice = linear_map(x + x)
     y_bar = noise_like(y, rng)
     x_bar = vjp(y_bar) if adjoint is None else adjoint(y_bar)
@@ -105,7 +105,7 @@ def _products(used: Channel, left: tuple, right: tuple, bend: float) -> tuple[li
     """Return both inner products over all ranks, exactly rounded, and the sum of absolute products."""
     terms = [np.ravel(np.asarray(a) * np.asarray(b)) for a, b in (left, right)]
     if not np.iscomplexobj(right[0]):
-        # The cotangent of a real x is real: the real part of the product is what the map is the transpose in.
+        # The cotangent of a real x is real: the transpose is that for the real part of the inner product.
         terms = [np.real(part) for part in terms]
     # The products themselves: sums of each rank's would be rounded before they are added up.
     every = used.data.allgather((terms, bend))

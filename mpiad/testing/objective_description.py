@@ -28,12 +28,12 @@ class ObjectiveReport(NamedTuple):
     objective : str
         The objective that fits.
     values : list
-        What each rank returned.
+        The value that each rank returned.
     factors : dict
-        By what each objective would multiply the gradient that fits; NaN where it isn't a factor.
+        The ratio of each objective's gradient to that of the objective that fits; NaN if there is no common factor.
     largest : list
-        The largest absolute entry of each rank's gradient by its first argument, under that objective; None where that
-        argument holds nothing to differentiate by.
+        The largest absolute entry of each rank's gradient with respect to its first argument, under that objective; None
+        if the argument holds no real or complex floating-point values.
     text : str
         The same in words, and whether the gradient is zero on all ranks, or on all but one.
 
@@ -57,7 +57,7 @@ class ObjectiveReport(NamedTuple):
 
 
 def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = None) -> ObjectiveReport:
-    """Run a function once, forwards and backwards, and say which objective fits what its ranks return.
+    """Run a function once, forwards and backwards, and determine the objective that fits its values on all ranks.
 
     Parameters
     ----------
@@ -76,9 +76,9 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     Raises
     ------
     TypeError
-        On all ranks, where one returns anything but a real number or None.
+        On all ranks, if one returns anything but a real number or None.
     RequestError
-        On all ranks, where one leaves a request unwaited for.
+        On all ranks, if one never waits for a request.
 
     Ranks
     -----
@@ -96,7 +96,7 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     used = channel(comm, _CALL)
     root = root_of(root, used, _CALL)
     variables = _variables_of(args)
-    # Traced on all ranks, also where there is nothing to differentiate by: others wait for the way back of its messages.
+    # Traced on all ranks, also on those without variables: others wait for the adjoints of their messages.
     traced = trace_backwards(lambda x: fun(*(arguments_with(args, 0, x) if variables.places else args)), variables)
     values = _values(traced, used)
     kind, objective, factors, text = _how_they_lie(values, root)
@@ -113,7 +113,7 @@ def _variables_of(args: tuple) -> Variables:
 
 
 def _values(traced: Traced, used: Channel) -> list:
-    """Return what each rank returned, on all ranks; raise on all where that is no number."""
+    """Return all ranks' values, on all ranks; raise on all if one isn't a real number or None."""
     found = traced.build(traced.values)
     scalar = found is None or (np.ndim(found) == 0 and np.isrealobj(found) and not isinstance(found, str))
     mine = None if found is None else float(found) if scalar else repr(found)[:60]
@@ -127,7 +127,7 @@ def _values(traced: Traced, used: Channel) -> list:
 
 
 def _which_matter(largest: list) -> str:
-    """Return what zeros among the gradients say; empty where they say nothing."""
+    """Return the text on zeros among the gradients; empty if there is nothing to report."""
     ranks = [rank for rank, entry in enumerate(largest) if entry != 0.0]
     if not ranks:
         return (
@@ -147,7 +147,7 @@ def _how_they_lie(values: list, root: int) -> tuple[str, str, dict, str]:
     """Return kind, objective, factors and the same in words."""
     size = len(values)
     others = [value for rank, value in enumerate(values) if rank != root]
-    if all(value is None or value == 0.0 for value in others) and others:  # one rank alone holds what all hold
+    if all(value is None or value == 0.0 for value in others) and others:  # a single rank is the case "same"
         factors = {"root": 1.0, "sum": 1.0, "mean": 1.0 / size}
         said = f"only the root (rank {root}) holds the result. objective='root' fits; 'mean' would divide by {size}"
         return "root", "root", factors, f"{said} the gradient."

@@ -103,7 +103,7 @@ def check_grads(
     step: float = 0.1,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Measure the rate at which the Taylor remainders of the objective shrink, and raise where it is too low.
+    """Measure the convergence rate of the Taylor remainders of the objective, and raise if it is too low.
 
     Parameters
     ----------
@@ -125,14 +125,14 @@ def check_grads(
     Returns
     -------
     dict
-        The measured rate of each check: about 2 for first derivatives, 3 for second, infinite where nothing remains.
+        The measured rate of each check: about 2 for first derivatives, 3 for second, infinite if the remainder is zero.
 
     Raises
     ------
     GradientError
-        On all ranks, where a rate is lower.
+        On all ranks, if a rate is lower.
     ValueError
-        Where there is no such order or mode.
+        If the order or a mode is unknown.
 
     Ranks
     -----
@@ -158,7 +158,7 @@ def check_grads(
     line = _Line(fun, args, argnum, shared, comm, seed, {"objective": objective, "root": root})
     value, gradient = line.gradient(line.x)
     steps = [step / 2**k for k in range(_HALVINGS)]
-    # By the gradient's function, because only that combines what the ranks return into J, as the objective says.
+    # By the gradient's function, because only that combines the ranks' values into J according to the objective.
     values = [line.gradient(line.at(h))[0] for h in steps]
     rates: dict[str, float] = {}
     for mode in modes:

@@ -1,9 +1,9 @@
-"""The gradient of E_q[loss] + w·KL(q‖prior) by the variational parameters, from the model's values and gradients.
+"""The gradient of E_q[loss] + w·KL(q‖prior) in the variational parameters, from the model's values and gradients.
 
 With θ = T(ε; φ), the pathwise gradient is the mean of (∂loss/∂θ)ᵀ ∂T/∂φ. The score function's is that of
-(loss_s - b_s) ∂ log q(θ_s; φ)/∂φ, where the baseline b_s is the mean of the other draws' losses (Kool et al., 2019).
+(loss_s - b_s) ∂ log q(θ_s; φ)/∂φ; the baseline b_s is the mean of the other draws' losses (Kool et al., 2019).
 
-KL is computed in closed form where it is known, or from the same draws: the mean of log q - log p, along the path. In the
+KL is computed in closed form if it is known, or from the same draws: the mean of log q - log p, along the path. In the
 estimator "path" the density's own dependence on φ, whose mean is zero, is left out: as q comes near the exact posterior,
 the noise of the gradient then goes to zero too (Roeder, Wu and Duvenaud, 2017).
 """
@@ -27,8 +27,8 @@ from mpiad.vi.prior import Prior
 
 
 def has_closed_form(posterior: Posterior, prior: Prior) -> bool:
-    """Tell whether KL(q‖prior) is known: both are normal."""
-    # By class: one of the user's with such attributes may mean something else by them.
+    """Return whether KL(q‖prior) has a closed form: both are normal."""
+    # By class: a user's class may give attributes of these names another meaning.
     known = isinstance(posterior, (MeanFieldGaussian, FullRankGaussian)) and isinstance(prior, Prior)
     return known and prior.normal is not None
 
@@ -53,7 +53,7 @@ class Terms(NamedTuple):
 
 
 class Objective(NamedTuple):
-    """What is minimised, and how its gradient is estimated."""
+    """The minimized objective and the estimator of its gradient."""
 
     posterior: Posterior
     prior: Any
@@ -64,7 +64,7 @@ class Objective(NamedTuple):
     def value_and_gradient(self, params: Tree, noise: Array, found: Evaluations) -> tuple[Terms, Tree]:
         """Return the objective's parts and the gradient of their weighted sum, in the form of the parameters.
 
-        The noise lies where they do; what the ranks found lies on the host.
+        The noise is on their device; the evaluations are on the host.
         """
         leaves, build = flatten(params)
         places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
@@ -123,11 +123,11 @@ class Objective(NamedTuple):
 
 
 def on_device(params: Tree) -> Array | None:
-    """Return an array of variational parameters that lies on a device, None where all are on the host."""
+    """Return an array of variational parameters that is on a device, or None if all are on the host."""
     return leaf_on_device([leaf for leaf in flatten(params)[0] if is_variable(leaf)])
 
 
 def placed(x: Array, params: Tree) -> Array:
-    """Return an array of the host's where variational parameters lie."""
+    """Return a copy of a host array on the device of the variational parameters, if they are on one."""
     there = on_device(params)
     return x if there is None else to_device(x, like=there)

@@ -34,7 +34,7 @@ from mpiad.vi.result import VIResult
 
 
 class Optimizer(Protocol):
-    """What a run needs of an optimizer, of the user's or of `mpiad.parallel`."""
+    """The interface of optimizers, the user's or those of `mpiad.parallel`."""
 
     def setup(self, params: Tree) -> Any:
         """Return the state before the first update."""
@@ -45,19 +45,19 @@ class Optimizer(Protocol):
 
 
 class Verdict(NamedTuple):
-    """What the root tells all ranks after an epoch; an exception in a form that can be sent."""
+    """The root's message to all ranks after an epoch; an exception in a form that can be sent."""
 
     ends: bool
     error: Exception | None
 
 
 class Ended(NamedTuple):
-    """What the root tells all ranks after the last epoch."""
+    """The root's message to all ranks after the last epoch."""
 
-    # `params`, `best`: what is reported, and what had the lowest objective; on the host.
+    # `params`, `best`: the reported parameters, and those with the lowest objective; on the host.
     params: Tree
     best: Tree
-    away: bool  # whether they lie on a device on the root
+    away: bool  # whether the root holds them on a device
     history: dict[str, list]
     epochs: int
     best_epoch: int
@@ -65,12 +65,12 @@ class Ended(NamedTuple):
 
 
 class Training:
-    """Variational parameters on their way, and what is known of it.
+    """The state of a fit: variational parameters and their history.
 
-    - `params`: on the host or on a device: where they are updated.
+    - `params`: on the host or on the device on which they are updated.
     - `patience`: epochs without improvement after which the run ends.
     - `average`: whether the average over the last epochs is reported, or the last one.
-    - `failure` (or None): what ended the run.
+    - `failure`: the exception that ended the run, or None.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class Training:
 
     @property
     def found(self) -> tuple[Tree, Tree]:
-        """Return the parameters that are reported and the best, where they lie."""
+        """Return the reported parameters and the best, on their device or the host."""
         return self._params if self._average is None else self._average.params, self._best
 
     def draws(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
-        """Return noise and the draws that are made of it; draws that aren't finite are left for `learn` to find.
+        """Return noise and the draws computed from it; `learn` checks whether draws are finite.
 
-        The noise lies where the parameters do, the draws on the host, from where all ranks get theirs. An exception is
-        left, too: the other ranks already wait for their share, and get NaN.
+        The noise is on the device of the parameters, the draws on the host, from which they are distributed. An exception
+        is only stored, since the other ranks already wait for their share; they get NaN.
         """
         noise = rng.standard_normal((count, self._objective.posterior.dim))
         try:
@@ -116,7 +116,7 @@ class Training:
         return noise, theta
 
     def learn(self, noise: Array, theta: Array, found: Evaluations) -> None:
-        """Make an update, or find what ends the run."""
+        """Make an update, or store the exception or message that ends the run."""
         if self.failure is not None:
             return
         try:
@@ -179,7 +179,7 @@ class Training:
         self._message, self.verdict = message, Verdict(True, None)
 
     def ended(self, n_epochs: int) -> Ended:
-        """Return what all ranks are told at the end."""
+        """Return the root's message to all ranks at the end."""
         epochs = len(self.history["objective"])
         message = self._message or f"all {n_epochs} epochs were made"
         away = on_device(self._params) is not None
@@ -202,7 +202,7 @@ class Average:
     With η = 8 it is as old and as steady as the plain mean of the last fifth of the epochs: the weights' mean age is the
     part 1 / (η + 2) = 1/10 of the run, and the sum of their squares (η + 1)² / (2η + 1) ≈ 5 by the number of epochs.
 
-    `params`: the mean, where the parameters lie. Leaves that aren't floats are the newest.
+    `params`: the mean, on the device of the parameters. Leaves that aren't floats are the newest.
     """
 
     def __init__(self) -> None:
@@ -249,8 +249,8 @@ class VI:
     ----------
     loss : callable
         ``loss(theta, data)`` returns one real number for parameters of shape (dim,): the negative log likelihood, for
-        Bayes' posterior with ``w=1``. Each draw is evaluated on one rank, so it mustn't communicate on `comm`, which
-        ends the run with a WorkerError: MPI.COMM_SELF serves what would (``Domain(..., comm=MPI.COMM_SELF)``).
+        Bayes' posterior with ``w=1``. Each draw is evaluated on one rank, so communication on `comm` inside it
+        ends the run with a WorkerError; use MPI.COMM_SELF instead (``Domain(..., comm=MPI.COMM_SELF)``).
         For pathwise gradients it is written with autograd.numpy.
     posterior : MeanFieldGaussian, FullRankGaussian, Flow, or anything with `dim`, `initial`, `draw` and `log_prob`
     prior : frozen distribution of scipy.stats, (name, *arguments), a sequence of them, or anything with `log_prob`
@@ -266,13 +266,13 @@ class VI:
         Through the model; or by the score function, for models that can't be differentiated, which needs more draws.
     divergence : {"auto", "closed", "draws", "path"}
         KL in closed form, or from the epoch's draws; "path" from draws without the part of its gradient that is zero in the
-        mean, which removes the noise near an exact posterior. "auto" is closed where both are normal, else draws.
+        mean, which removes the noise near an exact posterior. "auto" is closed if both are normal, else draws.
     schedule : {"even", "dynamic"}
         Every rank, the root too, gets an even share of the draws; or whichever rank but the root is free gets the next one,
         for models whose runs take different times.
     devices : sequence of str, optional
-        A name for each rank: "cpu", or "cuda:0" and so on. Where a rank has a GPU, `loss` gets `theta` there, and its value
-        may lie there too; `data` it puts there by itself.
+        A name per rank: "cpu", or "cuda:0" and so on. On a rank with a GPU, `loss` gets `theta` on it, and its value may be
+        there, too; `loss` must copy `data` itself.
     seed : int
         Of all draws.
     root : int
@@ -281,7 +281,7 @@ class VI:
     Raises
     ------
     TypeError, ValueError
-        Where an argument can't be used.
+        If an argument is invalid.
 
     Notes
     -----
@@ -321,7 +321,7 @@ class VI:
         if not isinstance(w, Real) or not 0 <= w < math.inf:
             raise ValueError(f"VI: w must be zero or more, but got {w!r}.")
         _require_count(n_samples_per_epoch, "n_samples_per_epoch")
-        # The root alone makes generators of it, in the midst of a run, where the others would wait for what it can't draw.
+        # Checked here: only the root makes generators from it, during a run; the others would wait if that failed.
         if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
             raise ValueError(f"VI: seed must be an integer, zero or more, but got {seed!r}.")
         self.loss, self.posterior, self.prior = loss, posterior, prior_of(prior, posterior.dim)
@@ -353,15 +353,15 @@ class VI:
         Parameters
         ----------
         data : object
-            Handed to `loss` on each rank: this rank's own. Where it holds device arrays, so is `theta` on their device.
+            Passed to `loss` on each rank: this rank's own. If it holds device arrays, `theta` is on their device, too.
         n_epochs : int
             Updates at most.
         max_epochs_without_improvement : int, optional
             End after so many epochs whose objective wasn't lower than the lowest before. The lowest is that of the luckiest
             draws, so that a small number ends the run too early: take some tens.
         params : pytree of arrays, optional
-            Variational parameters to start from; by default the posterior's own. Counts on the root only. Where they are on
-            a device, draws, densities and updates are made there, and the result's parameters lie there.
+            Initial variational parameters; by default the posterior's own. Used on the root only. If they are on a device,
+            draws, densities and updates are computed there, and the result's parameters are there.
         n_samples : int
             Draws that the result holds.
         callback : callable, optional
@@ -381,11 +381,11 @@ class VI:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, where an argument is wrong, or ranks give others.
+            On all ranks, if an argument is invalid, or arguments differ between ranks.
         WorkerError
-            On all ranks, where the model raised for all draws of an epoch, with the first traceback.
+            On all ranks, if the model raised for all draws of an epoch, with the first traceback.
         FloatingPointError
-            On all ranks, where variational parameters or draws aren't finite: the learning rate may be too large; where the
+            On all ranks, if variational parameters or draws aren't finite: the learning rate may be too large; if the
             prior's density is zero at a draw.
 
         Ranks
@@ -398,8 +398,8 @@ class VI:
         model = Model(self.loss, data, self.gradient == "pathwise", _device_of(self.devices, used, call))
         objective = Objective(self.posterior, self.prior, self.w, self.gradient, self.divergence)
         training = None
-        # After these all ranks do the same, so what only the root does comes first and is agreed upon: whatever the
-        # posterior or the optimizer raises, which may be the user's.
+        # Afterwards all ranks run the same code, so the root's own set-up comes first, and all ranks raise its exceptions,
+        # such as those of a posterior or an optimizer of the user's.
         with raising_together(used, Exception):
             if used.rank == root:
                 # Not default_rng(seed): that is the stream of [seed, 0], epoch 0's noise.
@@ -415,7 +415,7 @@ class VI:
         # No epoch has this number, so these draws are independent of the fit's; all ranks make the same, and send none.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
         samples = np.asarray(self.posterior.draw(ended.params, noise)[0])
-        # On the root they are where they were; elsewhere on the device that the rank's model runs on, if it has one.
+        # On the root they stay in place; elsewhere they go to the device on which the rank's model runs, if it has one.
         kept = model.beside(ended.params, ended.best) if ended.away else (ended.params, ended.best)
         found, best = kept if training is None else training.found
         return VIResult(
@@ -452,7 +452,7 @@ class VI:
         return model.evenly(theta, self.posterior.dim, root, self.comm)
 
     def _fail(self, used: Channel, model: Model, error: Exception) -> None:
-        """Raise on all ranks what ended the run, with the first traceback of the model where it raised for all draws."""
+        """Raise the run's exception on all ranks, with the first traceback if the model raised for all draws."""
         found = model.first_trace(self.comm) if isinstance(error, WorkerError) else None
         if found is not None:
             rank, trace = found
@@ -471,7 +471,7 @@ class VI:
                 _require_count(patience, "max_epochs_without_improvement")
             if not isinstance(average, bool):
                 raise TypeError(f"VI.run: average must be True or False, but got {average!r}.")
-        # What decides how often ranks meet, and what they draw by themselves.
+        # These arguments determine the number of collective calls, and the draws that each rank makes by itself.
         require_same(
             used, f"n_samples_per_epoch={self.n_samples_per_epoch}, n_epochs={n_epochs}, gradient={self.gradient!r}, "
             f"divergence={self.divergence!r}, schedule={self.schedule!r}, w={self.w}, seed={self.seed}, root={self.root}, "
@@ -505,7 +505,7 @@ class VI:
         TypeError, ValueError
             On all ranks, for an `n_samples` that is no count, or differs between ranks.
         WorkerError
-            On all ranks, where the model raised for all draws.
+            On all ranks, if the model raised for all draws.
 
         Ranks
         -----
@@ -516,9 +516,9 @@ class VI:
         with raising_together(used):
             _require_count(n_samples, "n_samples")
         require_same(used, f"n_samples={n_samples}, seed={self.seed}, root={self.root}", "VI.elbo")
-        # Beside those of the epochs and of the result's samples.
+        # Independent of the draws of the epochs and of the result's samples.
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
-        # On the host everywhere, so that all ranks find the same, whatever devices they have.
+        # On the host everywhere, so that results are the same on all ranks, whatever devices they have.
         theta, log_q = (np.asarray(part) for part in self.posterior.draw(to_host(params), noise))
         model = Model(self.loss, data, False, _device_of(self.devices, used, "VI.elbo"))
         with restoring_state(), suspended():
@@ -579,7 +579,7 @@ def _require_one_place(params: Tree, device: int | None, call: str) -> None:
 def _device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | None:
     """Make this rank's GPU, of the `names` "cpu", "cuda:0" and so on, the current one; return its number, None on the cpu.
 
-    All ranks call it. A TypeError or ValueError on all, where there are more names or fewer than ranks, or one has no such
+    All ranks call it. Raise a TypeError or ValueError on all if the number of names isn't that of ranks, or one has no such
     device.
     """
     if names is None:

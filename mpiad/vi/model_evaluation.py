@@ -1,4 +1,4 @@
-"""The model at draws: values, gradients, and what went wrong, on the ranks that are given them."""
+"""Evaluation of the model at draws: values, gradients and exceptions, distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FINE, _RAISED, _NOT_FINITE, _COMMUNICATED = 0.0, 1.0, 2.0, 3.0
 
 
 class Evaluations(NamedTuple):
-    """What the root knows of one epoch's draws."""
+    """The results of one epoch's draws, on the root."""
 
     values: Array  # shape (S,)
     gradients: Array  # shape (S, dim)
@@ -38,19 +38,19 @@ class Model:
     """The user's loss, evaluated draw by draw; remembers the first exception that it raised here.
 
     - `loss`: ``loss(theta, data)``.
-    - `differentiated`: whether gradients by theta are wanted.
-    - `device`: the GPU that this rank's draws are put on; by default that of the data, and the host where these are
+    - `differentiated`: whether gradients with respect to theta are computed.
+    - `device`: the GPU to which this rank's draws are copied; by default that of the data, or the host if they are
       there.
     """
 
     def __init__(self, loss: Function, data: Tree, differentiated: bool, device: int | None = None):
         self._loss, self._data, self._differentiated, self.device = loss, data, differentiated, device
-        # Without a device of its own a draw goes where the data are.
+        # Without an explicit device draws are copied to that of the data.
         self._like = None if device is not None else leaf_on_device(data)
         self.trace: str | None = None
 
     def beside(self, *nests: Tree) -> tuple[Tree, ...]:
-        """Return nests of the host's where the model runs."""
+        """Return copies of the host's pytrees on the device on which the model runs."""
         if self.device is None and self._like is None:
             return nests
         return tuple(to_device(nest, self.device, like=self._like) for nest in nests)
@@ -64,10 +64,10 @@ class Model:
             return row
         try:
             with restoring_state(), suspended():
-                # A copy: where the root evaluates too, this may be a view of the draws that its update still needs.
+                # A copy: if the root evaluates, too, this may be a view of the draws that its update still needs.
                 row[0], row[2:] = self._evaluated(np.array(theta))
         except Exception as error:  # noqa: BLE001  whatever a model raises costs its draw, not the run
-            # The first one: it says why, and those after it mostly the same.
+            # Only the first one: later ones usually have the same cause.
             self.trace = self.trace or "".join(traceback.format_exception(error))
             row[1] = _COMMUNICATED if isinstance(error, CommunicatorError) else _RAISED
             return row
@@ -120,9 +120,9 @@ def _plain_number(value: object) -> float:
 
 
 def sorted_out(rows: Array) -> Evaluations:
-    """Return what rows say."""
+    """Return the evaluations that rows encode."""
     status = rows[:, 1]
-    # A mistake in the program, which others of its draws may not meet: none counts.
+    # An error of the program, which other draws may not reveal: no draw counts.
     if (status == _COMMUNICATED).any():
         status = np.full(len(rows), _RAISED)
     return Evaluations(

@@ -1,4 +1,4 @@
-"""What a posterior must offer; Gaussian ones, independent in each dimension or with a full covariance."""
+"""The interface of posteriors; Gaussian ones, independent in each dimension or with a full covariance."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Posterior(Protocol):
 
 
 def checked_dimension(dim: object, name: str) -> int:
-    """Return the number of parameters; raise a ValueError where it is no positive integer."""
+    """Return the number of parameters; raise a ValueError if it isn't a positive integer."""
     if isinstance(dim, bool) or not isinstance(dim, (int, numpy.integer)) or dim < 1:
         raise ValueError(f"{name}: dim must be an integer above zero, but got {dim!r}.")
     return int(dim)
@@ -68,7 +68,7 @@ class MeanFieldGaussian(_Gaussian):
     dim : int
         The number of parameters.
     mean, sd : float or array of shape (dim,)
-        Where it starts.
+        Initial values.
 
     Examples
     --------
@@ -105,7 +105,7 @@ class FullRankGaussian(_Gaussian):
     ----------
     dim : int
     mean, sd : float or array of shape (dim,)
-        Where it starts, uncorrelated.
+        Initial values, without correlation.
 
     Examples
     --------
@@ -118,15 +118,15 @@ class FullRankGaussian(_Gaussian):
     """
 
     def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
-        """Return the variational parameters at the start: mean, logarithm of L's diagonal, and what is below it.
+        """Return the initial variational parameters: mean, logarithm of L's diagonal, and the strict lower triangle.
 
-        What is below counts in units of the diagonal of its row, so that one learning rate fits all.
+        The triangle is in units of the diagonal of each row, so that one learning rate fits all.
         """
         return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd), "below": numpy.zeros((self.dim, self.dim))}
 
     def factor(self, params: Tree) -> Array:
         """Return L."""
-        # Of the parameters' own arrays alone, so that it lies where they do.
+        # From the parameters' own arrays only, so that it is on their device.
         scale = np.exp(params["log_sd"])
         return np.diag(scale) + scale[:, None] * np.tril(params["below"], -1)
 

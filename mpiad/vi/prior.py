@@ -17,8 +17,8 @@ from mpiad.device.transfer import Constants
 from mpiad.primitives import stop_gradient
 
 _LOG_2PI = float(numpy.log(2 * numpy.pi))
-# Of a central difference of a smooth function in float64, in units of the distribution's scale.
-# The cube root of float64's precision, where truncation (step²) and rounding (precision / step) are alike.
+# Step of a central difference of a smooth function in float64, in units of the distribution's scale: the cube root of
+# float64's precision, which balances truncation (step²) and rounding (precision / step).
 _STEP = 6e-6
 # In units of the distance from an end of the support.
 _NEAR_END = 1e-4
@@ -38,7 +38,7 @@ class Prior:
     Raises
     ------
     TypeError, ValueError
-        Where there is no such distribution, or the number of parameters is another.
+        If the distribution is unknown, or the number of parameters is another.
 
     Examples
     --------
@@ -71,9 +71,9 @@ class Prior:
                 )
 
     def log_prob(self, theta: Array) -> Array:
-        """Return the log densities of points of shape (S, dim); a function of them that traces see.
+        """Return the log densities of points of shape (S, dim); differentiable with respect to them.
 
-        They lie where the points do. Densities of SciPy's other than the normal one are computed on the host.
+        They are on the device of the points. Densities of SciPy's other than the normal one are computed on the host.
         """
         # By the formula, which has derivatives of any order; SciPy's densities have a slope by differences.
         if self.joint is not None:
@@ -95,20 +95,20 @@ class Prior:
 
     @functools.cached_property
     def _normal_terms(self) -> Constants:
-        """Return mean and standard deviation of independent normal distributions, and what their logarithms begin with."""
+        """Return mean, standard deviation and constant term of the log density of independent normal distributions."""
         mean, covariance = self.normal  # type: ignore[misc]
         sd = numpy.sqrt(numpy.diag(covariance))
         return Constants(mean, sd, -0.5 * _LOG_2PI - numpy.log(sd))
 
     @functools.cached_property
     def inverse(self) -> Constants:
-        """Return mean and inverse covariance, where the prior is normal."""
+        """Return mean and inverse covariance of a normal prior."""
         mean, covariance = self.normal  # type: ignore[misc]
         return Constants(mean, numpy.linalg.inv(covariance))
 
     @functools.cached_property
     def normal(self) -> tuple[Array, Array] | None:
-        """Return mean and covariance where the prior is normal, else None."""
+        """Return mean and covariance if the prior is normal, else None."""
         if self.joint is not None:
             return self.joint.mean, self.joint.cov
         if any(one.dist.name != "norm" for one in self.marginals):
@@ -127,7 +127,7 @@ def prior_of(given: Any, dim: int) -> Any:
 
 
 def _joint(distribution: object) -> Any:
-    # SciPy has no public name for what its multivariate normal is when it is frozen.
+    # SciPy has no public name for the type of a frozen multivariate normal.
     kind = type(scipy.stats.multivariate_normal(numpy.zeros(1)))
     return distribution if isinstance(distribution, kind) else None
 
@@ -167,7 +167,7 @@ def _slope(x: Array, one: Any) -> Array:
     low, high = one.support()
     # Near an end the density may go to zero or infinity, and its logarithm is steep.
     step = numpy.minimum(_STEP * scale, _NEAR_END * numpy.minimum(x - low, high - x))
-    after, before = x + step, x - step  # what was really stepped, after rounding, is divided by
+    after, before = x + step, x - step  # the divisor is the step after rounding
     with numpy.errstate(invalid="ignore", divide="ignore"):
         return numpy.where(step > 0, (one.logpdf(after) - one.logpdf(before)) / (after - before), numpy.nan)
 

@@ -15,15 +15,15 @@ from mpiad.vi.posterior import Posterior
 
 @dataclass(frozen=True)
 class VIResult:
-    """What `VI.run` returns, the same on all ranks.
+    """The result of `VI.run`, the same on all ranks.
 
     Attributes
     ----------
     posterior : Posterior
     params : pytree of arrays
         Variational parameters of the posterior that is reported: the average over about the last fifth of the epochs, or,
-        after ``average=False``, those after the last epoch. Where the root's lay on a device they still do, and on other
-        ranks they lie on the device that the rank's model runs on, if there is one.
+        after ``average=False``, those after the last epoch. If the root's were on a device, they stay there, and on other
+        ranks they are on the device on which the rank's model runs, if there is one.
     best_params : pytree of arrays
         Those of the epoch whose objective was the lowest. The objective is a mean over the draws of one epoch, so this is
         rather the epoch of the luckiest draws than of the best posterior.
@@ -67,7 +67,7 @@ class VIResult:
         return np.asarray(self.posterior.draw(to_host(self._chosen(best)), noise)[0])
 
     def log_prob(self, theta: Array, best: bool = False) -> Array:
-        """Return log densities of points of shape (S, dim), where the points lie, by the same choice of posterior."""
+        """Return log densities at points of shape (S, dim), on their device, for the same choice of posterior."""
         params = self._chosen(best)
         if is_device_array(theta):
             return self.posterior.log_prob(to_device(params, like=theta), theta)
@@ -125,8 +125,8 @@ class VIResult:
     ) -> Any:
         """Draw predictions of the posterior's draws as bands of 50 and 90 %, with the data; returns matplotlib's axes.
 
-        The legend says what the bands are of: the model's curves, which differ by their parameters alone, so that data may
-        well lie outside; or, where `noise` is given, the data to expect.
+        The legend names the quantity of the bands: the model's curves, which differ by their parameters only, so that data
+        may lie outside; or, if `noise` is given, the data to expect.
 
         Parameters
         ----------
@@ -187,5 +187,5 @@ def _predictive(curves: Array, times: Array, observed: Array | None, noise: floa
     axes.plot(times, np.median(curves, axis=0), "C0", label="their median")
     if observed is not None:
         axes.plot(times, observed, "k.", label="observed")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")  # above, where nothing is hidden
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")  # above the axes, so that it hides nothing
     return axes

@@ -87,7 +87,7 @@ def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: 
 
 
 def checked_tangent(fun: Primitive, rule: JvpMaker, *call: Any) -> Array:
-    """Compute a tangent by a rule, called with argnums, gs, ans, args and kwargs; fit it to the result of a NumPy function."""
+    """Compute a tangent by a rule from argnums, gs, ans, args and kwargs; fit it to the result if `fun` is NumPy's."""
     return _fitted(fun, checked(fun, rule, *call), _like(call[2])) if fun in _AUTOGRADS else rule(*call)
 
 

@@ -14,7 +14,7 @@ from autograd.extend import SparseObject, defjvp_argnums, defvjp, primitive
 from mpiad._typing import Array, Index, Shape
 from mpiad.transport.device_arrays import arrays_of
 
-_FEW = 16  # if less than this fraction (1/16) of the elements is added, numbering all of them doesn't pay
+_FEW = 16  # if less than 1/16 of an array's elements are added to, numbering all elements doesn't pay
 _BASIC = frozenset({int, slice, type(None), type(...), np.int64, np.int32})
 
 

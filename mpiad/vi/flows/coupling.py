@@ -58,7 +58,7 @@ class AffineCoupling:
 
 
 def parted(dim: int, swap: bool) -> tuple[slice, slice]:
-    """Return the coordinates that a coupling keeps, and those that it changes, which are all where there is one."""
+    """Return the coordinates that a coupling keeps, and those that it changes: all of them if `dim` is one."""
     first, second = slice(0, dim // 2), slice(dim // 2, dim)
     return (second, first) if swap and dim > 1 else (first, second)
 
@@ -77,14 +77,14 @@ def joined(kept: Array, changed: Array, swap: bool) -> Array:
 def initial_network(inputs: int, hidden: int, outputs: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
     """Return weights and biases of two hidden layers; the last layer starts at zero, so that the flow starts simple."""
     sizes = [inputs, hidden, hidden, outputs]
-    # By the root of the inputs, so that a unit's value doesn't grow with their number; where dim is one there are none.
+    # Divided by the root of the number of inputs (none if dim is one), so that a unit's value doesn't grow with it.
     weights = [rng.normal(size=(n, m)) / max(n, 1) ** 0.5 for n, m in zip(sizes, sizes[1:])]
     weights[-1] *= 0
     return [(w, numpy.zeros(w.shape[1])) for w in weights]
 
 
 def evaluated(network: list[tuple[Array, Array]], x: Array, masks: Constants | None = None) -> Array:
-    """Return the network's values at points of shape (S, inputs), its weights masked where masks are given."""
+    """Return the network's values at points of shape (S, inputs), with its weights masked if masks are given."""
     factors = None if masks is None else masks.beside(network[0][0])
     for k, (w, b) in enumerate(network):
         x = x @ (w if factors is None else w * factors[k]) + b
@@ -97,8 +97,8 @@ def evaluated(network: list[tuple[Array, Array]], x: Array, masks: Constants | N
 def masked_network(dim: int, hidden: int, per_output: int) -> Constants:
     """Return masks by which output i depends on inputs before i alone (MADE; Germain et al., 2015).
 
-    Hidden units take turns in how many inputs they may see, from none on, so that also the second output depends on
-    something where there are few of them.
+    The number of inputs that hidden units depend on cycles from zero on, so that also the second output depends on its
+    input if there are few units.
     """
     seen = numpy.arange(hidden) % max(dim, 1)  # unit k sees the first `seen[k]` inputs
     first = numpy.arange(dim)[:, None] < seen[None, :]

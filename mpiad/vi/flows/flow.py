@@ -41,7 +41,7 @@ class Flow:
         `Planar`, `AffineCoupling`, `SplineCoupling`, `SplineAutoregressive`, `LULinear`, or anything with `initial`,
         `forward` and `inverse`.
     mean, sd : float or array of shape (dim,)
-        What the flow's values are multiplied by and moved to at last; both are fitted.
+        Shift and scale of the flow's values, applied last; both are fitted.
 
     Examples
     --------
@@ -74,7 +74,7 @@ class Flow:
         for layer, own in zip(self.layers, params["layers"]):
             x, change = layer.forward(own, x)
             log_density = log_density - change
-        # The density of the noise, less what each map stretches: the change of variables.
+        # Change of variables: the log density of the noise minus the log determinant of each map.
         return params["mean"] + np.exp(params["log_sd"]) * x, log_density - np.sum(params["log_sd"])
 
     def log_prob(self, params: Tree, theta: Array) -> Array:
@@ -139,7 +139,7 @@ def _factors(params: Tree) -> tuple[Array, Array]:
     return lower, np.triu(params["upper"], 1) + np.diag(np.exp(params["log_diagonal"]))
 
 
-_BISECTIONS, _NEWTON_STEPS = 60, 2  # halves of the bracket down to rounding; what Newton adds is below
+_BISECTIONS, _NEWTON_STEPS = 60, 2  # bisection to rounding; Newton's corrections are below it
 
 
 class Planar:

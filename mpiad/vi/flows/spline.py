@@ -17,7 +17,7 @@ from mpiad.device.numpy import concatenate
 from mpiad.primitives import stop_gradient
 from mpiad.vi.flows.coupling import evaluated, initial_network, joined, length_of, masked_network, parted
 
-# The least part of the interval that a bin covers, and the least slope: what keeps the inverse well conditioned.
+# The least fraction of the interval that a bin covers, and the least slope: they keep the inverse well conditioned.
 _LEAST_BIN, _LEAST_SLOPE = 1e-3, 1e-3
 # Its softplus is 1 - _LEAST_SLOPE, so that numbers of zero give slopes of one.
 _SLOPE_ONE = float(numpy.log(numpy.expm1(1 - _LEAST_SLOPE)))
@@ -140,7 +140,7 @@ def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Ar
     """Return the spline's values and the logarithms of its slopes at x, by (..., numbers_per_spline(bins)) numbers."""
     b = _bin_of(x, numbers, bins, bound, of_values=False)
     slope = b.height / b.width
-    # Also where the result isn't taken the formula must be finite: in the adjoint of `where` zero times NaN would be NaN.
+    # The formula must be finite also for points outside: in the adjoint of `where` zero times NaN would be NaN.
     part = np.where(b.inside, (x - b.x) / b.width, 0.5)
     both = part * (1 - part)
     below = slope + (b.left + b.right - 2 * slope) * both
@@ -149,7 +149,7 @@ def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Ar
 
 
 def spline_inverse(y: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Array]:
-    """Return the points where the spline has these values, and the logarithms of the inverse's slopes."""
+    """Return the points at which the spline has these values, and the logarithms of the inverse's slopes."""
     b = _bin_of(y, numbers, bins, bound, of_values=True)
     slope = b.height / b.width
     # Finite for points outside too, as in `spline`.
@@ -181,7 +181,7 @@ def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) 
     # Which bin a point is in is constant almost everywhere, so nothing flows through the search.
     starts = stop_gradient(bottoms if of_values else lefts)
     plain = stop_gradient(x)
-    # A point is in the last bin whose start it has reached, and in the first where it has reached none.
+    # A point is in the last bin whose start it has reached, or in the first if it has reached none.
     reached = plain[..., None] >= starts[..., 1:]
     first, none = numpy.ones_like(plain[..., None], dtype=bool), numpy.zeros_like(plain[..., None], dtype=bool)
     chosen = numpy.concatenate([first, reached], axis=-1) & ~numpy.concatenate([reached, none], axis=-1)
