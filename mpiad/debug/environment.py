@@ -126,7 +126,7 @@ def speed_of(channel: Channel) -> Speed | None:
     """Measure the messages of a communicator: the same result on all ranks, None for a single one; collective."""
     if channel.size == 1:
         return None
-    # On a duplicate of its own: no message of the program's may meet these.
+    # On a separate duplicate, so that messages don't match those of the program.
     comm = make_communicator(channel.user.Dup)
     try:
         small, large = (_fastest(comm, _ping_pong, np.zeros(count)) / 2 for count in (1, _LARGE // 8))
@@ -137,7 +137,7 @@ def speed_of(channel: Channel) -> Speed | None:
 
 
 def _fastest(comm: Comm, exchange: Callable[[Comm, np.ndarray], object], array: np.ndarray) -> float:
-    """Return the shortest of several times; rank 0 says how many there will be, by how long the first ones take."""
+    """Return the shortest of several times; rank 0 determines the number of repetitions from the first ones."""
     start = perf_counter()
     for _ in range(3):
         exchange(comm, array)
@@ -227,7 +227,7 @@ _OF_FAMILY = {"mpich": "MPICH", "openmpi": "Open MPI"}
 
 
 class Mistake(NamedTuple):
-    """Something that is wrong, or slow, with the way a program was started."""
+    """An error, or a cause of slowness, in the start of a program."""
 
     # {"error", "warning", "note"}: results are wrong or missing; the program is slow or at risk; or the mistake will
     # matter elsewhere.
@@ -416,7 +416,7 @@ def environment(comm: Comm = None) -> Environment:
 
 
 def _examined(used: Channel, entered: Callable[[str], None]) -> Environment:
-    """Do the work of `environment`; `entered` is told of each stage before it begins."""
+    """Implement `environment`; `entered` is called with the name of each stage before it begins."""
     entered("telling each other where they run")
     places = _places(used)
     entered("measuring messages")
@@ -529,7 +529,7 @@ def main(limit: float = _LIMIT) -> int:
     watch = _Watch(limit)
     found = _examined(channel(None, "python -m mpiad"), watch.enter)
     watch.end()
-    # In separate worlds each process is rank 0 of its own; the launcher's number tells them apart.
+    # In separate worlds each process is rank 0 of its own world; the launcher's rank distinguishes them.
     if found.places[0].rank == 0 and launcher().rank == 0:
         sys.stdout.write(f"{found}\n")
         sys.stdout.flush()

@@ -81,7 +81,7 @@ _WAITS = ("mpi_wait", "mpi_waitall")
 
 
 class Message(NamedTuple):
-    """A message between two ranks; equal on both, but for `outgoing`."""
+    """A message between two ranks; equal on both, except for `outgoing`."""
 
     outgoing: bool
     communicator: str
@@ -175,7 +175,7 @@ class Recorder:
         """Close a communication."""
         entry = self._closed(call)
         if entry is not None:
-            # All that can wait is read when somebody asks: this is paid by every call.
+            # Attributes are evaluated in `events` where possible, since every call pays for this function.
             self._note((self._number(), call, call.began, call.ended, not entry[2], call.arguments))
 
     def phase_began(self, key: object, name: str) -> None:
@@ -192,7 +192,7 @@ class Recorder:
         if len(self._noted) < self._most:
             self._noted.append(noted)
         else:
-            # Counted, so that the report says that its sums are of the first part alone.
+            # Counted, so that the report says that its sums cover only the first part.
             self.dropped += 1
 
     def _closed(self, key: object) -> list[Any] | None:
@@ -231,7 +231,7 @@ def _messages(operation: str, given: Arguments) -> tuple[Message, ...]:
         return ()  # they come with its wait
     found = []
     for envelope in given.envelopes:
-        # A send's wait has nothing more to send; who sent to a receive from any is known by now.
+        # The wait for a send sends nothing; the source of a receive from any rank is known by now.
         if envelope.number is None or (operation in _WAITS and envelope.outgoing):
             continue
         channel = envelope.channel

@@ -154,7 +154,7 @@ class Clock:
 def read_clock(comm: Comm) -> Reading:
     """Compare this rank's clock with rank 0's; collective."""
     if comm.rank == 0:
-        # One rank after the other: messages of two at once would be timed with each other's.
+        # One rank after the other: simultaneous messages would disturb each other's times.
         for rank in range(1, comm.size):
             comm.Send(np.array([0.0, _difference(comm, rank)]), rank)
         return Reading(perf_counter(), 0.0)
@@ -371,7 +371,7 @@ class Recording:
 
 @contextmanager
 def _scratch() -> Iterator[Comm]:
-    """Enter a context with a duplicate of the world, on which no message of the program's can be met; collective."""
+    """Enter a context with a duplicate of the world, separate from the program's messages; collective."""
     used = channel(None, "mpiad.debug")
     used.data.Barrier()  # in debug mode a watched call, for the case that not all ranks get here
     comm = used.user.Dup()

@@ -42,7 +42,7 @@ class _Meeting(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """When a rank of the world began it, and whose values it takes in: all ranks', or those of one (of the world)."""
+    """The time at which a rank of the world began it, and the source of its data: all ranks, or one (of the world)."""
 
     meeting: _Meeting
     rank: Rank
@@ -89,7 +89,7 @@ def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _A
             continue
         kind = (given.communicator or "", name)
         root = None if given.root is None else given.members[given.root]
-        # All ranks of a group make its collectives of a kind in the same order: the count tells which belong together.
+        # All ranks of a group call collectives of a kind in the same order, so equal counts identify one collective.
         found[k] = _Arrival(_Meeting(*kind, counts[kind]), rank, clock(event.began), root)
         counts[kind] += 1
     return found
@@ -453,7 +453,7 @@ def _longest(seconds: np.ndarray) -> str:
 
 
 def _table(rows: list[tuple[str, ...]], left: int) -> list[str]:
-    """Return aligned lines, with so many columns flush left."""
+    """Return aligned lines, with this number of left-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join(cell.ljust(width) if k < left else cell.rjust(width) for k, (cell, width) in enumerate(zip(row, widths)))

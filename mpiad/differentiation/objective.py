@@ -140,7 +140,7 @@ _WORDS = 4
 
 @functools.lru_cache
 def _words(shapes: Shapes, size: int) -> list[int]:
-    # Two words of a digest and their squares, short enough for the sums over so many ranks to be exact.
+    # Two words of a digest and their squares, short enough for exact sums over `size` ranks.
     digest, bits = fingerprint(shapes), (53 - size.bit_length()) // 2
     return [word**power for word in (digest % 2**bits, (digest >> 32) % 2**bits) for power in (1, 2)]
 

@@ -46,7 +46,7 @@ def compiled_weighted_sum(
 
 
 def compiled_varying_sum(padded: LocalArray, weights: LocalArray, out: LocalArray) -> None:
-    """Write the sums by weights of each cell's own; see `varying_sum`, whose bits these are but for the sign of a zero."""
+    """Write the sums with weights per cell; equal to those of `varying_sum` in every bit but the sign of a zero."""
     ndim = weights.ndim // 2
     offsets, cells = tuple(np.ndindex(weights.shape[:ndim])), weights.shape[ndim:]
     whole = tuple([(0, n) for n in cells])
@@ -80,14 +80,14 @@ def _tables(
 
 
 def _steps(shape: Shape) -> list[int]:
-    """Return by how many entries neighbours along each of three axes are apart."""
+    """Return the strides along each of three axes, in entries."""
     whole = (1,) * (_AXES - len(shape)) + shape
     return [math.prod(whole[axis + 1 :]) for axis in range(_AXES)]
 
 
 @functools.cache
 def _kernel(groups: tuple[int, ...], form: tuple[str, str] | None, dtype: str) -> Callable[[int], None]:
-    """Return the kernel for so many offsets of each weight."""
+    """Return the kernel for these numbers of offsets per weight."""
     names, completed = form or ("", "total")
     products, k = [], 0
     for number, group in enumerate(groups):
@@ -100,7 +100,7 @@ def _kernel(groups: tuple[int, ...], form: tuple[str, str] | None, dtype: str) -
 
 @functools.cache
 def _varying_kernel(terms: int, dtype: str) -> Callable[[int], None]:
-    """Return the kernel for so many offsets, each with a weight for each cell."""
+    """Return the kernel for this number of offsets, each with a weight per cell."""
     views = [f"v{k} = weights[{k} * size + here : {k} * size + here + cells]" for k in range(terms)]
     total = " + ".join(f"p{k}[i] * v{k}[i]" for k in range(terms))
     begin = ["size = numbers[0] * numbers[1] * numbers[2]"]

@@ -16,7 +16,7 @@ from mpiad.domain.decomposition import per_dimension
 from mpiad.domain.partition import Partition
 from mpiad.primitives import stop_gradient
 
-_ROUNDING = 1e-9  # in cells: points at the very end of the grid, computed by other ways, are inside
+_ROUNDING = 1e-9  # in cells: points at the end of the grid count as inside despite rounding
 
 
 class Lattice(NamedTuple):
@@ -31,7 +31,7 @@ def lattice_of(
 ) -> Lattice:
     """Return the positions of cells, from the arguments of `Domain.coordinates`.
 
-    An extent is a length from 0, or lower and upper end, for all dimensions or each. Points are the centres of equal cells
+    An extent is a length from 0, or lower and upper end, for all dimensions or each. Points are the centers of equal cells
     if `centred`; else the first and the last are on the ends (on a periodic dimension the upper end is the first point
     again). Raise a ValueError if the number of an argument's entries isn't that of the grid's dimensions, or an upper end
     isn't above the lower one.

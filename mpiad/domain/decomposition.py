@@ -85,7 +85,7 @@ def layout(
 
     All ranks of the channel call it, and raise as `Domain` does.
     """
-    # Before the comparison: who raised alone would leave the others in it.
+    # Before the comparison: a rank that raises alone would leave the others waiting in it.
     with raising_together(channel):
         made = _made(channel.size, shape, halo, periodic, dims)
     require_same(channel, f"shape={shape!r}, halo={halo!r}, periodic={periodic!r}, dims={dims!r}", "Domain")

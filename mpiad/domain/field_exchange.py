@@ -69,7 +69,7 @@ class Exchange(NamedTuple):
 
 
 class Begun(Request):
-    """An exchange under way: `Domain.end_exchange` returns its result.
+    """An active exchange: `Domain.end_exchange` returns its result.
 
     `values`, of shape (..., *padded): the array being filled, or folded. `finish`: maps the filled array to the user's
     result.
@@ -103,7 +103,7 @@ def _next_number(halo: Halo) -> int:
     """Count an exchange that begins."""
     used = point_to_point(halo.comm, _BEGIN)
     if halo.renewals != used.renewals:
-        # After an exception that not all ranks met at the same place, `reset` lets them count alike again.
+        # After an exception at different points of the ranks, `reset` makes their counters equal again.
         halo.renewals, halo.begun = used.renewals, 0
         halo.under_way.clear()
     # Tags come round: with two exchanges under one tag a message could be taken for the other's.
@@ -181,7 +181,7 @@ def _adjoint_of_end(ans: Array, x: None, begun: Begun, level: int) -> Any:
     cell, transposed = begun.cell(level), begun.exchange.transposed()
 
     def vjp(g: Array) -> None:
-        # The reverse pass meets the end first: there the cotangents set out, and they travel until the begin is met.
+        # The reverse pass starts to send the cotangents at the end of an exchange, and completes the messages at its begin.
         cell.request = communicate(_BEGIN_OPERATION, g, transposed)
 
     return vjp
@@ -212,12 +212,12 @@ class Exchanging(Decomposition):
     """Halo exchanges of a domain."""
 
     def exchange(self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True) -> Any:
-        """Return the block with its halo: the neighbours' cells around it.
+        """Return the block with its halo: the neighbors' cells around it.
 
         Parameters
         ----------
         u : array of shape (..., *local_shape), or a tuple or list of them
-            Several fields of one dtype travel in one message to each neighbour.
+            Several fields of one dtype travel in one message to each neighbor.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
             Values beyond the grid's sides that aren't periodic, as the modes constant, edge and reflect of `numpy.pad`;
             in a tuple, one of these or a pair (before, after) for each dimension. A traced number is allowed, the same
@@ -279,12 +279,12 @@ class Exchanging(Decomposition):
 
         Ranks
         -----
-        All ranks begin their exchanges in the same order. The messages to all neighbours start at once, so there are
+        All ranks begin their exchanges in the same order. The messages to all neighbors start at once, so there are
         more of them than in `exchange` if `corners` is true: up to 8 in two dimensions, 26 in three.
 
         Adjoint
         -------
-        Receives the cotangents of the cells that neighbours have copies of, which the adjoint of the end has started
+        Receives the cotangents of the cells that neighbors have copies of, which the adjoint of the end has started
         to send.
 
         Examples

@@ -160,7 +160,7 @@ def fold_local(total: LocalArray, local: list[Local], sides: Sides, ndim: int) -
             total[cells.copied] += side.folded(total[cells.ghost], layers, cells.axis - ndim)
 
 
-# Filling copies cells (a row of zeros and one entry for each, but for the given values); folding is its transpose.
+# Filling copies cells (matrix rows with one entry each), except for given values; folding is its transpose.
 defvjp(fill_halo, lambda ans, u, halo, sides, scheme=IN_TURN: lambda g: fold_halo(g, halo, sides, scheme))
 defjvp(fill_halo, lambda du, ans, u, halo, sides, scheme=IN_TURN: fill_halo(du, halo, homogeneous(sides), scheme))
 defvjp(fold_halo, lambda ans, g, halo, sides, scheme=IN_TURN: lambda v: fill_halo(v, halo, homogeneous(sides), scheme))

@@ -1,4 +1,4 @@
-"""The messages of one stage of an exchange: posted together, one to each neighbour, and taken together."""
+"""The messages of one stage of an exchange: posted together, one to each neighbor, and taken together."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PreparedStage:
         self._messages = PreparedMessages(used, peers, tag, [e.message for e in going], [e.message for e in coming])
 
     def run(self) -> Iterator[None]:
-        """Send and receive, and come back while messages are under way: the edges that travel mustn't change then."""
+        """Start to send and receive, without waiting; the cells of active messages mustn't change meanwhile."""
         messages = self._messages
         try:
             for cells, part in self._packed:
@@ -118,7 +118,7 @@ class _Edges:
         if len(cells) == 1 and cells[0].flags.c_contiguous and not apart:
             self.message = cells[0]
             return
-        # Several parts to one neighbour, or strided ones, travel as one contiguous message.
+        # Several parts to one neighbor, or strided ones, travel as one contiguous message.
         self.message, start = _room(values, parts), 0
         for part in cells:
             self.copies.append((part, self.message[start : start + part.size].reshape(part.shape)))

@@ -47,7 +47,7 @@ class Minimization(Decomposition):
         ----------
         fun : callable
             ``fun(u, *args)`` is called on every rank with this rank's block, and returns its L_r, one real number.
-        x0 : array of shape (..., *local_shape), or a nest of them
+        x0 : array of shape (..., *local_shape), or pytree of them
             This rank's block of the starting point.
         method : {"L-BFGS-sharded", "Newton-CG-sharded"}
         jac : callable or True, optional

@@ -33,7 +33,7 @@ class Partition:
         for along, n, periodic in zip(position, self.dims, self.periodic):
             if not 0 <= along < n and not periodic:
                 return None
-            # C order, as MPI's Cartesian communicators count: neighbours along the last dimension have adjacent numbers.
+            # C order, as MPI's Cartesian communicators count: neighbors along the last dimension have adjacent numbers.
             number = number * n + along % n
         return number
 
@@ -69,7 +69,7 @@ def _bounds(cells: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def lengths(block: tuple[slice, ...]) -> Shape:
-    """Return how many cells a block has along each dimension."""
+    """Return the number of cells of a block along each dimension."""
     return tuple(cells.stop - cells.start for cells in block)
 
 

@@ -1,4 +1,4 @@
-"""Points between the cells: coordinates, who owns a point, and values there.
+"""Points between the cells: coordinates, owners of points, and values there.
 
 The cells of a grid stand for points with equal spacing. A point of the user's lies between a cell and the next one along
 each dimension; it belongs to the rank that owns the lower of them.
@@ -119,7 +119,7 @@ def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray
     elif home is not None:
         weights = array_to_device(weights, home)
     (places,) = table.places.on(home)
-    # Corner after corner, so that a value's digits don't depend on how many points a rank owns.
+    # Corner after corner, so that rounding doesn't depend on the number of points that a rank owns.
     terms = anp.reshape(padded, (*lead, cells))[..., places] * weights
     values = reduce(operator.add, [terms[..., k, :] for k in range(len(places))])
     count, known = math.prod(table.shape), places.shape[-1]
@@ -155,7 +155,7 @@ class Points(Decomposition):
         extent : float, or a length or pair (low, high) for each dimension, optional
             Instead of both: the interval that the whole grid covers; its first and last cells lie on the ends.
         centred : bool
-            Whether cells lie half a spacing further, at the centre of equal parts.
+            Whether cells lie half a spacing further, at the center of equal parts.
         halo : bool
             Whether to include the cells of the halo.
 
@@ -306,7 +306,7 @@ class Points(Decomposition):
         share, table = self._share(u, points, lattice, call)
         if result == "share":
             return share
-        # With the values travels how many ranks own each point: points that differ between ranks have none, or several.
+        # Together with the values sum up the owners of each point: points that differ between ranks have none, or several.
         (owned,) = table.owned.beside(share)
         flat = anp.reshape(share, (-1,))
         total = mpi_allreduce(concatenate([flat, owned.astype(stop_gradient(share).dtype)]), comm=self.comm)
@@ -317,7 +317,7 @@ class Points(Decomposition):
         """Return the values at the points that this rank owns, and zeros at the others; and their table."""
         # With its own edge beyond physical sides: those values have weight zero, but must be finite.
         sides = sides_of("edge", len(self.shape), call)
-        # Points before the halo travels: nobody waits for a rank that finds one outside.
+        # Locate points before the exchange, so that no rank waits for one that raises.
         table = self._tables.table(points, lattice, np.zeros(0, u.dtype).real.dtype, call)
         return interpolated(fill_halo(u, self._beside, sides), table, len(self.shape)), table
 
@@ -334,7 +334,7 @@ class Points(Decomposition):
         # All points go to all ranks, since none knows whose neighbors they have; values are returned to their ranks only.
         everywhere = mpi_allgather(flat, axis=0, comm=self.comm)
         share, _ = self._share(u, everywhere, lattice, call)
-        # Each point has one owner, and zeros elsewhere: the sum is the owner's value, and each rank gets its points' alone.
+        # Each point has a value on its owner and zeros elsewhere: the sum is that value; each rank gets its points only.
         mine = mpi_reduce_scatter(anp.moveaxis(share, -1, 0), axis=0, counts=counts, comm=self.comm)
         return anp.reshape(anp.moveaxis(mine, 0, -1), u.shape[: u.ndim - ndim] + shape)
 

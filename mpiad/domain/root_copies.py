@@ -35,7 +35,7 @@ class _Solve:
 
 
 def of_root_copies(fun: Function) -> Function:
-    """Return a function during which domains refuse its first argument, a nest of arrays, as blocks."""
+    """Return a function during which domains refuse its first argument, a pytree of arrays, as blocks."""
     solve = _Solve()
 
     def run(x: Array, *args: Any) -> Any:

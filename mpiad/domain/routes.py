@@ -1,8 +1,8 @@
-"""Which cells travel to whom: the plan of an exchange, in stages that follow one another.
+"""The plan of an exchange: the cells that each rank sends to others, in consecutive stages.
 
 Three schemes fill the same halo. In turn: one dimension after the other, the layers of each holding the halo of those
 before, so that corners arrive in two or three stages without messages of their own: at most six messages. Together: all
-neighbours at once, diagonal ones too: one stage of at most 26 messages, all of which travel while the rank computes.
+neighbors at once, diagonal ones too: one stage of at most 26 messages, all of which travel while the rank computes.
 Faces: at once, without the corners, for stencils that are stars.
 
 All cells that a rank needs from another in one stage travel in one message, even if they lie on both sides (two ranks on
@@ -46,7 +46,7 @@ class Stage(NamedTuple):
 
 
 class Geometry:
-    """A block, its halo and its neighbours.
+    """A block, its halo and its neighbors.
 
     `widths`: layers of the halo on each side, for each dimension. `shape`, `padded`: cells of the block, without and
     with its halo. `block`: the block within the block with its halo.
@@ -61,29 +61,29 @@ class Geometry:
 
     def steps(self, diagonal: bool) -> Iterator[Step]:
         """Return the steps to neighbors whose cells the halo holds: to adjacent ones, or to diagonal ones."""
-        # Along a dimension without a halo nobody is a neighbour.
+        # There are no neighbors along a dimension without a halo.
         for step in itertools.product(*[(-1, 0, 1) if h else (0,) for h in self.widths]):
             moved = len(step) - step.count(0)
-            # A star has no neighbours across edges and corners; a box has them all.
+            # A star has no neighbors across edges and corners; a box has them all.
             if moved > 1 if diagonal else moved == 1:
                 yield step
 
     def neighbour(self, step: Step) -> Rank | None:
-        """Return the rank on that way, None beyond a physical side."""
+        """Return the rank at that step, None beyond a physical side."""
         place = self.partition.position(self.rank)
         return self.partition.rank(tuple(along + s for along, s in zip(place, step)))
 
     def ghosts(self, step: Step, across: tuple[slice, ...]) -> Index:
-        """Return the halo cells on that way, which along other dimensions extend as `across` says."""
+        """Return the halo cells at that step; along other dimensions they extend over `across`."""
         return (..., *[self.layers(axis, s) if s else across[axis] for axis, s in enumerate(step)])
 
     def ours(self, step: Step, across: tuple[slice, ...]) -> Index:
-        """Return the cells of the block that the neighbour on that way copies."""
+        """Return the cells of the block that the neighbor at that step copies."""
         layers = [self.layers(axis, s, inside=True) if s else across[axis] for axis, s in enumerate(step)]
         return (..., *layers)
 
     def layers(self, axis: int, side: int, inside: bool = False) -> slice:
-        """Return the layers of the halo on a side (-1 or 1), or as many of the block that lie at that side."""
+        """Return the layers of the halo on a side (-1 or 1), or the same number of layers of the block at that side."""
         n, h = self.shape[axis], self.widths[axis]
         start = (h if side < 0 else n) if inside else (0 if side < 0 else n + h)
         return slice(start, start + h)

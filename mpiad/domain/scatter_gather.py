@@ -53,11 +53,11 @@ class Placement(Decomposition):
         True
         """
         cells = None
-        # The root alone looks at the array; the others would wait in the scatter.
+        # Only the root checks the array; on an error the others would wait in the scatter.
         with raising_together(self._channel):
             if self._channel.rank == root:
                 cells = into_blocks(self._checked(u, self.shape, "Domain.scatter"), self._partition)
-        # Known to all ranks from the partition: nothing is told but the cells.
+        # Known to all ranks from the partition: only cells are communicated.
         counts = [math.prod(lengths(self._partition.block(r))) for r in range(self._channel.size)]
         block = mpi_scatter(cells, root, axis=0, counts=counts, comm=self.comm)
         return anp.moveaxis(block, 0, -1).reshape(block.shape[1:] + self.local_shape)
@@ -143,7 +143,7 @@ class Placement(Decomposition):
         Parameters
         ----------
         index : int array of shape (..., dimensions), or a tuple of int for one cell
-            As `owner` takes it.
+            As in `owner`.
         halo : bool
             Whether the place is that in the block with its halo; cells of the halo are then found too.
 

@@ -1,6 +1,6 @@
 """The operator of a stencil, S E: E exchanges the halo, S sums. Both are one node on the tape, which keeps nothing.
 
-Communication overlaps with the sums of the interior. The transpose is Eᵀ Sᵀ, and Sᵀ is the stencil mirrored in its centre.
+Communication overlaps with the sums of the interior. The transpose is Eᵀ Sᵀ, and Sᵀ is the stencil mirrored in its center.
 If cells beyond the sides are zero or those of the other end, Eᵀ Sᵀ is the mirrored stencil with the same exchange: the
 reverse pass costs as much as the forward pass. If they are copies of cells inside ("edge", "reflect"), the halo values of
 the mirrored stencil are folded back.
@@ -29,7 +29,7 @@ _TAG = 32749
 class StencilSums:
     """The operator of a stencil.
 
-    `weights`: of odd lengths; the centre is the cell's own weight. `halo`: as wide as the radius of the weights. `sides`:
+    `weights`: of odd lengths; the center is the cell's own weight. `halo`: as wide as the radius of the weights. `sides`:
     values beyond physical sides.
     """
 
@@ -52,7 +52,7 @@ class StencilSums:
 
     @cached_property
     def mirrored(self) -> StencilSums:
-        """The stencil mirrored in its centre, which for a symmetric one is itself."""
+        """The stencil mirrored in its center, which for a symmetric one is itself."""
         weights = np.flip(self.weights)
         if (weights == self.weights).all():
             return self.homogeneous
@@ -87,7 +87,7 @@ class StencilSums:
         else:
             np.multiply(u, scale, out=padded[halo.interior])
         out = empty_beside(u, u.shape)
-        # Points whose neighbours are all here are summed while the halo travels.
+        # Points whose neighbors are all here are summed while the halo travels.
         add_up = (
             compiled_weighted_sum if is_compiled(out, int(np.count_nonzero(self.weights)), halo.shape) else weighted_sum
         )

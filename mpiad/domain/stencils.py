@@ -1,4 +1,4 @@
-"""`stencil`, `laplacian` and `correlate`: sums over the neighbours of each cell."""
+"""`stencil`, `laplacian` and `correlate`: sums over the neighbors of each cell."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mpiad.primitives.operation import current
 from mpiad.transport.buffers import empty_beside, zeros_beside
 from mpiad.transport.device_arrays import is_array
 
-# Stencils: each cell's new value is a sum of its neighbours' values, with weights that are the same in all cells.
+# Stencils: each cell's new value is a sum of its neighbors' values, with weights that are the same in all cells.
 
 
 # A step of a wave equation, u' = 2 u - u₋ + f S u, as one operator: memory traffic dominates its time.
@@ -118,7 +118,7 @@ class Stencil:
     Attributes
     ----------
     weights : array
-        Of odd lengths; the centre is the cell's own weight.
+        Of odd lengths; the center is the cell's own weight.
     radius : tuple of int
         How far it reaches along each dimension.
     """
@@ -150,7 +150,7 @@ class Stencil:
 
         Adjoint
         -------
-        The stencil mirrored in its centre; its values in halo cells are added to the cells that these are copies of.
+        The stencil mirrored in its center; its values in halo cells are added to the cells that these are copies of.
         """
         self._checked(u, "Stencil")
         return apply_stencil(u, self.sums)
@@ -219,15 +219,15 @@ class Stencil:
 
 
 class Stencils(Decomposition):
-    """Operations of a domain on each cell and its neighbours."""
+    """Operations of a domain on each cell and its neighbors."""
 
     def stencil(self, weights: Array, boundary: Boundary = "zero") -> Stencil:
-        """Make an operator that adds up each cell's neighbours with weights, the same in all cells.
+        """Make an operator that adds up each cell's neighbors with weights, the same in all cells.
 
         Parameters
         ----------
         weights : real array with an odd length along each dimension of the grid
-            The weights of the neighbours; the centre is the cell's own.
+            The weights of the neighbors; the center is the cell's own.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
             Values beyond the sides, as in `exchange`, untraced.
 
@@ -248,7 +248,7 @@ class Stencils(Decomposition):
 
         Adjoint
         -------
-        The stencil mirrored in its centre; its values in halo cells are added to the cells that these are copies of.
+        The stencil mirrored in its center; its values in halo cells are added to the cells that these are copies of.
         """
         call = "Domain.stencil"
         found = np.asarray(weights)
@@ -270,9 +270,9 @@ class Stencils(Decomposition):
         spacing : float or one for each dimension
             Distance from cell to cell.
         order : {2, 4, 6, 8, ...}
-            Of the error in the spacing; order / 2 neighbours on each side are used.
+            Order of accuracy in the spacing; order / 2 neighbors on each side are used.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
-            As `stencil` takes it.
+            As in `stencil`.
 
         Raises
         ------
@@ -314,13 +314,13 @@ class Stencils(Decomposition):
         return self.stencil(weights, boundary)
 
     def correlate(self, u: LocalArray, weights: LocalArray, boundary: Boundary = "zero") -> LocalArray:
-        """Add up each cell's neighbours with weights of its own.
+        """Add up each cell's neighbors with weights of its own.
 
         Parameters
         ----------
         u : array of shape (..., *local_shape)
         weights : array of shape (*lengths, *local_shape)
-            Odd lengths, one for each dimension of the grid; ``weights[k]`` are the factors of the neighbours at offset k,
+            Odd lengths, one for each dimension of the grid; ``weights[k]`` are the factors of the neighbors at offset k,
             for each cell. Differentiable.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
             Values beyond the sides, as in `exchange`, untraced.
@@ -341,7 +341,7 @@ class Stencils(Decomposition):
 
         Adjoint
         -------
-        Each cell's cotangent goes to its neighbours, times their weights, and to these weights, times the neighbours'
+        Each cell's cotangent goes to its neighbors, times their weights, and to these weights, times the neighbors'
         values.
         """
         call = "Domain.correlate"

@@ -32,7 +32,7 @@ class Bucket(NamedTuple):
 
 
 class Plan:
-    """Which arrays travel together: in buckets of at most so many bytes, the last ones first, which are ready first.
+    """The plan of messages: buckets of at most `limit` bytes, the last arrays first, since these are ready first.
 
     `limit`: an array that is longer has a bucket of its own. `digest`: below 2¹⁸; equal for plans of the same arrays.
     `several`: whether there is more than one message, so that one can travel early.
@@ -127,7 +127,7 @@ class Sums:
             self._wholes[-1] = start_allreduce(self._aside, whole).finish()
 
     def wait(self, divisor: int = 1) -> list[Array]:
-        """Return the sums, divided by a number, once all arrays have been handed in."""
+        """Return the sums, divided by a number, after all arrays have been added."""
         if len(self._wholes) < len(self._missing):
             self._add_up()
         for k, summation in enumerate(self._started):

@@ -13,7 +13,7 @@ from mpiad.primitives import mpi_local_rank, mpi_rank, mpi_size
 from mpiad.pytrees import flatten
 from mpiad.transport.device_arrays import arrays_of, is_array
 
-# How many ranks work together, and which of a node's devices is this one's.
+# The number of ranks that work together, and this rank's device among those of its node.
 
 
 def local_rank() -> Rank:
@@ -105,11 +105,11 @@ class DistributedDataContainer:
         self._drawn = {"samples": self._count, "batch_size": self.batch_size}
         if self.shuffle:
             self._drawn |= {"seed": self.seed, "epoch": epoch}
-            # From seed and epoch alone, so a training that goes on from a checkpoint needn't make the orders before it.
+            # From seed and epoch only, so a training resumed from a checkpoint needn't generate earlier orders.
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self._count)
 
     def __len__(self) -> int:
-        """Return the number of items: this rank's samples, or the batches, as many on all ranks."""
+        """Return the number of items: this rank's samples, or the batches, the same number on all ranks."""
         if self.batch_size is None:
             return len(self._mine(0, self._count))
         return -(-self._count // self.batch_size)

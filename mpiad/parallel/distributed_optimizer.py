@@ -131,7 +131,7 @@ def gradient_of_sum(
             spec = spec_like(leaf)
             ready(variable, spec.zeros() if g is None else conform(g, *spec))
 
-    # Its zeros are handed in as any gradient: every sum is a collective of all ranks.
+    # Its zeros are added like any gradient: every sum is a collective of all ranks.
     if not count:
         found = agree()
         for variable in range(len(places)):
@@ -212,7 +212,7 @@ class DistributedOptimizer:
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
         self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
         self._entries = ("optimizer",) if accumulate == 1 else ("optimizer", "gradient", "steps", "samples")
-        # Kept from step to step: it is made of shapes alone, which don't change in a training.
+        # Kept from step to step: it depends on shapes only, which don't change in a training.
         self._plan: Plan | None = None
 
     def setup(self, params: Tree) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class DistributedOptimizer:
                 parts = [g if factor == 1 else g * s.dtype.type(factor) for g, s in zip((leaves[k] for k in places), specs)]
         except (TypeError, ValueError) as error:
             if self.accumulate > 1 and state["steps"] + 1 < self.accumulate:
-                raise  # nobody waits for this rank yet
+                raise  # no rank waits for this one yet
             problem = Problem(type(error), str(error))
         if parts is None:
             # Zeros, because the sums are collective: this rank must take part in each of them.
@@ -343,7 +343,7 @@ class DistributedOptimizer:
         specs, count = [spec_like(variables.leaves[k]) for k in variables.places], counted(samples, params, batch)
         require_state(state, self._entries, "DistributedOptimizer.step")
         self._compare(used, state, params, "DistributedOptimizer.step")
-        # Only the last gradient before an update travels. All ranks count steps alike, so none waits for another here.
+        # Only the last gradient before an update is reduced. All ranks count steps alike, so none waits for another here.
         last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
         parts: list[Any] = [None] * len(specs)
         self._plan = plan_of(specs, self.bucket_bytes, self._plan)
@@ -390,7 +390,7 @@ class DistributedOptimizer:
         leaves: list[Any] = [None] * len(variables.leaves)
         found = sums.wait(total if self.reduction == "mean" else 1)
         for k, array in zip(variables.places, clipped(found, self.clip_norm)):
-            # Numbers have travelled as arrays without axes; they become numbers again.
+            # Numbers were communicated as arrays without axes; convert them back.
             leaves[k] = array[()]
         inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
         emptied = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}

@@ -50,7 +50,7 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     """
     arrays = _writable(x, "parallel.allreduce_", comm)
     with restoring_state(), suspended():
-        # All of them before the first is written: one that is in two places of the nest mustn't be added up again.
+        # All sums before the first is written: an array that occurs twice in the pytree mustn't be added up twice.
         for array, total in zip(arrays, [mpi_allreduce(array, op, comm=comm) for array in arrays]):
             array[...] = total
     return x
@@ -93,7 +93,7 @@ def bcast_(x: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
 
 
 class Pending:
-    """Sums under way; made by `iallreduce_`."""
+    """Active sums; made by `iallreduce_`."""
 
     def __init__(self, x: Tree, arrays: list[np.ndarray], requests: list[Any]):
         self._x, self._arrays, self._requests = x, arrays, requests

@@ -16,9 +16,9 @@ from mpiad.transport import Spec
 
 
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
-    """Return the leaves of a nest; its variables are those that are trained: real or complex floats and arrays of them.
+    """Return the leaves of a pytree; its variables are the trained leaves: real or complex floats and arrays of them.
 
-    A TypeError if one of them is traced or an object of an unknown kind, and if one is `required` and none is trained.
+    Raise a TypeError if a leaf is traced or of an unknown type, or if one is `required` and none is trained.
     """
     leaves, build = flatten(tree)
     places, others = [], []
@@ -42,7 +42,7 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
 
 
 def each(fun: Callable[[Array], Array], tree: Tree) -> Tree:
-    """Return the nest with the trained leaves replaced by a function of them."""
+    """Return the pytree with the trained leaves replaced by a function of them."""
     return map_leaves(lambda leaf: fun(leaf) if is_variable(leaf) else leaf, tree)
 
 
@@ -52,7 +52,7 @@ def described(spec: Spec) -> str:
 
 
 def zeros_like(tree: Tree) -> Tree:
-    """Return the nest with zeros in the place of the trained leaves."""
+    """Return the pytree with zeros in place of the trained leaves."""
     return each(np.zeros_like, tree)
 
 

@@ -1,4 +1,4 @@
-"""How many samples a batch has, on this rank and on all."""
+"""The number of samples of a batch, on this rank and on all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpiad.transport.replication import require_replicated
 
 
 class Items(list):
-    """A batch of objects, one for each sample; of another list it can't be seen how many samples it holds."""
+    """A batch of objects, one per sample; the number of samples in other lists is unknown."""
 
 
 def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Any]) -> int:
@@ -32,7 +32,7 @@ def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[An
     for part in batch:
         if isinstance(part, Items):
             return len(part)
-    # Nearly always so; it saves taking a nest apart in each step.
+    # The most common case; it saves flattening a pytree in each step.
     if batch and type(batch[0]) is np.ndarray and batch[0].ndim:
         return len(batch[0])
     for leaf in flatten(list(batch))[0]:

@@ -69,7 +69,7 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
 def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[int]]:
     """Return the leaves and the places of those that travel, after all ranks have compared theirs with the root's."""
     error, leaves, trained, held = None, [], [], []
-    # Whoever can't describe its nest still takes part in the broadcast below, and is heard of after it.
+    # A rank with an invalid pytree still takes part in the broadcast below; its error is raised after it.
     try:
         leaves, trained, _ = variables_of(tree, "parallel.synchronize", required=False)
         held = [(name, _described(leaf)) for name, leaf in named_leaves(tree, "tree")]

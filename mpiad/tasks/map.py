@@ -107,11 +107,11 @@ def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank:
             break  # also if batches wait: another rank has failed
         batch = waiting.popleft()
         if has_failed:
-            continue  # the end is on its way
+            continue  # the stop message will follow
         ended = evaluated(fun, batch, goes_on, rank)
         has_failed = not goes_on and isinstance(ended.results[-1][1], Failed)
         line.post(root, RESULT, _packed(ended, rank))
-    # The root waits for this, so that no message is under way when the communicator is freed.
+    # The root waits for this, so that no message is active when the communicator is freed.
     line.post(root, BYE, PackedObject.of(None))
     patience = Backoff()
     while not line.is_quiet():
@@ -161,7 +161,7 @@ _log = logging.getLogger("mpiad")
 
 
 class WorkerGroup:
-    """Those who take part; made and closed by all of them.
+    """The participating ranks; made and closed by all of them.
 
     `used`: the user's communicator. `names`: ranks in the user's communicator, by rank in `comm`.
     """
@@ -230,7 +230,7 @@ _LOOK_EVERY = 0.05  # seconds
 
 
 class _Packed(NamedTuple):
-    """A batch on its way, kept until its results are there: its rank may die."""
+    """A batch that was sent, kept until its results arrive: its rank may die."""
 
     indices: list[int]
     parcel: PackedObject
@@ -259,7 +259,7 @@ class Scheduler:
         self.failed: tuple[Failed, int | None] | None = None
 
     def run(self) -> None:
-        """Have all items evaluated, up to the first failure unless the map goes on."""
+        """Evaluate all items on the workers, up to the first failure unless exceptions are returned."""
         while self.failed is None:
             self._hand_out()
             if self._exhausted and not self._again and not any(self._held.values()):
@@ -267,7 +267,7 @@ class Scheduler:
                 return
             if not self._held:
                 self._work_alone()
-            elif self.failed is None:  # nothing was handed out if the items raised
+            elif self.failed is None:  # no batch was sent if the items raised
                 self._await(RESULT)
 
     def stop(self, outcome: Outcome) -> None:
@@ -277,7 +277,7 @@ class Scheduler:
         for rank in list(self._held):
             self._to(rank, STOP, parcel)
         while self._held:
-            # Results of batches that were under way when the map failed come here too, and are let go.
+            # Results of batches that were active when the map failed also arrive here, and are dropped.
             self._await(BYE)
         while not self._line.is_quiet():
             self._look_for_the_lost()
@@ -287,7 +287,7 @@ class Scheduler:
 
     def _hand_out(self) -> None:
         depth = 2 if self._seconds is not None and self._seconds < _SHORT else 1
-        # Nobody gets a second batch while another rank has none.
+        # No rank gets a second batch while another has none.
         for full in range(depth):
             for rank in list(self._held):
                 # A rank may have been found dead, and left the dict, since the list was made.
@@ -341,13 +341,13 @@ class Scheduler:
         wait_for_message(lambda: self._receive(kind) or len(self._held) < before, self._line.comm)
 
     def _receive(self, kind: int) -> bool:
-        """Take one message; tell whether there was any."""
+        """Take one message; return whether there was one."""
         message = self._take()
         if message is None:
             return False
         if message.kind == BYE:
             self._held.pop(message.source, None)
-        # A rank evaluates in the order in which it was handed, so this is the result of its oldest batch.
+        # A rank evaluates batches in the order in which they were sent, so this is the result of its oldest one.
         elif kind == RESULT and message.source in self._held:
             self._held[message.source].popleft()
             self._note(message.content)
@@ -414,7 +414,7 @@ def mpi_map(
     batch: int = 1,
     progress: bool = False,
 ) -> list[Any] | None:
-    """Evaluate a function of each item, on whichever rank is free, with the results in the items' order.
+    """Evaluate a function of each item, distributed dynamically to free ranks; the results are in the items' order.
 
     Parameters
     ----------
@@ -454,7 +454,7 @@ def mpi_map(
 
     Ranks
     -----
-    All ranks of `comm` call it, with the same arguments but for `fun` and `items`.
+    All ranks of `comm` call it, with the same arguments except `fun` and `items`.
 
     Adjoint
     -------
@@ -523,7 +523,7 @@ def _checked(used: Channel, fun: object, items: Iterable, settings: tuple) -> It
 
 
 def _raising(error: Exception) -> Iterator[Any]:
-    """Return items that raise when the first one is asked for: by then all ranks are there to hear of it."""
+    """Return items that raise on the first access: by then all ranks take part, and raise it, too."""
     yield from ()
     raise error
 
@@ -531,7 +531,7 @@ def _raising(error: Exception) -> Iterator[Any]:
 def _run(
     group: WorkerGroup, used: Channel, fun: Callable[[Any], Any], items: Iterator[Any], settings: tuple, progress: bool
 ) -> Outcome:
-    # Exceptions of `fun` and of items are in the outcome: `close` is collective, so nobody leaves before it.
+    # Exceptions of `fun` and of items are in the outcome: `close` is collective, so no rank leaves before it.
     root, everywhere, goes_on, batch = settings
     place = group.place_of(root)
     if used.rank != root:

@@ -43,7 +43,7 @@ class RankGroups:
     Parameters
     ----------
     count : int
-        How many groups: a divisor of the number of ranks.
+        The number of groups: a divisor of the number of ranks.
     comm : mpi4py intracommunicator, optional
 
     Attributes
@@ -52,7 +52,7 @@ class RankGroups:
     index : int
         This rank's group.
     comm : mpi4py intracommunicator
-        The ranks of this rank's group, for a `Domain` of each group, for one.
+        The ranks of this rank's group, for example for a `Domain` per group.
     across : mpi4py intracommunicator
         The ranks that stand at this rank's place in each of the groups. With a variable in pieces on all ranks,
         ``mpi_allgather(piece, axis=0, comm=groups.across)`` is the part of it that belongs to this rank within its group.
@@ -94,11 +94,11 @@ class RankGroups:
 
 
 def groups_of(given: RankGroups | int, comm: Comm) -> RankGroups:
-    """Return groups that a user gave, or so many of the communicator: made at first, and kept with it."""
+    """Return the user's groups, or a given number of the communicator, made at the first call and kept with it."""
     if isinstance(given, RankGroups):
         return given
     known = _kept.setdefault(channel(comm, _GROUPS_CALL), {})
-    # Looked up by all ranks alike: those of another number are told so by the constructor.
+    # The same look-up on all ranks: if their numbers differ, the constructor raises.
     if not isinstance(given, int) or given not in known:
         made = RankGroups(given, comm)
         known[made.count] = made

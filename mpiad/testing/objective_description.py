@@ -1,4 +1,4 @@
-"""Which objective fits a program: how its results lie on the ranks, and which ranks' arguments they depend on."""
+"""Find the objective that fits a program: the distribution of its results, and the ranks on whose arguments they depend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CALL = "describe_objective"
 
 
 class ObjectiveReport(NamedTuple):
-    """How a program's results lie on the ranks, and which objective fits.
+    """The distribution of a program's results over the ranks, and the objective that fits.
 
     Attributes
     ----------

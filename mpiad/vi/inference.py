@@ -191,13 +191,13 @@ _ETA = 8
 
 
 class Average:
-    """The average of the variational parameters over the last part of a run, made on the way.
+    """The average of the variational parameters over the last part of a run, updated after each epoch.
 
-    At a constant learning rate the draws of each epoch push the parameters about, and they never come to rest: the mean of
-    many epochs lies nearer to the optimum than any one of them (Polyak and Juditsky, 1992; for variational inference, Dhaka
-    et al., 2020). The first epochs are still on their way there and mustn't count. So after epoch k the average goes the
-    part (η + 1) / (k + η) of the way to the newest parameters, which weighs epoch j by about j^η ("polynomial-decay
-    averaging", Shamir and Zhang, 2013). It needs one copy, and it doesn't need to know when the run ends.
+    At a constant learning rate the noise of the draws keeps the parameters from converging: the mean of many epochs is
+    closer to the optimum than any one of them (Polyak and Juditsky, 1992; for variational inference, Dhaka et al., 2020).
+    The first epochs are far from the optimum and mustn't count. So after epoch k the average moves to the newest
+    parameters by the fraction (η + 1) / (k + η), which weights epoch j by about j^η ("polynomial-decay averaging", Shamir
+    and Zhang, 2013). It needs one copy, and doesn't depend on the number of epochs.
 
     With η = 8 it is as old and as steady as the plain mean of the last fifth of the epochs: the weights' mean age is the
     part 1 / (η + 2) = 1/10 of the run, and the sum of their squares (η + 1)² / (2η + 1) ≈ 5 by the number of epochs.
@@ -210,7 +210,7 @@ class Average:
         self._count = 0
 
     def add(self, params: Tree) -> None:
-        """Let the mean go its part of the way to further parameters; these may be overwritten afterwards."""
+        """Update the mean with new parameters; these may be overwritten afterwards."""
         self._count += 1
         if self._count == 1:
             self.params = _copied(params)
@@ -243,7 +243,7 @@ _log = logging.getLogger("mpiad")
 
 
 class VI:
-    """Fit a posterior: minimise E_q[loss(θ, data)] + w·KL(q‖prior), with the model's runs divided among the ranks.
+    """Fit a posterior: minimize E_q[loss(θ, data)] + w·KL(q‖prior), with the model's runs divided among the ranks.
 
     Parameters
     ----------
@@ -285,8 +285,8 @@ class VI:
 
     Notes
     -----
-    All draws are made on the root, of noise from one generator for each epoch on the host. They don't depend on the number
-    of ranks, nor on devices but for rounding.
+    All draws are made on the root, from noise of one generator per epoch on the host. They don't depend on the number of
+    ranks, nor, except for rounding, on devices.
 
     Examples
     --------
@@ -357,7 +357,7 @@ class VI:
         n_epochs : int
             Updates at most.
         max_epochs_without_improvement : int, optional
-            End after so many epochs whose objective wasn't lower than the lowest before. The lowest is that of the luckiest
+            End after this number of epochs without a new lowest objective. The lowest is that of the luckiest
             draws, so that a small number ends the run too early: take some tens.
         params : pytree of arrays, optional
             Initial variational parameters; by default the posterior's own. Used on the root only. If they are on a device,
@@ -371,7 +371,7 @@ class VI:
             Whether to report the average of the variational parameters over about the last fifth of the epochs, or those
             after the last one: for parameters whose mean has no meaning, as angles or unit vectors.
         progress : bool
-            Whether the root shows on standard error how many of the epochs are done, and how long the rest takes.
+            Whether the root shows on standard error the number of completed epochs and the remaining time.
 
         Returns
         -------
@@ -556,7 +556,7 @@ def _require_count(value: object, name: str) -> None:
 
 
 def _require_one_place(params: Tree, device: int | None, call: str) -> None:
-    """Raise if variational parameters lie in several places, not on this rank's device, or in an object of the user's."""
+    """Raise if variational parameters are on several devices, not on this rank's device, or in an object of the user's."""
     refuse_objects(params, "params", call)
     leaves = [leaf for leaf in flatten(params)[0] if is_variable(leaf)]
     homes = [arrays_of(leaf) for leaf in leaves]

@@ -29,7 +29,7 @@ class Evaluations(NamedTuple):
     values: Array  # shape (S,)
     gradients: Array  # shape (S, dim)
     kept: Array  # bool, shape (S,); which draws count
-    # `raised`, `not_finite`: how many were dropped, and why.
+    # `raised`, `not_finite`: the numbers of dropped draws, by reason.
     raised: int
     not_finite: int
 

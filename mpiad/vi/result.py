@@ -31,9 +31,9 @@ class VIResult:
         For each epoch `objective`, `loss` (its mean over the draws), `divergence` (KL, without its weight), `dropped`
         (draws whose model raised or wasn't finite) and `seconds` since the start.
     epochs : int
-        How many were made.
+        The number of completed epochs.
     best_epoch : int
-        Which of them, from 0, had the lowest objective.
+        The index, from 0, of the epoch with the lowest objective.
     message : str
         Why the run ended.
     samples : array of shape (n, dim)
@@ -134,7 +134,7 @@ class VIResult:
             ``predict(theta)`` returns values at the times.
         times, observed : array
         count : int
-            How many draws are predicted from.
+            The number of draws used for predictions.
         noise : float or array of the shape of times, optional
             The standard deviation of the data around a curve, which is normal: adds it to each.
         """

@@ -9,7 +9,7 @@ differentiation; then they use operators and traced functions only, so that they
 A rule follows autograd's protocol: `vjpmaker(argnums, ans, args, kwargs) -> vjp` with `vjp(g) -> cotangents`,
 one for each argnum, and `jvpmaker(argnums, gs, ans, args, kwargs) -> tangent`. A cotangent may also be None,
 which adds nothing, or a `Scatter`; `accumulate` sums them. Arguments that a rule doesn't know go to
-autograd's own rule. Nothing in autograd is changed: who doesn't use these tables doesn't see them.
+autograd's own rule. Nothing in autograd is changed: these tables affect only their users.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
 
     It is linear, the transpose of broadcasting `operand` to the shape of `ans`; both may be traced.
     """
-    # Nearly always the identity, and asked at every operation: so the commonest types first.
+    # In most cases the identity, and called at every operation: so the most common types first.
     kind = type(operand)
     if kind is _ndarray:
         if operand.shape == ans.shape and operand.dtype == ans.dtype:

@@ -31,7 +31,7 @@ def _part(g: Array, k: int, inputs: list[str], out: str, operands: tuple) -> Arr
         raise refusal(anp.einsum, f"with respect to operand {k} with subscripts {mine!r}: take its diagonal first")
     others = [operand for j, operand in enumerate(operands) if j != k]
     subscripts = [letters for j, letters in enumerate(inputs) if j != k]
-    # An axis that nobody else has was summed over alone: the cotangent is the same all along it.
+    # An index that occurs in no other operand, nor in the result, was summed over: the cotangent is constant along it.
     known = set(out).union(*subscripts)
     kept = "".join(letter for letter in mine if letter in known)
     part = anp.einsum(f"{','.join([out, *subscripts])}->{kept}", g, *others)
@@ -44,7 +44,7 @@ def _fitted(part: Array, full: Shape, shape: Shape, real: bool) -> Array:
     stretched = tuple([max(n, m) for n, m in zip(full, shape)])
     if stretched != anp.shape(part):
         part = expand(part, stretched, full)
-    # An axis of length one may have met a longer one of another operand.
+    # An axis of length one may have been broadcast to that of another operand.
     repeated = tuple([i for i, (n, m) in enumerate(zip(stretched, shape)) if n != m])
     if repeated:
         part = anp.sum(part, axis=repeated, keepdims=True)

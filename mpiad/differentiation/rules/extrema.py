@@ -28,7 +28,7 @@ from mpiad.transport.device_arrays import is_device_array
 
 _KNOWN = frozenset({"axis", "keepdims", "where", "initial"})
 _SMALL = 2048  # below this size a mask is cheaper than a list of places
-_FEW = 16  # one hit in so many elements: more are multiplied by a mask too
+_FEW = 16  # at more hits than one in 16 elements a mask is used instead
 
 
 class _Extremum(NamedTuple):
@@ -101,7 +101,7 @@ def _scattered(g: Array, asked: _Extremum) -> Scatter | None:
     # The group of an element: its index, without the axes that were reduced.
     groups = np.ravel_multi_index([i if k > 1 else i * 0 for i, k in zip(idx, kept)], kept)
     counts = np.bincount(groups, minlength=asked.value.size)
-    # A group without a hit holds a NaN, which only the weights bring to its elements.
+    # A group without a hit contains a NaN, which only the weights propagate to its elements.
     return Scatter(x.shape, x.dtype, idx, (np.ravel(g) / counts)[groups], False) if counts.all() else None
 
 

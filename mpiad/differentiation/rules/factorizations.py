@@ -128,7 +128,7 @@ def _slope_of_norm(ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
 
 
 def norm_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent of each norm by the derivatives by its elements."""
+    """Multiply the cotangent of each norm by the derivatives with respect to its elements."""
     slope, given = _slope_of_norm(ans, args, kwargs)
     kept = kept_shape(anp.shape(slope), given.get("axis"))
     return lambda g: (anp.reshape(g, kept) * slope,)

@@ -48,7 +48,7 @@ def _refuse_unknown(argnums: Argnums, width: object, mode: object, others: dict)
 
 
 def _widths(width: Any, ndim: int) -> Widths:
-    """Return how many elements are added before and after, for each axis."""
+    """Return the numbers of elements added before and after, per axis."""
     if type(width) is int:
         return [(width, width)] * ndim
     return [(int(before), int(after)) for before, after in np.broadcast_to(width, (ndim, 2))]

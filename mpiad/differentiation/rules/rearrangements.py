@@ -89,7 +89,7 @@ def _transposed_differences(g: Array, axis: int) -> Array:
 
 @primitive
 def placed(g: Array, places: Array, shape: Shape) -> Array:
-    """Return an array of zeros but for the elements at `places`, counted through; these are named once."""
+    """Return an array with g at `places`, indices into the flattened array without repetition, and zeros elsewhere."""
     total = arrays_like(g).full((math.prod(shape),), 0, g.dtype)
     total[places] = g
     return np.reshape(total, shape)
@@ -125,7 +125,7 @@ def _rearrangement_vjp(fun: Primitive, places_of: Any) -> VjpMaker:
     def rearrangement_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         """Scatter each element of the cotangent to the source index of its element."""
         if fun is anp.diag and len(anp.shape(args[0])) == 1:
-            return inherited_vjp(fun, argnums, ans, args, kwargs)  # the other way round: a vector becomes a diagonal
+            return inherited_vjp(fun, argnums, ans, args, kwargs)  # the reverse case: a vector becomes a diagonal
         places, shape = places_of(fun, ans, args, kwargs), anp.shape(args[0])
         return lambda g: (placed(g, places, shape),)
 

@@ -54,7 +54,7 @@ def _repeated(x: Array, axis: int | tuple[int, ...] | None, where: object) -> Vj
     kept = kept_shape(shape, axis)
     if where is True:
         return lambda g: (spread(g, shape, kept, dtype),)
-    # Autograd's rule takes the terms that were left out for others.
+    # Autograd's rule treats terms that `where` left out like the others.
     return lambda g: (anp.where(where, spread(g, shape, kept, dtype), 0.0),)
 
 

@@ -1,6 +1,6 @@
 """The adjoint of taking elements, kept as sparse data: a few values and their index.
 
-A program that reads an array in many slices has as many cotangents for it, each zero but for one slice. None
+A program that reads an array in many slices gives it one cotangent per slice, zero outside of that slice. None
 of them is written out: `Scatter` holds the slice's cotangent and adds it in place once the sum exists. A
 traced cotangent takes the same way inside autograd's `SparseObject`, as the result of a primitive, `put`,
 whose adjoint is to take.
@@ -19,7 +19,7 @@ _BASIC = frozenset({int, slice, type(None), type(...), np.int64, np.int32})
 
 
 class Scatter:
-    """Hold a cotangent that is zero but for `values` at `idx`.
+    """A cotangent with `values` at `idx` and zeros elsewhere.
 
     - `shape`: shape of the array that elements were taken from.
     - `dtype`: its dtype.

@@ -38,7 +38,7 @@ def tangent_rule(fun: Primitive, value: Array, argnums: Argnums) -> JvpMaker:
 
 
 def _by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return the tangent of a result by the maker of its adjoint alone; `gs` are those of the arguments `argnums`."""
+    """Return the tangent of a result, from its adjoint rule only; `gs` are those of the arguments `argnums`."""
     adjoint = rule(argnums, ans, args, kwargs)
     if is_device_array(getval(ans)):
         return _transposed_on_device(adjoint, gs, np.zeros_like(getval(ans)))

@@ -64,7 +64,7 @@ def parted(dim: int, swap: bool) -> tuple[slice, slice]:
 
 
 def length_of(part: slice) -> int:
-    """Return how many coordinates are in a part."""
+    """Return the number of coordinates in a part."""
     return part.stop - part.start
 
 
@@ -95,7 +95,7 @@ def evaluated(network: list[tuple[Array, Array]], x: Array, masks: Constants | N
 
 @functools.lru_cache(maxsize=64)
 def masked_network(dim: int, hidden: int, per_output: int) -> Constants:
-    """Return masks by which output i depends on inputs before i alone (MADE; Germain et al., 2015).
+    """Return masks with which output i depends only on inputs before i (MADE; Germain et al., 2015).
 
     The number of inputs that hidden units depend on cycles from zero on, so that also the second output depends on its
     input if there are few units.

@@ -132,7 +132,7 @@ class _Bin(NamedTuple):
 
 
 def numbers_per_spline(bins: int) -> int:
-    """Return how many unconstrained numbers say a spline."""
+    """Return the number of unconstrained parameters of a spline."""
     return 3 * bins - 1
 
 
