@@ -1,4 +1,4 @@
-"""`checked`: communication is watched in a part of the program; `assert_replicated`: all ranks hold the same value."""
+"""`checked` watches the communication of a part of the program; `assert_replicated` checks that a value is replicated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpiad.transport.replication import require_replicated
 
 @contextmanager
 def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[None]:
-    """Watch the communication of a part of the program: before each call the ranks compare its arguments.
+    """Watch the communication of a part of the program: before each communication the ranks compare their calls.
 
     Parameters
     ----------

@@ -55,7 +55,7 @@ class Place(NamedTuple):
     cores: tuple[int, ...]  # the numbers of the cores that it may use
     quota: float  # a container's limit of CPU time in cores, inf if there is none
     threads: dict[str, int]  # the number of threads of each thread pool (of BLAS, of OpenMP) that is loaded
-    huge_pages: str  # whether its arrays lie in huge pages
+    huge_pages: str  # whether its arrays are in huge pages
     gpus: list[str]  # names of the node's GPUs; on the first rank of each node
     gpu: str  # the one that this rank uses: the first, second, ... of those it may see, by its `local_rank`
     python: str  # the interpreter
@@ -101,7 +101,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-# How fast messages are: a look, not a benchmark.
+# Speed of messages: an estimate, not a benchmark.
 
 
 _LARGE = 4 << 20  # bytes
@@ -219,7 +219,7 @@ def _closed_form(xs: list[np.ndarray], rank: int) -> tuple[float, np.ndarray]:
     return float(value), gradient + (squares if rank == size - 1 else 0.0)
 
 
-# The classic mistakes of starting an MPI program: how each is recognised, and how it is mended.
+# The classic mistakes in starting an MPI program: how to recognize and correct them.
 
 
 _ANSWER_SECONDS = 3

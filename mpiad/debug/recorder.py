@@ -22,14 +22,14 @@ class PhaseObserver(Protocol):
     """An observer of phases; `key` identifies the beginning and the end of one phase."""
 
     def phase_began(self, key: object, name: str) -> None:
-        """Take note of the start of a phase, "forward" or "backward"."""
+        """Record the start of a phase, "forward" or "backward"."""
 
     def phase_ended(self, key: object) -> None:
-        """Take note of its end, whether or not by an exception; its start may have been before the noting."""
+        """Record its end, with or without an exception; its start may have been before the recording."""
 
 
 observers: list[PhaseObserver] = []
-# Taken at import, before anyone can have swapped them.
+# Saved at import, before they can have been replaced.
 _bare_sweep, _bare_enter, _bare_exit = backward.sweep, OrderedTape.__enter__, OrderedTape.__exit__
 
 
@@ -226,9 +226,9 @@ def _event(thread: int, what: Call | str, began: float, ended: float, innermost:
 
 
 def _messages(operation: str, given: Arguments) -> tuple[Message, ...]:
-    """Return the messages that leave here, or have come here, with a communication."""
+    """Return the messages that a communication sent from, or received on, this rank."""
     if operation == "mpi_irecv":
-        return ()  # they come with its wait
+        return ()  # they are those of its wait
     found = []
     for envelope in given.envelopes:
         # The wait for a send sends nothing; the source of a receive from any rank is known by now.

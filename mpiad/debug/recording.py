@@ -168,7 +168,7 @@ def read_clock(comm: Comm) -> Reading:
 
 
 def _difference(comm: Comm, rank: int) -> float:
-    """Return how far rank 0's clock is ahead of another rank's."""
+    """Return the offset of rank 0's clock from another rank's."""
     asked, theirs = np.ones(2), np.empty(1)
     low, high, fastest = -np.inf, np.inf, (np.inf, 0.0)
     for count in range(_TIMES, _MOST + 1, _TIMES):
@@ -207,7 +207,7 @@ def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> Non
     pieces = _pieces(_rank_events(recorder, comm.rank, socket.gethostname(), clock, min(starts)))
     error = None
     if comm.rank == 0:
-        # One rank's after another's: no rank holds them all.
+        # One rank's events after another's: no rank holds them all.
         received = [iter(partial(comm.recv, source=rank), None) for rank in range(1, comm.size)]
         error = _written(path, _HEADER % (comm.size, sum(dropped)), chain(pieces, *received))
     else:
@@ -342,7 +342,7 @@ class Recording:
         """Compare the clocks and begin."""
         with _scratch() as comm:
             self.rank = comm.rank
-            # At both ends, between which a clock's drift is taken to be even.
+            # At both ends; clock drift is assumed to be linear in between.
             self._first = read_clock(comm)
         self.recorder.start()
 

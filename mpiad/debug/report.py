@@ -70,7 +70,7 @@ def _wait(event: Event, sent: dict[Message, float], others: float | None, clock:
 
 
 def _sends(events: Sequence[Event], clock: Clock, comm: Comm) -> dict[Message, float]:
-    """Return when the messages that came here were sent, by the receiver's name for them."""
+    """Return the times at which received messages were sent, by the receiver's name for them."""
     outgoing: list[list[tuple[Message, float]]] = [[] for _ in range(comm.size)]
     for event in events:
         for message in event.messages:
@@ -96,7 +96,7 @@ def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _A
 
 
 def _latest(arrivals: dict[int, _Arrival], owners: dict[int, Rank], comm: Comm) -> dict[int, float]:
-    """Return, by place, when the last one began of those whom this rank waits for: each owner compares for its group."""
+    """Return, by place, the latest start among the ranks that this rank waits for: each owner compares for its group."""
     places: list[list[int]] = [[] for _ in range(comm.size)]
     for k, owner in owners.items():
         places[owner].append(k)
@@ -121,7 +121,7 @@ def _awaited(arrival: _Arrival, began: dict[Rank, Any]) -> float:
 # The advice of a report: a rule for each of the usual reasons why ranks are slow.
 
 
-# Shares of the time, and ratios, from which on something is worth a line.
+# Thresholds of advice: shares of the time, and ratios.
 _WAITING, _TRANSFER, _COMPUTING, _UNEVEN, _BACKWARD = 0.1, 0.2, 0.5, 1.2, 5.0
 _SMALL = 10_000  # bytes: below, a message takes about as long as an empty one
 
@@ -135,8 +135,8 @@ class Totals(NamedTuple):
     waiting: np.ndarray
     busiest: str  # the call that transfers longest, and its line
     waited_in: str  # that in which the ranks wait longest
-    calls: int  # how often the busiest is called, on all ranks
-    nbytes: int  # how much it is given
+    calls: int  # the number of calls of the busiest, on all ranks
+    nbytes: int  # the size of its arguments
     dropped: int  # communications that were too many to be recorded
 
 
@@ -240,7 +240,7 @@ class Row(NamedTuple):
     seconds : array, shape (P,)
         Inside the calls.
     waited : array, shape (P,)
-        Of these, until those it depends on had begun.
+        Of these, until the ranks on which the call depends had begun.
 
     Examples
     --------
@@ -273,7 +273,7 @@ class Report(NamedTuple):
     Attributes
     ----------
     rows : list of Row
-        Those that were waited in longest first.
+        Sorted by waiting time, the longest first.
     elapsed : array, shape (P,)
         Seconds that each rank recorded.
     dropped : int

@@ -37,7 +37,7 @@ class BundleNode(TangentNode):
             self.g = [None if g is None else rule(parent_argnums, (g,), value, args, kwargs) for g in parents[0].g]
             return
         if len(parents) == 2 and parents[1].tape is tape:
-            # The most common case; f is traced at each stage of each step.
+            # The most common case; an ODE's right-hand side f is traced at each stage of each step.
             pairs = zip(parents[0].g, parents[1].g)
             self.g = [
                 _along(list(zip(parent_argnums, gs)), rule, value, args, kwargs)

@@ -54,7 +54,7 @@ def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
 
 
 def make_recorded_vjp(fun: Function, argnum: int | tuple[int, ...], passes: str) -> Callable[..., tuple[Callable, Any]]:
-    """Implement `make_vjp`; `passes` is the number and kind of reverse passes, as in `Tape`."""
+    """Implement `make_vjp`; `passes` states how the record is run backwards, as in `Tape`."""
 
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Callable, Any]:
         variables = variables_of(args, argnum, "make_vjp")

@@ -2,8 +2,9 @@
 
 Autograd's operators look for traced arguments at each level of nesting, twice per operation. If both operands are numbers
 or arrays of one of our traces, the result of that search and the rule are known, and the node can be created at once. All
-other cases use autograd's operators, so only speed depends on this module. f is traced at each stage of each step, and for
-few columns the overhead of these operators dominates a step; so they are written out without further function calls.
+other cases use autograd's operators, so only speed depends on this module. The right-hand side f of an ODE is traced at
+each stage of each step, and for few columns the overhead of these operators dominates a step; so they are written out
+without further function calls.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def homogeneous(sides: Sides) -> Sides:
 
 
 def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
-    """Take a traced value out of the sides: filling u with v is filling u - v with zero and adding v.
+    """Extract a traced value from the sides: filling u with v is filling u - v with zero and adding v.
 
     Return v, None if none is traced, and the sides without it. Raise a TypeError if it isn't a number, or isn't the only
     one that is traced.

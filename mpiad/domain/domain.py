@@ -32,7 +32,7 @@ class Domain(Exchanging, FieldFiles, Minimization, Placement, Points, RandomFiel
     shape, halo, periodic, dims : tuple
         As given or chosen, one entry for each dimension.
     position : tuple of int
-        This rank's place in the grid of ranks.
+        This rank's position in the grid of ranks.
     neighbours : tuple of pairs of int or None
         Ranks before and after along each dimension; None beyond a physical side.
     owned : tuple of slice
@@ -50,7 +50,7 @@ class Domain(Exchanging, FieldFiles, Minimization, Placement, Points, RandomFiel
 
     Ranks
     -----
-    All ranks of `comm` call it, with the same arguments. A block's place follows from its rank, the last dimension
+    All ranks of `comm` call it, with the same arguments. A block's position follows from its rank, the last dimension
     fastest; along each dimension the first blocks are longer by one if the cells don't divide evenly.
 
     Examples

@@ -16,10 +16,10 @@ from mpiad.transport.device_arrays import is_device_array
 
 
 class FieldFiles(Decomposition):
-    """Fields that outlive a job, on any number of ranks."""
+    """Reading and writing fields, on any number of ranks."""
 
     def save(self, path: str | PathLike[str], u: LocalArray) -> None:
-        """Write a field to one file, which `numpy.load` reads as the whole array; whole or not at all.
+        """Write a field atomically to one file, which `numpy.load` reads as the whole array.
 
         Parameters
         ----------

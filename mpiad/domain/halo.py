@@ -35,7 +35,7 @@ class Local(NamedTuple):
     place: int | None = None
 
     def side(self, sides: Sides) -> Side:
-        """Return how they are filled."""
+        """Return the boundary that fills them."""
         return ZERO if self.place is None else sides[self.axis][self.place]
 
 
@@ -104,10 +104,10 @@ def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
 
 
 def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
-    """Fill the halo of an array of shape (..., *padded) whose interior is there."""
+    """Fill the halo of an array of shape (..., *padded) whose interior is set."""
     stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
     for _, local in stages:
-        _fill_constants(out, local, sides)  # which nothing that travels has a part in
+        _fill_constants(out, local, sides)  # no message depends on them
     for stage, local in stages:
         put(out, post(out, stage.routes, False, _TAG, halo.comm))
         _fill_copies(out, local, sides)
@@ -169,7 +169,7 @@ fill_halo.several = fold_halo.several = True
 
 
 def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
-    """Return `fill_in_place` of an array that stays: a function, whose iterator comes back while messages travel."""
+    """Return `fill_in_place` for an array with a fixed address: a function whose iterator yields during messages."""
     stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
     # Constants don't depend on the field: they are written before all stages, and not between messages.
     every = [cells for _, local in stages for cells in local]
@@ -195,7 +195,7 @@ def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = I
 
 
 def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
-    """Return `fold_in_place` of an array that stays, as `_prepared_filling` is that of `fill_in_place`."""
+    """Return `fold_in_place` for an array with a fixed address, as `_prepared_filling` does for `fill_in_place`."""
     prepared, ndim = [], len(halo.shape)
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
         copied = [cells for cells in reversed(local) if cells.copied is not None]
@@ -221,9 +221,9 @@ def _none(halo: Halo, *_: Any) -> tuple[int, ...]:
 
 
 def _still(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) -> list[tuple[int, int]] | None:
-    """Return the cells that stay while messages travel; None without any.
+    """Return the cells that don't change while messages are active; None without messages.
 
-    They are without so many layers, by the width of the halo, at each end of an axis that isn't a side with a given value.
+    ``layers(width)`` layers are left out at each end of an axis that isn't a side with a given value.
     """
     if not any(stage.routes for stage in halo.stages(scheme)):
         return None

@@ -51,11 +51,11 @@ class Minimization(Decomposition):
             This rank's block of the starting point.
         method : {"L-BFGS-sharded", "Newton-CG-sharded"}
         jac : callable or True, optional
-            ``jac(u, *args)`` returns the gradient of J by this rank's block; True: `fun` returns ``(L_r, gradient)``. By
-            default it is found by `value_and_grad`.
+            ``jac(u, *args)`` returns the gradient of J with respect to this rank's block; True: `fun` returns ``(L_r,
+            gradient)``. By default it is computed by `value_and_grad`.
         hessp : callable, optional
             ``hessp(u, v, *args)`` returns this rank's block of the product of the Hessian of J with v, for
-            "Newton-CG-sharded". By default it is found by `make_hvp`.
+            "Newton-CG-sharded". By default it is computed by `make_hvp`.
         bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
             Of this rank's block, flattened.
         tol, options
@@ -73,7 +73,7 @@ class Minimization(Decomposition):
         Returns
         -------
         scipy.optimize.OptimizeResult
-            As `minimize` returns it with the same method: `x` and `jac` are this rank's blocks.
+            As in `minimize` with the same method: `x` and `jac` are this rank's blocks.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""How a grid is divided: a Cartesian grid of ranks, and the block of cells that each one owns.
+"""The division of a grid: a Cartesian grid of ranks, and the block of cells that each rank owns.
 
 Ranks are placed in row-major order (the last dimension varies fastest), as MPI's Cartesian communicators place them.
 Along each dimension the first blocks are longer by one cell if the cells don't divide evenly.

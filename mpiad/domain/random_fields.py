@@ -1,4 +1,4 @@
-"""Random numbers that belong to cells, and not to ranks."""
+"""Random numbers per cell, independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RandomFields(Decomposition):
     def normal(self, seed: int, shape: Shape = ()) -> LocalArray:
         """Return this rank's block of independent standard normal numbers.
 
-        A cell's number is a function of the seed and its place in the grid: two of the numbers that a counter-based
-        generator gives for that place, by Box and Muller's formula. So it is the same on any number of ranks.
+        A cell's number is a function of the seed and its position in the grid: Box and Muller's formula applied to two
+        numbers of a counter-based generator at that position. So it is the same on any number of ranks.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Whole grids and blocks: scatter, gather, and which index is whose."""
+"""Whole grids and blocks: scatter, gather, and index conversions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Placement(Decomposition):
         Parameters
         ----------
         u : array of shape (..., *shape)
-            Counts on the root; other ranks may pass None.
+            Used on the root only; other ranks may pass None.
         root : int
 
         Returns
@@ -43,7 +43,7 @@ class Placement(Decomposition):
 
         Adjoint
         -------
-        The blocks' cotangents are put together on the root: `gather`.
+        The blocks' cotangents are assembled on the root: `gather`.
 
         Examples
         --------
@@ -63,7 +63,7 @@ class Placement(Decomposition):
         return anp.moveaxis(block, 0, -1).reshape(block.shape[1:] + self.local_shape)
 
     def gather(self, u: LocalArray, root: Rank = 0) -> RootArray:
-        """Put the blocks of all ranks together on the root.
+        """Assemble the blocks of all ranks on the root.
 
         Parameters
         ----------
@@ -106,12 +106,12 @@ class Placement(Decomposition):
         return cells.reshape((*lead, 0, *self.shape[1:]))
 
     def owner(self, index: Array) -> Array:
-        """Return which rank owns cells.
+        """Return the ranks that own cells.
 
         Parameters
         ----------
         index : int array of shape (..., dimensions), or a tuple of int for one cell
-            In the whole grid. On a periodic dimension any integer counts; on others negative ones don't.
+            In the whole grid. On a periodic dimension any integer is valid; on others negative ones aren't.
 
         Returns
         -------
@@ -145,7 +145,7 @@ class Placement(Decomposition):
         index : int array of shape (..., dimensions), or a tuple of int for one cell
             As in `owner`.
         halo : bool
-            Whether the place is that in the block with its halo; cells of the halo are then found too.
+            Whether to return indices in the block with its halo; cells of the halo are then included.
 
         Returns
         -------
@@ -188,14 +188,14 @@ class Placement(Decomposition):
         return local
 
     def to_global(self, index: Array, *, halo: bool = False) -> Array:
-        """Return which cells of the whole grid are at places in this rank's block.
+        """Return the cells of the whole grid at indices of this rank's block.
 
         Parameters
         ----------
         index : int array of shape (..., dimensions), or a tuple of int for one place
             In this rank's block.
         halo : bool
-            Whether it is the place in the block with its halo.
+            Whether these are indices in the block with its halo.
 
         Returns
         -------

@@ -67,7 +67,7 @@ class StencilSums:
     def room(self, u: LocalArray) -> LocalArray:
         """Return an array of shape (..., *padded) with any numbers, for `u`; `give_back` keeps it for the next call."""
         shape = u.shape[: u.ndim - len(self.halo.shape)] + self.halo.padded
-        # Taken out while it is used: another thread makes its own.
+        # Removed from the cache while in use: another thread makes its own.
         room = self._rooms.pop() if self._rooms else None
         if room is not None and room.shape == shape and room.dtype == u.dtype and type(room) is type(u):
             return room
@@ -87,7 +87,7 @@ class StencilSums:
         else:
             np.multiply(u, scale, out=padded[halo.interior])
         out = empty_beside(u, u.shape)
-        # Points whose neighbors are all here are summed while the halo travels.
+        # Cells whose neighbors are all in the block are summed during the exchange.
         add_up = (
             compiled_weighted_sum if is_compiled(out, int(np.count_nonzero(self.weights)), halo.shape) else weighted_sum
         )
@@ -134,7 +134,7 @@ def transposed_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
 
 
 apply_stencil.alike = spread_stencil.alike = True
-# S E is linear but for the values beyond the sides; a weight from cell i to cell j goes from j to i in the transpose.
+# S E is linear except for values beyond the sides; a weight from cell i to cell j is one from j to i in the transpose.
 defvjp(apply_stencil, lambda ans, u, stencil: lambda g: transposed_stencil(g, stencil))
 defjvp(apply_stencil, lambda du, ans, u, stencil: apply_stencil(du, stencil.homogeneous))
 defvjp(spread_stencil, lambda ans, g, stencil: lambda v: apply_stencil(v, stencil.homogeneous))

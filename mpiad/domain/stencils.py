@@ -55,7 +55,7 @@ def advance(u: LocalArray, before: LocalArray, factor: LocalArray, stencil: Sten
 def retreat(g: LocalArray, factor: LocalArray, stencil: StencilSums) -> LocalArray:
     """Return 2 g + Sᵀ (factor g), the cotangent of u."""
     factors = np.broadcast_to(factor, g.shape)
-    # Cells that were copied beyond a side get their cotangents back one by one: no pass of the stencil does that.
+    # Cotangents of copies beyond a side are added to their sources separately: a pass of the stencil doesn't do that.
     if stencil.copies_sides:
         return stencil.spread(g * factors) + 2.0 * g
     return stencil.mirrored.summed(g, factors, Finish(g))
@@ -107,7 +107,7 @@ def _linear(v: LocalArray, factor: LocalArray, stencil: StencilSums) -> LocalArr
 
 
 def _like(value: LocalArray, factor: LocalArray) -> LocalArray:
-    """Return the sum over the leading dimensions that a factor doesn't have."""
+    """Return the sum over the leading dimensions that a factor lacks."""
     extra = np.ndim(getval(value)) - np.ndim(getval(factor))
     return anp.sum(value, axis=tuple(range(extra))) if extra else value
 
@@ -120,7 +120,7 @@ class Stencil:
     weights : array
         Of odd lengths; the center is the cell's own weight.
     radius : tuple of int
-        How far it reaches along each dimension.
+        Largest offset along each dimension.
     """
 
     def __init__(self, sums: StencilSums):
@@ -161,7 +161,7 @@ class Stencil:
         Parameters
         ----------
         u, before : float or complex array of shape (..., *local_shape)
-            The field now and a step before, of one shape.
+            The current field and that of the previous step, of one shape.
         factor : array of shape (*local_shape), or of the shape of `u`
             For the wave equation the square of the speed times the step.
 

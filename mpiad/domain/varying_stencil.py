@@ -1,7 +1,7 @@
 """Stencils whose weights differ from cell to cell: bilinear in the field and the weights.
 
 Three maps, each written out once, are each other's derivatives: the weighted sums y = Σ_k w_k u_k over shifted pieces u_k
-of a padded field, the transpose that spreads w_k g over these pieces, and the products g u_k, which are the derivative by
+of a padded field, the transpose that adds w_k g to these pieces, and the products g u_k, the derivative with respect to
 the weights. They don't communicate; the exchange around them does.
 """
 
@@ -52,7 +52,7 @@ def spread(g: LocalArray, weights: LocalArray) -> LocalArray:
 
 @primitive
 def products(g: LocalArray, padded: LocalArray, ndim: int) -> LocalArray:
-    """Return the derivative of the weighted sums by the weights: the grid has the last `ndim` dimensions."""
+    """Return the derivative with respect to the weights: the grid has the last `ndim` dimensions."""
     cells = g.shape[g.ndim - ndim :]
     lengths = tuple(m - n + 1 for m, n in zip(padded.shape[padded.ndim - ndim :], cells))
     total = empty_beside(_wider(g, padded), lengths + cells)
@@ -84,7 +84,7 @@ def _of_kind(value: LocalArray, x: LocalArray) -> LocalArray:
     return anp.real(value) if np.iscomplexobj(getval(value)) and not np.iscomplexobj(getval(x)) else value
 
 
-# Of Σ g w u each map is the derivative by the third factor; each is linear in both of its own.
+# Each map is the derivative of Σ g w u with respect to one factor, and linear in the other two.
 defvjp(
     varying_sum,
     lambda ans, u, w: lambda g: _of_kind(spread(g, w), u),

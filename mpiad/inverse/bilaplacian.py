@@ -1,4 +1,4 @@
-"""A Matérn field whose inverse covariance is the square of an elliptic operator: two solves for a product."""
+"""A Matérn field whose inverse covariance is the square of an elliptic operator: two solves per product."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpiad.linalg import Multigrid
 class Bilaplacian(GaussianPrior):
     """The Gaussian field with covariance D A⁻² D, A = 1 - ∇·(Θ∇)/κ², without flux through the sides.
 
-    A⁻² is the covariance of the Matérn family with smoothness ν = 2 - d/2 in d dimensions; κ = √(8ν) by the correlation
+    A⁻² is the covariance of the Matérn family with smoothness ν = 2 - d/2 in d dimensions; κ = √(8ν) / correlation
     length. Near sides its variance would be up to 2ᵈ times as large: with the diagonal D the standard deviation has the
     given value everywhere, exactly for the grid. So no margin around the domain is needed.
 

@@ -74,7 +74,7 @@ class GaussianPrior:
         raise NotImplementedError
 
     def cost(self, m: LocalArray) -> ReplicatedArray:
-        """Return half the square of m - mean in the inverse covariance: the negative log of the density, but a constant.
+        """Return half the square of m - mean in the inverse covariance: the negative log density up to a constant.
 
         Parameters
         ----------
@@ -99,7 +99,7 @@ class GaussianPrior:
     def sample(self, seed: int) -> LocalArray:
         """Return this rank's block of a sample, the same on any number of ranks; collective.
 
-        A ValueError on all ranks, if they are called with different seeds.
+        Raise a ValueError on all ranks if the seeds differ.
         """
         call = f"inverse.{type(self).__name__}.sample"
         require_same(channel(self.domain.comm, call), f"seed={seed}", call)
@@ -120,7 +120,7 @@ def positive(value: object, name: str) -> float:
 def own_block(domain: Domain, block: LocalArray, call: str, several: bool = False) -> LocalArray:
     """Return this rank's plain block; raise a ValueError on all ranks if one has a block of another grid; collective.
 
-    With `several` it may be some blocks, along leading axes.
+    With `several` it may be several blocks, along leading axes.
     """
     with raising_together(channel(domain.comm, call)):
         shape = np.shape(block)
@@ -168,7 +168,7 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
 def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> LocalArray:
     """Return this rank's block of the diagonal of A⁻ᵖ, A = c - Σ a_i ∂²_i with unit spacing, and no flux through sides.
 
-    Each of a (d,) is divided by the square of its spacing already; c is positive, and the power p is 1 or 2.
+    The entries of a (d,) are already divided by the squares of the spacings; c is positive, and the power p is 1 or 2.
     """
     largest = c + 4.0 * sum(a)
     s = np.arange(math.log(_SMALL / largest), math.log(_DECAYED / c), _STEP)

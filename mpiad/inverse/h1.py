@@ -1,4 +1,4 @@
-"""A prior that weighs gradients: rougher than `Bilaplacian`, at one solve a product."""
+"""A prior that penalizes gradients: its samples are rougher than those of `Bilaplacian`; one solve per product."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def laplace_approximation(
     Parameters
     ----------
     product : callable
-        Products with the Hessian at m of the data's part of the objective alone, without the prior's: as `make_hvp` of it
+        Products with the Hessian at m of the data's part of the objective, without the prior's: as `make_hvp` of it
         returns, or with JᵀJ.
     m : array of shape local_shape
         This rank's block of the most probable field.

@@ -1,4 +1,4 @@
-"""Data-parallel training: every rank holds the parameters, and computes with its own samples."""
+"""Data-parallel training: every rank holds the parameters and uses its own samples."""
 
 from mpiad.parallel.adam import SGD, Adam, AdamW
 from mpiad.parallel.data import DistributedDataContainer, local_rank, total_workers

@@ -1,9 +1,9 @@
-"""Many arrays added up over the ranks in few messages: one behind the other, in buckets of one dtype and one place.
+"""Sums of many arrays over the ranks in few messages: concatenated, in buckets of one dtype and one device.
 
-The sums travel on a communicator of their own, so that they may start in the middle of a reverse pass whatever that
-communicates itself. All ranks start them in the same order, that of the buckets, each as soon as it and all before it are
-full: the order in which arrays become ready may differ between ranks. Nothing is left to overlap the last one with: it is
-added up by a blocking call, once all arrays are there, which needs less memory and time.
+The sums use a separate communicator, so that they may start during a reverse pass, independently of its communication.
+All ranks start them in the same order, that of the buckets, each as soon as it and all before it are full: the order in
+which arrays become ready may differ between ranks. The last bucket can't overlap with computation: it is added up by a
+blocking call after all arrays are ready, which needs less memory and time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mpiad._typing import Array, Shape
 from mpiad.transport import Channel, Spec
 from mpiad.transport.collectives import Summation, start_allreduce, start_sum_in_place, sum_in_place
 
-# Long enough that a message's latency doesn't count, short enough that the first starts early.
+# Long enough that latency is negligible, short enough that the first sum starts early.
 BUCKET_BYTES = 8 * 2**20
 
 
 class Bucket(NamedTuple):
-    """Arrays that travel together: their places, and the part of the message and the shape of each (None: flat)."""
+    """Arrays in one message: their places, and the part of the message and the shape of each (None: flat)."""
 
     places: list[int]
     parts: list[tuple[slice, Shape | None]]
@@ -35,7 +35,7 @@ class Plan:
     """The plan of messages: buckets of at most `limit` bytes, the last arrays first, since these are ready first.
 
     `limit`: an array that is longer has a bucket of its own. `digest`: below 2¹⁸; equal for plans of the same arrays.
-    `several`: whether there is more than one message, so that one can travel early.
+    `several`: whether there is more than one message, so that one can be sent early.
     """
 
     def __init__(self, specs: list[Spec], limit: int):
@@ -91,7 +91,7 @@ class Sums:
         self._begun = False
 
     def begin(self) -> None:
-        """Say that all ranks have agreed to add up."""
+        """Record that all ranks have agreed to add up."""
         self._begun = self._plan.several
 
     def add(self, place: int, array: Array) -> None:
@@ -106,13 +106,13 @@ class Sums:
             self._started.append(start(self._aside, whole))
 
     def add_all(self, arrays: list[Array]) -> None:
-        """Hand in all arrays, and add them up."""
+        """Add all arrays, and complete the sums."""
         self._arrays = list(arrays)
         for _ in self._plan.buckets:
             self._add_up()
 
     def _packed(self) -> Array:
-        """Return the arrays of the next bucket, behind one another in memory of their own."""
+        """Return the arrays of the next bucket, concatenated in new memory."""
         places = self._plan.buckets[len(self._wholes)].places
         self._wholes.append(np.concatenate([self._arrays[k] for k in places], axis=None))
         for k in places:

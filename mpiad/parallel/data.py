@@ -1,4 +1,4 @@
-"""`DistributedDataContainer`: samples divided among the ranks, each seen once per epoch."""
+"""`DistributedDataContainer`: samples divided among the ranks, each used once per epoch."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class DistributedDataContainer:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of another epoch; all ranks call it with the same one."""
+        """Select the order of another epoch; all ranks call it with the same one."""
         self.epoch = epoch
         self._order = np.arange(self._count)
         self._drawn = {"samples": self._count, "batch_size": self.batch_size}
@@ -138,7 +138,7 @@ class DistributedDataContainer:
         """Return the numbers of this rank's samples among those from start to stop: the first ranks have one more."""
         count = stop - start
         first = self._rank * (count // self._size) + min(self._rank, count % self._size)
-        # Some ranks may have nothing of the last batch, and take part in its step all the same.
+        # Some ranks may have no sample of the last batch, but still take part in its step.
         length = count // self._size + (self._rank < count % self._size)
         return self._order[start + first : start + first + length]
 
@@ -157,7 +157,7 @@ class DistributedDataContainer:
 
 
 def _entries(leaves: Sequence[Any], numbers: np.ndarray) -> list[Any]:
-    """Return some entries of arrays; to each device the numbers travel once."""
+    """Return some entries of arrays; the indices are copied once to each device."""
     there: dict[Any, Any] = {None: numbers}
     places = [(arrays_of(leaf), leaf) for leaf in leaves]
     for home, _ in places:

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: an optimizer that is given every rank's own gradient, and updates all ranks alike."""
+"""`DistributedOptimizer`: an optimizer that combines the ranks' gradients and updates all ranks alike."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mpiad.transport.recovery import recoverable
 from mpiad.transport.threads import vdot
 from mpiad.transport.tracing import restoring_state
 
-# `value_and_grad` of a training: the mean over all ranks' samples, whose gradient travels while it is computed.
+# `value_and_grad` of a training: the mean over all ranks' samples, whose gradient is reduced while it is computed.
 
 
 def value_and_grad(
@@ -78,9 +78,9 @@ def value_and_grad(
 
     Notes
     -----
-    The mean is over samples, not over ranks: each rank's number and gradient count as many times as it has samples, and
-    are divided by the number of all at the end. So gradients that are whole numbers of samples' contributions (integer
-    data) are the same bits on any number of ranks and for any division of the samples.
+    The mean is over samples, not over ranks: each rank's loss and gradient are multiplied by its number of samples, and
+    the sums are divided by the number of all samples. So for integer data, whose sums are exact, the gradients are equal
+    in every bit on any number of ranks and for any division of the samples.
 
     Examples
     --------
@@ -293,7 +293,7 @@ class DistributedOptimizer:
             self._plan = plan_of(specs, self.bucket_bytes, self._plan)
             used = channel(self.comm, "DistributedOptimizer.update")
             self._compare(used, state, params, "DistributedOptimizer.update")
-            # Before the sums: ranks whose plans differ would add up other arrays under one another.
+            # Before the sums: ranks with different plans would combine different arrays.
             total = totals(used, self._plan, params, "DistributedOptimizer.update", count, problem=problem)
             with Sums(used, self._plan) as sums:
                 sums.add_all(parts)
@@ -307,7 +307,7 @@ class DistributedOptimizer:
         *batch: Any,
         samples: Callable[..., int] | None = None,
     ) -> tuple[dict[str, Any], Tree, float]:
-        """Evaluate the mean loss and its gradient, and make one update; sums travel while the reverse pass runs.
+        """Evaluate the mean loss and its gradient, and make one update; sums overlap with the reverse pass.
 
         Parameters
         ----------

@@ -1,6 +1,6 @@
-"""Collectives that write into the arrays they get: for state that isn't differentiated, as running means.
+"""Collectives that overwrite their arguments: for state that isn't differentiated, such as running means.
 
-Inside a trace they aren't recorded: nothing goes back through them.
+Inside a trace they aren't recorded, and have no adjoint.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
 
     Ranks
     -----
-    All ranks of `comm` call it, and each waits when it likes; other communication may come between.
+    All ranks of `comm` call it, and each may wait at any time; other communication is allowed in between.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Nests of parameters: their leaves, and functions of them."""
+"""Pytrees of parameters: their leaves, and functions of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
     leaves, build = flatten(tree)
     places, others = [], []
     for k, leaf in enumerate(leaves):
-        # An array itself can't be traced; only the rest is looked at, since this runs in each step.
+        # Arrays can't be traced; only other leaves are checked, since this runs in each step.
         if type(leaf) is not np.ndarray:
             others.append(leaf)
         if leaf.dtype.kind in "fc" if type(leaf) is np.ndarray else is_variable(leaf):

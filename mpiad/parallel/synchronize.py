@@ -23,7 +23,7 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
     Parameters
     ----------
     tree : pytree of arrays
-        Floats travel, in one message for each dtype, those on a device apart. Anything else (integers, strings, None)
+        Floats are broadcast, in one message per dtype and device. Anything else (integers, strings, None)
         stays this rank's own.
     root : int
     comm : mpi4py intracommunicator, optional
@@ -61,13 +61,13 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
             # Past the collective: the root's leaves are those given, not copies of them.
             continue
         for k, part in zip(places, split(whole, [np.shape(leaves[k]) for k in places])):
-            # Copied, because a view would keep the whole message in memory as long as one leaf lives.
+            # Copied, because a view would keep the whole message in memory.
             leaves[k] = part.copy()[()]
     return flatten(tree)[1](leaves)
 
 
 def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[int]]:
-    """Return the leaves and the places of those that travel, after all ranks have compared theirs with the root's."""
+    """Return the leaves and the places of those to broadcast, after all ranks have compared theirs with the root's."""
     error, leaves, trained, held = None, [], [], []
     # A rank with an invalid pytree still takes part in the broadcast below; its error is raised after it.
     try:

@@ -51,7 +51,7 @@ class Failed(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """An evaluated batch: results or failures by index, and how long it took."""
+    """An evaluated batch: results or failures by index, and its duration."""
 
     results: list[tuple[int, Any]]
     seconds: float
@@ -94,7 +94,7 @@ def require_plain(value: object, source: str) -> None:
 
 
 def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank: Rank) -> Outcome:
-    """Evaluate batches until the end, and return how it ended.
+    """Evaluate batches until the end, and return the outcome.
 
     `root` is a rank on the line, `rank` this one in the user's communicator, for messages; `goes_on` says whether failures
     stand among the results.
@@ -151,7 +151,7 @@ def _sendable(result: object, rank: Rank) -> Any:
     return result
 
 
-# The ranks of one map: a communicator of their own, and which of them are left.
+# The ranks of one map: their own communicator, and the ranks that are still alive.
 #
 # It is a duplicate of the library's. If a process has died, and the MPI survives it, it consists of the remaining ranks,
 # and at the end they agree on the ranks that are still alive.
@@ -175,7 +175,7 @@ class WorkerGroup:
         self._known: set[Rank] = set()
 
     def _assembled(self) -> Comm:
-        # Recovery is for the first loss of a process; once some are known to be lost, those that are left simply shrink.
+        # Recovery is for the first loss of a process; afterwards the remaining ranks only shrink the communicator.
         used = self._used
         if self._survives and not used.lost:
             try:
@@ -193,20 +193,20 @@ class WorkerGroup:
         return self.names.index(root)
 
     def newly_lost(self) -> list[Rank]:
-        """Return the ranks in `comm` that have died since the last call, and say so in the log."""
+        """Return the ranks in `comm` that have died since the last call, and log them."""
         if not self._survives:
             return []
         found = [rank for rank in lost_ranks(self.comm) if rank not in self._known]
         if found:
             self._known.update(found)
-            # Else a receive from any rank would fail again and again for the same loss.
+            # Otherwise a receive from any rank would fail repeatedly for the same loss.
             self.comm.Ack_failed()
         for rank in found:
             _log.warning("mpi_map: the process of rank %d has died; other ranks take its items.", self.names[rank])
         return found
 
     def close(self) -> None:
-        """End the map; on all ranks that are left."""
+        """End the map; on all remaining ranks."""
         if not self._survives:
             self._used.drop(self.comm)
             return
@@ -237,7 +237,7 @@ class _Packed(NamedTuple):
 
 
 class Scheduler:
-    """One map, seen from the root.
+    """One map, on the root.
 
     `goes_on`: whether failures stand among the results. `progress`: a bar, updated after each batch, or None.
     """
@@ -272,7 +272,7 @@ class Scheduler:
 
     def stop(self, outcome: Outcome) -> None:
         """Send the outcome to the other ranks, and wait until they have received it."""
-        # Lent: the results stay as they are until all have been sent, so large arrays needn't be copied.
+        # `lent`: the results don't change until all have been sent, so large arrays needn't be copied.
         parcel, patience = PackedObject.of(outcome, lent=True), Backoff()
         for rank in list(self._held):
             self._to(rank, STOP, parcel)
@@ -283,7 +283,7 @@ class Scheduler:
             self._look_for_the_lost()
             patience.pause()
 
-    # ---- handing out
+    # ---- sending batches
 
     def _hand_out(self) -> None:
         depth = 2 if self._seconds is not None and self._seconds < _SHORT else 1
@@ -295,7 +295,7 @@ class Scheduler:
                     packed = self._next()
                     if packed is None:
                         return
-                    # Held before it is sent: if the rank turns out to be dead in sending, the batch goes to another.
+                    # Stored before it is sent: if the send finds the rank dead, the batch goes to another.
                     self._held[rank].append(packed)
                     self._to(rank, TASK, packed.parcel)
 
@@ -542,7 +542,7 @@ def _run(
     if bar is not None:
         bar.close()
     failed, index = scheduler.failed or (None, None)
-    # In the items' order, whichever rank was done first.
+    # In the order of the items, not of their completion.
     results = None if failed is not None else [scheduler.results[k] for k in range(len(scheduler.results))]
     scheduler.stop(Outcome(failed, index, results if everywhere else None))
     return Outcome(failed, index, results)

@@ -30,7 +30,7 @@ from mpiad.transport.notices import threads_may_communicate
 from mpiad.transport.shared_counter import SharedCounter
 from mpiad.transport.user_failures import StageFailures
 
-# Groups of ranks, each with a communicator of its own, and one across them.
+# Groups of ranks, each with its own communicator, and communicators across them.
 
 
 _GROUPS_CALL = "tasks.RankGroups"
@@ -54,7 +54,7 @@ class RankGroups:
     comm : mpi4py intracommunicator
         The ranks of this rank's group, for example for a `Domain` per group.
     across : mpi4py intracommunicator
-        The ranks that stand at this rank's place in each of the groups. With a variable in pieces on all ranks,
+        The ranks at this rank's position in each of the groups. With a variable that is divided among all ranks,
         ``mpi_allgather(piece, axis=0, comm=groups.across)`` is the part of it that belongs to this rank within its group.
 
     Raises
@@ -228,7 +228,7 @@ def _agreed_items(used: Channel, items: Iterable[Any], fun: object, made: RankGr
 
 
 def _taken(counter: SharedCounter, group: Channel, many: int) -> Iterator[int]:
-    """Yield the items that this rank's group takes, until none are left."""
+    """Yield the items of this rank's group, until none are left."""
     while True:
         taken = group.data.bcast(counter.take() if group.rank == 0 else None)
         if taken >= many:
@@ -263,7 +263,7 @@ def _run(
 def _evaluated(
     fun: Callable, item: Any, number: int, comm: Comm, weight: float, failures: StageFailures
 ) -> tuple[Any, _Failed | None]:
-    """Evaluate an item on this rank's group; return its number, or on all ranks of the group how it failed."""
+    """Evaluate an item on this rank's group; return its value, or on all ranks of the group its failure."""
     own: BaseException | None = None
 
     def stage() -> Any:

@@ -35,7 +35,7 @@ class ObjectiveReport(NamedTuple):
         The largest absolute entry of each rank's gradient with respect to its first argument, under that objective; None
         if the argument holds no real or complex floating-point values.
     text : str
-        The same in words, and whether the gradient is zero on all ranks, or on all but one.
+        A description, which also says whether the gradient is zero on all ranks, or on all but one.
 
     Examples
     --------
@@ -71,7 +71,7 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     Returns
     -------
     ObjectiveReport
-        Equal on all ranks. It goes by values: shares that happen to be equal look like copies.
+        Equal on all ranks. It is based on values: shares that happen to be equal look like copies.
 
     Raises
     ------
@@ -144,7 +144,7 @@ def _which_matter(largest: list) -> str:
 
 
 def _how_they_lie(values: list, root: int) -> tuple[str, str, dict, str]:
-    """Return kind, objective, factors and the same in words."""
+    """Return kind, objective, factors and their description."""
     size = len(values)
     others = [value for rank, value in enumerate(values) if rank != root]
     if all(value is None or value == 0.0 for value in others) and others:  # a single rank is the case "same"

@@ -1,4 +1,4 @@
-"""The Taylor test: a right derivative is known by the rate at which the remainder shrinks, whatever the scale.
+"""The Taylor test: the convergence rate of the remainder shows whether a derivative is correct, at any scale.
 
 With the right gradient J(x + hv) − J(x) − h g·v shrinks like h², with a wrong one like h.
 """

@@ -69,12 +69,12 @@ class Objective(NamedTuple):
         leaves, build = flatten(params)
         places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
         kept = found.kept
-        # Draws that failed are left out of both terms, else the divergence would be of other draws than the loss.
+        # Failed draws are left out of both terms, so that loss and divergence are means over the same draws.
         noise = noise if kept.all() else noise[numpy.flatnonzero(kept)]
         parts: list[float] = []
 
         def surrogate(params: Tree) -> Array:
-            """Return a number with the estimator's gradient; note the true values of the parts."""
+            """Return a number with the estimator's gradient; store the true values of the parts."""
             # The same noise makes the same draws as before, now as functions of the variational parameters.
             theta_of, log_q = self.posterior.draw(params, noise)
             divergence = self._divergence(params, theta_of, log_q)
@@ -89,13 +89,13 @@ class Objective(NamedTuple):
     def _model_term(self, params: Tree, theta_of: Array, found: Evaluations) -> Array:
         values, gradients = found.values[found.kept], found.gradients[found.kept]
         if self.gradient == "pathwise":
-            # Linear in θ, with the model's gradients as constants: its derivative by φ is the chain rule, and no model
+            # Linear in θ, with the model's gradients as constants: its derivative in φ is the chain rule, and no model
             # runs twice.
             return np.sum(placed(gradients, stop_gradient(theta_of)) * theta_of) / len(values)
         # Each draw's baseline is the mean of the others; one draw alone has none.
         count = len(values)
         others = (np.sum(values) - values) / (count - 1) if count > 1 else 0.0
-        # At the draws as constants: the score is the derivative of log q by φ at a fixed θ.
+        # With the draws as constants: the score is the derivative of log q with respect to φ at a fixed θ.
         constant = stop_gradient(theta_of)
         return np.mean(placed(values - others, constant) * self.posterior.log_prob(params, constant))
 

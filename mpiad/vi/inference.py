@@ -199,8 +199,8 @@ class Average:
     parameters by the fraction (η + 1) / (k + η), which weights epoch j by about j^η ("polynomial-decay averaging", Shamir
     and Zhang, 2013). It needs one copy, and doesn't depend on the number of epochs.
 
-    With η = 8 it is as old and as steady as the plain mean of the last fifth of the epochs: the weights' mean age is the
-    part 1 / (η + 2) = 1/10 of the run, and the sum of their squares (η + 1)² / (2η + 1) ≈ 5 by the number of epochs.
+    With η = 8 it has the mean age and the variance of the plain mean of the last fifth of the epochs: the weights' mean age
+    is 1 / (η + 2) = 1/10 of the run, and the sum of their squares (η + 1)² / (2η + 1) ≈ 5 over the number of epochs.
 
     `params`: the mean, on the device of the parameters. Leaves that aren't floats are the newest.
     """
@@ -261,14 +261,14 @@ class VI:
     w : float
         The weight of the divergence.
     n_samples_per_epoch : int
-        How often the model is run in each epoch, on all ranks together.
+        The number of runs of the model per epoch, on all ranks together.
     gradient : {"pathwise", "score"}
         Through the model; or by the score function, for models that can't be differentiated, which needs more draws.
     divergence : {"auto", "closed", "draws", "path"}
         KL in closed form, or from the epoch's draws; "path" from draws without the part of its gradient that is zero in the
         mean, which removes the noise near an exact posterior. "auto" is closed if both are normal, else draws.
     schedule : {"even", "dynamic"}
-        Every rank, the root too, gets an even share of the draws; or whichever rank but the root is free gets the next one,
+        Every rank, including the root, gets an equal share of the draws; or any free rank but the root gets the next one,
         for models whose runs take different times.
     devices : sequence of str, optional
         A name per rank: "cpu", or "cuda:0" and so on. On a rank with a GPU, `loss` gets `theta` on it, and its value may be
@@ -358,7 +358,7 @@ class VI:
             Updates at most.
         max_epochs_without_improvement : int, optional
             End after this number of epochs without a new lowest objective. The lowest is that of the luckiest
-            draws, so that a small number ends the run too early: take some tens.
+            draws, so that a small number ends the run too early: use several tens.
         params : pytree of arrays, optional
             Initial variational parameters; by default the posterior's own. Used on the root only. If they are on a device,
             draws, densities and updates are computed there, and the result's parameters are there.
@@ -407,7 +407,7 @@ class VI:
                 start = self.posterior.initial(fresh) if params is None else params
                 _require_one_place(start, model.device, call)
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback, average)
-        # Outside of a trace that may be around the run: nothing of it can be differentiated.
+        # Outside of any enclosing trace: the run can't be differentiated.
         with restoring_state(), suspended():
             bar = progress_bar("epochs", n_epochs) if progress and training else None
             self._epochs(used, root, model, training, n_epochs, bar)

@@ -105,7 +105,7 @@ class Model:
         return gathered if mpi_rank(comm) == root else None
 
     def dynamically(self, theta: Array | None, root: Rank, comm: Comm) -> Array | None:
-        """Hand the draws to whichever other rank is free; return all rows on the root."""
+        """Send the draws to free ranks other than the root; return all rows on the root."""
         rows = mpi_map(self.row, None if theta is None else list(theta), root=root, comm=comm)
         return None if rows is None else np.array(rows)
 

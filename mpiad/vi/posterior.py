@@ -26,7 +26,7 @@ class Posterior(Protocol):
         ...
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
-        """Return draws made of standard normal noise, both of shape (S, dim), and their log densities (S,)."""
+        """Return draws computed from standard normal noise, both of shape (S, dim), and their log densities (S,)."""
         ...
 
     def log_prob(self, params: Tree, theta: Array) -> Array:
@@ -81,12 +81,12 @@ class MeanFieldGaussian(_Gaussian):
     """
 
     def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
-        """Return the variational parameters at the start: mean and logarithm of the standard deviation."""
+        """Return the initial variational parameters: mean and logarithm of the standard deviation."""
         # The logarithm, so that an optimizer's step can't make a standard deviation negative.
         return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
-        """Return draws made of standard normal noise, both of shape (S, dim), and their log densities (S,)."""
+        """Return draws computed from standard normal noise, both of shape (S, dim), and their log densities (S,)."""
         return params["mean"] + np.exp(params["log_sd"]) * noise, _log_density(noise, params)
 
     def log_prob(self, params: Tree, theta: Array) -> Array:
@@ -131,7 +131,7 @@ class FullRankGaussian(_Gaussian):
         return np.diag(scale) + scale[:, None] * np.tril(params["below"], -1)
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
-        """Return draws made of standard normal noise, both of shape (S, dim), and their log densities (S,)."""
+        """Return draws computed from standard normal noise, both of shape (S, dim), and their log densities (S,)."""
         return params["mean"] + noise @ self.factor(params).T, _log_density(noise, params)
 
     def log_prob(self, params: Tree, theta: Array) -> Array:

@@ -1,4 +1,4 @@
-"""`VIResult`: the posterior that was found, with draws of it, summaries and plots."""
+"""`VIResult`: the fitted posterior, with draws from it, summaries and plots."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class VIResult:
         ranks they are on the device on which the rank's model runs, if there is one.
     best_params : pytree of arrays
         Those of the epoch whose objective was the lowest. The objective is a mean over the draws of one epoch, so this is
-        rather the epoch of the luckiest draws than of the best posterior.
+        the epoch of the luckiest draws rather than of the best posterior.
     history : dict of list
         For each epoch `objective`, `loss` (its mean over the draws), `divergence` (KL, without its weight), `dropped`
         (draws whose model raised or wasn't finite) and `seconds` since the start.

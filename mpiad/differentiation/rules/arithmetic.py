@@ -60,7 +60,7 @@ def multiply_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
     if len(argnums) == 2:
         fit_x, fit_y = fitting(x, ans), fitting(y, ans)
         if fit_x is None and fit_y is None:
-            # One value may belong to two variables; so both get theirs, of one product.
+            # Both arguments may be the same value; each gets its cotangent, from one product.
             return (lambda g: two_unchanged(g * x)) if x is y else lambda g: (g * y, g * x)
         return lambda g: (_fitted(fit_x, g * y), _fitted(fit_y, g * x))
     if argnums[0] == 0:
@@ -74,7 +74,7 @@ def multiply_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 
 
 def divide_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Divide the cotangent of a quotient; the denominator's is that times the negated quotient."""
+    """Divide the cotangent of a quotient by the denominator, whose cotangent is that times the negated quotient."""
     if kwargs or len(args) != 2:
         return inherited_vjp(anp.divide, argnums, ans, args, kwargs)
     x, y = args

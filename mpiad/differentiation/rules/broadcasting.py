@@ -84,7 +84,7 @@ def _fit(shape: Shape, axes: tuple[int, ...], becomes_real: bool, dtype: np.dtyp
         g = space.real(g)
     # Autograd's cast has no tangent, so a traced cotangent keeps the precision of the result, as in autograd.
     if dtype is not None and not traced and dtype.kind == np.result_type(g).kind:
-        g = g.astype(dtype) if hasattr(g, "astype") else dtype.type(g)  # a number of Python's
+        g = g.astype(dtype) if hasattr(g, "astype") else dtype.type(g)  # a Python number
     return g
 
 

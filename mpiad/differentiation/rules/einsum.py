@@ -66,7 +66,7 @@ def letters_of(subscripts: str, ranks: Sequence[int]) -> tuple[list[str], str]:
     if arrow:
         return inputs, right.replace("...", longest)
     named = left.replace("...", "").replace(",", "")
-    # Without an arrow NumPy keeps the letters that stand once, in alphabetical order.
+    # Without an arrow NumPy keeps the letters that occur once, in alphabetical order.
     return inputs, longest + "".join(sorted(letter for letter in set(named) if named.count(letter) == 1))
 
 

@@ -1,4 +1,4 @@
-"""The transpose of a sum over axes: a cotangent repeated along them, without being written out."""
+"""The transpose of a sum over axes: a cotangent broadcast along them, without forming the dense array."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def spread(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
     if is_device_array(g):
         g = g if g.dtype == dtype or g.dtype.kind == "c" else g.astype(dtype)
         return np.broadcast_to(np.reshape(g, kept), shape)
-    # np.broadcast_to does the same in several times the time, which counts for small arrays.
+    # np.broadcast_to is several times slower, which matters for small arrays.
     g = np.asarray(g)
     g = np.ascontiguousarray(g, dtype if g.dtype.kind != "c" else None)
     dtype = g.dtype
@@ -54,7 +54,7 @@ def spread(g: Array, shape: Shape, kept: Shape, dtype: np.dtype) -> Array:
 def filled(g: Array, shape: Shape, dtype: np.dtype) -> Array:
     """Repeat a cotangent that is one number, maybe traced, like `spread`."""
     if type(g) is np.float64 and dtype == np.float64:
-        # A number of NumPy's lends its memory, read-only, and lives as long as the view.
+        # A read-only view of a NumPy number, which lives as long as the view.
         return np.ndarray(shape, dtype, g, 0, (0,) * len(shape))
     return spread(g, shape, (1,) * len(shape), dtype)
 

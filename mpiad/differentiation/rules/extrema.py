@@ -1,4 +1,4 @@
-"""Largest and smallest elements, over axes and of two arrays, and bounds; ties share equally, as in autograd."""
+"""Maxima and minima, over axes and of two arrays, and bounds; ties share the cotangent equally, as in autograd."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Extremum(NamedTuple):
     x: Array
     value: Array
     where: Any
-    outside: bool  # the extremum may be none of the elements, but `initial`
+    outside: bool  # the extremum may be `initial` instead of an element
 
     @classmethod
     def of(cls, ans: Array, args: tuple, kwargs: dict) -> _Extremum | None:
@@ -69,7 +69,7 @@ class _Extremum(NamedTuple):
 
 def _extremum_vjp(fun: Primitive) -> VjpMaker:
     def extremum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Give the cotangent of an extremum to the elements that equal it, in equal shares."""
+        """Pass the cotangent of an extremum to the elements that equal it, in equal shares."""
         asked = _Extremum.of(ans, args, kwargs)
         if asked is None:
             return inherited_vjp(fun, argnums, ans, args, kwargs)

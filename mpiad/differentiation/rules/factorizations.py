@@ -1,7 +1,7 @@
 """Factors and inverses of matrices, norms, traces, singular values: for matrices on the host and on devices.
 
-A complex matrix has complex cotangents g, paired with a change dx as in Re Σ g dx, without a conjugate; which is why the
-formulas of the references have a conjugate less or more here.
+A complex matrix has complex cotangents g, paired with a change dx as Re Σ g dx, without a conjugate; hence the formulas
+differ from those of the references in conjugates.
 
 References
 ----------
@@ -77,9 +77,9 @@ def eigh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     triangle = lower if (args[1] if len(args) > 1 else kwargs.get("UPLO", "L")) == "L" else _transposed(lower)
 
     def vjp(g: Array) -> tuple[Array]:
-        gaps = values[..., None, :] - values[..., :, None] + ones  # ones on the diagonal, which isn't taken
+        gaps = values[..., None, :] - values[..., :, None] + ones  # ones on the diagonal, which isn't used
         turned = anp.matmul(_transposed(vectors), g[1]) * (1.0 - ones)
-        # Equal eigenvalues are harmless as long as nothing depends on their vectors.
+        # Equal eigenvalues are allowed if nothing depends on their vectors.
         inner = turned / anp.where((gaps == 0) & (turned == 0), 1.0, gaps) + ones * g[0][..., None, :]
         part = anp.matmul(anp.matmul(anp.conj(vectors), inner), _transposed(vectors))
         # Only one triangle of the matrix was read.
@@ -155,7 +155,7 @@ def trace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 
 def svd_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Put the cotangent of the singular values between their vectors; those of the vectors aren't available."""
+    """Multiply the cotangent of the singular values by their vectors; those of the vectors aren't supported."""
     given = dict(zip(("a", "full_matrices", "compute_uv"), args), **kwargs)
     if given.get("compute_uv", True):
         raise NotImplementedError("on devices the derivative of svd is available for compute_uv=False; use eigh of xᵀx")

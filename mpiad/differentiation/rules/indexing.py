@@ -29,7 +29,7 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         return lambda g: (g.reshape(shape),)
     if not basic:
         idx = _as_array_index(idx)
-    # A list of places may name an element twice, a mask can't.
+    # A list of indices may contain an element twice, a mask can't.
     repeats = not basic and not _is_mask(idx)
     space = vspace(x) if is_device_array(getval(x)) else None
 
@@ -70,7 +70,7 @@ def _is_mask(idx: Index) -> bool:
 
 
 def sparse_add_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Add the tangent of the piece in place to a copy of the sum's."""
+    """Add the tangent of the slice in place to a copy of the sum's."""
     # The space comes first among the arguments and has no tangent.
     piece = gs[-1]
     if argnums == (1,) or type(piece) not in sparse_object_types:

@@ -1,6 +1,6 @@
 """Products: `dot` and `matmul` of factors with one or two axes each; outer and cross products.
 
-On devices also sums over axes of factors with any numbers of axes, as `dot`, `inner` and `tensordot` take them.
+On devices also contractions of factors with any numbers of axes, as in `dot`, `inner` and `tensordot`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def cross_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 def _contraction_vjp(axes_of: Callable[[tuple, dict, int, int], Axes]) -> VjpMaker:
     def contraction_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Contract the cotangent with the other factor, over the axes which that one gave to the result."""
+        """Contract the cotangent with the other factor, over that factor's axes in the result."""
         x, y = args[0], args[1]
         rank_x, rank_y = len(anp.shape(x)), len(anp.shape(y))
         if rank_x == 0 or rank_y == 0:

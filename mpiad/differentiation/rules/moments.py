@@ -39,7 +39,7 @@ def _slope_of_prod(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tup
 
 
 def _others(x: Array) -> Array:
-    """Return the products of all other elements along the last axis, by pairs: nothing is divided by an element."""
+    """Return the products of all other elements along the last axis, by pairs, without division by an element."""
     n = x.shape[-1]
     if n <= 1:
         return anp.ones_like(x)

@@ -1,4 +1,4 @@
-"""Powers, square and square root, without a call to `pow` if the exponent is a constant for which products do."""
+"""Powers, square and square root, without a call to `pow` for constant exponents for which products suffice."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _unit_slope(g: Array) -> Array:
 
 
 def doubled(t: Array) -> Array:
-    """Return twice a fresh value, maybe traced, in its memory: nothing else may refer to it."""
+    """Return twice a temporary, maybe traced, in its memory: nothing else may refer to it."""
     # NumPy takes three times as long to add one element in place as to a new array.
     if type(t) is np.ndarray and t.size > 1:
         t += t
@@ -105,7 +105,7 @@ def doubled(t: Array) -> Array:
 
 
 def _twice_product(g: Array, x: Array) -> Array:
-    # The cotangent of a sum is one number, spread out: a pass over memory less.
+    # The cotangent of a sum is a broadcast number: one pass over memory less.
     if type(g) is type(x) is np.ndarray and g.size > 1 and not any(g.strides):
         return x * (2 * g.item(0))
     return doubled(g * x)

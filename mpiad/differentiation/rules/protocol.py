@@ -165,15 +165,15 @@ def refuse_on_device(fun: Primitive, ans: Array) -> None:
 
 
 def one_unchanged(g: Array) -> tuple[Any]:
-    """Pass the cotangent on to the one argument."""
+    """Pass the cotangent to the only argument."""
     return (g,)
 
 
 def one_negated(g: Array) -> tuple[Any]:
-    """Negate the cotangent for the one argument."""
+    """Negate the cotangent for the only argument."""
     return (-g,)
 
 
 def two_unchanged(g: Array) -> tuple[Any, Any]:
-    """Pass the cotangent on to both arguments."""
+    """Pass the cotangent to both arguments."""
     return (g, g)

@@ -1,4 +1,4 @@
-"""Arrays divided into pieces, differences of neighbors, elements in another order."""
+"""Split arrays, differences of neighbors, elements in another order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _division_vjp(fixed: int | None) -> VjpMaker:
 
 
 def diff_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Take the differences of the cotangent between zeros, negated, as often."""
+    """Take the negated differences of the zero-padded cotangent, of the same order."""
     given = bound(anp.diff, "a n axis", args, kwargs)
     if given.get("n", 1) == 0:
         return one_unchanged
@@ -95,7 +95,7 @@ def placed(g: Array, places: Array, shape: Shape) -> Array:
     return np.reshape(total, shape)
 
 
-# To take elements and to put them into zeros are each other's transposes.
+# Taking elements and placing them into zeros are each other's transposes.
 defvjp(placed, lambda ans, g, places, shape: lambda h: anp.reshape(h, (-1,))[places])
 defjvp(placed, lambda dg, ans, g, places, shape: placed(dg, places, shape))
 

@@ -1,4 +1,4 @@
-"""Arrays that hold each element of the argument several times, or between two: the adjoints are sums."""
+"""Repetition and linear interpolation of elements: the adjoints are sums."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def full_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) 
 
 
 def linspace_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Weigh the cotangent by how near each value is to the end, and add up over the values."""
+    """Weight the cotangent by the distance of each value from the other end, and sum over the values."""
     given = bound(anp.linspace, "start stop num endpoint", args, kwargs)
     n = ans.shape[0]
     steps = n - 1 if given.get("endpoint", True) else n

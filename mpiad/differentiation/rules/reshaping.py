@@ -1,4 +1,4 @@
-"""Operations that only name the same elements otherwise, shift them, or change their dtype."""
+"""Operations that reshape, transpose or shift elements, or change their dtype."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Primitive, 
 
 def _shape_restored(fun: Primitive, most: int) -> VjpMaker:
     def shape_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Give the cotangent the argument's shape."""
-        # `order` and `copy` are autograd's to interpret.
+        """Reshape the cotangent to the argument's shape."""
+        # `order` and `copy` are left to autograd's rule.
         if argnums != (0,) or len(args) > most or kwargs.keys() - _HARMLESS:
             return inherited_vjp(fun, argnums, ans, args, kwargs)
         shape = np.shape(getval(args[0]))
@@ -34,7 +34,7 @@ def transpose_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vj
         return lambda g: (g.T,)
     if not isinstance(axes, (tuple, list)):
         return inherited_vjp(anp.transpose, argnums, ans, args, kwargs)
-    # Axes may count from the last; which autograd's rule forgets.
+    # Axes may be negative, which autograd's rule doesn't support.
     places = [axis % len(axes) for axis in axes]
     back = tuple(sorted(range(len(places)), key=places.__getitem__))
     return lambda g: ((anp if type(g) in BOX_TYPES else np).transpose(g, back),)

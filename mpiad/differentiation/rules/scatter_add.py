@@ -1,9 +1,9 @@
 """The adjoint of taking elements, kept as sparse data: a few values and their index.
 
 A program that reads an array in many slices gives it one cotangent per slice, zero outside of that slice. None
-of them is written out: `Scatter` holds the slice's cotangent and adds it in place once the sum exists. A
-traced cotangent takes the same way inside autograd's `SparseObject`, as the result of a primitive, `put`,
-whose adjoint is to take.
+of them is formed as a dense array: `Scatter` holds the slice's cotangent and adds it in place once the sum exists. A
+traced cotangent is treated in the same way by autograd's `SparseObject`, as the result of a primitive, `put`,
+whose adjoint takes the elements.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scatter:
         self.repeats = repeats
 
     def dense(self) -> Array:
-        """Return the cotangent written out, as a new array of the `shape`."""
+        """Return the cotangent as a new dense array of the `shape`."""
         arrays = arrays_of(self.values)
         total = np.zeros(self.shape, self.dtype) if arrays is None else arrays.full(self.shape, 0, self.dtype)
         if self.repeats:
@@ -63,7 +63,7 @@ def _add_repeated(total: Array, idx: Index, values: Array) -> Array:
     if total.ndim == 1 or not total.flags.c_contiguous or np.size(values) * _FEW < total.size:
         np.add.at(total, idx, values)
         return total
-    # np.add.at is ten times as fast for one axis as for several, so the elements are numbered through.
+    # np.add.at is ten times as fast for one axis as for several, so flat indices are used.
     places = np.arange(total.size).reshape(total.shape)[idx]
     np.add.at(total.reshape(-1), np.ravel(places), np.ravel(values).astype(total.dtype, copy=False))
     return total
@@ -82,7 +82,7 @@ def is_basic(idx: Index) -> bool:
 
 @primitive
 def put(g: Array, idx: Index, repeats: bool, vs: Array) -> SparseObject:
-    """Return a traced cotangent of an array from that of its elements at `idx`, for autograd to add without writing it out.
+    """Return a traced cotangent of an array from that of its elements at `idx`, which autograd adds as sparse data.
 
     `repeats` says whether `idx` may name an element more than once; `vs` has the shape and dtype of the array.
     """
@@ -91,5 +91,5 @@ def put(g: Array, idx: Index, repeats: bool, vs: Array) -> SparseObject:
 
 # Taking elements and putting them back are each other's transposes.
 defvjp(put, lambda ans, g, idx, repeats, vs: lambda h: h[idx])
-# The tangent of a piece is a piece; autograd's defjvp would write it out.
+# The tangent of a sparse cotangent is sparse; autograd's defjvp would form a dense array.
 defjvp_argnums(put, lambda argnums, gs, ans, args, kwargs: put(gs[0], *args[1:]))

@@ -1,4 +1,4 @@
-"""Arrays put together from others: concatenate, stack and array literals."""
+"""Assembly of arrays: concatenate, stack and array literals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def concatenate_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> 
 
 
 def _refuse_garbage(ans: Array) -> None:
-    # Asked for a view of NumPy's type, CuPy takes this for the dtype object, and says nothing.
+    # CuPy silently interprets a view with NumPy's type as the dtype object.
     if ans.dtype.kind == "O" and is_device_array(getval(ans)):
         refuse_on_device(anp.concatenate_args, ans)
 
@@ -74,7 +74,7 @@ def array_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict)
 
 
 def element_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pass the cotangent of an array made of one array or scalar on to it."""
+    """Pass on the cotangent of an array made from one array or scalar."""
     if args[0] or args[1]:
         return inherited_vjp(wrapped._array_from_scalar_or_array, argnums, ans, args, kwargs)
     return one_unchanged

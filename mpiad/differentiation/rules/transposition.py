@@ -1,6 +1,6 @@
-"""Tangents of functions for which autograd knows the adjoint only: transforms, factorisations, special functions.
+"""Tangents of functions for which autograd has only the adjoint: transforms, factorizations, special functions.
 
-The adjoint w -> Jᵀw is linear, so the derivative of ⟨Jᵀw, v⟩ by w is Jv, at any w: the transpose of the transpose.
+The adjoint w -> Jᵀw is linear, so the derivative of ⟨Jᵀw, v⟩ in w is Jv, at any w: the transpose of the transpose.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _by_transposition(rule: VjpMaker, argnums: Argnums, gs: list, ans: Array, ar
     def paired(w: Array) -> Scalar:
         return sum(anp.sum(anp.real(part * g)) for part, g in zip(adjoint(w), gs))
 
-    # ⟨Aᵀw, g⟩ = ⟨w, A g⟩ is linear in w, so its gradient by w is the tangent A g, at any w: here at zero.
+    # ⟨Aᵀw, g⟩ = ⟨w, A g⟩ is linear in w, so its gradient in w is the tangent A g, at any w: here at zero.
     return make_vjp(paired, np.zeros_like(plain))[0](1.0)
 
 

@@ -15,7 +15,7 @@ _WORDS = {np.dtype(np.float64): np.dtype(np.int64), np.dtype(np.float32): np.dty
 
 
 def where_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Give each element of the cotangent to the array that it was taken from."""
+    """Pass each element of the cotangent to the array from which it was taken."""
     if kwargs or len(args) != 3:
         return inherited_vjp(primitive_where, argnums, ans, args, kwargs)
     condition = getval(args[0])

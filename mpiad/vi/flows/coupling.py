@@ -1,4 +1,4 @@
-"""Affine coupling layers: some coordinates are scaled and moved as small networks say of the others."""
+"""Affine coupling layers: some coordinates are scaled and shifted by small networks of the others."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Flow:
         return {"layers": layers, "mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
-        """Return draws made of standard normal noise, both of shape (S, dim), and their log densities (S,)."""
+        """Return draws computed from standard normal noise, both of shape (S, dim), and their log densities (S,)."""
         x, log_density = noise, -0.5 * np.sum(noise**2 + _LOG_2PI, axis=1)
         for layer, own in zip(self.layers, params["layers"]):
             x, change = layer.forward(own, x)
@@ -83,7 +83,7 @@ class Flow:
         return change - 0.5 * np.sum(x**2 + _LOG_2PI, axis=1)
 
     def inverse(self, params: Tree, theta: Array) -> tuple[Array, Array]:
-        """Return the noise that points are made of, and log |det ∂noise/∂θ| at each."""
+        """Return the noise whose images are the points, and log |det ∂noise/∂θ| at each."""
         x = (theta - params["mean"]) * np.exp(-params["log_sd"])
         total = -np.sum(params["log_sd"])
         for layer, own in zip(reversed(self.layers), reversed(list(params["layers"]))):

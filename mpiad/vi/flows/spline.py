@@ -1,4 +1,4 @@
-"""Neural spline layers (Durkan et al., 2019): each coordinate goes through a monotone spline that the others choose.
+"""Neural spline layers (Durkan et al., 2019): a monotone spline of each coordinate, with parameters from the others.
 
 The splines are rational-quadratic (Gregory and Delbourgo, 1982). Widths and heights of the bins are softmaxes of
 unconstrained numbers, slopes at inner knots softplus; outside of the bins the spline is the identity, and slopes are 1 at
