@@ -351,7 +351,7 @@ _COLUMNS = 5
 
 def _collected(recording: Recording) -> Report:
     recorder, recorded = recording.recorder, recording.recorder.events
-    # An adjoint is made of operations: counted with them, its time would count twice.
+    # An adjoint consists of operations: its time would count twice together with theirs.
     events = [event for event in recorded if event.innermost]
     with recording.compared() as (comm, clock):
         mine: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * _COLUMNS)

@@ -133,7 +133,7 @@ class TangentNode(JVPNode):
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
-        """Make a node, by LastingNode if the first input has outlived its trace: a tape keeps no list of these nodes."""
+        """Make a node, by `LastingNode` if the first input has outlived its trace, since its type isn't changed then."""
         if parents[0].tape.record is None:
             return LastingNode(value, fun, args, kwargs, parent_argnums, parents)
         return object.__new__(cls)

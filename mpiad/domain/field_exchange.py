@@ -24,7 +24,7 @@ from mpiad.transport import Spec
 from mpiad.transport.buffers import copied, empty_beside
 from mpiad.transport.tracing import restoring_state
 
-# Halo exchange in two halves, so that the rank computes while the messages travel, forwards and backwards.
+# Halo exchange in two halves, which overlaps messages with computation, forwards and backwards.
 #
 # All messages of an exchange start together, also those between diagonal neighbors, and the end returns the block with its
 # halo. In the reverse pass the end comes first: its adjoint starts to send the halo's cotangents to the owners of the
@@ -217,13 +217,13 @@ class Exchanging(Decomposition):
         Parameters
         ----------
         u : array of shape (..., *local_shape), or a tuple or list of them
-            Several fields of one dtype travel in one message to each neighbor.
+            Several fields of one dtype are sent in one message to each neighbor.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
             Values beyond the grid's sides that aren't periodic, as the modes constant, edge and reflect of `numpy.pad`;
             in a tuple, one of these or a pair (before, after) for each dimension. A traced number is allowed, the same
             on all sides that have a value.
         corners : bool
-            False for stencils that are stars: all messages travel at once, and halo cells that lie beyond two sides or
+            False for star stencils: all messages are sent at once, and halo cells that lie beyond two sides or
             more hold zero.
 
         Returns

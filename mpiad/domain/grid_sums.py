@@ -105,7 +105,7 @@ class Reductions(Decomposition):
         Otherwise as `sum`.
         """
         square = anp.real(self.dot(anp.conj(u), u))
-        if is_device_array(getval(square)):  # whose numbers the host doesn't look at
+        if is_device_array(getval(square)):  # the host doesn't read its values
             zero = getval(square) == 0
             # The root of one in its place, so that the derivative at zero isn't zero times infinity.
             return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, square)))

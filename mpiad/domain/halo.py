@@ -63,7 +63,7 @@ class Halo:
 
     def stages(self, scheme: str) -> tuple[Stage, ...]:
         """Return the stages of a scheme."""
-        # Made at its first use: most programs exchange in one way, and plans of three dimensions are long.
+        # Made at the first use: most programs use one scheme, and plans of three dimensions are long.
         if scheme not in self._plans:
             self._plans[scheme] = plan(self.geometry, scheme)
         return self._plans[scheme]

@@ -27,7 +27,7 @@ class Coming(NamedTuple):
 def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm) -> list[Coming]:
     """Start the messages of a stage of values (..., *padded).
 
-    `backwards` halo cells travel to their owners, instead of owned cells to the halos that copy them.
+    With `backwards` halo cells are sent to their owners, instead of owned cells to the halos that copy them.
     """
     # Receives first, so that messages need no buffers in MPI.
     coming = []
@@ -118,7 +118,7 @@ class _Edges:
         if len(cells) == 1 and cells[0].flags.c_contiguous and not apart:
             self.message = cells[0]
             return
-        # Several parts to one neighbor, or strided ones, travel as one contiguous message.
+        # Several parts for one neighbor, or strided ones, are packed into one contiguous message.
         self.message, start = _room(values, parts), 0
         for part in cells:
             self.copies.append((part, self.message[start : start + part.size].reshape(part.shape)))

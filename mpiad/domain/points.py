@@ -1,6 +1,6 @@
 """Points between the cells: coordinates, owners of points, and values there.
 
-The cells of a grid stand for points with equal spacing. A point of the user's lies between a cell and the next one along
+The cells of a grid represent points with equal spacing. A user's point lies between a cell and the next one along
 each dimension; it belongs to the rank that owns the lower of them.
 """
 
@@ -83,7 +83,7 @@ class PointTables:
         if key not in self._kept:
             self._kept[key] = self._found(located(plain, lattice, self._partition, call), dtype)
             if len(self._kept) > _KEPT:
-                # Drop the oldest table: moving points would fill the memory otherwise.
+                # Drop the least recently used table: moving points would fill the memory otherwise.
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
@@ -322,7 +322,7 @@ class Points(Decomposition):
         return interpolated(fill_halo(u, self._beside, sides), table, len(self.shape)), table
 
     def _interpolate_own(self, u: LocalArray, points: Array, lattice: Lattice, call: str) -> LocalArray:
-        # Each rank has other points; all learn of one outside before the points travel.
+        # Each rank has other points; all raise for one outside before the points are sent.
         with raising_together(self._channel):
             _require_place(u, points, call)
             points = _on_host(points)

@@ -2,10 +2,10 @@
 
 Three schemes fill the same halo. In turn: one dimension after the other, the layers of each holding the halo of those
 before, so that corners arrive in two or three stages without messages of their own: at most six messages. Together: all
-neighbors at once, diagonal ones too: one stage of at most 26 messages, all of which travel while the rank computes.
-Faces: at once, without the corners, for stencils that are stars.
+neighbors at once, also diagonal ones: one stage of at most 26 messages, all of which overlap with computation.
+Faces: at once, without the corners, for star stencils.
 
-All cells that a rank needs from another in one stage travel in one message, even if they lie on both sides (two ranks on
+All cells that a rank needs from another in one stage form one message, even if they lie on both sides (two ranks on
 a periodic dimension).
 """
 
@@ -64,7 +64,7 @@ class Geometry:
         # There are no neighbors along a dimension without a halo.
         for step in itertools.product(*[(-1, 0, 1) if h else (0,) for h in self.widths]):
             moved = len(step) - step.count(0)
-            # A star has no neighbors across edges and corners; a box has them all.
+            # A star stencil has no neighbors across edges and corners; a box stencil has them all.
             if moved > 1 if diagonal else moved == 1:
                 yield step
 
@@ -115,7 +115,7 @@ def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
 
 
 def _stage_along(geometry: Geometry, axis: int) -> Stage:
-    # Of dimensions that were before, with their halo: so corners travel without messages of their own.
+    # Including the halo of earlier dimensions: so corners need no separate messages.
     across = (*[slice(None)] * axis, *geometry.block[axis:])
     steps = [step for step in geometry.steps(diagonal=False) if step[axis]]
     sides = tuple(side for side in _beyond(geometry, lambda _: across) if side[0] == axis)

@@ -22,7 +22,7 @@ from mpiad._typing import LocalArray
 from mpiad.inverse.gaussian_prior import GaussianPrior, own_block
 from mpiad.linalg.randomised_eigenpairs import ritz_pairs
 
-# Ritz values from minus this on count as zero: by itself, as 1 is the prior's own, and times the largest, for rounding.
+# Ritz values above minus these count as zero: `_ZERO` compared with 1, the prior's; `_ROUNDING` times the largest value.
 _ZERO, _ROUNDING = 1e-3, 1e-6
 
 

@@ -21,7 +21,7 @@ def local_rank() -> Rank:
 
     Ranks
     -----
-    Each by itself.
+    Any rank may call it by itself.
 
     Examples
     --------

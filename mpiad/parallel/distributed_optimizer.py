@@ -418,7 +418,7 @@ def clipped(arrays: list[Array], longest: float | None) -> list[Array]:
     if longest is None:
         return arrays
     norm = math.hypot(*_norms(arrays))  # hypot avoids the overflow of a sum of squares
-    # One that isn't finite stays as it is: scaled down it would look like a gradient.
+    # A norm that isn't finite: no scaling, which would make the gradient look valid.
     if longest < norm < math.inf:
         for array in arrays:
             array *= longest / norm

@@ -96,8 +96,8 @@ def require_plain(value: object, source: str) -> None:
 def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank: Rank) -> Outcome:
     """Evaluate batches until the end, and return the outcome.
 
-    `root` is a rank on the line, `rank` this one in the user's communicator, for messages; `goes_on` says whether failures
-    stand among the results.
+    `root` is a rank on the line, `rank` this one in the user's communicator, for messages; with `goes_on` failures are
+    stored among the results.
     """
     waiting: deque[Batch] = deque()
     has_failed = False
@@ -138,7 +138,7 @@ def _packed(ended: Ended, rank: Rank) -> PackedObject:
     try:
         return PackedObject.of(ended)
     except Exception:  # noqa: BLE001 - pickle may raise anything
-        # Each by itself: one result that can't be pickled costs its item, and not the batch.
+        # Each separately: a result that can't be pickled fails its item, and not the batch.
         results = [(index, _sendable(result, rank)) for index, result in ended.results]
         return PackedObject.of(ended._replace(results=results))
 
@@ -179,7 +179,7 @@ class WorkerGroup:
         used = self._used
         if self._survives and not used.lost:
             try:
-                # All ranks come, or all learn why not.
+                # All ranks take part, or all raise the reason.
                 return recoverable("mpi_map", used.user)(used.derive)()
             except RemoteError:
                 if not used.lost:
@@ -239,7 +239,7 @@ class _Packed(NamedTuple):
 class Scheduler:
     """One map, on the root.
 
-    `goes_on`: whether failures stand among the results. `progress`: a bar, updated after each batch, or None.
+    `goes_on`: whether failures are stored among the results. `progress`: a bar, updated after each batch, or None.
     """
 
     def __init__(

@@ -141,7 +141,7 @@ class Training:
                 f"VI: in epoch {epoch} draws of the posterior aren't finite. The learning rate may be too large, or a "
                 "gradient of the model infinite."
             )
-        # Some draws may fail, and the mean of the others stands for all; of none there is no mean.
+        # Some draws may fail, and the mean is that of the others; without any there is no mean.
         if not found.kept.any():
             raise WorkerError(
                 f"VI: the model failed for all {len(theta)} draws of epoch {epoch}: it raised for {found.raised}, and "

@@ -55,7 +55,7 @@ class _Gaussian:
 
 
 def _log_density(scaled: Array, params: Tree, axis: int = 1) -> Array:
-    """Return log densities of points by the noise that they are made of."""
+    """Return log densities of points from the noise from which they are computed."""
     # log N(ε; 0, I) less the logarithm of the determinant, which is that of the diagonal; no inverse is needed.
     return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=axis) - np.sum(params["log_sd"])
 

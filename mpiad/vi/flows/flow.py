@@ -1,4 +1,4 @@
-"""`Flow`: a posterior made of a normal distribution and invertible layers; linear and planar ones."""
+"""`Flow`: a posterior that transforms a normal distribution by invertible layers; linear and planar layers."""
 
 from __future__ import annotations
 
