@@ -76,10 +76,7 @@ _WAITS_AFTER = 0.5
 _STUCK_AFTER = 300.0
 _COMMUNICATES = ("mpiad.transport", "mpiad.primitives", "mpiad.differentiation", "mpiad.domain", "mpiad.linalg")
 # These poll; the state is determined by their caller.
-_POLLS = (
-    "mpiad.transport.guarded", "mpiad.transport.polling", "mpiad.transport.user_failures",
-    "mpiad.transport.user_failures",
-)  # fmt: skip
+_POLLS = ("mpiad.transport.guarded", "mpiad.transport.polling", "mpiad.transport.user_failures")
 # Without a second thread the failed rank can only wait for a limited time.
 _PATIENCE = 1.5
 # MPI's abort may return some time before the launcher kills this process.
