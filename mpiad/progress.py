@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -17,12 +19,23 @@ class _StandardError:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> None:
-        with suppress(OSError, ValueError):
+        with self._dropping_failures():
             self._stream.write(text)
 
     def flush(self) -> None:
-        with suppress(OSError, ValueError):
+        with self._dropping_failures():
             self._stream.flush()
+
+    @contextmanager
+    def _dropping_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            # Python keeps the text that it couldn't write, and would fail again at its exit, with code 120.
+            with open(os.devnull, "w") as nothing:
+                os.dup2(nothing.fileno(), self._stream.fileno())
+        except (OSError, ValueError):  # a full disk, a closed stream
+            pass
 
 
 def progress_bar(unit: str, total: int | None = None, done: int = 0) -> Any:

@@ -43,16 +43,15 @@ def test_a_closed_standard_error_does_not_end_the_call(stream, monkeypatch: pyte
                 bar.update()
     assert bar.n == 4 or gone is None  # without a stream tqdm doesn't count
     if gone is not None and not gone.closed:
-        with pytest.raises(BrokenPipeError):
-            gone.close()
+        gone.close()  # nothing is left that it could not write
 
 
 CALLS = """
-import sys
+import time
 import autograd.numpy as np
 import mpiad
 
-squares = mpiad.mpi_map(lambda k: k * k, range(20), progress=True)
+squares = mpiad.mpi_map(lambda k: time.sleep(0.06) or k * k, range(20), progress=True)
 found = mpiad.minimize(lambda x: np.sum((x - 2.0) ** 2), np.zeros(3), progress=True)
 print(sum(squares), found.x.round(6).tolist())
 """
