@@ -207,9 +207,14 @@ def switched_off(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return
     for name in ("MPIAD_TIMEOUT", "MPIAD_DEBUG"):
         monkeypatch.delenv(name, raising=False)
+    # A rank that comes late would take a message with a header for one without, or wait for the header.
+    WORLD.Barrier()
     switch.restore(Settings())
+    WORLD.Barrier()
     yield
+    WORLD.Barrier()
     switch.apply(before)
+    WORLD.Barrier()
 
 
 @pytest.fixture
