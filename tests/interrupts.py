@@ -83,37 +83,29 @@ def rows():
     return lambda: mpiad.jacobian(lambda x: anp.sin(mpiad.mpi_allreduce(x)))(MINE), np.diag(np.cos(TOTAL))
 
 
-def compiled():
-    """Return a compiled function, traced and then replayed, and its closed form."""
-    jitted = mpiad.jit(lambda x: anp.sin(mpiad.mpi_allreduce(x)))
+def called_twice(jitted):
+    """Return a function that calls a compiled one twice: it is traced, then replayed or interpreted."""
 
     def run():
         jitted(MINE)
         return jitted(MINE)
 
-    return run, np.sin(TOTAL)
+    return run
+
+
+def compiled():
+    """Return a compiled function, traced and then replayed, and its closed form."""
+    return called_twice(mpiad.jit(lambda x: anp.sin(mpiad.mpi_allreduce(x)))), np.sin(TOTAL)
 
 
 def compiled_on_tape():
     """Return the gradient of a compiled function, traced and then replayed, and its closed form."""
-    evaluate = mpiad.grad(mpiad.jit(of_total))
-
-    def run():
-        evaluate(MINE)
-        return evaluate(MINE)
-
-    return run, np.cos(TOTAL)
+    return called_twice(mpiad.grad(mpiad.jit(of_total))), np.cos(TOTAL)
 
 
 def compiled_gradient():
     """Return a compiled gradient, traced and then replayed, and its closed form."""
-    evaluate = mpiad.jit(mpiad.grad(of_total))
-
-    def run():
-        evaluate(MINE)
-        return evaluate(MINE)
-
-    return run, np.cos(TOTAL)
+    return called_twice(mpiad.jit(mpiad.grad(of_total))), np.cos(TOTAL)
 
 
 def deciding(x):
@@ -283,13 +275,8 @@ def twice_on_tape():
 
 def interpreted_backwards():
     """Return a gradient whose reverse pass leaves its trace, and its closed form."""
-    evaluate = mpiad.grad(mpiad.jit(lambda x: anp.sum(anp.sin(mpiad.mpi_allreduce(deciding_backwards(x))))))
-
-    def run():
-        evaluate(MINE)
-        return evaluate(MINE)
-
-    return run, np.cos(TOTAL)
+    jitted = mpiad.jit(lambda x: anp.sum(anp.sin(mpiad.mpi_allreduce(deciding_backwards(x)))))
+    return called_twice(mpiad.grad(jitted)), np.cos(TOTAL)
 
 
 def interpreted_twice():

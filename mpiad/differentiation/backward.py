@@ -24,7 +24,7 @@ from mpiad.device.assembly import stack
 from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.differentiation.tape import Recording
 from mpiad.primitives.cotangents import conform
-from mpiad.primitives.operation import Abreast, Together, current
+from mpiad.primitives.operation import Abreast, Together
 from mpiad.transport.agreement import mark_left
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import restore_state, tracing
@@ -139,13 +139,13 @@ def run_backward_together(
 
 def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: int) -> None:
     """Run the nodes before `stop` backwards in all lanes, down to the node `first`."""
-    outer = current.lane
+    outer = tracing.lane
 
     def swept(places: range) -> None:
         for number, lane in enumerate(lanes):
-            current.lane = number
+            tracing.lane = number
             sweep(nodes, lane.totals, places, True, lane.owned)
-        current.lane = outer
+        tracing.lane = outer
 
     try:
         for place in range(stop - 1, first - 1, -1):
@@ -165,7 +165,7 @@ def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: in
             stop = place
         swept(range(stop - 1, first - 1, -1))
     finally:
-        current.lane = outer
+        tracing.lane = outer
 
 
 def _pull_together(node: Any, place: int, lanes: Sequence[Lane]) -> None:

@@ -24,11 +24,11 @@ from mpiad.differentiation.objective import described
 from mpiad.differentiation.products import make_recorded_vjp, make_vjp, pulled, shaped
 from mpiad.differentiation.trace import Traced, Variables, no_derivative, trace_backwards, variables_of
 from mpiad.primitives.cotangents import spec_like
-from mpiad.primitives.operation import current
 from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import channel
 from mpiad.transport.agreement import require_alike
 from mpiad.transport.recovery import recoverable
+from mpiad.transport.tracing import tracing
 
 
 class Linearization:
@@ -93,7 +93,7 @@ class Linearization:
             zeros = [spec_like(leaf).zeros() if is_variable(leaf) else leaf for leaf in leaves]
             outputs = Variables(zeros, places, build)
             # Within another trace the arguments of the function may be variables, too.
-            self._transposed = trace_backwards(self._pull, outputs, of_cotangents=current.tape is None), outputs
+            self._transposed = trace_backwards(self._pull, outputs, of_cotangents=tracing.tape is None), outputs
         traced, outputs = self._transposed
         found = pulled((traced, outputs), lambda each: _seeds(each, traced), v, batch, "jvp")
         return outputs.filled(found, no_derivative)

@@ -22,7 +22,7 @@ from mpiad._typing import Array
 from mpiad.differentiation.nodes import LastingNode, OrderedNode, TangentNode
 from mpiad.differentiation.refusals import explain
 from mpiad.primitives.cotangents import spec_like
-from mpiad.primitives.operation import Recorded, Tape, Together, current, suspended
+from mpiad.primitives.operation import Recorded, Tape, Together, suspended
 from mpiad.transport import Spec
 from mpiad.transport.agreement import mark_left
 from mpiad.transport.channels import Used
@@ -61,20 +61,20 @@ class _Tape(Tape):
         self.channels: set[Used] = set()
 
     def __enter__(self) -> Any:
-        self.outer: Tape | None = current.tape
-        self.around: _Tape | None = current.tapes
+        self.outer: Tape | None = tracing.tape
+        self.around: _Tape | None = tracing.tapes
         self.noted = tracing.channels
-        current.tapes = self  # first, so that it is ended if an interrupt comes
+        tracing.tapes = self  # first, so that it is ended if an interrupt comes
         _open_number(self)
-        current.tape, tracing.channels = self, self.channels
+        tracing.tape, tracing.channels = self, self.channels
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         outer, noted = self.outer, self.noted
-        current.tape, tracing.channels = outer, noted
+        tracing.tape, tracing.channels = outer, noted
         if error is not None:
             self.end(error, trace)
-            current.tapes, self.around = self.around, None
+            tracing.tapes, self.around = self.around, None
             return
         _close_number(self)
         self.lasting()
@@ -88,7 +88,7 @@ class _Tape(Tape):
     def close(self) -> Recording:
         """Return the record; traced values become constants."""
         recording = Recording(self.record, self.channels)
-        current.tapes, self.record, self.around = self.around, None, None
+        tracing.tapes, self.record, self.around = self.around, None, None
         return recording
 
     def end(self, error: BaseException, trace: TracebackType | None) -> None:

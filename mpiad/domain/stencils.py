@@ -22,9 +22,9 @@ from mpiad.domain.varying_stencil import varying_sum
 from mpiad.domain.weighted_sum import Finish
 from mpiad.extend import custom_operator, defjvp, defjvp_together, defvjp, defvjp_together
 from mpiad.primitives.cotangents import tangent_of
-from mpiad.primitives.operation import current
 from mpiad.transport.buffers import empty_beside, zeros_beside
 from mpiad.transport.device_arrays import is_array
+from mpiad.transport.tracing import tracing
 
 # Stencils: each cell's new value is a sum of its neighbors' values, with weights that are the same in all cells.
 
@@ -74,7 +74,7 @@ def _advance_adjoint(
 def _sums(u: LocalArray, stencil: StencilSums, kept: list | None) -> LocalArray:
     # All ranks decide alike: whether a tape is current is the same on all of them; whether u is traced may differ.
     # S u was computed in the forward pass; if outer traces need derivatives of it, it is computed again as part of them.
-    return kept[0] if kept and current.tape is None and not isbox(u) else apply_stencil(u, stencil)
+    return kept[0] if kept and tracing.tape is None and not isbox(u) else apply_stencil(u, stencil)
 
 
 def _advance_tangent(
@@ -197,7 +197,7 @@ class Stencil:
                 f"{', '.join(str(np.result_type(each)) for each in found)}. Convert them."
             )
         # Without a derivative nothing is kept: a wave of a thousand steps would hold a thousand fields.
-        recorded = current.tape is not None or any(map(isbox, (u, before, factor)))
+        recorded = tracing.tape is not None or any(map(isbox, (u, before, factor)))
         return advance(u, before, factor, stencil=self.sums, kept=[] if recorded else None)
 
     def _checked(self, u: LocalArray, call: str) -> None:

@@ -1,8 +1,9 @@
-"""Preconditioned conjugate gradients on blocks, with one reduction per iteration.
+"""Krylov methods on blocks: conjugate gradients, GMRES and BiCGStab; the last two are described above their code.
 
-The inner products of an iteration are collected in one reduction: A is applied to the preconditioned residual z, and A p
-follows by the recurrence of p. On many ranks a reduction costs more than the two additional vector updates. Near the end
-the norm of the residual is computed before the preconditioner runs, which costs a reduction and saves a multigrid cycle.
+Preconditioned conjugate gradients take one reduction per iteration. The inner products of an iteration are collected in one
+reduction: A is applied to the preconditioned residual z, and A p follows by the recurrence of p. On many ranks a reduction
+costs more than the two additional vector updates. Near the end the norm of the residual is computed before the
+preconditioner runs, which costs a reduction and saves a multigrid cycle.
 
 References
 ----------

@@ -10,7 +10,6 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Comm
 from mpiad.primitives.checks import partner_of, tag_of
 from mpiad.primitives.foreign import refuse_foreign_trace
-from mpiad.primitives.operation import current
 from mpiad.transport import Channel, Envelope, Spec, channel, spec_of
 from mpiad.transport.buffers import require_sendable
 from mpiad.transport.tracing import tracing
@@ -18,7 +17,7 @@ from mpiad.transport.tracing import tracing
 
 def point_to_point(comm: Comm, call: str) -> Channel:
     """Return the channel of a point-to-point call, noted on the tape as one that an exception can leave unfinished."""
-    used, tape = channel(comm, call, collective=False), current.tape
+    used, tape = channel(comm, call, collective=False), tracing.tape
     refuse_foreign_trace(tape, call)
     if tape is not None:
         # An exception in this trace then marks the channel, and later calls on it report that messages may be left over.

@@ -15,7 +15,7 @@ from autograd.tracer import Box
 from mpiad._typing import Array, Function
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.noting import note_rules
-from mpiad.primitives.operation import Recorded, apply, current, suspended
+from mpiad.primitives.operation import Recorded, apply, suspended
 from mpiad.transport import calls
 from mpiad.transport.channels import communications
 from mpiad.transport.device_arrays import arrays_of, is_device_array
@@ -85,7 +85,7 @@ class Communicating(Recorded):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the operator, recorded on the current tape and on those around it."""
         next(communications)
-        return apply(self, current.tape, args, kwargs)
+        return apply(self, tracing.tape, args, kwargs)
 
     def __repr__(self) -> str:
         return f"<communicating operator {self.__name__}>"

@@ -53,9 +53,6 @@ class Tape(Protocol):
         """Record a communication and return its node, None if its result isn't an array."""
 
 
-current = tracing
-
-
 class Together:
     """An adjoint that takes several cotangents at once, along a first axis, and returns as many for each argument."""
 
@@ -103,12 +100,12 @@ class suspended:
         if self._is_body and tracing.recorder is not None:
             tracing.recorder.entered_body()
         # A set of its own for the channels of messages, which no tape notes meanwhile.
-        self._kept, self._body = current.tape, tracing.channels
-        current.tape, tracing.channels = self._tape, set()
+        self._kept, self._body = tracing.tape, tracing.channels
+        tracing.tape, tracing.channels = self._tape, set()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         used = tracing.channels
-        current.tape, tracing.channels = self._kept, self._body
+        tracing.tape, tracing.channels = self._kept, self._body
         if used and error is not None:
             mark_left([each for each in used if self._is_operator or each[1]], error, "an operator")
         around = self._body if self._kept is None else self._kept.channels
@@ -217,7 +214,7 @@ def run(operation: Operation, x: Array, params: object) -> Any:
 def communicate(operation: Operation, x: Array, params: object) -> Any:
     """Apply an operation, recorded on the current tape and on those around it."""
     next(communications)
-    tape = current.tape
+    tape = tracing.tape
     # Those of point-to-point calls are noted with their addresses.
     used = tracing.channels if tape is None else tape.channels
     if used is not None and not operation.point_to_point:

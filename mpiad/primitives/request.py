@@ -13,15 +13,15 @@ from typing import Any
 
 from mpiad._typing import Array
 from mpiad.errors import RequestError
-from mpiad.primitives.operation import current
 from mpiad.transport import Channel, Envelope, Spec
+from mpiad.transport.tracing import tracing
 
 
 def _by_lane(name: str, doc: str) -> Any:
     """Return a property with a separate value in each lane, None at first."""
     return property(
-        lambda cell: cell.left.get((name, current.lane)),
-        lambda cell, value: cell.left.__setitem__((name, current.lane), value),
+        lambda cell: cell.left.get((name, tracing.lane)),
+        lambda cell, value: cell.left.__setitem__((name, tracing.lane), value),
         doc=doc,
     )
 
@@ -78,7 +78,7 @@ class Request:
 
 def started(request: Request) -> Request:
     """Note a request of the user's on the current trace, which must not end before it is waited for."""
-    request.tape = current.tape
+    request.tape = tracing.tape
     if request.tape is not None:
         # Until it is waited for: a trace that ends before has lost an adjoint.
         request.tape.requests[id(request)] = request
@@ -97,7 +97,7 @@ def claim(request: object, call: str) -> Request:
         )
     if request.done:
         raise RequestError(f"{call}: {request!r} was waited for before. Wait for each request once, and keep its value.")
-    if request.tape is not current.tape:
+    if request.tape is not tracing.tape:
         where = "outside any trace" if request.tape is None else "in another trace"
         raise RequestError(
             f"{call}: {request!r} was started {where}. Its adjoint belongs between start and wait: "

@@ -15,7 +15,7 @@ from mpiad._typing import Function
 from mpiad.differentiation.tape import OrderedTape, TangentTape
 from mpiad.differentiation.trace import Variables, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.primitives.operation import current, suspended
+from mpiad.primitives.operation import suspended
 from mpiad.programs.closure import Watch
 from mpiad.programs.entry import count, in_program, is_shown, own
 from mpiad.programs.replay_writer import Changed
@@ -36,6 +36,7 @@ from mpiad.programs.tape_node import (
 )
 from mpiad.programs.trace_run import TraceRun, as_value, message_counts
 from mpiad.pytrees import flatten
+from mpiad.transport.tracing import tracing
 
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted
@@ -45,7 +46,7 @@ _boxes = Box.types
 
 def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) -> Any:
     """Call a compiled function within a derivative."""
-    tape: Any = current.tape
+    tape: Any = tracing.tape
     boxed = [k for k in given.traced if type(given.leaves[k]) in _boxes]
     boxes = [given.leaves[k] for k in boxed]
     simple = is_simple(tape, boxes)
@@ -144,7 +145,7 @@ def _traced_on_tape(
     jitted: Jitted, key: Any, given: Arguments, boxed: list[int], args: tuple, kwargs: dict, watch: Watch
 ) -> Any:
     """Run the function on traced arrays on a tape of its own; the program is complete when the tape has run backwards."""
-    tape, trace = current.tape, TraceRun(given)
+    tape, trace = tracing.tape, TraceRun(given)
     try:
         with suspended(body=False), trace.noting():
             run = trace.run_backwards(jitted.fun, boxed)

@@ -23,7 +23,6 @@ import numpy as np
 from autograd.tracer import Box
 
 from mpiad._typing import Function
-from mpiad.primitives.operation import current
 from mpiad.programs.array_program import Call, Node
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, are_alike, closed_over_numbers, watch_of, with_numbers
@@ -267,7 +266,7 @@ class Jitted:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
-        if not kwargs and current.tape is None and tracing.recorder is None:
+        if not kwargs and tracing.tape is None and tracing.recorder is None:
             for entry, call in self._short:
                 made = call(args)
                 if made is not MISSED:
@@ -292,7 +291,7 @@ class Jitted:
         except TypeError as error:
             self._give_up(None, f"an argument can't be compared with that of another call: {error}")
             return self.fun(*args, **kwargs)
-        if current.tape is None and not any(type(given.leaves[k]) in _boxes for k in given.traced):
+        if tracing.tape is None and not any(type(given.leaves[k]) in _boxes for k in given.traced):
             return self._called(given, args, kwargs)
         return called_on_tape(self, given, args, kwargs)
 

@@ -19,7 +19,7 @@ from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.tape import TangentTape
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, trace_forwards
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.primitives.operation import current, suspended
+from mpiad.primitives.operation import suspended
 from mpiad.programs.steps import Traced as TracedArray
 from mpiad.programs.steps import hides_traced
 from mpiad.programs.tape_node import is_simple, placed, with_tangents
@@ -101,7 +101,7 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
     The recorder may be a `Playback`. The function's results are arrays, in any pytree.
     """
     leaves, build = flatten((args, kwargs))
-    call, tape = _Call(fun, build), current.tape
+    call, tape = _Call(fun, build), tracing.tape
     places = [k for k, leaf in enumerate(leaves) if type(leaf) in _boxes]
     plain = [getval(leaf) for leaf in leaves]
     if any(hides_traced(leaf) for leaf in plain if not isinstance(leaf, TracedArray)):

@@ -29,7 +29,7 @@ from mpiad.differentiation.backward import Lane, accumulate, run_backward, run_b
 from mpiad.differentiation.nodes import OrderedNode
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import spec_like
-from mpiad.primitives.operation import current, suspended
+from mpiad.primitives.operation import suspended
 from mpiad.programs.entry import Entry, count
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments
@@ -39,6 +39,7 @@ from mpiad.programs.tape_node import Lease, apart, backwards, conformed, is_simp
 from mpiad.programs.trace_run import PlayingBack, TraceRun, message_counts
 from mpiad.pytrees import is_variable
 from mpiad.transport.channels import live_channels
+from mpiad.transport.tracing import tracing
 
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 # function if that program can't be used.
 
 
-_box_types = Box.types
+_boxes = Box.types
 
 
 class By(NamedTuple):
@@ -131,7 +132,7 @@ def _variable(tape: Any, x: Any) -> Any:
 
 def _lowered(x: Any, tape: Any) -> tuple[Any, int]:
     """Return a value without its tape, and its place on the tape; -1 for a constant."""
-    if type(x) in _box_types and x._trace == tape.number:
+    if type(x) in _boxes and x._trace == tape.number:
         return x._value, x._node.index
     return x, -1
 
@@ -175,14 +176,11 @@ def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
     return parts, record.build
 
 
-_boxes = Box.types
-
-
 def called_with_reverse_differentiated(
     jitted: Jitted, given: Arguments, boxed: Sequence[int], args: tuple
 ) -> tuple[Any] | None:
     """Call a compiled function on a tape whose reverse pass may be differentiated; None if it isn't compiled for it."""
-    tape: Any = current.tape
+    tape: Any = tracing.tape
     variables, leaves, along = apart(given, boxed)
     by = By(variables, along, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
     key = "reverse over reverse", by.parts, tuple(variables), tuple(along), given.key
@@ -271,7 +269,7 @@ class _Call:
 
     def pull(self, gs: list[Any]) -> list[Any]:
         """Run the reverse pass, on the tape around the gradient or that of products with its transpose."""
-        tape: Any = self._outer or current.tape
+        tape: Any = self._outer or tracing.tape
         boxed = [k for k, g in enumerate(gs) if type(g) in _boxes]
         if self._outer is not None:
             require_of(tape, gs, self._jitted.__name__)
@@ -310,7 +308,7 @@ class _Call:
         """Return the cotangents of the results that are variables, and 1 to activate the function's own node."""
         if _is_traced(vs):
             return self._second_played(of, boxed, [vs])[0]
-        of.vs[current.lane] = vs
+        of.vs[tracing.lane] = vs
         found = self._second(of, vs)
         return [*(found[k] for k in boxed), 1]
 
@@ -324,15 +322,15 @@ class _Call:
         record = self._record(of)
         passes = [record.lane(zip([place for _, place in record.found], vs)) for vs in lanes]
         record.sweep(passes, range(record.start, len(record.nodes)), together)
-        of.lanes.update(enumerate(passes) if together else [(current.lane, passes[0])])
+        of.lanes.update(enumerate(passes) if together else [(tracing.lane, passes[0])])
         places = [(record.end + k, self._likes[k]) for k in boxed]
         return [[*(conformed(lane.totals[place], like) for place, like in places), 1] for lane in passes]
 
     def _pull_first(self, cs: list[Any]) -> list[Any]:
         of = self._differentiated()
-        if current.lane in of.lanes or _is_traced(cs):
-            return self._first_played(of, [(current.lane, cs)])[0]
-        vs = of.vs.pop(current.lane, None) or self._conformed([None] * len(self._specs))
+        if tracing.lane in of.lanes or _is_traced(cs):
+            return self._first_played(of, [(tracing.lane, cs)])[0]
+        vs = of.vs.pop(tracing.lane, None) or self._conformed([None] * len(self._specs))
         if vs is not of.ran:  # none, or another lane's since
             self._second(of, vs)
         return self._part(3, of.gs, vs, cs)
@@ -385,4 +383,4 @@ class _Call:
 
 
 def _is_traced(gs: Sequence[Any]) -> bool:
-    return current.tape is not None or any(type(g) in _boxes for g in gs)
+    return tracing.tape is not None or any(type(g) in _boxes for g in gs)

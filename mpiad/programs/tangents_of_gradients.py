@@ -20,7 +20,7 @@ from mpiad._typing import Function
 from mpiad.differentiation.nodes import TangentNode
 from mpiad.differentiation.tape import TangentTape
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.primitives.operation import current, suspended
+from mpiad.primitives.operation import suspended
 from mpiad.programs.closure import HoldsTraced, Unfollowed, watch_of
 from mpiad.programs.entry import (
     MOST_TRACES,
@@ -36,6 +36,7 @@ from mpiad.programs.steps import Traced
 from mpiad.programs.tape_node import Lease, apart, backwards, placed, require_of
 from mpiad.programs.trace_run import TraceRun, as_value
 from mpiad.pytrees import is_variable
+from mpiad.transport.tracing import tracing
 
 if TYPE_CHECKING:
     from mpiad.programs.function import Jitted
@@ -47,7 +48,7 @@ def called_with_tangents_of_gradients(
     jitted: Jitted, given: Arguments, boxed: Sequence[int], args: tuple, kwargs: dict
 ) -> Any:
     """Call a compiled function on the tape of a gradient within one that carries tangents."""
-    tape: Any = current.tape
+    tape: Any = tracing.tape
     variables, leaves, along = apart(given, boxed)
     key = "tangents of gradients", tuple(variables), tuple(along), given.key
     entry = entry_by_shapes_alone(jitted, key, given, args, partial(_noted, jitted.fun, variables, along, leaves))
@@ -86,7 +87,7 @@ def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any
     `places` and `variables` are positions and values of the gradient's variables; `inputs` those of the program before the
     cotangents.
     """
-    tape: Any = current.tape
+    tape: Any = tracing.tape
     outer, lease = tape.outer, Lease(entry.replays)
     half = len(entry.inside) // 2
     inside = entry.inside[:half]

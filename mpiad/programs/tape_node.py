@@ -12,12 +12,13 @@ from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.nodes import OrderedNode, TangentNode
 from mpiad.differentiation.tape import OrderedTape, TangentTape
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.primitives.operation import Abreast, current
+from mpiad.primitives.operation import Abreast
 from mpiad.programs.replay import Replays
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Traced
 from mpiad.pytrees import is_variable
 from mpiad.transport import Spec
+from mpiad.transport.tracing import tracing
 
 if TYPE_CHECKING:
     pass
@@ -63,7 +64,7 @@ def is_gradient_within(outer: type, tape: Any, boxes: Sequence[Any]) -> bool:
 
 def apart(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], list[Any], list[int]]:
     """Return the positions of the current tape's variables, all leaves without that tape, and the leaves traced still."""
-    variables = [k for k in boxed if given.leaves[k]._trace == current.tape.number]  # type: ignore[union-attr]
+    variables = [k for k in boxed if given.leaves[k]._trace == tracing.tape.number]  # type: ignore[union-attr]
     leaves = [x._value if k in variables else x for k, x in enumerate(given.leaves)]
     return variables, leaves, [k for k in boxed if type(leaves[k]) in _boxes]
 
@@ -91,14 +92,14 @@ def placed(
         return [conformed(g, spec) for g, spec in zip(slots.pop(lane, None) or [None] * len(specs), specs)]
 
     def pulled(g: Any) -> Sequence[Any]:
-        return pull(given(current.lane))
+        return pull(given(tracing.lane))
 
     def all_pulled(lanes: int) -> Sequence[Any]:
         return pull_all([given(lane) for lane in range(lanes)])  # type: ignore[misc]
 
     def kept(place: int) -> Callable[[Any], tuple[int]]:
         def keep(g: Any) -> tuple[int]:
-            slots.setdefault(current.lane, [None] * len(specs))[place] = g
+            slots.setdefault(tracing.lane, [None] * len(specs))[place] = g
             return (1,)  # which signals to the call's node that there is a cotangent
 
         return keep

@@ -17,7 +17,6 @@ from mpiad.differentiation.concatenation import Concatenation
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.primitives.cotangents import conform, spec_like, tangent_of
-from mpiad.primitives.operation import current
 from mpiad.pytrees import is_variable, named_leaves
 from mpiad.timestepping.checkpoints import Advance, CheckpointSchedule, Keep, Restore, Reverse, actions, checkpoints_of
 from mpiad.timestepping.snapshots import Snapshots, own
@@ -245,7 +244,7 @@ class LoopOperator:
         leaves = args.all()
         self.active = [k for k, leaf in enumerate(leaves) if isbox(leaf)]
         # Recorded even without a traced argument: communication in the steps has a reverse pass on other ranks too.
-        self._recorded = bool(self.active) or current.tape is not None
+        self._recorded = bool(self.active) or tracing.tape is not None
         self._state = [spec_like(leaf) for leaf in args.state]
         # Of the active arguments only: cotangents of all would be as large as the inputs of all steps.
         self._cotangents = Concatenation([spec_like(leaves[k]) for k in self.active])
@@ -321,7 +320,7 @@ def _reversed(g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) 
 def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
     def vjp(g: Array) -> list:
         # Decided by the tape, identically on all ranks; a surrounding autograd trace is the exception.
-        linear = current.tape is not None and current.tape.of_cotangents and not any(map(isbox, leaves))
+        linear = tracing.tape is not None and tracing.tape.of_cotangents and not any(map(isbox, leaves))
         return loop.directions(_reversed(g, *leaves, loop=loop, linear=linear))
 
     return vjp

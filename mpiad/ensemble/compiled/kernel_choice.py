@@ -29,15 +29,12 @@ def _threads_of(backend: EnsembleAlgorithm) -> int:
     return len(cores()) if backend.threads is None else max(1, backend.threads)
 
 
-def check_implicit(batch: Batch, settings: Settings, on_device: bool = False) -> None:
-    """Raise NotImplementedError for an implicit method with a mass matrix, if the solve is by arrays on a device."""
-    name = type(settings.alg).__name__
-    if not settings.alg.tableau.implicit:
-        return
-    if on_device and settings.mass is not None:
+def refuse_mass_on_device(settings: Settings) -> None:
+    """Raise NotImplementedError for an implicit method with a mass matrix, in a solve by arrays on a device."""
+    if settings.alg.tableau.implicit and settings.mass is not None:
         raise NotImplementedError(
-            f"solve: {name} has a mass matrix on the host only, but this solve is by arrays on a device. Bring u0 and "
-            "p to the host with mpiad.device.to_host, and take EnsembleVectorized()."
+            f"solve: {type(settings.alg).__name__} has a mass matrix on the host only, but this solve is by arrays on a "
+            "device. Bring u0 and p to the host with mpiad.device.to_host, and take EnsembleVectorized()."
         )
 
 
@@ -91,7 +88,6 @@ class Compiler:
             self._check_on_device(batch, settings)
             try_once(batch, settings.events, False)
             return None
-        check_implicit(batch, settings)
         must = self.compile is True
         wanted = batch.size > 0 and self._is_wanted()
         if wanted and settings.mass is not None and any(event.acts and event.times is None for event in settings.events):
@@ -110,7 +106,7 @@ class Compiler:
                 "solve: compile=True makes machine code for the host, but the states or parameters are device arrays. "
                 "Leave it out, or bring them to the host with mpiad.device.to_host."
             )
-        check_implicit(batch, settings, on_device=True)
+        refuse_mass_on_device(settings)
         # Before f is tried out, whose own error for mixed host and device arrays would name neither.
         check_place(batch)
 

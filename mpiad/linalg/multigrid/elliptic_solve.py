@@ -21,10 +21,9 @@ from mpiad.linalg.multigrid.preconditioner import Multigrid
 from mpiad.linalg.solve import direction_of
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
-from mpiad.primitives.operation import current
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together
-from mpiad.transport.tracing import opaque
+from mpiad.transport.tracing import opaque, tracing
 
 _CALL = "linalg.solve_elliptic"
 
@@ -137,7 +136,7 @@ def _adjoint(
 
     def vjp(g: LocalArray) -> list:
         # Decided by the tape, identically on all ranks; a surrounding autograd trace is the exception.
-        tape = current.tape
+        tape = tracing.tape
         alone = tape is not None and tape.of_cotangents and not (isbox(kappa) or isbox(c))
         # The operator is its own transpose, and the levels exist: another solve with them, for all cotangents.
         multiplier = _solution(g, kappa, c, levels=levels, settings=settings, linear=alone)

@@ -20,7 +20,7 @@ from mpiad.ensemble.batch import Batch, is_on_device, placed
 from mpiad.ensemble.compiled.cuda.gpu_derivatives import Solved, results_of
 from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
 from mpiad.ensemble.compiled.cuda.gpu_solver import Solver
-from mpiad.ensemble.compiled.kernel_choice import Compiler, check_implicit
+from mpiad.ensemble.compiled.kernel_choice import Compiler, refuse_mass_on_device
 from mpiad.ensemble.compiled.parameter_packing import packing_of
 from mpiad.ensemble.compiled.traced_problem import FEW, TracedProblem, problem_of, remembered
 from mpiad.ensemble.event import Event
@@ -61,10 +61,11 @@ def solved_on_gpu(
 
     In `given` some values may be traced; `batch` is the same as plain arrays, on a device or on the host. Without a kernel
     ``by_arrays(given, batch, settings)`` solves it. Raises ImportError or RuntimeError without CuPy, or without a GPU;
-    NotImplementedError for unsupported settings of Rosenbrock methods.
+    NotImplementedError for a Rosenbrock method with a mass matrix and arrays on a device.
     """
     on_host = not is_on_device(batch)
-    check_implicit(batch, settings, on_device=not on_host)
+    if not on_host:
+        refuse_mass_on_device(settings)
     arrays = device_for(batch, compiler.together)
     with arrays.current():
         sol = _by_kernel(compiler, given, batch, settings, arrays)
