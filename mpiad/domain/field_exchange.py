@@ -33,7 +33,7 @@ from mpiad.transport.tracing import restoring_state
 # the second in its request, as with the library's other requests.
 #
 # Ranks begin exchanges in one order but may end them in any: an exchange's messages, those of its adjoint and of its
-# tangents carry its number among those of the halo.
+# tangents carry its number among those of the communicator.
 
 
 _FIRST_TAG, _TAGS = 32512, 224  # below those of other halos; `_TAGS` exchanges may be active
@@ -46,7 +46,7 @@ class Exchange(NamedTuple):
     halo: Halo
     sides: Sides
     scheme: str  # one with a single stage
-    number: int  # of this exchange among those of the halo
+    number: int  # of this exchange among those of its communicator
     backwards: bool = False  # whether the halo is folded, instead of filled
 
     @property
@@ -60,7 +60,7 @@ class Exchange(NamedTuple):
         return self.halo, self.number
 
     def renumbered(self) -> int:
-        """Return the next number of the halo's, for a run of a compiled program."""
+        """Return the next number, for a run of a compiled program."""
         return _next_number(self.halo)
 
     def transposed(self) -> Exchange:
@@ -95,26 +95,24 @@ def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> Begun:
     begun: Begun = communicate(_BEGIN_OPERATION, u, exchange)
     started(begun)
     # Weakly: an exchange without other references can't be ended, and mustn't be kept alive here.
-    halo.under_way[exchange.tag] = ref(begun)
+    point_to_point(halo.comm, _BEGIN).active_exchanges[exchange.tag] = ref(begun)
     return begun
 
 
 def _next_number(halo: Halo) -> int:
     """Count an exchange that begins."""
     used = point_to_point(halo.comm, _BEGIN)
-    if halo.renewals != used.renewals:
-        # After an exception at different points of the ranks, `reset` makes their counters equal again.
-        halo.renewals, halo.begun = used.renewals, 0
-        halo.under_way.clear()
+    number = used.exchanges
     # Tags come round: with two exchanges under one tag a message could be taken for the other's.
-    held = halo.under_way.get(_tag_of(halo.begun))
+    held = used.active_exchanges.get(_tag_of(number))
     earlier = None if held is None else held()
-    if earlier is not None and not earlier.done:
+    # It has this number if a function that has left its trace begins it once more.
+    if earlier is not None and not earlier.done and earlier.exchange.number != number:
         raise RequestError(
             f"{_BEGIN}: {_TAGS} exchanges were begun after {earlier!r}, which hasn't ended. End each with {_END}."
         )
-    halo.begun += 1
-    return halo.begun - 1
+    used.exchanges += 1
+    return number
 
 
 def _tag_of(number: int) -> int:
@@ -275,7 +273,7 @@ class Exchanging(Decomposition):
         TypeError, ValueError
             As `exchange`.
         RequestError
-            If more than 200 exchanges are active.
+            If an exchange is active since 224 others of the same communicator were begun.
 
         Ranks
         -----

@@ -46,18 +46,12 @@ class Halo:
     - `widths`: layers on each side, for each dimension; no more than the smallest block has.
     - `shape`, `padded`: cells of the block, without and with its halo.
     - `interior`: the block within the block with its halo.
-    - `begun`: exchanges that were begun (see `nonblocking_exchange`).
-    - `renewals`: of the channel's duplicates, when they were.
-    - `under_way`: by tag, weak references to the last of them.
     """
 
     def __init__(self, partition: Partition, rank: Rank, widths: tuple[int, ...], comm: Comm):
         self.geometry, self.comm = Geometry(partition, rank, widths), comm
         self.widths, self.shape, self.padded = widths, self.geometry.shape, self.geometry.padded
         self.interior = (..., *self.geometry.block)
-        self.begun = 0
-        self.renewals = -1
-        self.under_way: dict[int, Any] = {}
         self._plans: dict[str, tuple[Stage, ...]] = {}
         self._local: dict[tuple, list[list[Local]]] = {}
 

@@ -18,6 +18,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.closure import Watch
 from mpiad.programs.entry import count, in_program, is_shown, own
+from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.replay_writer import Changed
 from mpiad.programs.reverse_over_reverse import called_with_reverse_differentiated
 from mpiad.programs.shape_recorder import like
@@ -34,7 +35,7 @@ from mpiad.programs.tape_node import (
     require_of,
     with_tangents,
 )
-from mpiad.programs.trace_run import TraceRun, as_value, message_counts
+from mpiad.programs.trace_run import TraceRun, as_value
 from mpiad.pytrees import flatten
 from mpiad.transport.tracing import tracing
 

@@ -27,13 +27,14 @@ from mpiad.programs.array_program import Call, Node
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, are_alike, closed_over_numbers, watch_of, with_numbers
 from mpiad.programs.entry import MOST_TRACES, UNKNOWN, Entry, count, entry_by_shapes, entry_of, own
+from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Replays
 from mpiad.programs.replay_writer import Changed
 from mpiad.programs.schedule import Loop
 from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned
-from mpiad.programs.trace_run import PlayingBack, TraceRun, message_counts
+from mpiad.programs.trace_run import PlayingBack, TraceRun
 from mpiad.pytrees import flatten
 from mpiad.transport import calls
 from mpiad.transport.channels import communications, is_watched

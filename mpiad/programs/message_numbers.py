@@ -14,7 +14,7 @@ import numpy as np
 
 from mpiad.programs.schedule import Loop, Schedule
 from mpiad.transport import Channel, Envelope
-from mpiad.transport.channels import Used
+from mpiad.transport.channels import Counts, Used, live_channels
 
 _NOTHING = np.empty(0)
 
@@ -105,12 +105,27 @@ class Answer(NamedTuple):
     tag: int
 
 
-def logged(made: Any, params: Any) -> Any:
-    """Return the entry of a communication in the log for playback."""
-    for envelope in envelopes_of(params):
+class Uncounted(NamedTuple):
+    """A result whose messages are counted only when it is computed, and the numbers of messages after it."""
+
+    made: Any
+    counts: list[tuple[Channel, Counts]]
+
+
+def message_counts() -> list[tuple[Channel, Counts]]:
+    """Return the numbers of messages of all channels."""
+    return [(channel, channel.counts()) for channel in live_channels()]
+
+
+def logged(made: Any, params: Any = None) -> Any:
+    """Return the entry of a step in the log for playback; `params`: of a communication."""
+    kept = made.copy() if isinstance(made, np.ndarray) else made
+    envelopes = envelopes_of(params)
+    for envelope in envelopes:
         if min(envelope.asked) < 0:
-            return Answer(made.copy(), envelope.peer, envelope.tag)
-    return made.copy() if isinstance(made, np.ndarray) else made
+            return Answer(kept, envelope.peer, envelope.tag)
+    # In a playback addresses are made again, and count; the messages inside of operators, solves and exchanges don't.
+    return kept if envelopes or channels_of(params) else Uncounted(kept, message_counts())
 
 
 def prepared_steps(

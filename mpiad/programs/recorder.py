@@ -385,14 +385,14 @@ class Recorder(NotedValues):
         out[place] = values
 
     def _communicated(self, operation: Any, x: Any, params: Any) -> Any:
-        return self._run(operation.forward, x, params)
+        return self._run(operation.forward, x, params, params=params)
 
     def _operated(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return self._run(operator.body, args, kwargs)
 
-    def _run(self, fun: Callable, *args: Any) -> Any:
+    def _run(self, fun: Callable, *args: Any, params: Any = None) -> Any:
         made = self._untold(fun, *args)
-        self.log.append(logged(made, args[-1] if args else None))
+        self.log.append(logged(made, params))
         # Raised here, after the communication is complete and logged.
         if self.refused is not None:
             raise self.refused

@@ -396,7 +396,7 @@ class ReplayWriter:
         else:
             self._call(at, step)
         if action.kind in ("call", "end") and step.in_place and self._is_logged(at):
-            self._lines.append(f"log.append({self._made_in_place(step, self.nodes[step.node].data)}.copy())")
+            self._lines.append(f"log.append(logged({self._made_in_place(step, self.nodes[step.node].data)}))")
 
     def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
         """Append the lines that run an operator in its buffer, or those that begin it."""
@@ -452,7 +452,8 @@ class ReplayWriter:
         made = f"f{at}({', '.join([f'q{at}', *given])})"
         self._lines.append(f"v{at} = {f'own({made})' if call.kind == 'communicate' else made}")
         if self._is_logged(at):
-            self._lines.append(f"log.append({f'logged(v{at}, a{at})' if numbered else f'v{at}'})")
+            entry = f"logged(v{at}, a{at})" if numbered else f"v{at}" if call.kind == "communicate" else f"logged(v{at})"
+            self._lines.append(f"log.append({entry})")
         if is_looked_at(self.schedule, at):
             condition = condition_of(node, f"v{at}", self._bound)
             self._lines.append(f"if {condition}: changed(v{at}, {self._bound(node)}, log)")

@@ -31,12 +31,13 @@ from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.entry import Entry, count
+from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Traced
 from mpiad.programs.tangents_of_gradients import entry_by_shapes_alone
 from mpiad.programs.tape_node import Lease, apart, backwards, conformed, is_simple, placed, require_of
-from mpiad.programs.trace_run import PlayingBack, TraceRun, message_counts
+from mpiad.programs.trace_run import PlayingBack, TraceRun
 from mpiad.pytrees import is_variable
 from mpiad.transport.channels import live_channels
 from mpiad.transport.tracing import tracing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from autograd.tracer import getval
@@ -13,14 +13,14 @@ from autograd.tracer import getval
 from mpiad._typing import Function
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.primitives.request import Request
-from mpiad.programs.message_numbers import Answer, envelopes_of
+from mpiad.programs.message_numbers import Answer, Uncounted, envelopes_of, message_counts
 from mpiad.programs.numpy_functions import TracedArrays, let_arrays_be_traced
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced, on_host, plain
 from mpiad.transport import calls
-from mpiad.transport.channels import Channel, live_channels, tell_recorders
+from mpiad.transport.channels import Channel, Counts, tell_recorders
 from mpiad.transport.tracing import tracing
 
 # A function that has left its trace, run once more without repeating its communications.
@@ -66,9 +66,14 @@ class Playback:
         return self._untold(fun, *args)
 
     def _next(self, fun: Callable, *args: Any) -> Any:
-        if self._rest:
-            return self._rest.pop()
-        return self._untold(fun, *args)
+        if not self._rest:
+            return self._untold(fun, *args)
+        made = self._rest.pop()
+        if not isinstance(made, Uncounted):
+            return made
+        for channel, counts in made.counts:
+            channel.count_from(counts)
+        return made.made
 
     def _untold(self, fun: Callable, *args: Any) -> Any:
         tracing.recorder = None
@@ -201,18 +206,21 @@ class PlayingBack:
     again, since partners have counted them once.
     """
 
-    def __init__(self, log: Sequence[Any], counts: Sequence[_Counts] | None = None, reread: Recorder | None = None):
+    def __init__(
+        self, log: Sequence[Any], counts: Sequence[tuple[Channel, Counts]] | None = None, reread: Recorder | None = None
+    ):
         self._playback, self._before, self._reread = Playback(log), counts, reread
-        self._later: list[_Counts] = []
+        self._later: list[tuple[Channel, Counts]] = []
 
     def __enter__(self) -> None:
-        self._later = [] if self._before is None else message_counts()
+        self._later = message_counts()
         self.around, tracing.contexts = tracing.contexts, self
         if self._reread is not None:
             self._reread.reread = True
-        before = {channel: counts for channel, *counts in self._before or ()}
-        for channel, *_ in self._later:  # one that was made in the trace had none
-            channel.sent, channel.received = map(dict, before.get(channel, ({}, {})))
+        if self._before is not None:
+            before = dict(self._before)
+            for channel, _ in self._later:  # one that was made in the trace had none
+                channel.count_from(before.get(channel, Counts({}, {}, 0)))
         tracing.recorder = self._playback
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -224,17 +232,8 @@ class PlayingBack:
         """Count the messages again, as often as this is called."""
         if self._reread is not None:
             self._reread.reread = False
-        for channel, *counts in self._later:
-            for again, later in zip((channel.sent, channel.received), counts):
-                again.update({key: max(number, again.get(key, 0)) for key, number in later.items()})
-
-
-_Counts: TypeAlias = "tuple[Channel, dict[tuple[int, int], int], dict[tuple[int, int], int]]"
-
-
-def message_counts() -> list[_Counts]:
-    """Return the message counts of all channels."""
-    return [(channel, dict(channel.sent), dict(channel.received)) for channel in live_channels()]
+        for channel, counts in self._later:
+            channel.count_on(counts)
 
 
 def as_value(x: Any) -> Any:

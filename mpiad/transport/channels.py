@@ -137,6 +137,14 @@ def make_communicator(make: Callable[..., Comm], *arguments: Any) -> Comm:
         ) from error
 
 
+class Counts(NamedTuple):
+    """Numbers of messages to and from each (rank, tag), and of halo exchanges in two halves."""
+
+    sent: dict[tuple[int, int], int]
+    received: dict[tuple[int, int], int]
+    exchanges: int
+
+
 class Channel:
     """Duplicates and message numbers of one communicator."""
 
@@ -173,6 +181,8 @@ class Channel:
         self.tag_stride = int(self.tag_limit * _GOLDEN_SECTION)  # see `envelopes`
         self.sent: dict[tuple[int, int], int] = {}
         self.received: dict[tuple[int, int], int] = {}
+        # Halo exchanges in two halves: how many were begun, and by tag weak references to the last of them.
+        self.exchanges, self.active_exchanges = 0, dict[int, Any]()
         self.pending: list[tuple[Any, np.ndarray]] = []
         self.started: dict[int, tuple[str, list[Any], Any]] = {}
         self.unended = False  # whether a collective was given up in its middle
@@ -181,6 +191,20 @@ class Channel:
         self._aside: tuple[Comm, Comm] | None = None
         if _watch is not None:
             _watch.put_on(self)
+
+    def counts(self) -> Counts:
+        """Return the numbers of messages, in dictionaries of their own."""
+        return Counts(dict(self.sent), dict(self.received), self.exchanges)
+
+    def count_from(self, counts: Counts) -> None:
+        """Go on with these numbers of messages."""
+        self.sent, self.received, self.exchanges = dict(counts.sent), dict(counts.received), counts.exchanges
+
+    def count_on(self, counts: Counts) -> None:
+        """Go on with these numbers of messages where they are the higher ones."""
+        for mine, later in ((self.sent, counts.sent), (self.received, counts.received)):
+            mine.update({key: max(number, mine.get(key, 0)) for key, number in later.items()})
+        self.exchanges = max(self.exchanges, counts.exchanges)
 
     def backwards(self) -> Comm:
         """Return a duplicate with its ranks in reverse order (suffix sums are prefix sums there); collective at first."""
@@ -496,4 +520,4 @@ def on_any_rank(comm: Comm, here: bool) -> bool:
 
 def live_channels() -> list[Channel]:
     """Return the channels that aren't closed, in the order of their creation: the same on all ranks that share two."""
-    return sorted([found for found in _live if not isinstance(found.data, _Freed)], key=lambda found: found._order)
+    return sorted(_live, key=lambda found: found._order)

@@ -16,6 +16,8 @@ from jitted import assert_same
 from mpi4py import MPI
 
 import mpiad
+from mpiad.domain import Domain
+from mpiad.transport import channel
 from mpiad.transport.world import speaks
 
 X = np.arange(1.0, 6.0)
@@ -239,6 +241,53 @@ def test_communications_before_the_line_are_made_once(rank, size):
                 continue
             np.testing.assert_allclose(jitted(x), x * ranks.sum() * (size * x + (ranks - 1).sum()), rtol=1e-13)
             assert_same(gradient(x), mpiad.grad(lambda x: anp.sum(fun(x)))(x))
+
+
+def exchanged_by(how, domain, rank, size):
+    """Return a function that exchanges a block, and a message that has the tag of one inside an operator."""
+    after, before = (rank + 1) % size, (rank - 1) % size
+    shifted = mpiad.extend.custom_operator(lambda u: mpiad.mpi_exchange(u, after, before, tag=5))
+    mpiad.extend.defvjp(shifted, lambda ans, u: lambda g: mpiad.mpi_exchange(g, before, after, tag=5))
+
+    def passed_on(u):
+        if how == "in two halves":
+            begun = domain.begin_exchange(u)
+            return domain.end_exchange(begun)[1:-1, 1:-1]
+        return shifted(u) if how == "in an operator" else domain.exchange(u)[2:, 1:-1]
+
+    def waited_for(u):
+        coming = mpiad.mpi_irecv(u, before, tag=5)
+        mpiad.mpi_send(anp.sin(u), after, tag=5)
+        return mpiad.mpi_wait(coming) + passed_on(u)
+
+    return waited_for
+
+
+@pytest.mark.parametrize("leaves", ["its trace", "its program"])
+@pytest.mark.parametrize("how", ["at once", "in two halves", "in an operator"])
+def test_messages_are_numbered_alike_where_a_rank_leaves(how, leaves, rank, size):
+    """The messages inside of exchanges and operators, too: the addresses of adjoints have these numbers."""
+    domain, last = Domain((4 * size, 3)), size - 1
+    exchanged = exchanged_by(how, domain, rank, size)
+
+    def fun(x, u):
+        v = exchanged(anp.sin(u))
+        # Another length ends the programs of the other ranks; one rank decides by a value.
+        y = mpiad.mpi_bcast(x * 2 if rank == last else None, root=last)
+        if leaves == "its trace" and rank == 0 and anp.sum(y) > 0:
+            y = y * 3
+        return anp.sum(exchanged(v**2) * v) * anp.sum(y)
+
+    jitted = mpiad.value_and_grad(mpiad.jit(fun), (0, 1))
+    plain, rng = mpiad.value_and_grad(fun, (0, 1)), np.random.default_rng(rank)
+    used = channel(MPI.COMM_WORLD, "test", collective=False)
+    for n in (3, 3, 5, 5, 3):
+        x, u = rng.uniform(1, 2, n if rank == last else 2), rng.standard_normal(domain.local_shape)
+        assert_same(jitted(x, u), plain(x, u), 1e-12)
+        every = MPI.COMM_WORLD.allgather(used.counts())
+        sent = {(r, *to): k for r, counts in enumerate(every) for to, k in counts.sent.items()}
+        received = {(peer, r, tag): k for r, counts in enumerate(every) for (peer, tag), k in counts.received.items()}
+        assert sent == received and len({counts.exchanges for counts in every}) == 1
 
 
 @pytest.mark.mpi(min_size=2)
