@@ -9,21 +9,24 @@ the mirrored stencil are folded back.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mpiad._typing import Array, LocalArray, Shape
 from mpiad.domain.boundary import Sides, homogeneous
-from mpiad.domain.compiled_weighted_sum import compiled_weighted_sum, is_compiled
 from mpiad.domain.halo import Halo, fill_local, fold_in_place
 from mpiad.domain.halo_messages import post, put
 from mpiad.domain.routes import FACES, TOGETHER
-from mpiad.domain.weighted_sum import Box, Finish, Terms, terms_of, weighted_sum
 from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.transport.buffers import empty_beside, zeros_beside
 
 _TAG = 32749
+
+Terms: TypeAlias = tuple[tuple[float, tuple[tuple[int, ...], ...]], ...]
+"""For each weight the offsets with that weight, counted from the lowest corner."""
+Box: TypeAlias = tuple[slice, ...]
 
 
 class StencilSums:
@@ -78,26 +81,20 @@ class StencilSums:
         """Keep an array for the next call."""
         self._rooms = [room]
 
-    def summed(self, u: LocalArray, scale: LocalArray | None = None, finish: Finish | None = None) -> LocalArray:
-        """Return S E u, or S E (scale u), with each slab of the sums completed by `finish`."""
+    def summed(self, u: LocalArray) -> LocalArray:
+        """Return S E u."""
         halo, stage = self.halo, self._stage
         padded = self.room(u)
-        if scale is None:
-            padded[halo.interior] = u
-        else:
-            np.multiply(u, scale, out=padded[halo.interior])
+        padded[halo.interior] = u
         out = empty_beside(u, u.shape)
         # Cells whose neighbors are all in the block are summed during the exchange.
-        add_up = (
-            compiled_weighted_sum if is_compiled(out, int(np.count_nonzero(self.weights)), halo.shape) else weighted_sum
-        )
         coming = post(padded, stage.routes, False, _TAG, halo.comm)
         if self._inside is not None:
-            add_up(padded, self.terms, out, self._inside, finish)
+            weighted_sum(padded, self.terms, out, self._inside)
         put(padded, coming)
         fill_local(padded, halo.local(self.sides, self.scheme)[0], self.sides)
         for box in self._along_sides:
-            add_up(padded, self.terms, out, box, finish)
+            weighted_sum(padded, self.terms, out, box)
         self.give_back(padded)
         return out
 
@@ -114,6 +111,38 @@ class StencilSums:
             total[ghost] = 0
         fold_in_place(total, halo, self.sides, self.scheme)
         return total[halo.interior]
+
+
+def terms_of(weights: np.ndarray) -> Terms:
+    """Return the terms of a stencil's weights, those with the largest groups first."""
+    groups: dict[float, list[tuple[int, ...]]] = {}
+    for offset in np.argwhere(weights):
+        groups.setdefault(weights[tuple(offset)].item(), []).append(tuple(offset.tolist()))
+    return tuple((weight, tuple(offsets)) for weight, offsets in sorted(groups.items(), key=lambda item: -len(item[1])))
+
+
+def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box) -> None:
+    """Write the weighted sums of a box of cells; cell 0 of `out` is summed from the offsets as they are."""
+    target = out[(..., *box)]
+    if not terms:
+        target[...] = 0
+    if not target.size:
+        return
+    scratch = empty_beside(out, target.shape)
+    for number, (weight, offsets) in enumerate(terms):
+        shifted = [[slice(cells.start + o, cells.stop + o) for cells, o in zip(box, offset)] for offset in offsets]
+        pieces, part = [source[(..., *index)] for index in shifted], scratch if number else target
+        # Pieces of equal weight are added first and multiplied once.
+        if len(pieces) == 1:
+            np.multiply(pieces[0], weight, out=part)
+        else:
+            np.add(pieces[0], pieces[1], out=part)
+            for piece in islice(pieces, 2, None):
+                part += piece
+            if weight != 1:
+                part *= weight
+        if number:
+            target += scratch
 
 
 @custom_operator

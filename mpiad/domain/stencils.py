@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import factorial
 from typing import Any
 
-import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
@@ -17,99 +16,11 @@ from mpiad.domain.decomposition import Decomposition, listed, per_dimension
 from mpiad.domain.halo import Halo, fill_halo
 from mpiad.domain.root_copies import require_own_block
 from mpiad.domain.routes import IN_TURN
-from mpiad.domain.stencil_sums import StencilSums, apply_stencil, transposed_stencil
+from mpiad.domain.stencil_sums import StencilSums, apply_stencil
 from mpiad.domain.varying_stencil import varying_sum
-from mpiad.domain.weighted_sum import Finish
-from mpiad.extend import custom_operator, defjvp, defjvp_together, defvjp, defvjp_together
-from mpiad.primitives.cotangents import tangent_of
-from mpiad.transport.buffers import empty_beside, zeros_beside
 from mpiad.transport.device_arrays import is_array
-from mpiad.transport.tracing import tracing
 
 # Stencils: each cell's new value is a sum of its neighbors' values, with weights that are the same in all cells.
-
-
-# A step of a wave equation, u' = 2 u - u₋ + f S u, as one operator: memory traffic dominates its time.
-#
-# As separate operations, a step makes four arrays besides S u, and its reverse pass adds up five cotangents of u. Here S u
-# is completed in place, as a whole or slab by slab while a slab is in the cache (see `Finish`), and the adjoint,
-#
-#     ū = 2 g + Sᵀ (f g),   ū₋ = -g,   f̄ = g S u
-#
-# is one pass of the transposed stencil. S u is kept for f̄ while a tape records, so that no message is sent twice; in
-# nested traces it is computed again, as part of them.
-
-
-@custom_operator
-def advance(u: LocalArray, before: LocalArray, factor: LocalArray, stencil: StencilSums, kept: list | None) -> LocalArray:
-    """Return 2 u - before + factor S u; store S u in `kept`, if given."""
-    factors = np.broadcast_to(factor, u.shape)
-    sums = None if kept is None else empty_beside(u, u.shape)
-    out = stencil.summed(u, finish=Finish(u, before, factors, sums))
-    if kept is not None:
-        kept[:] = [sums]
-    return out
-
-
-@custom_operator
-def retreat(g: LocalArray, factor: LocalArray, stencil: StencilSums) -> LocalArray:
-    """Return 2 g + Sᵀ (factor g), the cotangent of u."""
-    factors = np.broadcast_to(factor, g.shape)
-    # Cotangents of copies beyond a side are added to their sources separately: a pass of the stencil doesn't do that.
-    if stencil.copies_sides:
-        return stencil.spread(g * factors) + 2.0 * g
-    return stencil.mirrored.summed(g, factors, Finish(g))
-
-
-def _advance_adjoint(
-    ans: LocalArray, u: LocalArray, before: LocalArray, factor: LocalArray, stencil: StencilSums, kept: list | None
-) -> Callable:
-    def vjp(g: LocalArray) -> list:
-        product = _like(g * _sums(u, stencil, kept), factor)
-        return [retreat(g, factor, stencil=stencil), -g, product]
-
-    return vjp
-
-
-def _sums(u: LocalArray, stencil: StencilSums, kept: list | None) -> LocalArray:
-    # All ranks decide alike: whether a tape is current is the same on all of them; whether u is traced may differ.
-    # S u was computed in the forward pass; if outer traces need derivatives of it, it is computed again as part of them.
-    return kept[0] if kept and tracing.tape is None and not isbox(u) else apply_stencil(u, stencil)
-
-
-def _advance_tangent(
-    gs: list, ans: LocalArray, u: LocalArray, before: LocalArray, factor: LocalArray, stencil: StencilSums,
-    kept: list | None,
-) -> LocalArray:  # fmt: skip
-    du, dbefore = tangent_of(u, gs[0]), tangent_of(before, gs[1])
-    moved = advance(du, dbefore, factor, stencil=stencil.homogeneous, kept=None)
-    return moved + tangent_of(factor, gs[2]) * apply_stencil(u, stencil)
-
-
-defvjp_together(advance, _advance_adjoint)
-defjvp_together(advance, _advance_tangent)
-# Linear in g and in the factor, and the transpose in g of the step's linear part.
-defvjp(
-    retreat,
-    lambda ans, g, factor, stencil: lambda v: _linear(v, factor, stencil),
-    lambda ans, g, factor, stencil: lambda v: _like(g * apply_stencil(v, stencil.homogeneous), factor),
-)
-defjvp(
-    retreat,
-    lambda dg, ans, g, factor, stencil: retreat(dg, factor, stencil=stencil),
-    lambda df, ans, g, factor, stencil: transposed_stencil(df * g, stencil),
-)
-
-
-def _linear(v: LocalArray, factor: LocalArray, stencil: StencilSums) -> LocalArray:
-    found = getval(v)
-    return advance(v, zeros_beside(found, found.shape), factor, stencil=stencil.homogeneous, kept=None)
-
-
-def _like(value: LocalArray, factor: LocalArray) -> LocalArray:
-    """Return the sum over the leading dimensions that a factor lacks."""
-    extra = np.ndim(getval(value)) - np.ndim(getval(factor))
-    return anp.sum(value, axis=tuple(range(extra))) if extra else value
 
 
 class Stencil:
@@ -154,51 +65,6 @@ class Stencil:
         """
         self._checked(u, "Stencil")
         return apply_stencil(u, self.sums)
-
-    def leapfrog(self, u: LocalArray, before: LocalArray, factor: LocalArray) -> LocalArray:
-        """Take a step of a wave: ``2 * u - before + factor * stencil(u)``, in a fraction of the passes through memory.
-
-        Parameters
-        ----------
-        u, before : float or complex array of shape (..., *local_shape)
-            The current field and that of the previous step, of one shape.
-        factor : array of shape (*local_shape), or of the shape of `u`
-            For the wave equation the square of the speed times the step.
-
-        Returns
-        -------
-        array of the shape of `u`
-
-        Raises
-        ------
-        TypeError, ValueError
-            If an array has another shape, or they differ in dtype.
-
-        Ranks
-        -----
-        All ranks of the domain call it.
-
-        Adjoint
-        -------
-        With Sᵀ the stencil's transpose and g the cotangent of the result, ``2 * g + Sᵀ(factor * g)`` goes to `u`, ``-g`` to
-        `before` and ``g * stencil(u)`` to `factor`.
-        """
-        self._checked(u, "Stencil.leapfrog")
-        found = [getval(each) for each in (u, before, factor)]
-        shapes, dtypes = [np.shape(each) for each in found], {np.result_type(each) for each in found}
-        if shapes[1] != shapes[0] or shapes[2] not in (shapes[0], self.sums.halo.shape):
-            raise ValueError(
-                f"Stencil.leapfrog: u and before must have one shape, and factor that or the block's, "
-                f"{self.sums.halo.shape}, but they have {shapes[0]}, {shapes[1]} and {shapes[2]}."
-            )
-        if len(dtypes) > 1:
-            raise TypeError(
-                f"Stencil.leapfrog: u, before and factor must have one dtype, but have "
-                f"{', '.join(str(np.result_type(each)) for each in found)}. Convert them."
-            )
-        # Without a derivative nothing is kept: a wave of a thousand steps would hold a thousand fields.
-        recorded = tracing.tape is not None or any(map(isbox, (u, before, factor)))
-        return advance(u, before, factor, stencil=self.sums, kept=[] if recorded else None)
 
     def _checked(self, u: LocalArray, call: str) -> None:
         found = getval(u)

@@ -7,7 +7,6 @@ the weights. They don't communicate; the exchange around them does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import autograd.numpy as anp
@@ -16,7 +15,6 @@ from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval
 
 from mpiad._typing import LocalArray, Shape
-from mpiad.domain.compiled_weighted_sum import compiled_varying_sum, is_compiled
 from mpiad.transport.buffers import empty_beside, zeros_beside
 
 
@@ -25,9 +23,6 @@ def varying_sum(padded: LocalArray, weights: LocalArray) -> LocalArray:
     """Return the sums (..., *cells) of an array (..., *padded) by weights (*lengths, *cells) of odd lengths."""
     lengths, cells = _shapes(weights)
     like, shape = _wider(padded, weights), padded.shape[: padded.ndim - len(cells)] + cells
-    if padded.dtype == weights.dtype and is_compiled(like, math.prod(lengths), cells):
-        compiled_varying_sum(padded, weights, out := empty_beside(like, shape))
-        return out
     total = zeros_beside(like, shape)
     # One array for all products, instead of a new one for each offset.
     room = np.empty_like(total)

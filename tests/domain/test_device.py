@@ -102,7 +102,6 @@ def test_stencils(boundary):
     _alike(stencil, _field(domain))
     laplacian = domain.laplacian(0.5, boundary=boundary)
     _alike(laplacian, _field(domain, (2,)))
-    _alike(lambda u, v, f: laplacian.leapfrog(u, v, f), _field(domain), _field(domain, shift=1), _field(domain, shift=2))
     own = np.random.default_rng(_RANK).normal(size=(3, 3, *domain.local_shape))
     _alike(lambda u, w: domain.correlate(u, w, boundary), _field(domain), own)
 

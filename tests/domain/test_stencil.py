@@ -6,7 +6,6 @@ import pytest
 from scipy import ndimage
 
 import mpiad
-import mpiad.domain.compiled_weighted_sum
 import mpiad.domain.stencil_sums
 from mpiad.domain import Domain
 from mpiad.testing import check_adjoint, check_grads
@@ -187,92 +186,6 @@ def test_one_message_to_each_neighbour_while_the_inside_is_summed(rank, monkeypa
     assert events[:3] == (["post", "weighted_sum", "put"] if mpiad.mpi_size() > 1 else ["post", "put", "weighted_sum"])
 
 
-@pytest.mark.parametrize("lead", [(), (2,)], ids=str)
-@pytest.mark.parametrize("boundary", ["zero", "reflect", 1.5], ids=str)
-def test_leapfrog_is_what_it_is_short_for(rank_rng, rng, boundary, lead):
-    domain = Domain((8, 9), periodic=(False, True))
-    laplacian = domain.laplacian(boundary=boundary)
-    shape = lead + domain.local_shape
-    z = {"u": rng.standard_normal(shape), "b": rng.standard_normal(shape), "f": rng.standard_normal(domain.local_shape)}
-    dz = {name: rng.standard_normal(value.shape) for name, value in z.items()}
-
-    def short(z):
-        return laplacian.leapfrog(z["u"], z["b"], z["f"])
-
-    def written_out(z):
-        return 2 * z["u"] - z["b"] + z["f"] * laplacian(z["u"])
-
-    def loss(step):
-        def objective(z):
-            # Two steps, the second with a field that depends on the factor too.
-            first = step({**z, "u": anp.sin(z["u"])})
-            return domain.sum(anp.cos(step({"u": first, "b": z["u"], "f": z["f"]})))
-
-        return objective
-
-    def slope(step):
-        def objective(z):
-            g = mpiad.grad(loss(step))(z)
-            return mpiad.mpi_allreduce(sum(anp.sum(g[name] * dz[name]) for name in z))
-
-        return objective
-
-    for derive in (
-        lambda step: {"value": step(z)},
-        lambda step: mpiad.grad(loss(step))(z),
-        lambda step: {"tangent": mpiad.jvp(step, z, dz)[1]},
-        lambda step: mpiad.hvp(loss(step))(z, dz),
-        lambda step: mpiad.grad(slope(step))(z),
-    ):
-        found, expected = derive(short), derive(written_out)
-        for name in expected:
-            np.testing.assert_allclose(found[name], expected[name], 1e-10, 1e-10)
-    # Small, so that the cosines don't turn within the first steps of the check.
-    check_grads(loss(short), {name: 0.2 * value for name, value in z.items()})
-
-
-@pytest.mark.parametrize(
-    ("shape", "lead", "dtype"),
-    [((19,), (), "f8"), ((8, 9), (2,), "f8"), ((12, 7), (), "f4"), ((4, 5, 3), (), "f8")],
-    ids=str,
-)
-def test_compiled_sums_have_the_bits_of_numpys(shape, lead, dtype, rng, monkeypatch):
-    """Of the stencil, of the step and of its reverse pass, whatever the order of arrays, also where no inside is left."""
-    domain = Domain(shape, periodic=True)
-    laplacian = domain.laplacian()
-    # Strided; in the order of Fortran; contiguous.
-    u, before, g = np.moveaxis(rng.standard_normal((*lead, *domain.local_shape, 3)).astype(dtype), -1, 0)
-    u, g = np.asfortranarray(u), np.ascontiguousarray(g)
-    factor = rng.random(domain.local_shape).astype(dtype)
-    varying = rng.random((*domain.local_shape[::-1], *[3] * len(shape))).astype(dtype).T
-
-    def found():
-        pull, step = mpiad.make_vjp(laplacian.leapfrog, (0, 1, 2))(u, before, factor)
-        return [laplacian(u), step, laplacian.leapfrog(u, before, factor), *pull(g), domain.correlate(u, varying)]
-
-    expected = found()
-    monkeypatch.setattr(mpiad.domain.compiled_weighted_sum, "_LARGE", 1)
-    compiled = found()
-    for one, other in zip(compiled, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_leapfrog_sends_as_often_back_as_forth(rng, monkeypatch):
-    domain = Domain((8, 9), periodic=True)
-    laplacian, sent = domain.laplacian(), []
-
-    def counting(values, routes, *rest):
-        sent.append(len(routes))
-        return mpiad.domain.halo_messages.post(values, routes, *rest)
-
-    monkeypatch.setattr(mpiad.domain.stencil_sums, "post", counting)
-    u = rng.standard_normal(domain.local_shape)
-    pull, _ = mpiad.make_vjp(lambda f: domain.sum(laplacian.leapfrog(u, u, f) ** 2))(u)
-    assert len(sent) == 1
-    pull(1.0)
-    assert len(sent) == 2
-
-
 def test_weights_that_are_all_zero(size, rng):
     domain = Domain((4, 3 * size), dims=(1, size))
     u, nothing = rng.standard_normal(domain.local_shape), domain.stencil(np.zeros((3, 3)), boundary=np.array(2.0))
@@ -312,9 +225,5 @@ def test_what_is_refused(size):
         laplacian(np.ones(domain.padded_shape))
     with pytest.raises(TypeError, match="Stencil: expected an array of floats .* but got ndarray of int"):
         laplacian(block.astype(int))
-    with pytest.raises(ValueError, match=r"u and before must have one shape, and factor that or the block's, .* but they"):
-        laplacian.leapfrog(block, block, np.ones(3))
-    with pytest.raises(TypeError, match="one dtype, but have float64, float32, float64"):
-        laplacian.leapfrog(block, block.astype("f4"), block)
     with pytest.raises(ValueError, match="Domain.correlate: weights must have 2 odd lengths"):
         domain.correlate(block, np.ones((3, 3)))
