@@ -10,7 +10,6 @@ from collections.abc import Callable
 from mpi4py import MPI
 
 from mpiad._typing import Array, Comm, Op
-from mpiad.transport import pairwise_collectives
 from mpiad.transport.buffers import Spec
 from mpiad.transport.channels import Channel
 from mpiad.transport.chunked_staging import (
@@ -52,15 +51,8 @@ def allreduce(channel: Channel, array: Array, op: Op) -> Array:
     """Combine every rank's array, with the result on all ranks."""
     compare(channel.data, "Allreduce", array, op)
     pieces = _cut(array)
-    passage, two = passing(array, pieces), pairwise_collectives.exchanges_pieces(channel, array, op)
-
-    def combine(k: int) -> None:
-        if two:
-            pairwise_collectives.allreduce_in_place(channel.data, passage.piece(k), op)
-        else:
-            channel.data.Allreduce(MPI.IN_PLACE, passage.piece(k), op)
-
-    return _passed(passage, len(pieces), combine)
+    passage = passing(array, pieces)
+    return _passed(passage, len(pieces), lambda k: channel.data.Allreduce(MPI.IN_PLACE, passage.piece(k), op))
 
 
 def reduce(channel: Channel, array: Array, root: int) -> Array:

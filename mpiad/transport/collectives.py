@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Op
-from mpiad.transport import chunked_collectives, exchanged_sums, pairwise_collectives
+from mpiad.transport import chunked_collectives, exchanged_sums
 from mpiad.transport.agreement import agreed, fingerprint, raise_first
 from mpiad.transport.buffers import Spec, contiguous, copied, outgoing
 from mpiad.transport.channels import Channel
@@ -157,8 +157,6 @@ def _combined(channel: Channel, array: Array, op: Op) -> Array:
             return chunked_collectives.allreduce(channel, array, op)
         if exchanges(array.nbytes) and name_of(op) == "SUM":
             return exchanged_sums.allreduce(channel, array)
-        if pairwise_collectives.are_two(channel, array, op):
-            return pairwise_collectives.allreduce(channel.data, array, op)
     if type(array) is np.ndarray:
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)
@@ -275,9 +273,7 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
         return _back(chunked_collectives.gather(channel, array, root, counts, whole), axis)
     way = way_of(whole.arrays)
     room = way.room(whole.shape, whole.dtype)
-    if root is None and pairwise_collectives.are_two(channel, whole):
-        pairwise_collectives.allgather(channel.data, array, room, counts)
-    elif root is None:
+    if root is None:
         channel.data.Allgatherv(way.lent(array), [way.buffer(room), counts])
     else:
         channel.data.Gatherv(way.lent(array), [way.buffer(room), counts] if mine else None, root)
@@ -312,9 +308,6 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
         return _back(exchanged_sums.reduce_scatter(channel, array, counts, block), axis)
     way = way_of(block.arrays)
     room = way.room(block.shape, block.dtype)
-    if pairwise_collectives.are_two(channel, array):
-        pairwise_collectives.reduce_scatter(channel.data, array, room, counts)
-        return _back(room, axis)
     channel.data.Reduce_scatter(way.lent(array), way.buffer(room), counts, MPI.SUM)
     return _back(way.home(room), axis)
 
