@@ -1,4 +1,4 @@
-"""A grid, its blocks, and this rank's position among them: the base class of a domain's operations."""
+"""A grid, its blocks, and this rank's position among them."""
 
 from __future__ import annotations
 
@@ -40,33 +40,45 @@ class Decomposition:
         self.owned = partition.block(used.rank)
         self.local_shape = lengths(self.owned)
         # Plans of exchanges are made at their first use, so a domain that only sums costs nothing.
-        self._halo = Halo(partition, used.rank, self.halo, comm)
+        self._halos: dict[tuple[int, ...], Halo] = {}
+        self._halo = self.halo_of(self.halo)
         self.padded_shape = self._halo.padded
         self.interior = self._halo.interior[1:]  # without the ellipsis in front, which users write themselves
+
+    def halo_of(self, widths: tuple[int, ...]) -> Halo:
+        """Return a halo of these widths; its messages are the same for all operators of one width."""
+        if widths not in self._halos:
+            self._halos[widths] = Halo(self._partition, self._channel.rank, widths, self.comm)
+        return self._halos[widths]
 
     def __repr__(self) -> str:
         return f"Domain({self.shape}, halo={self.halo}, periodic={self.periodic}, dims={self.dims})"
 
-    def _checked(self, u: Array, shape: Shape, call: str) -> LocalArray:
-        found = getval(u)
-        if not is_array(found):
-            raise TypeError(f"{call}: expected an array of shape (..., {listed(shape)}), but got {type(found).__name__}.")
-        if found.shape[max(0, found.ndim - len(shape)) :] != shape:
-            raise ValueError(
-                f"{call}: expected an array of shape (..., {listed(shape)}), but got {found.shape} on rank "
-                f"{self._channel.rank}, which owns {self.local_shape} of {self.shape} cells."
-            )
-        require_own_block(u, self.local_shape, self._channel.size, self._channel.rank, call)
-        return u
 
-    def _check_reflection(self, sides: Sides, call: str, widths: tuple[int, ...]) -> None:
-        for axis, (n, p, h, pair) in enumerate(zip(self.shape, self.dims, widths, sides)):
-            needed = h + max((side.spare for side in pair if side.spare is not None), default=-h)
-            if p == 1 and n < needed and not self.periodic[axis]:
-                raise ValueError(
-                    f"{call}: a halo of {h} can't be reflected along dimension {axis}, which has {n} cells: "
-                    f"at least {needed} are needed."
-                )
+def checked_block(domain: Decomposition, u: Array, call: str, shape: Shape | None = None) -> LocalArray:
+    """Return an array of shape (..., *shape), by default the block's; raise a TypeError or ValueError if it isn't one."""
+    shape = domain.local_shape if shape is None else shape
+    found = getval(u)
+    if not is_array(found):
+        raise TypeError(f"{call}: expected an array of shape (..., {listed(shape)}), but got {type(found).__name__}.")
+    if found.shape[max(0, found.ndim - len(shape)) :] != shape:
+        raise ValueError(
+            f"{call}: expected an array of shape (..., {listed(shape)}), but got {found.shape} on rank "
+            f"{domain._channel.rank}, which owns {domain.local_shape} of {domain.shape} cells."
+        )
+    require_own_block(u, domain.local_shape, domain._channel.size, domain._channel.rank, call)
+    return u
+
+
+def check_reflection(domain: Decomposition, sides: Sides, call: str, widths: tuple[int, ...]) -> None:
+    """Raise a ValueError if the grid has too few cells to be reflected at its sides."""
+    for axis, (n, p, h, pair) in enumerate(zip(domain.shape, domain.dims, widths, sides)):
+        needed = h + max((side.spare for side in pair if side.spare is not None), default=-h)
+        if p == 1 and n < needed and not domain.periodic[axis]:
+            raise ValueError(
+                f"{call}: a halo of {h} can't be reflected along dimension {axis}, which has {n} cells: "
+                f"at least {needed} are needed."
+            )
 
 
 def listed(shape: Shape) -> str:

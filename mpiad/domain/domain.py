@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-from mpiad.domain.field_exchange import Exchanging
-from mpiad.domain.field_files import FieldFiles
-from mpiad.domain.grid_sums import Reductions
-from mpiad.domain.minimization import Minimization
-from mpiad.domain.points import Points
-from mpiad.domain.random_fields import RandomFields
-from mpiad.domain.scatter_gather import Placement
-from mpiad.domain.stencils import Stencils
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from os import PathLike
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+import scipy
+from autograd.tracer import getval
+
+from mpiad._typing import Array, Function, LocalArray, Rank, ReplicatedArray, RootArray, Shape, Tree
+from mpiad.domain import (
+    field_exchange,
+    field_files,
+    interpolation,
+    minimization,
+    random_fields,
+    scatter_gather,
+    stencils,
+)
+from mpiad.domain.boundary import Boundary
+from mpiad.domain.coordinates import Lattice, Location, lattice_of
+from mpiad.domain.decomposition import Decomposition, checked_block, listed
+from mpiad.domain.field_exchange import Begun
+from mpiad.domain.interpolation import PointTables
+from mpiad.domain.stencils import Stencil
+from mpiad.primitives import mpi_allreduce
+from mpiad.transport import MAX, MIN
+from mpiad.transport.device_arrays import is_device_array
 
 
-class Domain(Exchanging, FieldFiles, Minimization, Placement, Points, RandomFields, Reductions, Stencils):
+class Domain(Decomposition):
     """Divide a 1-, 2- or 3-dimensional grid among the ranks, one block for each.
 
     Parameters
@@ -60,3 +82,832 @@ class Domain(Exchanging, FieldFiles, Minimization, Placement, Points, RandomFiel
     >>> print(domain.sum(1.0 + 0 * x), domain.max(x))
     12.0 5.5
     """
+
+    def _lattice(self, spacing: object, origin: object, extent: object, centred: bool) -> Lattice:
+        return lattice_of(self.shape, self.periodic, spacing, origin, extent, centred)
+
+    @cached_property
+    def _tables(self) -> PointTables:
+        return PointTables(self)
+
+    def exchange(self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True) -> Any:
+        """Return the block with its halo: the neighbors' cells around it.
+
+        Parameters
+        ----------
+        u : array of shape (..., *local_shape), or a tuple or list of them
+            Several fields of one dtype are sent in one message to each neighbor.
+        boundary : {"zero", "edge", "reflect"} or number, or a tuple
+            Values beyond the grid's sides that aren't periodic, as the modes constant, edge and reflect of `numpy.pad`;
+            in a tuple, one of these or a pair (before, after) for each dimension. A traced number is allowed, the same
+            on all sides that have a value.
+        corners : bool
+            False for star stencils: all messages are sent at once, and halo cells that lie beyond two sides or
+            more hold zero.
+
+        Returns
+        -------
+        array of shape (..., *padded_shape), or a list of them
+            The block itself is at ``[..., *interior]``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `u` isn't an array of that shape, or the boundary is unknown.
+
+        Ranks
+        -----
+        All ranks call it, with the same boundary.
+
+        Adjoint
+        -------
+        The cotangent of each halo cell is added, on its owner's rank, to that of the cell it is a copy of.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> (x,) = domain.coordinates()
+        >>> padded = domain.exchange(x, boundary="edge")
+        >>> print(domain.max(padded[2:] - x), domain.min(padded[2:] - x))  # no difference across the end
+        1.0 0.0
+        """
+        return field_exchange.exchange(self, u, boundary, corners)
+
+    def begin_exchange(
+        self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True
+    ) -> Begun:
+        """Start an exchange; computations that don't need the halo may run until `end_exchange` completes it.
+
+        Parameters
+        ----------
+        u, boundary, corners
+            As in `exchange`. `u` may be changed at once: a copy is exchanged.
+
+        Returns
+        -------
+        request
+            For `end_exchange`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `exchange`.
+        RequestError
+            If an exchange is active since 224 others of the same communicator were begun.
+
+        Ranks
+        -----
+        All ranks begin their exchanges in the same order. The messages to all neighbors start at once, so there are
+        more of them than in `exchange` if `corners` is true: up to 8 in two dimensions, 26 in three.
+
+        Adjoint
+        -------
+        Receives the cotangents of the cells that neighbors have copies of, which the adjoint of the end has started
+        to send.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> begun = domain.begin_exchange(np.ones(domain.local_shape), boundary="edge")
+        >>> inside = np.sin(0.0)  # while the halo travels
+        >>> print(np.min(domain.end_exchange(begun)))
+        1.0
+        """
+        return field_exchange.begin_exchange(self, u, boundary, corners)
+
+    def end_exchange(self, begun: Begun) -> Any:
+        """Complete an exchange.
+
+        Parameters
+        ----------
+        begun : request
+            The result of `begin_exchange`.
+
+        Returns
+        -------
+        array of shape (..., *padded_shape), or a list of them
+            As in `exchange`.
+
+        Raises
+        ------
+        TypeError
+            If it isn't a result of `begin_exchange`.
+        RequestError
+            If it has ended before, or began in another trace.
+
+        Ranks
+        -----
+        Each rank ends every exchange that it has begun, in any order.
+
+        Adjoint
+        -------
+        Starts to send the cotangents of the halo to the owners of its cells.
+        """
+        padded = field_exchange.end_fill(begun)
+        return begun.finish(padded)
+
+    def stencil(self, weights: Array, boundary: Boundary = "zero") -> Stencil:
+        """Make an operator that adds up each cell's neighbors with weights, the same in all cells.
+
+        Parameters
+        ----------
+        weights : real array with an odd length along each dimension of the grid
+            The weights of the neighbors; the center is the cell's own.
+        boundary : {"zero", "edge", "reflect"} or number, or a tuple
+            Values beyond the sides, as in `exchange`, untraced.
+
+        Returns
+        -------
+        Stencil
+            ``stencil(u)`` exchanges what it needs (the domain's own halo doesn't matter) and returns an array like u. It is
+            one step on the tape, in all modes and at any order; backwards it takes about as long as forwards.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, if the weights aren't such an array, or extend over more cells than the smallest block has.
+
+        Ranks
+        -----
+        All ranks make it with the same arguments, and call it together.
+
+        Adjoint
+        -------
+        The stencil mirrored in its center; its values in halo cells are added to the cells that these are copies of.
+        """
+        return stencils.stencil(self, weights, boundary)
+
+    def laplacian(self, spacing: float | Sequence[float] = 1.0, *, order: int = 2, boundary: Boundary = "zero") -> Stencil:
+        """Make the Laplacian by central differences, as an operator on fields.
+
+        Parameters
+        ----------
+        spacing : float or one for each dimension
+            Distance from cell to cell.
+        order : {2, 4, 6, 8, ...}
+            Order of accuracy in the spacing; order / 2 neighbors on each side are used.
+        boundary : {"zero", "edge", "reflect"} or number, or a tuple
+            As in `stencil`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks: for an odd order or a spacing of zero, and as `stencil`.
+
+        Ranks
+        -----
+        As `stencil`.
+
+        Adjoint
+        -------
+        As `stencil`; it is self-adjoint if cells beyond the sides are zero or those of the other end.
+
+        References
+        ----------
+        B. Fornberg, "Generation of finite difference formulas on arbitrarily spaced grids", Mathematics of Computation 51
+        (1988), table 1.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> (x,) = domain.coordinates()
+        >>> curvature = domain.laplacian(boundary="edge")(x**2)
+        >>> print(domain.sum(curvature))
+        0.0
+        """
+        return stencils.laplacian(self, spacing, order, boundary)
+
+    def correlate(self, u: LocalArray, weights: LocalArray, boundary: Boundary = "zero") -> LocalArray:
+        """Add up each cell's neighbors with weights of its own.
+
+        Parameters
+        ----------
+        u : array of shape (..., *local_shape)
+        weights : array of shape (*lengths, *local_shape)
+            Odd lengths, one for each dimension of the grid; ``weights[k]`` are the factors of the neighbors at offset k,
+            for each cell. Differentiable.
+        boundary : {"zero", "edge", "reflect"} or number, or a tuple
+            Values beyond the sides, as in `exchange`, untraced.
+
+        Returns
+        -------
+        array of shape (..., *local_shape)
+            In cell i the sum over k of ``weights[k][i] * u[i + k - lengths // 2]``.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an array has another shape, or the weights extend over more cells than the smallest block has.
+
+        Ranks
+        -----
+        All ranks call it.
+
+        Adjoint
+        -------
+        Each cell's cotangent goes to its neighbors, times their weights, and to these weights, times the neighbors'
+        values.
+        """
+        return stencils.correlate(self, u, weights, boundary)
+
+    def scatter(self, u: RootArray, root: Rank = 0) -> LocalArray:
+        """Give each rank its block of the root's whole array.
+
+        Parameters
+        ----------
+        u : array of shape (..., *shape)
+            Used on the root only; other ranks may pass None.
+        root : int
+
+        Returns
+        -------
+        array of shape (..., *local_shape)
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, if the root's `u` isn't an array of that shape; if `root` isn't a rank.
+
+        Ranks
+        -----
+        All ranks call it.
+
+        Adjoint
+        -------
+        The blocks' cotangents are assembled on the root: `gather`.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> block = domain.scatter(np.arange(12.0) if rank == 0 else None)
+        >>> print(np.array_equal(block, np.arange(12)[domain.owned]))
+        True
+        """
+        return scatter_gather.scatter(self, u, root)
+
+    def gather(self, u: LocalArray, root: Rank = 0) -> RootArray:
+        """Assemble the blocks of all ranks on the root.
+
+        Parameters
+        ----------
+        u : array of shape (..., *local_shape)
+        root : int
+
+        Returns
+        -------
+        array
+            On the root of shape (..., *shape); elsewhere empty, of length 0 along the first dimension of the grid.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `u` isn't an array of that shape; on all ranks, if the blocks don't fit together.
+
+        Ranks
+        -----
+        All ranks call it.
+
+        Adjoint
+        -------
+        Each rank gets the cotangent of its block: `scatter`.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> (x,) = domain.coordinates()
+        >>> whole = domain.gather(x)
+        >>> print(np.array_equal(whole, np.arange(12)) == (rank == 0))
+        True
+        """
+        return scatter_gather.gather(self, u, root)
+
+    def owner(self, index: Array) -> Array:
+        """Return the ranks that own cells.
+
+        Parameters
+        ----------
+        index : int array of shape (..., dimensions), or a tuple of int for one cell
+            In the whole grid. On a periodic dimension any integer is valid; on others negative ones aren't.
+
+        Returns
+        -------
+        int array of shape (...), or int for one cell
+
+        Raises
+        ------
+        IndexError
+            If a cell isn't in the grid.
+        TypeError, ValueError
+            If it isn't an array of integers of that shape.
+
+        Ranks
+        -----
+        Any rank may call it; nothing is sent.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> print(domain.owner([0]) == 0, domain.owner([11]) == size - 1)
+        True True
+        """
+        return scatter_gather.owner(self, index)
+
+    def to_local(self, index: Array, *, halo: bool = False) -> Array:
+        """Return the indices in this rank's block of cells of the whole grid.
+
+        Parameters
+        ----------
+        index : int array of shape (..., dimensions), or a tuple of int for one cell
+            As in `owner`.
+        halo : bool
+            Whether to return indices in the block with its halo; cells of the halo are then included.
+
+        Returns
+        -------
+        int array of the shape of `index`
+            ``u[tuple(local)]`` is one cell, ``u[tuple(local.T)]`` are all cells of a list.
+
+        Raises
+        ------
+        IndexError
+            If a cell isn't in the grid, or not in this rank's block.
+        TypeError, ValueError
+            If it isn't an array of integers of that shape.
+
+        Ranks
+        -----
+        Any rank may call it; nothing is sent.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> first = domain.owned[0].start
+        >>> print(domain.to_local([first]), domain.to_global([0]) - first)
+        [0] [0]
+        """
+        return scatter_gather.to_local(self, index, halo)
+
+    def to_global(self, index: Array, *, halo: bool = False) -> Array:
+        """Return the cells of the whole grid at indices of this rank's block.
+
+        Parameters
+        ----------
+        index : int array of shape (..., dimensions), or a tuple of int for one place
+            In this rank's block.
+        halo : bool
+            Whether these are indices in the block with its halo.
+
+        Returns
+        -------
+        int array of the shape of `index`
+
+        Raises
+        ------
+        IndexError
+            If an index isn't in the block, or is in a halo beyond a physical side.
+        TypeError, ValueError
+            If it isn't an array of integers of that shape.
+
+        Ranks
+        -----
+        Any rank may call it; nothing is sent.
+        """
+        return scatter_gather.to_global(self, index, halo)
+
+    def coordinates(
+        self,
+        spacing: float | Sequence[float] = 1.0,
+        origin: float | Sequence[float] = 0.0,
+        *,
+        extent: float | Sequence | None = None,
+        centred: bool = False,
+        halo: bool = False,
+    ) -> tuple[LocalArray, ...]:
+        """Return the coordinates of this rank's cells, one array for each dimension, in shapes that broadcast.
+
+        Parameters
+        ----------
+        spacing, origin : float or one for each dimension
+            Cell i lies at ``origin + i * spacing``.
+        extent : float, or a length or pair (low, high) for each dimension, optional
+            Instead of both: the interval that the whole grid covers; its first and last cells lie on the ends.
+        centred : bool
+            Whether cells lie half a spacing further, at the center of equal parts.
+        halo : bool
+            Whether to include the cells of the halo.
+
+        Returns
+        -------
+        tuple of array
+            In two dimensions of shape (n, 1) and (1, m).
+
+        Raises
+        ------
+        ValueError
+            If the number of an argument's entries isn't the number of the grid's dimensions.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> (x,) = domain.coordinates(0.5)
+        >>> print(domain.min(x), domain.max(x))
+        0.0 5.5
+        """
+        return interpolation.coordinates(self, self._lattice(spacing, origin, extent, centred), halo)
+
+    def locate(
+        self,
+        points: Array,
+        spacing: float | Sequence[float] = 1.0,
+        origin: float | Sequence[float] = 0.0,
+        *,
+        extent: float | Sequence | None = None,
+        centred: bool = False,
+    ) -> Location:
+        """Return the owners of points, their cells, and their positions between cells.
+
+        Parameters
+        ----------
+        points : array of shape (..., dimensions)
+            Coordinates; on periodic dimensions any number counts.
+        spacing, origin, extent, centred
+            Positions of the cells, as in `coordinates`.
+
+        Returns
+        -------
+        Location
+            ``owner`` of shape (...): the rank that owns ``cell``. ``cell`` of shape (..., dimensions): the cell before the
+            point along each dimension, as index of the whole grid. ``fraction`` of the shape of `points`: the distance
+            from that cell, from 0 to 1 (the next cell); differentiable. Points on a device are copied to the host and
+            located there, and the three arrays are copied to the device.
+
+        Raises
+        ------
+        ValueError
+            If a point lies outside of the grid, before its first cell or beyond its last one.
+        TypeError
+            If points aren't numbers.
+
+        Ranks
+        -----
+        Any rank may call it; nothing is sent.
+
+        Adjoint
+        -------
+        The cotangent of `fraction`, divided by the spacing, goes to `points`.
+        """
+        return interpolation.locate(self, points, self._lattice(spacing, origin, extent, centred))
+
+    def interpolate(
+        self,
+        u: LocalArray,
+        points: Array,
+        spacing: float | Sequence[float] = 1.0,
+        origin: float | Sequence[float] = 0.0,
+        *,
+        extent: float | Sequence | None = None,
+        centred: bool = False,
+        result: str = "all",
+    ) -> Array:
+        """Return the values of a field at points, linear between cells along each dimension.
+
+        Parameters
+        ----------
+        u : array of shape (..., *local_shape)
+        points : array of shape (..., dimensions)
+            Coordinates; with ``result="own"`` each rank's own points, otherwise the same on all ranks. For a field on a
+            device they may be on the host, where they are located: the resulting table is copied to the device once per
+            set of points. Points on a device are copied to the host by each call.
+        spacing, origin, extent, centred
+            Positions of the cells, as in `coordinates`.
+        result : {"all", "share", "own"}
+            "all": every rank gets the values at all points. "share": a rank gets those at the points that it owns, and
+            zeros at the others, so that the sum over ranks is "all"; this saves reductions if many steps are added up
+            first. "own": each rank gets the values at its own points.
+
+        Returns
+        -------
+        array
+            The leading dimensions of `u`, then those of `points`.
+
+        Raises
+        ------
+        ValueError
+            If a point lies outside of the grid (the text gives its position), or `result` is unknown; with "own" on all
+            ranks. With "all" on all ranks, if points differ between ranks such that one has no owner, or several.
+        ReplicationError
+            A ValueError on all ranks, under ``MPIAD_DEBUG=1``, if points differ between ranks in any bit, with "all" or
+            "share".
+        TypeError
+            If `u` or `points` isn't a supported array; if points are on a device and `u` isn't.
+
+        Ranks
+        -----
+        All ranks call it. With "own" all points pass through every rank: it is meant for receivers and probes, not for
+        as many particles as there are cells.
+
+        Adjoint
+        -------
+        Each value's cotangent goes to the cells around the point, on their owners, by the weights with which they made the
+        value; and to the point's coordinates by the slopes between these cells.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> (x,) = domain.coordinates()
+        >>> print(domain.interpolate(x**2, [[1.0], [2.5]]))
+        [1.  6.5]
+        """
+        lattice = self._lattice(spacing, origin, extent, centred)
+        return interpolation.interpolate(self, self._tables, u, points, lattice, result)
+
+    def sum(self, u: LocalArray) -> ReplicatedArray:
+        """Add up an array over the whole grid.
+
+        Parameters
+        ----------
+        u : array of shape (..., *local_shape)
+
+        Returns
+        -------
+        scalar
+            The same on all ranks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `u` isn't an array of that shape.
+
+        Ranks
+        -----
+        All ranks call it.
+
+        Adjoint
+        -------
+        The sum of all ranks' cotangents goes to every cell.
+        """
+        return mpi_allreduce(anp.sum(checked_block(self, u, "Domain.sum")), comm=self.comm)
+
+    def mean(self, u: LocalArray) -> ReplicatedArray:
+        """Average an array over the whole grid; as `sum`, divided by the number of entries."""
+        lead = np.shape(getval(u))[: -len(self.shape)]
+        return self.sum(u) / math.prod(lead + self.shape)
+
+    def dot(self, u: LocalArray, v: LocalArray) -> ReplicatedArray:
+        """Add up the product of two arrays over the whole grid, without conjugation; otherwise as `sum`.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> u = np.ones(domain.local_shape)
+        >>> print(domain.dot(u, 2 * u), domain.mean(u))
+        24.0 1.0
+        """
+        u = checked_block(self, u, "Domain.dot")
+        return self.sum(u * checked_block(self, v, "Domain.dot"))
+
+    def gram(self, u: LocalArray, v: LocalArray) -> ReplicatedArray:
+        """Return the products of several arrays with several others over the whole grid, in one reduction.
+
+        Parameters
+        ----------
+        u : array of shape (k, *local_shape)
+        v : array of shape (l, *local_shape)
+
+        Returns
+        -------
+        array of shape (k, l)
+            Without conjugation, as `dot`; the same on all ranks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `u` or `v` isn't an array of such a shape.
+
+        Ranks
+        -----
+        All ranks call it.
+
+        Adjoint
+        -------
+        To u the sum of all ranks' cotangents times v, and to v its transpose times u.
+        """
+        for several in (u, v):
+            if np.ndim(getval(checked_block(self, several, "Domain.gram"))) != len(self.shape) + 1:
+                raise ValueError(
+                    f"Domain.gram: expected arrays of shape (k, {listed(self.local_shape)}), "
+                    f"but got {np.shape(getval(several))}."
+                )
+        # One product of matrices, and one message for all k l sums.
+        flat = [anp.reshape(each, (np.shape(getval(each))[0], -1)) for each in (u, v)]
+        return mpi_allreduce(anp.dot(flat[0], flat[1].T), comm=self.comm)
+
+    def norm(self, u: LocalArray) -> ReplicatedArray:
+        """Return the square root of the sum of |u|² over the whole grid; its derivative at u = 0 is taken as zero.
+
+        Otherwise as `sum`.
+        """
+        square = anp.real(self.dot(anp.conj(u), u))
+        if is_device_array(getval(square)):  # the host doesn't read its values
+            zero = getval(square) == 0
+            # The root of one in its place, so that the derivative at zero isn't zero times infinity.
+            return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, square)))
+        return anp.sqrt(square) if getval(square) else square
+
+    def max(self, u: LocalArray) -> ReplicatedArray:
+        """Return the largest value of the whole grid; NaN if any cell is NaN.
+
+        Parameters
+        ----------
+        u : real array of shape (..., *local_shape)
+
+        Returns
+        -------
+        scalar
+            The same on all ranks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `u` isn't an array of that shape.
+
+        Ranks
+        -----
+        All ranks call it.
+
+        Adjoint
+        -------
+        The sum of all ranks' cotangents goes to the cell with that value; if several have it, to their ranks in equal
+        parts, and there to the cells in equal parts. If the value is NaN, so are the cotangents of all cells.
+        """
+        return mpi_allreduce(anp.max(checked_block(self, u, "Domain.max")), MAX, comm=self.comm)
+
+    def min(self, u: LocalArray) -> ReplicatedArray:
+        """Return the smallest value of the whole grid; otherwise as `max`."""
+        return mpi_allreduce(anp.min(checked_block(self, u, "Domain.min")), MIN, comm=self.comm)
+
+    def minimize(
+        self,
+        fun: Function,
+        x0: LocalArray | Tree,
+        *,
+        method: str = "L-BFGS-sharded",
+        jac: Function | bool | None = None,
+        hessp: Function | None = None,
+        bounds: Sequence | scipy.optimize.Bounds | None = None,
+        tol: float | None = None,
+        options: dict | None = None,
+        callback: Function | None = None,
+        objective: str = "root",
+        args: tuple = (),
+        checkpoint: str | PathLike[str] | tuple | None = None,
+        progress: bool = False,
+    ) -> scipy.optimize.OptimizeResult:
+        """Minimize an objective of the whole grid, whose variables stay in blocks on their ranks.
+
+        This is `mpiad.minimize` with a method that leaves the variables on their ranks. Inner products are sums over the
+        whole grid.
+
+        Parameters
+        ----------
+        fun : callable
+            ``fun(u, *args)`` is called on every rank with this rank's block, and returns its L_r, one real number.
+        x0 : array of shape (..., *local_shape), or pytree of them
+            This rank's block of the starting point.
+        method : {"L-BFGS-sharded", "Newton-CG-sharded"}
+        jac : callable or True, optional
+            ``jac(u, *args)`` returns the gradient of J with respect to this rank's block; True: `fun` returns ``(L_r,
+            gradient)``. By default it is computed by `value_and_grad`.
+        hessp : callable, optional
+            ``hessp(u, v, *args)`` returns this rank's block of the product of the Hessian of J with v, for
+            "Newton-CG-sharded". By default it is computed by `make_hvp`.
+        bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
+            Of this rank's block, flattened.
+        tol, options
+            As in `minimize`; the same on all ranks.
+        callback : callable, optional
+            ``callback(u)`` is called on every rank after each iteration.
+        objective : {"root", "sum", "mean"}
+            Minimize the L_r of rank 0 (for a `fun` that returns `Domain.sum`), the sum of all L_r, or their mean.
+        args : tuple
+        checkpoint : path or mpiad.optimize.CheckpointFile, optional
+            As in `minimize`: each rank writes its own files next to this path. Any number of ranks can resume from them.
+        progress : bool
+            Whether rank 0 writes its progress to standard error.
+
+        Returns
+        -------
+        scipy.optimize.OptimizeResult
+            As in `minimize` with the same method: `x` and `jac` are this rank's blocks.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, if an argument on any of them is invalid: a method without blocks, or an x0 that isn't a block.
+        WorkerError
+            On all ranks, if an evaluation raises on any.
+
+        Ranks
+        -----
+        All ranks of the domain call it.
+
+        Adjoint
+        -------
+        None: the result is a constant in every trace.
+
+        Examples
+        --------
+        >>> domain = mpiad.Domain(12)
+        >>> (x,) = domain.coordinates()
+        >>> result = domain.minimize(lambda u: domain.sum((u - x) ** 2), np.zeros(domain.local_shape))
+        >>> print(np.allclose(result.x, x))
+        True
+        """
+        return minimization.minimize(
+            self, fun, x0, method, checkpoint, jac=jac, hessp=hessp, bounds=bounds, tol=tol, options=options,
+            callback=callback, objective=objective, args=args, progress=progress,
+        )  # fmt: skip
+
+    def normal(self, seed: int, shape: Shape = ()) -> LocalArray:
+        """Return this rank's block of independent standard normal numbers.
+
+        A cell's number is a function of the seed and its position in the grid: Box and Muller's formula applied to two
+        numbers of a counter-based generator at that position. So it is the same on any number of ranks.
+
+        Parameters
+        ----------
+        seed : int
+            Zero or more.
+        shape : tuple of int
+            Leading axes: fields that are independent of each other.
+
+        Returns
+        -------
+        array of shape (*shape, *local_shape)
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `seed` isn't such a number; under ``MPIAD_DEBUG=1`` on all ranks, if arguments differ between ranks.
+
+        Ranks
+        -----
+        All ranks call it with the same seed and shape: the blocks are those of one field, and with other seeds unrelated.
+        Nothing is sent; under ``MPIAD_DEBUG=1`` the ranks compare their arguments.
+
+        Adjoint
+        -------
+        None: the result is a constant.
+
+        References
+        ----------
+        J. K. Salmon, M. A. Moraes, R. O. Dror and D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11 (2011).
+        """
+        return random_fields.normal(self, seed, shape)
+
+    def save(self, path: str | PathLike[str], u: LocalArray) -> None:
+        """Write a field atomically to one file, which `numpy.load` reads as the whole array.
+
+        Parameters
+        ----------
+        path : path
+            The same on all ranks, on a disk that all see. ``.npy`` isn't added.
+        u : array of shape (..., *local_shape)
+            This rank's block, on the host. Its leading axes and its dtype are those of the file.
+
+        Raises
+        ------
+        TypeError, ValueError
+            On all ranks, if `u` isn't such an array on one, or paths, leading axes or dtypes differ.
+        OSError
+            On all ranks, if it can't be written: an existing file stays unchanged. If `path` names a device, a pipe
+            or a folder.
+
+        Ranks
+        -----
+        All ranks call it. They write a file of a random name in the same folder, which is renamed at the end: of several
+        jobs that save at the same time the last one wins.
+        """
+        return field_files.save(self, path, u)
+
+    def load(self, path: str | PathLike[str]) -> LocalArray:
+        """Read this rank's block of a field that `save` or `numpy.save` has written, on any number of ranks.
+
+        Parameters
+        ----------
+        path : path
+
+        Returns
+        -------
+        array of shape (..., *local_shape)
+
+        Raises
+        ------
+        OSError, ValueError
+            On all ranks, if there is no such file, it is damaged or truncated, or holds an array of another grid.
+
+        Ranks
+        -----
+        All ranks call it, and read the same file, if other jobs save to the path meanwhile.
+        """
+        return field_files.load(self, path)

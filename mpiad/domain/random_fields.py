@@ -15,62 +15,26 @@ from mpiad.transport.guarded import watch_settings
 _UNIT = 2.0**-53  # numbers of 53 bits, as NumPy's
 
 
-class RandomFields(Decomposition):
-    """Noise on the grid."""
-
-    def normal(self, seed: int, shape: Shape = ()) -> LocalArray:
-        """Return this rank's block of independent standard normal numbers.
-
-        A cell's number is a function of the seed and its position in the grid: Box and Muller's formula applied to two
-        numbers of a counter-based generator at that position. So it is the same on any number of ranks.
-
-        Parameters
-        ----------
-        seed : int
-            Zero or more.
-        shape : tuple of int
-            Leading axes: fields that are independent of each other.
-
-        Returns
-        -------
-        array of shape (*shape, *local_shape)
-
-        Raises
-        ------
-        TypeError, ValueError
-            If `seed` isn't such a number; under ``MPIAD_DEBUG=1`` on all ranks, if arguments differ between ranks.
-
-        Ranks
-        -----
-        All ranks call it with the same seed and shape: the blocks are those of one field, and with other seeds unrelated.
-        Nothing is sent; under ``MPIAD_DEBUG=1`` the ranks compare their arguments.
-
-        Adjoint
-        -------
-        None: the result is a constant.
-
-        References
-        ----------
-        J. K. Salmon, M. A. Moraes, R. O. Dror and D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC11 (2011).
-        """
-        key = operator.index(seed)
-        if not 0 <= key < 2**128:
-            raise ValueError(f"Domain.normal: seed must be an integer from 0 to 2**128 - 1, but got {seed!r:.60}.")
-        if watch_settings.debug():
-            require_same(self._channel, f"seed={key}, shape={shape}", "Domain.normal")
-        # A counter-based generator: it computes any element of its sequence directly, without those before it.
-        generator = np.random.Philox(key=key)
-        count, (*rows, last) = math.prod(shape), self.owned
-        out = np.empty((count, *self.local_shape))
-        for field in range(count):
-            for row in np.ndindex(self.local_shape[:-1]):
-                place = field
-                # A number belongs to its place in the whole grid, so that noise doesn't depend on how the grid is divided.
-                for n, i, cells in zip(self.shape, row, rows):
-                    place = place * n + cells.start + i
-                start = place * self.shape[-1] + last.start
-                out[(field, *row)] = _normals(generator, start, last.stop - last.start)
-        return out.reshape(*shape, *self.local_shape)
+def normal(domain: Decomposition, seed: int, shape: Shape) -> LocalArray:
+    """See `Domain.normal`."""
+    key = operator.index(seed)
+    if not 0 <= key < 2**128:
+        raise ValueError(f"Domain.normal: seed must be an integer from 0 to 2**128 - 1, but got {seed!r:.60}.")
+    if watch_settings.debug():
+        require_same(domain._channel, f"seed={key}, shape={shape}", "Domain.normal")
+    # A counter-based generator: it computes any element of its sequence directly, without those before it.
+    generator = np.random.Philox(key=key)
+    count, (*rows, last) = math.prod(shape), domain.owned
+    out = np.empty((count, *domain.local_shape))
+    for field in range(count):
+        for row in np.ndindex(domain.local_shape[:-1]):
+            place = field
+            # A number belongs to its place in the whole grid, so that noise doesn't depend on how the grid is divided.
+            for n, i, cells in zip(domain.shape, row, rows):
+                place = place * n + cells.start + i
+            start = place * domain.shape[-1] + last.start
+            out[(field, *row)] = _normals(generator, start, last.stop - last.start)
+    return out.reshape(*shape, *domain.local_shape)
 
 
 def _normals(generator: np.random.Philox, start: int, count: int) -> np.ndarray:
