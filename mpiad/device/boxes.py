@@ -8,7 +8,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.extend import VSpace, defjvp, defvjp, primitive
 from autograd.numpy.numpy_boxes import ArrayBox
-from autograd.numpy.numpy_vspaces import ArrayVSpace
+from autograd.numpy.numpy_vspaces import ArrayVSpace, ComplexArrayVSpace
 from numpy.typing import DTypeLike
 
 from mpiad._typing import Array
@@ -82,21 +82,8 @@ class DeviceSpace(ArrayVSpace):
         return self.arrays.to_device(np.asarray(noise, self.dtype))
 
 
-class ComplexDeviceSpace(DeviceSpace):
+class ComplexDeviceSpace(DeviceSpace, ComplexArrayVSpace):
     """The complex arrays of one shape and dtype on one device."""
-
-    iscomplex = True
-
-    @property
-    def size(self) -> Any:
-        """Number of real dimensions."""
-        return 2 * np.prod(self.shape)
-
-    def _inner_prod(self, x: Array, y: Array) -> Any:
-        return np.real(np.dot(np.conj(np.ravel(x)), np.ravel(y)))
-
-    def _covector(self, x: Array) -> Any:
-        return np.conj(x)
 
 
 def register(kind: type) -> None:
