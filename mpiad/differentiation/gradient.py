@@ -142,8 +142,9 @@ def _evaluator(
         if shared:
             require_equal_copies(variables, used, call)
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables, passes="one")
-        value, problem = _one_number(traced, weight, call)
+        value = traced.build(traced.values)
         # Before the reverse pass: if one rank's number is invalid, no rank starts it.
+        problem = traced.problem or problem_with(value, weight, call)
         total = share(value, weight, problem, used, variables.shapes() if shared else (), call)
         require_equal_objective(total, used, call)
         # Each rank's own term only: the adjoints of the messages carry its cotangents to other ranks' inputs.
@@ -153,11 +154,6 @@ def _evaluator(
         return total, variables.filled(gradients, no_derivative)
 
     return evaluate
-
-
-def _one_number(traced: Traced, weight: float, call: str) -> tuple[Any, Any]:
-    value = traced.build(traced.values)
-    return value, traced.problem or problem_with(value, weight, call)
 
 
 def gradients_of_term(traced: Traced, weight: float, variables: Variables) -> list[Any]:

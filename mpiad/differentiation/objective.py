@@ -123,7 +123,7 @@ _buffers = _Buffers()
 def _forward(x: Array, p: Sharing) -> Scalar:
     sent, shared, messages = _buffers.sent, _buffers.shared, _buffers.messages
     if p.shapes:
-        sent, shared = _with_words(p), np.empty(2 + _WORDS)
+        sent, shared = np.array([0.0, 0.0, *_words(p.shapes, p.channel.size)]), np.empty(2 + _WORDS)
         messages = sent.view(complex), shared.view(complex)
     # The error flag is reduced together with the number, so that all ranks know of an error before any continues.
     sent[0], sent[1] = p.problem is not None, x
@@ -143,10 +143,6 @@ def _words(shapes: Shapes, size: int) -> list[int]:
     # Two words of a digest and their squares, short enough for exact sums over `size` ranks.
     digest, bits = fingerprint(shapes), (53 - size.bit_length()) // 2
     return [word**power for word in (digest % 2**bits, (digest >> 32) % 2**bits) for power in (1, 2)]
-
-
-def _with_words(p: Sharing) -> np.ndarray:
-    return np.array([0.0, 0.0, *_words(p.shapes, p.channel.size)])
 
 
 def _require_same_shapes(p: Sharing, sums: np.ndarray) -> None:
@@ -174,7 +170,8 @@ def unlike_copies(every: Sequence[str], call: str) -> ValueError:
 def _prepared(p: Sharing, x: Array, out: Array) -> Any:
     if p.problem is not None:
         return None
-    buffers: list[Any] = [_with_words(p), np.zeros(2 + _WORDS)] if p.shapes else [np.zeros(2), np.zeros(2)]
+    words = _words(p.shapes, p.channel.size) if p.shapes else []
+    buffers: Any = np.array([0.0, 0.0, *words]), np.zeros(2 + len(words))
     going, coming = (as_message(buffer.view(complex)) for buffer in buffers)
     # Reading and writing a number through a memoryview takes half the time of an array.
     (sent, shared), number, total = (memoryview(buffer) for buffer in buffers), memoryview(x), memoryview(out)

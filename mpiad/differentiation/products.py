@@ -87,18 +87,14 @@ def pulled(
     if not batch:
         return cotangents_of_variables(record[0], seeds(given), record[1], keep=True)
     leaves, build = flatten(given)
-    counts = {_count_in(leaf, call) for leaf in leaves if is_variable(leaf)}
+    shapes = [spec_like(leaf).shape for leaf in leaves if is_variable(leaf)]
+    if () in shapes:
+        raise ValueError(f"{call}: with batch=True directions lie along the first axis of each array, but got a number.")
+    counts = {shape[0] for shape in shapes}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(f"{call}: with batch=True all arrays must hold the same number of directions, but hold {counts}.")
     apart = [build([leaf[k] if is_variable(leaf) else leaf for leaf in leaves]) for k in range(counts.pop())]
     return several_cotangents_of_variables(record[0], [seeds(each) for each in apart], record[1])
-
-
-def _count_in(leaf: Array, call: str) -> int:
-    shape = spec_like(leaf).shape
-    if not shape:
-        raise ValueError(f"{call}: with batch=True directions lie along the first axis of each array, but got a number.")
-    return shape[0]
 
 
 def shaped(g: Array, value: Array, call: str) -> Array:

@@ -73,22 +73,19 @@ def _extremum_vjp(fun: Primitive) -> VjpMaker:
         asked = _Extremum.of(ans, args, kwargs)
         if asked is None:
             return inherited_vjp(fun, argnums, ans, args, kwargs)
-        return lambda g: (_shared(g, asked),)
+        x, kept = asked.x, asked.value.shape
+        # On a device the number of hits isn't known to the host.
+        is_large = type(x) is np.ndarray and x.size >= _SMALL
+
+        def vjp(g: Array) -> tuple[Array | Scatter]:
+            if type(g) in BOX_TYPES:
+                return (spread(g, x.shape, kept, x.dtype) * asked.weights(),)
+            scattered = _scattered(g, asked) if is_large and not asked.outside else None
+            return (np.reshape(g, kept) * asked.weights() if scattered is None else scattered,)
+
+        return vjp
 
     return extremum_vjp
-
-
-def _shared(g: Array, asked: _Extremum) -> Array | Scatter:
-    x, kept = asked.x, asked.value.shape
-    if type(g) in BOX_TYPES:
-        return spread(g, x.shape, kept, x.dtype) * asked.weights()
-    scattered = _scattered(g, asked) if _is_large(x) and not asked.outside else None
-    return np.reshape(g, kept) * asked.weights() if scattered is None else scattered
-
-
-def _is_large(x: Array) -> bool:
-    # On a device the number of hits isn't known to the host.
-    return type(x) is np.ndarray and x.size >= _SMALL
 
 
 def _scattered(g: Array, asked: _Extremum) -> Scatter | None:

@@ -10,7 +10,7 @@ from autograd.extend import vspace
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import getval
 
-from mpiad._typing import Array, Index
+from mpiad._typing import Array
 from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, inherited_jvp, inherited_vjp
 from mpiad.differentiation.rules.scatter_add import Scatter, is_basic, put
 from mpiad.transport.device_arrays import is_array, is_device_array
@@ -27,10 +27,13 @@ def getitem_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     shape, dtype = x.shape, x.dtype
     if basic and type(ans) is np.ndarray and ans.ndim and ans.size == x.size and _keeps_order(idx):
         return lambda g: (g.reshape(shape),)
+    repeats = False
     if not basic:
-        idx = _as_array_index(idx)
-    # A list of indices may contain an element twice, a mask can't.
-    repeats = not basic and not _is_mask(idx)
+        if isinstance(idx, list):  # an empty one is an array of floats to NumPy, but an index of nothing
+            idx = np.asarray(idx, dtype=None if idx else np.intp)
+        # A list of indices may contain an element twice, a mask can't.
+        advanced = [i for i in (idx if type(idx) is tuple else (idx,)) if not is_basic(i)]
+        repeats = len(advanced) > 1 or not is_array(advanced[0]) or advanced[0].dtype != bool
     space = vspace(x) if is_device_array(getval(x)) else None
 
     def vjp(g: Array) -> tuple[Any]:
@@ -54,19 +57,6 @@ def _keeps_order(idx: object) -> bool:
         if type(i) is slice and i.step is not None and i.step < 0:
             return False
     return True
-
-
-def _as_array_index(idx: object) -> Any:
-    # An empty list is an array of floats to NumPy, but an index of nothing.
-    if isinstance(idx, list):
-        return np.asarray(idx, dtype=None if idx else np.intp)
-    return idx
-
-
-def _is_mask(idx: Index) -> bool:
-    parts = idx if type(idx) is tuple else (idx,)
-    advanced = [i for i in parts if not is_basic(i)]
-    return len(advanced) == 1 and is_array(advanced[0]) and advanced[0].dtype == bool
 
 
 def sparse_add_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:

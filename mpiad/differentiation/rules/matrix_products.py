@@ -5,7 +5,7 @@ On devices also contractions of factors with any numbers of axes, as in `dot`, `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,13 @@ Axes = tuple[tuple[int, ...], tuple[int, ...]]
 def _product_vjp(fun: Primitive) -> VjpMaker:
     def product_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
         """Multiply the cotangent by the other factor, transposed."""
-        # If a factor was cast, its cotangent must be cast back, which autograd's rule does.
-        if kwargs or len(args) != 2 or not _same_kind(args[0], args[1]):
+        if kwargs or len(args) != 2:
             return inherited_vjp(fun, argnums, ans, args, kwargs)
         x, y = args
-        axes = (x.ndim, y.ndim)
+        a, b = getval(x), getval(y)
+        # If a factor was cast, its cotangent must be cast back, which autograd's rule does.
+        same_kind = type(a) is type(b) and (type(a) is np.ndarray or is_device_array(a)) and a.dtype == b.dtype
+        axes = (a.ndim, b.ndim) if same_kind else None
         if axes not in _FIRST:
             return inherited_vjp(fun, argnums, ans, args, kwargs)
         if len(argnums) == 2:
@@ -54,11 +56,6 @@ def _product_vjp(fun: Primitive) -> VjpMaker:
         return lambda g: (rule(g, other),)
 
     return product_vjp
-
-
-def _same_kind(x: Array, y: Array) -> bool:
-    x, y = getval(x), getval(y)
-    return type(x) is type(y) and (type(x) is np.ndarray or is_device_array(x)) and x.dtype == y.dtype
 
 
 def _times(g: Array, other: Array) -> Array:
@@ -134,35 +131,26 @@ def _contraction_vjp(axes_of: Callable[[tuple, dict, int, int], Axes]) -> VjpMak
         x, y = args[0], args[1]
         rank_x, rank_y = len(anp.shape(x)), len(anp.shape(y))
         if rank_x == 0 or rank_y == 0:
-            return lambda g: tuple([_of_scaling(g, (x, y)[1 - i], (x, y)[i]) for i in argnums])
-        axes_x, axes_y = axes_of(args, kwargs, rank_x, rank_y)
-        parts = {
-            0: lambda g: _of_first(g, y, axes_x, axes_y, rank_x),
-            1: lambda g: _of_second(g, x, axes_x, axes_y, rank_y),
-        }
-        return lambda g: tuple([_matched(parts[i](g), args[i]) for i in argnums])
+
+            def part(i: int, g: Array) -> Array:
+                product = g * args[1 - i]
+                return product if anp.shape(args[i]) else anp.sum(product)
+        else:
+            axes_x, axes_y = axes_of(args, kwargs, rank_x, rank_y)
+            free_x = tuple([i for i in range(rank_x) if i not in axes_x])
+            free_y = tuple([j for j in range(rank_y) if j not in axes_y])
+
+            def part(i: int, g: Array) -> Array:
+                # The factor's free axes come from `g`, the others from the other factor, in the order of that one's.
+                if i == 0:
+                    out = anp.tensordot(g, y, (tuple(range(len(free_x), len(free_x) + len(free_y))), free_y))
+                    return _in_order(out, [*free_x, *[axes_x[axes_y.index(j)] for j in sorted(axes_y)]])
+                out = anp.tensordot(x, g, (free_x, tuple(range(len(free_x)))))
+                return _in_order(out, [*[axes_y[axes_x.index(k)] for k in sorted(axes_x)], *free_y])
+
+        return lambda g: tuple([_matched(part(i, g), args[i]) for i in argnums])
 
     return contraction_vjp
-
-
-def _of_scaling(g: Array, other: Array, factor: Array) -> Array:
-    product = g * other
-    return _matched(product if anp.shape(factor) else anp.sum(product), factor)
-
-
-def _of_first(g: Array, y: Array, axes_x: Sequence[int], axes_y: Sequence[int], rank: int) -> Array:
-    """Return the cotangent of the first factor: its free axes come from `g`, the others from `y`, in the order of `y`'s."""
-    free_x = [i for i in range(rank) if i not in axes_x]
-    free_y = [j for j in range(len(anp.shape(y))) if j not in axes_y]
-    out = anp.tensordot(g, y, (tuple(range(len(free_x), len(free_x) + len(free_y))), tuple(free_y)))
-    return _in_order(out, [*free_x, *[axes_x[axes_y.index(j)] for j in sorted(axes_y)]])
-
-
-def _of_second(g: Array, x: Array, axes_x: Sequence[int], axes_y: Sequence[int], rank: int) -> Array:
-    free_x = [i for i in range(len(anp.shape(x))) if i not in axes_x]
-    free_y = [j for j in range(rank) if j not in axes_y]
-    out = anp.tensordot(x, g, (tuple(free_x), tuple(range(len(free_x)))))
-    return _in_order(out, [*[axes_y[axes_x.index(i)] for i in sorted(axes_x)], *free_y])
 
 
 def _in_order(out: Array, axes: list[int]) -> Array:

@@ -51,7 +51,7 @@ def square_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     if kwargs or len(args) != 1:
         return inherited_vjp(anp.square, argnums, ans, args, kwargs)
     x = args[0]
-    return lambda g: (doubled(g * x),)
+    return lambda g: (_twice_product(g, x),)
 
 
 def sqrt_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
