@@ -51,7 +51,10 @@ def _walk(tree: Tree, leaves: list[Any]) -> Callable:
         return _walk_dict(tree, leaves)
     if isinstance(tree, (list, tuple, SequenceBox)):
         parts = [_walk(tree[i], leaves) for i in range(len(tree))]
-        make = _maker(tree)
+        if hasattr(tree, "_fields"):  # a named tuple
+            return lambda new: kind(*[part(new) for part in parts])
+        # A traced sequence has lost its type; of tuple and list the one that can't be changed.
+        make = tuple if isinstance(tree, SequenceBox) else kind
         return lambda new: make([part(new) for part in parts])
     leaves.append(tree)
     return next
@@ -77,15 +80,6 @@ def _in_order(tree: Tree) -> list[Any]:
         return sorted(keys)  # two ranks may have filled theirs in different orders
     except TypeError:
         return keys
-
-
-def _maker(tree: Tree) -> Callable[[list[Any]], Any]:
-    if hasattr(tree, "_fields"):  # a named tuple
-        return lambda items: type(tree)(*items)
-    # A traced sequence has lost its type; of tuple and list the one that can't be changed.
-    if isinstance(tree, SequenceBox):
-        return tuple
-    return type(tree)
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:

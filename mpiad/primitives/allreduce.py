@@ -87,18 +87,20 @@ def _tangent(dx: Array, ans: Array, x: Array, p: Reduction) -> Any:
 
 
 def _slope(ans: Array, x: Array, p: Reduction) -> Any:
-    """Return the derivative of the result with respect to this rank's own entries."""
-    return _product_of_others(ans, x, p) if p.op == PROD else _share_of_tie(ans, x, p)
-
-
-def _product_of_others(ans: Array, x: Array, p: Reduction) -> Any:
-    # The result is the same on all ranks, and traced on all or none, so they agree on the branch. Differentiated
-    # again, the quotient would be the difference of two large numbers if a factor is small.
-    if not isbox(ans) and settled(_divides, ans):
-        return ans / x
-    factors = mpi_allgather(x, comm=p.channel.user)
-    others = concatenate((factors[: p.channel.rank], factors[p.channel.rank + 1 :]))
-    return _product(others) if len(others) else anp.ones_like(getval(ans))
+    """Return the derivative of a product or an extremum with respect to this rank's own entries."""
+    if p.op == PROD:
+        # The result is the same on all ranks, and traced on all or none, so they agree on the branch. Differentiated
+        # again, the quotient would be the difference of two large numbers if a factor is small.
+        if not isbox(ans) and settled(_divides, ans):
+            return ans / x
+        factors = mpi_allgather(x, comm=p.channel.user)
+        others = concatenate((factors[: p.channel.rank], factors[p.channel.rank + 1 :]))
+        return _product(others) if len(others) else anp.ones_like(getval(ans))
+    y = getval(ans)
+    # Plain: which entries are tied is constant around almost every point, so no derivative flows through the shares.
+    tied = (getval(x) == y).astype(y.dtype)
+    with np.errstate(invalid="ignore"):  # if y is NaN nothing is tied, and the derivative is NaN too
+        return tied / run(ALLREDUCE, tied, p._replace(op=SUM))
 
 
 def _divides(y: Array) -> bool:
@@ -118,14 +120,6 @@ def _product(factors: Array) -> Any:
         odd = factors[2 * half :]
         factors = concatenate((factors[:half] * factors[half : 2 * half], odd))
     return factors[0]
-
-
-def _share_of_tie(ans: Array, x: Array, p: Reduction) -> Any:
-    y = getval(ans)
-    # Plain: which entries are tied is constant around almost every point, so no derivative flows through the shares.
-    tied = (getval(x) == y).astype(y.dtype)
-    with np.errstate(invalid="ignore"):  # if y is NaN nothing is tied, and the derivative is NaN too
-        return tied / run(ALLREDUCE, tied, p._replace(op=SUM))
 
 
 ALLREDUCE.define(_forward, _adjoint, _tangent)

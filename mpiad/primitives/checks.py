@@ -58,7 +58,9 @@ def tag_of(tag: object, channel: Channel, call: str, wildcard: bool = False) -> 
 
 def reduction_of(op: Op, x: Array, call: str) -> Op:
     """Return the reduction; a TypeError if it isn't one, or not for this dtype."""
-    dtype = _dtype_of(x)
+    dtype = getattr(x, "dtype", None)
+    if dtype is None:
+        dtype = np.dtype(type(x) if isinstance(x, (int, float, complex)) else object)
     kind = dtype.kind
     # The usual case. MPI's sum of booleans isn't NumPy's, so these are checked below.
     if op is SUM and kind != "b":
@@ -72,13 +74,6 @@ def reduction_of(op: Op, x: Array, call: str) -> Op:
     got = "an operation of your own" if name is None else f"MPI.{name}"
     hint = " Make x an integer to count." if kind == "b" else ""
     raise TypeError(f"{call}: op must be MPI.{', MPI.'.join(allowed)} for x of dtype {dtype}, but got {got}.{hint}")
-
-
-def _dtype_of(x: Array) -> np.dtype:
-    dtype = getattr(x, "dtype", None)
-    if dtype is None:
-        return np.dtype(type(x)) if isinstance(x, (int, float, complex)) else np.dtype(object)
-    return dtype
 
 
 def axis_of(axis: object, ndim: int, call: str) -> int | None:
