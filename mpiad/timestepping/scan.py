@@ -217,10 +217,8 @@ class _Totals:
 
     def cotangents(self, state: list[Any]) -> list[Any]:
         """Return the accumulated cotangents of the active arguments, in their order."""
-        return [state[k] if k < self._states else self._found_for(k) for k in sorted(self._active)]
-
-    def _found_for(self, k: int) -> Any:
-        return self._found[k] if k in self._found else spec_like(self._leaves[k]).zeros()
+        found = dict(enumerate(state)) | self._found
+        return [found[k] if k in found else spec_like(self._leaves[k]).zeros() for k in sorted(self._active)]
 
 
 # A loop as one operator of its first state, its inputs and its parameters, differentiable to any order.
@@ -415,12 +413,10 @@ def scan(
 
 
 def _scan(
-    step: Function, u0: Tree, n_steps: object, params: tuple, inputs: Tree, observe: Function | None, checkpoints: Any
+    step: Function, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Function | None, checkpoints: Any
 ) -> Any:
-    steps, kept = _checked_count(n_steps), checkpoints_of(checkpoints, "timestepping.scan")
-    _check_functions(step, observe)
-    _check_state(u0)
-    _check_inputs(inputs, steps)
+    _check_arguments(step, u0, n_steps, inputs, observe)
+    steps, kept = int(n_steps), checkpoints_of(checkpoints, "timestepping.scan")
     length = kept.recorded if kept is not None and kept.recorded > 1 else steps
     stepping = UserStepping(step, observe, u0, inputs, params, length)
     if steps == 0:
@@ -463,35 +459,24 @@ def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Any], list[An
     return state, [stack(column) for column in zip(*rows)]
 
 
-def _checked_count(n_steps: object) -> int:
+def _check_arguments(step: object, u0: Tree, n_steps: object, inputs: Tree, observe: object) -> None:
     if not isinstance(n_steps, Integral) or isinstance(n_steps, bool):
         raise TypeError(f"timestepping.scan: n_steps must be an integer, but got {type(n_steps).__name__} {n_steps!r:.60}.")
     if n_steps < 0:
         raise ValueError(f"timestepping.scan: n_steps must not be negative, but got {n_steps}.")
-    return int(n_steps)
-
-
-def _check_functions(step: object, observe: object) -> None:
     for name, value in (("step", step), ("observe", observe)):
         if not callable(value) and (name == "step" or value is not None):
             raise TypeError(f"timestepping.scan: {name} must be a function, but got {type(value).__name__} {value!r:.60}.")
-
-
-def _check_state(u0: Tree) -> None:
-    found = named_leaves(u0, "u0")
-    for name, leaf in found:
+    for name, leaf in named_leaves(u0, "u0"):
         if not is_variable(leaf):
             kind = f"dtype {leaf.dtype}" if hasattr(leaf, "dtype") else f"{type(leaf).__name__} {leaf!r:.40}"
             raise TypeError(
                 f"timestepping.scan: the state must be made of real or complex floats, but {name} is of {kind}. Convert "
                 "it; step is given its number, so that it need not count."
             )
-
-
-def _check_inputs(inputs: Tree, steps: int) -> None:
     for name, leaf in [] if inputs is None else named_leaves(inputs, "inputs"):
-        if np.ndim(leaf) == 0 or len(leaf) != steps:
+        if np.ndim(leaf) == 0 or len(leaf) != n_steps:
             raise ValueError(
-                f"timestepping.scan: inputs need one entry for each of n_steps={steps} steps along their first axis, but "
+                f"timestepping.scan: inputs need one entry for each of n_steps={n_steps} steps along their first axis, but "
                 f"{name} has shape {np.shape(leaf)}."
             )

@@ -102,8 +102,7 @@ def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
         return Coded(
             np.zeros(entries.shape, np.int16), np.zeros_like(entries[_corner(0, axes)], np.int32), 0.0, 0, relative
         )
-    sample = _around_the_top(entries, before, int(np.argmax(changes if relative else tops)))
-    step, order = min((max(each, largest / _RANGE), k) for k, each in enumerate(_steps_for(sample)))
+    step, order = _best_order(entries, before, int(np.argmax(changes if relative else tops)), largest / _RANGE)
     take = _by_compiled_passes if compiled else _by_numpy
     while True:
         numbers, corner, found = take(entries, before, step, order, axes)
@@ -147,22 +146,21 @@ def _tops(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return top, change
 
 
-def _around_the_top(entries: np.ndarray, before: np.ndarray | None, row: int) -> np.ndarray:
-    """Return the values to code near the largest entry, which is in row `row`."""
+def _best_order(entries: np.ndarray, before: np.ndarray | None, row: int, least: float) -> tuple[float, int]:
+    """Return the smallest step, at least `least`, and its order of differences, by the values near the largest entry.
+
+    The largest entry is in row `row`.
+    """
     top = np.abs(entries[row] if before is None else entries[row] - before[row])
     place = row, *np.unravel_index(np.argmax(top), top.shape)
     near = tuple(slice(max(k - _NEAR, 0), k + _NEAR) for k in place)
-    return entries[near] if before is None else entries[near] - before[near]
-
-
-def _steps_for(sample: np.ndarray) -> list[float]:
-    """Return the step that each order of differences needs."""
+    sample = entries[near] if before is None else entries[near] - before[near]
     steps = []
     for order in range(min(_HIGHEST + 1, len(sample))):
         sample = np.diff(sample, axis=0) if order else sample
         # Enlarged by half, since differences may be larger elsewhere.
-        steps.append(1.5 * float(np.abs(sample).max()) / (_LARGEST - 2**order))
-    return steps
+        steps.append((max(1.5 * float(np.abs(sample).max()) / (_LARGEST - 2**order), least), order))
+    return min(steps)
 
 
 def _real(array: np.ndarray) -> np.ndarray:
