@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import shutil
@@ -66,26 +67,16 @@ def place(rank: Rank, local_rank: Rank) -> Place:
     """Return the place of this process."""
     # One process per node queries its GPUs; the others only count those that they may use.
     gpus = gpus_of_node() if local_rank == 0 else []
-    return Place(
-        rank, local_rank, socket.gethostname(), tuple(sorted(cores())), _quota(), _threads(), huge_pages(), gpus, "",
-        sys.executable, versions(),
-    )  # fmt: skip
-
-
-def _quota() -> float:
-    try:
+    quota = float("inf")
+    with contextlib.suppress(OSError, ValueError):
         time, period = _QUOTA.read_text().split()  # microseconds of all cores in each period, as "200000 100000" for two
-        return float("inf") if time == "max" else int(time) / int(period)
-    except (OSError, ValueError):
-        return float("inf")
-
-
-def _threads() -> dict[str, int]:
-    found: dict[str, int] = {}
+        quota = float("inf") if time == "max" else int(time) / int(period)
+    threads: dict[str, int] = {}
     for pool in threadpoolctl.threadpool_info():
         name = pool["internal_api"]
-        found[name] = max(pool["num_threads"], found.get(name, 0))
-    return found
+        threads[name] = max(pool["num_threads"], threads.get(name, 0))
+    node, own_cores = socket.gethostname(), tuple(sorted(cores()))
+    return Place(rank, local_rank, node, own_cores, quota, threads, huge_pages(), gpus, "", sys.executable, versions())
 
 
 def versions() -> dict[str, str]:
@@ -95,9 +86,8 @@ def versions() -> dict[str, str]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            module = sys.modules.get(name)
             if name in PACKAGES:  # used from its folder, without an installation
-                found[name] = getattr(module, "__version__", "not installed")
+                found[name] = getattr(sys.modules.get(name), "__version__", "not installed")
     return found
 
 

@@ -46,7 +46,10 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     cupy = _loaded()
     count = _visible(cupy)
     local = world.local_rank()
-    chosen = _offered(ids, count)
+    if ids is None:
+        chosen = list(range(count))
+    else:
+        chosen = list(ids) if isinstance(ids, Sequence) else [ids]
     _check(chosen, ids, count, local)
     number = chosen[local % len(chosen)]
     # Current for this thread from here on: cupy.asarray and kernels of the user's go there too.
@@ -79,12 +82,6 @@ def _visible(cupy: ModuleType) -> int:
     if count == 0:
         raise RuntimeError("select: CUDA shows this process no GPU. Look at CUDA_VISIBLE_DEVICES, or ask for one.")
     return count
-
-
-def _offered(ids: object, count: int) -> list[Any]:
-    if ids is None:
-        return list(range(count))
-    return list(ids) if isinstance(ids, Sequence) else [ids]
 
 
 def _check(chosen: list[Any], ids: object, count: int, local: int) -> None:

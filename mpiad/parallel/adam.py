@@ -183,7 +183,8 @@ class Adam:
         def formula(x: Array, g: Array, m: Array, v: Array, new_x: Array, first: Array, second: Array) -> None:
             g = g.conj()  # the array itself if it is real
             np.add(self.beta1 * m, (1 - self.beta1) * g, out=first)
-            np.add(self.beta2 * v, (1 - self.beta2) * _squares(g), out=second)
+            squares = np.square(g) if g.dtype.kind == "f" else np.abs(g) ** 2
+            np.add(self.beta2 * v, (1 - self.beta2) * squares, out=second)
             step = scale * first / (np.sqrt(second / correction) + self.epsilon)
             np.subtract(self._decayed(x, rate), step, out=new_x)
 
@@ -219,7 +220,3 @@ class AdamW(Adam):
 
     def _decayed(self, x: Array, rate: float) -> Array:
         return x * (1 - rate * self.weight_decay)
-
-
-def _squares(g: Array) -> Array:
-    return np.square(g) if g.dtype.kind == "f" else np.abs(g) ** 2

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, cast
 
@@ -54,7 +53,11 @@ class Plan:
                 groups.append(open_ones[kind])
             open_ones[kind].append(place)
             filled[kind] += length
-        self.buckets = [_bucket(places[::-1], specs) for places in groups]
+        self.buckets: list[Bucket] = []
+        for places in [group[::-1] for group in groups]:
+            stops = np.cumsum([0] + [math.prod(specs[place].shape) for place in places]).tolist()
+            shapes = [None if len(specs[place].shape) == 1 else specs[place].shape for place in places]
+            self.buckets.append(Bucket(places, [(slice(a, b), shape) for a, b, shape in zip(stops, stops[1:], shapes)]))
         # Data that ranks compare: of a device only whether it is one, since their numbers differ on a node. A CRC, because
         # Python's hash of strings differs between processes; below 2¹⁸, so that a sum of squares over 10⁵ ranks is exact.
         said = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
@@ -66,12 +69,6 @@ class Plan:
 def plan_of(specs: list[Spec], limit: int, before: Plan | None) -> Plan:
     """Return a plan, the previous one if it fits: trainings reduce the same arrays repeatedly."""
     return before if before is not None and before.limit == limit and before.specs == specs else Plan(specs, limit)
-
-
-def _bucket(places: list[int], specs: Sequence[Spec]) -> Bucket:
-    stops = np.cumsum([0] + [math.prod(specs[place].shape) for place in places]).tolist()
-    shapes = [None if len(specs[place].shape) == 1 else specs[place].shape for place in places]
-    return Bucket(places, [(slice(a, b), shape) for a, b, shape in zip(stops, stops[1:], shapes)])
 
 
 class Sums:

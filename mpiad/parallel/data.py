@@ -90,7 +90,7 @@ class DistributedDataContainer:
         if batch_size is not None and not (counts and batch_size > 0):
             raise ValueError(f"DistributedDataContainer: batch_size must be an integer above zero, but got {batch_size!r}.")
         self.data, self.batch_size, self.shuffle, self.seed = data, batch_size, bool(shuffle), seed
-        self._arrays = _arrays(data)
+        self._arrays, self._build = _arrays(data)
         self._count = _length(data, self._arrays)
         if self._count < 1:
             kind = type(data).__name__
@@ -121,9 +121,14 @@ class DistributedDataContainer:
             raise IndexError(f"DistributedDataContainer: there is no item {k} of {count} on rank {self._rank}.")
         k %= count
         latest.size, latest.order = self._size, self._drawn
+        # A data set of the user's may know Python's integers only.
         if self.batch_size is None:
-            return self._sample(self._mine(0, self._count)[k])
-        return self._samples(self._mine(k * self.batch_size, min((k + 1) * self.batch_size, self._count)))
+            number = int(self._mine(0, self._count)[k])
+            return self.data[number] if self._arrays is None else self._build([leaf[number] for leaf in self._arrays])
+        numbers = self._mine(k * self.batch_size, min((k + 1) * self.batch_size, self._count))
+        if self._arrays is None:
+            return Items(self.data[number] for number in numbers.tolist())
+        return self._build(_entries(self._arrays, numbers))
 
     def __iter__(self) -> Iterator[Any]:
         return (self[k] for k in range(len(self)))
@@ -142,19 +147,6 @@ class DistributedDataContainer:
         length = count // self._size + (self._rank < count % self._size)
         return self._order[start + first : start + first + length]
 
-    def _sample(self, number: int) -> Any:
-        if self._arrays is None:
-            # A data set of the user's may know Python's integers only.
-            return self.data[int(number)]
-        leaves, build = self._arrays
-        return build([leaf[number] for leaf in leaves])
-
-    def _samples(self, numbers: np.ndarray) -> Any:
-        if self._arrays is None:
-            return Items(self.data[int(number)] for number in numbers)
-        leaves, build = self._arrays
-        return build(_entries(leaves, numbers))
-
 
 def _entries(leaves: Sequence[Any], numbers: np.ndarray) -> list[Any]:
     """Return some entries of arrays; the indices are copied once to each device."""
@@ -167,10 +159,10 @@ def _entries(leaves: Sequence[Any], numbers: np.ndarray) -> list[Any]:
     return [leaf.take(there[home], axis=0) if home is None else leaf[there[home]] for home, leaf in places]
 
 
-def _arrays(data: Tree) -> tuple[Sequence[Any], Any] | None:
-    """Return the arrays of a pytree and the function that rebuilds it, or None if the data are something else."""
+def _arrays(data: Tree) -> tuple[Sequence[Any] | None, Any]:
+    """Return the arrays of a pytree and the function that rebuilds it, or twice None if the data are something else."""
     if isinstance(data, list):
-        return None  # of samples, which may be arrays themselves
+        return None, None  # of samples, which may be arrays themselves
     leaves, build = flatten(data)
     # An array without axes has no entry for each sample.
     arrays = [is_array(leaf) and leaf.ndim > 0 for leaf in leaves]
@@ -182,10 +174,10 @@ def _arrays(data: Tree) -> tuple[Sequence[Any], Any] | None:
             f"DistributedDataContainer: in a tuple or dict all data must be arrays with an entry for each sample, but got "
             f"{kinds or 'nothing'}. Make arrays of them, or a list with one item for each sample."
         )
-    return None
+    return None, None
 
 
-def _length(data: Tree, arrays: tuple[Sequence[Any], Any] | None) -> int:
+def _length(data: Tree, arrays: Sequence[Any] | None) -> int:
     if arrays is None:
         try:
             return len(data)
@@ -194,7 +186,7 @@ def _length(data: Tree, arrays: tuple[Sequence[Any], Any] | None) -> int:
                 "DistributedDataContainer: the data must be arrays, a nest of arrays, or have len and indexing, but got "
                 f"{type(data).__name__} {data!r:.60}."
             ) from None
-    lengths = [len(leaf) for leaf in arrays[0]]
+    lengths = [len(leaf) for leaf in arrays]
     if len(set(lengths)) > 1:
         raise ValueError(f"DistributedDataContainer: the arrays must be equally long, but have {lengths} entries.")
     return lengths[0]

@@ -139,16 +139,13 @@ def _packed(ended: Ended, rank: Rank) -> PackedObject:
         return PackedObject.of(ended)
     except Exception:  # noqa: BLE001 - pickle may raise anything
         # Each separately: a result that can't be pickled fails its item, and not the batch.
-        results = [(index, _sendable(result, rank)) for index, result in ended.results]
+        results = list(ended.results)
+        for k, (index, result) in enumerate(results):
+            try:
+                PackedObject.of(result, lent=True)
+            except Exception as error:  # noqa: BLE001 - as above
+                results[k] = index, Failed(Failure.of(error), rank)
         return PackedObject.of(ended._replace(results=results))
-
-
-def _sendable(result: object, rank: Rank) -> Any:
-    try:
-        PackedObject.of(result, lent=True)
-    except Exception as error:  # noqa: BLE001 - as above
-        return Failed(Failure.of(error), rank)
-    return result
 
 
 # The ranks of one map: their own communicator, and the ranks that are still alive.
@@ -266,7 +263,10 @@ class Scheduler:
                 self._tell()
                 return
             if not self._held:
-                self._work_alone()
+                # The root's own batches needn't be packed; only those of ranks that have died are.
+                batch = self._again.popleft().parcel.opened() if self._again else self._next_batch()
+                if batch and self.failed is None:
+                    self._note(evaluated(self._fun, batch, self._goes_on, self._rank))
             elif self.failed is None:  # no batch was sent if the items raised
                 self._await(RESULT)
 
@@ -325,12 +325,6 @@ class Scheduler:
                 batch.append((self._taken, item))
                 self._taken += 1
         return batch
-
-    def _work_alone(self) -> None:
-        # The root's own batches needn't be packed; only those of ranks that have died are.
-        batch = self._again.popleft().parcel.opened() if self._again else self._next_batch()
-        if batch and self.failed is None:
-            self._note(evaluated(self._fun, batch, self._goes_on, self._rank))
 
     # ---- results
 

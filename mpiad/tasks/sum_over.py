@@ -276,7 +276,11 @@ def _evaluated(
         except (Exception, SystemExit) as error:
             own = error
             raise
-        return _number_of(value, weight)
+        # This rank's term of the sum: a double without axes, on the host.
+        if not weight:
+            return 0.0
+        value = to_host(value) if is_device_array(getval(value)) else value
+        return weight * (anp.reshape(value, ()).astype(float) if hasattr(value, "astype") else float(value))
 
     try:
         return failures.run(stage), None
@@ -284,15 +288,6 @@ def _evaluated(
         if error is own:
             raise  # if waiting ranks can be interrupted, a rank that failed leaves at once
         return None, _Failed(number, own)
-
-
-def _number_of(value: Any, weight: float) -> Any:
-    """Return this rank's term of the sum: a double without axes, on the host."""
-    if not weight:
-        return 0.0
-    if is_device_array(getval(value)):
-        value = to_host(value)
-    return weight * (anp.reshape(value, ()).astype(float) if hasattr(value, "astype") else float(value))
 
 
 def _agreed_error(used: Channel, failed: _Failed | None) -> Exception | None:

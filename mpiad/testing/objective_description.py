@@ -95,7 +95,10 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     """
     used = channel(comm, _CALL)
     root = root_of(root, used, _CALL)
-    variables = _variables_of(args)
+    try:
+        variables = variables_of(args, 0, _CALL)
+    except TypeError:
+        variables = Variables([], [], lambda leaves: leaves)
     # Traced on all ranks, also on those without variables: others wait for the adjoints of their messages.
     traced = trace_backwards(lambda x: fun(*(arguments_with(args, 0, x) if variables.places else args)), variables)
     values = _values(traced, used)
@@ -103,13 +106,6 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     gradients = gradients_of_term(traced, weight_of(objective, used, root), variables)
     largest = used.data.allgather(max((float(np.max(np.abs(to_host(g)), initial=0.0)) for g in gradients), default=None))
     return ObjectiveReport(kind, objective, values, factors, largest, text + _which_matter(largest))
-
-
-def _variables_of(args: tuple) -> Variables:
-    try:
-        return variables_of(args, 0, _CALL)
-    except TypeError:
-        return Variables([], [], lambda leaves: leaves)
 
 
 def _values(traced: Traced, used: Channel) -> list:

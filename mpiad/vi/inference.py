@@ -585,24 +585,19 @@ def _device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | N
     if names is None:
         return None
     with raising_together(used):
-        return _number(_own_name(names, used, call), used, call)
-
-
-def _own_name(names: object, used: Channel, call: str) -> str:
-    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{call}: devices must be a list of names, one for each rank, as ['cpu', 'cuda:0'], not {names!r}.")
-    if len(names) != used.size:
-        raise ValueError(f"{call}: devices has {len(names)} names, but there are {used.size} ranks: give one for each.")
-    return names[used.rank]
-
-
-def _number(name: str, used: Channel, call: str) -> int | None:
-    if name == "cpu":
-        return None
-    found = re.fullmatch(r"cuda:(\d+)", name)
-    if found is None:
-        raise ValueError(f"{call}: rank {used.rank} has no device {name!r}: names are 'cpu', 'cuda:0', 'cuda:1' and so on.")
-    try:
-        return select(int(found[1]))
-    except (ImportError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{call}: rank {used.rank} has no device {name!r}: {error}") from error
+        if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+            listed = "a list of names, one for each rank, as ['cpu', 'cuda:0']"
+            raise TypeError(f"{call}: devices must be {listed}, but got {names!r}.")
+        if len(names) != used.size:
+            raise ValueError(f"{call}: devices has {len(names)} names, but there are {used.size} ranks: give one for each.")
+        name = str(names[used.rank])
+        if name == "cpu":
+            return None
+        wrong = f"{call}: rank {used.rank} has no device {name!r}: "
+        found = re.fullmatch(r"cuda:(\d+)", name)
+        if found is None:
+            raise ValueError(f"{wrong}names are 'cpu', 'cuda:0', 'cuda:1' and so on.")
+        try:
+            return select(int(found[1]))
+        except (ImportError, RuntimeError, ValueError) as error:
+            raise ValueError(f"{wrong}{error}") from error

@@ -50,7 +50,9 @@ class Prior:
 
     def __init__(self, distribution: Any, dim: int):
         self.dim = dim
-        self.joint = _joint(distribution)
+        # SciPy has no public name for the type of a frozen multivariate normal.
+        normal: Any = type(scipy.stats.multivariate_normal(numpy.zeros(1)))
+        self.joint: Any = distribution if isinstance(distribution, normal) else None
         if self.joint is not None:
             if self.joint.dim != dim:
                 raise ValueError(f"VI: the posterior has dimension {dim}, but the prior {self.joint.dim}.")
@@ -124,12 +126,6 @@ def prior_of(given: Any, dim: int) -> Any:
             raise ValueError(f"VI: the posterior has dimension {dim}, but the prior {given.dim}.")
         return given
     return Prior(given, dim)
-
-
-def _joint(distribution: object) -> Any:
-    # SciPy has no public name for the type of a frozen multivariate normal.
-    kind = type(scipy.stats.multivariate_normal(numpy.zeros(1)))
-    return distribution if isinstance(distribution, kind) else None
 
 
 def _frozen(one: object) -> Any:

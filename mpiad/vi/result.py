@@ -154,7 +154,10 @@ def _corner(samples: Array, names: list[str] | None, truth: Array | None, prior:
             if j > i:
                 axes.axis("off")
             elif i == j:
-                _marginal(axes, samples[:, i], None if prior is None else prior[:, i])
+                if prior is not None:
+                    axes.hist(prior[:, i], bins=40, density=True, color="0.85")
+                axes.hist(samples[:, i], bins=40, density=True, color="C0", alpha=0.8)
+                axes.set_yticks([])
             else:
                 axes.hist2d(samples[:, j], samples[:, i], bins=40, cmap="Blues")
             if truth is not None and j <= i:
@@ -163,13 +166,6 @@ def _corner(samples: Array, names: list[str] | None, truth: Array | None, prior:
                     axes.axhline(truth[i], color="C3", linewidth=1)
             axes.set(xlabel=names[j] if i == dim - 1 else "", ylabel=names[i] if j == 0 and i else "")
     return figure
-
-
-def _marginal(axes: Any, samples: Array, prior: Array | None) -> None:
-    if prior is not None:
-        axes.hist(prior, bins=40, density=True, color="0.85")
-    axes.hist(samples, bins=40, density=True, color="C0", alpha=0.8)
-    axes.set_yticks([])
 
 
 def _predictive(curves: Array, times: Array, observed: Array | None, noise: float | Array | None) -> Any:
