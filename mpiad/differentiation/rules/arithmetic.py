@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,6 @@ from mpiad._typing import Array, Function
 from mpiad.differentiation.rules.broadcasting import fitting, widened
 from mpiad.differentiation.rules.protocol import (
     Argnums,
-    JvpMaker,
     Primitive,
     Vjp,
     anp,
@@ -125,16 +125,13 @@ MULTIPLY = Tangent(lambda g, x, y, z: g * y, lambda g, x, y, z: x * g, lambda g,
 DIVIDE = Tangent(lambda g, x, y, z: g / y, lambda g, x, y, z: _times_minus(g / y, z), lambda g, h, x, y, z: (g - z * h) / y)
 
 
-def _jvp(fun: Primitive, tangent: Tangent) -> JvpMaker:
-    def jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-        if kwargs or len(args) != 2:
-            return inherited_jvp(fun, argnums, gs, ans, args, kwargs)
-        x, y = args
-        if len(argnums) == 2:
-            return tangent.both(gs[0], gs[1], x, y, ans)
-        return tangent.second(gs[0], x, y, ans) if argnums[0] else tangent.first(gs[0], x, y, ans)
-
-    return jvp
+def _jvp(fun: Primitive, tangent: Tangent, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    if kwargs or len(args) != 2:
+        return inherited_jvp(fun, argnums, gs, ans, args, kwargs)
+    x, y = args
+    if len(argnums) == 2:
+        return tangent.both(gs[0], gs[1], x, y, ans)
+    return tangent.second(gs[0], x, y, ans) if argnums[0] else tangent.first(gs[0], x, y, ans)
 
 
 VJPS = {
@@ -145,9 +142,9 @@ VJPS = {
     anp.true_divide: divide_vjp,
 }
 JVPS = {
-    anp.add: _jvp(anp.add, ADD),
-    anp.subtract: _jvp(anp.subtract, SUBTRACT),
-    anp.multiply: _jvp(anp.multiply, MULTIPLY),
-    anp.divide: _jvp(anp.divide, DIVIDE),
-    anp.true_divide: _jvp(anp.divide, DIVIDE),
+    anp.add: partial(_jvp, anp.add, ADD),
+    anp.subtract: partial(_jvp, anp.subtract, SUBTRACT),
+    anp.multiply: partial(_jvp, anp.multiply, MULTIPLY),
+    anp.divide: partial(_jvp, anp.divide, DIVIDE),
+    anp.true_divide: partial(_jvp, anp.divide, DIVIDE),
 }

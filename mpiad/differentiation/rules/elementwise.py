@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,12 @@ from mpiad.differentiation.rules.protocol import (
     Argnums,
     Primitive,
     Vjp,
-    VjpMaker,
     anp,
     inherited_jvp,
     inherited_vjp,
     one_negated,
+    unary_vjp,
 )
-
-
-def negative_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Negate the cotangent."""
-    if kwargs or len(args) != 1:
-        return inherited_vjp(anp.negative, argnums, ans, args, kwargs)
-    return one_negated
 
 
 def negative_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
@@ -34,44 +28,18 @@ def negative_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: di
     return -gs[0]
 
 
-def exp_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent by the exponential."""
-    if kwargs or len(args) != 1:
-        return inherited_vjp(anp.exp, argnums, ans, args, kwargs)
-    return lambda g: (g * ans,)
-
-
-def log_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Divide the cotangent by the argument."""
-    if kwargs or len(args) != 1:
-        return inherited_vjp(anp.log, argnums, ans, args, kwargs)
-    x = args[0]
-    return lambda g: (g / x,)
-
-
-def sin_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent by the cosine."""
-    if kwargs or len(args) != 1:
-        return inherited_vjp(anp.sin, argnums, ans, args, kwargs)
-    x = args[0]
+def _sin(x: Array, ans: Array) -> Vjp:
     cos = _space(x).cos
     return lambda g: (g * cos(x),)
 
 
-def cos_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent by the negated sine."""
-    if kwargs or len(args) != 1:
-        return inherited_vjp(anp.cos, argnums, ans, args, kwargs)
-    x = args[0]
+def _cos(x: Array, ans: Array) -> Vjp:
     sin = _space(x).sin
     return lambda g: (-(g * sin(x)),)
 
 
-def tanh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+def _tanh(x: Array, ans: Array) -> Vjp:
     """Divide the cotangent by the squared hyperbolic cosine; 1 - tanh(x)**2 would cancel for large x."""
-    if kwargs or len(args) != 1:
-        return inherited_vjp(anp.tanh, argnums, ans, args, kwargs)
-    x = args[0]
     cosh = _space(x).cosh
 
     def vjp(g: Array) -> tuple[Array]:
@@ -83,22 +51,19 @@ def tanh_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
-def _absolute_vjp(fun: Primitive) -> VjpMaker:
-    def absolute_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Multiply the cotangent by the sign of a real argument."""
-        x = args[0]
-        if kwargs or len(args) != 1 or anp.iscomplexobj(x):
-            return inherited_vjp(fun, argnums, ans, args, kwargs)
-        sign = _space(x).sign
+def _absolute_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Multiply the cotangent by the sign of a real argument."""
+    x = args[0]
+    if kwargs or len(args) != 1 or anp.iscomplexobj(x):
+        return inherited_vjp(fun, argnums, ans, args, kwargs)
+    sign = _space(x).sign
 
-        def vjp(g: Array) -> tuple[Array]:
-            # At zero the sign is zero, as autograd has it.
-            s = sign(x)
-            return (np.multiply(g, s, s) if _same(g, s) else g * s,)
+    def vjp(g: Array) -> tuple[Array]:
+        # At zero the sign is zero, as autograd has it.
+        s = sign(x)
+        return (np.multiply(g, s, s) if _same(g, s) else g * s,)
 
-        return vjp
-
-    return absolute_vjp
+    return vjp
 
 
 def _same(g: Array, fresh: Array) -> bool:
@@ -111,13 +76,13 @@ def _space(x: Array) -> Any:
 
 
 VJPS = {
-    anp.negative: negative_vjp,
-    anp.exp: exp_vjp,
-    anp.log: log_vjp,
-    anp.sin: sin_vjp,
-    anp.cos: cos_vjp,
-    anp.tanh: tanh_vjp,
-    anp.abs: _absolute_vjp(anp.abs),
-    anp.absolute: _absolute_vjp(anp.absolute),
+    anp.negative: partial(unary_vjp, anp.negative, lambda x, ans: one_negated),
+    anp.exp: partial(unary_vjp, anp.exp, lambda x, ans: lambda g: (g * ans,)),
+    anp.log: partial(unary_vjp, anp.log, lambda x, ans: lambda g: (g / x,)),
+    anp.sin: partial(unary_vjp, anp.sin, _sin),
+    anp.cos: partial(unary_vjp, anp.cos, _cos),
+    anp.tanh: partial(unary_vjp, anp.tanh, _tanh),
+    anp.abs: partial(_absolute_vjp, anp.abs),
+    anp.absolute: partial(_absolute_vjp, anp.absolute),
 }
 JVPS = {anp.negative: negative_jvp}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +14,8 @@ from mpiad.differentiation.rules.expansion import is_known, kept_shape, spread
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
     Argnums,
-    JvpMaker,
     Primitive,
     Vjp,
-    VjpMaker,
     anp,
     bound,
     inherited_jvp,
@@ -67,25 +66,22 @@ class _Extremum(NamedTuple):
         return hits / (np.maximum(counts, 1) if self.outside else counts)
 
 
-def _extremum_vjp(fun: Primitive) -> VjpMaker:
-    def extremum_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Pass the cotangent of an extremum to the elements that equal it, in equal shares."""
-        asked = _Extremum.of(ans, args, kwargs)
-        if asked is None:
-            return inherited_vjp(fun, argnums, ans, args, kwargs)
-        x, kept = asked.x, asked.value.shape
-        # On a device the number of hits isn't known to the host.
-        is_large = type(x) is np.ndarray and x.size >= _SMALL
+def _extremum_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Pass the cotangent of an extremum to the elements that equal it, in equal shares."""
+    asked = _Extremum.of(ans, args, kwargs)
+    if asked is None:
+        return inherited_vjp(fun, argnums, ans, args, kwargs)
+    x, kept = asked.x, asked.value.shape
+    # On a device the number of hits isn't known to the host.
+    is_large = type(x) is np.ndarray and x.size >= _SMALL
 
-        def vjp(g: Array) -> tuple[Array | Scatter]:
-            if type(g) in BOX_TYPES:
-                return (spread(g, x.shape, kept, x.dtype) * asked.weights(),)
-            scattered = _scattered(g, asked) if is_large and not asked.outside else None
-            return (np.reshape(g, kept) * asked.weights() if scattered is None else scattered,)
+    def vjp(g: Array) -> tuple[Array | Scatter]:
+        if type(g) in BOX_TYPES:
+            return (spread(g, x.shape, kept, x.dtype) * asked.weights(),)
+        scattered = _scattered(g, asked) if is_large and not asked.outside else None
+        return (np.reshape(g, kept) * asked.weights() if scattered is None else scattered,)
 
-        return vjp
-
-    return extremum_vjp
+    return vjp
 
 
 def _scattered(g: Array, asked: _Extremum) -> Scatter | None:
@@ -102,27 +98,21 @@ def _scattered(g: Array, asked: _Extremum) -> Scatter | None:
     return Scatter(x.shape, x.dtype, idx, (np.ravel(g) / counts)[groups], False) if counts.all() else None
 
 
-def _extremum_jvp(fun: Primitive) -> JvpMaker:
-    def extremum_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-        """Average the tangents of the elements that equal the extremum."""
-        asked = _Extremum.of(ans, args, kwargs)
-        if asked is None:
-            return inherited_jvp(fun, argnums, gs, ans, args, kwargs)
-        axis = args[1] if len(args) == 2 else kwargs.get("axis")
-        return anp.sum(gs[0] * asked.weights(), axis=axis, keepdims=kwargs.get("keepdims", False))
-
-    return extremum_jvp
+def _extremum_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Average the tangents of the elements that equal the extremum."""
+    asked = _Extremum.of(ans, args, kwargs)
+    if asked is None:
+        return inherited_jvp(fun, argnums, gs, ans, args, kwargs)
+    axis = args[1] if len(args) == 2 else kwargs.get("axis")
+    return anp.sum(gs[0] * asked.weights(), axis=axis, keepdims=kwargs.get("keepdims", False))
 
 
-def _choice_vjp(fun: Primitive) -> VjpMaker:
-    def choice_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Pass the cotangent to the chosen operand, half to each at equal elements."""
-        if kwargs or len(args) != 2:
-            return inherited_vjp(fun, argnums, ans, args, kwargs)
-        parts = [(fitting(args[i], ans), _share(i, args, ans)) for i in argnums]
-        return lambda g: tuple(g * share if fit is None else fit(g * share) for fit, share in parts)
-
-    return choice_vjp
+def _choice_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Pass the cotangent to the chosen operand, half to each at equal elements."""
+    if kwargs or len(args) != 2:
+        return inherited_vjp(fun, argnums, ans, args, kwargs)
+    parts = [(fitting(args[i], ans), _share(i, args, ans)) for i in argnums]
+    return lambda g: tuple(g * share if fit is None else fit(g * share) for fit, share in parts)
 
 
 def _share(argnum: int, args: tuple, ans: Array) -> Array:
@@ -161,8 +151,8 @@ def _inside(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Array:
 _EXTREMA = (anp.max, anp.min, anp.amax, anp.amin)
 _CHOICES = (anp.maximum, anp.minimum, anp.fmax, anp.fmin)
 VJPS = {
-    **{fun: _extremum_vjp(fun) for fun in _EXTREMA},
-    **{fun: _choice_vjp(fun) for fun in _CHOICES},
+    **{fun: partial(_extremum_vjp, fun) for fun in _EXTREMA},
+    **{fun: partial(_choice_vjp, fun) for fun in _CHOICES},
     anp.clip: clip_vjp,
 }
-JVPS = {**{fun: _extremum_jvp(fun) for fun in _EXTREMA}, anp.clip: clip_jvp}
+JVPS = {**{fun: partial(_extremum_jvp, fun) for fun in _EXTREMA}, anp.clip: clip_jvp}

@@ -24,6 +24,7 @@ from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.constant_arrays import identity, lower_triangle
 from mpiad.differentiation.rules.expansion import kept_shape
+from mpiad.differentiation.rules.moments import slope_jvp, slope_vjp
 from mpiad.differentiation.rules.protocol import DEVICE_VJPS, Argnums, Primitive, Vjp, bound, checked, refusal
 
 
@@ -109,9 +110,9 @@ def _transposed(x: Array) -> Array:
     return anp.swapaxes(x, -1, -2)
 
 
-def _slope_of_norm(ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
+def _slope_of_norm(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
     """Return the derivative of a norm by each element, in the shape of the array."""
-    given = bound(_NORM, "x ord axis keepdims", args, kwargs)
+    given = bound(fun, "x ord axis keepdims", args, kwargs)
     x, order, axis = given["x"], given.get("ord"), given.get("axis")
     shape = anp.shape(x)
     of_matrix = order is not None and len(shape if axis is None else np.ravel(axis)) == 2
@@ -120,24 +121,11 @@ def _slope_of_norm(ans: Array, args: tuple, kwargs: dict) -> tuple[Array, dict]:
         return anp.conj(x) / norm, given
     if order == "nuc":
         axes = (-2, -1) if axis is None else axis
-        left, _, right = checked(_NORM, partial(linalg.svd, full_matrices=False), anp.moveaxis(x, axes, (-2, -1)))
+        left, _, right = checked(fun, partial(linalg.svd, full_matrices=False), anp.moveaxis(x, axes, (-2, -1)))
         return anp.moveaxis(anp.conj(anp.matmul(left, right)), (-2, -1), axes), given
     if of_matrix or not 1 < order < np.inf:
-        raise refusal(_NORM, f"with ord={order!r} of a {'matrix' if of_matrix else 'vector'}")
+        raise refusal(fun, f"with ord={order!r} of a {'matrix' if of_matrix else 'vector'}")
     return anp.conj(x) * anp.abs(x) ** (order - 2) / norm ** (order - 1), given
-
-
-def norm_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent of each norm by the derivatives with respect to its elements."""
-    slope, given = _slope_of_norm(ans, args, kwargs)
-    kept = kept_shape(anp.shape(slope), given.get("axis"))
-    return lambda g: (anp.reshape(g, kept) * slope,)
-
-
-def norm_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Add up the tangents times the derivatives: real, as the norm is."""
-    slope, given = _slope_of_norm(ans, args, kwargs)
-    return anp.sum(anp.real(slope * gs[0]), axis=given.get("axis"), keepdims=given.get("keepdims", False))
 
 
 _NORM: Primitive = getattr(linalg, "_primitive_norm", linalg.norm)
@@ -169,7 +157,7 @@ VJPS = {
     linalg.pinv: pinv_vjp,
     linalg.slogdet: slogdet_vjp,
     linalg.solve: solve_vjp,
-    _NORM: norm_vjp,
+    _NORM: partial(slope_vjp, _NORM, _slope_of_norm),
 }
-JVPS = {_NORM: norm_jvp}
+JVPS = {_NORM: partial(slope_jvp, _NORM, _slope_of_norm)}
 DEVICE_VJPS.update({anp.trace: trace_vjp, linalg.svd: svd_vjp})

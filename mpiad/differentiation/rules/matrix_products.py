@@ -6,6 +6,7 @@ On devices also contractions of factors with any numbers of axes, as in `dot`, `
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from mpiad.differentiation.rules.protocol import (
     Argnums,
     Primitive,
     Vjp,
-    VjpMaker,
     anp,
     bound,
     inherited_vjp,
@@ -29,33 +29,32 @@ from mpiad.differentiation.rules.protocol import (
 from mpiad.transport.device_arrays import is_device_array
 
 Axes = tuple[tuple[int, ...], tuple[int, ...]]
+AxesRule = Callable[[tuple, dict, int, int], Axes]
+"""From args, kwargs and both factors' numbers of axes to the axes that are summed over."""
 
 
-def _product_vjp(fun: Primitive) -> VjpMaker:
-    def product_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Multiply the cotangent by the other factor, transposed."""
-        if kwargs or len(args) != 2:
-            return inherited_vjp(fun, argnums, ans, args, kwargs)
-        x, y = args
-        a, b = getval(x), getval(y)
-        # If a factor was cast, its cotangent must be cast back, which autograd's rule does.
-        same_kind = type(a) is type(b) and (type(a) is np.ndarray or is_device_array(a)) and a.dtype == b.dtype
-        axes = (a.ndim, b.ndim) if same_kind else None
-        if axes not in _FIRST:
-            return inherited_vjp(fun, argnums, ans, args, kwargs)
-        if len(argnums) == 2:
-            # x · x: both cotangents are g x, computed once; they share memory, so neither may be changed.
-            if x is y and axes == (1, 1):
-                return lambda g: two_unchanged(g * x)
-            first, second = _FIRST[axes], _SECOND[axes]
-            return lambda g: (first(g, y), second(g, x))
-        if argnums[0] == 0:
-            rule, other = _FIRST[axes], y
-        else:
-            rule, other = _SECOND[axes], x
-        return lambda g: (rule(g, other),)
-
-    return product_vjp
+def _product_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Multiply the cotangent by the other factor, transposed."""
+    if kwargs or len(args) != 2:
+        return inherited_vjp(fun, argnums, ans, args, kwargs)
+    x, y = args
+    a, b = getval(x), getval(y)
+    # If a factor was cast, its cotangent must be cast back, which autograd's rule does.
+    same_kind = type(a) is type(b) and (type(a) is np.ndarray or is_device_array(a)) and a.dtype == b.dtype
+    axes = (a.ndim, b.ndim) if same_kind else None
+    if axes not in _FIRST:
+        return inherited_vjp(fun, argnums, ans, args, kwargs)
+    if len(argnums) == 2:
+        # x · x: both cotangents are g x, computed once; they share memory, so neither may be changed.
+        if x is y and axes == (1, 1):
+            return lambda g: two_unchanged(g * x)
+        first, second = _FIRST[axes], _SECOND[axes]
+        return lambda g: (first(g, y), second(g, x))
+    if argnums[0] == 0:
+        rule, other = _FIRST[axes], y
+    else:
+        rule, other = _SECOND[axes], x
+    return lambda g: (rule(g, other),)
 
 
 def _times(g: Array, other: Array) -> Array:
@@ -125,32 +124,29 @@ def cross_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return lambda g: tuple([part(i, g) for i in argnums])
 
 
-def _contraction_vjp(axes_of: Callable[[tuple, dict, int, int], Axes]) -> VjpMaker:
-    def contraction_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Contract the cotangent with the other factor, over that factor's axes in the result."""
-        x, y = args[0], args[1]
-        rank_x, rank_y = len(anp.shape(x)), len(anp.shape(y))
-        if rank_x == 0 or rank_y == 0:
+def _contraction_vjp(axes_of: AxesRule, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Contract the cotangent with the other factor, over that factor's axes in the result."""
+    x, y = args[0], args[1]
+    rank_x, rank_y = len(anp.shape(x)), len(anp.shape(y))
+    if rank_x == 0 or rank_y == 0:
 
-            def part(i: int, g: Array) -> Array:
-                product = g * args[1 - i]
-                return product if anp.shape(args[i]) else anp.sum(product)
-        else:
-            axes_x, axes_y = axes_of(args, kwargs, rank_x, rank_y)
-            free_x = tuple([i for i in range(rank_x) if i not in axes_x])
-            free_y = tuple([j for j in range(rank_y) if j not in axes_y])
+        def part(i: int, g: Array) -> Array:
+            product = g * args[1 - i]
+            return product if anp.shape(args[i]) else anp.sum(product)
+    else:
+        axes_x, axes_y = axes_of(args, kwargs, rank_x, rank_y)
+        free_x = tuple([i for i in range(rank_x) if i not in axes_x])
+        free_y = tuple([j for j in range(rank_y) if j not in axes_y])
 
-            def part(i: int, g: Array) -> Array:
-                # The factor's free axes come from `g`, the others from the other factor, in the order of that one's.
-                if i == 0:
-                    out = anp.tensordot(g, y, (tuple(range(len(free_x), len(free_x) + len(free_y))), free_y))
-                    return _in_order(out, [*free_x, *[axes_x[axes_y.index(j)] for j in sorted(axes_y)]])
-                out = anp.tensordot(x, g, (free_x, tuple(range(len(free_x)))))
-                return _in_order(out, [*[axes_y[axes_x.index(k)] for k in sorted(axes_x)], *free_y])
+        def part(i: int, g: Array) -> Array:
+            # The factor's free axes come from `g`, the others from the other factor, in the order of that one's.
+            if i == 0:
+                out = anp.tensordot(g, y, (tuple(range(len(free_x), len(free_x) + len(free_y))), free_y))
+                return _in_order(out, [*free_x, *[axes_x[axes_y.index(j)] for j in sorted(axes_y)]])
+            out = anp.tensordot(x, g, (free_x, tuple(range(len(free_x)))))
+            return _in_order(out, [*[axes_y[axes_x.index(k)] for k in sorted(axes_x)], *free_y])
 
-        return lambda g: tuple([_matched(part(i, g), args[i]) for i in argnums])
-
-    return contraction_vjp
+    return lambda g: tuple([_matched(part(i, g), args[i]) for i in argnums])
 
 
 def _in_order(out: Array, axes: list[int]) -> Array:
@@ -179,10 +175,8 @@ def _of_tensordot(args: tuple, kwargs: dict, rank_x: int, rank_y: int) -> Axes:
     return tuple([int(i) % rank_x for i in first]), tuple([int(j) % rank_y for j in second])
 
 
-VJPS = {anp.dot: _product_vjp(anp.dot), anp.matmul: _product_vjp(anp.matmul)}
+VJPS = {fun: partial(_product_vjp, fun) for fun in (anp.dot, anp.matmul)}
 VJPS.update({anp.outer: outer_vjp, anp.kron: kron_vjp, anp.cross: cross_vjp})
 JVPS: dict = {}
-DEVICE_VJPS.update({
-    anp.dot: _contraction_vjp(_of_dot), anp.inner: _contraction_vjp(_of_inner),
-    anp.tensordot: _contraction_vjp(_of_tensordot),
-})  # fmt: skip
+_AXES = {anp.dot: _of_dot, anp.inner: _of_inner, anp.tensordot: _of_tensordot}
+DEVICE_VJPS.update({fun: partial(_contraction_vjp, axes_of) for fun, axes_of in _AXES.items()})

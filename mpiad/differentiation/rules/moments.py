@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import autograd.numpy as anp
@@ -15,7 +16,7 @@ from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.constant_arrays import arrays_like
 from mpiad.differentiation.rules.expansion import kept_shape
-from mpiad.differentiation.rules.protocol import Argnums, JvpMaker, Primitive, Vjp, VjpMaker, bound
+from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, bound
 
 _NAMES = "a axis dtype out ddof keepdims"
 
@@ -66,25 +67,19 @@ def _slope_of_std(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> tupl
     return slope * 0.0 if shape == kept else slope / (2.0 * anp.reshape(ans, kept)), given
 
 
-def _vjp(fun: Primitive, slope_of: Any) -> VjpMaker:
-    def moment_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Multiply the cotangent of each result by the slopes in its elements."""
-        slope, given = slope_of(fun, ans, args, kwargs)
-        kept = kept_shape(anp.shape(slope), given.get("axis"))
-        return lambda g: (fitted(anp.reshape(g, kept) * slope, args[0]),)
-
-    return moment_vjp
+def slope_vjp(fun: Primitive, slope_of: Any, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Multiply the cotangents of a reduction by its slopes, which `slope_of` returns with the arguments by name."""
+    slope, given = slope_of(fun, ans, args, kwargs)
+    kept = kept_shape(anp.shape(slope), given.get("axis"))
+    return lambda g: (fitted(anp.reshape(g, kept) * slope, args[0]),)
 
 
-def _jvp(fun: Primitive, slope_of: Any) -> JvpMaker:
-    def moment_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-        """Add up the tangents of the elements, times the slopes."""
-        slope, given = slope_of(fun, ans, args, kwargs)
-        terms = slope * gs[0]
-        terms = terms if anp.iscomplexobj(ans) else anp.real(terms)
-        return anp.sum(terms, axis=given.get("axis"), keepdims=given.get("keepdims", False))
-
-    return moment_jvp
+def slope_jvp(fun: Primitive, slope_of: Any, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Add up the tangents of the elements, times the slopes."""
+    slope, given = slope_of(fun, ans, args, kwargs)
+    terms = slope * gs[0]
+    terms = terms if anp.iscomplexobj(ans) else anp.real(terms)
+    return anp.sum(terms, axis=given.get("axis"), keepdims=given.get("keepdims", False))
 
 
 _SLOPES = {
@@ -92,5 +87,5 @@ _SLOPES = {
     getattr(wrapped, "_primitive_var", anp.var): _slope_of_var,
     getattr(wrapped, "_primitive_std", anp.std): _slope_of_std,
 }
-VJPS = {fun: _vjp(fun, slope_of) for fun, slope_of in _SLOPES.items()}
-JVPS = {fun: _jvp(fun, slope_of) for fun, slope_of in _SLOPES.items()}
+VJPS = {fun: partial(slope_vjp, fun, slope_of) for fun, slope_of in _SLOPES.items()}
+JVPS = {fun: partial(slope_jvp, fun, slope_of) for fun, slope_of in _SLOPES.items()}

@@ -17,8 +17,7 @@ _COPYING = ("edge", "reflect", "symmetric", "wrap")
 
 def pad_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Remove the padding from the cotangent, and add copied elements to their sources."""
-    x, width, mode, others = _bound(args, kwargs)
-    _refuse_unknown(argnums, width, mode, others)
+    x, width, mode = _bound(argnums, args, kwargs)
     shape = np.shape(getval(x))
     widths = _widths(width, len(shape))
     if mode == "constant":
@@ -29,22 +28,20 @@ def pad_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
 
 def pad_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Pad the tangent: with zeros, or with its own elements."""
-    _, width, mode, others = _bound(args, kwargs)
-    _refuse_unknown(argnums, width, mode, others)
+    _, width, mode = _bound(argnums, args, kwargs)
     return anp.pad(gs[0], width, mode)
 
 
-def _bound(args: tuple, kwargs: dict) -> tuple[Any, Any, Any, dict]:
+def _bound(argnums: Argnums, args: tuple, kwargs: dict) -> tuple[Any, Any, Any]:
+    """Return array, widths and mode of a call; raise the error of `refusal` if it has no rule."""
     given = {**dict(zip(("array", "pad_width", "mode"), args)), **kwargs}
-    return given.pop("array"), given.pop("pad_width"), given.pop("mode", "constant"), given
-
-
-def _refuse_unknown(argnums: Argnums, width: object, mode: object, others: dict) -> None:
+    x, width, mode, others = given.pop("array"), given.pop("pad_width"), given.pop("mode", "constant"), given
     # A constant may be given for the padding; an odd reflection ("reflect_type") isn't a copy of elements.
     if argnums != (0,) or isinstance(width, dict) or not (mode == "constant" or (mode in _COPYING and not others)):
         raise refusal(
             anp.pad, f"with mode={mode!r}, {others}, pad_width={width!r}: known are constant, {', '.join(_COPYING)}"
         )
+    return x, width, mode
 
 
 def _widths(width: Any, ndim: int) -> Widths:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
 from mpiad.differentiation.rules.broadcasting import fitting
-from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, bound, inherited_jvp, inherited_vjp, one_unchanged
+from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, bound, inherited_jvp, one_unchanged, unary_vjp
 from mpiad.transport.device_arrays import is_device_array
 
 Slope = Callable[[Array], Array]
@@ -44,21 +45,6 @@ def _general_slope(argnum: int, ans: Array, x: Array, y: Array) -> Array:
         exponent = anp.where(y, y - 1, 1.0) if anp.shape(y) or not is_device_array(getval(x)) else y - 1
         return anp.power(x, exponent) * y
     return ans * anp.log(anp.where(x, x, 1.0 + 0j if anp.iscomplexobj(ans) else 1.0))
-
-
-def square_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Multiply the cotangent of `x**2` by `2 x`."""
-    if kwargs or len(args) != 1:
-        return inherited_vjp(anp.square, argnums, ans, args, kwargs)
-    x = args[0]
-    return lambda g: (_twice_product(g, x),)
-
-
-def sqrt_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Divide the cotangent of a square root by twice the root."""
-    if kwargs or len(args) != 1:
-        return inherited_vjp(anp.sqrt, argnums, ans, args, kwargs)
-    return lambda g: (_halved_quotient(g, ans),)
 
 
 def sqrt_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
@@ -128,5 +114,9 @@ def _halved_quotient(g: Array, ans: Array) -> Array:
     return g / t
 
 
-VJPS = {anp.power: power_vjp, anp.square: square_vjp, anp.sqrt: sqrt_vjp}
+VJPS = {
+    anp.power: power_vjp,
+    anp.square: partial(unary_vjp, anp.square, lambda x, ans: lambda g: (_twice_product(g, x),)),
+    anp.sqrt: partial(unary_vjp, anp.sqrt, lambda x, ans: lambda g: (_halved_quotient(g, ans),)),
+}
 JVPS = {anp.power: power_jvp, anp.sqrt: sqrt_jvp}

@@ -164,6 +164,15 @@ def refuse_on_device(fun: Primitive, ans: Array) -> None:
     raise NotImplementedError(f"{name} can't be differentiated for {kind} arrays: {advice}.")
 
 
+def unary_vjp(
+    fun: Primitive, rule: Callable[[Array, Array], Vjp], argnums: Argnums, ans: Array, args: tuple, kwargs: dict
+) -> Vjp:
+    """Make the adjoint of a function of one array by ``rule(x, ans)``; with `where` or `out` by autograd's rule."""
+    if kwargs or len(args) != 1:
+        return inherited_vjp(fun, argnums, ans, args, kwargs)
+    return rule(args[0], ans)
+
+
 def one_unchanged(g: Array) -> tuple[Any]:
     """Pass the cotangent to the only argument."""
     return (g,)

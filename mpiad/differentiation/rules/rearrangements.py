@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import autograd.numpy as anp
@@ -15,10 +16,8 @@ from mpiad.device.assembly import concatenate
 from mpiad.differentiation.rules.constant_arrays import arrays_like
 from mpiad.differentiation.rules.protocol import (
     Argnums,
-    JvpMaker,
     Primitive,
     Vjp,
-    VjpMaker,
     bound,
     inherited_vjp,
     one_unchanged,
@@ -26,16 +25,13 @@ from mpiad.differentiation.rules.protocol import (
 )
 
 
-def _division_vjp(fixed: int | None) -> VjpMaker:
-    def division_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Join the cotangents of the pieces."""
-        x, *others = args
-        axis: Any = others[1] if len(others) > 1 else kwargs.get("axis", 0)
-        if fixed is not None:
-            axis = min(fixed, len(anp.shape(x)) - 1)  # hsplit divides a vector along its only axis
-        return lambda g: (concatenate([g[i] for i in range(len(g))], axis),)
-
-    return division_vjp
+def _division_vjp(fixed: int | None, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Join the cotangents of the pieces."""
+    x, *others = args
+    axis: Any = others[1] if len(others) > 1 else kwargs.get("axis", 0)
+    if fixed is not None:
+        axis = min(fixed, len(anp.shape(x)) - 1)  # hsplit divides a vector along its only axis
+    return lambda g: (concatenate([g[i] for i in range(len(g))], axis),)
 
 
 def diff_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -121,40 +117,36 @@ def _ordered(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
     return np.take_along_axis(numbers, order, axis)
 
 
-def _rearrangement_vjp(fun: Primitive, places_of: Any) -> VjpMaker:
-    def rearrangement_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Scatter each element of the cotangent to the source index of its element."""
-        if fun is anp.diag and len(anp.shape(args[0])) == 1:
-            return inherited_vjp(fun, argnums, ans, args, kwargs)  # the reverse case: a vector becomes a diagonal
-        places, shape = places_of(fun, ans, args, kwargs), anp.shape(args[0])
-        return lambda g: (placed(g, places, shape),)
-
-    return rearrangement_vjp
+def _rearrangement_vjp(fun: Primitive, places_of: Any, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Scatter each element of the cotangent to the source index of its element."""
+    if fun is anp.diag and len(anp.shape(args[0])) == 1:
+        return inherited_vjp(fun, argnums, ans, args, kwargs)  # the reverse case: a vector becomes a diagonal
+    places, shape = places_of(fun, ans, args, kwargs), anp.shape(args[0])
+    return lambda g: (placed(g, places, shape),)
 
 
-def _rearrangement_jvp(fun: Primitive, places_of: Any) -> JvpMaker:
-    def rearrangement_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-        """Take the tangents of the same elements."""
-        return anp.reshape(gs[0], (-1,))[places_of(fun, ans, args, kwargs)]
-
-    return rearrangement_jvp
+def _rearrangement_jvp(
+    fun: Primitive, places_of: Any, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
+) -> Array:
+    """Take the tangents of the same elements."""
+    return anp.reshape(gs[0], (-1,))[places_of(fun, ans, args, kwargs)]
 
 
 _MOVED = (anp.flip, anp.rot90, anp.rollaxis, anp.diag, anp.diagonal)
 _ORDERED = (anp.sort, anp.partition)
 VJPS = {
-    anp.split: _division_vjp(None),
-    anp.array_split: _division_vjp(None),
-    anp.vsplit: _division_vjp(0),
-    anp.hsplit: _division_vjp(1),
-    anp.dsplit: _division_vjp(2),
+    anp.split: partial(_division_vjp, None),
+    anp.array_split: partial(_division_vjp, None),
+    anp.vsplit: partial(_division_vjp, 0),
+    anp.hsplit: partial(_division_vjp, 1),
+    anp.dsplit: partial(_division_vjp, 2),
     anp.diff: diff_vjp,
     anp.gradient: gradient_vjp,
-    **{fun: _rearrangement_vjp(fun, _moved) for fun in _MOVED},
-    **{fun: _rearrangement_vjp(fun, _ordered) for fun in _ORDERED},
+    **{fun: partial(_rearrangement_vjp, fun, _moved) for fun in _MOVED},
+    **{fun: partial(_rearrangement_vjp, fun, _ordered) for fun in _ORDERED},
 }
 JVPS = {
     anp.diff: diff_jvp,
-    anp.flip: _rearrangement_jvp(anp.flip, _moved),
-    **{fun: _rearrangement_jvp(fun, _ordered) for fun in _ORDERED},
+    anp.flip: partial(_rearrangement_jvp, anp.flip, _moved),
+    **{fun: partial(_rearrangement_jvp, fun, _ordered) for fun in _ORDERED},
 }

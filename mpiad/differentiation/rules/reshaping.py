@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from autograd.numpy.numpy_wrapper import _astype
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Primitive, Vjp, VjpMaker, anp, inherited_vjp
+from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Primitive, Vjp, anp, inherited_vjp
 
 
-def _shape_restored(fun: Primitive, most: int) -> VjpMaker:
-    def shape_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Reshape the cotangent to the argument's shape."""
-        # `order` and `copy` are left to autograd's rule.
-        if argnums != (0,) or len(args) > most or kwargs.keys() - _HARMLESS:
-            return inherited_vjp(fun, argnums, ans, args, kwargs)
-        shape = np.shape(getval(args[0]))
-        return lambda g: ((anp if type(g) in BOX_TYPES else np).reshape(g, shape),)
-
-    return shape_vjp
+def _shape_vjp(fun: Primitive, most: int, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Reshape the cotangent to the argument's shape."""
+    # `order` and `copy` are left to autograd's rule.
+    if argnums != (0,) or len(args) > most or kwargs.keys() - _HARMLESS:
+        return inherited_vjp(fun, argnums, ans, args, kwargs)
+    shape = np.shape(getval(args[0]))
+    return lambda g: ((anp if type(g) in BOX_TYPES else np).reshape(g, shape),)
 
 
 _HARMLESS = frozenset({"axis", "newshape", "shape"})
@@ -75,10 +73,10 @@ def astype_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
 
 
 VJPS = {
-    anp.reshape: _shape_restored(anp.reshape, 2),
-    anp.ravel: _shape_restored(anp.ravel, 1),
-    anp.squeeze: _shape_restored(anp.squeeze, 2),
-    anp.expand_dims: _shape_restored(anp.expand_dims, 2),
+    anp.reshape: partial(_shape_vjp, anp.reshape, 2),
+    anp.ravel: partial(_shape_vjp, anp.ravel, 1),
+    anp.squeeze: partial(_shape_vjp, anp.squeeze, 2),
+    anp.expand_dims: partial(_shape_vjp, anp.expand_dims, 2),
     anp.transpose: transpose_vjp,
     anp.roll: roll_vjp,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import autograd.numpy as anp
@@ -10,7 +11,7 @@ from autograd.numpy import fft
 from mpiad._typing import Array, Shape
 from mpiad.differentiation.rules.broadcasting import fitted
 from mpiad.differentiation.rules.constant_arrays import arrays_like
-from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, VjpMaker, bound, refusal
+from mpiad.differentiation.rules.protocol import Argnums, Primitive, Vjp, bound, refusal
 
 _OF_PLANES = (fft.fft2, fft.ifft2, fft.rfft2, fft.irfft2)
 _REVERSED = {None: "forward", "backward": "forward", "ortho": "ortho", "forward": "backward"}
@@ -32,49 +33,39 @@ def _axes(fun: Primitive, args: tuple, kwargs: dict) -> tuple[Shape, list[int], 
     return shape, axes, lengths, norm
 
 
-def _complex_vjp(fun: Primitive) -> VjpMaker:
+def _complex_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Transform the cotangent: the matrices are symmetric."""
     transform = fft.fftn if fun in (fft.fft2, fft.fftn) else fft.ifftn
-
-    def complex_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Transform the cotangent: the matrices are symmetric."""
-        shape, axes, _, norm = _axes(fun, args, kwargs)
-        return lambda g: (fitted(_resized(transform(g, axes=axes, norm=norm), shape, axes), args[0]),)
-
-    return complex_vjp
+    shape, axes, _, norm = _axes(fun, args, kwargs)
+    return lambda g: (fitted(_resized(transform(g, axes=axes, norm=norm), shape, axes), args[0]),)
 
 
-def _real_vjp(fun: Primitive) -> VjpMaker:
-    def real_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Transform the cotangent and take its real part: matrices are symmetric, rows are missing."""
-        shape, (*leading, last), lengths, norm = _axes(fun, args, kwargs)
-        n = lengths[-1] if lengths is not None else shape[last]
+def _real_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Transform the cotangent and take its real part: matrices are symmetric, rows are missing."""
+    shape, (*leading, last), lengths, norm = _axes(fun, args, kwargs)
+    n = lengths[-1] if lengths is not None else shape[last]
 
-        def vjp(g: Array) -> tuple[Array]:
-            g = _resized(fft.fftn(g, axes=leading, norm=norm), shape, leading) if leading else g
-            return (_resized(anp.real(fft.fft(g, n=n, axis=last, norm=norm)), shape, [last]),)
+    def vjp(g: Array) -> tuple[Array]:
+        g = _resized(fft.fftn(g, axes=leading, norm=norm), shape, leading) if leading else g
+        return (_resized(anp.real(fft.fft(g, n=n, axis=last, norm=norm)), shape, [last]),)
 
-        return vjp
-
-    return real_vjp
+    return vjp
 
 
-def _inverse_vjp(fun: Primitive) -> VjpMaker:
-    def inverse_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-        """Transform the cotangent back; all frequencies but the first, and the last of an even number, count twice."""
-        shape, (*leading, last), _, norm = _axes(fun, args, kwargs)
-        n = ans.shape[last]
-        places = arrays_like(ans).arange(n // 2 + 1)
-        once = ((places == 0) | (places == (n // 2 if n % 2 == 0 else -1))).astype(ans.dtype)
-        weights = anp.reshape(2.0 - once, (-1,) + (1,) * (len(shape) - 1 - last))
+def _inverse_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Transform the cotangent back; all frequencies but the first, and the last of an even number, count twice."""
+    shape, (*leading, last), _, norm = _axes(fun, args, kwargs)
+    n = ans.shape[last]
+    places = arrays_like(ans).arange(n // 2 + 1)
+    once = ((places == 0) | (places == (n // 2 if n % 2 == 0 else -1))).astype(ans.dtype)
+    weights = anp.reshape(2.0 - once, (-1,) + (1,) * (len(shape) - 1 - last))
 
-        def vjp(g: Array) -> tuple[Array]:
-            part = anp.conj(fft.rfft(g, n=n, axis=last, norm=_REVERSED[norm])) * weights
-            part = fft.ifftn(part, axes=leading, norm=norm) if leading else part
-            return (fitted(_resized(part, shape, [*leading, last]), args[0]),)
+    def vjp(g: Array) -> tuple[Array]:
+        part = anp.conj(fft.rfft(g, n=n, axis=last, norm=_REVERSED[norm])) * weights
+        part = fft.ifftn(part, axes=leading, norm=norm) if leading else part
+        return (fitted(_resized(part, shape, [*leading, last]), args[0]),)
 
-        return vjp
-
-    return inverse_vjp
+    return vjp
 
 
 def _resized(part: Array, shape: Shape, axes: list[int]) -> Array:
@@ -88,18 +79,15 @@ def _resized(part: Array, shape: Shape, axes: list[int]) -> Array:
     return part
 
 
-def _linear(fun: Primitive) -> Any:
-    def linear_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-        """Transform the tangent."""
-        return fun(gs[0], *args[1:], **kwargs)
-
-    return linear_jvp
+def _linear_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
+    """Transform the tangent."""
+    return fun(gs[0], *args[1:], **kwargs)
 
 
 VJPS = {
-    **{fun: _complex_vjp(fun) for fun in (fft.fft2, fft.ifft2, fft.fftn, fft.ifftn)},
-    **{fun: _real_vjp(fun) for fun in (fft.rfft, fft.rfft2, fft.rfftn)},
-    **{fun: _inverse_vjp(fun) for fun in (fft.irfft, fft.irfft2, fft.irfftn)},
+    **{fun: partial(_complex_vjp, fun) for fun in (fft.fft2, fft.ifft2, fft.fftn, fft.ifftn)},
+    **{fun: partial(_real_vjp, fun) for fun in (fft.rfft, fft.rfft2, fft.rfftn)},
+    **{fun: partial(_inverse_vjp, fun) for fun in (fft.irfft, fft.irfft2, fft.irfftn)},
 }
 _TRANSFORMS = ("fft", "ifft", "fft2", "ifft2", "fftn", "ifftn", "rfft", "irfft", "rfft2", "irfft2", "rfftn", "irfftn")
-JVPS = {getattr(fft, name): _linear(getattr(fft, name)) for name in (*_TRANSFORMS, "fftshift", "ifftshift")}
+JVPS = {getattr(fft, name): partial(_linear_jvp, getattr(fft, name)) for name in (*_TRANSFORMS, "fftshift", "ifftshift")}
