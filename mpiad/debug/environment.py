@@ -230,18 +230,20 @@ def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
     mistakes = []
     # The most common one: a job of n ranks that are all rank 0, each of which computes everything.
     if found.size > 1 and size == 1:
-        mistakes.append(Mistake("error", (
+        text = (
             f"{found.name} started {found.size} processes, but each of them is a world of one rank: mpi4py loads "
             f"{library.vendor} {library.version}, which that launcher doesn't start. {_right_launcher(library, found)}"
-        )))  # fmt: skip
+        )
+        mistakes.append(Mistake("error", text))
     elif found.name and found.size != size:
-        told = f"{found.name} says that it started {found.size} processes, but the world has {size}."
-        mistakes.append(Mistake("warning", told))
+        text = f"{found.name} says that it started {found.size} processes, but the world has {size}."
+        mistakes.append(Mistake("warning", text))
     if library.threads == "single":
-        mistakes.append(Mistake("warning", (
+        text = (
             "MPI was initialised without thread support: minimize can't find ranks that wait for one that failed. "
             "Leave mpi4py.rc.threads at True, or call MPI.Init_thread(MPI.THREAD_MULTIPLE)."
-        )))  # fmt: skip
+        )
+        mistakes.append(Mistake("warning", text))
     return mistakes
 
 
@@ -263,10 +265,11 @@ def of_mpiexec(library: Library, cores: int, environment: Mapping[str, str] = os
     family, wanted = _family_of_mpiexec(program), family_of(library.vendor)
     if family and wanted and family != wanted:
         beside = mpiexec_beside(library.path) or f"the mpiexec of {library.vendor}"
-        return [Mistake("warning", (
+        text = (
             f"`mpiexec` is {program}, of {_OF_FAMILY[family]}, but mpi4py loads {library.vendor}: "
             f"the processes that it starts won't find each other. Use {beside}."
-        ))]  # fmt: skip
+        )
+        return [Mistake("warning", text)]
     if family == "openmpi":
         return _of_openmpi(cores, environment)
     return []
@@ -276,16 +279,18 @@ def _of_openmpi(cores: int, environment: Mapping[str, str]) -> list[Mistake]:
     mistakes = []
     allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     if hasattr(os, "getuid") and os.getuid() == 0 and not all(environment.get(name) == "1" for name in allowed):
-        mistakes.append(Mistake("warning", (
+        text = (
             "Open MPI's mpiexec refuses to start for root. Where that is meant, as in a container: "
             f"export {allowed[0]}=1 {allowed[1]}=1."
-        )))  # fmt: skip
+        )
+        mistakes.append(Mistake("warning", text))
     policy = environment.get("PRTE_MCA_rmaps_default_mapping_policy", "")
     if "oversubscribe" not in policy.lower() and environment.get("OMPI_MCA_rmaps_base_oversubscribe") != "1":
-        mistakes.append(Mistake("note", (
+        text = (
             f"Open MPI's mpiexec refuses to start more ranks than there are slots, {cores} here unless a host file says "
             "otherwise. Where more are meant: mpiexec --oversubscribe."
-        )))  # fmt: skip
+        )
+        mistakes.append(Mistake("note", text))
     return mistakes
 
 
@@ -316,35 +321,39 @@ def _mistakes_of_node(node: str, ranks: list[Place]) -> list[Mistake]:
     threads = sum(max(place.threads.values(), default=1) for place in ranks)
     counted = f"{usable:g} core{'s' * (usable != 1)}" + (" (a limit of the container)" if usable < cores else "")
     if len(ranks) > usable:
-        return [Mistake("warning", (
+        text = (
             f"{node}: {len(ranks)} ranks share {counted}. MPI waits by spinning, so that each message takes milliseconds. "
             f"Start at most {max(int(usable), 1)} there, or use more nodes."
-        ))]  # fmt: skip
+        )
+        return [Mistake("warning", text)]
     if threads > usable:
         share = max(int(usable) // len(ranks), 1)
-        return [Mistake("warning", (
+        text = (
             f"{node}: the thread pools of {len(ranks)} rank{'s' * (len(ranks) > 1)} have {threads} threads for {counted}. "
             f"Set OMP_NUM_THREADS={share} (or leave it unset: mpiad then limits them itself)."
-        ))]  # fmt: skip
+        )
+        return [Mistake("warning", text)]
     pinned = [place.cores for place in ranks if len(place.cores) < cores]
     if len(pinned) != len(set(pinned)):
-        return [Mistake("warning", (
+        text = (
             f"{node}: several ranks are bound to the same cores. Let the launcher spread them: "
             "mpiexec --bind-to core (both MPICH and Open MPI), srun --cpu-bind=cores."
-        ))]  # fmt: skip
+        )
+        return [Mistake("warning", text)]
     return []
 
 
 def of_versions(places: list[Place]) -> list[Mistake]:
     """Return which packages are of other versions on other ranks."""
     mistakes = []
-    for name in ("python", *places[0].versions):
+    for name in dict.fromkeys(("python", *places[0].versions)):
         found = {place.versions.get(name, "not installed") for place in places}
-        if len(found) > 1 and not any(name in mistake.text for mistake in mistakes):
-            mistakes.append(Mistake("error", (
+        if len(found) > 1:
+            text = (
                 f"{name} isn't the same on all ranks: {', '.join(sorted(found))}. Use one environment on all nodes "
                 f"(rank 0 runs {places[0].python or Path(sys.executable)})."
-            )))  # fmt: skip
+            )
+            mistakes.append(Mistake("error", text))
     return mistakes
 
 
