@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CommunicationMismatchError", "CommunicatorError", "ConvergenceError", "DeadlockError", "ForeignTraceError",
-    "IntegrationError", "MessageMismatchError", "NotFiniteError", "RemoteError", "ReplicationError", "RequestError",
-    "UnfinishedMessagesError", "WorkerError",
-]  # fmt: skip
+__all__ = ["CommunicationMismatchError", "CommunicatorError", "DeadlockError", "ForeignTraceError", "MessageMismatchError"]
+__all__ += ["RemoteError", "ReplicationError", "RequestError", "UnfinishedMessagesError", "WorkerError"]
+__all__ += ["ConvergenceError", "IntegrationError", "NotFiniteError"]
 
 
 class CommunicatorError(ValueError):
@@ -229,8 +227,6 @@ class WorkerError(RemoteError):
     2 True
     """
 
-    def __init__(
-        self, message: str, rank: int = -1, traceback: str = "", index: int | None = None, exit_code: int = 1,
-    ):  # fmt: skip
+    def __init__(self, message: str, rank: int = -1, traceback: str = "", index: int | None = None, exit_code: int = 1):
         super().__init__(message, rank, traceback, exit_code)
         self.index = index

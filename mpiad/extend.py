@@ -15,9 +15,8 @@ from mpiad._typing import Array, Function
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.primitives.custom_operator import Communicating, InPlace
 
-__all__ = [
-    "Communicating", "InPlace", "custom_operator", "defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_together",
-]  # fmt: skip
+__all__ = ["Communicating", "InPlace", "custom_operator"]
+__all__ += ["defadjoint", "defjvp", "defjvp_together", "defvjp", "defvjp_together"]
 
 
 def custom_operator(fun: Function) -> Communicating:

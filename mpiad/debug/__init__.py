@@ -5,6 +5,4 @@ from mpiad.debug.environment import Environment, environment
 from mpiad.debug.recording import recorded, traced
 from mpiad.debug.report import Report, Row, report
 
-__all__ = [
-    "Environment", "Report", "Row", "assert_replicated", "checked", "environment", "recorded", "report", "traced",
-]  # fmt: skip
+__all__ = ["Environment", "Report", "Row", "assert_replicated", "checked", "environment", "recorded", "report", "traced"]

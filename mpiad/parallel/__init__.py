@@ -7,7 +7,6 @@ from mpiad.parallel.in_place import allreduce_, bcast_, iallreduce_, reduce_
 from mpiad.parallel.synchronize import synchronize
 from mpiad.parallel.training_checkpoint import load_checkpoint, save_checkpoint
 
-__all__ = [
-    "SGD", "Adam", "AdamW", "DistributedDataContainer", "DistributedOptimizer", "allreduce_", "bcast_", "iallreduce_",
-    "load_checkpoint", "local_rank", "reduce_", "save_checkpoint", "synchronize", "total_workers", "value_and_grad",
-]  # fmt: skip
+__all__ = ["SGD", "Adam", "AdamW", "DistributedDataContainer", "DistributedOptimizer", "value_and_grad"]
+__all__ += ["allreduce_", "bcast_", "iallreduce_", "local_rank", "reduce_", "synchronize", "total_workers"]
+__all__ += ["load_checkpoint", "save_checkpoint"]

@@ -32,9 +32,8 @@ from mpiad.primitives.session import (
 from mpiad.primitives.sum import mpi_sum
 from mpiad.primitives.wait import mpi_wait, mpi_waitall
 
-__all__ = [
-    "mpi_allgather", "mpi_allreduce", "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exchange", "mpi_exscan",
-    "mpi_finalize", "mpi_finalized", "mpi_gather", "mpi_iallreduce", "mpi_init", "mpi_initialized", "mpi_irecv",
-    "mpi_isend", "mpi_local_rank", "mpi_print", "mpi_rank", "mpi_recv", "mpi_reduce", "mpi_reduce_scatter", "mpi_scan",
-    "mpi_scatter", "mpi_send", "mpi_sendrecv", "mpi_size", "mpi_sum", "mpi_wait", "mpi_waitall", "reset", "stop_gradient",
-]  # fmt: skip
+__all__ = ["mpi_allgather", "mpi_allreduce", "mpi_alltoall", "mpi_barrier", "mpi_bcast", "mpi_exscan", "mpi_gather"]
+__all__ += ["mpi_iallreduce", "mpi_reduce", "mpi_reduce_scatter", "mpi_scan", "mpi_scatter", "mpi_sum"]
+__all__ += ["mpi_exchange", "mpi_irecv", "mpi_isend", "mpi_recv", "mpi_send", "mpi_sendrecv", "mpi_wait", "mpi_waitall"]
+__all__ += ["mpi_finalize", "mpi_finalized", "mpi_init", "mpi_initialized", "mpi_local_rank", "mpi_print", "mpi_rank"]
+__all__ += ["mpi_size", "reset", "stop_gradient"]

@@ -8,7 +8,5 @@ from mpiad.vi.posterior import FullRankGaussian, MeanFieldGaussian
 from mpiad.vi.prior import Prior
 from mpiad.vi.result import VIResult
 
-__all__ = [
-    "VI", "AffineCoupling", "Flow", "FullRankGaussian", "LULinear", "MeanFieldGaussian", "Planar", "Prior",
-    "SplineAutoregressive", "SplineCoupling", "VIResult",
-]  # fmt: skip
+__all__ = ["VI", "FullRankGaussian", "MeanFieldGaussian", "Prior", "VIResult"]
+__all__ += ["AffineCoupling", "Flow", "LULinear", "Planar", "SplineAutoregressive", "SplineCoupling"]
