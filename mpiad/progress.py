@@ -42,8 +42,8 @@ def progress_bar(unit: str, total: int | None = None, done: int = 0) -> Any:
     """Return a bar of tqdm that counts from `done` to `total`; if that is None, without an end."""
     from tqdm.auto import tqdm  # takes as long to import as the rest of mpiad
 
+    stream, quiet = _StandardError(), sys.stderr is None
     # Under mpiexec standard error is a pipe, in which each update is text that stays: at most one per second.
     return tqdm(
-        desc=unit, total=total, initial=done, file=_StandardError(), disable=sys.stderr is None, miniters=1,
-        mininterval=1.0, dynamic_ncols=True,
-    )  # fmt: skip
+        desc=unit, total=total, initial=done, file=stream, disable=quiet, miniters=1, mininterval=1.0, dynamic_ncols=True
+    )

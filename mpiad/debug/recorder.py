@@ -218,11 +218,10 @@ class Recorder:
 def _event(thread: int, what: Call | str, began: float, ended: float, innermost: bool, given: Arguments) -> Event:
     if isinstance(what, str):
         return Event(thread, began, ended, what, what, "", "phase", False, True, "", "", given, ())
-    return Event(
-        thread, began, ended, what.described, what.called, what.name, what.direction, innermost, what.outer is None,
-        what.site.text, what.forward_site.text if what.forward_site else "", given,
-        _messages(what.name, given) if innermost else (),
-    )  # fmt: skip
+    names = what.described, what.called, what.name, what.direction
+    sites = what.site.text, what.forward_site.text if what.forward_site else ""
+    messages = _messages(what.name, given) if innermost else ()
+    return Event(thread, began, ended, *names, innermost, what.outer is None, *sites, given, messages)
 
 
 def _messages(operation: str, given: Arguments) -> tuple[Message, ...]:

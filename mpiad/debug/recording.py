@@ -306,11 +306,10 @@ def _described(event: Event) -> tuple[str, str, dict[str, Any]]:
     if event.direction == "phase":
         return event.name, "phase", {}
     given = event.arguments
-    args = {
-        "site": event.site, "forward site": event.forward_site, "communicator": given.communicator, "root": given.root,
-        "peer": given.peer, "tag": given.tag, "shape": None if given.shape is None else list(given.shape),
-        "dtype": None if given.dtype is None else str(given.dtype), "bytes": given.nbytes, "reduction": given.reduction,
-    }  # fmt: skip
+    args: dict[str, Any] = {"site": event.site, "forward site": event.forward_site}
+    args |= {name: getattr(given, name) for name in ("communicator", "root", "peer", "tag", "reduction")}
+    args["dtype"] = None if given.dtype is None else str(given.dtype)
+    args |= {"shape": given.shape and list(given.shape), "bytes": given.nbytes}
     # Inside the adjoint of one operation is another operation.
     name = event.called if event.outermost else event.operation
     return name, event.direction, {key: value for key, value in args.items() if value not in (None, "")}

@@ -394,11 +394,9 @@ def _row(key: tuple[str, str], columns: np.ndarray) -> Row:
 def _totals(found: Report) -> Totals:
     communicating, waiting = (sum(each) for each in zip(*[(row.seconds, row.waited) for row in found.rows]))
     busiest = max(found.rows, key=lambda row: (row.seconds - row.waited).sum())
-    where = [f"{row.operation} at {row.site}" for row in (busiest, found.rows[0])]
-    return Totals(
-        found.elapsed, np.asarray(communicating), np.asarray(waiting), where[0], where[1], int(busiest.calls.sum()),
-        int(busiest.nbytes.sum()), found.dropped,
-    )  # fmt: skip
+    times = found.elapsed, np.asarray(communicating), np.asarray(waiting)
+    busiest_line, waited_in = (f"{row.operation} at {row.site}" for row in (busiest, found.rows[0]))
+    return Totals(*times, busiest_line, waited_in, int(busiest.calls.sum()), int(busiest.nbytes.sum()), found.dropped)
 
 
 def _text(found: Report) -> str:
@@ -407,20 +405,17 @@ def _text(found: Report) -> str:
     computing = totals.elapsed - totals.communicating
     uneven = f"max/mean: computing {over_mean(computing):.2f}, waiting {over_mean(totals.waiting):.2f}"
     said = [fill(line, 120, initial_indent="- ", subsequent_indent="  ") for line in found.advice]
-    return "\n".join([
-        head, "", *_table(_communication(found.rows), 2), "", *_table(_ranks(found, totals), 0), uneven, "",
-        *_table(_computation(found), 3), "", *said,
-    ])  # fmt: skip
+    parts = [_table(_communication(found.rows), 2), [*_table(_ranks(found, totals), 0), uneven]]
+    parts += [_table(_computation(found), 3), said]
+    return "\n\n".join([head, *map("\n".join, parts)])
 
 
 def _communication(rows: list[Row]) -> list[tuple[str, ...]]:
     lines = [("operation", "line", "calls", "messages", "bytes", "time", "wait", "longest wait", "max/mean")]
     for row in rows:
-        lines.append((
-            row.operation, row.site, str(row.calls.sum()), _or_dash(row.messages.sum()), _bytes(row.nbytes.sum()),
-            _time(row.seconds.mean()), _time(row.waited.mean()), _longest(row.waited),
-            f"{row.imbalance:.2f}" if row.imbalance else "-",
-        ))  # fmt: skip
+        counts = str(row.calls.sum()), _or_dash(row.messages.sum()), _bytes(row.nbytes.sum())
+        times = _time(row.seconds.mean()), _time(row.waited.mean()), _longest(row.waited)
+        lines.append((row.operation, row.site, *counts, *times, f"{row.imbalance:.2f}" if row.imbalance else "-"))
     return lines
 
 
@@ -429,10 +424,8 @@ def _ranks(found: Report, totals: Totals) -> list[tuple[str, ...]]:
     lines = [("rank", "calls", "messages", "bytes", "communicating", "of it waiting", "computing")]
     for rank, (elapsed, seconds, waited) in enumerate(zip(found.elapsed, totals.communicating, totals.waiting)):
         calls, messages, nbytes = counts[:, rank]
-        lines.append((
-            str(rank), str(calls), _or_dash(messages), _bytes(nbytes), _time(seconds), _time(waited),
-            _time(elapsed - seconds),
-        ))  # fmt: skip
+        times = _time(seconds), _time(waited), _time(elapsed - seconds)
+        lines.append((str(rank), str(calls), _or_dash(messages), _bytes(nbytes), *times))
     return lines
 
 

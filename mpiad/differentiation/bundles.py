@@ -40,10 +40,11 @@ class BundleNode(TangentNode):
             # The most common case; an ODE's right-hand side f is traced at each stage of each step.
             pairs = zip(parents[0].g, parents[1].g)
             self.g = [
-                _along(list(zip(parent_argnums, gs)), rule, value, args, kwargs)
-                if gs[0] is None or gs[1] is None else rule(parent_argnums, gs, value, args, kwargs)
+                rule(parent_argnums, gs, value, args, kwargs)
+                if gs[0] is not None and gs[1] is not None
+                else _along(list(zip(parent_argnums, gs)), rule, value, args, kwargs)
                 for gs in pairs
-            ]  # fmt: skip
+            ]
             return
         # An input that has outlived its own trace is a constant.
         kept = [(k, parent.g) for k, parent in zip(parent_argnums, parents) if parent.tape is tape]

@@ -144,17 +144,18 @@ def laplace_approximation(
     directions = prior.domain.normal(seed, (k + oversample,))
     pairs, least = ritz_pairs(product, m, k, prior.apply, prior.solve, oversample, directions, batch, prior.domain.comm)
     if least < -max(_ZERO, _ROUNDING * pairs.values[0]):
-        warnings.warn(
+        text = (
             f"laplace_approximation: product has Ritz values from {least:.3g} to {pairs.values[0]:.3g} in the prior's "
             "inner product. Negative ones are taken as zero, as if the data said nothing there. If all are negative, "
             "product has the wrong sign: it must be with the Hessian of the negative log-likelihood. Otherwise this is "
-            "indefinite at m: take Gauss-Newton's product, JᵀJ.", RuntimeWarning, stacklevel=2,
-        )  # fmt: skip
+            "indefinite at m: take Gauss-Newton's product, JᵀJ."
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
     if len(pairs.values) == k and pairs.values[-1] > 1.0:
-        warnings.warn(
-            f"laplace_approximation: the last of {len(pairs.values)} eigenvalues is {pairs.values[-1]:.3g}, where those "
-            "below 1 are the prior's more than the data's. The variance is too large: raise k.",
-            RuntimeWarning, stacklevel=2,
-        )  # fmt: skip
+        text = (
+            f"laplace_approximation: the last of {len(pairs.values)} eigenvalues is {pairs.values[-1]:.3g}; those below 1 "
+            "are determined by the prior more than by the data. The variance is too large: raise k."
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
     # Negative values are those of an indefinite Hessian, with a warning, or errors of the products.
     return Posterior(m, prior, np.maximum(pairs.values, 0.0), pairs.vectors)

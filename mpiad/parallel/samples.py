@@ -60,10 +60,8 @@ def require_equal_replicas(used: Channel, call: str, held: dict[str, Tree]) -> N
     # A container may be of another communicator, and ranks may read their samples otherwise.
     if not on_any_rank(used.data, latest.size != used.size):
         held = {**held, "data": latest.order}
-    leaves = [
-        (path, leaf) for name, part in held.items() for path, leaf in named_leaves(part, name)
-        if is_variable(leaf) or name not in ("params", "state")
-    ]  # fmt: skip
+    named = [(name, path, leaf) for name, part in held.items() for path, leaf in named_leaves(part, name)]
+    leaves = [(path, leaf) for name, path, leaf in named if is_variable(leaf) or name not in ("params", "state")]
     advice = "Call parallel.synchronize before the first step, and give the same seed, rate and epoch on all ranks."
     require_replicated(used, leaves, f"{call}: all ranks must train the same parameters in the same way", advice)
 

@@ -93,13 +93,11 @@ def _read(x: Array, params: object) -> Arguments:
     channel = getattr(params, "channel", None) or getattr(address, "channel", None)
     if channel is None and isinstance(params, Channel):
         channel = params  # a barrier has nothing else
-    op = getattr(params, "op", None)
-    shape, dtype, nbytes = _extent(x, params)
-    return Arguments(
-        getattr(channel, "label", None), getattr(params, "root", None), getattr(address, "peer", None),
-        getattr(address, "tag", None), shape, dtype, nbytes,
-        None if op is None else name_of(op) or "user-defined", getattr(channel, "members", ()), envelopes,
-    )  # fmt: skip
+    label, members = getattr(channel, "label", None), getattr(channel, "members", ())
+    peer, tag = getattr(address, "peer", None), getattr(address, "tag", None)
+    root, op = getattr(params, "root", None), getattr(params, "op", None)
+    reduction = None if op is None else name_of(op) or "user-defined"
+    return Arguments(label, root, peer, tag, *_extent(x, params), reduction, members, envelopes)
 
 
 _ADDRESSES = ("there", "back", "envelope")

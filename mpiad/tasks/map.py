@@ -240,9 +240,8 @@ class Scheduler:
     """
 
     def __init__(
-        self, group: WorkerGroup, items: Iterator[Any], fun: Callable[[Any], Any], batch: int, goes_on: bool,
-        progress: Any,
-    ):  # fmt: skip
+        self, group: WorkerGroup, items: Iterator[Any], fun: Callable[[Any], Any], batch: int, goes_on: bool, progress: Any
+    ):
         self._group, self._line, self._fun = group, group.line, fun
         self._items, self._batch, self._goes_on, self._progress = items, batch, goes_on, progress
         self._rank = group.names[group.comm.rank]
@@ -486,15 +485,15 @@ def _agreed_items(group: WorkerGroup, used: Channel, fun: object, items: Any, se
     # On the group's own communicator: the user's doesn't work after a process has died.
     found = group.comm.allgather((settings, None if wrong is None else (type(wrong), str(wrong))))
     for name, (other, said) in zip(group.names, found):
-        problem = said or (other != found[0][0] and (
-            ValueError,
-            "mpi_map: all ranks must give the same root, everywhere, return_exceptions and batch, but rank "
-            f"{group.names[0]} gave {found[0][0]} and rank {name} gave {other}.",
-        ))  # fmt: skip
-        if problem:
+        if said is not None or other != found[0][0]:
             group.close()
-            kind, text = problem
-            raise wrong or kind(f"{text} (raised on rank {name})" if said else text)
+            if said is not None:
+                kind, text = said
+                raise wrong or kind(f"{text} (raised on rank {name})")
+            raise wrong or ValueError(
+                "mpi_map: all ranks must give the same root, everywhere, return_exceptions and batch, but rank "
+                f"{group.names[0]} gave {found[0][0]} and rank {name} gave {other}."
+            )
     return given
 
 

@@ -200,7 +200,7 @@ def sum_over(
     given = _agreed_items(used, items, fun, made, (schedule, objective))
     weight = weight_of(objective, group, 0)
     if schedule == "static" or not threads_may_communicate():
-        values, error = _run(fun, given, range(made.index, len(given), made.count), made, weight)
+        values, error = _run(fun, given, range(made.index, len(given), made.count), made, weight, None)
     else:
         with SharedCounter(used.user) as counter:
             values, error = _run(fun, given, _taken(counter, group, len(given)), made, weight, counter)
@@ -237,9 +237,8 @@ def _taken(counter: SharedCounter, group: Channel, many: int) -> Iterator[int]:
 
 
 def _run(
-    fun: Callable, items: list, numbers: Iterable[int], made: RankGroups, weight: float,
-    counter: SharedCounter | None = None,
-) -> tuple[dict[int, Any], Exception | None]:  # fmt: skip
+    fun: Callable, items: list, numbers: Iterable[int], made: RankGroups, weight: float, counter: SharedCounter | None
+) -> tuple[dict[int, Any], Exception | None]:
     """Return the values of the items that this rank's group computed, and the exception that all ranks raise."""
     used, group = channel(made.whole, _CALL), channel(made.comm, _CALL)
     # A separate duplicate: a rank that fails starts an agreement while others wait in communication of `fun`.

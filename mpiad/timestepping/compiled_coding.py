@@ -45,10 +45,9 @@ def write_differences(
 ) -> int:
     """Write the differences of the rows that have as many predecessors as there are weights; return the largest."""
     largest, flat, order = np.zeros(1, np.int64), field.reshape(-1), np.count_nonzero(weights)
-    _functions()[1](
-        flat, flat if before is None else before.reshape(-1), int(before is not None), 1.0 / step, weights, order,
-        field.size // len(field), np.zeros(_RING), out.reshape(-1), largest,
-    )  # fmt: skip
+    relative = (flat, 0) if before is None else (before.reshape(-1), 1)
+    width, ring = field.size // len(field), np.zeros(_RING)
+    _functions()[1](flat, *relative, 1.0 / step, weights, order, width, ring, out.reshape(-1), largest)
     return int(largest[0])
 
 
@@ -56,11 +55,9 @@ def write_sums(
     differences: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, head: np.ndarray, out: np.ndarray
 ) -> None:
     """Write a field from its differences; `head` contains its first rows, in multiples of the step."""
-    flat = out.reshape(-1)
-    _functions()[2](
-        differences.reshape(-1), flat if before is None else before.reshape(-1), int(before is not None), step, weights,
-        len(head), out.size // len(out), head.reshape(-1), np.zeros(_RING), flat,
-    )  # fmt: skip
+    flat, width, ring = out.reshape(-1), out.size // len(out), np.zeros(_RING)
+    relative = (flat, 0) if before is None else (before.reshape(-1), 1)
+    _functions()[2](differences.reshape(-1), *relative, step, weights, len(head), width, head.reshape(-1), ring, flat)
 
 
 @functools.cache

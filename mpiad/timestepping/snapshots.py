@@ -294,9 +294,7 @@ class Snapshots:
                     np.save(file, to_host(array), allow_pickle=False)
         except OSError as error:
             place = self._folder.name if self._folder is not None else self._where.directory
-            raise OSError(
-                error.errno, f"timestepping.scan: the state before step {number} can't be written in {place}: "
-                f"{error.strerror}. CheckpointSchedule(directory=...) says where else.",
-            ) from error  # fmt: skip
+            text = f"timestepping.scan: the state before step {number} can't be written in {place}: {error.strerror}. "
+            raise OSError(error.errno, f"{text}Name another folder by CheckpointSchedule(directory=...).") from error
         homes = [each.home or arrays_of(each.arrays[0]) for each in leaves]
         return name, [each._replace(arrays=[None] * len(each.arrays), home=home) for each, home in zip(leaves, homes)]

@@ -143,10 +143,8 @@ class Training:
             )
         # Some draws may fail, and the mean is that of the others; without any there is no mean.
         if not found.kept.any():
-            raise WorkerError(
-                f"VI: the model failed for all {len(theta)} draws of epoch {epoch}: it raised for {found.raised}, and "
-                f"returned NaN or infinity for {found.not_finite}.", 0, "",
-            )  # fmt: skip
+            counts = f"it raised for {found.raised}, and returned NaN or infinity for {found.not_finite}"
+            raise WorkerError(f"VI: the model failed for all {len(theta)} draws of epoch {epoch}: {counts}.", 0, "")
         terms, gradient = self._objective.value_and_gradient(self._params, noise, found)
         value = terms.loss + (self._objective.w * terms.divergence if self._objective.w else 0.0)  # it may be infinite
         self._note(value, terms.loss, terms.divergence, found.raised + found.not_finite)
@@ -472,16 +470,13 @@ class VI:
             if not isinstance(average, bool):
                 raise TypeError(f"VI.run: average must be True or False, but got {average!r}.")
         # These arguments determine the number of collective calls, and the draws that each rank makes by itself.
-        require_same(
-            used, f"n_samples_per_epoch={self.n_samples_per_epoch}, n_epochs={n_epochs}, gradient={self.gradient!r}, "
-            f"divergence={self.divergence!r}, schedule={self.schedule!r}, w={self.w}, seed={self.seed}, root={self.root}, "
-            f"dim={self.posterior.dim}, n_samples={n_samples}, average={average}, devices={self.devices!r}", "VI.run",
-        )  # fmt: skip
-        if used.rank == self.root and self.n_samples_per_epoch < used.size:
-            _log.warning(
-                "VI: %d draws per epoch leave %d of %d ranks without one.",
-                self.n_samples_per_epoch, used.size - self.n_samples_per_epoch, used.size,
-            )  # fmt: skip
+        names = ("n_samples_per_epoch", "gradient", "divergence", "schedule", "w", "seed", "root", "devices")
+        given = {name: getattr(self, name) for name in names} | {"dim": self.posterior.dim}
+        given |= {"n_epochs": n_epochs, "n_samples": n_samples, "average": average}
+        require_same(used, ", ".join(f"{name}={value}" for name, value in given.items()), "VI.run")
+        count, idle = self.n_samples_per_epoch, used.size - self.n_samples_per_epoch
+        if used.rank == self.root and idle > 0:
+            _log.warning("VI: %d draws per epoch leave %d of %d ranks without one.", count, idle, used.size)
 
     def elbo(self, params: Tree, data: Tree = None, n_samples: int = 1000) -> tuple[float, float]:
         """Estimate the evidence's lower bound, E_q[-loss + log prior - log q], and the standard error of the estimate.
@@ -533,18 +528,18 @@ class VI:
 def _check_objects(loss: object, posterior: object, optimizer: object) -> None:
     if not callable(loss):
         raise TypeError(f"VI: loss must be a function, but got {type(loss).__name__} {loss!r:.60}.")
-    for value, kind, names in (
-        (posterior, "posterior", ("initial", "draw", "log_prob")), (optimizer, "optimizer", ("setup", "update"))
-    ):  # fmt: skip
+    wanted = [(posterior, "posterior", ("initial", "draw", "log_prob")), (optimizer, "optimizer", ("setup", "update"))]
+    for value, kind, names in wanted:
         if not all(callable(getattr(value, name, None)) for name in names):
             raise TypeError(f"VI: the {kind} must have {', '.join(names)}, but got {type(value).__name__} {value!r:.60}.")
 
 
 def _check_choices(**given: Any) -> None:
     choices = {
-        "gradient": ("pathwise", "score"), "divergence": ("auto", "closed", "draws", "path"),
+        "gradient": ("pathwise", "score"),
+        "divergence": ("auto", "closed", "draws", "path"),
         "schedule": ("even", "dynamic"),
-    }  # fmt: skip
+    }
     for name, value in given.items():
         if value not in choices[name]:
             raise ValueError(f"VI: {name} must be one of {', '.join(map(repr, choices[name]))}, but got {value!r}.")

@@ -185,14 +185,8 @@ def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) 
     reached = plain[..., None] >= starts[..., 1:]
     first, none = numpy.ones_like(plain[..., None], dtype=bool), numpy.zeros_like(plain[..., None], dtype=bool)
     chosen = numpy.concatenate([first, reached], axis=-1) & ~numpy.concatenate([reached, none], axis=-1)
-
-    def at(values: Array) -> Array:
-        return np.sum(values * chosen, axis=-1)
-
-    return _Bin(
-        at(lefts), at(widths), at(bottoms), at(heights), at(slopes[..., :-1]), at(slopes[..., 1:]),
-        (plain > -bound) & (plain < bound),
-    )  # fmt: skip
+    found = [lefts, widths, bottoms, heights, slopes[..., :-1], slopes[..., 1:]]
+    return _Bin._make([*[np.sum(values * chosen, axis=-1) for values in found], (plain > -bound) & (plain < bound)])
 
 
 def _parts(numbers: Array, bound: float) -> Array:
