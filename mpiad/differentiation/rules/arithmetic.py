@@ -23,33 +23,22 @@ from mpiad.differentiation.rules.protocol import (
 )
 
 
-def add_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pass the cotangent of a sum to its terms."""
+def _sum_vjp(fun: Primitive, negated: bool, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
+    """Pass the cotangent of a sum or a difference to its terms, `negated` to the second."""
     # With `where` or `out` it isn't a plain sum, and autograd's rule applies. The same holds for all rules below.
     if kwargs or len(args) != 2:
-        return inherited_vjp(anp.add, argnums, ans, args, kwargs)
+        return inherited_vjp(fun, argnums, ans, args, kwargs)
     if len(argnums) == 2:
         fit_x, fit_y = fitting(args[0], ans), fitting(args[1], ans)
         if fit_x is None and fit_y is None:
-            return two_unchanged
+            return _one_unchanged_one_negated if negated else two_unchanged
+        if negated:
+            return lambda g: (_fitted(fit_x, g), -_fitted(fit_y, g))
         return lambda g: (_fitted(fit_x, g), _fitted(fit_y, g))
     fit = fitting(args[argnums[0]], ans)
+    if negated and argnums[0] == 1:
+        return one_negated if fit is None else lambda g: (-fit(g),)
     return one_unchanged if fit is None else lambda g: (fit(g),)
-
-
-def subtract_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pass the cotangent of a difference to its terms, negated to the second."""
-    if kwargs or len(args) != 2:
-        return inherited_vjp(anp.subtract, argnums, ans, args, kwargs)
-    if len(argnums) == 2:
-        fit_x, fit_y = fitting(args[0], ans), fitting(args[1], ans)
-        if fit_x is None and fit_y is None:
-            return _one_unchanged_one_negated
-        return lambda g: (_fitted(fit_x, g), -_fitted(fit_y, g))
-    fit = fitting(args[argnums[0]], ans)
-    if argnums[0] == 0:
-        return one_unchanged if fit is None else lambda g: (fit(g),)
-    return one_negated if fit is None else lambda g: (-fit(g),)
 
 
 def multiply_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -135,8 +124,8 @@ def _jvp(fun: Primitive, tangent: Tangent, argnums: Argnums, gs: list, ans: Arra
 
 
 VJPS = {
-    anp.add: add_vjp,
-    anp.subtract: subtract_vjp,
+    anp.add: partial(_sum_vjp, anp.add, False),
+    anp.subtract: partial(_sum_vjp, anp.subtract, True),
     anp.multiply: multiply_vjp,
     anp.divide: divide_vjp,
     anp.true_divide: divide_vjp,
