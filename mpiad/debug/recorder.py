@@ -5,45 +5,35 @@ from __future__ import annotations
 import threading
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mpiad.differentiation import backward
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.transport import calls
 from mpiad.transport.calls import Arguments, Call
 
-# Phases, forward under a tape and backward: reported to observers while calls are recorded.
+# Phases, forward under a tape and backward: reported to active recorders.
 #
-# The functions that begin and end them are replaced, as those of operations are (see `transport.calls`): without observers
+# The functions that begin and end them are replaced, as those of operations are (see `transport.calls`): without recorders
 # they cost nothing.
 
 
-class PhaseObserver(Protocol):
-    """An observer of phases; `key` identifies the beginning and the end of one phase."""
-
-    def phase_began(self, key: object, name: str) -> None:
-        """Record the start of a phase, "forward" or "backward"."""
-
-    def phase_ended(self, key: object) -> None:
-        """Record its end, with or without an exception; its start may have been before the recording."""
-
-
-observers: list[PhaseObserver] = []
+_active: list[Recorder] = []
 # Saved at import, before they can have been replaced.
 _bare_sweep, _bare_enter, _bare_exit = backward.sweep, OrderedTape.__enter__, OrderedTape.__exit__
 
 
 def _noted_sweep(*args: Any) -> None:
     key = object()
-    _tell_began(key, "backward")
+    _begin_phase(key, "backward")
     try:
         _bare_sweep(*args)
     finally:
-        _tell_ended(key)
+        _end_phase(key)
 
 
 def _noted_enter(self: OrderedTape) -> Any:
-    _tell_began(self, "forward")
+    _begin_phase(self, "forward")
     return _bare_enter(self)
 
 
@@ -53,17 +43,17 @@ def _noted_exit(
     try:
         _bare_exit(self, kind, error, trace)
     finally:
-        _tell_ended(self)
+        _end_phase(self)
 
 
-def _tell_began(key: object, name: str) -> None:
-    for observer in tuple(observers):
-        observer.phase_began(key, name)
+def _begin_phase(key: object, name: str) -> None:
+    for recorder in tuple(_active):
+        recorder.phase_began(key, name)
 
 
-def _tell_ended(key: object) -> None:
-    for observer in tuple(observers):
-        observer.phase_ended(key)
+def _end_phase(key: object) -> None:
+    for recorder in tuple(_active):
+        recorder.phase_ended(key)
 
 
 def _switch(on: bool) -> None:
@@ -143,14 +133,14 @@ class Recorder:
         self._number()
         self.since = perf_counter()
         calls.observers.append(self)
-        observers.append(self)
+        _active.append(self)
         calls.note(self)
 
     def stop(self) -> None:
         """End it."""
         calls.forget(self)
         calls.observers.remove(self)
-        observers.remove(self)
+        _active.remove(self)
         self.until = perf_counter()
 
     @property
@@ -179,11 +169,11 @@ class Recorder:
             self._note((self._number(), call, call.began, call.ended, not entry[2], call.arguments))
 
     def phase_began(self, key: object, name: str) -> None:
-        """Open a phase."""
+        """Open a phase, "forward" or "backward"; `key` identifies it."""
         self._stacks.open.append([key, perf_counter(), False, name])
 
     def phase_ended(self, key: object) -> None:
-        """Close a phase."""
+        """Close a phase, with or without an exception; its start may have been before the recording."""
         entry = self._closed(key)
         if entry is not None:
             self._note((self._number(), entry[3], entry[1], perf_counter(), False, _NOTHING))
