@@ -24,6 +24,8 @@ Index: TypeAlias = Any
 """What stands between the brackets of an array: an integer, a slice, None, Ellipsis, an array, or a tuple of these."""
 Rank: TypeAlias = int
 Shape: TypeAlias = tuple[int, ...]
+Argnum: TypeAlias = int | tuple[int, ...]
+"""The position of the argument to differentiate with respect to, or several of them."""
 Axis: TypeAlias = int | tuple[int, ...] | None
 Function: TypeAlias = Callable[..., Any]
 

@@ -26,7 +26,7 @@ def require_equal_copies(variables: Variables, channel: Channel, call: str) -> N
 
     The ReplicationError names the ranks and the first entry that differs.
     """
-    if compares_copies():
+    if watch_settings.debug():
         said = f"{call}: shared=True says that all ranks hold the same variable x"
         # With their paths, so that the error names the parameter that differs.
         leaves = [(path, to_host(leaf)) for path, leaf in named_leaves(variables.build(variables.leaves), "x")]
@@ -35,7 +35,7 @@ def require_equal_copies(variables: Variables, channel: Channel, call: str) -> N
 
 def require_equal_objective(value: Array, channel: Channel, call: str) -> None:
     """Raise on all ranks if J differs, under ``MPIAD_DEBUG=1``: decisions that depend on J would differ, too."""
-    if compares_copies() and not settled(_same_number, getval(value), channel):
+    if watch_settings.debug() and not settled(_same_number, getval(value), channel):
         advice = "This MPI's reductions give other bits on other ranks. Let one rank decide, and broadcast its decision."
         require_replicated(channel, named_leaves(value, "J"), f"{call}: J must be the same on all ranks", advice)
 
@@ -47,8 +47,3 @@ def _same_number(value: np.float64, channel: Channel) -> bool:
     least = np.empty_like(mine)
     channel.data.Allreduce(mine, least, MIN)
     return bool(least[0] == ~least[1])  # the least complement is that of the greatest
-
-
-def compares_copies() -> bool:
-    """Return whether copies are compared."""
-    return watch_settings.debug()

@@ -8,7 +8,7 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 
-from mpiad._typing import Array, Comm, Function, Rank
+from mpiad._typing import Argnum, Array, Comm, Function, Rank
 from mpiad.device.assembly import concatenate, stack
 from mpiad.differentiation.backward import run_backward, run_backward_together
 from mpiad.differentiation.copies import require_equal_copies, require_equal_objective
@@ -23,13 +23,7 @@ from mpiad.transport.recovery import recoverable
 
 
 def value_and_grad(
-    fun: Function,
-    argnum: int | tuple[int, ...] = 0,
-    *,
-    objective: str = "root",
-    shared: bool = False,
-    root: Rank = 0,
-    comm: Comm = None,
+    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: bool = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., tuple[Any, Any]]:
     """Make the function that evaluates the objective J and its gradient with respect to each rank's own argument.
 
@@ -79,13 +73,7 @@ def value_and_grad(
 
 
 def grad(
-    fun: Function,
-    argnum: int | tuple[int, ...] = 0,
-    *,
-    objective: str = "root",
-    shared: bool = False,
-    root: Rank = 0,
-    comm: Comm = None,
+    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: bool = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., Any]:
     """Make the function that evaluates the gradient of the objective with respect to each rank's own argument.
 
@@ -129,7 +117,7 @@ def grad(
 
 
 def _evaluator(
-    fun: Function, argnum: int | tuple[int, ...], objective: str, shared: bool, root: Rank, comm: Comm, call: str
+    fun: Function, argnum: Argnum, objective: str, shared: bool, root: Rank, comm: Comm, call: str
 ) -> Callable[..., tuple[Any, Any]]:
     check_objective(objective, call)
 

@@ -9,7 +9,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import Box
 
-from mpiad._typing import Array, Comm, Function, Rank
+from mpiad._typing import Argnum, Array, Comm, Function, Rank
 from mpiad.device.assembly import stack
 from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.gradient import cotangents_of_variables, shared_sum
@@ -25,13 +25,7 @@ from mpiad.transport.recovery import recoverable
 
 
 def jacobian(
-    fun: Function,
-    argnum: int | tuple[int, ...] = 0,
-    *,
-    objective: str = "root",
-    shared: bool = False,
-    root: Rank = 0,
-    comm: Comm = None,
+    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: bool = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., Any]:
     """Make the function that evaluates the Jacobian of an array-valued objective with respect to each rank's argument.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mpiad._typing import Comm, Function, Rank, Tree
+from mpiad._typing import Argnum, Comm, Function, Rank, Tree
 from mpiad.differentiation.copies import require_equal_copies
 from mpiad.differentiation.gradient import shared_sum, value_and_grad
 from mpiad.differentiation.objective import described
@@ -112,7 +112,7 @@ def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Any]]:
     return found
 
 
-def linearize(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., Linearization]:
+def linearize(fun: Function, argnum: Argnum = 0) -> Callable[..., Linearization]:
     """Make the function that evaluates `fun` and keeps its derivative there, for many products.
 
     Parameters
@@ -182,13 +182,7 @@ class SecondOrder(NamedTuple):
 
 
 def make_hvp(
-    fun: Function,
-    argnum: int | tuple[int, ...] = 0,
-    *,
-    objective: str = "root",
-    shared: bool = False,
-    root: Rank = 0,
-    comm: Comm = None,
+    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: bool = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., SecondOrder]:
     """Make the function that evaluates the objective, its gradient, and keeps its Hessian there for many products.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpiad._typing import Array, Comm, Function, Rank, Tree
+from mpiad._typing import Argnum, Array, Comm, Function, Rank, Tree
 from mpiad.differentiation.gradient import cotangents_of_variables, grad, several_cotangents_of_variables
 from mpiad.differentiation.trace import Traced, Variables, arguments_with, trace_backwards, trace_forwards, variables_of
 from mpiad.primitives.cotangents import conform, spec_like
@@ -13,7 +13,7 @@ from mpiad.pytrees import flatten, is_variable
 from mpiad.transport.recovery import recoverable
 
 
-def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., tuple[Callable, Any]]:
+def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Callable, Any]]:
     """Make the function that evaluates `fun` and returns its transposed Jacobian product.
 
     Parameters
@@ -53,7 +53,7 @@ def make_vjp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., 
     return make_recorded_vjp(fun, argnum, "kept")
 
 
-def make_recorded_vjp(fun: Function, argnum: int | tuple[int, ...], passes: str) -> Callable[..., tuple[Callable, Any]]:
+def make_recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., tuple[Callable, Any]]:
     """Implement `make_vjp`; `passes` states how the record is run backwards, as in `Tape`."""
 
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Callable, Any]:
@@ -105,7 +105,7 @@ def shaped(g: Array, value: Array, call: str) -> Array:
     return conform(g, *spec)
 
 
-def make_jvp(fun: Function, argnum: int | tuple[int, ...] = 0) -> Callable[..., Callable]:
+def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
     """Make the function that evaluates `fun` and its Jacobian product.
 
     Parameters
@@ -194,13 +194,7 @@ def jvp(fun: Function, x: Tree, v: Tree) -> tuple[Any, Any]:
 
 
 def hvp(
-    fun: Function,
-    argnum: int | tuple[int, ...] = 0,
-    *,
-    objective: str = "root",
-    shared: bool = False,
-    root: Rank = 0,
-    comm: Comm = None,
+    fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: bool = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., Any]:
     """Make the function that evaluates the product of the Hessian of the objective with a direction.
 

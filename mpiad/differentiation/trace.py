@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from autograd.tracer import Box, getval, new_box
 
-from mpiad._typing import Array, Shape, Tree
+from mpiad._typing import Argnum, Array, Shape, Tree
 from mpiad.differentiation.nodes import OrderedNode, TangentNode
 from mpiad.differentiation.objective import Problem
 from mpiad.differentiation.tape import OrderedTape, Recording, TangentTape
@@ -55,7 +55,7 @@ class Traced(NamedTuple):
     problem: Problem | None
 
 
-def variables_of(args: tuple, argnum: int | tuple[int, ...], call: str) -> Variables:
+def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
     """Return the variables among the arguments.
 
     Raise a TypeError if there is no such argument, or if it holds no variable or an object that isn't an array, number,
@@ -100,7 +100,7 @@ def _described(leaf: Array) -> str:
     return f"{type(leaf).__name__} of dtype {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
-def arguments_with(args: tuple, argnum: int | tuple[int, ...], chosen: Tree) -> list[Any]:
+def arguments_with(args: tuple, argnum: Argnum, chosen: Tree) -> list[Any]:
     """Return the arguments with the chosen ones replaced."""
     new = list(args)
     if isinstance(argnum, (int, np.integer)):

@@ -13,7 +13,6 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Comm, Function, Tree
 from mpiad.device import to_host
 from mpiad.differentiation.backward import run_backward
-from mpiad.differentiation.copies import compares_copies
 from mpiad.differentiation.objective import Problem, problem_with
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.parallel.adam import SGD, Adam
@@ -24,6 +23,7 @@ from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, Spec, channel
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.guarded import watch_settings
 from mpiad.transport.recovery import recoverable
 from mpiad.transport.threads import vdot
 from mpiad.transport.tracing import restoring_state
@@ -372,7 +372,7 @@ class DistributedOptimizer:
             return *self._updated(state, params, variables, sums, total.all), mean
 
     def _compare(self, used: Channel, state: dict[str, Any], params: Tree, call: str) -> None:
-        if compares_copies():
+        if watch_settings.debug():
             settings = {"reduction": self.reduction, "clip_norm": self.clip_norm, "steps": state.get("steps")}
             if isinstance(self.optimizer, (Adam, SGD)):
                 updates = settings["updates"] = state["optimizer"]["updates"]

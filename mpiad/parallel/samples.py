@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Tree
-from mpiad.differentiation.copies import compares_copies
 from mpiad.differentiation.objective import Problem, raise_everywhere
 from mpiad.parallel.buckets import Plan
 from mpiad.parallel.parameters import described
@@ -18,6 +17,7 @@ from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed
 from mpiad.transport.channels import on_any_rank
 from mpiad.transport.collectives import allreduce
+from mpiad.transport.guarded import watch_settings
 from mpiad.transport.replication import require_replicated
 
 
@@ -55,7 +55,7 @@ def require_equal_replicas(used: Channel, call: str, held: dict[str, Tree]) -> N
 
     All ranks call it. Leaves that aren't trained may differ in `params` and in the `state`.
     """
-    if not compares_copies():
+    if not watch_settings.debug():
         return
     # A container may be of another communicator, and ranks may read their samples otherwise.
     if not on_any_rank(used.data, latest.size != used.size):

@@ -12,9 +12,10 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 
-from mpiad._typing import Array, Comm, Function, Rank
+from mpiad._typing import Argnum, Array, Comm, Function, Rank
 from mpiad.device import to_host
 from mpiad.differentiation import grad, hvp, jvp, value_and_grad
+from mpiad.differentiation.trace import arguments_with
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten, is_variable
 from mpiad.testing.adjoint import noise_like
@@ -44,32 +45,17 @@ class _Line:
     """The objective along a random direction through the arguments, the same point on all ranks."""
 
     def __init__(
-        self,
-        fun: Function,
-        args: tuple,
-        argnum: int | Sequence[int],
-        shared: bool,
-        comm: Comm,
-        seed: int,
-        options: dict[str, Any],
+        self, fun: Function, args: tuple, argnum: Argnum, shared: bool, comm: Comm, seed: int, options: dict[str, Any]
     ):
         self.used, self.comm, self.shared = channel(comm, "check_grads"), comm, shared
-        self.args, self.argnum = args, argnum
         self.x = args[argnum] if isinstance(argnum, int) else tuple([args[i] for i in argnum])
         options = {**options, "shared": shared, "comm": comm}
-        self.gradient = value_and_grad(self._of_one(fun), **options)
-        self.product = hvp(self._of_one(fun), **options)
-        self.slope = grad(self._of_one(fun), **options)
-        self.v = self._direction(seed)
 
-    def _of_one(self, fun: Function) -> Function:
         def of_one(x: Array) -> Any:
-            new = list(self.args)
-            for i, value in ((self.argnum, x),) if isinstance(self.argnum, int) else zip(self.argnum, x):
-                new[i] = value
-            return fun(*new)
+            return fun(*arguments_with(args, argnum, x))
 
-        return of_one
+        self.gradient, self.product, self.slope = (make(of_one, **options) for make in (value_and_grad, hvp, grad))
+        self.v = self._direction(seed)
 
     def _direction(self, seed: int) -> Any:
         # A shared argument is moved alike on all ranks, as it is one variable; others by each rank's own direction.
@@ -95,7 +81,7 @@ def check_grads(
     *args: Any,
     order: int = 2,
     modes: Sequence[str] = ("rev", "fwd"),
-    argnum: int | tuple[int, ...] = 0,
+    argnum: Argnum = 0,
     objective: str = "root",
     shared: bool = False,
     root: Rank = 0,

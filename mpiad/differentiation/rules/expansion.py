@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from autograd.extend import defjvp, defvjp, primitive
 
-from mpiad._typing import Array, Shape
+from mpiad._typing import Array, Axis, Shape
 from mpiad.differentiation.rules.protocol import BOX_TYPES, anp
 from mpiad.transport.device_arrays import is_device_array
 
@@ -18,7 +18,7 @@ def is_known(args: tuple, kwargs: dict, names: frozenset[str]) -> bool:
     return len(args) <= 2 and kwargs.get("out") is None and not (kwargs.keys() - names - {"out"})
 
 
-def kept_shape(shape: Shape, axis: int | tuple[int, ...] | None) -> Shape:
+def kept_shape(shape: Shape, axis: Axis) -> Shape:
     """Return the shape of a reduction with `keepdims=True`; None reduces all axes, negative ones count from the last."""
     if axis is None or not shape:  # NumPy takes a number for an array with axes 0 and -1
         return (1,) * len(shape)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from autograd.tracer import getval
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Axis
 from mpiad.differentiation.rules.expansion import filled, is_known, kept_shape, spread
 from mpiad.differentiation.rules.protocol import Argnums, Vjp, anp, inherited_vjp, primitive_mean
 
@@ -49,7 +49,7 @@ def _axis(args: tuple, kwargs: dict) -> Any:
     return args[1] if len(args) == 2 else kwargs.get("axis")
 
 
-def _repeated(x: Array, axis: int | tuple[int, ...] | None, where: object) -> Vjp:
+def _repeated(x: Array, axis: Axis, where: object) -> Vjp:
     shape, dtype = np.shape(x), np.result_type(x)
     kept = kept_shape(shape, axis)
     if where is True:

@@ -9,7 +9,7 @@ import numpy as np
 from autograd.numpy.numpy_wrapper import _astype
 from autograd.tracer import getval
 
-from mpiad._typing import Array
+from mpiad._typing import Array, Axis
 from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Primitive, Vjp, anp, inherited_vjp
 
 
@@ -54,7 +54,7 @@ def roll_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     return vjp
 
 
-def _rolled(g: Array, shift: int | Sequence[int], axis: int | tuple[int, ...] | None) -> Array:
+def _rolled(g: Array, shift: int | Sequence[int], axis: Axis) -> Array:
     """Roll along one axis by one concatenation; np.roll takes several times as long on small arrays."""
     if not isinstance(shift, int) or g.ndim == 0 or (axis is None and g.ndim > 1):
         return np.roll(g, shift, axis)
