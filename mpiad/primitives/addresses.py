@@ -10,7 +10,7 @@ from autograd.tracer import getval
 from mpiad._typing import Array, Comm
 from mpiad.primitives.checks import partner_of, tag_of
 from mpiad.primitives.foreign import refuse_foreign_trace
-from mpiad.transport import Channel, Envelope, Spec, channel, spec_of
+from mpiad.transport import Channel, Envelope, channel
 from mpiad.transport.buffers import require_sendable
 from mpiad.transport.tracing import tracing
 
@@ -55,8 +55,3 @@ def address_from(source: object, tag: object, comm: Comm, call: str, wildcard: b
     used = point_to_point(comm, call)
     peer, tag = partner_of(source, used, call, "source", wildcard), tag_of(tag, used, call, wildcard)
     return None if peer is None else Envelope(used, peer, tag, False)
-
-
-def template(like: Array, call: str, argument: str = "like") -> Spec:
-    """Return shape and dtype of the template of a receive."""
-    return spec_of(getval(like), call, argument)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from autograd.tracer import getval
+
 from mpiad._typing import Array, Comm, LocalArray, Rank
-from mpiad.primitives.addresses import addresses, template
+from mpiad.primitives.addresses import addresses
 from mpiad.primitives.catalogue import EXCHANGE, Exchange
 from mpiad.primitives.cotangents import spec_like
 from mpiad.primitives.operation import communicate
-from mpiad.transport.buffers import outgoing, private_copy
+from mpiad.transport.buffers import outgoing, private_copy, spec_of
 from mpiad.transport.messages import receive, send, swap
 from mpiad.transport.prepared_messages import prepared_swap
 
@@ -56,7 +58,8 @@ def mpi_exchange(
     >>> print(mpiad.mpi_exchange(float(rank), dest=after, source=before) == before)
     True
     """
-    spec = template(x, "mpi_exchange", "x") if like is None else template(like, "mpi_exchange")
+    template, argument = (x, "x") if like is None else (like, "like")
+    spec = spec_of(getval(template), "mpi_exchange", argument)
     there, back = addresses(x, dest, source, tag, comm, "mpi_exchange")
     return communicate(EXCHANGE, x, Exchange(there, spec, back))
 

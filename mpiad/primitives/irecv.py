@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from autograd.tracer import getval
+
 from mpiad._typing import Array, Comm, Rank
-from mpiad.primitives.addresses import address_from, template
+from mpiad.primitives.addresses import address_from
 from mpiad.primitives.catalogue import IRECV, WAIT, Receiving
 from mpiad.primitives.operation import communicate
 from mpiad.primitives.request import Request, started
+from mpiad.transport import spec_of
 from mpiad.transport.messages import post_receive
 
 
@@ -53,7 +56,7 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
     >>> print(mpiad.mpi_wait(request) == before)
     [ True]
     """
-    spec = template(like, "mpi_irecv")
+    spec = spec_of(getval(like), "mpi_irecv", "like")
     return started(communicate(IRECV, None, Receiving(spec, address_from(source, tag, comm, "mpi_irecv"))))
 
 

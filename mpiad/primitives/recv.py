@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from autograd.tracer import getval
+
 from mpiad._typing import Array, Comm, Rank
-from mpiad.primitives.addresses import address_from, template
+from mpiad.primitives.addresses import address_from
 from mpiad.primitives.catalogue import RECV, SEND, Receiving
 from mpiad.primitives.operation import communicate
+from mpiad.transport import spec_of
 from mpiad.transport.messages import receive
 
 
@@ -52,7 +55,7 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
     >>> print(mpiad.mpi_recv(np.zeros(2), before) == before)
     [ True  True]
     """
-    spec = template(like, "mpi_recv")
+    spec = spec_of(getval(like), "mpi_recv", "like")
     return communicate(RECV, None, Receiving(spec, address_from(source, tag, comm, "mpi_recv", wildcard=True)))
 
 
