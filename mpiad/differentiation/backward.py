@@ -6,7 +6,7 @@ cotangent with few nonzero elements (`Scatter`) is added without forming the den
 
 Several passes over one record can be interleaved, as lanes. Between communications each lane sweeps separately. All lanes
 run the adjoint of a communication before any continues, so that the order of communications is the same on all ranks; if
-an adjoint takes several cotangents (`Together`), it runs once for all lanes.
+an adjoint takes several cotangents (`VectorizedVjp`), it runs once for all lanes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mpiad.device.assembly import stack
 from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.differentiation.tape import Recording
 from mpiad.primitives.cotangents import conform
-from mpiad.primitives.operation import Abreast, Together
+from mpiad.primitives.operation import BatchedVjp, VectorizedVjp
 from mpiad.transport.agreement import mark_left
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import restore_state, tracing
@@ -98,7 +98,7 @@ def run_backward(
         if ready is None:
             sweep(recording.nodes, totals, range(len(totals) - 1, variables - 1, -1), keep, bytearray(len(totals)))
         else:
-            _sweep_telling(recording.nodes, totals, variables, keep, ready)
+            _sweep_with_callback(recording.nodes, totals, variables, keep, ready)
     except BaseException as error:
         restore_state(kept, error)
         mark_left(recording.channels, error, "a reverse pass")
@@ -153,9 +153,9 @@ def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: in
                 continue
             swept(range(stop - 1, place, -1))
             kind = type(nodes[place].pull)
-            if kind is Together:
-                _pull_together(nodes[place], place, lanes)
-            elif kind is Abreast:
+            if kind is VectorizedVjp:
+                _pull_vectorized(nodes[place], place, lanes)
+            elif kind is BatchedVjp:
                 for lane, parts in zip(lanes, nodes[place].pull.pull_all(len(lanes))):
                     lane.totals[place] = None
                     for parent, part in zip(nodes[place].inputs, parts):
@@ -168,7 +168,7 @@ def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: in
         tracing.lane = outer
 
 
-def _pull_together(node: Any, place: int, lanes: Sequence[Lane]) -> None:
+def _pull_vectorized(node: Any, place: int, lanes: Sequence[Lane]) -> None:
     """Run the adjoint of a communication once for the cotangents of all lanes."""
     like = node.like
     found = [like.zeros() if (g := lane.totals[place]) is None else conform(g, *like) for lane in lanes]
@@ -181,7 +181,7 @@ def _pull_together(node: Any, place: int, lanes: Sequence[Lane]) -> None:
             totals[parent], owned[parent] = accumulate(totals[parent], owned[parent], parts[k])
 
 
-def _sweep_telling(
+def _sweep_with_callback(
     nodes: list[Any], totals: list[Any], variables: int, keep: bool, ready: Callable[[int, Any], None]
 ) -> None:
     """Sweep in segments, and call `ready` between them for the variables whose cotangents are complete."""

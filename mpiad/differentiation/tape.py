@@ -22,7 +22,7 @@ from mpiad._typing import Array
 from mpiad.differentiation.nodes import LastingNode, OrderedNode, TangentNode
 from mpiad.differentiation.refusals import explain
 from mpiad.primitives.cotangents import spec_like
-from mpiad.primitives.operation import Recorded, Tape, Together, suspended
+from mpiad.primitives.operation import Recorded, Tape, VectorizedVjp, suspended
 from mpiad.transport import Spec
 from mpiad.transport.agreement import mark_left
 from mpiad.transport.channels import Used
@@ -127,7 +127,7 @@ class OrderedTape(_Tape):
         kept = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
         vjp = operator.vjp(ans, args, params, tuple([k for k, _ in kept]), self.number)
         if operator.several:
-            vjp = Together(vjp)
+            vjp = VectorizedVjp(vjp)
         node = OrderedNode.placed(self, tuple([place for _, place in kept]), vjp, like)
         return None if dtype is None else node
 

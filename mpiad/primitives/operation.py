@@ -53,7 +53,7 @@ class Tape(Protocol):
         """Record a communication and return its node, None if its result isn't an array."""
 
 
-class Together:
+class VectorizedVjp:
     """An adjoint that takes several cotangents at once, along a first axis, and returns as many for each argument."""
 
     __slots__ = ("_pull",)
@@ -66,7 +66,7 @@ class Together:
         return self._pull(g)
 
 
-class Abreast:
+class BatchedVjp:
     """A step that communicates several times backwards, and so has the cotangents of all lanes before it is run.
 
     Parameters
@@ -277,12 +277,12 @@ def refuse_suspended(node: object, call: str) -> None:
             raise TypeError(
                 f"{call}: got a traced value in another thread than the traced function, so its derivative "
                 "would be lost. Communicate in that thread, or take the plain value, mpiad.stop(x), if no derivative is "
-                "wanted."
+                "needed."
             )
         raise TypeError(
             f"{call}: got a traced value inside the body of an operator that is one node (a solve, or a function made by "
             "mpiad.extend.custom_operator), so its derivative would be lost. Pass it to the operator as an argument; "
-            "mpiad.stop_gradient(x) gives its plain value where no derivative is wanted."
+            "mpiad.stop_gradient(x) gives its plain value if no derivative is needed."
         )
 
 

@@ -12,7 +12,7 @@ from mpiad.differentiation.backward import run_backward
 from mpiad.differentiation.nodes import OrderedNode, TangentNode
 from mpiad.differentiation.tape import OrderedTape, TangentTape
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.primitives.operation import Abreast
+from mpiad.primitives.operation import BatchedVjp
 from mpiad.programs.replay import Replays
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Traced
@@ -106,7 +106,7 @@ def placed(
 
     # Always visited if it communicates: other ranks wait for its messages.
     like = _NO_VALUE if communicates else None
-    run = pulled if pull_all is None else Abreast(pulled, all_pulled)
+    run = pulled if pull_all is None else BatchedVjp(pulled, all_pulled)
     main = OrderedNode.placed(tape, tuple(inputs), run, like)
     made, k = [], 0
     for value, is_in in zip(values, in_program):
