@@ -42,11 +42,11 @@ def addresses(
     """Return the addresses of a message with `x` to `dest` and of one from `source`, None for no partner."""
     require_sendable(getval(x), call)
     used = point_to_point(comm, call)
-    there, back = partner_of(dest, used, call, "dest"), partner_of(source, used, call, "source")
+    receiver, sender = partner_of(dest, used, call, "dest"), partner_of(source, used, call, "source")
     tag = tag_of(tag, used, call)
     return (
-        None if there is None else Envelope(used, there, tag, True),
-        None if back is None else Envelope(used, back, tag, False),
+        None if receiver is None else Envelope(used, receiver, tag, True),
+        None if sender is None else Envelope(used, sender, tag, False),
     )
 
 

@@ -74,15 +74,15 @@ class Prefix(NamedTuple):
 
 
 class Receiving(NamedTuple):
-    """Spec of the received array, and its sender; `back` is None for no partner."""
+    """Spec of the received array, and its sender; None for no partner."""
 
     spec: Spec
-    back: Envelope | None
+    source: Envelope | None
 
 
 class Exchange(NamedTuple):
     """Receiver, spec of the received array, and sender; None for no partner."""
 
-    there: Envelope | None
+    dest: Envelope | None
     spec: Spec
-    back: Envelope | None
+    source: Envelope | None

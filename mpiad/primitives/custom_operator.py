@@ -98,7 +98,7 @@ class Communicating(Recorded):
     def body(self, args: tuple, kwargs: dict) -> Any:
         """Run the function on plain arrays, as one node."""
         # Read-only: a body that wrote into its argument would change others' arrays, and those that adjoints hold.
-        args = tuple([_lent(arg) for arg in args])
+        args = tuple([_read_only(arg) for arg in args])
         ans = self._as_one_node(args[0] if args else None, self.fun, *args, **kwargs)
         # An argument that is returned is read-only: the result must be an array of its own.
         return ans.copy() if type(ans) is np.ndarray and not ans.flags.writeable else _result(ans, self.__name__)
@@ -141,14 +141,14 @@ class Communicating(Recorded):
 note_rules(Communicating)
 
 
-def _lent(array: Array) -> Any:
+def _read_only(array: Array) -> Any:
     """Return an array as MPI takes it, which can't be written to (on a device it could): others may hold it too."""
     if type(array) is not np.ndarray:
         arrays = arrays_of(array)
         return array if arrays is None else arrays.contiguous(array)
-    lent = (array if array.flags.c_contiguous else array.copy(order="C")).view()
-    lent.flags.writeable = False
-    return lent
+    view = (array if array.flags.c_contiguous else array.copy(order="C")).view()
+    view.flags.writeable = False
+    return view
 
 
 def _result(ans: Array, name: str) -> Any:

@@ -60,37 +60,37 @@ def mpi_exchange(
     """
     template, argument = (x, "x") if like is None else (like, "like")
     spec = spec_of(getval(template), "mpi_exchange", argument)
-    there, back = addresses(x, dest, source, tag, comm, "mpi_exchange")
-    return communicate(EXCHANGE, x, Exchange(there, spec, back))
+    receiver, sender = addresses(x, dest, source, tag, comm, "mpi_exchange")
+    return communicate(EXCHANGE, x, Exchange(receiver, spec, sender))
 
 
 def _forward(x: Array, p: Exchange) -> Any:
     array = outgoing(x, "mpi_exchange")
     # Both at once: in a ring all ranks send and receive, and a rank that waited for one of them first would wait for all.
-    if p.there is not None and p.back is not None:
-        return swap(array, p.there, p.spec, p.back, "mpi_exchange")
-    if p.there is not None:
+    if p.dest is not None and p.source is not None:
+        return swap(array, p.dest, p.spec, p.source, "mpi_exchange")
+    if p.dest is not None:
         # From a copy, because the call doesn't wait for its completion, and the caller may change x at once.
-        send(private_copy(array, x), p.there)
-    return p.spec.zeros() if p.back is None else receive(p.spec, p.back, "mpi_exchange")
+        send(private_copy(array, x), p.dest)
+    return p.spec.zeros() if p.source is None else receive(p.spec, p.source, "mpi_exchange")
 
 
 def _prepared(p: Exchange, x: Array, out: Array) -> Any:
     # Prepared messages come in pairs, between known ranks: not at the ends of a chain, nor from any sender.
-    if p.there is None or p.back is None or p.back.number is None:
+    if p.dest is None or p.source is None or p.source.number is None:
         return None
-    return prepared_swap(x, p.there, out, p.back, "mpi_exchange")
+    return prepared_swap(x, p.dest, out, p.source, "mpi_exchange")
 
 
 def _adjoint(ans: Array, x: Array, p: Exchange) -> Any:
     """Return the transpose of a permutation between ranks, its inverse: both directions reversed."""
     # The returned cotangent has the shape of x, which may differ from that of the received array.
-    reverse = Exchange(p.back and p.back.back(), spec_like(x), p.there and p.there.back())
+    reverse = Exchange(p.source and p.source.back(), spec_like(x), p.dest and p.dest.back())
     return lambda g: communicate(EXCHANGE, g, reverse)
 
 
 def _tangent(dx: Array, ans: Array, x: Array, p: Exchange) -> Any:
-    return communicate(EXCHANGE, dx, Exchange(p.there and p.there.along(), p.spec, p.back and p.back.along()))
+    return communicate(EXCHANGE, dx, Exchange(p.dest and p.dest.along(), p.spec, p.source and p.source.along()))
 
 
 EXCHANGE.define(_forward, _adjoint, _tangent)

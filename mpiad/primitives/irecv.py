@@ -61,10 +61,10 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
 
 
 def _forward(x: None, p: Receiving) -> Request:
-    if p.back is None:
+    if p.source is None:
         # Zeros at once, so that a wait treats the edge of a grid like its inside.
         return Request("mpi_irecv", None, None, p.spec.zeros(), p.spec)
-    return Request("mpi_irecv", p.back.channel, post_receive(p.spec, p.back), None, p.spec, p.back)
+    return Request("mpi_irecv", p.source.channel, post_receive(p.spec, p.source), None, p.spec, p.source)
 
 
 def _adjoint(ans: Request, x: None, p: Receiving, level: int) -> Any:
@@ -80,7 +80,7 @@ def _adjoint(ans: Request, x: None, p: Receiving, level: int) -> Any:
 
 
 def _tangent(dx: None, ans: Request, x: None, p: Receiving, level: int) -> None:
-    ans.cell(level).request = communicate(IRECV, None, p._replace(back=p.back and p.back.along()))
+    ans.cell(level).request = communicate(IRECV, None, p._replace(source=p.source and p.source.along()))
 
 
 IRECV.define(_forward, _adjoint, _tangent)

@@ -100,7 +100,7 @@ def _read(x: Array, params: object) -> Arguments:
     return Arguments(label, root, peer, tag, *_extent(x, params), reduction, members, envelopes)
 
 
-_ADDRESSES = ("there", "back", "envelope")
+_ADDRESSES = ("dest", "source", "envelope")
 
 
 def _extent(x: Array, params: object) -> tuple[Any, Any, int]:

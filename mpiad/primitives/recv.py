@@ -60,24 +60,24 @@ def mpi_recv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Arra
 
 
 def _forward(x: None, p: Receiving) -> Any:
-    return p.spec.zeros() if p.back is None else receive(p.spec, p.back, "mpi_recv")
+    return p.spec.zeros() if p.source is None else receive(p.spec, p.source, "mpi_recv")
 
 
 def _adjoint(ans: Array, x: None, p: Receiving) -> Any:
     """Return the transpose of receiving: the cotangent is sent back, and nothing here had an influence."""
-    if p.back is None:
+    if p.source is None:
         return lambda g: None
     # Made after the message has come: an envelope for any sender knows only then which one it was.
-    there = p.back.back()
+    sender = p.source.back()
 
     def vjp(g: Array) -> None:
-        communicate(SEND, g, there)
+        communicate(SEND, g, sender)
 
     return vjp
 
 
 def _tangent(dx: None, ans: Array, x: None, p: Receiving) -> Any:
-    return communicate(RECV, None, p._replace(back=p.back and p.back.along()))
+    return communicate(RECV, None, p._replace(source=p.source and p.source.along()))
 
 
 RECV.define(_forward, _adjoint, _tangent)
