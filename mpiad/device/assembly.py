@@ -143,13 +143,13 @@ def array(nest: Tree, *args: Any, **kwargs: Any) -> Array:
     if arrays_of(nest) is not None:
         made = found.copy(nest)  # a copy as in NumPy, since it may be written to
     else:
-        made = _of_nest(nest, found)
+        made = _from_nested(nest, found)
     return made if dtype is None else made.astype(np.dtype(dtype))
 
 
-def _of_nest(nest: Tree, arrays: ArrayModule) -> Any:
+def _from_nested(nest: Tree, arrays: ArrayModule) -> Any:
     if isinstance(nest, (list, tuple, SequenceBox)):
-        return stack([_of_nest(nest[i], arrays) for i in range(len(nest))])
+        return stack([_from_nested(nest[i], arrays) for i in range(len(nest))])
     if arrays_of(getval(nest)) is None and np.ndim(getval(nest)) == 0:
         # A traced number keeps its trace.
         return nest * arrays.full((), 1, np.result_type(getval(nest)))

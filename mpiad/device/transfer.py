@@ -31,18 +31,18 @@ class Constants:
         # Without the copies, which other processes may have no device for.
         return Constants, self._arrays
 
-    def beside(self, x: Array) -> tuple[Array, ...]:
+    def like(self, x: Array) -> tuple[Array, ...]:
         """Return the arrays on the device of another one, which may be traced."""
         return self.on(arrays_of(getval(x)))
 
-    def on(self, home: ArrayModule | None) -> tuple[Array, ...]:
+    def on(self, namespace: ArrayModule | None) -> tuple[Array, ...]:
         """Return the arrays on a device; unchanged if it is None."""
-        if home is None:
+        if namespace is None:
             return self._arrays
-        if home not in self._copies:
+        if namespace not in self._copies:
             # Once for each device: a gradient takes the same indices in every step.
-            self._copies[home] = tuple(home.to_device(np.ascontiguousarray(array)) for array in self._arrays)
-        return self._copies[home]
+            self._copies[namespace] = tuple(namespace.to_device(np.ascontiguousarray(array)) for array in self._arrays)
+        return self._copies[namespace]
 
 
 def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree:

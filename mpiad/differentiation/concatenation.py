@@ -28,7 +28,7 @@ class Concatenation:
         # The widest of all, so that cotangents of parts in double precision keep it if other parts are in single precision.
         self.dtype = np.result_type(*[spec.dtype for spec in specs]) if specs else np.dtype(float)
         # If one part is on a device, the whole vector is.
-        self._home = next((spec.arrays for spec in specs if spec.arrays is not None), None)
+        self._device = next((spec.arrays for spec in specs if spec.arrays is not None), None)
         self._cuts = np.cumsum([0] + [int(np.prod(spec.shape)) for spec in specs]).tolist()
 
     def vector(self, parts: Sequence[Array]) -> Array:
@@ -49,8 +49,8 @@ class Concatenation:
             return spec.zeros()
         # No slice if the part is the whole vector: the adjoint of a slice would allocate an array.
         part = anp.reshape(vector if b - a == self._cuts[-1] else vector[a:b], spec.shape)
-        return conform(part if spec.arrays == self._home else to_host(part), *spec)
+        return conform(part if spec.arrays == self._device else to_host(part), *spec)
 
     def _placed(self, part: Array, spec: Spec) -> Array:
         part = conform(part, spec.shape, self.dtype, spec.arrays)
-        return part if spec.arrays == self._home else array_to_device(part, self._home)
+        return part if spec.arrays == self._device else array_to_device(part, self._device)

@@ -101,7 +101,8 @@ def shaped(g: Array, value: Array, call: str) -> Array:
     """Convert a cotangent or tangent to the dtype of `value`; raise a TypeError if the shapes differ."""
     spec = spec_like(value)
     if spec_like(g).shape != spec.shape:
-        raise TypeError(f"{call}: expected shape {spec.shape}, that of what it belongs to, but got {spec_like(g).shape}.")
+        got = spec_like(g).shape
+        raise TypeError(f"{call}: expected shape {spec.shape}, that of the value or argument there, but got {got}.")
     return conform(g, *spec)
 
 

@@ -171,7 +171,7 @@ def interpolate(
     if result == "share":
         return share
     # Together with the values sum up the owners of each point: points that differ between ranks have none, or several.
-    (owned,) = table.owned.beside(share)
+    (owned,) = table.owned.like(share)
     flat = anp.reshape(share, (-1,))
     total = mpi_allreduce(concatenate([flat, owned.astype(stop_gradient(share).dtype)]), comm=domain.comm)
     settled(_require_one_owner, stop_gradient(total)[stop_gradient(flat).size :], domain._channel, call)

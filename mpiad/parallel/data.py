@@ -150,13 +150,13 @@ class DistributedDataContainer:
 
 def _entries(leaves: Sequence[Any], numbers: np.ndarray) -> list[Any]:
     """Return some entries of arrays; the indices are copied once to each device."""
-    there: dict[Any, Any] = {None: numbers}
+    copies: dict[Any, Any] = {None: numbers}
     places = [(arrays_of(leaf), leaf) for leaf in leaves]
-    for home, _ in places:
-        if home not in there:
-            there[home] = home.to_device(numbers)  # type: ignore[union-attr]
+    for namespace, _ in places:
+        if namespace not in copies:
+            copies[namespace] = namespace.to_device(numbers)  # type: ignore[union-attr]
     # `take` needs half the time of an index.
-    return [leaf.take(there[home], axis=0) if home is None else leaf[there[home]] for home, leaf in places]
+    return [leaf.take(numbers, axis=0) if space is None else leaf[copies[space]] for space, leaf in places]
 
 
 def _arrays(data: Tree) -> tuple[Sequence[Any] | None, Any]:
@@ -183,7 +183,7 @@ def _length(data: Tree, arrays: Sequence[Any] | None) -> int:
             return len(data)
         except TypeError:
             raise TypeError(
-                "DistributedDataContainer: the data must be arrays, a nest of arrays, or have len and indexing, but got "
+                "DistributedDataContainer: the data must be arrays, a pytree of arrays, or have len and indexing, but got "
                 f"{type(data).__name__} {data!r:.60}."
             ) from None
     lengths = [len(leaf) for leaf in arrays]

@@ -426,16 +426,20 @@ def clipped(arrays: list[Array], longest: float | None) -> list[Array]:
 
 
 def _norms(arrays: list[Array]) -> list[float]:
-    homes = [arrays_of(array) for array in arrays]
-    groups = [(home, [array for array, own in zip(arrays, homes) if own == home and array.size]) for home in set(homes)]
-    return [norm for home, group in groups if group for norm in _norms_in(home, group)]
+    groups: dict[ArrayModule | None, list[Array]] = {}
+    for array in arrays:
+        if array.size:
+            groups.setdefault(arrays_of(array), []).append(array)
+    return [norm for namespace, group in groups.items() for norm in _norms_in(namespace, group)]
 
 
-def _norms_in(home: ArrayModule | None, arrays: list[Array]) -> list[float]:
+def _norms_in(namespace: ArrayModule | None, arrays: list[Array]) -> list[float]:
     """Return the norms of arrays in one place; of those on a device by one copy, since each makes the host wait."""
 
     def gathered(values: list[Array]) -> np.ndarray:
-        return np.array(values, float) if home is None else home.to_host(np.stack([x.astype(float) for x in values]))
+        if namespace is None:
+            return np.array(values, float)
+        return namespace.to_host(np.stack([x.astype(float) for x in values]))
 
     with np.errstate(over="ignore", invalid="ignore"):
         squares = gathered([vdot(array, array).real for array in arrays])

@@ -98,7 +98,7 @@ def _difference(held: list[tuple[str, str]], theirs: list[tuple[str, str]], rank
             )
     if len(held) != len(theirs):
         return ValueError(
-            f"parallel.synchronize: the nest has {len(held)} leaves on rank {rank}, but {len(theirs)} on the root, "
+            f"parallel.synchronize: the pytree has {len(held)} leaves on rank {rank}, but {len(theirs)} on the root, "
             f"rank {root}."
         )
     return None

@@ -66,12 +66,12 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
     used, call = channel(comm, "parallel.save_checkpoint"), "parallel.save_checkpoint"
     root = root_of(root, used, call)
     arrays: dict[str, np.ndarray] = {}
-    of_mine: dict[str, np.ndarray] = {}
+    own_arrays: dict[str, np.ndarray] = {}
     # Before the gather, in which all would wait for a rank that has raised.
     with raising_together(used, Exception):
         if used.rank == root:
             file, said = _file(path, call), _described(tree, "tree", arrays)
-        mine = _described(own, f"own/{used.rank}", of_mine), of_mine
+        mine = _described(own, f"own/{used.rank}", own_arrays), own_arrays
     every = used.data.gather(mine, root)
     with raising_together(used, Exception):
         if used.rank == root:
@@ -141,11 +141,11 @@ def load_checkpoint(
     description, arrays = found
     own = description["own"]
     # Devices are this rank's own, and no file can say which; so one of the caller's arrays does.
-    home = arrays_of(leaf_on_device(like))
+    namespace = arrays_of(leaf_on_device(like))
     with raising_together(used):
         try:
-            mine = _rebuilt(own[used.rank], arrays, home) if len(own) == used.size else None
-            restored = TrainingCheckpoint(_rebuilt(description["tree"], arrays, home), mine)
+            mine = _rebuilt(own[used.rank], arrays, namespace) if len(own) == used.size else None
+            restored = TrainingCheckpoint(_rebuilt(description["tree"], arrays, namespace), mine)
             if like is not None:
                 _require_like(restored, like)
             return restored
@@ -201,10 +201,10 @@ def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[An
         name = _unused(path, arrays)
         arrays[name] = np.asarray(value)
         return ["array" if isinstance(value, np.ndarray) else "number", name]
-    home = arrays_of(value)
-    if home is not None:
+    namespace = arrays_of(value)
+    if namespace is not None:
         name = _unused(path, arrays)
-        arrays[name] = home.to_host(value)
+        arrays[name] = namespace.to_host(value)
         return ["device array", name]
     if isinstance(value, int):
         return ["int", str(value)]  # of any size
@@ -222,7 +222,7 @@ def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[An
         return ["generator", _described(value.bit_generator.state, path, arrays)]
     raise TypeError(
         f"parallel.save_checkpoint: {path} is {type(value).__name__} {value!r:.60}, but a checkpoint holds arrays, "
-        "numbers, strings, None, NumPy's generators, and dicts, lists and tuples of them. Save what it is made of."
+        "numbers, strings, None, NumPy's generators, and dicts, lists and tuples of them. Save its parts."
     )
 
 
@@ -233,20 +233,20 @@ def _unused(path: str, arrays: dict[str, np.ndarray]) -> str:
     return path
 
 
-def _rebuilt(said: list[Any], arrays: dict[str, np.ndarray], home: ArrayModule | None = None) -> Tree:
-    """Return the pytree of a description; device arrays are copied to the device of `home`: a ValueError without one."""
+def _rebuilt(said: list[Any], arrays: dict[str, np.ndarray], namespace: ArrayModule | None = None) -> Tree:
+    """Return the pytree of a description; device arrays go to that of `namespace`: a ValueError without one."""
     kind, rest = said[0], said[1:]
     if kind == "plain":
         return rest[0]
     if kind in ("array", "number"):
         return arrays[rest[0]] if kind == "array" else arrays[rest[0]][()]
     if kind == "device array":
-        if home is None:
+        if namespace is None:
             raise ValueError(
-                f"{rest[0]} was saved from a device. Pass like=, any nest with an array on the device that it is to go to, "
-                "as the parameters that the training would begin with."
+                f"{rest[0]} was saved from a device. Pass like=, a pytree with an array on the device that it belongs on, "
+                "such as the initial parameters of the training."
             )
-        return home.to_device(arrays[rest[0]])
+        return namespace.to_device(arrays[rest[0]])
     if kind == "int":
         return int(rest[0])
     if kind == "float":
@@ -254,9 +254,9 @@ def _rebuilt(said: list[Any], arrays: dict[str, np.ndarray], home: ArrayModule |
     if kind == "complex":
         return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
     if kind == "dict":
-        return {_rebuilt(key, arrays, home): _rebuilt(part, arrays, home) for key, part in rest[0]}
+        return {_rebuilt(key, arrays, namespace): _rebuilt(part, arrays, namespace) for key, part in rest[0]}
     if kind in ("list", "tuple"):
-        parts = [_rebuilt(part, arrays, home) for part in rest[0]]
+        parts = [_rebuilt(part, arrays, namespace) for part in rest[0]]
         return parts if kind == "list" else tuple(parts)
     state: dict[str, Any] = _rebuilt(rest[0], arrays)
     bits = getattr(np.random, state["bit_generator"])()

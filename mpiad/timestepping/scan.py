@@ -76,7 +76,7 @@ class Loop:
                 raise TypeError(
                     "timestepping.scan: step uses a traced variable from outside itself, through which no derivative can "
                     "flow. Pass it to scan among the params, and take it as an argument; mpiad.stop_gradient(x) gives its "
-                    "plain value where no derivative is wanted."
+                    "plain value if no derivative is needed."
                 )
             if observed is not None:
                 for number, each in zip(range(*part), seen if seen else [[]] * (part.stop - part.first)):

@@ -202,7 +202,7 @@ class Packed(NamedTuple):
     arrays: list[Any]  # the leaf, or its coded form
     dtype: Any = None  # the leaf's dtype, if it is stored in a smaller one
     code: tuple[float, int, bool] | None = None  # the fields of `Coded` after its arrays, which are stored
-    home: Any = None  # the leaf's device, if it is stored on the host or in a file
+    device: Any = None  # the leaf's device, if it is stored on the host or in a file
 
     def leaf(self, before: Any) -> Any:
         """Return the leaf in its own precision, on the device of its storage; `before` is the preceding leaf."""
@@ -242,8 +242,8 @@ class Snapshots:
         stored form.
         """
         moved = self._where.host or self._where.compress
-        homes = [arrays_of(leaf) if moved else None for leaf in state]
-        given = [leaf if home is None else to_host(leaf) for leaf, home in zip(state, homes)]
+        devices = [arrays_of(leaf) if moved else None for leaf in state]
+        given = [leaf if device is None else to_host(leaf) for leaf, device in zip(state, devices)]
         try:
             # Each is coded relative to the leaf before it: two fields of one wave are alike, and differ in few bits.
             leaves = [_packed(leaf, before, self._where) for leaf, before in zip(given, [None, *given])]
@@ -252,7 +252,7 @@ class Snapshots:
                 f"timestepping.scan: the state before step {number} has entries beyond {np.finfo(np.float32).max:.2e}, "
                 "which don't fit into CheckpointSchedule(dtype='float32'). Scale the state, or leave dtype out."
             ) from error
-        leaves = [each._replace(home=home) for each, home in zip(leaves, homes)]
+        leaves = [each._replace(device=device) for each, device in zip(leaves, devices)]
         if on_disk:
             self._files[number] = self._written(number, leaves)
         else:
@@ -272,7 +272,7 @@ class Snapshots:
         for each in found:
             # In the order of packing, since each may be coded as a difference to the preceding one.
             before = each.leaf(before)
-            leaves.append(before if each.home is None else each.home.to_device(before))
+            leaves.append(before if each.device is None else each.device.to_device(before))
         return leaves
 
     def _read(self, name: str, leaves: Sequence[Packed], last: bool) -> list[Packed]:
@@ -296,5 +296,6 @@ class Snapshots:
             place = self._folder.name if self._folder is not None else self._where.directory
             text = f"timestepping.scan: the state before step {number} can't be written in {place}: {error.strerror}. "
             raise OSError(error.errno, f"{text}Name another folder by CheckpointSchedule(directory=...).") from error
-        homes = [each.home or arrays_of(each.arrays[0]) for each in leaves]
-        return name, [each._replace(arrays=[None] * len(each.arrays), home=home) for each, home in zip(leaves, homes)]
+        devices = [each.device or arrays_of(each.arrays[0]) for each in leaves]
+        empty = [each._replace(arrays=[None] * len(each.arrays)) for each in leaves]
+        return name, [each._replace(device=device) for each, device in zip(empty, devices)]

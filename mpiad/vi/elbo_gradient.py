@@ -36,13 +36,13 @@ def has_closed_form(posterior: Posterior, prior: Prior) -> bool:
 def closed_form(posterior: Any, params: Tree, prior: Any) -> Array:
     """Return KL(q‖prior) of two normal distributions."""
     mean, covariance = posterior.moments(params)
-    centre, inverse = prior.inverse.beside(mean)
+    center, inverse = prior.inverse.like(mean)
     # KL = ½ (tr(Σₚ⁻¹ Σ_q) + gapᵀ Σₚ⁻¹ gap - dim + log det Σₚ - log det Σ_q).
-    gap = mean - centre
+    gap = mean - center
     log_volume = 2 * np.sum(params["log_sd"])  # of both families: L has these on its diagonal
     trace = np.sum(inverse * covariance)  # of the product, both being symmetric
     log_volume_of_prior = float(numpy.linalg.slogdet(prior.normal[1])[1])
-    return 0.5 * (trace + np.dot(gap, np.dot(inverse, gap)) - len(centre) + log_volume_of_prior - log_volume)
+    return 0.5 * (trace + np.dot(gap, np.dot(inverse, gap)) - len(center) + log_volume_of_prior - log_volume)
 
 
 class Terms(NamedTuple):

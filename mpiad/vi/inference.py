@@ -110,7 +110,7 @@ class Training:
                     f"VI: the posterior's draw must return draws of shape {noise.shape}, as the noise, but they have shape "
                     f"{theta.shape}."
                 )
-        except Exception as error:  # noqa: BLE001  told to all ranks, which raise it together
+        except Exception as error:  # noqa: BLE001  sent to all ranks, which raise it together
             self._fail(error)
             return noise, np.full(noise.shape, np.nan)
         return noise, theta
@@ -123,7 +123,7 @@ class Training:
             self._learn(noise, theta, found)
         except StopIteration:
             self._end("ended by the callback")
-        except Exception as error:  # noqa: BLE001  told to all ranks, which raise it together
+        except Exception as error:  # noqa: BLE001  sent to all ranks, which raise it together
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:
@@ -414,7 +414,7 @@ class VI:
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
         samples = np.asarray(self.posterior.draw(ended.params, noise)[0])
         # On the root they stay in place; elsewhere they go to the device on which the rank's model runs, if it has one.
-        kept = model.beside(ended.params, ended.best) if ended.away else (ended.params, ended.best)
+        kept = model.to_device(ended.params, ended.best) if ended.away else (ended.params, ended.best)
         found, best = kept if training is None else training.found
         return VIResult(
             self.posterior, found, best, ended.history, ended.epochs, ended.best_epoch, ended.message, samples, average
@@ -554,19 +554,19 @@ def _require_one_place(params: Tree, device: int | None, call: str) -> None:
     """Raise if variational parameters are on several devices, not on this rank's device, or in an object of the user's."""
     refuse_objects(params, "params", call)
     leaves = [leaf for leaf in flatten(params)[0] if is_variable(leaf)]
-    homes = [arrays_of(leaf) for leaf in leaves]
-    there = next((home for home in homes if home is not None), None)
-    if there is None:
+    namespaces = [arrays_of(leaf) for leaf in leaves]
+    first = next((each for each in namespaces if each is not None), None)
+    if first is None:
         return
-    if any(home != there for home in homes):
-        places = ["on the host" if home is None else f"on device {home.device}" for home in homes]
+    if any(each != first for each in namespaces):
+        places = ["on the host" if each is None else f"on device {each.device}" for each in namespaces]
         raise TypeError(
             f"{call}: variational parameters must all be on the host or on one device, but they are "
             f"{', '.join(places)}. Bring them together with mpiad.device.to_device or mpiad.device.to_host."
         )
-    if device is not None and there.device != device:
+    if device is not None and first.device != device:
         raise ValueError(
-            f"{call}: variational parameters are on device {there.device}, but devices= gives the root cuda:{device}. Pass "
+            f"{call}: variational parameters are on device {first.device}, but devices= gives the root cuda:{device}. Pass "
             f"mpiad.device.to_device(params, {device})."
         )
 

@@ -49,11 +49,11 @@ class Model:
         self._like = None if device is not None else leaf_on_device(data)
         self.trace: str | None = None
 
-    def beside(self, *nests: Tree) -> tuple[Tree, ...]:
+    def to_device(self, *trees: Tree) -> tuple[Tree, ...]:
         """Return copies of the host's pytrees on the device on which the model runs."""
         if self.device is None and self._like is None:
-            return nests
-        return tuple(to_device(nest, self.device, like=self._like) for nest in nests)
+            return trees
+        return tuple(to_device(tree, self.device, like=self._like) for tree in trees)
 
     def row(self, theta: Array) -> Array:
         """Return value, status and gradient at one draw."""
@@ -78,7 +78,7 @@ class Model:
         return row
 
     def _evaluated(self, theta: Array) -> tuple[float, Array | float]:
-        (theta,) = self.beside(theta)
+        (theta,) = self.to_device(theta)
         if not self._differentiated:
             value = self._loss(theta, self._data)
             self._require_number(value)

@@ -79,12 +79,12 @@ class Prior:
         """
         # By the formula, which has derivatives of any order; SciPy's densities have a slope by differences.
         if self.joint is not None:
-            mean, factor = self._joint_terms.beside(theta)
+            mean, factor = self._joint_terms.like(theta)
             scaled = np.linalg.solve(factor, (theta - mean).T)
             log_volume = numpy.sum(numpy.log(numpy.diag(self._joint_terms.on(None)[1])))
             return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=0) - log_volume
         if self.normal is not None:
-            mean, sd, constant = self._normal_terms.beside(theta)
+            mean, sd, constant = self._normal_terms.like(theta)
             return np.sum(-0.5 * ((theta - mean) / sd) ** 2 + constant, axis=1)
         points = to_host(theta)
         found = sum(_log_density(points[:, k], one) for k, one in enumerate(self.marginals))

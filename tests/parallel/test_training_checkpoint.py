@@ -104,7 +104,7 @@ def test_without_a_file_the_training_begins(path):
 
 
 def test_what_is_no_data_is_refused_on_all_ranks(path):
-    with pytest.raises(TypeError, match=rf"own/{ROOT}/rule is Adam .*Save what it is made of"):
+    with pytest.raises(TypeError, match=rf"own/{ROOT}/rule is Adam .*Save its parts"):
         save_checkpoint(path, {}, own={"rule": Adam() if COMM.rank == ROOT else 1})
     assert load_checkpoint(path) is None
 

@@ -38,7 +38,7 @@ def fitting(operand: Array, ans: Array) -> Callable[[Array], Array] | None:
         return None
     x, value = getval(operand), getval(ans)
     fit = _general_fitting(x, value)
-    return fit if type(value) is _ndarray else brought_home(fit, x, value)
+    return fit if type(value) is _ndarray else with_copy_to_host(fit, x, value)
 
 
 def fitted(part: Array, operand: Array) -> Array:
@@ -47,7 +47,7 @@ def fitted(part: Array, operand: Array) -> Array:
     return part if fit is None else fit(part)
 
 
-def brought_home(fit: Callable[[Array], Array] | None, operand: Array, ans: Array) -> Callable[[Array], Array] | None:
+def with_copy_to_host(fit: Callable[[Array], Array] | None, operand: Array, ans: Array) -> Callable[[Array], Array] | None:
     """Return a map to cotangents of an operand, with a copy to the host if the operand is there and the result isn't.
 
     `fit` maps cotangents of `ans`; None is the identity.

@@ -68,10 +68,10 @@ def inherited_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
     if on_host:
         return fitted
     # A number on the host, together with device arrays.
-    at_home = [isinstance(getval(args[i]), _NUMBERS) for i in argnums]
-    if not any(at_home):
+    are_numbers = [isinstance(getval(args[i]), _NUMBERS) for i in argnums]
+    if not any(are_numbers):
         return fitted
-    return lambda g: tuple([array_to_host(part) if home else part for part, home in zip(fitted(g), at_home)])
+    return lambda g: tuple([array_to_host(part) if is_number else part for part, is_number in zip(fitted(g), are_numbers)])
 
 
 def inherited_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:

@@ -43,16 +43,16 @@ class AffineCoupling:
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
         """Return the images, and log |det ∂x/∂z| at each point."""
         kept, changed = parted(z.shape[1], self.swap)
-        scale, move = self._said(params, z[:, kept], length_of(changed))
+        scale, move = self._scale_and_shift(params, z[:, kept], length_of(changed))
         return joined(z[:, kept], z[:, changed] * np.exp(scale) + move, self.swap), np.sum(scale, axis=1)
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
         """Return the points whose images these are, and log |det ∂z/∂x| at each."""
         kept, changed = parted(x.shape[1], self.swap)
-        scale, move = self._said(params, x[:, kept], length_of(changed))
+        scale, move = self._scale_and_shift(params, x[:, kept], length_of(changed))
         return joined(x[:, kept], (x[:, changed] - move) * np.exp(-scale), self.swap), -np.sum(scale, axis=1)
 
-    def _said(self, params: Tree, kept: Array, count: int) -> tuple[Array, Array]:
+    def _scale_and_shift(self, params: Tree, kept: Array, count: int) -> tuple[Array, Array]:
         found = evaluated(params, kept)
         return 2 * np.tanh(found[:, :count] / 2), found[:, count:]  # e² at most in one layer keeps the fit stable
 
@@ -85,7 +85,7 @@ def initial_network(inputs: int, hidden: int, outputs: int, rng: numpy.random.Ge
 
 def evaluated(network: list[tuple[Array, Array]], x: Array, masks: Constants | None = None) -> Array:
     """Return the network's values at points of shape (S, inputs), with its weights masked if masks are given."""
-    factors = None if masks is None else masks.beside(network[0][0])
+    factors = None if masks is None else masks.like(network[0][0])
     for k, (w, b) in enumerate(network):
         x = x @ (w if factors is None else w * factors[k]) + b
         if k < len(network) - 1:
