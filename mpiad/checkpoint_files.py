@@ -183,7 +183,7 @@ def _opened(path: Path) -> Iterator[Any]:
             if _checksum(file) != file.read():
                 raise ValueError(
                     f"the checkpoint {path} is damaged, or isn't one: its last bytes aren't the checksum of the others. "
-                    "Delete it to start anew, or put back a copy."
+                    "Delete it to start again, or restore a copy."
                 )
             file.seek(0)
             with np.load(file, allow_pickle=False) as found:
@@ -191,7 +191,7 @@ def _opened(path: Path) -> Iterator[Any]:
     except OSError as error:
         raise ValueError(
             f"the checkpoint {path} can't be read ({error.strerror or error}). Let this user read it, name another file, "
-            "or delete it to start anew."
+            "or delete it to start again."
         ) from error
 
 

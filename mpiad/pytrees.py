@@ -21,14 +21,14 @@ from autograd.tracer import Box, getval
 from mpiad._typing import Array, Shape, Tree
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
 
-_NO_NESTS = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
+_LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
 _LONG = 1 << 13  # numbers; laying shorter arrays behind one another costs less than a formula's calls for each
 _PIECE = 1 << 14  # with a formula's temporaries this fills a second-level cache
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
     """Return the leaves of a pytree, and the function that builds the pytree of other leaves."""
-    if type(tree) in _NO_NESTS:  # as most functions take and return
+    if type(tree) in _LEAF_TYPES:  # as most functions take and return
         return [tree], _only
     leaves: list[Any] = []
     build = _walk(tree, leaves)
@@ -41,7 +41,7 @@ def _only(leaves: list[Any]) -> Any:
 
 def _walk(tree: Tree, leaves: list[Any]) -> Callable:
     kind = type(tree)
-    if kind in _NO_NESTS:
+    if kind in _LEAF_TYPES:
         leaves.append(tree)
         return next
     if kind is list or kind is tuple:  # most containers, walked in every step of a training
@@ -113,7 +113,7 @@ def refuse_objects(tree: Tree, name: str, call: str) -> None:
         if not plain or getattr(leaf, "dtype", np.dtype(float)).hasobject:
             raise TypeError(
                 f"{call}: {path} is {type(leaf).__name__} {leaf!r:.60}, but dicts, lists and tuples of arrays, numbers, "
-                "strings and None are expected: what is inside another object can't be varied. Pass its numbers in a "
+                "strings and None are expected: the contents of another object can't be varied. Pass its numbers in a "
                 "dict, as dataclasses.asdict returns it, or the object as another argument."
             )
 

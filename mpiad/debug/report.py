@@ -164,7 +164,7 @@ def _waits(totals: Totals, stretches: Sequence[Stretch]) -> Iterator[str]:
     where = "" if more is None else f", above all {_at(more)}"
     yield (
         f"load imbalance: rank {slow} computes {uneven:.1f} times as long as the mean{where}, and the ranks wait "
-        f"{share:.0%} of the time. Divide the work anew."
+        f"{share:.0%} of the time. Divide the work differently."
     )
 
 

@@ -113,13 +113,13 @@ def _values(traced: Traced, used: Channel) -> list:
     found = traced.build(traced.values)
     scalar = found is None or (np.ndim(found) == 0 and np.isrealobj(found) and not isinstance(found, str))
     mine = None if found is None else float(found) if scalar else repr(found)[:60]
-    told = used.data.allgather((mine, traced.problem is not None))
-    if any(unfinished for _, unfinished in told):
+    gathered = used.data.allgather((mine, traced.problem is not None))
+    if any(unfinished for _, unfinished in gathered):
         raise_everywhere(used, traced.problem)
-    wrong = [f"rank {rank}: {value}" for rank, (value, _) in enumerate(told) if isinstance(value, str)]
+    wrong = [f"rank {rank}: {value}" for rank, (value, _) in enumerate(gathered) if isinstance(value, str)]
     if wrong:
         raise TypeError(f"{_CALL}: every rank must return one real number or None, but got {'; '.join(wrong)}.")
-    return [value for value, _ in told]
+    return [value for value, _ in gathered]
 
 
 def _which_matter(largest: list) -> str:
@@ -127,15 +127,15 @@ def _which_matter(largest: list) -> str:
     ranks = [rank for rank, entry in enumerate(largest) if entry != 0.0]
     if not ranks:
         return (
-            " The gradient by the first argument is zero on all ranks: the function doesn't depend on it, or is flat at "
-            "this point."
+            " The gradient with respect to the first argument is zero on all ranks: the function doesn't depend on it, or "
+            "is flat at this point."
         )
     if len(ranks) > 1 or len(largest) == 1 or largest[ranks[0]] is None:
         return ""
     return (
-        f" The gradient by the first argument is zero on all ranks but rank {ranks[0]}, as where the function broadcasts "
-        "that rank's. If it is one variable, of which every rank holds a copy, pass shared=True: all ranks then get the "
-        "whole gradient."
+        f" The gradient with respect to the first argument is zero on all ranks but rank {ranks[0]}, as for a "
+        "function that broadcasts that rank's. If it is one variable, of which every rank holds a copy, pass shared=True: "
+        "all ranks then get the whole gradient."
     )
 
 
@@ -145,15 +145,15 @@ def _how_they_lie(values: list, root: int) -> tuple[str, str, dict, str]:
     others = [value for rank, value in enumerate(values) if rank != root]
     if all(value is None or value == 0.0 for value in others) and others:  # a single rank is the case "same"
         factors = {"root": 1.0, "sum": 1.0, "mean": 1.0 / size}
-        said = f"only the root (rank {root}) holds the result. objective='root' fits; 'mean' would divide by {size}"
-        return "root", "root", factors, f"{said} the gradient."
+        sentence = f"only the root (rank {root}) holds the result. objective='root' fits; 'mean' would divide by {size}"
+        return "root", "root", factors, f"{sentence} the gradient."
     if all(value == values[root] for value in others):
         factors = {"root": 1.0, "sum": float(size), "mean": 1.0}
-        said = f"all ranks return the same value. objective='root' fits; 'sum' would multiply the gradient by {size}."
-        return "same", "root", factors, said
+        sentence = f"all ranks return the same value. objective='root' fits; 'sum' would multiply the gradient by {size}."
+        return "same", "root", factors, sentence
     factors = {"root": math.nan, "sum": 1.0, "mean": 1.0 / size}
-    said = (
+    sentence = (
         "each rank returns a share of its own. objective='sum' fits (or 'mean' for the mean of losses, "
         f"1/{size} of that gradient); 'root' would leave out all shares but that of rank {root}."
     )
-    return "share", "sum", factors, said
+    return "share", "sum", factors, sentence
