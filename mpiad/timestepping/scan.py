@@ -36,7 +36,7 @@ class Loop:
     def __init__(self, stepping: Stepping, steps: int, kept: CheckpointSchedule):
         self.stepping, self.steps, self.kept = stepping, steps, kept
         self.seen: list[Spec] | None = None
-        self._begun: _Course | None = None
+        self._stored: _CheckpointedRun | None = None
 
     def forwards(self, args: Arguments, recorded: bool) -> tuple[list[Array], list[Array]]:
         """Run all steps; return the last state and the observed arrays, with one entry per step along the first axis.
@@ -47,8 +47,8 @@ class Loop:
         if not recorded:
             return self.run(Span(0, self.steps), args, _own(args.state), observed), observed.arrays
         # The states from which the reverse pass starts are stored in this run, not in another one.
-        self._begun = course = _Course(self, args, observed)
-        state = self.run(Span(course.last.first, self.steps), args, _own(course.state), observed)
+        self._stored = run = _CheckpointedRun(self, args, observed)
+        state = self.run(Span(run.last.first, self.steps), args, _own(run.state), observed)
         return state, observed.arrays
 
     def backwards(self, args: Arguments, active: Sequence[int], state: list[Any], observed: list[Any]) -> list[Any]:
@@ -57,13 +57,13 @@ class Loop:
         `state` and `observed` are the cotangents of the last state and of the observed arrays.
         """
         # The first gradient consumes the stored states; a second one runs the loop again.
-        course = self._begun or _Course(self, args, None)
-        self._begun = None
-        totals = _Totals(args, active)
-        for span, traced in course.reversed(self, args):
+        run = self._stored or _CheckpointedRun(self, args, None)
+        self._stored = None
+        cotangents = _Cotangents(args, active)
+        for span, traced in run.reversed(self, args):
             seen = [leaf[number] for number in range(*span) for leaf in observed]
-            state = totals.pull(span, traced, state, seen)
-        return totals.cotangents(state)
+            state = cotangents.pull(span, traced, state, seen)
+        return cotangents.of_arguments(state)
 
     def run(self, span: Span, args: Arguments, state: list[Any], observed: _Observed | None) -> list[Array]:
         """Run some steps of plain arrays, store the observed arrays, and return the last state.
@@ -113,15 +113,16 @@ class _Observed:
             self._loop.seen = specs
             self.arrays = [spec._replace(shape=(self._loop.steps, *spec.shape)).empty() for spec in specs]
         if specs != self._loop.seen or not all(spec.differentiable for spec in specs):
+            first = _described(self._loop.seen or [])
             raise TypeError(
                 "timestepping.scan: observe must return arrays of floats, of the same shapes and dtypes after each step, "
-                f"but after step {number} it returned {_listed(specs)}, after step 0 {_listed(self._loop.seen or [])}."
+                f"but after step {number} it returned {_described(specs)}, and after step 0 {first}."
             )
         for array, leaf in zip(self.arrays, seen):
             array[number] = leaf
 
 
-def _listed(specs: list[Spec]) -> str:
+def _described(specs: list[Spec]) -> str:
     return ", ".join(f"{spec.dtype} of shape {spec.shape}" for spec in specs) or "nothing"
 
 
@@ -130,7 +131,7 @@ def _own(state: list[Any]) -> list[Array]:
     return [own(leaf) for leaf in state]
 
 
-class _Course:
+class _CheckpointedRun:
     """One pass through the schedule: it first runs forwards up to the last steps, then backwards.
 
     It holds no reference to its loop, which refers to it, so that stored states and files are released as soon as possible.
@@ -146,7 +147,7 @@ class _Course:
             if isinstance(action, Reverse):
                 self.last = action
                 break
-            self._carry_out(action, loop, args, observed)
+            self._perform(action, loop, args, observed)
         # A copy: the last steps run from here twice, first plain, later recorded.
         self.state = _own(self.state)
 
@@ -157,7 +158,7 @@ class _Course:
             if isinstance(action, Reverse):
                 yield from self._recorded(action, loop, args)
             else:
-                self._carry_out(action, loop, args, None)
+                self._perform(action, loop, args, None)
 
     def _recorded(self, action: Reverse, loop: Loop, args: Arguments) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
         """Run some steps with their record, and yield the last of them first."""
@@ -169,7 +170,7 @@ class _Course:
         while found:
             yield found.pop()
 
-    def _carry_out(self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: _Observed | None) -> None:
+    def _perform(self, action: Keep | Advance | Restore, loop: Loop, args: Arguments, observed: _Observed | None) -> None:
         if isinstance(action, Keep):
             self._snapshots.keep(action.number, self.state, action.on_disk)
         elif isinstance(action, Restore):
@@ -180,13 +181,13 @@ class _Course:
             self.state = loop.run(Span(action.first, action.stop), args, self.state, observed)
 
 
-class _Totals:
+class _Cotangents:
     """Cotangents of the arguments, accumulated in the reverse pass."""
 
     def __init__(self, args: Arguments, active: Sequence[int]):
         self._leaves, self._active = args.all(), set(active)
         self._states, self._inputs = len(args.state), len(args.inputs)
-        self._found: dict[int, Array] = {}
+        self._sums: dict[int, Array] = {}
 
     def pull(self, span: Span, traced: tuple[list[int], Traced], state: list[Any], observed: list[Any]) -> list[Any]:
         """Accumulate the cotangents of some steps; return the cotangents of the state before them."""
@@ -205,19 +206,19 @@ class _Totals:
     def _add(self, k: int, span: Span, g: Array) -> None:
         leaf = self._leaves[k]
         if k < self._states + self._inputs:
-            if k not in self._found:
-                self._found[k] = np.zeros_like(leaf)
+            if k not in self._sums:
+                self._sums[k] = np.zeros_like(leaf)
             # Each step has its own entry, so nothing is added.
-            self._found[k][slice(*span)] = g
-        elif k in self._found:
-            self._found[k] += conform(g, *spec_like(leaf))
+            self._sums[k][slice(*span)] = g
+        elif k in self._sums:
+            self._sums[k] += conform(g, *spec_like(leaf))
         else:
             # A copy, since later additions are in place, and a cotangent may be shared or a view.
-            self._found[k] = own(conform(g, *spec_like(leaf)))
+            self._sums[k] = own(conform(g, *spec_like(leaf)))
 
-    def cotangents(self, state: list[Any]) -> list[Any]:
+    def of_arguments(self, state: list[Any]) -> list[Any]:
         """Return the accumulated cotangents of the active arguments, in their order."""
-        found = dict(enumerate(state)) | self._found
+        found = dict(enumerate(state)) | self._sums
         return [found[k] if k in found else spec_like(self._leaves[k]).zeros() for k in sorted(self._active)]
 
 

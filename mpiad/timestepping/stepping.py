@@ -96,12 +96,11 @@ class UserStepping:
     """
 
     def __init__(self, advance: Any, observe: Any, state: Tree, inputs: Tree, params: tuple, length: int):
-        self._advance, self._observe, self._fed, self._length = advance, observe, inputs is not None, length
+        self._advance, self._observe, self._has_inputs, self._length = advance, observe, inputs is not None, length
         # Whether steps may become one program, immediately or once one of them is compiled.
-        looked_at = observe is None or isinstance(observe, CompiledFunction)
-        self._compiled = isinstance(advance, CompiledFunction) and looked_at
+        self._compiled = all(isinstance(fun, CompiledFunction) for fun in (advance, observe) if fun is not None)
         leaves, self.build_state = flatten(state)
-        entries, self._build_input = flatten(inputs) if self._fed else ([], list)
+        entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
         rest, self._build_params = flatten(params)
         self.args = Arguments(leaves, entries, rest)
         self.build_seen: Callable[[list[Any]], Any] | None = None
@@ -125,26 +124,26 @@ class UserStepping:
         It maps the state, the first step's number, a pytree of inputs with `count` entries (or None) and all params to the
         last state and a list of the values observed after each step.
         """
-        advance, observe, fed = self._advance, self._observe, self._fed
-        key = observe, fed, count
-        return advance.derived(key, lambda: _steps(advance.fun, observe and observe.fun, fed, count), True)
+        advance, observe, has_inputs = self._advance, self._observe, self._has_inputs
+        key = observe, has_inputs, count
+        return advance.derived(key, lambda: _steps(advance.fun, observe and observe.fun, has_inputs, count), True)
 
     def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
         """Return the state after some steps, and the values observed after each; raise if the state's form has changed."""
         params = self._build_params(now.params)
-        entry = (self._build_input(now.inputs),) if self._fed else ()
+        entry = (self._build_input(now.inputs),) if self._has_inputs else ()
         first, stop = span
         if stop > first + 1:
             several = self._several(stop - first)
-            state, seen = several(self.build_state(now.state), first, *(entry or (None,)), params)
+            state, observed = several(self.build_state(now.state), first, *(entry or (None,)), params)
         else:
             state = self._advance(self.build_state(now.state), first, *entry, *params)
-            seen = [] if self._observe is None else [self._observe(state, first, *params)]
-        return self._checked(flatten(state)[0], stop - 1), [self._taken_apart(each) for each in seen]
+            observed = [] if self._observe is None else [self._observe(state, first, *params)]
+        return self._checked(flatten(state)[0], stop - 1), [self._observed_leaves(each) for each in observed]
 
-    def _taken_apart(self, seen: Tree) -> list[Any]:
+    def _observed_leaves(self, observed: Tree) -> list[Any]:
         # Stored at each step, because only a step determines the observed values.
-        leaves, self.build_seen = flatten(seen)
+        leaves, self.build_seen = flatten(observed)
         return leaves
 
     def _checked(self, leaves: list[Any], number: int) -> list[Any]:
@@ -206,20 +205,20 @@ class TangentStepping(NamedTuple):
         def called(leaves: list[Any]) -> tuple[list[Any], list[list[Any]]]:
             return self.plain.run(span, Arguments(leaves[:a], leaves[a : a + b], leaves[a + b :]))
 
-        (state, seen), (moved, noted) = trace_forwards(called, Variables(leaves, places, list), tangents)
-        return [*state, *moved], [[*each, *along] for each, along in zip(seen, noted)]
+        (state, observed), (moved, noted) = trace_forwards(called, Variables(leaves, places, list), tangents)
+        return [*state, *moved], [[*each, *along] for each, along in zip(observed, noted)]
 
 
-def _steps(advance: Function, look: Function | None, fed: bool, count: int) -> Function:
+def _steps(advance: Function, observe: Function | None, has_inputs: bool, count: int) -> Function:
     def steps(state: Tree, first: int, inputs: Tree, params: tuple) -> tuple[Tree, list[Tree]]:
-        leaves, build = flatten(inputs) if fed else ([], list)
-        seen = []
+        leaves, build = flatten(inputs) if has_inputs else ([], list)
+        observed = []
         for k in range(count):
-            entry = (build([leaf[k] for leaf in leaves]),) if fed else ()
+            entry = (build([leaf[k] for leaf in leaves]),) if has_inputs else ()
             state = advance(state, first + k, *entry, *params)
-            if look is not None:
-                seen.append(look(state, first + k, *params))
-        return state, seen
+            if observe is not None:
+                observed.append(observe(state, first + k, *params))
+        return state, observed
 
     steps.__name__ = getattr(advance, "__name__", "step")
     return steps

@@ -185,7 +185,7 @@ def test_loops_return_their_memory_with_the_gradient():
         pull, _ = mpiad.make_vjp(lambda c: scan(lambda u, k, c: u * c, 1.0, 9, c, checkpoints=3))(0.9)
     finally:
         Loop.forwards = forwards
-    assert loops[0]._begun is not None
+    assert loops[0]._stored is not None
     first = pull(1.0)
-    assert loops[0]._begun is None
+    assert loops[0]._stored is None
     assert pull(1.0) == first == pytest.approx(9 * 0.9**8)
