@@ -39,7 +39,7 @@ class Plan:
 
     def __init__(self, specs: list[Spec], limit: int):
         self.specs, self.limit = specs, limit
-        open_ones: dict[Any, list[int]] = {}
+        open_buckets: dict[Any, list[int]] = {}
         filled: dict[Any, int] = {}
         groups: list[list[int]] = []
         # From the last on: the reverse pass finishes the last layers' gradients first, and their sum starts while it goes
@@ -48,10 +48,10 @@ class Plan:
             spec = specs[place]
             length = math.prod(spec.shape) * spec.dtype.itemsize
             kind = spec.dtype, spec.arrays
-            if kind not in open_ones or filled[kind] + length > limit:
-                open_ones[kind], filled[kind] = [], 0
-                groups.append(open_ones[kind])
-            open_ones[kind].append(place)
+            if kind not in open_buckets or filled[kind] + length > limit:
+                open_buckets[kind], filled[kind] = [], 0
+                groups.append(open_buckets[kind])
+            open_buckets[kind].append(place)
             filled[kind] += length
         self.buckets: list[Bucket] = []
         for places in [group[::-1] for group in groups]:
@@ -60,8 +60,8 @@ class Plan:
             self.buckets.append(Bucket(places, [(slice(a, b), shape) for a, b, shape in zip(stops, stops[1:], shapes)]))
         # Data that ranks compare: of a device only whether it is one, since their numbers differ on a node. A CRC, because
         # Python's hash of strings differs between processes; below 2¹⁸, so that a sum of squares over 10⁵ ranks is exact.
-        said = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
-        self.digest = zlib.crc32(repr((said, limit)).encode()) % 2**18
+        described = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
+        self.digest = zlib.crc32(repr((described, limit)).encode()) % 2**18
         self.several = len(self.buckets) > 1
         self.bucket_of = {place: k for k, bucket in enumerate(self.buckets) for place in bucket.places}
 
@@ -80,10 +80,10 @@ class Sums:
     """
 
     def __init__(self, channel: Channel, plan: Plan):
-        self._channel, self._aside, self._plan = channel, cast(Channel, _Aside(channel)), plan
+        self._channel, self._sum_channel, self._plan = channel, cast(Channel, _SumChannel(channel)), plan
         self._arrays: list[Any] = [None] * len(plan.specs)
         self._missing = [len(bucket.places) for bucket in plan.buckets]
-        self._wholes: list[Any] = []
+        self._messages: list[Any] = []
         self._started: list[Summation] = []
         self._begun = False
 
@@ -96,47 +96,47 @@ class Sums:
         self._arrays[place] = array
         self._missing[self._plan.bucket_of[place]] -= 1
         # In the buckets' order, though a later one may be full first: all ranks must start the sums in the same order.
-        while len(self._wholes) < len(self._missing) - 1 and not self._missing[len(self._wholes)]:
-            whole = self._packed()
+        while len(self._messages) < len(self._missing) - 1 and not self._missing[len(self._messages)]:
+            message = self._packed()
             # A device array goes through memory of the transport's own, so there is no sum in place to start.
-            start = start_sum_in_place if type(whole) is np.ndarray else start_allreduce
-            self._started.append(start(self._aside, whole))
+            start = start_sum_in_place if type(message) is np.ndarray else start_allreduce
+            self._started.append(start(self._sum_channel, message))
 
     def add_all(self, arrays: list[Array]) -> None:
         """Add all arrays, and complete the sums."""
         self._arrays = list(arrays)
         for _ in self._plan.buckets:
-            self._add_up()
+            self._reduce_next()
 
     def _packed(self) -> Array:
         """Return the arrays of the next bucket, concatenated in new memory."""
-        places = self._plan.buckets[len(self._wholes)].places
-        self._wholes.append(np.concatenate([self._arrays[k] for k in places], axis=None))
+        places = self._plan.buckets[len(self._messages)].places
+        self._messages.append(np.concatenate([self._arrays[k] for k in places], axis=None))
         for k in places:
             self._arrays[k] = None  # lets go of it: else the gradient would be in memory twice
-        return self._wholes[-1]
+        return self._messages[-1]
 
-    def _add_up(self) -> None:
-        whole = self._packed()
-        if type(whole) is np.ndarray:
-            sum_in_place(self._aside, whole)
+    def _reduce_next(self) -> None:
+        message = self._packed()
+        if type(message) is np.ndarray:
+            sum_in_place(self._sum_channel, message)
         else:
-            self._wholes[-1] = start_allreduce(self._aside, whole).finish()
+            self._messages[-1] = start_allreduce(self._sum_channel, message).finish()
 
     def wait(self, divisor: int = 1) -> list[Array]:
         """Return the sums, divided by a number, after all arrays have been added."""
-        if len(self._wholes) < len(self._missing):
-            self._add_up()
+        if len(self._messages) < len(self._missing):
+            self._reduce_next()
         for k, summation in enumerate(self._started):
-            self._wholes[k] = summation.finish()  # itself on the host, and new memory on a device
+            self._messages[k] = summation.finish()  # itself on the host, and new memory on a device
         self._started, self._begun = [], False
         # Emptied by `_packed`, so it serves again: each array is a view of its bucket's sum, nothing is copied.
         out = self._arrays
-        for bucket, whole in zip(self._plan.buckets, self._wholes):
+        for bucket, message in zip(self._plan.buckets, self._messages):
             if divisor != 1:
-                whole /= divisor
+                message /= divisor
             for k, (part, shape) in zip(bucket.places, bucket.parts):
-                out[k] = whole[part] if shape is None else whole[part].reshape(shape)
+                out[k] = message[part] if shape is None else message[part].reshape(shape)
         return out
 
     def __enter__(self) -> Sums:
@@ -148,7 +148,7 @@ class Sums:
             self._channel.mark(f"{kind.__name__} left a gradient whose sums over the ranks were under way.")
 
 
-class _Aside:
+class _SumChannel:
     """The parts of a channel that a sum needs, with a communicator that nothing else uses."""
 
     def __init__(self, channel: Channel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,8 @@ def value_and_grad(
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
         agree = partial(totals, used, plan, params, "parallel.value_and_grad", count)
         with restoring_state(), suspended(), Sums(used, plan) as sums:
-            total = gradient_of_sum(loss, variables, batch, count, agree, sums.add, sums.begin if plan.several else None)
+            early = sums.begin if plan.several else None
+            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, agree, sums.add, early)
             # Divided once, at the end, by the samples of all ranks: a mean of means would weigh small batches more.
             found = dict(zip(places, sums.wait(total.batch)))
         return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
@@ -111,14 +112,14 @@ def value_and_grad(
 
 
 def gradient_of_sum(
-    loss: Function, variables: Variables, batch: Sequence[Any], count: int, agree: Callable[..., Totals],
-    ready: Callable[[int, Any], None], early: Callable[[], None] | None,
-) -> Totals:  # fmt: skip
+    loss: Function, variables: Variables, count: int, agree: Callable[..., Totals], ready: Function, early: Function | None
+) -> Totals:
     """Return all ranks' samples and losses; pass this rank's gradient to `ready` as it is computed.
 
-    ``agree(loss=, problem=)`` returns `totals` with these arguments. ``ready(k, gradient)`` is called once for each
-    trained leaf, with the gradient of the sum of this rank's samples' losses. If `early` is given, it is called before the
-    reverse pass, and `ready` during it, at the cost of a pass through the record.
+    ``loss(params)`` is the mean over this rank's samples. ``agree(loss=, problem=)`` returns `totals` with these arguments.
+    ``ready(k, gradient)`` is called once for each trained leaf, with the gradient of the sum of this rank's samples'
+    losses. If `early` is given, it is called before the reverse pass, and `ready` during it, at the cost of a pass through
+    the record.
     """
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
@@ -137,7 +138,7 @@ def gradient_of_sum(
         for variable in range(len(places)):
             handed(variable, None)
         return found
-    traced = trace_backwards(lambda x: loss(x, *batch), variables._replace(leaves=leaves))
+    traced = trace_backwards(loss, variables._replace(leaves=leaves))
     value = traced.build(traced.values)
     # Before the reverse pass, in which sums may start: a rank without a valid loss must not leave others waiting in them.
     wanted = "loss must return one real number"
@@ -263,15 +264,16 @@ class DistributedOptimizer:
         -----
         All ranks of `comm` call it.
         """
-        variables = variables_of(params, "DistributedOptimizer.update")
+        call = "DistributedOptimizer.update"
+        variables = variables_of(params, call)
         given, places, _ = variables
         specs = [spec_like(given[k]) for k in places]
-        require_state(state, self._entries, "DistributedOptimizer.update")
+        require_state(state, self._entries, call)
         problem, parts, held = None, None, None
         try:
-            held = _accumulated(state, specs, "DistributedOptimizer.update")
+            held = _accumulated(state, specs, call)
             if samples != 0:
-                leaves = matching(gradient, params, given, "DistributedOptimizer.update")
+                leaves = matching(gradient, params, given, call)
                 # In the gradient's own dtype, so that a number of NumPy's can't make float64 of float32.
                 factor = 1 if samples is None else samples
                 parts = [g if factor == 1 else g * s.dtype.type(factor) for g, s in zip((leaves[k] for k in places), specs)]
@@ -291,10 +293,10 @@ class DistributedOptimizer:
             count += state["samples"]
         with restoring_state(), suspended():
             self._plan = plan_of(specs, self.bucket_bytes, self._plan)
-            used = channel(self.comm, "DistributedOptimizer.update")
-            self._compare(used, state, params, "DistributedOptimizer.update")
+            used = channel(self.comm, call)
+            self._compare(used, state, params, call)
             # Before the sums: ranks with different plans would combine different arrays.
-            total = totals(used, self._plan, params, "DistributedOptimizer.update", count, problem=problem)
+            total = totals(used, self._plan, params, call, count, problem=problem)
             with Sums(used, self._plan) as sums:
                 sums.add_all(parts)
                 return self._updated(state, params, variables, sums, total.all)
@@ -338,18 +340,19 @@ class DistributedOptimizer:
     def _step(
         self, state: dict[str, Any], params: Tree, loss: Function, batch: tuple, samples: Callable[..., int] | None
     ) -> tuple[dict[str, Any], Tree, float]:
-        used = channel(self.comm, "DistributedOptimizer.step")
-        variables = variables_of(params, "DistributedOptimizer.step")
+        call = "DistributedOptimizer.step"
+        used = channel(self.comm, call)
+        variables = variables_of(params, call)
         specs, count = [spec_like(variables.leaves[k]) for k in variables.places], counted(samples, params, batch)
-        require_state(state, self._entries, "DistributedOptimizer.step")
-        self._compare(used, state, params, "DistributedOptimizer.step")
+        require_state(state, self._entries, call)
+        self._compare(used, state, params, call)
         # Only the last gradient before an update is reduced. All ranks count steps alike, so none waits for another here.
         last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
         parts: list[Any] = [None] * len(specs)
         self._plan = plan_of(specs, self.bucket_bytes, self._plan)
-        agree = partial(totals, used, self._plan, params, "DistributedOptimizer.step", count, state.get("samples", 0))
+        agree = partial(totals, used, self._plan, params, call, count, state.get("samples", 0))
         try:
-            held = _accumulated(state, specs, "DistributedOptimizer.step") or [None] * len(specs)
+            held = _accumulated(state, specs, call) or [None] * len(specs)
         except ValueError as error:
             agree(problem=Problem(type(error), str(error)))
             raise
@@ -365,7 +368,7 @@ class DistributedOptimizer:
                     sums.add(k, g)
 
             early = sums.begin if last and self._plan.several else None
-            total = gradient_of_sum(loss, variables, batch, count, agree, ready, early)
+            total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, agree, ready, early)
             mean = total.loss / total.batch
             if not last:
                 return self._kept(state, parts, count), params, mean

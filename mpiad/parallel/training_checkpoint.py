@@ -70,14 +70,14 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
     # Before the gather, in which all would wait for a rank that has raised.
     with raising_together(used, Exception):
         if used.rank == root:
-            file, said = _file(path, call), _described(tree, "tree", arrays)
+            file, described = _file(path, call), _described(tree, "tree", arrays)
         mine = _described(own, f"own/{used.rank}", own_arrays), own_arrays
     every = used.data.gather(mine, root)
     with raising_together(used, Exception):
         if used.rank == root:
             for _, theirs in every:
                 arrays.update(theirs)
-            description = {"kind": _KIND, "ranks": used.size, "tree": said, "own": [theirs for theirs, _ in every]}
+            description = {"kind": _KIND, "ranks": used.size, "tree": described, "own": [theirs for theirs, _ in every]}
             try:
                 write(file, description, arrays.items())
             except OSError as found:
@@ -233,9 +233,9 @@ def _unused(path: str, arrays: dict[str, np.ndarray]) -> str:
     return path
 
 
-def _rebuilt(said: list[Any], arrays: dict[str, np.ndarray], namespace: ArrayModule | None = None) -> Tree:
+def _rebuilt(description: list[Any], arrays: dict[str, np.ndarray], namespace: ArrayModule | None = None) -> Tree:
     """Return the pytree of a description; device arrays go to that of `namespace`: a ValueError without one."""
-    kind, rest = said[0], said[1:]
+    kind, rest = description[0], description[1:]
     if kind == "plain":
         return rest[0]
     if kind in ("array", "number"):
