@@ -497,19 +497,19 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
 _LIMIT = 30.0  # seconds; it takes about two
 
 
-class _Watch:
+class _TimeLimit:
     """Ends the process if a stage takes too long: it would wait forever for a rank that doesn't respond."""
 
     def __init__(self, limit: float):
         self._limit, self._stage = limit, ""
-        self._timer = threading.Timer(limit, self._give_up)
+        self._timer = threading.Timer(limit, self._abort)
         self._timer.daemon = True
         self._timer.start()
 
     def enter(self, stage: str) -> None:
         self._stage = stage
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         sys.stderr.write(
             f"mpiad: no end after {self._limit:g} s: process {launcher().rank} of {launcher().size} waits for others while "
             f"{self._stage}. They run another program, or their messages don't arrive (a firewall, another network "
@@ -525,9 +525,9 @@ class _Watch:
 
 def main(limit: float = _LIMIT) -> int:
     """Examine the environment, report on one process, and return the exit code of all."""
-    watch = _Watch(limit)
-    found = _examined(channel(None, "python -m mpiad"), watch.enter)
-    watch.end()
+    time_limit = _TimeLimit(limit)
+    found = _examined(channel(None, "python -m mpiad"), time_limit.enter)
+    time_limit.end()
     # In separate worlds each process is rank 0 of its own world; the launcher's rank distinguishes them.
     if found.places[0].rank == 0 and launcher().rank == 0:
         sys.stdout.write(f"{found}\n")

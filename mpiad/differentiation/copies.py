@@ -27,10 +27,10 @@ def require_equal_copies(variables: Variables, channel: Channel, call: str) -> N
     The ReplicationError names the ranks and the first entry that differs.
     """
     if watch_settings.debug():
-        said = f"{call}: shared=True says that all ranks hold the same variable x"
+        claim = f"{call}: shared=True says that all ranks hold the same variable x"
         # With their paths, so that the error names the parameter that differs.
         leaves = [(path, to_host(leaf)) for path, leaf in named_leaves(variables.build(variables.leaves), "x")]
-        settled(require_replicated, channel, leaves, said, _BROADCAST)
+        settled(require_replicated, channel, leaves, claim, _BROADCAST)
 
 
 def require_equal_objective(value: Array, channel: Channel, call: str) -> None:

@@ -68,43 +68,43 @@ class _Extremum(NamedTuple):
 
 def _extremum_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Pass the cotangent of an extremum to the elements that equal it, in equal shares."""
-    asked = _Extremum.of(ans, args, kwargs)
-    if asked is None:
+    extremum = _Extremum.of(ans, args, kwargs)
+    if extremum is None:
         return inherited_vjp(fun, argnums, ans, args, kwargs)
-    x, kept = asked.x, asked.value.shape
+    x, kept = extremum.x, extremum.value.shape
     # On a device the number of hits isn't known to the host.
     is_large = type(x) is np.ndarray and x.size >= _SMALL
 
     def vjp(g: Array) -> tuple[Array | Scatter]:
         if type(g) in BOX_TYPES:
-            return (spread(g, x.shape, kept, x.dtype) * asked.weights(),)
-        scattered = _scattered(g, asked) if is_large and not asked.outside else None
-        return (np.reshape(g, kept) * asked.weights() if scattered is None else scattered,)
+            return (spread(g, x.shape, kept, x.dtype) * extremum.weights(),)
+        scattered = _scattered(g, extremum) if is_large and not extremum.outside else None
+        return (np.reshape(g, kept) * extremum.weights() if scattered is None else scattered,)
 
     return vjp
 
 
-def _scattered(g: Array, asked: _Extremum) -> Scatter | None:
+def _scattered(g: Array, extremum: _Extremum) -> Scatter | None:
     """Return the cotangent at the positions of the extrema, or None if these are many or missing."""
-    x, kept = asked.x, asked.value.shape
-    hits = np.flatnonzero(asked.hits())
+    x, kept = extremum.x, extremum.value.shape
+    hits = np.flatnonzero(extremum.hits())
     if hits.size * _FEW > x.size:
         return None
     idx = np.unravel_index(hits, x.shape)
     # The group of an element: its index, without the axes that were reduced.
     groups = np.ravel_multi_index([i if k > 1 else i * 0 for i, k in zip(idx, kept)], kept)
-    counts = np.bincount(groups, minlength=asked.value.size)
+    counts = np.bincount(groups, minlength=extremum.value.size)
     # A group without a hit contains a NaN, which only the weights propagate to its elements.
     return Scatter(x.shape, x.dtype, idx, (np.ravel(g) / counts)[groups], False) if counts.all() else None
 
 
 def _extremum_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
     """Average the tangents of the elements that equal the extremum."""
-    asked = _Extremum.of(ans, args, kwargs)
-    if asked is None:
+    extremum = _Extremum.of(ans, args, kwargs)
+    if extremum is None:
         return inherited_jvp(fun, argnums, gs, ans, args, kwargs)
     axis = args[1] if len(args) == 2 else kwargs.get("axis")
-    return anp.sum(gs[0] * asked.weights(), axis=axis, keepdims=kwargs.get("keepdims", False))
+    return anp.sum(gs[0] * extremum.weights(), axis=axis, keepdims=kwargs.get("keepdims", False))
 
 
 def _choice_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
