@@ -43,7 +43,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
     -----
     Each rank for itself; nothing is communicated, except at the library's first use, which is collective.
     """
-    cupy = _loaded()
+    cupy = imported_cupy("select")
     count = _visible(cupy)
     local = world.local_rank()
     if ids is None:
@@ -64,13 +64,14 @@ def own_device() -> int:
     return _chosen[0] if _chosen else select()
 
 
-def _loaded() -> Any:
+def imported_cupy(call: str) -> Any:
+    """Return CuPy; raise an ImportError that names the packages to install."""
     try:
         return import_module("cupy")
     except ImportError as error:
         raise ImportError(
-            f"select: CuPy can't be loaded ({error}). Install what fits the driver: pip install 'mpiad[gpu]' for CUDA 12, "
-            "'mpiad[gpu13]' for CUDA 13."
+            f"{call}: CuPy can't be loaded ({error}). Install the version for the driver: pip install 'mpiad[gpu]' for "
+            "CUDA 12, 'mpiad[gpu13]' for CUDA 13."
         ) from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval
 
 from mpiad._typing import Array, Tree
+from mpiad.device.selection import imported_cupy
 from mpiad.pytrees import map_leaves
 from mpiad.transport.device_arrays import ArrayModule, arrays_of
 from mpiad.transport.tracing import tracing
@@ -162,12 +162,7 @@ defjvp(array_to_host, lambda g, ans, x: array_to_host(g))
 
 
 def _cupy_arrays(device: int | None) -> ArrayModule:
-    try:
-        cupy: Any = import_module("cupy")
-        from mpiad.transport.cupy_arrays import on_device
-    except ImportError as error:
-        raise ImportError(
-            f"to_device: CuPy can't be loaded ({error}). Install what fits the driver: pip install 'mpiad[gpu]' for CUDA "
-            "12, 'mpiad[gpu13]' for CUDA 13."
-        ) from error
+    cupy = imported_cupy("to_device")
+    from mpiad.transport.cupy_arrays import on_device
+
     return on_device(cupy.cuda.runtime.getDevice() if device is None else device)
