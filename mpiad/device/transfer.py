@@ -88,7 +88,10 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
             return leaf
         if not found:
             # Only at this point: a pytree that is already on a device needs no CuPy.
-            found.append(_cupy_arrays(device))
+            cupy = imported_cupy("to_device")
+            from mpiad.transport.cupy_arrays import on_device
+
+            found.append(on_device(cupy.cuda.runtime.getDevice() if device is None else device))
         return array_to_device(leaf, found[0])
 
     return map_leaves(move, x)
@@ -159,10 +162,3 @@ defvjp(array_to_device, _to_device_vjp)
 defvjp(array_to_host, _to_host_vjp)
 defjvp(array_to_device, lambda g, ans, x, arrays: array_to_device(g, arrays))
 defjvp(array_to_host, lambda g, ans, x: array_to_host(g))
-
-
-def _cupy_arrays(device: int | None) -> ArrayModule:
-    cupy = imported_cupy("to_device")
-    from mpiad.transport.cupy_arrays import on_device
-
-    return on_device(cupy.cuda.runtime.getDevice() if device is None else device)

@@ -139,12 +139,12 @@ class UserStepping:
         else:
             state = self._advance(self.build_state(now.state), first, *entry, *params)
             observed = [] if self._observe is None else [self._observe(state, first, *params)]
-        return self._checked(flatten(state)[0], stop - 1), [self._observed_leaves(each) for each in observed]
-
-    def _observed_leaves(self, observed: Tree) -> list[Any]:
-        # Stored at each step, because only a step determines the observed values.
-        leaves, self.build_seen = flatten(observed)
-        return leaves
+        rows = []
+        for each in observed:
+            # Stored at each step, because only a step determines the observed values.
+            leaves, self.build_seen = flatten(each)
+            rows.append(leaves)
+        return self._checked(flatten(state)[0], stop - 1), rows
 
     def _checked(self, leaves: list[Any], number: int) -> list[Any]:
         if len(leaves) != len(self._specs):

@@ -314,8 +314,7 @@ class VI:
         root: Rank = 0,
         comm: Comm = None,
     ):
-        _check_objects(loss, posterior, optimizer)
-        _check_choices(gradient=gradient, divergence=divergence, schedule=schedule)
+        _check_arguments(loss, posterior, optimizer, gradient=gradient, divergence=divergence, schedule=schedule)
         if not isinstance(w, Real) or not 0 <= w < math.inf:
             raise ValueError(f"VI: w must be zero or more, but got {w!r}.")
         _require_count(n_samples_per_epoch, "n_samples_per_epoch")
@@ -525,22 +524,19 @@ class VI:
         return float(terms.mean()), float(terms.std(ddof=1) / len(terms) ** 0.5) if len(terms) > 1 else math.inf
 
 
-def _check_objects(loss: object, posterior: object, optimizer: object) -> None:
+def _check_arguments(loss: object, posterior: object, optimizer: object, **chosen: str) -> None:
     if not callable(loss):
         raise TypeError(f"VI: loss must be a function, but got {type(loss).__name__} {loss!r:.60}.")
     wanted = [(posterior, "posterior", ("initial", "draw", "log_prob")), (optimizer, "optimizer", ("setup", "update"))]
     for value, kind, names in wanted:
         if not all(callable(getattr(value, name, None)) for name in names):
             raise TypeError(f"VI: the {kind} must have {', '.join(names)}, but got {type(value).__name__} {value!r:.60}.")
-
-
-def _check_choices(**given: Any) -> None:
     choices = {
         "gradient": ("pathwise", "score"),
         "divergence": ("auto", "closed", "draws", "path"),
         "schedule": ("even", "dynamic"),
     }
-    for name, value in given.items():
+    for name, value in chosen.items():
         if value not in choices[name]:
             raise ValueError(f"VI: {name} must be one of {', '.join(map(repr, choices[name]))}, but got {value!r}.")
 

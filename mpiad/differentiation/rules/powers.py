@@ -81,20 +81,16 @@ def _unit_slope(g: Array) -> Array:
     return g
 
 
-def doubled(t: Array) -> Array:
-    """Return twice a temporary, maybe traced, in its memory: nothing else may refer to it."""
-    # NumPy takes three times as long to add one element in place as to a new array.
-    if type(t) is np.ndarray and t.size > 1:
-        t += t
-        return t
-    return t + t
-
-
 def _twice_product(g: Array, x: Array) -> Array:
     # The cotangent of a sum is a broadcast number: one pass over memory less.
     if type(g) is type(x) is np.ndarray and g.size > 1 and not any(g.strides):
         return x * (2 * g.item(0))
-    return doubled(g * x)
+    t = g * x
+    # In its memory; NumPy takes three times as long to add one element in place as to a new array.
+    if type(t) is np.ndarray and t.size > 1:
+        t += t
+        return t
+    return t + t
 
 
 def _times_power(g: Array, x: Array, n: int) -> Array:
