@@ -517,7 +517,7 @@ NAMED = {
     "TangentTape.communicated _open_number _close_number",
     operation: "suspended.__enter__ suspended.__exit__ communicate apply run",
     custom_operators: "Communicating.__call__ Communicating.run Communicating.body Communicating._as_one_node",
-    backward: "run_backward run_backward_together _seeded sweep sweep_together _pull_together",
+    backward: "run_backward run_backward_together _seeded sweep sweep_together _pull_vectorized",
     tracing: "restoring_state.__enter__ restoring_state.__exit__",
     bundles: "Bundle.__enter__ Bundle.__exit__ Bundle.variable",
     trace_run: "TraceRun.run TraceRun.run_backwards TraceRun.raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
