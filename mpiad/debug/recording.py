@@ -253,16 +253,6 @@ def _pieces(events: Iterable[str]) -> Iterator[str]:
         yield ",\n".join(held)
 
 
-def write_part(path: Path, rank: int, recorder: Recorder, clock: Clock) -> Path:
-    """Write this rank's events next to the path of the trace that can't be completed; return their path."""
-    part = path.with_name(f"{path.name}.rank{rank}")
-    events = _rank_events(recorder, rank, socket.gethostname(), clock, clock(recorder.since))
-    error = _written(part, _HEADER % (1, recorder.dropped), _pieces(events))
-    if error is not None:
-        raise OSError(f"the trace of rank {rank} can't be written to {part}: {error}")
-    return part
-
-
 def _rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[float], float], zero: float) -> Iterator[str]:
     """Yield a rank's events, each as the text of a JSON object; `node` names the machine.
 
@@ -362,10 +352,15 @@ class Recording:
             gather_into(path, comm, self.recorder, clock)
 
     def write_part(self, path: Path) -> Path:
-        """Write the trace of this rank alone, if it can't wait for the others."""
+        """Write this rank's events next to the path of the trace that can't be completed; return their path."""
         self.stop()
         # One reading of the clock for both ends: to compare it again the other ranks would be needed.
-        return write_part(path, self.rank, self.recorder, Clock(self._first, self._first))
+        clock, part = Clock(self._first, self._first), path.with_name(f"{path.name}.rank{self.rank}")
+        events = _rank_events(self.recorder, self.rank, socket.gethostname(), clock, clock(self.recorder.since))
+        error = _written(part, _HEADER % (1, self.recorder.dropped), _pieces(events))
+        if error is not None:
+            raise OSError(f"the trace of rank {self.rank} can't be written to {part}: {error}")
+        return part
 
 
 @contextmanager

@@ -113,7 +113,29 @@ class VIResult:
         prior : array of shape (n, dim), optional
             Draws of the prior, drawn behind.
         """
-        return _corner(self.samples, names, truth, prior)
+        from matplotlib import pyplot
+
+        samples, dim = self.samples, self.samples.shape[1]
+        names = names or [f"θ{k}" for k in range(dim)]
+        figure, grid = pyplot.subplots(dim, dim, figsize=(2.2 * dim, 2.2 * dim), squeeze=False, layout="constrained")
+        for i in range(dim):
+            for j in range(dim):
+                axes = grid[i, j]
+                if j > i:
+                    axes.axis("off")
+                elif i == j:
+                    if prior is not None:
+                        axes.hist(prior[:, i], bins=40, density=True, color="0.85")
+                    axes.hist(samples[:, i], bins=40, density=True, color="C0", alpha=0.8)
+                    axes.set_yticks([])
+                else:
+                    axes.hist2d(samples[:, j], samples[:, i], bins=40, cmap="Blues")
+                if truth is not None and j <= i:
+                    axes.axvline(truth[j], color="C3", linewidth=1)
+                    if j < i:
+                        axes.axhline(truth[i], color="C3", linewidth=1)
+                axes.set(xlabel=names[j] if i == dim - 1 else "", ylabel=names[i] if j == 0 and i else "")
+        return figure
 
     def plot_predictive(
         self,
@@ -138,50 +160,20 @@ class VIResult:
         noise : float or array of the shape of times, optional
             The standard deviation of the data around a curve, which is normal: adds it to each.
         """
-        return _predictive(np.array([predict(theta) for theta in self.samples[:count]]), times, observed, noise)
+        from matplotlib import pyplot
 
-
-def _corner(samples: Array, names: list[str] | None, truth: Array | None, prior: Array | None) -> Any:
-    """Draw histograms of each parameter on the diagonal and of each pair below it; return the figure."""
-    from matplotlib import pyplot
-
-    dim = samples.shape[1]
-    names = names or [f"θ{k}" for k in range(dim)]
-    figure, grid = pyplot.subplots(dim, dim, figsize=(2.2 * dim, 2.2 * dim), squeeze=False, layout="constrained")
-    for i in range(dim):
-        for j in range(dim):
-            axes = grid[i, j]
-            if j > i:
-                axes.axis("off")
-            elif i == j:
-                if prior is not None:
-                    axes.hist(prior[:, i], bins=40, density=True, color="0.85")
-                axes.hist(samples[:, i], bins=40, density=True, color="C0", alpha=0.8)
-                axes.set_yticks([])
-            else:
-                axes.hist2d(samples[:, j], samples[:, i], bins=40, cmap="Blues")
-            if truth is not None and j <= i:
-                axes.axvline(truth[j], color="C3", linewidth=1)
-                if j < i:
-                    axes.axhline(truth[i], color="C3", linewidth=1)
-            axes.set(xlabel=names[j] if i == dim - 1 else "", ylabel=names[i] if j == 0 and i else "")
-    return figure
-
-
-def _predictive(curves: Array, times: Array, observed: Array | None, noise: float | Array | None) -> Any:
-    """Draw the median and the bands of 50 and 90 % of curves (n, times), or of data around them; return the axes."""
-    from matplotlib import pyplot
-
-    kind = "the model's curves (posterior of the parameters)"
-    if noise is not None:
-        kind = "the data to expect (parameters and noise)"
-        curves = curves + noise * np.random.default_rng(0).standard_normal(curves.shape)
-    axes = pyplot.subplots(layout="constrained")[1]
-    for percent, shade in ((90, 0.2), (50, 0.4)):
-        low, high = np.quantile(curves, [0.5 - percent / 200, 0.5 + percent / 200], axis=0)
-        axes.fill_between(times, low, high, color="C0", alpha=shade, linewidth=0, label=f"{percent} % of {kind}")
-    axes.plot(times, np.median(curves, axis=0), "C0", label="their median")
-    if observed is not None:
-        axes.plot(times, observed, "k.", label="observed")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")  # above the axes, so that it hides nothing
-    return axes
+        curves = np.array([predict(theta) for theta in self.samples[:count]])
+        kind = "the model's curves (posterior of the parameters)"
+        if noise is not None:
+            kind = "the data to expect (parameters and noise)"
+            curves = curves + noise * np.random.default_rng(0).standard_normal(curves.shape)
+        axes = pyplot.subplots(layout="constrained")[1]
+        for percent, shade in ((90, 0.2), (50, 0.4)):
+            low, high = np.quantile(curves, [0.5 - percent / 200, 0.5 + percent / 200], axis=0)
+            axes.fill_between(times, low, high, color="C0", alpha=shade, linewidth=0, label=f"{percent} % of {kind}")
+        axes.plot(times, np.median(curves, axis=0), "C0", label="their median")
+        if observed is not None:
+            axes.plot(times, observed, "k.", label="observed")
+        # Above the axes, so that it hides nothing.
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small")
+        return axes
