@@ -183,8 +183,8 @@ def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]
         raise ValueError(f"{path} is no checkpoint of a training.")
     if description["ranks"] != size and any(part != ["plain", None] for part in description["own"]):
         raise ValueError(
-            f"{path} holds parts of {description['ranks']} rank(s), but there are {size} now. Start as many, or save no "
-            "parts of the ranks' own."
+            f"{path} holds parts of {description['ranks']} rank(s), but there are {size} now. Start the same number, "
+            "or save no parts of the ranks' own."
         )
     return description, arrays
 

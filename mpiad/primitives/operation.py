@@ -275,9 +275,8 @@ def refuse_suspended(node: object, call: str) -> None:
             opened = opened.around
         if opened is None:
             raise TypeError(
-                f"{call}: got a traced value in another thread than the traced function, so its derivative "
-                "would be lost. Communicate in that thread, or take the plain value, mpiad.stop(x), if no derivative is "
-                "needed."
+                f"{call}: got a traced value in another thread than the traced function, so its derivative would be lost. "
+                "Communicate in that thread; mpiad.stop_gradient(x) gives the plain value if no derivative is needed."
             )
         raise TypeError(
             f"{call}: got a traced value inside the body of an operator that is one node (a solve, or a function made by "

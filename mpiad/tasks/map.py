@@ -88,7 +88,7 @@ def require_plain(value: object, source: str) -> None:
     """Raise a TypeError for a value of a derivative's trace, which means nothing on another rank."""
     if any(map(isbox, flatten(value)[0])):
         raise TypeError(
-            f"mpi_map: {source} a value of a derivative that is being taken, but items are evaluated without derivatives. "
+            f"mpi_map: {source} a traced value of a derivative, but items are evaluated without derivatives. "
             "mpiad.stop_gradient(x) gives its plain value; take derivatives inside fun, or use mpi_scatter and mpi_gather."
         )
 

@@ -473,7 +473,7 @@ def _check_arguments(step: object, u0: Tree, n_steps: object, inputs: Tree, obse
             kind = f"dtype {leaf.dtype}" if hasattr(leaf, "dtype") else f"{type(leaf).__name__} {leaf!r:.40}"
             raise TypeError(
                 f"timestepping.scan: the state must be made of real or complex floats, but {name} is of {kind}. Convert "
-                "it; step is given its number, so that it need not count."
+                "it; step gets the number of the step as an argument, so the state needs no counter."
             )
     for name, leaf in [] if inputs is None else named_leaves(inputs, "inputs"):
         if np.ndim(leaf) == 0 or len(leaf) != n_steps:
