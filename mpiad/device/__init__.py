@@ -4,8 +4,7 @@ Nothing of CuPy's is loaded before one of its arrays is met, or `select` or `to_
 """
 
 from mpiad.device import boxes, numpy
-from mpiad.device.selection import select
-from mpiad.device.transfer import to_device, to_host
+from mpiad.device.transfer import select, to_device, to_host
 from mpiad.transport.device_arrays import ArrayModule, is_device_array, register_arrays, when_registered
 
 when_registered(boxes.register)

@@ -2,8 +2,16 @@
 
 from mpiad.differentiation.gradient import grad, value_and_grad
 from mpiad.differentiation.jacobian import jacobian
-from mpiad.differentiation.kept_products import Linearization, SecondOrder, linearize, make_hvp
-from mpiad.differentiation.products import hvp, jvp, make_jvp, make_vjp
+from mpiad.differentiation.products import (
+    Linearization,
+    SecondOrder,
+    hvp,
+    jvp,
+    linearize,
+    make_hvp,
+    make_jvp,
+    make_vjp,
+)
 
 __all__ = ["Linearization", "SecondOrder", "grad", "hvp", "jacobian", "jvp", "linearize"]
 __all__ += ["make_hvp", "make_jvp", "make_vjp", "value_and_grad"]

@@ -6,7 +6,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from mpiad.device.selection import own_device
+from mpiad.device.transfer import own_device
 from mpiad.ensemble import on_device
 from mpiad.ensemble.batch import Batch, is_on_device
 from mpiad.ensemble.outcome import Outcome
