@@ -17,7 +17,7 @@ from mpiad.differentiation.trace import Traced, Variables, arguments_with, no_de
 from mpiad.primitives.allreduce import mpi_allreduce
 from mpiad.primitives.checks import root_of
 from mpiad.primitives.cotangents import conform, spec_like
-from mpiad.transport import Spec, channel
+from mpiad.transport import channel
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.recovery import recoverable
 
@@ -151,14 +151,12 @@ def gradients_of_term(traced: Traced, weight: float, variables: Variables) -> li
     # A rank without a seed runs backwards, too: others wait for its messages.
     if place >= 0 and weight != 0.0:
         spec = spec_like(traced.values[0])
-        seeds.append((place, _seed(spec, weight)))
+        if spec.arrays is not None:
+            seed = spec.arrays.full(spec.shape, weight, spec.dtype)
+        else:
+            seed = np.full(spec.shape, weight, spec.dtype) if spec.shape else spec.dtype.type(weight)
+        seeds.append((place, seed))
     return cotangents_of_variables(traced, seeds, variables)
-
-
-def _seed(spec: Spec, weight: float) -> Array:
-    if spec.arrays is not None:
-        return spec.arrays.full(spec.shape, weight, spec.dtype)
-    return np.full(spec.shape, weight, spec.dtype) if spec.shape else spec.dtype.type(weight)
 
 
 def cotangents_of_variables(

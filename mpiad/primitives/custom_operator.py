@@ -170,18 +170,15 @@ def _parts(cotangents: Any, argnums: Sequence[int], args: tuple, name: str, lead
             f"{name}: its adjoint must return a tuple with the cotangent of each of {len(args)} argument(s), but returned "
             f"{type(cotangents).__name__}{f' of {len(cotangents)}' if isinstance(cotangents, (tuple, list)) else ''}."
         )
-    return tuple([_part(cotangents[k] if k < len(cotangents) else None, k, args, name, lead) for k in argnums])
-
-
-def _part(part: Array, k: int, args: tuple, name: str, lead: tuple[int, ...]) -> Any:
-    if part is None:
-        return None
-    spec = spec_like(args[k])
-    if lead:
-        spec = spec._replace(shape=lead + spec.shape)
-    if np.shape(part) != spec.shape:
-        raise TypeError(
-            f"{name}: the cotangent of argument {k} must have its shape, {spec.shape}, but the adjoint gave "
-            f"{np.shape(part)}."
-        )
-    return conform(part, *spec)
+    parts: list[Any] = []
+    for k in argnums:
+        part = cotangents[k] if k < len(cotangents) else None
+        if part is not None:
+            spec = spec_like(args[k])
+            shape = lead + spec.shape
+            if np.shape(part) != shape:
+                text = f"{name}: the cotangent of argument {k} must have its shape, {shape}, but the adjoint gave"
+                raise TypeError(f"{text} {np.shape(part)}.")
+            part = conform(part, shape, spec.dtype, spec.arrays)
+        parts.append(part)
+    return tuple(parts)
