@@ -168,7 +168,7 @@ class WorkerGroup:
         self._survives = FAULT_TOLERANT and used.size > 1
         self.comm = self._assembled()
         self.names = ranks_within(used, self.comm)
-        self.line = Line(self.comm)
+        self.line = Line(self.comm, used)
         self._known: set[Rank] = set()
 
     def _assembled(self) -> Comm:

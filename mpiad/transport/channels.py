@@ -308,7 +308,10 @@ class Channel:
             request.Wait()
         # A reduction that not all ranks have started never ends; without its request its end can't be detected.
         self.unended = self._has_unended()
-        ABANDONED.extend(held for held in self.started.values() if held[0] == "reduction" or not held[1])
+        ABANDONED.extend(held for held in self.started.values() if held[0] in ("reduction", "parcel") or not held[1])
+        # A call that an exception has left may have messages under way there, which nobody receives: as in `give_back`.
+        ABANDONED.extend((comm,) for comm in self.derived)
+        self.derived = []
         self.pending.clear()
         self.started.clear()
 

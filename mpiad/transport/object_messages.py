@@ -7,12 +7,14 @@ left out of the pickle by protocol 5: the data of a contiguous array of 64 KiB o
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Comm, Rank, Request
+from mpiad.transport.channels import Channel
 from mpiad.transport.fault_tolerance import is_process_failure
 
 _BUFFER_TAG = 1000
@@ -76,18 +78,18 @@ def _is_over(request: Request) -> bool:
 
 
 class Line:
-    """Messages of a rank on a communicator on which no others travel."""
+    """Messages of a rank on a communicator on which no others travel, derived from that of a channel."""
 
-    def __init__(self, comm: Comm):
-        self.comm = comm
+    def __init__(self, comm: Comm, used: Channel):
+        self.comm, self._used = comm, used
         self._status = MPI.Status()
-        self._posted: list[tuple[Any, Any, Rank]] = []
+        self._posted: list[tuple[list[Request], Rank]] = []
 
     def post(self, dest: Rank, kind: int, parcel: PackedObject) -> None:
         """Send without waiting."""
         self._settle()
         for part, tag in ((parcel.head, kind), *((buffer, _BUFFER_TAG) for buffer in parcel.buffers)):
-            self._posted.append((self.comm.Isend(part, dest, tag), part, dest))
+            self._posted.append((self._used.begin("parcel", part, self.comm.Isend, part, dest, tag), dest))
 
     def take(self, source: Rank = MPI.ANY_SOURCE) -> Message | None:
         """Return a message that has come, None if there is none."""
@@ -112,8 +114,16 @@ class Line:
         return not self._posted
 
     def _settle(self) -> None:
-        self._posted = [held for held in self._posted if not _is_over(held[0])]
+        self._release(lambda request, dest: _is_over(request))
 
-    def forget(self, dest: Rank) -> None:
+    def _release(self, ended: Callable[[Request, Rank], bool]) -> None:
+        held, self._posted = self._posted, []
+        for requests, dest in held:
+            if ended(requests[0], dest):
+                self._used.release(requests)
+            else:
+                self._posted.append((requests, dest))
+
+    def forget(self, rank: Rank) -> None:
         """Stop waiting for messages posted to a rank that has died."""
-        self._posted = [held for held in self._posted if held[2] != dest]
+        self._release(lambda request, dest: dest == rank)

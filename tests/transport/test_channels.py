@@ -1,8 +1,6 @@
 """Communicators of all kinds, and the library's duplicates of them."""
 
 import contextlib
-import itertools
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -12,12 +10,14 @@ import numpy as np
 import pytest
 import reference
 from against_reference import arrays, check
+from each_line import interrupted_before_each_line
 from linear_primitives import LINEAR_PRIMITIVES
 from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import CommunicatorError, UnfinishedMessagesError
 from mpiad.transport import Envelope, Spec, channel, channels, messages
+from mpiad.transport.object_messages import Line, PackedObject
 
 WORLD = MPI.COMM_WORLD
 
@@ -333,36 +333,37 @@ def receives(comm):
     messages.finish_receive(messages.post_receive(Spec((3,), np.dtype(float)), Envelope(comm, comm.rank, 0, False)), "test")
 
 
-@pytest.mark.parametrize("program", [sends, sends_blocking, receives])
+def posts_an_object(comm):
+    Line(comm.data, comm).post(comm.rank, 1, PackedObject.of(np.ones(20_000)))
+
+
+@pytest.mark.parametrize("program", [sends, sends_blocking, receives, posts_an_object])
 def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch, program):
     """MPI may read or write it long after the exception."""
     comm, folder = channel(None, "test"), str(Path(messages.__file__).parent)
-    met = 0
-
-    def called(frame, event, arg):
-        nonlocal met
-        if not frame.f_code.co_filename.startswith(folder):
-            return None
-        met += event == "line"
-        if met == line:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return called
-
-    for line in itertools.count(1):
-        bare, met = Bare(), 0
+    for lines, run in enumerate(interrupted_before_each_line(folder)):
+        bare = Bare()
         with monkeypatch.context() as patched:
             for name, value in (("data", bare), ("pending", []), ("started", {}), ("_next_look", 9)):
                 patched.setattr(comm, name, value)
-            sys.settrace(called)
-            # An AttributeError where what never ends is waited for, as by an exception of a signal handler.
-            with contextlib.suppress(KeyboardInterrupt, AttributeError):
-                program(comm)
-            sys.settrace(None)
-            assert all(buffer() is not None for buffer in bare.given), line
-        if met < line:
-            break
-    assert len(bare.given) == 1 and line > 8
+            run(lambda: program(comm))
+            assert all(buffer() is not None for buffer in bare.given), lines
+    assert bare.given and lines > 8
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_of_a_call_that_was_left_do_not_meet_later_communicators(rank, size):
+    """They are on a communicator of the call's own, whose number MPI mustn't give to others."""
+    left = channel(None, "test").derive()
+    sent = left.Isend(np.ones(1), (rank + 1) % size, 3)
+    mpiad.reset()
+    later = [WORLD.Split(0, rank) for _ in range(20)]
+    WORLD.Barrier()
+    assert not any(comm.Iprobe() for comm in later)
+    for comm in later:
+        comm.Free()
+    left.Recv(np.empty(1), (rank - 1) % size, 3)
+    sent.Wait()
 
 
 def test_a_reset_can_be_repeated_after_an_interrupt(rank, size, monkeypatch):

@@ -20,7 +20,7 @@ from mpiad._typing import Array, Comm
 from mpiad.transport.guarded.timed_waits import Awaited, poll, poll_for
 
 _LANES = 256  # of threads: one for the main thread, the others share the rest
-_abandoned: list[Any] = []  # MPI may still use these buffers
+_abandoned: list[Any] = []  # MPI may still use these buffers and communicators
 
 
 class Agreement:
@@ -72,11 +72,14 @@ class Agreement:
         """Return each rank's description; all ranks call it after they have disagreed."""
         tag = self._tag(lane) + _LANES * self._epochs
         buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)
+        # Held also after an exception, which may come while some are under way.
+        _abandoned.append(held := [buffer])
         # To this rank too, so that it needs no case of its own.
         sends = [self.comm.Isend(buffer, rank, tag) for rank in range(self.comm.size)]
         found = [_received(self.comm, rank, tag, make) for rank in range(self.comm.size)]
         for send in sends:
             poll(send.Test, make)
+        held.clear()
         return found
 
     def renew(self, epoch: int | None = None) -> None:
@@ -125,7 +128,7 @@ class _Lane:
     """Persistent requests for the rounds of one tag."""
 
     def __init__(self, comm: Comm, tag: int):
-        self.broken, self.busy, self.active = False, False, None
+        self.broken, self.busy = False, False
         self._rounds: list[tuple[np.ndarray, np.ndarray, Any, Any]] = []
         # Dissemination, with the distance doubled in each round. A rank's number may come twice, which doesn't change the
         # minimum and maximum: so it works for any number of ranks.
@@ -146,9 +149,7 @@ class _Lane:
                 # The receive first, so that MPI needn't buffer the message.
                 receive.Start()
                 send.Start()
-                self.active = receive
                 poll(receive.Test, make)
-                self.active = None
                 low, high = into.tolist()
                 least, greatest = min(least, low), max(greatest, high)
                 poll(send.Test, make)
@@ -162,7 +163,7 @@ class _Lane:
         """Cancel pending rounds: a later message must not be received in their place."""
         self.broken = True
         for _, _, send, receive in self._rounds:
-            if self.active is receive:
+            if not receive.Test():  # true if it isn't active
                 receive.Cancel()
                 receive.Wait()
             if not self.busy:  # inside of a round MPI may still send: those requests stay
@@ -170,4 +171,4 @@ class _Lane:
                 receive.Free()
         if self.busy:
             _abandoned.append(self._rounds)
-        self._rounds, self.active = [], None
+        self._rounds = []

@@ -19,7 +19,7 @@ from mpiad._typing import Array, Buffer, Comm, Op, Status
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.call_agreement import Agreement, lane_of
 from mpiad.transport.guarded.descriptions import describe, fingerprint, raise_mismatch
-from mpiad.transport.guarded.requests import Gathering, GuardedRequest, Letter, StartedReduction
+from mpiad.transport.guarded.requests import Gathering, GuardedRequest, Letter, StartedReduction, begin
 from mpiad.transport.guarded.timed_waits import poll, poll_for
 
 # The thread that answers other ranks reads it while the program adds to it: a weak set can't be copied in one step.
@@ -62,10 +62,10 @@ def _given(send: Buffer, recv: Buffer) -> Buffer:
 
 def _nonblocking(name: str) -> Any:
     def method(self: Guarded, *args: Any) -> GuardedRequest:
-        request = getattr(self.bare, name)(*args)
+        requests = begin(self, getattr(self.bare, name), *args)
         self.started += 1
         number = self.started
-        return GuardedRequest(request, lambda: Gathering(self, self.label, number), args)
+        return GuardedRequest(requests, lambda: Gathering(self, self.label, number))
 
     return method
 
@@ -177,12 +177,12 @@ class Guarded:
     # ---- messages
     def Isend(self, array: Array, dest: int, tag: int) -> GuardedRequest:
         """Start to send."""
-        return GuardedRequest(self.bare.Isend(array, dest, tag), lambda: Letter(self, True, dest, tag), array)
+        return GuardedRequest(begin(self, self.bare.Isend, array, dest, tag), lambda: Letter(self, True, dest, tag))
 
     def Irecv(self, buffer: Buffer, source: int, tag: int) -> GuardedRequest:
         """Start to receive."""
-        request = self.bare.Irecv(buffer, source, tag)
-        return GuardedRequest(request, lambda: Letter(self, False, source, tag), buffer, receives=True)
+        requests = begin(self, self.bare.Irecv, buffer, source, tag, receives=True)
+        return GuardedRequest(requests, lambda: Letter(self, False, source, tag), receives=True)
 
     def Recv(self, buffer: Buffer, source: int, tag: int, status: Status = None) -> None:
         """Receive."""

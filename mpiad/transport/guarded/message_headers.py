@@ -5,24 +5,27 @@ Headers and messages of the same sender and tag come in the same order, so the k
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
 
 from mpiad._typing import Array, Buffer, Comm, Request, Status
 from mpiad.errors import MessageMismatchError
-from mpiad.transport.channels import drain
+from mpiad.transport.channels import cancel, drain
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.communicator import Guarded
 from mpiad.transport.guarded.descriptions import caller, where
 from mpiad.transport.guarded.message_counts import MessageCounts
-from mpiad.transport.guarded.requests import GuardedRequest, Letter
+from mpiad.transport.guarded.requests import GuardedRequest, Letter, begin, release
 from mpiad.transport.guarded.timed_waits import poll
 
 _BYTES = 256  # a fixed length, so that the receive of a header can be posted before it is known
 _MOST = 10_000  # shapes and lines that are known
 _headers: dict[tuple, bytes] = {}
+
+Expected: TypeAlias = "tuple[list[Request], bytearray]"
+"""The receive of a header under way, and its buffer."""
 
 
 def _form(array: np.ndarray) -> bytes:
@@ -80,9 +83,10 @@ class HeadedMessages(Guarded):
         """Start to send a header and the array."""
         header, name, place = _header(array)
         # Before the message: a rank that has the message can wait for its header.
-        ahead = None if _counted_down(self.unannounced, dest, tag) else self.post.Isend([header, MPI.BYTE], dest, tag)
+        announced = not _counted_down(self.unannounced, dest, tag)
+        ahead = begin(self, self.post.Isend, [header, MPI.BYTE], dest, tag) if announced else None
         self.ledger.sent(dest, tag, place)
-        return HeadedSend(self, self.bare.Isend(array, dest, tag), ahead, array, dest, tag, (name, place))
+        return HeadedSend(self, begin(self, self.bare.Isend, array, dest, tag), ahead, dest, tag, (name, place))
 
     def Irecv(self, buffer: Buffer, source: int, tag: int) -> HeadedReceive:
         """Start to receive a header and the array."""
@@ -95,22 +99,21 @@ class HeadedMessages(Guarded):
         message = super().Mprobe(source, tag, status)
         return _Matched(self, message, status.source, status.tag)
 
-    def expect(self, source: int, tag: int) -> tuple[Any, bytearray] | None:
+    def expect(self, source: int, tag: int) -> Expected | None:
         """Start to receive the next header; None if the message has none."""
         if _counted_down(self.skipped, source, tag):
             return None
         header = bytearray(_BYTES)
-        return self.post.Irecv([header, MPI.BYTE], source, tag), header
+        return begin(self, self.post.Irecv, [header, MPI.BYTE], source, tag, receives=True), header
 
-    def compare(
-        self, expected: tuple[Any, bytearray] | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]
-    ) -> None:
+    def compare(self, expected: Expected | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]) -> None:
         """Raise if a message that has come differs from the array that it was received into."""
         self.ledger.received(source, tag)
         if expected is None:
             return
-        request, header = expected
-        poll(request.Test, lambda: Letter(self, False, source, tag))
+        requests, header = expected
+        poll(requests[0].Test, lambda: Letter(self, False, source, tag))
+        release(requests)
         # Compared as bytes, which is quick; it is taken apart only for the message of an error.
         if not header.startswith(_form(buffer)):
             form, _, sender = header.decode(errors="replace").rstrip().partition("|")
@@ -148,23 +151,23 @@ class HeadedSend(GuardedRequest):
     """A send under way."""
 
     def __init__(
-        self, comm: HeadedMessages, request: Request, ahead: Request, array: Array, dest: int, tag: int,
+        self, comm: HeadedMessages, requests: list[Request], ahead: list[Request] | None, dest: int, tag: int,
         caller: tuple[str, str],
     ):  # fmt: skip
-        super().__init__(request, lambda: Letter(comm, True, dest, tag), array)
-        self._ahead, self.caller = ahead, caller
+        super().__init__(requests, lambda: Letter(comm, True, dest, tag))
+        self._ahead, self.caller = None if ahead is None else GuardedRequest(ahead, self._make), caller
 
     def Test(self, status: Status = None) -> bool:
         """Return whether MPI has completed it."""
-        return self.request.Test(status) and (self._ahead is None or self._ahead.Test())
+        return super().Test(status) and (self._ahead is None or self._ahead.Test())
 
 
 class HeadedReceive(GuardedRequest):
     """A receive under way."""
 
     def __init__(self, comm: HeadedMessages, buffer: np.ndarray, source: int, tag: int, caller: tuple[str, str]):
-        request = comm.bare.Irecv(buffer, source, tag)
-        super().__init__(request, lambda: Letter(comm, False, source, tag), buffer, receives=True)
+        requests = begin(comm, comm.bare.Irecv, buffer, source, tag, receives=True)
+        super().__init__(requests, lambda: Letter(comm, False, source, tag), receives=True)
         self._comm, self._buffer, self.caller = comm, buffer, caller
         self._cancelled = False
         # Posted with the receive, since receives may be waited for in another order. From anyone only one is under way.
@@ -197,13 +200,13 @@ class HeadedReceive(GuardedRequest):
     def Cancel(self) -> None:
         """Take the receive back."""
         self._cancelled = True
-        self.request.Cancel()
+        super().Cancel()
         self._take_back_header()
 
     def _take_back_header(self) -> None:
         if self._expected is not None:
-            self._expected[0].Cancel()
-            self._expected[0].Wait()
+            cancel(self._expected[0][0])
+            release(self._expected[0])
 
 
 class _Matched:

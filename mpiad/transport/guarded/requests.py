@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from mpi4py import MPI
 
 from mpiad._typing import Array, Comm, Op, Request, Status
 from mpiad.transport import calls
+from mpiad.transport.channels import cancel
 from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.call_agreement import Agreement, lane_of
 from mpiad.transport.guarded.descriptions import Description, caller, describe, raise_mismatch, shown_arguments, where
@@ -106,45 +108,73 @@ class Letter(_Wait):
         return ""
 
 
-# Buffers of abandoned requests that MPI may still use; never emptied, since the end of that use is unknown.
-_abandoned: list[tuple[Any, Any]] = []
+# Operations under way: the communicator, the request, the arguments of MPI's call, and whether the operation is a receive.
+# Abandoned ones stay, since the end of MPI's use of their buffers is unknown.
+_started: dict[int, tuple[Comm, list[Request], tuple, bool]] = {}
+
+
+def begin(comm: Comm, call: Callable[..., Request], *args: Any, receives: bool = False) -> list[Request]:
+    """Start an operation of a guarded communicator by a call of MPI's; return its request, in a list, for `release`.
+
+    As in `Channel.begin`, an interrupt at any moment neither frees memory that MPI uses nor loses the request.
+    """
+    requests: list[Request] = []
+    _started[id(requests)] = comm, requests, args, receives
+    try:
+        requests.extend(starmap(call, (args,)))
+    except Exception:
+        release(requests)
+        raise
+    return requests
+
+
+def release(requests: list[Request]) -> None:
+    """Release the buffers of an operation that has ended."""
+    _started.pop(id(requests), None)
+
+
+def cancel_receives(comm: Comm) -> None:
+    """Cancel the receives of a communicator, also those that an interrupt has left to nobody."""
+    for owner, requests, _, receives in list(_started.values()):
+        if owner is comm and receives:
+            for request in requests:
+                cancel(request)
+            release(requests)
 
 
 class GuardedRequest:
     """A request of mpi4py's, waited for by polling.
 
-    `make`: describes the wait. `held`: its buffers. `receives`: whether it can be taken back.
+    `requests`: the result of `begin`. `make`: describes the wait. `receives`: whether it can be taken back.
     """
 
-    def __init__(self, request: Request, make: Callable[[], Awaited], held: object = None, receives: bool = False):
-        self.request, self._make = request, make
-        self._held, self._receives = held, receives
+    def __init__(self, requests: list[Request], make: Callable[[], Awaited], receives: bool = False):
+        self._requests, self.request, self._make, self._receives = requests, requests[0], make, receives
 
     def Test(self, status: Status = None) -> bool:
         """Return whether it is complete."""
-        return self.request.Test(status)
+        ended = self.request.Test(status)
+        if ended:
+            release(self._requests)
+        return ended
 
     def Wait(self, status: Status = None) -> None:
         """Wait until it is complete."""
         try:
             poll(lambda: self.Test(status), self._make)
         except MPI.Exception:  # it is complete
+            release(self._requests)
             raise
         except BaseException:  # the deadline, or a Ctrl-C between two looks
-            self._give_up()
+            # The caller drops the buffers. A receive must not take a later message into them.
+            if self._receives:
+                self.Cancel()
+                release(self._requests)
             raise
 
-    def _give_up(self) -> None:
-        # The caller drops the buffers. A receive must not take a later message into them either.
-        if self._receives:
-            self.Cancel()
-            self.request.Wait()
-        else:
-            _abandoned.append((self.request, self._held))
-
     def Cancel(self) -> None:
-        """Cancel it."""
-        self.request.Cancel()
+        """Cancel it, and wait for its end."""
+        cancel(self.request)
 
 
 _BYTES = 1024  # for each rank: of one length, so that one nonblocking call is enough
@@ -160,13 +190,15 @@ class StartedReduction(GuardedRequest):
         comm.started += 1
         number = comm.started
         said = _described(comm, out, op)
-        super().__init__(comm.bare.Iallreduce(array, out, op), lambda: Gathering(comm, comm.label, number, said))
+        super().__init__(
+            begin(comm, comm.bare.Iallreduce, array, out, op), lambda: Gathering(comm, comm.label, number, said)
+        )
         self.caller = said.operation, said.place
-        self._held = array, out
         self._mine, self._every = np.zeros(_BYTES, np.uint8), np.zeros((comm.size, _BYTES), np.uint8)
         packed = _packed(said, agreement.starts[lane])
         self._mine[: packed.size] = packed
-        self._saying = agreement.later(lane, comm.post).Iallgather(self._mine, self._every)
+        saying = begin(comm, agreement.later(lane, comm.post).Iallgather, self._mine, self._every)
+        self._saying = GuardedRequest(saying, self._make)
         self._group = comm if lane else agreement  # in whose order the descriptions come
 
     def Wait(self, status: Status = None) -> None:
@@ -174,8 +206,7 @@ class StartedReduction(GuardedRequest):
         poll(self._saying.Test, self._make)
         said = [pickle.loads(every.tobytes()) for every in self._every]
         if len({(description.compared, starts) for description, starts in said}) > 1:
-            # The sum of mismatched calls may never end, and mustn't be written into memory that others use.
-            _abandoned.append((self.request, self._held))
+            # The sum of mismatched calls may never end: its memory isn't released.
             raise_mismatch(said, self._group)
         super().Wait(status)
 

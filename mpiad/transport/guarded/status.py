@@ -186,7 +186,7 @@ class Responder:
         self._comm = comm
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._patience = _PATIENCE + _APART * comm.size
-        self._sends: list[Any] = []
+        self._sends: list[list[Any]] = []  # for each a buffer, then its request
         self._asked = 0
         self._asking = False
         self._leaving_since: float | None = None
@@ -310,8 +310,11 @@ class Responder:
     def _post(self, ranks: list[int], tag: int, value: object) -> None:
         buffer = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
         with self._mouth:
-            self._sends = [held for held in self._sends if not held[0].Test()]
-            self._sends += [(self._comm.Isend(buffer, rank, tag), buffer) for rank in ranks]
+            self._sends = [held for held in self._sends if len(held) < 2 or not held[1].Test()]
+            for rank in ranks:
+                self._sends.append(held := [buffer])
+                # In one step: at an interrupt the buffer is held as long as MPI may use it.
+                held.extend(map(self._comm.Isend, (buffer,), (rank,), (tag,)))
 
     def _taken(self, tag: int) -> tuple[int, Any] | None:
         status = MPI.Status()

@@ -15,6 +15,7 @@ from mpiad.transport.guarded import watch_settings
 from mpiad.transport.guarded.call_agreement import Agreement
 from mpiad.transport.guarded.communicator import Guarded
 from mpiad.transport.guarded.message_headers import HeadedMessages
+from mpiad.transport.guarded.requests import cancel_receives
 from mpiad.transport.guarded.status import Responder
 from mpiad.transport.guarded.watch_settings import Settings
 
@@ -166,6 +167,7 @@ def _start_anew(channel: Channel) -> None:
     for comm in (channel.data, channel.reverse):
         if isinstance(comm, Guarded):
             comm.retire()
+            cancel_receives(comm)
     agreement = _agreements.get(tuple(sorted(channel.members)))
     if agreement is not None:
         agreement.renew()

@@ -1,0 +1,123 @@
+"""What MPI uses under watch is held, at whatever line an interrupt comes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from each_line import interrupted_before_each_line
+
+from mpiad.transport import channels
+from mpiad.transport.guarded import requests, status
+from mpiad.transport.guarded.call_agreement import Agreement
+from mpiad.transport.guarded.communicator import Guarded
+from mpiad.transport.guarded.message_headers import HeadedMessages
+
+
+class Operation:
+    """A request of MPI's: never complete, and Ctrl-C comes in the wait for it."""
+
+    def __init__(self, *buffers: Any, receives: bool = False, active: bool = True):
+        self.buffers, self.receives, self.active, self.tested = buffers, receives, active, 0
+
+    def Test(self, status: Any = None) -> bool:
+        self.tested += self.active
+        if self.tested == 3:
+            raise KeyboardInterrupt
+        return not self.active
+
+    def Start(self) -> None:
+        self.active = True
+
+    def Cancel(self) -> None:
+        self.active = False
+
+    def Wait(self) -> None:
+        assert not self.active
+
+    Free = Wait
+
+
+class Bare:
+    """Stands for a communicator of MPI's, with the operations that were started on it."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.started: list[Operation] = []
+        self.owner: Any = None
+
+    def _start(self, *args: Any, **more: Any) -> Operation:
+        self.started.append(Operation(*(arg for arg in args if isinstance(arg, (np.ndarray, list))), **more))
+        return self.started[-1]
+
+    Isend = Iallreduce = Iallgather = _start
+
+    def Irecv(self, *args: Any) -> Operation:
+        return self._start(*args, receives=True)
+
+    def Send_init(self, *args: Any) -> Operation:
+        return self._start(*args, active=False)
+
+    def Recv_init(self, *args: Any) -> Operation:
+        return self._start(*args, receives=True, active=False)
+
+    def Improbe(self, *args: Any) -> None:
+        raise KeyboardInterrupt
+
+    def Dup(self) -> Bare:
+        return self
+
+
+def headed(bare: Bare) -> HeadedMessages:
+    return HeadedMessages(bare, bare, "test", (0, 1))
+
+
+def agreement(bare: Bare) -> Agreement:
+    made = Agreement(bare, (0, 1), "test")
+    made.open()
+    return made
+
+
+UNUSED: Any = None
+
+
+def question(bare: Bare) -> None:
+    bare.owner = status.Responder(bare)  # which lives as long as the program
+    bare.owner._post([1, 1], 1, "text")
+
+
+PROGRAMS: dict[str, Callable[[Bare], Any]] = {
+    "send": lambda bare: Guarded(bare, "test", (0, 1)).Isend(np.ones(3), 1, 5).Wait(),
+    "receive": lambda bare: Guarded(bare, "test", (0, 1)).Recv(np.ones(3), 1, 5),
+    "headed send": lambda bare: headed(bare).Isend(np.ones(3), 1, 5).Wait(),
+    "headed receive": lambda bare: headed(bare).Irecv(np.ones(3), 1, 5).Wait(),
+    "sum": lambda bare: Guarded(bare, "test", (0, 1)).Allreduce(np.ones(3), np.ones(3)),
+    "sum waited for later": lambda bare: Guarded(bare, "test", (0, 1), agreement(bare)).Iallreduce(np.ones(3), np.ones(3)),
+    "agreement": lambda bare: Guarded(bare, "test", (0, 1), agreement(bare)).agree("Barrier"),
+    "descriptions": lambda bare: agreement(bare).descriptions("text", 0, UNUSED),
+    "question": question,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    folder = str(Path(channels.__file__).parent)
+    monkeypatch.setattr(status.Responder, "start", lambda responder: None)
+    monkeypatch.setattr(requests, "_started", {})
+    for lines, run in enumerate(interrupted_before_each_line(folder)):
+        bare = Bare()
+        run(partial(PROGRAMS[name], bare))
+        for operation in bare.started:
+            for buffer in operation.buffers:
+                # Besides the test, there is whoever holds it.
+                assert sys.getrefcount(buffer) > 3 or not operation.active, lines
+        for comm, *_ in list(requests._started.values()):  # as a reset does
+            requests.cancel_receives(comm)
+        assert not any(operation.active for operation in bare.started if operation.receives), lines
+    assert bare.started and lines > 8
