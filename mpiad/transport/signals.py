@@ -93,6 +93,8 @@ def _listen() -> None:
 def _set_others(fd: int, *, warn_on_full_buffer: bool = True) -> int:
     """Take the place of `signal.set_wakeup_fd`: signals are written to this file, too."""
     global _others
+    if _mouth == -1:  # in a fork, which may have kept this function; its lock may be held by a thread of the parent's
+        return _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)
     with _forwarding:  # once this returns, nothing is written to the file before, which may be closed then
         try:
             _set_wakeup_fd(fd, warn_on_full_buffer=warn_on_full_buffer)  # refuses an invalid one
@@ -112,7 +114,8 @@ def _let_come() -> None:
 
 
 def _forget() -> None:
-    signal.set_wakeup_fd = _set_wakeup_fd
+    global _mouth
+    _mouth, signal.set_wakeup_fd = -1, _set_wakeup_fd
     _set_wakeup_fd(-1)
     if signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -216,6 +216,28 @@ mpiad.mpi_print("right")
 
 
 @launches
+def test_a_child_s_wakeup_file_is_its_own(mpirun):
+    """Also if it calls the function that this process had: its signals must not be read here, nor end this job."""
+    child = """
+set_wakeup_fd = signal.set_wakeup_fd
+fork = os.fork()
+if fork == 0:
+    signal.signal(15, lambda *_: None)
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+    assert set_wakeup_fd(mouth) == -1
+    os.kill(os.getpid(), 15)
+    assert os.read(ear, 1) == bytes([15])
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+time.sleep(0.3)
+mpiad.mpi_print("right")
+"""
+    done = mpirun(2, START + child)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "right\nright\n", "")
+
+
+@launches
 def test_can_be_switched_off(mpirun):
     program = "import mpiad, signal\nassert signal.getsignal(15) == signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1"
     assert mpirun(2, program, env={"MPIAD_ABORT": "0"}).returncode == 0
