@@ -14,8 +14,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from itertools import count
+from functools import partial
+from itertools import count, repeat
 from types import TracebackType
 from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakSet
@@ -39,37 +39,34 @@ ABANDONED: list[tuple] = []
 """What MPI may still use: buffers, and communicators that can't be freed."""
 
 
-def drain(comm: Comm, tag: int, attempt: int = 1) -> None:
+_LAST = np.frombuffer(b"mpiad: last one.", dtype=np.uint8)  # differs from the user's messages
+# For each communicator: the sends of the last messages, and by peer the tag and content of the message that came last.
+Drained: TypeAlias = "dict[int, tuple[list[Request], dict[int, tuple[int, np.ndarray]]]]"
+
+
+def drain(comm: Comm, tag: int, drained: Drained | None = None) -> None:
     """Receive and drop all messages on a communicator on which this rank has no receive posted; collective.
 
-    Each rank's last message has the `tag`. After an exception during a drain, the next `attempt` drops the rest.
+    Each rank's last message has the `tag`. After an exception this rank can go on from `drained`, which is filled: the
+    others needn't repeat anything.
     """
     for part in getattr(comm, "parts", (comm,)):  # under watch, the messages and their headers
-        _drain(part, tag, attempt)
+        sending, come = ({} if drained is None else drained).setdefault(id(part), ([], {}))
+        # In one step, so that no interrupt has one sent twice.
+        sending.extend(map(part.Isend, repeat(_LAST), range(len(sending), part.size), repeat(tag)))
+        for peer in range(part.size):
+            _receive_until_last(part, peer, tag, come)
+        for request in sending:
+            request.Wait()
 
 
-@cache
-def _final(attempt: int) -> np.ndarray:
-    """Return a message that differs from the user's and from other attempts'; kept: MPI may send it after an exception."""
-    return np.frombuffer(b"mpiad: last one %d." % attempt, dtype=np.uint8)
-
-
-def _drain(comm: Comm, tag: int, attempt: int) -> None:
-    final = _final(attempt)
-    sending = [comm.Isend(final, peer, tag) for peer in range(comm.size)]
-    for peer in range(comm.size):
-        _receive_until_last(comm, peer, tag, final)
-    for request in sending:
-        request.Wait()
-
-
-def _receive_until_last(comm: Comm, peer: int, tag: int, final: np.ndarray) -> None:
-    status, last = MPI.Status(), False
-    while not last:
+def _receive_until_last(comm: Comm, peer: int, tag: int, come: dict[int, tuple[int, np.ndarray]]) -> None:
+    status = MPI.Status()
+    while peer not in come or come[peer][0] != tag or not np.array_equal(come[peer][1], _LAST):
         comm.Probe(peer, MPI.ANY_TAG, status)
-        buffer = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
-        comm.Recv(buffer, peer, status.tag, status)
-        last = status.tag == tag and np.array_equal(buffer, final)
+        # Noted before it comes: if an interrupt follows, it is known by its content.
+        come[peer] = status.tag, np.zeros(status.Get_count(MPI.BYTE), dtype=np.uint8)
+        comm.Recv(come[peer][1], peer, status.tag, status)
 
 
 def has_ended(reduction: Request) -> bool:
@@ -186,7 +183,8 @@ class Channel:
         self.pending: list[tuple[Any, np.ndarray]] = []
         self.started: dict[int, tuple[str, list[Any], Any]] = {}
         self.unended = False  # whether a collective was given up in its middle
-        self._next_look, self.drained = 1, 0
+        self._next_look = 1
+        self._drained: Drained = {}
         self._backwards: Comm | None = None
         self._aside: tuple[Comm, Comm] | None = None
         if _watch is not None:
@@ -296,14 +294,15 @@ class Channel:
 
     def end(self) -> None:
         """End all messages, received or not; collective. After an exception it may be called again."""
-        self.drained += 1
+        # Under watch an interrupt may have come inside of a send, which is repeated.
+        self.unended |= any(len(sending) < self.size for sending, _ in self._drained.values())
         for kind, requests, _ in self.started.values():
             for request in requests if kind.endswith("receive") else ():
                 cancel(request)
         # After the receives, which would take messages away from it; before the sends are waited for, which end only when
         # the other ranks have taken theirs in the same way.
         for comm in (self.data, self.reverse):
-            drain(comm, self.tag_limit, self.drained)
+            drain(comm, self.tag_limit, self._drained)
         for request in self._sends():
             request.Wait()
         # A reduction that not all ranks have started never ends; without its request its end can't be detected.

@@ -195,6 +195,13 @@ def test_freed_communicators_give_their_numbers_back(rank, few_numbers_left):
         sub.Free()
 
 
+@pytest.mark.unguarded
+def test_the_watch_takes_no_new_numbers_each_time(few_numbers_left, size):
+    for _ in range(120):
+        with mpiad.debug.checked():
+            assert mpiad.mpi_wait(mpiad.mpi_iallreduce(1.0)) == size
+
+
 @pytest.mark.skipif(MPI.get_vendor()[0] != "MPICH", reason="others have millions")
 @pytest.mark.parametrize("odd", [False, True], ids=["none", "one of two"])
 def test_without_numbers_left_the_error_says_what_to_free(odd, few_numbers_left):

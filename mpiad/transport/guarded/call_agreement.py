@@ -41,11 +41,24 @@ class Agreement:
         self.starts: Counter[int] = Counter()
         self._lanes: dict[int, _Lane] = {}
         self._later: Comm | None = None
+        self._is_open = False
+        # Numbers of comparisons begun and ended on that communicator.
+        self.begun_later = self.ended_later = 0
 
     def open(self) -> None:
-        """Recreate the communicator that `renew` dropped; all ranks call it, when all are present."""
-        if self._later is None:
-            self._later = self.comm.Dup()
+        """Begin a new epoch after `renew`; all ranks call it, when all are present."""
+        if self._is_open:
+            return
+        # Ranks may have made different numbers of attempts to renew it.
+        mine = np.array([-self.epoch, self.begun_later, -self.begun_later, self.ended_later])
+        least = np.empty_like(mine)
+        self.comm.Allreduce(mine, least, MPI.MIN)
+        self.epoch = -int(least[0])
+        if self._later is None or not least[1] == -least[2] == least[3]:
+            # A rank may have begun an operation there that others haven't. Not freed: a reused context would receive that.
+            _abandoned.append(self._later)
+            self._later, self.begun_later, self.ended_later = self.comm.Dup(), 0, 0
+        self._is_open = True
 
     def later(self, lane: int, own: Comm) -> Comm:
         """Return the communicator for comparisons at the end of nonblocking calls: the channel's own in threads."""
@@ -88,10 +101,7 @@ class Agreement:
         The `epoch` is the same on all ranks, if they may have restarted independently.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
-        # One rank may have begun an operation there that others haven't. Not freed: a reused context would receive that.
-        if self._later is not None:
-            _abandoned.append(self._later)
-            self._later = None
+        self._is_open = False
         self._numbers.clear()
         self.starts.clear()
         for lane in self._lanes.values():

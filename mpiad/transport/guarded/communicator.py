@@ -1,8 +1,8 @@
 """A communicator whose waits end: the methods that the library uses of mpi4py's, each with a deadline.
 
-The ranks agree on a collective before they enter it; then all are there, and MPI's own blocking call is the fastest. MPI's
-nonblocking forms don't see that lengths differ, and add up mismatched data: they are polled only before the
-ranks can agree. A wait is described only if it takes longer than a moment.
+The ranks agree on a collective before they enter it, since MPI's nonblocking forms don't see that lengths differ, and add
+up mismatched data. Then these are polled: a rank that has agreed may be interrupted or reach its deadline before it enters.
+A wait is described only if it takes longer than a moment.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ def _collective(name: str, compared: Callable[..., tuple[Any, Any, Any]]) -> Any
     def method(self: Guarded, *args: Any) -> None:
         if self.agreement is not None:
             self.agree(name, *compared(*args))
-            getattr(self.bare, name)(*args)
-            return
         request = nonblocking(self, *args)
         try:
             request.Wait()

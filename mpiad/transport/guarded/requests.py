@@ -197,13 +197,18 @@ class StartedReduction(GuardedRequest):
         self._mine, self._every = np.zeros(_BYTES, np.uint8), np.zeros((comm.size, _BYTES), np.uint8)
         packed = _packed(said, agreement.starts[lane])
         self._mine[: packed.size] = packed
+        self._unended = int(not lane)
+        agreement.begun_later += self._unended
         saying = begin(comm, agreement.later(lane, comm.post).Iallgather, self._mine, self._every)
         self._saying = GuardedRequest(saying, self._make)
+        self._agreement = agreement
         self._group = comm if lane else agreement  # in whose order the descriptions come
 
     def Wait(self, status: Status = None) -> None:
         """Wait for the descriptions, compare them, and wait for the sum."""
         poll(self._saying.Test, self._make)
+        self._agreement.ended_later += self._unended
+        self._unended = 0
         said = [pickle.loads(every.tobytes()) for every in self._every]
         if len({(description.compared, starts) for description, starts in said}) > 1:
             # The sum of mismatched calls may never end: its memory isn't released.

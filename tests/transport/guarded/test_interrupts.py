@@ -1,4 +1,4 @@
-"""What MPI uses under watch is held, at whatever line an interrupt comes."""
+"""Under watch, what MPI uses is held at whatever line an interrupt comes, and nobody waits forever for its rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from each_line import interrupted_before_each_line
+from mpi4py import MPI
 
+import mpiad
+from mpiad.errors import DeadlockError
 from mpiad.transport import channels
 from mpiad.transport.guarded import requests, status
 from mpiad.transport.guarded.call_agreement import Agreement
@@ -70,6 +73,9 @@ class Bare:
     def Improbe(self, *args: Any) -> None:
         raise KeyboardInterrupt
 
+    def allreduce(self, value: int, op: Any) -> int:
+        return value
+
     def Dup(self) -> Bare:
         return self
 
@@ -121,3 +127,35 @@ def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch: 
             requests.cancel_receives(comm)
         assert not any(operation.active for operation in bare.started if operation.receives), lines
     assert bare.started and lines > 8
+
+
+@pytest.mark.mpi(min_size=2)
+def test_nobody_waits_forever_in_a_collective_for_a_rank_that_agreed_and_left(
+    monkeypatch: pytest.MonkeyPatch, rank: int, size: int
+) -> None:
+    agree = Guarded.agree
+
+    def interrupted(*args: Any) -> None:
+        agree(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if rank == 0:
+            patch.setattr(Guarded, "agree", interrupted)
+        with pytest.raises(KeyboardInterrupt if rank == 0 else DeadlockError):
+            mpiad.mpi_allreduce(1.0)
+    MPI.COMM_WORLD.Barrier()
+    mpiad.reset()
+    assert mpiad.mpi_allreduce(1.0) == size
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_reset_that_some_ranks_have_given_up_can_be_repeated(rank: int, size: int) -> None:
+    mpiad.mpi_send(np.zeros(3), (rank + 1) % size)
+    if rank:
+        with pytest.raises(DeadlockError):
+            mpiad.reset()
+    MPI.COMM_WORLD.Barrier()
+    mpiad.reset()
+    mpiad.mpi_send(np.full(3, float(rank)), (rank + 1) % size)
+    np.testing.assert_array_equal(mpiad.mpi_recv(np.zeros(3), (rank - 1) % size), (rank - 1) % size)
