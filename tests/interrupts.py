@@ -1,11 +1,16 @@
 """Interrupt gradients, traces, replays and solves before each of their lines, and look at what is left.
 
     python tests/interrupts.py --interrupts 10000 --seed 5
+    mpiexec -n 2 python tests/interrupts.py --interrupts 500 --alone 1
 
 Each program runs once to count the lines of the library that it comes to. Then it runs again and again, and a
 KeyboardInterrupt comes before a line, or at the entry of a function; all ranks are interrupted at the same one. Afterwards
 the thread's state is that of before, communications work, or a single error of the library's asks for `mpiad.reset`, and
 the same program and another gradient have their known values.
+
+With `--alone` only one rank is interrupted, in debug mode: the others come to their end, or wait for it until the limit and
+raise a DeadlockError. Then all ranks reset, whatever they raised, and the same holds. Without a limit they would wait in
+MPI, from which no reset of another rank frees them.
 
 No interrupt comes between the body of a `with` and the call of `__exit__`: there Python doesn't look for signals.
 """
@@ -39,6 +44,7 @@ from mpiad.primitives import operation
 from mpiad.programs import calls_on_tape, entry, function, numpy_functions, recorder, trace_run
 from mpiad.transport import calls, channel, channels, collectives, messages, signals, tracing
 from mpiad.transport.guarded import timed_waits
+from mpiad.transport.guarded.timed_waits import deadline_lifted
 
 WORLD = MPI.COMM_WORLD
 OURS = str(Path(mpiad.__file__).parent)
@@ -163,6 +169,11 @@ def linear_system():
     return lambda: mpiad.grad(total)(MINE), inverse.sum(0)[3 * WORLD.rank : 3 * WORLD.rank + 3]
 
 
+interrupts_one = False
+LIMIT = 0.3  # seconds that other ranks wait for an interrupted one
+ERRORS = (
+    errors.DeadlockError, errors.CommunicationMismatchError, errors.UnfinishedMessagesError, errors.RequestError,
+)  # fmt: skip
 NEXT, LAST = (WORLD.rank + 1) % WORLD.size, (WORLD.rank - 1) % WORLD.size
 
 
@@ -201,6 +212,15 @@ def begun():
 def summed_later():
     """Return the gradient of Σ sin(Σ_r x_r) by a reduction that is waited for later, and its closed form."""
     return gradient_of(lambda x: anp.sum(anp.sin(mpiad.mpi_wait(mpiad.mpi_iallreduce(x)))))
+
+
+def reset():
+    """Reset; a rank that is interrupted alone isn't interrupted here, since the others can't repeat their part."""
+    traced = sys.gettrace()
+    if interrupts_one:
+        sys.settrace(None)
+    mpiad.reset()
+    sys.settrace(traced)
 
 
 class Failed(Exception):
@@ -243,7 +263,7 @@ def failing(f, call=mpiad.grad):
     def run():
         with contextlib.suppress(Failed, Left):
             call(f)(MINE)
-        mpiad.reset()
+        reset()
         return mpiad.grad(of_total)(MINE)
 
     return run, np.cos(TOTAL)
@@ -500,6 +520,8 @@ PROGRAMS = ( exchanged, sent, begun, summed_later, left_compiled,
     failing_trace, failing_body, failing_pass, failing_compiled, twice_on_tape, interpreted_backwards, interpreted_twice,
     short, pulled_together, explicit_ensemble, implicit_ensemble, tangents_of_ensemble, linear_system,
 )  # fmt: skip
+# Waits in bare mpi4py have no limit.
+BARE = (operator, pulled_in_lanes, within_compiled, noted)
 CLOSE = {
     "compiled_solve": 1e-8,
     "single_solve": 1e-2,
@@ -518,7 +540,7 @@ NAMED = {
     operation: "suspended.__enter__ suspended.__exit__ communicate apply run",
     custom_operators: "Communicating.__call__ Communicating.run Communicating.body Communicating._as_one_node",
     backward: "run_backward run_backward_together _seeded sweep sweep_together _pull_vectorized",
-    tracing: "restoring_state.__enter__ restoring_state.__exit__",
+    tracing: "restoring_state.__enter__ restoring_state.__exit__ restore_state",
     bundles: "Bundle.__enter__ Bundle.__exit__ Bundle.variable",
     trace_run: "TraceRun.run TraceRun.run_backwards TraceRun.raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
     "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _tell message_counts "
@@ -617,8 +639,8 @@ class Lines:
                 raise KeyboardInterrupt
 
 
-def lines_of(make):
-    """Return how often a program comes to each line."""
+def lines_of(make, alone=None):
+    """Return how often a program comes to each line, on all ranks or on one `alone`."""
     for _ in range(2):  # what is done at the first use of anything is done before
         run, _ = make()
         run()
@@ -628,6 +650,8 @@ def lines_of(make):
     counts = Counter(lines.met)
     # All ranks are interrupted at the same place: at lines to which they come equally often.
     every = WORLD.allgather(counts)
+    if alone is not None:
+        return every[alone]
     return {line: times for line, times in every[0].items() if all(each[line] == times for each in every)}
 
 
@@ -640,20 +664,22 @@ def state():
         "recorders": set(trace_run._recorders), "noting": calls.is_noting(), "told": "data" in vars(channels.Channel),
         "forward": operation.communicate.__module__, "waits": dict(waits), "patience": list(signals._patience),
         "alone": used.alone, "looking": used._looking.locked(), "started": len(used.started),
+        "deadline": timed_waits._lift.deep, "derived": len(used.derived),
     }  # fmt: skip
 
 
-def interrupt(make, line, times, before):
+def interrupt(make, line, times, before, alone=None):
     """Interrupt a program, and return whether the interrupt came; raise an AssertionError if it leaves anything."""
     run, expected = make()
     close = CLOSE.get(make.__name__, 1e-12)
-    with Lines(line, times) as lines:
-        try:
-            run()
-        except KeyboardInterrupt:
-            pass
     place = f"{make.__name__}, interrupted at {line} ({times})"
-    if mpiad_fails():
+    if alone is None:
+        has_come = interrupted(run, line, times)
+        if mpiad_fails():
+            mpiad.reset()
+    else:
+        has_come = interrupted_alone(run, line, times, alone)
+        WORLD.Barrier()
         mpiad.reset()
     after = state()
     assert after == before, (place, {key: (before[key], after[key]) for key in before if before[key] != after[key]})
@@ -661,7 +687,30 @@ def interrupt(make, line, times, before):
     assert type(ours) is np.float64 and ours == WORLD.size, (place, ours)
     np.testing.assert_allclose(mpiad.grad(of_total)(MINE), np.cos(TOTAL), rtol=1e-12, err_msg=place)
     np.testing.assert_allclose(run(), expected, rtol=close, err_msg=place)
+    return has_come
+
+
+def interrupted(run, line, times):
+    """Run a program up to a line; return whether it has come there."""
+    with contextlib.suppress(KeyboardInterrupt), Lines(line, times) as lines:
+        run()
     return lines.has_come
+
+
+def interrupted_alone(run, line, times, alone):
+    """Run a program, on one rank up to a line; return whether that has come there."""
+    has_come = True
+    timed_waits._lift.deep -= 1
+    try:
+        if WORLD.rank == alone:
+            has_come = interrupted(run, line, times)
+        else:
+            run()
+    except ERRORS:
+        pass
+    finally:
+        timed_waits._lift.deep += 1
+    return has_come
 
 
 def mpiad_fails():
@@ -673,14 +722,25 @@ def mpiad_fails():
     return False
 
 
-def campaign(number, seed, programs=PROGRAMS):
-    """Interrupt programs so many times; return the lines before which an interrupt came.
+def campaign(number, seed, programs=PROGRAMS, alone=None):
+    """Interrupt programs so many times, on all ranks or on one `alone`; return the lines before which an interrupt came.
 
     Each line that a program comes to is interrupted at its first time, as far as the number suffices; further times are
     drawn.
     """
+    if alone is None:
+        return _campaign(number, seed, programs, None)
+    global interrupts_one
+    interrupts_one = True
+    with mpiad.debug.checked(timeout=LIMIT), deadline_lifted():
+        found = _campaign(number, seed, [make for make in programs if make not in BARE], alone)
+    interrupts_one = False
+    return found
+
+
+def _campaign(number, seed, programs, alone):
     rng = random.Random(seed)
-    met = {make: lines_of(make) for make in programs}
+    met = {make: lines_of(make, alone) for make in programs}
     mpiad.mpi_allreduce(1.0)
     before, named = state(), set().union(*named_lines().values())
     first = [(make, line, 1) for make, lines in met.items() for line in sorted(lines)]
@@ -690,7 +750,7 @@ def campaign(number, seed, programs=PROGRAMS):
     while len(hit) < number:
         make, line, times = first.pop(0) if first else drawn(rng, every, met)
         # The interrupt doesn't come where what is run depends on what was run before.
-        if all(WORLD.allgather(interrupt(make, line, times, before))):
+        if all(WORLD.allgather(interrupt(make, line, times, before, alone))):
             hit.append(line)
     return hit
 
@@ -705,9 +765,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--interrupts", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=5)
+    parser.add_argument("--alone", type=int, metavar="RANK", help="interrupt only this rank, in debug mode")
     given = parser.parse_args()
     start = time.monotonic()
-    found = campaign(given.interrupts, given.seed)
+    found = campaign(given.interrupts, given.seed, alone=given.alone)
     if WORLD.rank:
         return
     hit, wanted = set(found), named_lines()
