@@ -73,8 +73,8 @@ class Bare:
     def Improbe(self, *args: Any) -> None:
         raise KeyboardInterrupt
 
-    def allreduce(self, value: int, op: Any) -> int:
-        return value
+    def Allreduce(self, mine: np.ndarray, every: np.ndarray, op: Any) -> None:
+        every[:] = mine
 
     def Dup(self) -> Bare:
         return self
