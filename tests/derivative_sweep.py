@@ -12,6 +12,7 @@ over reverse. An outcome is right, or refused with a NotImplementedError that na
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 import textwrap
@@ -61,8 +62,9 @@ class Case(NamedTuple):
 
 def point(case: Case, seed: int = 0) -> onp.ndarray:
     """Return an x in the domain of the function, no two elements of which are equal."""
-    rng, shape = onp.random.default_rng([seed, len(case.shape), *case.shape]), case.shape
-    x = onp.array(list(_apart(rng, int(onp.prod(shape)))), dtype=float).reshape(shape)
+    numbers, rng = _apart(seed, case.shape)
+    shape, rng = case.shape, copy.deepcopy(rng)
+    x = onp.array(numbers, dtype=float).reshape(shape)
     if case.domain == "positive":
         x = 0.4 * onp.abs(x) + 0.5
     elif case.domain == "inside":
@@ -83,8 +85,13 @@ def point(case: Case, seed: int = 0) -> onp.ndarray:
     return onp.asarray(x) if shape else onp.asarray(x)[()]
 
 
-def _apart(rng: onp.random.Generator, n: int) -> list[float]:
-    """Return numbers away from each other and from where functions have kinks: 0, bounds and periods of the calls."""
+@cache
+def _apart(seed: int, shape: tuple[int, ...]) -> tuple[list[float], onp.random.Generator]:
+    """Return numbers away from each other and from where functions have kinks: 0, bounds and periods of the calls.
+
+    The generator is for further numbers.
+    """
+    rng, n = onp.random.default_rng([seed, len(shape), *shape]), int(onp.prod(shape))
     kinks = [sign * step * k for step in (0.5, 0.7, 1.3, 2.0, 2.1) for sign in (1, -1) for k in (1, 2, 3, 4)]
     kinks += [sign * step / k for step in (0.7, 1.3, 2.0, 2.1) for sign in (1, -1) for k in range(1, 11)]
     found: list[float] = []
@@ -92,7 +99,7 @@ def _apart(rng: onp.random.Generator, n: int) -> list[float]:
         value = rng.normal() * 1.4
         if abs(value) > 0.2 and min(abs(value - other) for other in [*kinks, *found]) > 0.016:
             found.append(value)
-    return found
+    return found, rng
 
 
 # ---- the four derivatives, and differences
@@ -123,6 +130,15 @@ def difference(fun: Callable, h: float) -> Any:
     """Return the derivative at 0 of a function of one real number, with an error of the sixth order."""
     terms = [(fun(k * h), fun(-k * h), c) for k, c in ((1, 45.0), (2, -9.0), (3, 1.0))]
     return sum(c * (onp.asarray(up) - down) for up, down, c in terms) / (60.0 * h)
+
+
+def mixed_difference(fun: Callable, h: float) -> Any:
+    """Return ∂²/∂s∂t at 0 of a function of two real numbers, with an error of the sixth order.
+
+    It is a quarter of the difference between the second derivatives along (1, 1) and (1, -1), whose terms at 0 cancel.
+    """
+    terms = [(k * h, c) for k, c in ((1, 270.0), (2, -27.0), (3, 2.0), (-1, 270.0), (-2, -27.0), (-3, 2.0))]
+    return sum(c * (fun(t, t) - fun(t, -t)) for t, c in terms) / (4 * 180.0 * h**2)
 
 
 def close(found: Any, expected: Any, tolerance: float) -> bool:
@@ -162,7 +178,7 @@ def outcomes(case: Case, seed: int = 0, modes: int = 4) -> tuple[str, ...] | Non
 
     @cache
     def curvature():
-        return difference(lambda s: difference(lambda t: loss(x + t * v + s * w), 4e-3), 4e-3)
+        return mixed_difference(lambda s, t: loss(x + t * v + s * w), 4e-3)
 
     def reverse_reverse():
         g = mpiad.grad(lambda x: pairing(mpiad.grad(loss)(x), v))(x)
