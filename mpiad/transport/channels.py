@@ -154,7 +154,6 @@ class Channel:
         self.alone = False
         self.lost: tuple[int, ...] = ()  # ranks whose processes died
         self.pairs_compared = False
-        self.renewals = 0
         self.headers: Comm | None = None  # for those of messages under watch
         self._order = next(_numbers)
         self._looking = threading.Lock()
@@ -171,7 +170,6 @@ class Channel:
             data.Free()
             raise
         self.data, self.reverse = data, reverse
-        self.renewals += 1
         self.derived: list[Comm] = []
         # MPI promises this attribute on the world alone.
         self.tag_limit = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1)

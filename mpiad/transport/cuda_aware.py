@@ -13,7 +13,6 @@ import logging
 import numpy as np
 from mpi4py import MPI
 
-from mpiad._typing import Comm
 from mpiad.transport import device_settings
 from mpiad.transport.device_arrays import ArrayModule, arrays_named
 from mpiad.transport.gpus import gpus_of_node
@@ -57,27 +56,27 @@ def described() -> str:
     forced, said = device_settings.present().cuda_aware, device_buffers()
     if forced is not None:
         return f"{'yes' if forced else 'no'}, by MPIAD_CUDA_AWARE={forced:d} (the library itself says: {said})"
-    if device_kinds():
-        _try_cupy()
+    # Only here is CuPy loaded without one of its arrays: for a report, and if the library has said yes.
+    if device_kinds() and importlib.util.find_spec("cupy") is not None and gpus_of_node():
+        try:
+            takes_directly(arrays_named("CuPy"))
+        except Exception as error:  # noqa: BLE001 - a CuPy that doesn't load says why itself
+            _log.warning("CuPy is installed and can't be used, by %s: %s.", type(error).__name__, error)
     tried = [f"with arrays of {kind.__module__.partition('.')[0]} on device {device} it {'works' if passed else 'fails'}"
              for (kind, device), passed in _tried.items() if passed is not None]  # fmt: skip
     return "; ".join([said, *tried])
 
 
-def _try_cupy() -> None:
-    # Only here is CuPy loaded without one of its arrays: for a report, and if the library has said yes.
-    if importlib.util.find_spec("cupy") is not None and gpus_of_node():
-        try:
-            takes_directly(arrays_named("CuPy"))
-        except Exception as error:  # noqa: BLE001 - a CuPy that doesn't load says why itself
-            _log.warning("CuPy is installed and can't be used, by %s: %s.", type(error).__name__, error)
-
-
 def _passes(arrays: ArrayModule) -> bool:
     """Send arrays to this process itself, and compare the received ones."""
-    alone = MPI.COMM_SELF.Dup()
+    alone, right = MPI.COMM_SELF.Dup(), True
     try:
-        right = all(_comes_back(alone, arrays, length) for length in _LENGTHS)
+        for length in _LENGTHS:
+            numbers = np.arange(length) + 0.5  # none is zero: entries that were never written show
+            sent, got = arrays.to_device(numbers), arrays.full((length,), 0, numbers.dtype)
+            arrays.synchronize()
+            alone.Sendrecv(arrays.message(sent), 0, 0, arrays.message(got), 0, 0)
+            right = right and bool((arrays.to_host(got) == numbers).all())
     except Exception as error:  # noqa: BLE001 - whatever it is, the staged way works
         _log.warning("MPI says that it takes device memory, and %s: %s. %s", type(error).__name__, error, _REMEDY)
         return False
@@ -86,11 +85,3 @@ def _passes(arrays: ArrayModule) -> bool:
     if not right:
         _log.warning("MPI says that it takes device memory, but delivers other numbers than were sent. %s", _REMEDY)
     return right
-
-
-def _comes_back(alone: Comm, arrays: ArrayModule, length: int) -> bool:
-    numbers = np.arange(length) + 0.5  # none is zero: entries that were never written show
-    sent, got = arrays.to_device(numbers), arrays.full((length,), 0, numbers.dtype)
-    arrays.synchronize()
-    alone.Sendrecv(arrays.message(sent), 0, 0, arrays.message(got), 0, 0)
-    return bool((arrays.to_host(got) == numbers).all())

@@ -91,7 +91,12 @@ def note_exit(leaves: Callable[[Any, TracebackType | None], object]) -> bool:
     if not _replace_code(_Code(leaves)):
         return False
     if _MADE_LATE:
-        _replace_exit(_exit)
+        sys.exit = _exit
+        # Also in modules that have it by name.
+        for names in gc.get_referrers(_python_exit):
+            if isinstance(names, dict) and "__name__" in names:
+                known = [name for name, value in names.items() if value is _python_exit and name != "_python_exit"]
+                names.update(dict.fromkeys(known, _exit))
     return True
 
 
@@ -115,11 +120,3 @@ def _exit(status: Any = None, /) -> None:
         _python_exit(status)
     except SystemExit:  # accessed, so that it is created
         raise
-
-
-def _replace_exit(by: Callable[..., None]) -> None:
-    sys.exit = by
-    # Also in modules that have it by name.
-    for names in gc.get_referrers(_python_exit):
-        if isinstance(names, dict) and "__name__" in names:
-            names.update({name: by for name, value in names.items() if value is _python_exit and name != "_python_exit"})

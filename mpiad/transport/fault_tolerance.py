@@ -33,7 +33,8 @@ def _can_revoke() -> bool:
 
 
 FAULT_TOLERANT = _can_revoke()
-_CLASSES = {getattr(MPI, name, None) for name in ("ERR_REVOKED", "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")} - {None}
+_DEATHS = {getattr(MPI, name, None) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")} - {None}
+_INTERRUPTIONS = _DEATHS | ({getattr(MPI, "ERR_REVOKED", None)} - {None})
 
 
 def is_revoked(comm: Comm) -> bool:
@@ -49,7 +50,7 @@ def is_interruption(error: BaseException | None) -> bool:
         if isinstance(error, MPI.Exception):
             kind = error.Get_error_class()
             # Calls for several requests report only that one of them has failed.
-            if kind in _CLASSES or (FAULT_TOLERANT and kind == MPI.ERR_IN_STATUS):
+            if kind in _INTERRUPTIONS or (FAULT_TOLERANT and kind == MPI.ERR_IN_STATUS):
                 return True
         error, seen = error.__cause__ or error.__context__, seen + 1
     return False
@@ -57,8 +58,7 @@ def is_interruption(error: BaseException | None) -> bool:
 
 def is_process_failure(error: BaseException) -> bool:
     """Return whether an exception is MPI's error that a process has died."""
-    names = ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING")
-    return isinstance(error, MPI.Exception) and error.Get_error_class() in [getattr(MPI, name, None) for name in names]
+    return isinstance(error, MPI.Exception) and error.Get_error_class() in _DEATHS
 
 
 def lost_ranks(comm: Comm) -> list[int]:

@@ -18,8 +18,6 @@ def gpus_of_node() -> list[str]:
 
 
 def _of_the_driver() -> list[str]:
-    if not _CUDA.is_dir():
-        return []
     names = []
     for file in sorted(_CUDA.glob("*/information")):
         lines = file.read_text(errors="replace").splitlines()
@@ -40,8 +38,6 @@ def _of_nvidia_smi() -> list[str]:
 
 
 def _of_rocm() -> list[str]:
-    if not _ROCM.is_dir():
-        return []
     names = []
     for file in sorted(_ROCM.glob("*/properties")):
         facts = dict(line.split(maxsplit=1) for line in file.read_text(errors="replace").splitlines() if " " in line)

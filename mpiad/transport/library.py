@@ -81,10 +81,9 @@ def _asked(path: str) -> dict[str, bool]:
         return {}
     if hasattr(loaded, "MPIX_GPU_query_support"):
         # MPICH's. Its other function ends the process in versions before 4 that were built without GPUs.
-        return {kind: _queried(loaded, number) for kind, number in _NUMBERS.items()}
+        found, supported = {}, ctypes.c_int(0)
+        for kind, number in _NUMBERS.items():
+            answers = loaded.MPIX_GPU_query_support(number, ctypes.byref(supported)) == MPI.SUCCESS
+            found[kind] = answers and bool(supported.value)
+        return found
     return {kind: bool(getattr(loaded, name)()) for kind, name in _QUERIES.items() if hasattr(loaded, name)}
-
-
-def _queried(loaded: ctypes.CDLL, number: int) -> bool:
-    supported = ctypes.c_int(0)
-    return loaded.MPIX_GPU_query_support(number, ctypes.byref(supported)) == MPI.SUCCESS and bool(supported.value)

@@ -14,10 +14,10 @@ a ``GLIBC_TUNABLES`` that names ``glibc.malloc.hugetlb``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from pathlib import Path
-from typing import Any
 
 from mpiad.environment_variables import switch
 
@@ -41,10 +41,16 @@ def prepare_memory() -> bool:
     Returned is whether the thresholds were raised: False without glibc, or if the user has set them.
     """
     global _advised
-    libc = _glibc()
-    if libc is None or not _raise_thresholds(libc):
+    try:
+        libc = ctypes.CDLL(None)
+    except OSError:
         return False
-    _advised = _huge_pages_wanted() and _advise_heap(libc)
+    # musl has a mallopt that does nothing.
+    if not (hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "mallopt") and _raise_thresholds(libc)):
+        return False
+    if switch("MPIAD_HUGE_PAGES", True) and not _named("glibc.malloc.hugetlb"):
+        with contextlib.suppress(OSError):
+            _advised = "[madvise]" in _SWITCH.read_text() and _advise_heap(libc)
     return True
 
 
@@ -63,15 +69,6 @@ def huge_pages() -> str:
     return f"{own} (the system's switch is on {mode})"
 
 
-def _glibc() -> Any:
-    """Return the C library if it is glibc, else None; musl has a mallopt that does nothing."""
-    try:
-        libc = ctypes.CDLL(None)
-    except OSError:
-        return None
-    return libc if hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "mallopt") else None
-
-
 def _named(tunable: str) -> bool:
     return tunable in os.environ.get("GLIBC_TUNABLES", "")
 
@@ -85,15 +82,6 @@ def _raise_thresholds(libc: ctypes.CDLL) -> bool:
     settings = ((_M_MMAP_THRESHOLD, _MMAP_BYTES), (_M_TRIM_THRESHOLD, _TRIM_BYTES), (_M_TOP_PAD, _PAD_BYTES))
     accepted = [libc.mallopt(parameter, value) == 1 for parameter, value in settings]  # all are tried
     return all(accepted)
-
-
-def _huge_pages_wanted() -> bool:
-    if not switch("MPIAD_HUGE_PAGES", True) or _named("glibc.malloc.hugetlb"):
-        return False
-    try:
-        return "[madvise]" in _SWITCH.read_text()
-    except OSError:
-        return False
 
 
 def _advise_heap(libc: ctypes.CDLL) -> bool:

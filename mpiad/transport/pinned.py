@@ -67,15 +67,12 @@ class Pool:
             self.lent += size
         self._await(after)
         if memory is None:
-            memory = self._lock_pages(size)
+            try:
+                memory = self._arrays.pinned(size)
+            except BaseException:
+                self.lent -= size
+                raise
         return Loan(self, memory)
-
-    def _lock_pages(self, size: int) -> np.ndarray:
-        try:
-            return self._arrays.pinned(size)
-        except BaseException:
-            self.lent -= size
-            raise
 
     def take_back(self, memory: np.ndarray, after: tuple) -> None:
         """Keep memory for its next use, or free it if enough is kept."""

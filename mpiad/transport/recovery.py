@@ -194,7 +194,9 @@ def _assemble(place: Channel, mine: BaseException | None, call: str) -> None:
     while not _is_complete(request, flag):
         # An interrupted rank passes it on at once: ranks may wait in communicators that no other rank revokes.
         if not revoked and (mine is None or patience.seconds > _UNTIL_REVOKED):
-            _revoke(place)
+            for comm in [comm for found in _within(place) for comm in found.duplicates()]:
+                if not is_revoked(comm):
+                    comm.Revoke()
             revoked = True
         if not logged and mine is not None and patience.seconds > _UNTIL_LOGGED:
             _log.warning("%s: this rank raised, and waits for the others:\n%s", call, Failure.of(mine).trace.rstrip())
@@ -214,13 +216,6 @@ def _is_complete(request: Request, flag: np.ndarray) -> bool:
     except MPI.Exception:  # a rank has died; the others have come
         flag[0] = 0
         return True
-
-
-def _revoke(place: Channel) -> None:
-    for found in _within(place):
-        for comm in found.duplicates():
-            if not is_revoked(comm):
-                comm.Revoke()
 
 
 def _within(place: Channel) -> list[Channel]:

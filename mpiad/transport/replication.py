@@ -51,7 +51,11 @@ def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, ot
     more = f"; {others} more differ" if others else ""
     if not isinstance(mine, np.ndarray):
         text = f"{path} is {mine!r:.60} instead of rank {reference}'s {theirs!r:.60}{more}"
-        return Difference(path, (), *_of_integers(mine, theirs), text)
+        absolute = relative = float("nan")
+        if isinstance(mine, int) and isinstance(theirs, int):
+            distance = abs(mine - theirs)
+            absolute, relative = float(min(distance, _HUGE)), distance / max(abs(mine), abs(theirs))
+        return Difference(path, (), absolute, relative, text)
     places = np.flatnonzero((bits_of(mine) != bits_of(theirs)).any(axis=1))
     first = tuple(int(i) for i in np.unravel_index(places[0], mine.shape))
     absolute, relative = _largest(mine.reshape(-1)[places], theirs.reshape(-1)[places])
@@ -88,13 +92,6 @@ def greatest(values: Sequence[float] | np.ndarray) -> float:
     """Return the greatest number, NaN if there is none."""
     known = np.asarray(values)[~np.isnan(values)]
     return float(known.max()) if known.size else float("nan")
-
-
-def _of_integers(mine: Array, theirs: Array) -> tuple[float, float]:
-    if not (isinstance(mine, int) and isinstance(theirs, int)):
-        return float("nan"), float("nan")
-    absolute = abs(mine - theirs)
-    return float(min(absolute, _HUGE)), absolute / max(abs(mine), abs(theirs))
 
 
 def _largest(mine: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
@@ -139,8 +136,13 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said
     except TypeError as error:
         wrong = str(error)
     # The hash covers paths and kinds too: the same bits under other names are another value.
-    mine = hashlib.blake2b(repr(held).encode(), digest_size=16).digest()
-    if not _all_equal(channel, mine, bool(wrong)):
+    digest = hashlib.blake2b(repr(held).encode(), digest_size=16).digest()
+    words = np.frombuffer(digest, dtype=np.uint64)
+    # The least of the complements is the complement of the greatest: one reduction finds both.
+    mine = np.concatenate([words, ~words, np.array([not wrong], dtype=np.uint64)])
+    least = np.empty_like(mine)
+    channel.data.Allreduce(mine, least, MPI.MIN)
+    if not least[4] or (least[:2] != ~least[2:4]).any():
         _explain(channel, values, held, wrong, f"{said}, but ", f" {advice}" if advice else "")
 
 
@@ -165,16 +167,6 @@ def _described(value: object) -> tuple[str, bytes]:
     return f"shape {value.shape}, dtype {value.dtype}", digest
 
 
-def _all_equal(channel: Channel, digest: bytes, wrong: bool) -> bool:
-    """Return whether the least and the greatest hash are equal, and no rank has an error to report."""
-    words = np.frombuffer(digest, dtype=np.uint64)
-    # The least of the complements is the complement of the greatest: one reduction finds both.
-    sent = np.concatenate([words, ~words, np.array([not wrong], dtype=np.uint64)])
-    least = np.empty_like(sent)
-    channel.data.Allreduce(sent, least, MPI.MIN)
-    return bool(least[4]) and bool((least[:2] == ~least[2:4]).all())
-
-
 def _explain(channel: Channel, values: list[Any], held: list[_Held], wrong: str, said: str, advice: str) -> None:
     # Only here, after a difference was found, do the ranks exchange more than a hash.
     every: list[tuple[list[_Held], str]] = channel.data.allgather((held, wrong))
@@ -185,7 +177,10 @@ def _explain(channel: Channel, values: list[Any], held: list[_Held], wrong: str,
     # If one rank of many has drifted away, it is that rank that differs, whichever it is.
     reference = copies.index(Counter(copies).most_common(1)[0][0])
     ranks = [rank for rank, copy in enumerate(copies) if copy != copies[reference]]
-    places = {rank: _first_difference(copies[rank], copies[reference]) for rank in ranks}
+    shared, places = copies[reference], dict[int, int]()
+    for rank in ranks:
+        shorter = min(len(copies[rank]), len(shared))
+        places[rank] = next((k for k in range(shorter) if copies[rank][k] != shared[k]), shorter)
     found = channel.data.allgather(_compared(channel, values, copies, reference, places))
     differences: list[Difference] = [found[rank] for rank in ranks]
     raise ReplicationError(
@@ -195,13 +190,6 @@ def _explain(channel: Channel, values: list[Any], held: list[_Held], wrong: str,
         greatest([difference.absolute for difference in differences]),
         greatest([difference.relative for difference in differences]),
     )  # fmt: skip
-
-
-def _first_difference(copy: tuple[_Held, ...], other: tuple[_Held, ...]) -> int:
-    for k, (mine, theirs) in enumerate(zip(copy, other)):
-        if mine != theirs:
-            return k
-    return min(len(copy), len(other))
 
 
 def _compared(
@@ -215,12 +203,8 @@ def _compared(
         return None
     k, mine = places[channel.rank], copies[channel.rank]
     if k >= min(len(mine), len(shared)) or mine[k][:2] != shared[k][:2]:
-        return _of_structure(mine, shared, k, reference)
+        here, there = (str(copy[k]) if k < len(copy) else f"nothing after {k} leaves" for copy in (mine, shared))
+        text = f"{here} instead of rank {reference}'s {there}"
+        return Difference((mine if k < len(mine) else shared)[k].path, (), float("nan"), float("nan"), text)
     others = sum(one != other for one, other in zip(mine, shared)) - 1
     return compare(shared[k].path, shared[k].kind, values[k], theirs[k], reference, others)
-
-
-def _of_structure(copy: tuple[_Held, ...], other: tuple[_Held, ...], k: int, reference: int) -> Difference:
-    here, there = (str(held[k]) if k < len(held) else f"nothing after {k} leaves" for held in (copy, other))
-    path = (copy if k < len(copy) else other)[k].path
-    return Difference(path, (), float("nan"), float("nan"), f"{here} instead of rank {reference}'s {there}")

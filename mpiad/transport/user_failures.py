@@ -137,7 +137,10 @@ class FailureDetector:
             return _ARRIVED
         if self._place is None or self._place[0] is not frame or self._place[1] != frame.f_lasti:
             self._place = frame, frame.f_lasti, now  # the frame is kept, so that no other frame can have its identity
-        limit = _WAITS_AFTER if module.startswith(_COMMUNICATES) else _stuck_after()
+        limit = _WAITS_AFTER
+        if not module.startswith(_COMMUNICATES):
+            given = os.environ.get("MPIAD_TIMEOUT")
+            limit = (seconds_of(given, "MPIAD_TIMEOUT") or math.inf) if given else _STUCK_AFTER
         return _WAITS if now - self._place[2] >= limit else _MOVES
 
     def wait_as_failed(self, request: Request, error: BaseException) -> None:
@@ -162,14 +165,6 @@ class FailureDetector:
         self._place = None
         if failed:
             self._notices.drain()
-
-
-def _stuck_after() -> float:
-    """Return the time in seconds that a rank may spend in one call of user code before it counts as waiting."""
-    given = os.environ.get("MPIAD_TIMEOUT")
-    if not given:
-        return _STUCK_AFTER
-    return seconds_of(given, "MPIAD_TIMEOUT") or math.inf
 
 
 def _end_at_once(error: BaseException, reason: str) -> None:

@@ -57,7 +57,10 @@ def start(call: str) -> None:
     meet(call)
     open_world()
     warn_of_separate_worlds(MPI.COMM_WORLD.size)
-    _local = _place_on_node()
+    # Ranks on one node share its cores and GPUs.
+    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    _local = node.rank, node.size
+    node.Free()
     if aborts:
         install_signal_handlers()
         watch_departures()  # another duplicate, so behind the meeting too
@@ -109,14 +112,6 @@ def any_rank(asks: bool) -> bool:
     return bool(MPI.COMM_WORLD.allreduce(asks, MPI.LOR))
 
 
-def _place_on_node() -> tuple[int, int]:
-    # Ranks on one node share its cores and GPUs.
-    node = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    place = node.rank, node.size
-    node.Free()
-    return place
-
-
 def local_rank() -> int:
     """Return this rank's number among the ranks of its node."""
     if _local is None:
@@ -154,12 +149,14 @@ def speaks(rank: int, size: int) -> bool:
     return rank & (rank - 1) == 0 or rank == size - 1
 
 
-@atexit.register
 def _complete_at_exit() -> None:
     if is_rank():
         closing.close_at_exit(_end_world)
         if not all_have_come():
             leave_process(code_at_end())
+
+
+atexit.register(_complete_at_exit)
 
 
 def _end_world() -> None:
