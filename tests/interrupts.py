@@ -41,7 +41,7 @@ from mpiad.extend import custom_operator, defadjoint
 from mpiad.linalg import solve as linear_solve
 from mpiad.primitives import custom_operator as custom_operators
 from mpiad.primitives import operation
-from mpiad.programs import calls_on_tape, entry, function, numpy_functions, recorder, trace_run
+from mpiad.programs import calls_on_tape, entry, function, recorder, trace_run, traced_array
 from mpiad.transport import calls, channel, channels, collectives, messages, signals, tracing
 from mpiad.transport.guarded import timed_waits
 from mpiad.transport.guarded.timed_waits import deadline_lifted
@@ -551,7 +551,7 @@ NAMED = {
     entry: "Entry.called Entry.is_current entry_of count",
     recorder: "Recorder.call Recorder._run Recorder._untold Recorder.close Recorder._step",
     calls: "begin begin_rule _pushed end note forget",
-    numpy_functions: "let_arrays_be_traced",
+    traced_array: "let_arrays_be_traced",
     channels: "tell_recorders Channel.begin Channel.leave Channel.keep",
     messages: "post_send post_receive finish_send finish_receive receive send _completed _await",
     collectives: "start_allreduce Summation.finish",

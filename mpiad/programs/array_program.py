@@ -193,16 +193,14 @@ class ArrayProgram:
             length = self.nodes[part].shape[axis]
             cut = (*shape[:axis], length, *shape[axis + 1 :])
             map = shifted(identity(len(shape)), axis, start)
-            given = [self.view(self._broadcast(y, shape), map, cut) for y in inputs]
+            full = [self.view(y, broadcast(self.nodes[y].shape, shape), shape) for y in inputs]
+            given = [self.view(y, map, cut) for y in full]
             made.append(self.elementwise(given, cut, dtype, data))
             start += length
         joined = self.join(made, axis)
         if not self.componentwise.isdisjoint(inputs):
             self.componentwise.add(joined)
         return joined
-
-    def _broadcast(self, x: int, shape: Shape) -> int:
-        return self.view(x, broadcast(self.nodes[x].shape, shape), shape)
 
     def reshape(self, x: int, shape: Shape) -> int:
         """Append an array in another shape; a view, if only axes of length 1 are added or removed."""
@@ -211,18 +209,18 @@ class ArrayProgram:
             return x
         if node.kind == "number":
             return self.number(node.data, shape, node.dtype)
-        if node.kind == "join":  # if axes of length 1 are added or removed, of each part
-            place = _same_axis(node.shape, tuple(shape), node.data)
-            if place is not None:
-                lengths = [self.nodes[y].shape[node.data] for y in node.inputs]
-                parts = [self.reshape(y, (*shape[:place], n, *shape[place + 1 :])) for y, n in zip(node.inputs, lengths)]
-                return self.join(parts, place)
+        long, made = ([k for k, n in enumerate(lengths) if n != 1] for lengths in (node.shape, shape))
+        axes = dict(zip(long, made))
+        # Axes of length 1 are added or removed.
+        is_view = [node.shape[k] for k in long] == [shape[k] for k in made]
+        if node.kind == "join" and is_view and node.data in axes:
+            place = axes[node.data]
+            lengths = [self.nodes[y].shape[node.data] for y in node.inputs]
+            parts = [self.reshape(y, (*shape[:place], n, *shape[place + 1 :])) for y, n in zip(node.inputs, lengths)]
+            return self.join(parts, place)
         if node.kind == "reshape":
             return self.reshape(node.inputs[0], shape)
-        long = [k for k, n in enumerate(node.shape) if n != 1]
-        if [node.shape[k] for k in long] == [n for n in shape if n != 1]:
-            made = [k for k, n in enumerate(shape) if n != 1]
-            axes = dict(zip(long, made))
+        if is_view:
             map = tuple([Axis(axes[k], 1, 0) if k in axes else Axis(None, 0, 0) for k in range(len(node.shape))])
             return self.view(x, map, shape)
         return self.add("reshape", (x,), shape, node.dtype)
@@ -303,13 +301,6 @@ class Value:
     def __init__(self, program: ArrayProgram, number: int):
         node = program.nodes[number]
         self.number, self.shape, self.dtype = number, node.shape, node.dtype
-
-
-def _same_axis(shape: Shape, made: Shape, axis: int) -> int | None:
-    """Return the position of an axis after axes of length 1 were added or removed; None if more has changed."""
-    if shape[axis] == 1 or [n for n in shape if n != 1] != [n for n in made if n != 1]:
-        return None
-    return [k for k, n in enumerate(made) if n != 1][sum(n != 1 for n in shape[:axis])]
 
 
 def _lies(axis: Axis, shape: Shape, start: int, stop: int) -> bool | None:

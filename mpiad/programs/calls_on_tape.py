@@ -19,7 +19,7 @@ from mpiad.primitives.operation import suspended
 from mpiad.programs.closure import Watch
 from mpiad.programs.entry import count, in_program, is_shown, own
 from mpiad.programs.message_numbers import message_counts
-from mpiad.programs.replay_writer import Changed
+from mpiad.programs.replay import Changed
 from mpiad.programs.reverse_over_reverse import called_with_reverse_differentiated
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments

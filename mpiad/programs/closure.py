@@ -256,7 +256,8 @@ class _Reader:
                 break
             found = _method_of(value, name) or attribute_of(value, name)
             # The namespace in which it was found, and those searched before, in which it wasn't found.
-            for names in _namespaces(value):
+            holders = value.__mro__ if isinstance(value, type) else (value, *type(value).__mro__)
+            for names in [holder.__dict__ for holder in holders]:
                 self.watch.note_name(names, name)
                 if name in names:
                     break
@@ -327,14 +328,6 @@ def _is_communicator(value: Any) -> bool:
 def _wrapped(value: Any) -> Any:
     """Return the function that is wrapped by an object of the library."""
     return getattr(value, "__wrapped__", None) if _stays(type(value).__module__) else None
-
-
-def _namespaces(value: Any) -> list[Any]:
-    """Return the namespaces in which an attribute is searched, in order."""
-    if isinstance(value, ModuleType):
-        return [value.__dict__]
-    bases = value.__mro__ if isinstance(value, type) else type(value).__mro__
-    return [*([] if isinstance(value, type) else [value.__dict__]), *(base.__dict__ for base in bases)]
 
 
 def _names_in(code: CodeType) -> set[str]:

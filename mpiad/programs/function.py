@@ -29,8 +29,7 @@ from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, are_alike, cl
 from mpiad.programs.entry import MOST_TRACES, UNKNOWN, Entry, count, entry_by_shapes, entry_of, own
 from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.recorder import Recorder
-from mpiad.programs.replay import Replays
-from mpiad.programs.replay_writer import Changed
+from mpiad.programs.replay import Changed, Replays
 from mpiad.programs.schedule import Loop
 from mpiad.programs.signature import Arguments, arguments_of
 from mpiad.programs.steps import Abandoned

@@ -111,7 +111,10 @@ class Fusion:
         if placed is not None:
             self._run_in_place(n, placed)
             return
-        inputs = self._compute_whole(node.inputs, n)
+        missing = [x for x in dict.fromkeys(node.inputs) if self._whole(x) is None]
+        places = {x: self._anywhere(x) for x in missing}
+        self._compute([(x, places[x], x not in self.places) for x in missing], n)
+        inputs: Any = [places[x].buffer if x in places else self._whole(x) for x in node.inputs]
         self.steps.append(Run(n, tuple(inputs), False))
         items = [user for user in self._users.get(n, ()) if self.nodes[user].kind == "item"]
         for made in items or ([n] if n in self._users or n in self.program.outputs else []):
@@ -146,13 +149,6 @@ class Fusion:
                 if (node.kind, node.shape, node.dtype) == alike and map == identity(len(loop.shape)):
                     self.copies.setdefault(n, (len(self.steps), item.place))
 
-    def _compute_whole(self, numbers: Sequence[int], cut: int) -> list[int]:
-        """Let loops compute nodes as whole buffers, and return the buffers."""
-        missing = [x for x in dict.fromkeys(numbers) if self._whole(x) is None]
-        places = {x: self._anywhere(x) for x in missing}
-        self._compute([(x, places[x], x not in self.places) for x in missing], cut)
-        return [places[x].buffer if x in places else self._whole(x) for x in numbers]  # type: ignore[misc]
-
     def _anywhere(self, n: int) -> Place:
         node = self.nodes[n]
         return Place(self._buffer("temporary", node.shape, node.dtype), identity(len(node.shape)))
@@ -168,7 +164,10 @@ class Fusion:
             elif n not in self.places:
                 self._keep(n, items)
         # In the order of the program, so that their operands can be freed.
-        for n in self._to_keep(cut):
+        waiting: list[int] = []
+        while self._waiting and self._waiting[0] < cut:
+            waiting.append(self._waiting.popleft())
+        for n in [n for n in waiting if n not in self.places]:
             self._keep(n, items)
         # Their operands: a kept node gets a place, and so becomes an item whose operands are visited, too.
         seen: set[int] = set()
@@ -186,12 +185,6 @@ class Fusion:
                     seen.add(n)
                     stack.extend(self.nodes[n].inputs)
         self._group(items)
-
-    def _to_keep(self, cut: int) -> list[int]:
-        found: list[int] = []
-        while self._waiting and self._waiting[0] < cut:
-            found.append(self._waiting.popleft())
-        return [n for n in found if n not in self.places]
 
     def _put(self, n: int, place: Place, lasts: bool, items: list[Store | Fold]) -> None:
         """Append the items that store a node at a place; each part of a join at its own place."""

@@ -37,7 +37,11 @@ class MessageNumbers:
         if isinstance(params, Envelope):
             return self._of(params)
         if hasattr(params, "numbered"):
-            return self._numbered(params)
+            owner, number = params.numbered
+            key = id(owner), number
+            if key not in self._numbers:
+                self._numbers[key] = params.renumbered()
+            return params._replace(number=self._numbers[key])
         changed = {name: self._of(part) for name, part in zip(params._fields, params) if isinstance(part, Envelope)}
         return params._replace(**changed)
 
@@ -50,12 +54,6 @@ class MessageNumbers:
             return made
         # The sender of a message received from any rank may differ from that in the trace.
         return Envelope(made.channel, made.peer, made.tag, envelope.outgoing, made.number, envelope.reverse, made)
-
-    def _numbered(self, params: Any) -> Any:
-        owner, number = params.numbered
-        if (id(owner), number) not in self._numbers:
-            self._numbers[id(owner), number] = params.renumbered()
-        return params._replace(number=self._numbers[id(owner), number])
 
     def kept(self, params: Any) -> tuple[Any, list[Envelope]]:
         """Return an operation's parameters with addresses that the replay keeps, and those to renew before each run."""

@@ -18,8 +18,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.programs.array_program import Call
-from mpiad.programs.loop_body import Box, as_rows, cut
-from mpiad.programs.loops import LoopText
+from mpiad.programs.loops import Box, LoopText, as_rows, cut
 from mpiad.programs.schedule import Loop, Schedule, root_of
 from mpiad.transport.threads import loop_threads
 

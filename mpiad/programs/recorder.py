@@ -23,123 +23,14 @@ from mpiad.programs.closure import is_writable, same_bits
 from mpiad.programs.message_numbers import channels_of, envelopes_of, logged
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.steps import Abandoned, Constant, Ref, Step, Traced, hides_traced, mapped, on_host, plain
-from mpiad.programs.traced_array import with_entries
+from mpiad.programs.traced_array import TracedArray, with_entries
 from mpiad.transport import calls, channel
 from mpiad.transport.calls import Site
 from mpiad.transport.channels import Used, communications
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import tracing
 
-# The values of a trace: their numbers, and the memory that they share.
-#
-# Arrays that are not traced are constants, copied when they are used. A traced array that is written to gets the number of
-# the result; other names of the same memory are stale from then on.
-
-
 _OBJECT = np.dtype(object)
-
-
-class NotedValues:
-    """The values that a recorder has numbered.
-
-    - `specs`: shapes and dtypes of all values.
-    - `constants`: their values at the time of use: copies of those that can change.
-    - `inputs`: numbers of the arguments.
-    - `weak`: numbers of the values that are Python scalars.
-    """
-
-    def __init__(self, kind: type):
-        self.kind = kind
-        self.specs: list[tuple[Shape, np.dtype]] = []
-        self.constants: list[Array] = []
-        # By identity, objects other than arrays that are passed from step to step: pending requests, records of tapes.
-        self._objects: dict[int, tuple[Any, int]] = {}
-        self._constant_of: dict[int, tuple[Any, int]] = {}
-        self._holders: dict[int, WeakSet[Any]] = {}
-        # By identity, which stays unique as long as they are kept.
-        self._inputs: dict[int, Array] = {}
-        self.inputs: list[int] = []
-        self.weak: set[int] = set()
-
-    def refuse(self, reason: str) -> NoReturn:
-        """Give up the trace."""
-        raise NotImplementedError
-
-    def is_noting(self) -> bool:
-        """Return whether operations on traced arrays are recorded."""
-        raise NotImplementedError
-
-    def input(self, value: Any, weak: bool = False) -> Any:
-        """Return a traced array for an argument; `weak`: whether it is a Python scalar."""
-        made = self._wrapped(value)
-        if weak:
-            self.weaken(made)
-        self.inputs.append(made.number)
-        if isinstance(value, np.ndarray):
-            root = _root(value)
-            self._inputs[id(root)] = root
-        return made
-
-    def weaken(self, made: Any) -> Any:
-        """Mark a value as a Python scalar, and return it."""
-        if isinstance(made, Traced) and self.is_noting():
-            made.weak = True
-            self.weak.add(made.number)
-        return made
-
-    def _number(self, value: Any) -> int:
-        self.specs.append((value.shape, value.dtype))
-        return len(self.specs) - 1
-
-    def _number_of_object(self, found: Any) -> int:
-        self.specs.append(((), _OBJECT))
-        if found is not None:
-            self._objects[id(found)] = found, len(self.specs) - 1
-        return len(self.specs) - 1
-
-    def _wrapped(self, value: Any) -> Any:
-        made = self.kind(self, self._number(value), value)
-        if isinstance(value, np.ndarray):
-            self._holders.setdefault(id(_root(value)), WeakSet()).add(made)
-        return made
-
-    def _noted(self, x: Any) -> Any:
-        """Return the arguments with references to values and constants."""
-        return mapped(x, self._noted_leaf)
-
-    def _noted_leaf(self, x: Any) -> Any:
-        if isinstance(x, Traced):
-            if x.recorder is not self:
-                x.recorder.is_noting()
-                return self._constant(np.asarray(x.value))  # of another trace, which `is_noting` gives up
-            if x.stale is not None:
-                self.refuse("it reads an array after other names of the same memory were written to")
-            return Ref(x.number)
-        if id(x) in self._objects:
-            return Ref(self._objects[id(x)][1])
-        if is_device_array(x):
-            self.refuse("it computes with an array on a device, and only NumPy's are compiled yet")
-        if type(x) is np.ndarray:
-            return self._constant(x)
-        return self._constant(np.asarray(x)) if isinstance(x, np.ndarray) else x
-
-    def _constant(self, x: Array) -> Constant:
-        known = self._constant_of.get(id(x))
-        if known is None or not same_bits(self.constants[known[1]], x):
-            stays = x.flags.c_contiguous and x.flags.aligned and not is_writable(x)
-            self.constants.append(x if stays else x.copy())
-            known = self._constant_of[id(x)] = x, len(self.constants) - 1
-        return Constant(known[1])
-
-    def _check_writing(self, target: Any) -> None:
-        if id(_root(target.value)) in self._inputs:
-            self.refuse("it changes an argument in place: work on a copy, or write y = x + 1 instead of x += 1")
-
-    def _written(self, target: Any, number: int, part: Any = None) -> None:
-        for other in self._holders.get(id(_root(target.value)), ()):
-            if other is not target and other is not part and np.shares_memory(other.value, target.value):
-                other.stale = target
-        target.number = number
 
 
 def _root(value: Any) -> Any:
@@ -164,18 +55,13 @@ def reason_against(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -
     repeats = fun is np.repeat and any(isinstance(x, Traced) for x in further)
     if fun in _SHAPED_BY_VALUES or fun is np.where and len(args) == 1 or repeats:
         return "whose result has a shape that depends on traced values"
-    if _writes(fun, args, kwargs):
+    place = _place_of_out(fun)
+    has_out = kwargs.get("out") is not None or place is not None and len(args) > place and args[place] is not None
+    if has_out or kwargs.get("copy") is False or getattr(fun, "__name__", "") in _WRITING:
         return "which writes into an array that it is given: take its result, or set entries by x[i] = ..."
     if fun in (np.ravel, np.reshape) and any(isinstance(x, str) and x in "AK" for x in further):
         return "in the order in which entries lie in memory, which programs choose: write order='C' or 'F'"
     return ""
-
-
-def _writes(fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    if getattr(fun, "__name__", "") in _WRITING or kwargs.get("out") is not None or kwargs.get("copy") is False:
-        return True
-    place = _place_of_out(fun)
-    return place is not None and len(args) > place and args[place] is not None
 
 
 @functools.cache
@@ -196,9 +82,13 @@ _NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _BY_
 )
 
 
-class Recorder(NotedValues):
+class Recorder:
     """A trace in progress.
 
+    - `specs`: shapes and dtypes of all values.
+    - `constants`: their values at the time of use: copies of those that can change.
+    - `inputs`: numbers of the arguments.
+    - `weak`: numbers of the values that are Python scalars.
     - `open`: whether operations are still recorded.
     - `reread`: whether its arrays may be used as constants after its end.
     - `refused`: why the trace was given up.
@@ -212,8 +102,17 @@ class Recorder(NotedValues):
 
     ended = False
 
-    def __init__(self, kind: type):
-        super().__init__(kind)
+    def __init__(self) -> None:
+        self.specs: list[tuple[Shape, np.dtype]] = []
+        self.constants: list[Array] = []
+        # By identity, objects other than arrays that are passed from step to step: pending requests, records of tapes.
+        self._objects: dict[int, tuple[Any, int]] = {}
+        self._constant_of: dict[int, tuple[Any, int]] = {}
+        self._holders: dict[int, WeakSet[Any]] = {}
+        # By identity, which stays unique as long as they are kept.
+        self._inputs: dict[int, Array] = {}
+        self.inputs: list[int] = []
+        self.weak: set[int] = set()
         self.steps: list[Step] = []
         self.open, self.reread, self.part = True, False, 0
         self.logged = 0
@@ -252,6 +151,82 @@ class Recorder(NotedValues):
         """Record that an operator runs its body, which isn't traced."""
         self.refuse("it calls an operator whose body isn't compiled yet (a solve, a loop in time, or the like)")
 
+    # ---- values
+    #
+    # Arrays that are not traced are constants, copied when they are used. A traced array that is written to gets the number
+    # of the result; other names of the same memory are stale from then on.
+
+    def input(self, value: Any, weak: bool = False) -> Any:
+        """Return a traced array for an argument; `weak`: whether it is a Python scalar."""
+        made = self._wrapped(value)
+        if weak:
+            self.weaken(made)
+        self.inputs.append(made.number)
+        if isinstance(value, np.ndarray):
+            root = _root(value)
+            self._inputs[id(root)] = root
+        return made
+
+    def weaken(self, made: Any) -> Any:
+        """Mark a value as a Python scalar, and return it."""
+        if isinstance(made, Traced) and self.is_noting():
+            made.weak = True
+            self.weak.add(made.number)
+        return made
+
+    def _number(self, value: Any) -> int:
+        self.specs.append((value.shape, value.dtype))
+        return len(self.specs) - 1
+
+    def _number_of_object(self, found: Any) -> int:
+        self.specs.append(((), _OBJECT))
+        if found is not None:
+            self._objects[id(found)] = found, len(self.specs) - 1
+        return len(self.specs) - 1
+
+    def _wrapped(self, value: Any) -> Any:
+        made = TracedArray(self, self._number(value), value)
+        if isinstance(value, np.ndarray):
+            self._holders.setdefault(id(_root(value)), WeakSet()).add(made)
+        return made
+
+    def _noted(self, x: Any) -> Any:
+        """Return the arguments with references to values and constants."""
+        if type(x) in (tuple, list, dict, slice):
+            return mapped(x, self._noted)
+        if isinstance(x, Traced):
+            if x.recorder is not self:
+                x.recorder.is_noting()
+                return self._constant(np.asarray(x.value))  # of another trace, which `is_noting` gives up
+            if x.stale is not None:
+                self.refuse("it reads an array after other names of the same memory were written to")
+            return Ref(x.number)
+        if id(x) in self._objects:
+            return Ref(self._objects[id(x)][1])
+        if is_device_array(x):
+            self.refuse("it computes with an array on a device, and only NumPy's are compiled yet")
+        if type(x) is np.ndarray:
+            return self._constant(x)
+        return self._constant(np.asarray(x)) if isinstance(x, np.ndarray) else x
+
+    def _constant(self, x: Array) -> Constant:
+        known = self._constant_of.get(id(x))
+        if known is None or not same_bits(self.constants[known[1]], x):
+            stays = x.flags.c_contiguous and x.flags.aligned and not is_writable(x)
+            self.constants.append(x if stays else x.copy())
+            known = self._constant_of[id(x)] = x, len(self.constants) - 1
+        return Constant(known[1])
+
+    def _check_writing(self, target: Any) -> None:
+        if id(_root(target.value)) in self._inputs:
+            self.refuse("it changes an argument in place: work on a copy, or write y = x + 1 instead of x += 1")
+
+    def _written(self, target: Any, number: int, part: Any = None) -> None:
+        for other in self._holders.get(id(_root(target.value)), ()):
+            if other is not target and other is not part and np.shares_memory(other.value, target.value):
+                other.stale = target
+        target.number = number
+
     # ---- operations
 
     def call(self, fun: Callable, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -271,7 +246,13 @@ class Recorder(NotedValues):
         self._any_sender = self._any_sender or any(envelope.number is None for envelope in envelopes)
         if envelopes and self._any_sender and rule is not None and rule[0] == "tangent":
             self.refuse(f"{operation.__name__} carries a tangent beside a message from any rank, and that isn't compiled")
-        noted = self._noted(x), self._noted_request(params) if isinstance(params, Request) else params
+        noted = self._noted(x), params
+        if isinstance(params, Request):
+            begun = self._objects.pop(id(params), None)
+            if begun is None:
+                params.done = False  # the function waits for it once more
+                self.refuse("it waits for a request that was started outside of the jitted function")
+            noted = noted[0], Ref(begun[1])
         made = self._communicated(operation, plain(x), params)
         self.channels |= channels_of(params)
         if made is not None and made is plain(x):  # the sent array is its own result
@@ -281,14 +262,6 @@ class Recorder(NotedValues):
             self._step("communicate", operation, noted, (self._number_of_object(made),))
             return made
         return self._recorded("communicate", operation, noted, {}, made)
-
-    def _noted_request(self, request: Request) -> Ref:
-        """Return the reference to a request that is waited for."""
-        found = self._objects.pop(id(request), None)
-        if found is None:
-            request.done = False  # the function waits for it once more
-            self.refuse("it waits for a request that was started outside of the jitted function")
-        return Ref(found[1])
 
     def check_requests(self) -> None:
         """Give up the trace if a request is pending at its end."""

@@ -1,17 +1,34 @@
-"""A scheduled program, run: kernels that are compiled once, and buffers that are allocated once per replay."""
+"""A scheduled program, run: kernels that are compiled once, and buffers that are allocated once per replay.
+
+The functions of a replay are generated Python, one line per step. The operands of a step are bound to names beforehand, so
+that a step costs only its call. Small arguments and results are copied into and out of buffers, which is cheaper than
+looking up their addresses; large ones are used in place.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
+import numpy as np
+
+from mpiad._typing import Array
 from mpiad.compiling.cache import Kernel, kernel_of
-from mpiad.programs.array_program import described
+from mpiad.primitives.catalogue import BCAST
+from mpiad.primitives.operation import Operation
+from mpiad.programs.array_program import Call, Node, Slot, described
 from mpiad.programs.loops import NAME, LoopText, text_of
-from mpiad.programs.memory_plan import Scratch, homes_of, spans_of, written_over
-from mpiad.programs.overlap import is_divided
-from mpiad.programs.replay_writer import ReplayWriter, is_looked_at
-from mpiad.programs.schedule import Loop, Schedule
+from mpiad.programs.memory_plan import SMALL, Home, Scratch, aligned, homes_of, spans_of, written_over
+from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
+from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
+from mpiad.programs.schedule import Loop, Run, Schedule, root_of
 from mpiad.transport import calls
+from mpiad.transport.calls import Site
 from mpiad.transport.channels import is_watched
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 
@@ -83,3 +100,495 @@ class Replay:
         writer = ReplayWriter(replays, prepared)
         self.first, *self.later = writer.functions()
         self.log: list[Any] = writer.names["log"]
+
+
+# Results of a replay that differ from those the program was compiled for: how they are detected, and the exception.
+
+
+class Changed(TypeError):
+    """Report a call whose result differs in shape or dtype from the program's."""
+
+    # Results of the communications of this run, this call's result the last; None if they aren't known.
+    log: list[Any] | None = None
+
+
+def raise_changed(made: Any, node: Node, log: list[Any] | None = None) -> None:
+    """Raise the error that names the call whose result has changed."""
+    name = getattr(node.data.fun, "__name__", repr(node.data.fun))
+    line = "" if node.site is None else f"{node.site.text}: "
+    error = Changed(
+        f"{line}{name} returns an array of shape {np.shape(made)}, and returned one of shape {node.shape} for the same "
+        "arguments when the function was compiled. Leave it out of the jitted function"
+    )
+    if log is not None:
+        error.log = list(log)
+        log.clear()
+    raise error
+
+
+def is_looked_at(schedule: Schedule, at: int) -> bool:
+    """Return whether the result of a communication must be compared with that of the trace."""
+    step = schedule.steps[at]
+    if isinstance(step, Loop) or step.in_place:
+        return False
+    node = schedule.program.nodes[step.node]
+    if node.kind != "communicate" or node.data.kind in ("settle", "opaque"):
+        return node.kind == "communicate"
+    fun = node.data.fun
+    if isinstance(fun, Operation):  # ranks may not know the shape of a broadcast array
+        known = fun is not BCAST or node.data.args[1].spec is not None
+    else:
+        known = fun.in_place is not None or fun.alike
+    return not known and node.dtype != object
+
+
+def condition_of(node: Node, made: str, bound: Callable[[Any], str]) -> str:
+    """Return the expression of the condition under which a result differs from that of the trace.
+
+    The result is named `made`; `bound` gives a value a name.
+    """
+    if node.data.kind == "settle":
+        return f"{made} != {bound(node.data.kwargs['expected'])}"
+    if node.data.kind == "opaque":
+        return f"[(x.shape, x.dtype) for x in {made}[:-1]] != {bound(node.data.kwargs['expected'])}"
+    return f"{made}.shape != {node.shape} or {made}.dtype != {bound(node.dtype)}"
+
+
+# The memory from which the kernels of a replay read their arguments (see `compiling.machine_code`).
+#
+# Kernels between two Python calls are linked: calling the first runs them all.
+
+
+_WORD = 8
+
+
+class KernelBlocks:
+    """An argument block per loop among actions, and per thread that computes a part of it.
+
+    `texts`, `kernels`: those of the steps, None for calls. `words`: all blocks, one after the other.
+    """
+
+    def __init__(
+        self, schedule: Schedule, texts: Sequence[LoopText | None], kernels: Sequence[Kernel | None],
+        actions: Sequence[Action], homes: dict[int, Home],
+    ):  # fmt: skip
+        self._places: dict[int, list[int]] = {}
+        self._starts: dict[tuple[int, int], int] = {}
+        self._held: list[Array] = []
+        words: list[int] = []
+        for k, action in enumerate(actions):
+            text = texts[action.at]
+            for thread, boxes in enumerate(action.shares):
+                self._starts[k, thread] = len(words)
+                words += [0, 0]
+                for b in text.buffers:  # type: ignore[union-attr]
+                    self._places.setdefault(root_of(schedule.buffers, b), []).append(len(words))
+                    shape = schedule.buffers[b].shape
+                    words += [0, *shape[:-1], homes[b].layout.pitch if b in homes else (shape or (1,))[-1]]
+                for array in (*boxes, *([np.empty(text.lanes)] if text.lanes else [])):  # type: ignore[union-attr]
+                    self._held.append(np.ascontiguousarray(array))
+                    words += [self._held[-1].ctypes.data, *array.shape]
+        self.words = (ctypes.c_int64 * max(len(words), 1))(*words)
+        alone = {k for k, action in enumerate(actions) if len(action.shares) == 1}
+        self._linked = {k for k in alone if k - 1 in alone and actions[k].at not in schedule.cuts}
+        for k in self._linked:
+            start = self._starts[k - 1, 0]
+            self.words[start] = kernels[actions[k].at].function.address  # type: ignore[union-attr]
+            self.words[start + 1] = self.address(k)
+
+    def address(self, k: int, thread: int = 0) -> int:
+        """Return the address of the block of an action."""
+        return ctypes.addressof(self.words) + _WORD * self._starts[k, thread]
+
+    def is_called(self, k: int) -> bool:
+        """Return whether a loop is called, rather than run by the one before it."""
+        return k not in self._linked
+
+    def bind(self, b: int, address: int) -> None:
+        """Store the address of a buffer in the blocks."""
+        for place in self._places.get(b, ()):
+            self.words[place] = address
+
+    def assignment(self, b: int, address: str) -> str:
+        """Return the statement that stores the address of a buffer in the blocks, with `words` named t."""
+        targets = "".join(f"t[{place}] = " for place in self._places.get(b, ()))
+        return f"{targets}{address}" if targets else ""
+
+
+def address_of(array: Array) -> int:
+    """Return the address of an array's first entry."""
+    return array.__array_interface__["data"][0]
+
+
+def as_kernels_take(x: Any, dtype: np.dtype) -> Array:
+    """Return an array with the given dtype, contiguous and aligned, as kernels require it."""
+    if type(x) is np.ndarray and x.flags.c_contiguous and x.flags.aligned and x.dtype == dtype:
+        return x
+    return np.require(x, dtype, ["C", "A"])
+
+
+# Calls of communications from a replay, as if from the user's line that made them in the trace.
+#
+# Reports, timeouts and traces of calls name the innermost frame of user code. So each communication of a replay is called
+# from a function of its own, whose code object carries the user's file, line and function name.
+
+
+def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
+    """Return a function that calls an operation or operator in a frame of the user's line, if it is known.
+
+    Its parameters are listed in `_CALLS`; "begin" runs the first part of an iterator of parts, and "end" all that are left.
+    """
+    made: Any = _CALLS[kind]
+    if rule is not None:
+        return _within(made, rule)
+    if site is None or not site.file:
+        return made
+    # With the site itself among the constants, `site_of` needn't find out which function of the library the user called.
+    name, code = site.function, made.__code__
+    consts = (*code.co_consts, site)
+    code = code.replace(co_filename=site.file, co_firstlineno=site.line, co_name=name, co_qualname=name, co_consts=consts)
+    return FunctionType(code, {}, name)
+
+
+def _within(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
+    """Return a call that belongs to an adjoint or tangent while calls are recorded: its line is that of the gradient."""
+
+    def call(operation: Any, x: Any, *rest: Any) -> Any:
+        if not calls.is_noting():
+            return made(operation, x, *rest)
+        first = (x[0] if x else None) if isinstance(x, tuple) else x
+        noted = calls.begin_rule(*rule, first, None if isinstance(x, tuple) or not rest else rest[0])
+        try:
+            return made(operation, x, *rest)
+        finally:
+            calls.end(noted)
+
+    return call
+
+
+# Each on one line, since a code object stores its lines relative to the first.
+_CALLS: dict[str, Any] = {
+    "communicate": lambda operation, x, params: operation.forward(x, params),
+    "operate": lambda operator, args, kwargs: operator.body(args, kwargs),
+    "in place": lambda operator, buffer, *rest: operator.run_in_place(buffer, *rest),
+    "prepared": lambda prepared: prepared(),
+    "begin": lambda parts: next(parts, None),
+    "end": lambda parts: list(parts),
+    "settle": lambda fun, args: fun(*args),
+    "opaque": lambda fun, args: fun(*args),
+}
+
+
+class ReplayWriter:
+    """Generates the functions of a replay, and the objects that they refer to.
+
+    `prepared`: whether communications are prepared, if possible, and loops run while messages are in flight.
+    """
+
+    def __init__(self, replays: Replays, prepared: bool):
+        self.replays, self.schedule = replays, replays.schedule
+        self.nodes: list[Node] = self.schedule.program.nodes
+        # The records of calls show an exchange as one call.
+        self._prepares = prepared
+        self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
+        self._blocks = KernelBlocks(self.schedule, replays.texts, replays.kernels, self._actions, replays.homes)
+        self._numbers = MessageNumbers()
+        self.names: dict[str, Any] = {
+            "empty": np.empty, "address": address_of, "as_array": as_kernels_take, "own": _own, "together": run_together,
+            "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
+            # The results of communications, as long as the run may turn out to differ from the trace.
+            "log": [], "logged": logged, "changed": raise_changed,
+            "blocks": self._blocks,  # which own the memory that the words point to
+        }  # fmt: skip
+        self._memories: dict[int, Array] = {}
+        self._arrays: dict[int, str] = {}
+        self._lines: list[str] = []
+        self._as_memory = {
+            root_of(self.schedule.buffers, b) for text in replays.texts if text is not None for b in text.buffers
+        }
+        self._preparable, numbered = prepared_steps(self.schedule, self._made, self._is_large, self._as_memory)
+        self._preparable &= set(range(len(self.schedule.steps)) if prepared else ())
+        self._counts_anew = bool(numbered - self._preparable)
+
+    def functions(self) -> list[Callable]:
+        """Return the functions of the program's parts."""
+        schedule, steps = self.schedule, self.schedule.steps
+        uses = self.replays.uses
+        # Arrays that calls have returned in one part, and that are used in a later one.
+        made = {b: schedule.part(at) for at in range(len(steps)) for b in self._made(at)}
+        kept = [b for b, part in made.items() if b in uses and schedule.part(uses[b][-1]) > part]
+        names = ", ".join(f"r{b}, m{b}" for b in kept)
+        has_scratch = any(home.is_scratch for home in self.replays.homes.values())
+        self.names |= {"take": self._scratch(), "give_back": self.replays.scratch.give_back}
+        parts = []
+        ends = pairwise([0, *schedule.program.ends, len(schedule.outputs)])
+        for part, (start, end) in enumerate(ends):
+            self._lines = [f"global {names}"] if kept else []
+            if self._counts_anew and not part:
+                self._lines.append("begin()")
+            if (self.replays.last_look >= 0 or self.replays.logged) and not part:
+                self._lines.append("log.clear()")
+            outputs = schedule.outputs[start:end]
+            self._begin({b for b, found in uses.items() if part in map(schedule.part, found)} | set(outputs))
+            for k, action in enumerate(self._actions):
+                if schedule.part(action.at) == part:
+                    self._act(k, action)
+            self._lines.append(f"made = [{', '.join(self._result(b) for b in outputs)}]")
+            if has_scratch:
+                self._lines = ["scratch = take()", *self._lines, "give_back(scratch)"]
+            self._lines.append("return made")
+            parts.append(self._lines)
+        inputs = ", ".join(f"n{k}" for k in range(len(schedule.program.inputs)))
+        text = "\n".join(
+            f"def part{k}({inputs}):\n" + "\n".join(f"    {line}" for line in lines if line)
+            for k, lines in enumerate(parts)
+        )
+        exec(compile(text, str(Path(__file__).with_name("<replay>")), "exec"), self.names)
+        return [self.names[f"part{k}"] for k in range(len(parts))]
+
+    def _made(self, at: int) -> list[int]:
+        """Return the buffers that are results of a call."""
+        step = self.schedule.steps[at]
+        return [] if isinstance(step, Loop) or step.in_place else self.replays.results.get(step.node, [])
+
+    # ---- buffers
+
+    def _begin(self, touched: set[int]) -> None:
+        """Append lines that read the arguments and create the outputs; bind all other buffers."""
+        buffers = self.schedule.buffers
+        for b in sorted({root_of(buffers, b) for b in touched}):
+            found = buffers[b]
+            if found.kind == "input":
+                self._take_in(b, f"n{found.data}")
+            elif found.kind == "output" and self._is_large(b):
+                self._arrays[b] = f"o{b}"
+                self.names[f"d{b}"] = found.dtype
+                self._lines += [f"o{b} = empty({found.shape}, d{b})", self._blocks.assignment(b, f"address(o{b})")]
+            elif found.kind != "result":
+                self._bind(b)
+
+    def _is_large(self, b: int) -> bool:
+        found = self.schedule.buffers[b]
+        return math.prod(found.shape) * found.dtype.itemsize > SMALL
+
+    def _bind(self, b: int) -> None:
+        if b in self._arrays:
+            return
+        found = self.schedule.buffers[b]
+        if found.kind == "constant":
+            array = np.require(self.schedule.program.constants[found.data], found.dtype, ["C", "A"])
+        elif b in self.replays.homes:
+            home = self.replays.homes[b]
+            if home.is_scratch:
+                self._arrays[b] = f"b{b}"
+                return
+            if home.memory not in self._memories:
+                self._memories[home.memory] = aligned(home.nbytes)
+            array = self._in_memory(b, self._memories[home.memory])
+        else:
+            array = np.empty(found.shape, found.dtype)
+        self._arrays[b], self.names[f"b{b}"] = f"b{b}", array
+        self._blocks.bind(b, address_of(array))
+
+    def _in_memory(self, b: int, memory: Array) -> Array:
+        found = self.schedule.buffers[b]
+        return self.replays.homes[b].layout.of(memory, found.shape, found.dtype)
+
+    def _scratch(self) -> Callable[[], Any]:
+        """Return the function that provides scratch memory for a run; mostly it is that of the replay's previous run."""
+        buffers = [b for b, home in self.replays.homes.items() if home.is_scratch]
+        exchanged = [
+            at for at, step in enumerate(self.schedule.steps)
+            if self._prepares and isinstance(step, Run) and step.in_place and step.inputs[0] in buffers
+        ]  # fmt: skip
+        scratch = self.replays.scratch
+        bound: dict[str, Any] = {"memory": None}
+
+        def taken() -> Array:
+            memory = scratch.take()
+            if memory is not bound["memory"]:
+                for b in buffers:
+                    part = scratch.part(memory, self.replays.homes[b])
+                    self.names[f"b{b}"] = array = self._in_memory(b, part)
+                    self._blocks.bind(b, address_of(array))
+                for at in exchanged:
+                    self._prepare(at)
+                bound["memory"] = memory
+            return memory
+
+        return taken
+
+    def _take_in(self, b: int, name: str) -> None:
+        """Append lines that make an array from outside readable by kernels."""
+        if self._is_large(b):
+            self.names[f"d{b}"] = self.schedule.buffers[b].dtype
+            self._lines += [f"m{b} = as_array({name}, d{b})", self._blocks.assignment(b, f"address(m{b})")]
+            self._arrays[b] = f"m{b}"
+        else:
+            self._bind(b)
+            self._lines.append(f"b{b}[...] = {name}")
+
+    def _array(self, b: int) -> str:
+        root = root_of(self.schedule.buffers, b)
+        if root == b or self.schedule.buffers[b].shape == self.schedule.buffers[root].shape:
+            return self._arrays[root]
+        return f"{self._arrays[root]}.reshape({self.schedule.buffers[b].shape})"
+
+    def _result(self, b: int) -> str:
+        """Return the expression of an output: an array of its own, or a NumPy scalar."""
+        found = self.schedule.buffers[b]
+        name = self._arrays[b]
+        if found.kind == "result" and name != f"b{b}":
+            return f"r{b}"
+        if not found.shape:
+            return f"{name}[()]"
+        return name if self._is_large(b) else f"{name}.copy()"
+
+    # ---- steps
+
+    def _act(self, k: int, action: Action) -> None:
+        at, step = action.at, self.schedule.steps[action.at]
+        if action.kind == "loop":
+            blocks = [self._blocks.address(k, thread) for thread in range(len(action.shares))]
+            self.names[f"k{at}"] = self.replays.kernels[at].function  # type: ignore[union-attr]
+            if len(blocks) > 1:
+                self._lines.append(f"together(k{at}, {blocks})")
+            elif self._blocks.is_called(k):
+                self._lines.append(f"k{at}({blocks[0]})")
+        elif action.kind == "end":
+            self.names[f"h{at}"] = called_at(self.nodes[step.node].site, "end")
+            self._lines.append(f"h{at}(x{at})")
+        elif step.in_place:
+            self._in_place(at, step, action.kind == "begin")
+        elif at in self._preparable:
+            self._prepared(at, step)
+        else:
+            self._call(at, step)
+        if action.kind in ("call", "end") and step.in_place and self._is_logged(at):
+            call, shape = self.nodes[step.node].data, self.nodes[step.node].shape
+            starts = call.fun.in_place.result(*call.args[1:])
+            cut = ", ".join(f"{start}:{start + n}" for start, n in zip(starts, shape[len(shape) - len(starts) :]))
+            self._lines.append(f"log.append(logged({self._array(step.inputs[0])}[..., {cut}]))")
+
+    def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
+        """Append the lines that run an operator in its buffer, or those that begin it."""
+        node, buffer = self.nodes[step.node], self._array(step.inputs[0])
+        call: Call = node.data
+        if self._prepares:
+            if buffer in self.names:  # otherwise when there is scratch memory
+                self._prepare(at)
+            self.names[f"f{at}"] = called_at(node.site, "begin" if is_begun else "end")
+            self._lines += [f"x{at} = q{at}()", f"f{at}(x{at})"]
+            return
+        self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, "in place", call.rule), call.fun
+        rest = map(self._constant, call.args[1:])
+        self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *rest])})")
+
+    def _is_logged(self, at: int) -> bool:
+        return at <= self.replays.last_look or self.schedule.part(at) < self.replays.logged
+
+    def _prepare(self, at: int) -> None:
+        """Prepare an operator in its current buffer."""
+        step = self.schedule.steps[at]
+        call: Call = self.nodes[step.node].data
+        self.names[f"q{at}"] = call.fun.in_place.prepared(self.names[f"b{step.inputs[0]}"], *call.args[1:])
+
+    def _constant(self, x: Any) -> str:
+        return repr(x) if x is None or type(x) in (bool, int) else self._bound(x)
+
+    def _call(self, at: int, step: Run) -> None:
+        node = self.nodes[step.node]
+        call: Call = node.data
+        if node.kind == "communicate":
+            self._communicate(at, step, node)
+        else:
+            self.names[f"f{at}"] = call.fun
+            args = [self._argument(step, x) for x in call.args]
+            args += [f"{key}={self._argument(step, x)}" for key, x in call.kwargs.items()]
+            self._lines.append(f"v{at} = f{at}({', '.join(args)})")
+        for b in self._made(at):
+            made = self.nodes[self.schedule.buffers[b].data]
+            self._received(b, f"v{at}[{made.data}]" if made.kind == "item" else f"v{at}")
+
+    def _communicate(self, at: int, step: Run, node: Node) -> None:
+        """Append lines that communicate, and that stop if the result isn't the one that the program was compiled for."""
+        call: Call = node.data
+        last_look = self.replays.last_look
+        self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, call.kind, call.rule), call.fun
+        parts = {"communicate": call.args, "operate": (call.args, call.kwargs)}.get(call.kind, (call.args,))
+        given = [self._argument(step, part) for part in parts]
+        numbered = call.kind == "communicate" and is_numbered(call.args[1])
+        if numbered:
+            self._lines.append(f"a{at} = addressed({given[1]})")
+            given[1] = f"a{at}"
+        made = f"f{at}({', '.join([f'q{at}', *given])})"
+        self._lines.append(f"v{at} = {f'own({made})' if call.kind == 'communicate' else made}")
+        if self._is_logged(at):
+            entry = f"logged(v{at}, a{at})" if numbered else f"v{at}" if call.kind == "communicate" else f"logged(v{at})"
+            self._lines.append(f"log.append({entry})")
+        if is_looked_at(self.schedule, at):
+            condition = condition_of(node, f"v{at}", self._bound)
+            self._lines.append(f"if {condition}: changed(v{at}, {self._bound(node)}, log)")
+        if at == last_look:
+            self._lines.append("log.clear()")
+
+    def _bound(self, value: Any) -> str:
+        """Return a new name of a value."""
+        name = f"N{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def _prepared(self, at: int, step: Run) -> None:
+        """Append the lines of a prepared communication from one buffer into another."""
+        node, (made,) = self.nodes[step.node], self._made(at)
+        params, renewed = node.data.args[1], []
+        if envelopes_of(params):
+            params, renewed = self._numbers.kept(params)
+        for k, envelope in enumerate(renewed):
+            self.names[f"e{at}_{k}"] = envelope.renew
+            self._lines.append(f"e{at}_{k}()")
+        self._bind(made)
+        x, out = self.names[self._array(step.inputs[0])], self.names[f"b{made}"]
+        self.names[f"f{at}"] = called_at(node.site, "prepared")
+        self.names[f"q{at}"] = node.data.fun.prepared(params, x, out)
+        self._lines.append(f"f{at}(q{at})")
+        if self._is_logged(at):
+            self._lines.append(f"log.append(b{made}{'.copy()' if out.shape else '[()]'})")
+
+    def _received(self, b: int, text: str) -> None:
+        found = self.schedule.buffers[b]
+        self._lines.append(f"r{b} = {text}")
+        node = self.nodes[found.data]
+        made = self.nodes[node.inputs[0]] if node.kind == "item" else node
+        if made.kind == "call":
+            # Kernels are compiled for a shape: they would read beyond the end of a smaller array.
+            log = "None" if any(node.kind == "communicate" for node in self.nodes) else "log"
+            self._lines.append(f"if r{b}.shape != {found.shape}: changed(r{b}, {self._bound(made)}, {log})")
+        if b in self._as_memory:
+            self._take_in(b, f"r{b}")
+        else:
+            self._arrays[b] = f"r{b}"
+
+    def _argument(self, step: Run, x: Any) -> str:
+        """Return the expression of an argument of a call."""
+        if isinstance(x, Slot):
+            text = self._array(step.inputs[x.place])
+            if self.nodes[self.nodes[step.node].inputs[x.place]].dtype == object:
+                return text
+            found = self.schedule.buffers[step.inputs[x.place]]
+            if self.nodes[step.node].inputs[x.place] in self.schedule.program.weak:
+                return f"{text}.item()"
+            return text if found.shape else f"{text}[()]"
+        if type(x) in (tuple, list):
+            parts = ", ".join(self._argument(step, part) for part in x)
+            return f"[{parts}]" if type(x) is list else f"({parts}{',' if len(x) == 1 else ''})"
+        if type(x) is dict:
+            return "{" + ", ".join(f"{key!r}: {self._argument(step, part)}" for key, part in x.items()) + "}"
+        if type(x) is slice:
+            return f"slice({', '.join(self._argument(step, part) for part in (x.start, x.stop, x.step))})"
+        return self._constant(x)
+
+
+def _own(x: Any) -> Any:
+    """Return a result in memory of its own: it may be a view of the sent array."""
+    return x.copy() if type(x) is np.ndarray and x.base is not None else x

@@ -68,7 +68,9 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[Any] = (
         if isinstance(leaf, np.ndarray) or type(leaf) in _boxes:
             traced.append(place)
             key.append((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else ())
-        elif isinstance(leaf, _NUMBERS) or (_is_integer(leaf) and (form, place) not in asked):
+            continue
+        integer = isinstance(leaf, (int, np.integer)) and type(leaf) is not bool and abs(leaf) < _MOST
+        if isinstance(leaf, _NUMBERS) or integer and (form, place) not in asked:
             traced.append(place)
             key.append(type(leaf))
         else:
@@ -78,10 +80,6 @@ def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[Any] = (
 
 def _only_positional(leaves: Sequence[Any]) -> tuple[tuple, dict]:
     return tuple(leaves), {}
-
-
-def _is_integer(x: Any) -> bool:
-    return isinstance(x, (int, np.integer)) and type(x) is not bool and abs(x) < _MOST
 
 
 def _form(tree: Any) -> Any:

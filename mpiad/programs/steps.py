@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.tracer import getval
 
 from mpiad.transport import Spec
 from mpiad.transport.calls import Site
-
-if TYPE_CHECKING:
-    from mpiad.programs.recorder import Recorder
 
 
 class Ref(NamedTuple):
@@ -58,7 +55,7 @@ class Traced:
 
     __slots__ = ("number", "recorder", "stale", "value", "weak")
 
-    def __init__(self, recorder: Recorder, number: int, value: Any):
+    def __init__(self, recorder: Any, number: int, value: Any):
         self.recorder, self.number, self.value = recorder, number, value
         self.stale: Any = None
         # A Python number takes the precision of the array that it is combined with; a NumPy scalar has its own.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from autograd.tracer import Box, new_box
@@ -19,9 +19,6 @@ from mpiad.programs.steps import Traced
 from mpiad.pytrees import is_variable
 from mpiad.transport import Spec
 from mpiad.transport.tracing import tracing
-
-if TYPE_CHECKING:
-    pass
 
 _boxes = Box.types
 _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]

@@ -14,11 +14,11 @@ from mpiad._typing import Function
 from mpiad.differentiation.trace import Variables, trace_backwards
 from mpiad.primitives.request import Request
 from mpiad.programs.message_numbers import Answer, Uncounted, envelopes_of, message_counts
-from mpiad.programs.numpy_functions import TracedArrays, let_arrays_be_traced
 from mpiad.programs.opaque_calls import opaque_call
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced, on_host, plain
+from mpiad.programs.traced_array import let_arrays_be_traced
 from mpiad.transport import calls
 from mpiad.transport.channels import Channel, Counts, tell_recorders
 from mpiad.transport.tracing import tracing
@@ -107,7 +107,7 @@ class TraceRun:
     """
 
     def __init__(self, given: Arguments, recorder: type[Recorder] = Recorder):
-        self.given, self.recorder = given, recorder(TracedArrays.kind)
+        self.given, self.recorder = given, recorder()
         self.counts = message_counts()
 
     def run(self, fun: Function) -> Any:

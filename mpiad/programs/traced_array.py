@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import autograd.numpy.numpy_wrapper
 import numpy as np
 from autograd.tracer import Box
+from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Index, Shape
 from mpiad.programs.steps import Traced, plain
+from mpiad.transport.device_arrays import register_arrays
 
 _boxes = Box.types
 _DECIDES = (
@@ -34,7 +37,8 @@ def _binary(ufunc: np.ufunc, swapped: bool = False) -> Callable[[TracedArray, An
             return NotImplemented
         given = (other, self) if swapped else (self, other)
         made = self.recorder.call(ufunc, given, {})
-        return self.recorder.weaken(made) if self.weak and _is_weak(other) else made
+        is_weak = other.weak if isinstance(other, Traced) else type(other) in (int, float)
+        return self.recorder.weaken(made) if self.weak and is_weak else made
 
     return method
 
@@ -45,10 +49,6 @@ def _unary(ufunc: np.ufunc) -> Callable[[TracedArray], Any]:
         return self.recorder.weaken(made) if self.weak else made
 
     return method
-
-
-def _is_weak(x: Any) -> bool:
-    return x.weak if isinstance(x, Traced) else type(x) in (int, float)
 
 
 def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
@@ -84,46 +84,6 @@ class TracedArray(Traced):
     def shape(self) -> Shape:
         """The lengths of its axes."""
         return self.value.shape
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return self.value.ndim
-
-    @property
-    def size(self) -> int:
-        """The number of entries."""
-        return self.value.size
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes of its values."""
-        return self.value.nbytes
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Bytes from one entry to the next, along each axis."""
-        return self.value.strides
-
-    @property
-    def flags(self) -> Any:
-        """NumPy's flags of its memory."""
-        return self.value.flags
-
-    @property
-    def T(self) -> Any:
-        """The transposed array."""
-        return self.recorder.call(np.transpose, (self,), {})
-
-    @property
-    def real(self) -> Any:
-        """The real part."""
-        return self.recorder.call(np.real, (self,), {})
-
-    @property
-    def imag(self) -> Any:
-        """The imaginary part."""
-        return self.recorder.call(np.imag, (self,), {})
 
     def __len__(self) -> int:
         return len(self.value)
@@ -185,11 +145,14 @@ class TracedArray(Traced):
         """Return the array itself, as autograd requires of its results."""
         return self if kind in (None, np.ndarray) else self._asked(f"it looks at their bits as {kind}").view(kind)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        function = _METHODS.get(name)
-        if function is None:
-            raise AttributeError(f"a traced array has no {name!r}")
-        return lambda *args, **kwargs: self.recorder.call(function, (self, *args), kwargs)
+    def __getattr__(self, name: str) -> Any:
+        if name in ("ndim", "size", "nbytes", "strides", "flags"):
+            return getattr(self.value, name)
+        if name in _PARTS:
+            return self.recorder.call(_PARTS[name], (self,), {})
+        if name in _METHODS:
+            return lambda *args, **kwargs: self.recorder.call(_METHODS[name], (self, *args), kwargs)
+        raise AttributeError(f"a traced array has no {name!r}")
 
     # ---- operations that need its values
 
@@ -268,7 +231,20 @@ def with_entries(x: Array, key: Index, value: Array) -> Array:
     return made
 
 
-# Methods that are functions of NumPy.
+def added_at(x: Array, idx: Index, values: Array) -> Array:
+    """Return a copy of x with values added at an index that may hold repeated entries."""
+    total = x.copy()
+    np.add.at(total, idx, values)
+    return total
+
+
+def array_of(x: Any, *args: Any, **kwargs: Any) -> Array:
+    """Return numpy.array of an argument that may hold traced arrays."""
+    return np.array(x, *args, **kwargs)
+
+
+# Properties, and methods, that are functions of NumPy.
+_PARTS: dict[str, Callable[..., Any]] = {"T": np.transpose, "real": np.real, "imag": np.imag}
 _METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(np, name)
     for name in (
@@ -276,3 +252,95 @@ _METHODS: dict[str, Callable[..., Any]] = {
         "dot", "clip", "cumsum", "cumprod", "trace", "copy", "diagonal", "conj", "conjugate", "argmax", "argmin", "round",
     )
 } | {"flatten": np.ravel}  # fmt: skip
+
+
+# Support for traced arrays that the library and autograd need beyond NumPy's protocols.
+#
+# The library needs `ArrayModule`. autograd.numpy's `array`, and with it `stack`, call numpy.array, which dispatches on
+# no protocol. So while there are traces, the name `numpy` in that module of autograd refers to an object whose `array`
+# handles traced arrays, and which is NumPy otherwise.
+
+
+numpy_wrapper: Any = autograd.numpy.numpy_wrapper
+
+
+class TracedArrays:
+    """Creates arrays of one trace, which has no other memory to copy them to."""
+
+    name, kind, device, takes_host_arrays = "traced", TracedArray, 0, True
+
+    def __init__(self, recorder: Any):
+        self.recorder = recorder
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TracedArrays) and other.recorder is self.recorder
+
+    def __hash__(self) -> int:
+        return id(self.recorder)
+
+    def empty(self, shape: Shape, dtype: DTypeLike) -> Array:
+        """Return an array to be filled; its values are zeros here."""
+        return self.full(shape, 0, dtype)
+
+    def full(self, shape: Shape, value: Array | float, dtype: DTypeLike) -> Array:
+        """Return an array of one number."""
+        return self.recorder.call(np.full, (tuple(shape), value, np.dtype(dtype)), {})
+
+    def arange(self, stop: int) -> Array:
+        """Return an array of the integers from 0 on."""
+        return np.arange(stop)
+
+    def add_at(self, x: Any, idx: Index, values: Any) -> None:
+        """Add values to the elements at an index, in place."""
+        total = x.recorder.call(added_at, (x, idx, values), {})
+        x[...] = total
+
+    def contiguous(self, x: Array) -> Array:
+        """Return the array itself: its layout is decided when the program is compiled."""
+        return x
+
+    def copy(self, x: Array) -> Array:
+        """Return a copy."""
+        return x.recorder.call(np.copy, (x,), {})
+
+    def to_host(self, x: Array) -> Array:
+        """Return the array itself."""
+        return x
+
+    def to_device(self, host: Array) -> Array:
+        """Return the array itself, a constant of the trace."""
+        return host
+
+
+def _arrays_of(x: Any) -> Any:
+    x.recorder.require_open()
+    return TracedArrays(x.recorder)
+
+
+# The protocol's methods for copies between host and device are missing: a trace is given up before they are called.
+register_arrays(TracedArray, _arrays_of)
+
+
+class _NumPy:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def array(x: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _traced(x)
+        if found is None or not found.recorder.is_noting():
+            return np.array(x, *args, **kwargs)
+        return found.recorder.call(array_of, (x, *args), kwargs)
+
+
+def _traced(x: Any) -> Any:
+    if isinstance(x, Traced):
+        return x
+    if isinstance(x, (list, tuple)):
+        return next((found for part in x if (found := _traced(part)) is not None), None)
+    return None
+
+
+def let_arrays_be_traced(on: bool) -> None:
+    """Switch support for traced arrays in autograd.numpy's `array` on or off."""
+    numpy_wrapper._np = _NumPy() if on else np
