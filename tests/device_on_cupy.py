@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 
 from mpiad.transport.cuda_aware import takes_directly
-from mpiad.transport.cupy_arrays import CupyArrays, on_current_device
+from mpiad.transport.cupy_arrays import CupyArrays, current_arrays
 from mpiad.transport.device_arrays import discover
 
 DeviceArray = cupy.ndarray
@@ -62,7 +62,7 @@ class Arrays(CupyArrays):
 
 
 discover()
-double = on_current_device()
+double = current_arrays()
 double.__class__ = Arrays
 
 

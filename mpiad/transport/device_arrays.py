@@ -47,27 +47,21 @@ class ArrayModule(Protocol):
 
     def empty(self, shape: Shape, dtype: DTypeLike) -> Array:
         """Make an array without values."""
-        ...
 
     def full(self, shape: Shape, value: Scalar, dtype: DTypeLike) -> Array:
         """Make an array of one Python or NumPy number; the number travels with the call, not as a copy of memory."""
-        ...
 
     def arange(self, stop: int) -> Array:
         """Make an array of the integers from 0 on, of dtype int64."""
-        ...
 
     def add_at(self, x: Array, idx: object, values: Array) -> None:
         """Add values to the elements at an index, in place; an element that is named repeatedly gets all of its values."""
-        ...
 
     def contiguous(self, x: Array) -> Array:
         """Return `x` itself if it is C-contiguous, else a C-contiguous copy (queued)."""
-        ...
 
     def copy(self, x: Array) -> Array:
         """Return a C-contiguous copy, also if `x` is contiguous (queued)."""
-        ...
 
     def to_host(self, x: Array) -> np.ndarray:
         """Return a NumPy array of the same values, complete when the call returns; counts as one copy."""
@@ -75,21 +69,18 @@ class ArrayModule(Protocol):
 
     def to_device(self, host: np.ndarray) -> Array:
         """Return a device array of the same values; `host` may be changed when the call returns. Counts as one copy."""
-        ...
 
     def copy_to_host(self, x: Array, out: np.ndarray) -> None:
         """Queue the copy of a C-contiguous array into C-contiguous host memory of the same shape and dtype.
 
         `out` may be read after `synchronize`, or the `wait` of a later event; it must live until then.
         """
-        ...
 
     def copy_to_device(self, host: np.ndarray, out: Array) -> None:
         """Queue the copy of C-contiguous host memory into a C-contiguous array of the same shape and dtype.
 
         `host` may be changed after `synchronize`, or the `wait` of a later event; it must live until then.
         """
-        ...
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """Return host memory that the device reads and writes by itself: a NumPy array of `nbytes` of dtype uint8.
@@ -100,19 +91,15 @@ class ArrayModule(Protocol):
 
     def synchronize(self) -> None:
         """Wait until everything queued on the current stream is done."""
-        ...
 
     def record(self) -> Any:
         """Return an event behind everything queued on the current stream so far, for `wait` and `wait_on_device`."""
-        ...
 
     def wait(self, event: object) -> None:
         """Wait on the host until all before an event is done."""
-        ...
 
     def wait_on_device(self, event: object) -> None:
         """Let operations queued on the current stream after this call begin after an event; returns at once."""
-        ...
 
     def copying_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which the current stream is one for copies, separate from the one of the arithmetic.
@@ -130,7 +117,6 @@ class ArrayModule(Protocol):
 
         It is an object that mpi4py takes as a buffer, with the array's shape, dtype and nbytes.
         """
-        ...
 
     def pointer(self, x: Array) -> int:
         """Return the address of the first element on the device, 0 for an empty array."""
@@ -166,9 +152,9 @@ def arrays_of(x: Array) -> ArrayModule | None:
 def arrays_named(name: str) -> ArrayModule:
     """Return the module for arrays of the kind of this name, on this process's current device; a TypeError without any."""
     if name == "CuPy":
-        from mpiad.transport.cupy_arrays import on_current_device
+        from mpiad.transport.cupy_arrays import current_arrays
 
-        return on_current_device()
+        return current_arrays()
     for here in _here.values():
         found = here()
         if found.name == name:

@@ -1,7 +1,7 @@
 """Kernels of our own on a device: compilation of CUDA C source there, and launches.
 
 A device needs only a `Launcher` besides its arrays (see `device_arrays`): one object per device, found by
-`launcher_of(arrays)`. CuPy's is in `cupy_kernels`; other kinds of arrays bring theirs by `register_launcher`.
+`launcher_of(arrays)`. CuPy's is in `cupy_arrays`; other kinds of arrays bring theirs by `register_launcher`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Launcher(Protocol):
         Arguments are device arrays, which are C-contiguous; None for a pointer to nothing; an int for a ``long long``, a
         float for a ``double``, and NumPy scalars of their own type.
         """
-        ...
 
     def free_bytes(self) -> int:
         """Return the bytes of device memory that can still be allocated."""
@@ -59,7 +58,7 @@ def launcher_of(arrays: ArrayModule) -> Launcher:
     """Return the launcher of kernels for the device of these arrays; a TypeError for a kind of arrays without one."""
     maker: Any = _makers.get(arrays.kind)
     if maker is None and arrays.name == "CuPy":
-        from mpiad.transport.cupy_kernels import launcher_of_device
+        from mpiad.transport.cupy_arrays import launcher_of_device
 
         register_launcher(arrays.kind, launcher_of_device)
         maker = launcher_of_device
@@ -75,6 +74,6 @@ def selected_arrays(device: int | None = None) -> ArrayModule:
     """
     if find_spec("cupy") is None:
         raise ImportError("CuPy isn't installed: pip install mpiad[gpu] for CUDA 12, mpiad[gpu13] for CUDA 13")
-    from mpiad.transport.cupy_kernels import current_arrays
+    from mpiad.transport.cupy_arrays import current_arrays
 
     return current_arrays(device)
