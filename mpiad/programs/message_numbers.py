@@ -53,7 +53,7 @@ class MessageNumbers:
         if envelope is first:
             return made
         # The sender of a message received from any rank may differ from that in the trace.
-        return Envelope(made.channel, made.peer, made.tag, envelope.outgoing, made.number, envelope.reverse, made)
+        return Envelope(made.channel, made.peer, made.tag, envelope.outgoing, made.number, made)
 
     def kept(self, params: Any) -> tuple[Any, list[Envelope]]:
         """Return an operation's parameters with addresses that the replay keeps, and those to renew before each run."""
@@ -74,7 +74,7 @@ class MessageNumbers:
 
 def _copy(of: Envelope, answers: Envelope | None) -> Envelope:
     # A number that is given isn't counted.
-    return Envelope(of.channel, of.peer, of.tag, of.outgoing, 0, of.reverse, answers)
+    return Envelope(of.channel, of.peer, of.tag, of.outgoing, 0, answers)
 
 
 def envelopes_of(params: Any) -> list[Envelope]:

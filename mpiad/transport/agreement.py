@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,11 +20,10 @@ from mpiad.transport.tracing import settled
 T = TypeVar("T")
 
 # Exceptions that can be constructed on another rank from a name and one text.
-_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (
-    TypeError, ValueError, RuntimeError, NotImplementedError, ArithmeticError, FloatingPointError, OverflowError,
-    ZeroDivisionError, LookupError, IndexError, KeyError, AssertionError, AttributeError, NameError, MemoryError, OSError,
-    ConvergenceError, NotFiniteError,
-)}  # fmt: skip
+_PYTHONS = """TypeError ValueError RuntimeError NotImplementedError ArithmeticError FloatingPointError OverflowError
+    ZeroDivisionError LookupError IndexError KeyError AssertionError AttributeError NameError MemoryError OSError""".split()
+_KINDS: dict[str, type[Exception]] = {name: getattr(builtins, name) for name in _PYTHONS}
+_KINDS |= {kind.__name__: kind for kind in (ConvergenceError, NotFiniteError)}
 
 
 class Failure(NamedTuple):
@@ -154,15 +154,17 @@ def require_same(channel: Channel, described: str, call: str) -> None:
     settled(_required_same, channel, described, call)
 
 
+def _differing(channel: Channel, call: str, difference: str) -> Exception:
+    return agreed(channel, ValueError(f"{call}: all ranks must give the same arguments, but {difference}."))
+
+
 def _required_same(channel: Channel, described: str, call: str) -> None:
     note_use(channel)
     # The texts themselves, and no hash: arguments are short, and the error shows them.
     found = channel.data.allgather(described)
     for rank, other in enumerate(found):
         if other != found[0]:
-            raise agreed(channel, ValueError(
-                f"{call}: all ranks must give the same arguments, but rank 0 gave {found[0]} and rank {rank} gave {other}."
-            ))  # fmt: skip
+            raise _differing(channel, call, f"rank 0 gave {found[0]} and rank {rank} gave {other}")
 
 
 def fingerprint(*parts: Any) -> int:
@@ -206,6 +208,4 @@ def _required_alike(channel: Channel, error: Exception | None, fingerprint: int,
     if (every[:, 1] != every[0, 1]).any():
         # The texts are more detailed than the fingerprints, but may be shortened: they can be equal nevertheless.
         _required_same(channel, described, call)
-        raise agreed(channel, ValueError(
-            f"{call}: all ranks must give the same arguments, but they differ in what isn't shown here: {described}."
-        ))  # fmt: skip
+        raise _differing(channel, call, f"they differ in parts that aren't shown here: {described}")

@@ -62,9 +62,11 @@ def described() -> str:
             takes_directly(arrays_named("CuPy"))
         except Exception as error:  # noqa: BLE001 - a CuPy that doesn't load says why itself
             _log.warning("CuPy is installed and can't be used, by %s: %s.", type(error).__name__, error)
-    tried = [f"with arrays of {kind.__module__.partition('.')[0]} on device {device} it {'works' if passed else 'fails'}"
-             for (kind, device), passed in _tried.items() if passed is not None]  # fmt: skip
-    return "; ".join([said, *tried])
+    for (kind, device), passed in _tried.items():
+        if passed is not None:
+            package = kind.__module__.partition(".")[0]
+            said += f"; with arrays of {package} on device {device} it {'works' if passed else 'fails'}"
+    return said
 
 
 def _passes(arrays: ArrayModule) -> bool:

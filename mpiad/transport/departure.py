@@ -44,11 +44,6 @@ class _Farewell(NamedTuple):
     where: str
 
 
-def _shown(code: object) -> str:
-    text = repr(code)
-    return text if len(text) <= 200 else f"{text[:197]}..."
-
-
 def watch_departures() -> None:
     """Start to note the exit code of this rank; collective over all ranks."""
     global _comm
@@ -65,7 +60,9 @@ def _note_exit(code: object, trace: TracebackType | None) -> None:
     global _farewell
     if not is_rank():  # a fork, or after the end of MPI
         return
-    _farewell = _Farewell(f"sys.exit({_shown(code)})", exit_code(code), at_trace(trace))
+    text = repr(code)
+    shown = text if len(text) <= 200 else f"{text[:197]}..."
+    _farewell = _Farewell(f"sys.exit({shown})", exit_code(code), at_trace(trace))
     if _farewell.code:
         threading.Thread(target=_look_after, args=(_farewell,), name="mpiad-departure", daemon=True).start()
 

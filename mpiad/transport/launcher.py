@@ -74,9 +74,9 @@ def warn_of_other_library() -> None:
         beside = Path(sys.executable).with_name("mpiexec")
         mend = str(beside) if beside.exists() else "the mpiexec of that library"
         _log.warning(
-            "mpiad: this job was started by %s, but mpi4py loads another MPI, of MPICH's kind. Where the two don't find "
-            "each other, it ends now or each process is alone. Start it with %s.", found.name, mend,
-        )  # fmt: skip
+            f"mpiad: this job was started by {found.name}, but mpi4py loads another MPI, of MPICH's kind. If the two don't "
+            f"find each other, it ends now or each process is alone. Start it with {mend}."
+        )
 
 
 def _family_to_be_loaded() -> str:
@@ -98,9 +98,9 @@ def warn_of_separate_worlds(size: int) -> None:
     found = launcher()
     if size == 1 and found.size > 1 and found.rank == 0:
         _log.warning(
-            "mpiad: %s started %d processes, but each of them is a world of one rank: the launcher belongs to another MPI "
-            "than the library. `python -m mpiad` under the same launcher says how to mend it.", found.name, found.size,
-        )  # fmt: skip
+            f"mpiad: {found.name} started {found.size} processes, but each of them is a world of one rank: the launcher "
+            "belongs to another MPI than the library. `python -m mpiad` under the same launcher says how to mend it."
+        )
 
 
 def in_pool() -> bool:

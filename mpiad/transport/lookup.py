@@ -134,7 +134,7 @@ def _validate(comm: Comm, call: str) -> None:
 
 def prepare(comm: Comm, call: str) -> Channel:
     """Return the channel of a communicator, making its duplicates if there are none; collective."""
-    member(comm, call)
+    comm = member(comm, call)
     if comm == MPI.COMM_WORLD:
         return open_world()
     found = comm.Get_attr(_key())
@@ -146,9 +146,8 @@ def prepare(comm: Comm, call: str) -> Channel:
 
 def renew(comm: Comm, call: str) -> None:
     """Renew the duplicates of a communicator; collective over its ranks."""
-    member(comm, call)
     # Not by `channel`, since that refuses a marked channel, such as the one to be renewed here.
-    found = open_world() if comm is None or comm == MPI.COMM_WORLD else prepare(comm, call)
+    found = prepare(comm, call)
     if found.lost:
         _refuse(found, call)
     found.renew()

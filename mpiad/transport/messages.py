@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -37,19 +36,19 @@ class Envelope:
     - `outgoing`: whether this rank sends it.
     - `number`: its place among the messages of that peer, tag and direction; the next one if it isn't given, and
       unknown until it has come if it may come from any rank (negative `peer` or `tag`).
+    - `answers`: of the message of an adjoint: the envelope of the forward message, whose number this one has.
     - `reverse`: whether it is the message of an adjoint.
-    - `answers`: the envelope whose number this one has.
     - `asked`, (int, int): peer and tag as passed by the caller, possibly wildcards.
     """
 
     __slots__ = ("answers", "asked", "channel", "number", "outgoing", "peer", "reverse", "tag")
 
     def __init__(
-        self, channel: Channel, peer: int, tag: int, outgoing: bool, number: int | None = None, reverse: bool = False,
+        self, channel: Channel, peer: int, tag: int, outgoing: bool, number: int | None = None,
         answers: Envelope | None = None,
     ):  # fmt: skip
-        self.channel, self.peer, self.tag, self.outgoing, self.reverse = channel, peer, tag, outgoing, reverse
-        self.answers, self.asked = answers, (peer, tag)
+        self.channel, self.peer, self.tag, self.outgoing = channel, peer, tag, outgoing
+        self.answers, self.reverse, self.asked = answers, answers is not None, (peer, tag)
         self.number = number if number is not None or peer < 0 or tag < 0 else self._next()
 
     def _next(self) -> int:
@@ -61,7 +60,7 @@ class Envelope:
 
     def give_back(self) -> None:
         """Give the number back if nothing is sent or received."""
-        if self.answers is None and not self.reverse and self.number is not None:
+        if not self.reverse and self.number is not None:
             counts = self.channel.sent if self.outgoing else self.channel.received
             # Else the partner's next message would have another number than ours, and its adjoint another tag.
             counts[self.peer, self.tag] -= 1
@@ -73,12 +72,10 @@ class Envelope:
     @property
     def mpi_tag(self) -> int:
         """Tag that the message has for MPI."""
-        if not self.reverse:
-            return self.tag
-        return self._spread(2)
+        return self._spread(2) if self.reverse else self.tag
 
     @property
-    def tag_of_pieces(self) -> int:
+    def tag_of_chunks(self) -> int:
         """Tag that the chunks of the message have for MPI, on the channel's duplicate for adjoints."""
         quarter = self.channel.tag_limit // 4
         return (3 if self.reverse else 2) * quarter + 1 + self._spread(4)
@@ -101,7 +98,7 @@ class Envelope:
     def back(self) -> Envelope:
         """Return the address of the message that carries the cotangent back."""
         # With the number of the forward message: both sides know it, independently of the order of their adjoints.
-        return Envelope(self.channel, self.peer, self.tag, not self.outgoing, self.number, True, self.answers or self)
+        return Envelope(self.channel, self.peer, self.tag, not self.outgoing, self.number, self.answers or self)
 
     def along(self) -> Envelope:
         """Return the address of the message that carries the tangent, right after this one."""
@@ -134,19 +131,7 @@ class Announcement(list):
         self.dtype, self.nbytes = array.dtype, array.nbytes
 
 
-def ship(array: Array, envelope: Envelope, kind: str) -> list[Request]:
-    """Start to send a copy of a device's array; return MPI's request."""
-    arrays = arrays_of(array)
-    way = way_of(arrays)
-    chunk = device_settings.present().chunk
-    # An array of the size of an announcement would be mistaken for one.
-    if isinstance(way, Staged) and array.nbytes > max(chunk, ANNOUNCEMENT_BYTES):
-        return _ship_in_pieces(array, envelope, chunk, kind)
-    sent = way.copied(array)
-    return envelope.channel.begin(kind, sent, envelope.comm.Isend, sent, envelope.peer, envelope.mpi_tag)
-
-
-def _ship_in_pieces(array: Array, envelope: Envelope, chunk: int, kind: str) -> list[Request]:
+def _send_in_chunks(array: Array, envelope: Envelope, chunk: int, kind: str) -> list[Request]:
     channel = envelope.channel
     pieces = of_whole(array.size, array.dtype.itemsize, chunk)
     going = departing(array, pieces)
@@ -154,7 +139,7 @@ def _ship_in_pieces(array: Array, envelope: Envelope, chunk: int, kind: str) -> 
     announced = channel.begin(kind, announcement, envelope.comm.Isend, announcement, envelope.peer, envelope.mpi_tag)
     for number in range(len(pieces)):
         piece = going.piece(number)
-        given = piece.view(np.uint8), envelope.peer, envelope.tag_of_pieces
+        given = piece.view(np.uint8), envelope.peer, envelope.tag_of_chunks
         channel.leave(channel.begin("blocking send", piece, channel.reverse.Isend, *given))
     return announced
 
@@ -176,25 +161,11 @@ def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] |
     return total, chunk
 
 
-def collect(spec: Spec, envelope: Envelope, chunk: int, room: Array) -> Array:
-    """Receive the chunks of an announced array into `room`, and return it."""
-    if spec.arrays is None:
-        for _ in _received(room.reshape(-1).view(np.uint8), envelope, chunk):
-            pass
-        return result(room)
-    # This applies also to an array that MPI could write to the device, if its sender can't send from one.
-    pieces = of_whole(spec.nbytes // spec.dtype.itemsize, spec.dtype.itemsize, chunk)
-    coming = arriving(spec, pieces, getattr(room, "loan", None))
-    for number, _ in enumerate(_received(coming.memory.view(np.uint8), envelope, chunk)):
-        coming.take(number)
-    return coming.home()
-
-
 def _received(memory: np.ndarray, envelope: Envelope, chunk: int) -> Iterator[None]:
     """Receive all chunks, one at each step of the iteration."""
     channel, posted = envelope.channel, []
     for start, end in bounds(memory.size, 1, chunk):
-        given = memory[start:end], envelope.peer, envelope.tag_of_pieces
+        given = memory[start:end], envelope.peer, envelope.tag_of_chunks
         posted.append(channel.begin("blocking receive", memory, channel.reverse.Irecv, *given))
     for requests in posted:
         requests[0].Wait()
@@ -233,9 +204,13 @@ class Receipt:
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
     """Start a send; an array of the host is memory that nobody changes before `finish_send`. Return MPI's request."""
-    if type(array) is np.ndarray:
-        return envelope.channel.begin(kind, array, envelope.comm.Isend, array, envelope.peer, envelope.mpi_tag)
-    return ship(array, envelope, kind)
+    if type(array) is not np.ndarray:
+        way, chunk = way_of(arrays_of(array)), device_settings.present().chunk
+        # An array of the size of an announcement would be mistaken for one.
+        if isinstance(way, Staged) and array.nbytes > max(chunk, ANNOUNCEMENT_BYTES):
+            return _send_in_chunks(array, envelope, chunk, kind)
+        array = way.copied(array)
+    return envelope.channel.begin(kind, array, envelope.comm.Isend, array, envelope.peer, envelope.mpi_tag)
 
 
 def finish_send(requests: list[Request], envelope: Envelope) -> None:
@@ -260,16 +235,27 @@ def post_receive(spec: Spec, envelope: Envelope, kind: str = "receive") -> Recei
 
 def finish_receive(receipt: Receipt, call: str) -> Array:
     """Wait for a receive and return its array; a ValueError if the message has another number of bytes."""
-    return _completed(receipt, MPI.Status(), call)
+    status = MPI.Status()
+    try:
+        _await(receipt, status, call)
+    # After other exceptions, as an interrupt, MPI may still write.
+    except (MPI.Exception, ValueError, MessageMismatchError, DeadlockError):
+        receipt.envelope.channel.release(receipt.requests)
+        raise
+    receipt.envelope.channel.release(receipt.requests)
+    # MPI reports a message that is too long; it receives one that is too short without an error.
+    got = status.Get_count(MPI.BYTE)
+    if got != receipt.buffer.nbytes:
+        return _receive_chunks(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.room, call)
+    return receipt.way.home(receipt.room)
 
 
 def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
     """Receive an array; the envelope of a receive from any rank is updated with the sender."""
-    status = MPI.Status()
     # MPICH 5, over UCX, loses messages of other nodes for which a receive from any rank is posted, but finds them.
     if _LOOKS_FIRST or envelope.peer == MPI.ANY_SOURCE:
-        return _matched(spec, envelope, status, call)
-    return _completed(post_receive(spec, envelope, "" if spec.arrays is None else "blocking receive"), status, call)
+        return _matched(spec, envelope, call)
+    return finish_receive(post_receive(spec, envelope, "" if spec.arrays is None else "blocking receive"), call)
 
 
 def _answered(envelope: Envelope, status: Status) -> None:
@@ -278,9 +264,9 @@ def _answered(envelope: Envelope, status: Status) -> None:
         envelope.answered_from(status.source, status.tag)
 
 
-def _matched(spec: Spec, envelope: Envelope, status: Status, call: str) -> Array:
+def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
     """Receive a message after checking its size; one of another size is received and dropped."""
-    way = way_of(spec.arrays)
+    way, status = way_of(spec.arrays), MPI.Status()
     room = way.room(spec.shape, spec.dtype)
     buffer = way.buffer(room)
     message = envelope.comm.Mprobe(envelope.peer, envelope.mpi_tag, status)
@@ -293,19 +279,15 @@ def _matched(spec: Spec, envelope: Envelope, status: Status, call: str) -> Array
     if isinstance(message, MPI.Message):
         message.Recv(dropped)
     else:  # under watch its header is looked at
-        _refused(message, dropped, buffer, spec, envelope)
-    return _in_pieces(dropped, got, spec, envelope, room, call)
+        try:
+            message.refuse(dropped, buffer)
+        except MessageMismatchError:
+            _drop_chunks(dropped, got, spec, envelope)
+            raise
+    return _receive_chunks(dropped, got, spec, envelope, room, call)
 
 
-def _refused(message: Any, dropped: np.ndarray, buffer: Buffer, spec: Spec, envelope: Envelope) -> None:
-    try:
-        message.refuse(dropped, buffer)
-    except MessageMismatchError:
-        _drop_pieces(dropped, dropped.size, spec, envelope)
-        raise
-
-
-def _drop_pieces(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> None:
+def _drop_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> None:
     """Receive and drop the chunks announced by an unwanted message, which nobody else receives."""
     announced = read_announcement(buffer, got, spec)
     if announced is not None:
@@ -316,13 +298,11 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
     """Send to one rank and receive from another, and wait for both."""
     if type(array) is np.ndarray and spec.arrays is None and there.comm is back.comm and not is_watched():
         buffer = np.empty(spec.shape, spec.dtype)
-        return _completed(
-            Receipt(spec, HOST, buffer, buffer, back, "", (array, there.peer, there.mpi_tag)), MPI.Status(), call
-        )
+        return finish_receive(Receipt(spec, HOST, buffer, buffer, back, "", (array, there.peer, there.mpi_tag)), call)
     receipt = post_receive(spec, back, "blocking receive")
     sending = post_send(array, there, "blocking send")
     try:
-        value = _completed(receipt, MPI.Status(), call)
+        value = finish_receive(receipt, call)
     except BaseException:
         there.channel.leave(sending)  # it may be under way still, and its receiver may not come
         raise
@@ -342,26 +322,7 @@ def require_whole(room: np.ndarray, status: Status, back: Envelope, call: str) -
     """Receive announced chunks, if the message is an announcement; a ValueError if it is shorter than the array."""
     got = status.Get_count(MPI.BYTE)
     if got != room.nbytes:
-        room[...] = _in_pieces(room, got, Spec(room.shape, room.dtype), back, np.empty_like(room), call)
-
-
-def _completed(receipt: Receipt, status: Status, call: str) -> Array:
-    try:
-        _await(receipt, status, call)
-    except (
-        MPI.Exception,
-        ValueError,
-        MessageMismatchError,
-        DeadlockError,
-    ):  # else, as by an interrupt, MPI may still write
-        receipt.envelope.channel.release(receipt.requests)
-        raise
-    receipt.envelope.channel.release(receipt.requests)
-    # MPI reports a message that is too long; it receives one that is too short without an error.
-    got = status.Get_count(MPI.BYTE)
-    if got != receipt.buffer.nbytes:
-        return _in_pieces(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.room, call)
-    return receipt.way.home(receipt.room)
+        room[...] = _receive_chunks(room, got, Spec(room.shape, room.dtype), back, np.empty_like(room), call)
 
 
 def _await(receipt: Receipt, status: Status, call: str) -> None:
@@ -375,7 +336,7 @@ def _await(receipt: Receipt, status: Status, call: str) -> None:
             there.comm.Sendrecv(*receipt.sent, receipt.buffer, there.peer, there.mpi_tag, status)
     except MessageMismatchError:  # under watch its header is looked at
         _answered(receipt.envelope, status)
-        _drop_pieces(receipt.buffer, status.Get_count(MPI.BYTE), receipt.spec, receipt.envelope)
+        _drop_chunks(receipt.buffer, status.Get_count(MPI.BYTE), receipt.spec, receipt.envelope)
         raise
     except MPI.Exception as error:
         if receipt.sent is not None:
@@ -387,8 +348,11 @@ def _await(receipt: Receipt, status: Status, call: str) -> None:
     _answered(receipt.envelope, status)
 
 
-def _in_pieces(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, room: Array, call: str) -> Array:
-    """Receive the chunks that a message of another size announces; a ValueError if that isn't the expected array."""
+def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, room: Array, call: str) -> Array:
+    """Receive into `room` the chunks that a message of another size announces, and return the array.
+
+    A ValueError if it announces none, or another array than the expected one.
+    """
     announced = read_announcement(buffer, got, spec)
     if announced is None:
         raise ValueError(_mismatch(spec, f"{got} bytes", envelope, call))
@@ -396,7 +360,16 @@ def _in_pieces(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, room: A
     if total != spec.nbytes:
         discard(total, chunk, envelope)
         raise ValueError(_mismatch(spec, f"{total} bytes", envelope, call))
-    return collect(spec, envelope, chunk, room)
+    if spec.arrays is None:
+        for _ in _received(room.reshape(-1).view(np.uint8), envelope, chunk):
+            pass
+        return result(room)
+    # This applies also to an array that MPI could write to the device, if its sender can't send from one.
+    pieces = of_whole(spec.nbytes // spec.dtype.itemsize, spec.dtype.itemsize, chunk)
+    coming = arriving(spec, pieces, getattr(room, "loan", None))
+    for number, _ in enumerate(_received(coming.memory.view(np.uint8), envelope, chunk)):
+        coming.take(number)
+    return coming.home()
 
 
 def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> str:

@@ -6,11 +6,8 @@ from mpi4py import MPI
 
 from mpiad._typing import Op
 
-_NAMES = (
-    "SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR", "MINLOC", "MAXLOC", "REPLACE", "NO_OP",
-    "OP_NULL",
-)  # fmt: skip
 _INTEGER = ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
+_NAMES = (*_INTEGER, "MINLOC", "MAXLOC", "REPLACE", "NO_OP", "OP_NULL")
 _OF_KIND = {
     "b": ("LAND", "LOR", "LXOR"),
     "i": _INTEGER,

@@ -139,18 +139,17 @@ def recover(used: Channel | None, error: BaseException, call: str, verdict: Verd
 
 
 def _raise_verdict(
-    used: Channel | None, place: Channel, failures: Failures, error: BaseException | None, call: str,
-    verdict: Verdict | None,
-) -> None:  # fmt: skip
+    used: Channel | None, place: Channel, found: Failures, error: BaseException | None, call: str, verdict: Verdict | None
+) -> None:
     if place.lost:
         lost = ", ".join(map(str, place.lost))
         raise RemoteError(f"{call}: the process of rank {lost} of {place.size} has died.", place.lost[0]) from error
     mine = error is not None and not is_interruption(error)
-    if verdict is not None and place is used and failures:
-        raise verdict(failures) from (error if mine else None)
-    if failures and not mine:
+    if verdict is not None and place is used and found:
+        raise verdict(found) from (error if mine else None)
+    if found and not mine:
         # The interruption's traceback shows this rank's place in the program.
-        raise error_of(failures, call, RemoteError) from error
+        raise error_of(found, call, RemoteError) from error
 
 
 def _meeting_place(used: Channel | None, interrupted: bool) -> Channel | None:

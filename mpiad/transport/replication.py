@@ -182,14 +182,10 @@ def _explain(channel: Channel, values: list[Any], held: list[_Held], wrong: str,
         shorter = min(len(copies[rank]), len(shared))
         places[rank] = next((k for k in range(shorter) if copies[rank][k] != shared[k]), shorter)
     found = channel.data.allgather(_compared(channel, values, copies, reference, places))
-    differences: list[Difference] = [found[rank] for rank in ranks]
-    raise ReplicationError(
-        f"{said}rank(s) {ranks} of {channel.size} differ from rank {reference}.{advice}"
-        f"{listed(dict(zip(ranks, differences)))}",
-        ranks, differences[0].path, differences[0].index,
-        greatest([difference.absolute for difference in differences]),
-        greatest([difference.relative for difference in differences]),
-    )  # fmt: skip
+    differences = {rank: found[rank] for rank in ranks}
+    first, who = differences[ranks[0]], f"rank(s) {ranks} of {channel.size} differ from rank {reference}"
+    sizes = [greatest(values) for values in zip(*[(one.absolute, one.relative) for one in differences.values()])]
+    raise ReplicationError(f"{said}{who}.{advice}{listed(differences)}", ranks, first.path, first.index, *sizes)
 
 
 def _compared(

@@ -93,10 +93,9 @@ def limit_threads(ranks_on_node: int) -> None:
     comm.Allreduce(mine, first, MPI.MIN)
     if first == comm.rank and first_time(_TOLD):
         _log.warning(
-            "%s: %d ranks share %d cores: thread pools limited to %d thread(s) each. "
-            "Set OMP_NUM_THREADS (or MPIAD_THREADS=0) to decide yourself. This is said once.",
-            MPI.Get_processor_name(), ranks_on_node, len(cores()), share,
-        )  # fmt: skip
+            f"{MPI.Get_processor_name()}: {ranks_on_node} ranks share {len(cores())} cores: thread pools limited to "
+            f"{share} thread(s) each. Set OMP_NUM_THREADS (or MPIAD_THREADS=0) to decide yourself. This is said once."
+        )
 
 
 def _limited(ranks_on_node: int) -> int | None:

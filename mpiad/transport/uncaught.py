@@ -73,10 +73,9 @@ def install_hooks() -> bool:
         return False
     _installed = True
     _in_session = hasattr(sys, "ps1")
-    for foreign, ours in (
-        (_of_program, _end_job), (_of_threads, _end_job_of_thread), (_of_the_unraisable, _end_job_at_exit),
-    ):  # fmt: skip
-        foreign.make_way(ours)
+    _of_program.make_way(_end_job)
+    _of_threads.make_way(_end_job_of_thread)
+    _of_the_unraisable.make_way(_end_job_at_exit)
     # Launchers name the signal of a rank that crashes, but not the line of the program.
     if not faulthandler.is_enabled():
         with contextlib.suppress(AttributeError, OSError, ValueError):  # standard error may be no file

@@ -58,7 +58,7 @@ from mpiad.transport.uncaught import end_by
 # inside MPI can't be inspected. An exception that one rank raises alone ends the job unless it is caught; so does one that
 # all ranks should raise if they never meet.
 #
-# A `LoneFailure` ends it after some time, measured by a thread that only failed ranks start.
+# `DeferredFailures` end it after some time, measured by a thread that only failed ranks start.
 #
 # A `FailureDetector` finds out whether ranks wait in a communication for one that has failed. A waiting rank can't answer,
 # so each has a second thread, which wakes up five times a second. After a failed rank's notice, this thread notifies that
@@ -172,26 +172,6 @@ def _end_at_once(error: BaseException, reason: str) -> None:
     end_by(error)  # under MPIAD_ABORT=0 it only shows it, and this rank raises alone
     time.sleep(_DEATH_WITHIN)
     raise error
-
-
-class LoneFailure:
-    """Ends the job after some time unless `met` is called before; not under watch, when waits have a limit of their own.
-
-    `error`: the exception that this rank would raise. `call`: name of the public function.
-    """
-
-    def __init__(self, error: Exception, call: str, seconds: float):
-        self._timer: threading.Timer | None = None
-        if may_end_job() and not is_watched():
-            self._timer = threading.Timer(seconds, _end_late, (error, call, seconds))
-            self._timer.daemon = True
-            self._timer.start()
-
-    def met(self) -> None:
-        """Note that the other ranks have been informed."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 def _end_late(error: Exception, call: str, seconds: float) -> None:
@@ -362,7 +342,7 @@ class DeferredFailures:
         self._meeting = self._used.aside() if apart else self._used.data
         self._talkers = set() if talkers is None else talkers
         self._usual: dict[str, int] = {}  # the number of communications in a function's last call
-        self._lone: LoneFailure | None = None
+        self._timer: threading.Timer | None = None
         self._fault: str | None = None
 
     def attempt(self, name: str, fun: Function, *args: Any, again: Callable[[], Any] | None = None) -> Any:
@@ -396,8 +376,13 @@ class DeferredFailures:
 
     def note(self, error: Exception, seconds: float = LATE) -> None:
         """Record an error of this rank; the job ends if the other ranks haven't been informed of it after `seconds`."""
-        if self.error is None:
-            self.error, self._lone = error, LoneFailure(error, self._call, seconds)
+        if self.error is not None:
+            return
+        self.error = error
+        if may_end_job() and not is_watched():  # under watch, waits have a limit of their own
+            self._timer = threading.Timer(seconds, _end_late, (error, self._call, seconds))
+            self._timer.daemon = True
+            self._timer.start()
 
     def __enter__(self) -> None:
         """Begin a communication by which the others are informed of the failure."""
@@ -416,8 +401,9 @@ class DeferredFailures:
         mine, every = np.array([self.error is not None, under_way], np.int32), np.empty(2, np.int32)
         with self:
             self._meeting.Allreduce(mine, every)
-        if self._lone is not None:
-            self._lone.met()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if not every[0]:
             return
         # On all ranks alike: a rank that continued without the others would wait for them.
