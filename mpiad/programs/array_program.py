@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array, Shape
-from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, identity, is_identity, shifted, within
+from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, identity, is_identity, moved, shifted, within
 from mpiad.transport.calls import Site
 
 # Along axes that are at most this long, joins of arrays are split into their parts.
@@ -169,11 +169,8 @@ class ArrayProgram:
                 # The indices that lie in this part.
                 first, last = max(start - offset, 0), min(stop - offset, shape[source])
                 if last > first:
-                    inner = tuple([
-                        a._replace(offset=a.offset + a.stride * first) if a.source == source else a for a in map
-                    ])  # fmt: skip
-                    piece = (*shape[:source], last - first, *shape[source + 1 :])
-                    parts.append(self.view(part, shifted(inner, node.data, -start), piece))
+                    inner = shifted(moved(map, source, first), node.data, -start)
+                    parts.append(self.view(part, inner, (*shape[:source], last - first, *shape[source + 1 :])))
                     done += last - first
             start = stop
         if source is not None and done == shape[source] and sum(a.source == source for a in map) == 1:

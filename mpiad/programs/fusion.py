@@ -270,6 +270,7 @@ class Fusion:
             inside: dict[int, IndexMap] = {}
             waiting = {item.node for item in pending if not item.copies}
             buffers = {self._root(item.place.buffer) for item in pending}
+            waiting |= {n for n in wholes if self._root(self.places[n].buffer) in buffers}
             shape: Shape | None = None
             precision, alone = None, False
             for item in pending:
@@ -279,11 +280,7 @@ class Fusion:
                     continue
                 if exact is not None and precision is not None and exact != precision:
                     continue  # in double precision the values that are read within the loop wouldn't be rounded
-                if all(
-                    inside[n] == map if n in inside
-                    else n not in waiting and (n not in wholes or self._root(self.places[n].buffer) not in buffers)
-                    for n, map in reads[id(item)]
-                ):  # fmt: skip
+                if all(inside[n] == map if n in inside else n not in waiting for n, map in reads[id(item)]):
                     loop.append(item)
                     shape, precision, alone = mine, precision or exact, partial
                     if isinstance(item, Store) and not item.copies:

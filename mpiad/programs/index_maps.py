@@ -58,9 +58,8 @@ def within(map: IndexMap, starts: Sequence[int]) -> IndexMap:
 def broadcast(shape: Shape, made: Shape) -> IndexMap:
     """Return the map by which an array is broadcast to a shape."""
     lead = len(made) - len(shape)
-    return tuple([
-        Axis(None, 0, 0) if n == 1 and made[lead + k] != 1 else Axis(lead + k, 1, 0) for k, n in enumerate(shape)
-    ])  # fmt: skip
+    pairs = enumerate(zip(shape, made[lead:]), lead)
+    return tuple([Axis(None, 0, 0) if n == 1 != length else Axis(k, 1, 0) for k, (n, length) in pairs])
 
 
 def of_key(shape: Shape, key: Sequence[int | slice | None]) -> tuple[IndexMap, Shape]:
@@ -105,9 +104,7 @@ def beginning_at(starts: Sequence[int]) -> IndexMap:
 
 def moved(map: IndexMap, axis: int, by: int) -> IndexMap:
     """Return a map that is shifted along an axis of the resulting array."""
-    return tuple([
-        old._replace(offset=old.offset + by * old.stride) if old.source == axis else old for old in map
-    ])  # fmt: skip
+    return tuple([old._replace(offset=old.offset + by * old.stride) if old.source == axis else old for old in map])
 
 
 def inverse(map: IndexMap, shape: Shape, made: Shape) -> IndexMap | None:

@@ -90,8 +90,7 @@ class LoopWriter:
         """Return the text of the loop."""
         shape = self.loop.shape
         inside, edges = self._boxes() if math.prod(shape) else ([(0, 0)] * len(shape), None)
-        body: list[str] = []
-        body += self._before()
+        body = self._before()
         boxes: dict[str, Array] = {}
         if self.divisible:
             boxes["b"] = as_rows([inside], 2 * len(shape))
@@ -108,10 +107,10 @@ class LoopWriter:
         if self.lanes:
             names.append("w")
             kinds.append("float64[::1]")
-        return LoopText(
-            "\n".join(indented(body or ["pass"])), tuple(zip(names, kinds)), tuple(self.buffers), frozenset(self.written),
-            tuple(boxes.values()), LANES * len(self.folds) * self.lanes, frozenset(self.loads), self.divisible,
-        )  # fmt: skip
+        text, arguments = "\n".join(indented(body or ["pass"])), tuple(zip(names, kinds))
+        memory = tuple(self.buffers), frozenset(self.written), tuple(boxes.values())
+        lanes = LANES * len(self.folds) * self.lanes
+        return LoopText(text, arguments, *memory, lanes, frozenset(self.loads), self.divisible)
 
     def _ranges(self, boxes: str) -> list[str]:
         return [f"range({boxes}[q, {2 * k}], {boxes}[q, {2 * k + 1}])" for k in range(len(self.loop.shape))]
@@ -175,12 +174,11 @@ class LoopWriter:
 
     def _nest(self, box: Box | None, ranges: Sequence[str], edges: bool, lanes: bool) -> list[str]:
         body = LoopBody(self, box, edges)
-        folded = range(len(self.folds))
         inner = body.text()
         depth = len(ranges)
         made: list[str] = []
         if not depth:
-            return inner + [self._folded(k, "0", f"f{k}") for k in folded]
+            return inner + self._folded("0")
         for k, range_ in enumerate(ranges[:-1]):
             made += indented([f"for i{k} in {range_}:"], k)
         last = depth - 1
@@ -190,23 +188,19 @@ class LoopWriter:
             block = [
                 f"for j in range({lo}, {whole}, {LANES}):",
                 *indented([f"for l in range({LANES}):"]),
-                *indented([f"i{last} = j + l", *inner, *(self._folded(k, "l", f"f{k}") for k in folded)], 2),
+                *indented([f"i{last} = j + l", *inner, *self._folded("l")], 2),
             ]
-            rest = [f"for i{last} in range({whole}, {hi}):"]
-            rest += indented([*inner, *(self._folded(k, "0", f"f{k}") for k in folded)])
+            rest = [f"for i{last} in range({whole}, {hi}):", *indented([*inner, *self._folded("0")])]
             return made + indented([*block, *rest], last)
-        tail = [self._folded(k, "0", f"f{k}") for k in folded]
-        return made + indented([f"for i{last} in {ranges[-1]}:", *indented([*inner, *tail])], last)
+        return made + indented([f"for i{last} in {ranges[-1]}:", *indented([*inner, *self._folded("0")])], last)
 
-    def _target(self, k: int, lane: str) -> str:
-        fold = self.folds[k]
-        if self.lanes:
-            return f"w[{LANES * k} + {lane}]"
-        return self.entry(fold.place.buffer, fold.place.map)
-
-    def _folded(self, k: int, lane: str, value: str) -> str:
-        target = self._target(k, lane)
-        return f"{target} = {OPERATIONS[self.folds[k].name].text.format(target, value)}"
+    def _folded(self, lane: str) -> list[str]:
+        """Return the lines that fold the values f0, f1 and so on."""
+        made = []
+        for k, fold in enumerate(self.folds):
+            target = f"w[{LANES * k} + {lane}]" if self.lanes else self.entry(fold.place.buffer, fold.place.map)
+            made.append(f"{target} = {OPERATIONS[fold.name].text.format(target, f'f{k}')}")
+        return made
 
     def _before(self) -> list[str]:
         made = []

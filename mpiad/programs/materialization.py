@@ -85,11 +85,9 @@ class Materialization:
                     shape = self.nodes[x].shape
                     uses[x].add(_Use(at, long_axes(shape), to_long(shape)))  # type: ignore[arg-type]
                 continue
-            keeps = n in forced or (
-                len(uses[n]) > 1 and node.kind not in ("number", "view", "join")
-                and (_times(node.shape, uses[n]) - 1) * (costs[n] + leaves[n] - 1) > _KEEPING
-            )  # fmt: skip
-            if keeps:
+            is_cheap = len(uses[n]) < 2 or node.kind in ("number", "view", "join")
+            repeated = 0 if is_cheap else (_times(node.shape, uses[n]) - 1) * (costs[n] + leaves[n] - 1)
+            if n in forced or repeated > _KEEPING:
                 kept.add(n)
                 cut = min((use.cut for use in uses[n]), default=len(self.cuts)) if n in self.anchored else self._era(n)
                 shape = self.nodes[node.inputs[0]].shape if node.kind in ("reduce", "reshape") else node.shape

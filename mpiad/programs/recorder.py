@@ -42,10 +42,11 @@ def _root(value: Any) -> Any:
 # Calls of NumPy functions that can't be steps of a program, known before they are run.
 
 
-_SHAPED_BY_VALUES = frozenset({
-    np.argwhere, np.bincount, np.compress, np.delete, np.extract, np.flatnonzero, np.intersect1d, np.nonzero, np.setdiff1d,
-    np.trim_zeros, np.union1d, np.unique,
-})  # fmt: skip
+_SHAPED_BY_VALUES = frozenset(
+    getattr(np, name)
+    for name in """argwhere bincount compress delete extract flatnonzero intersect1d nonzero setdiff1d trim_zeros union1d
+    unique""".split()
+)
 _WRITING = frozenset("at copyto fill_diagonal place put put_along_axis putmask".split())
 
 

@@ -23,7 +23,7 @@ from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Call, Node, Slot, described
 from mpiad.programs.loops import NAME, LoopText, text_of
-from mpiad.programs.memory_plan import SMALL, Home, Scratch, aligned, homes_of, spans_of, written_over
+from mpiad.programs.memory_plan import SMALL, Scratch, aligned, homes_of, spans_of, written_over
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
 from mpiad.programs.schedule import Loop, Run, Schedule, root_of
@@ -165,19 +165,17 @@ _WORD = 8
 class KernelBlocks:
     """An argument block per loop among actions, and per thread that computes a part of it.
 
-    `texts`, `kernels`: those of the steps, None for calls. `words`: all blocks, one after the other.
+    `words`: all blocks, one after the other.
     """
 
-    def __init__(
-        self, schedule: Schedule, texts: Sequence[LoopText | None], kernels: Sequence[Kernel | None],
-        actions: Sequence[Action], homes: dict[int, Home],
-    ):  # fmt: skip
+    def __init__(self, replays: Replays, actions: Sequence[Action]):
+        schedule, homes = replays.schedule, replays.homes
         self._places: dict[int, list[int]] = {}
         self._starts: dict[tuple[int, int], int] = {}
         self._held: list[Array] = []
         words: list[int] = []
         for k, action in enumerate(actions):
-            text = texts[action.at]
+            text = replays.texts[action.at]
             for thread, boxes in enumerate(action.shares):
                 self._starts[k, thread] = len(words)
                 words += [0, 0]
@@ -193,7 +191,7 @@ class KernelBlocks:
         self._linked = {k for k in alone if k - 1 in alone and actions[k].at not in schedule.cuts}
         for k in self._linked:
             start = self._starts[k - 1, 0]
-            self.words[start] = kernels[actions[k].at].function.address  # type: ignore[union-attr]
+            self.words[start] = replays.kernels[actions[k].at].function.address  # type: ignore[union-attr]
             self.words[start + 1] = self.address(k)
 
     def address(self, k: int, thread: int = 0) -> int:
@@ -291,7 +289,7 @@ class ReplayWriter:
         # The records of calls show an exchange as one call.
         self._prepares = prepared
         self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
-        self._blocks = KernelBlocks(self.schedule, replays.texts, replays.kernels, self._actions, replays.homes)
+        self._blocks = KernelBlocks(replays, self._actions)
         self._numbers = MessageNumbers()
         self.names: dict[str, Any] = {
             "empty": np.empty, "address": address_of, "as_array": as_kernels_take, "own": _own, "together": run_together,
@@ -397,10 +395,8 @@ class ReplayWriter:
     def _scratch(self) -> Callable[[], Any]:
         """Return the function that provides scratch memory for a run; mostly it is that of the replay's previous run."""
         buffers = [b for b, home in self.replays.homes.items() if home.is_scratch]
-        exchanged = [
-            at for at, step in enumerate(self.schedule.steps)
-            if self._prepares and isinstance(step, Run) and step.in_place and step.inputs[0] in buffers
-        ]  # fmt: skip
+        in_place = [(at, step) for at, step in enumerate(self.schedule.steps) if isinstance(step, Run) and step.in_place]
+        exchanged = [at for at, step in in_place if self._prepares and step.inputs[0] in buffers]
         scratch = self.replays.scratch
         bound: dict[str, Any] = {"memory": None}
 

@@ -37,11 +37,10 @@ class Lease:
 
 def is_simple(tape: Any, boxes: Sequence[Any]) -> bool:
     """Return whether there is exactly one trace around a call, and it is of this library."""
-    return (
-        type(tape) in (OrderedTape, TangentTape) and tape.outer is None
-        and all(box._trace == tape.number and getattr(box._node, "tape", None) is tape for box in boxes)
-        and all(isinstance(box._value, (np.ndarray, np.generic, Traced)) for box in boxes)
-    )  # fmt: skip
+    if type(tape) not in (OrderedTape, TangentTape) or tape.outer is not None:
+        return False
+    is_own = all(box._trace == tape.number and getattr(box._node, "tape", None) is tape for box in boxes)
+    return is_own and all(isinstance(box._value, (np.ndarray, np.generic, Traced)) for box in boxes)
 
 
 def is_above(tape: Any, boxes: Sequence[Any]) -> bool:

@@ -90,12 +90,12 @@ class Translation:
         if isinstance(step.fun, np.ufunc) and scalar_function(step.fun) is not None and not kwargs:
             return [self.computed(step.fun, args, shape, dtype)]
         owner = getattr(step.fun, "__self__", None)
-        if isinstance(owner, np.ufunc) and step.fun.__name__ == "reduce":
+        if isinstance(owner, np.ufunc) and owner in REDUCED and step.fun.__name__ == "reduce":
             given = dict(zip(("x", "axis", "dtype", "out", "keepdims"), args)) | kwargs
             if given.get("dtype") is not None or given.get("out") is not None or "initial" in given or "where" in given:
                 raise Opaque
             # ufunc.reduce folds along the first axis if none is given.
-            return [self.reduce(REDUCED.get(owner), given["x"], given.get("axis", 0), shape=shape)]
+            return [self.reduce(REDUCED[owner], shape, given["x"], given.get("axis", 0))]
         rule = RULES.get(step.fun)
         if rule is None:
             raise Opaque
@@ -171,13 +171,10 @@ class Translation:
         return self.elementwise(ufunc.__name__, function, args, shape, dtype)
 
     def reduce(
-        self, name: str | None, x: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: Any = False,
-        *, shape: Shape,
-    ) -> int:  # fmt: skip
+        self, name: str, shape: Shape, x: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: Any = False
+    ) -> int:
         """Append an array folded along axes."""
-        if name is None or out is not None or not isinstance(x, Value) or x.dtype not in FLOATS:
-            raise Opaque
-        if dtype not in (None, x.dtype):
+        if out is not None or not isinstance(x, Value) or x.dtype not in FLOATS or dtype not in (None, x.dtype):
             raise Opaque
         ndim = len(x.shape)
         axes = tuple(range(ndim)) if axis is None else tuple(sorted(axes_of(axis, ndim)))
@@ -311,22 +308,17 @@ def _one(shape: Shape, axis: int) -> Shape:
 
 def _in_full(key: Index, ndim: int) -> list[Any]:
     """Return a basic index with one entry per axis."""
-    parts = list(key) if type(key) is tuple else [key]
-    if not all(
-        part is None or part is Ellipsis or (isinstance(part, (int, np.integer)) and not isinstance(part, bool))
-        or (isinstance(part, slice) and all(isinstance(x, (int, np.integer, type(None))) for x in _bounds(part)))
-        for part in parts
-    ):  # fmt: skip
+    parts: list[Any] = list(key) if type(key) is tuple else [key]
+    numbers: list[Any] = []
+    for part in parts:
+        numbers += [part.start, part.stop, part.step] if isinstance(part, slice) else [None if part is Ellipsis else part]
+    if not all(isinstance(x, (int, np.integer, type(None))) for x in numbers) or any(isinstance(x, bool) for x in parts):
         raise Opaque
-    if Ellipsis not in [part if part is Ellipsis else None for part in parts]:
+    if not any(part is Ellipsis for part in parts):
         parts.append(Ellipsis)
     place = next(k for k, part in enumerate(parts) if part is Ellipsis)
     missing = ndim - sum(part is not None for part in parts) + 1
     return [*parts[:place], *[slice(None)] * missing, *parts[place + 1 :]]
-
-
-def _bounds(part: slice) -> tuple[Any, Any, Any]:
-    return part.start, part.stop, part.step
 
 
 # Contractions over a few components as parts of loops: a 3 x 3 matrix times the components of a field, entry by entry.
@@ -458,7 +450,7 @@ class _Contraction:
         terms = [self._product(at | dict(zip(labels, place))) for place in places]
         total = reduce(partial(self._combined, np.add), terms)
         left, axes = total.shape[: len(self.out)], tuple(range(len(self.out), len(total.shape)))
-        return self.t.reduce("add", total, axes, shape=left) if self.folded else total.number
+        return self.t.reduce("add", left, total, axes) if self.folded else total.number
 
     def _product(self, at: dict[Hashable, int]) -> Value:
         """Return the product of one entry, or one array, of each operand."""
@@ -513,13 +505,13 @@ def _between(x: Any, least: Any, most: Any) -> Any:
 
 def _reduced(name: str) -> _Rule:
     def rule(t: Translation, shape: Shape, dtype: np.dtype, x: Any, *args: Any, **kwargs: Any) -> int:
-        return t.reduce(name, x, *args, shape=shape, **kwargs)
+        return t.reduce(name, shape, x, *args, **kwargs)
 
     return rule
 
 
 def _mean(t: Translation, shape: Shape, dtype: np.dtype, x: Any, axis: Any = None, keepdims: Any = False) -> int:
-    total = Value(t.program, t.reduce("add", x, axis, keepdims=keepdims, shape=shape))
+    total = Value(t.program, t.reduce("add", shape, x, axis))
     count = math.prod(x.shape) // max(math.prod(shape), 1)
     if not count:
         raise Opaque
@@ -535,7 +527,7 @@ def _product(of_more_axes: _Rule | None = None) -> _Rule:
                 raise Opaque
             return of_more_axes(t, shape, dtype, x, y)
         made = t.computed(np.multiply, [x, y], x.shape, dtype)
-        return t.reduce("add", Value(t.program, made), shape=shape)
+        return t.reduce("add", shape, Value(t.program, made))
 
     return rule
 
@@ -544,7 +536,7 @@ def _norm(t: Translation, shape: Shape, dtype: np.dtype, x: Any, ord: object = N
     if ord is not None:
         raise Opaque
     square = Value(t.program, t.computed(np.multiply, [x, x], x.shape, dtype))
-    total = Value(t.program, t.reduce("add", square, axis, shape=shape))
+    total = Value(t.program, t.reduce("add", shape, square, axis))
     return t.computed(np.sqrt, [total], shape, dtype)
 
 
@@ -611,11 +603,9 @@ def _diff(t: Translation, shape: Shape, dtype: np.dtype, x: Any, n: int = 1, axi
 
 def _split(t: Translation, shape: Shape, dtype: np.dtype, x: Any, sections: Any, axis: int = 0) -> list[int]:
     axis %= len(x.shape)
-    bounds = np.array_split(np.arange(x.shape[axis]), sections) if isinstance(sections, (int, np.integer)) else np.split(
-        np.arange(x.shape[axis]), sections
-    )  # fmt: skip
+    split = np.array_split if isinstance(sections, (int, np.integer)) else np.split
     lead, start, made = (slice(None),) * axis, 0, []
-    for part in bounds:
+    for part in split(np.arange(x.shape[axis]), sections):
         made.append(t.take(shape, dtype, x, (*lead, slice(start, start + len(part)))))
         start += len(part)
     return made
@@ -632,9 +622,7 @@ def _imag(t: Translation, shape: Shape, dtype: np.dtype, x: Any) -> int:
     return t.full(shape, 0.0, dtype)
 
 
-REDUCED = {
-    np.add: "add", np.multiply: "multiply", np.maximum: "maximum", np.minimum: "minimum",
-}  # fmt: skip
+REDUCED = {np.add: "add", np.multiply: "multiply", np.maximum: "maximum", np.minimum: "minimum"}
 
 
 SPLITTING = frozenset({np.split, np.array_split})

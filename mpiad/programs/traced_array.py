@@ -247,11 +247,9 @@ def array_of(x: Any, *args: Any, **kwargs: Any) -> Array:
 _PARTS: dict[str, Callable[..., Any]] = {"T": np.transpose, "real": np.real, "imag": np.imag}
 _METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(np, name)
-    for name in (
-        "sum", "prod", "mean", "std", "var", "max", "min", "any", "all", "ravel", "squeeze", "swapaxes", "repeat", "take",
-        "dot", "clip", "cumsum", "cumprod", "trace", "copy", "diagonal", "conj", "conjugate", "argmax", "argmin", "round",
-    )
-} | {"flatten": np.ravel}  # fmt: skip
+    for name in """sum prod mean std var max min any all ravel squeeze swapaxes repeat take dot clip cumsum cumprod trace
+    copy diagonal conj conjugate argmax argmin round""".split()
+} | {"flatten": np.ravel}
 
 
 # Support for traced arrays that the library and autograd need beyond NumPy's protocols.
