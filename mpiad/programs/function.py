@@ -312,7 +312,7 @@ class Jitted:
             self(*args, **kwargs)
         entry = self._entries.get(given.key)
         if entry is None:
-            raise TypeError(f"{self.__name__} isn't compiled for these arguments; the log tells why.")
+            raise TypeError(f"{self.__name__} isn't compiled for these arguments; the log gives the reason.")
         return Listing(self.__name__, entry.replays)
 
     # ---- derived functions
@@ -431,7 +431,7 @@ class Jitted:
         except HoldsTraced:  # in this call; others may be compiled
             return None
         except Unfollowed as error:
-            self._give_up(key, f"what it reads beside its arguments can't be followed: {error}")
+            self._give_up(key, f"the objects that it reads besides its arguments can't be followed: {error}")
             return None
 
     def _run_again(self, trace: TraceRun, key: Any, error: BaseException, args: tuple, kwargs: dict) -> Any:

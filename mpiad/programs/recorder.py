@@ -246,7 +246,7 @@ class Recorder:
         envelopes = envelopes_of(params)
         self._any_sender = self._any_sender or any(envelope.number is None for envelope in envelopes)
         if envelopes and self._any_sender and rule is not None and rule[0] == "tangent":
-            self.refuse(f"{operation.__name__} carries a tangent beside a message from any rank, and that isn't compiled")
+            self.refuse(f"{operation.__name__} carries a tangent next to a message from any rank, which isn't compiled")
         noted = self._noted(x), params
         if isinstance(params, Request):
             begun = self._objects.pop(id(params), None)
@@ -400,7 +400,7 @@ class Recorder:
             raise RuntimeError(
                 f"jit: {calls.site_of(sys._getframe(1)).text} uses a value that a jitted function has kept (in a list, an "
                 "attribute or a variable around it); it is a part of that function's program, and unknown outside. Return "
-                "the value from the jitted function, y, kept = f(x), and keep it where f is called."
+                "the value from the jitted function, y, kept = f(x), and keep it in the caller of f."
             )
 
     def _recorded(self, kind: str, fun: Any, args: tuple, kwargs: dict, made: Any) -> Any:

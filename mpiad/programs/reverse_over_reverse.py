@@ -377,8 +377,8 @@ class _Call:
     def _playing_back(self, played: _Played) -> PlayingBack:
         if not self._entry.watch.is_the_same():
             raise TypeError(
-                f"jit: what {self._jitted.__name__} reads beside its arguments has changed since it was called, and its "
-                "derivative is asked for in another way than before. Pass what changes as an argument."
+                f"jit: an object that {self._jitted.__name__} reads besides its arguments has changed since the call, and "
+                "this derivative can't be computed by the compiled program. Pass the object as an argument."
             )
         return PlayingBack(played.log, played.counts)
 

@@ -42,7 +42,7 @@ class ShapeRecorder(Recorder):
     def looked_up(self, call: str) -> None:
         """Record that a function looks up the channel of a communicator."""
         if call not in _KNOWN:
-            self.refuse(f"what {call} gives only a run can tell")
+            self.refuse(f"the result of {call} is known only in a run")
 
     def _computed(self, fun: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         if fun is np.full:
@@ -91,7 +91,7 @@ class ShapeRecorder(Recorder):
         return np.empty(x.shape[: x.ndim - len(made)] + made, x.dtype)
 
     def _untold(self, fun: Callable, *args: Any) -> NoReturn:
-        self.refuse(f"{getattr(fun, '__name__', fun)} gives what only a run can tell")
+        self.refuse(f"the result of {getattr(fun, '__name__', fun)} is known only in a run")
 
 
 def _joined(parts: Any, axis: int = 0) -> Array:

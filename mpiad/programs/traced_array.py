@@ -143,7 +143,7 @@ class TracedArray(Traced):
 
     def view(self, kind: Any = None) -> Any:
         """Return the array itself, as autograd requires of its results."""
-        return self if kind in (None, np.ndarray) else self._asked(f"it looks at their bits as {kind}").view(kind)
+        return self if kind in (None, np.ndarray) else self._asked(f"it reads traced values as {kind}").view(kind)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("ndim", "size", "nbytes", "strides", "flags"):

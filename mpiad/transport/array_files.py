@@ -91,8 +91,8 @@ def _layout_in(file: IO[bytes]) -> Layout:
         raise ValueError(f"it holds Python's objects or structures ({dtype})")
     size = os.fstat(file.fileno()).st_size
     if size != layout.end:
-        wanted = f"an array of {dtype}, shape {shape}, has {layout.end}"
-        raise ValueError(f"it is truncated or too long: it has {size} bytes, where {wanted}")
+        expected = f"a file of {dtype} with shape {shape} has {layout.end}"
+        raise ValueError(f"it is truncated or too long: it has {size} bytes, but {expected}")
     return layout
 
 

@@ -161,7 +161,7 @@ def spec_of(like: Array, call: str, argument: str = "like") -> Spec:
     if arrays is not None and like.dtype in _DTYPES:
         return Spec(like.shape, like.dtype, arrays)
     raise TypeError(
-        f"{call}: {argument} says the shape and dtype of what is received and must be {_ALLOWED}, "
+        f"{call}: {argument} gives the shape and dtype of the array to receive and must be {_ALLOWED}, "
         f"but got {type(like).__name__} ({_shortened(like)})."
     )
 

@@ -150,7 +150,7 @@ def _await(farewell: _Farewell | None, at_once: bool, patience: float | None = N
     except MPI.Exception:  # a rank has died, and the MPI survives that: there is nobody to wait for
         return False
     if at_once and every[:2].all():
-        _end(farewell, "where other ranks leave in good order, which takes all of them")
+        _end(farewell, "while other ranks leave in good order, which takes all of them")
     return bool(every[2])
 
 

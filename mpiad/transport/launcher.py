@@ -99,7 +99,7 @@ def warn_of_separate_worlds(size: int) -> None:
     if size == 1 and found.size > 1 and found.rank == 0:
         _log.warning(
             f"mpiad: {found.name} started {found.size} processes, but each of them is a world of one rank: the launcher "
-            "belongs to another MPI than the library. `python -m mpiad` under the same launcher says how to mend it."
+            "belongs to another MPI than the library. `python -m mpiad` under the same launcher shows how to fix it."
         )
 
 

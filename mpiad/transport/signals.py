@@ -157,7 +157,7 @@ def _answer(frame: FrameType | None) -> None:
     """Note a SIGTERM; two threads may report the same one."""
     global _requested
     if not _patience:
-        _end("was told to end by SIGTERM", frame, signal.SIGTERM)
+        _end("received SIGTERM", frame, signal.SIGTERM)
     elif _requested is None:
         _requested = int(signal.SIGTERM)
         threading.Thread(target=_end_later, args=(_patience[-1], len(_patience)), daemon=True).start()
@@ -168,7 +168,7 @@ def _end_later(patience: float, depth: int) -> None:
     while len(_patience) >= depth:
         if time.monotonic() > ends:
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            _end(f"was told to end by SIGTERM {patience:g} s ago, and has not come to its end", frame, signal.SIGTERM)
+            _end(f"received SIGTERM {patience:g} s ago, and has not ended since", frame, signal.SIGTERM)
         time.sleep(min(0.1, patience))
 
 

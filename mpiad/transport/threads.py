@@ -93,8 +93,9 @@ def limit_threads(ranks_on_node: int) -> None:
     comm.Allreduce(mine, first, MPI.MIN)
     if first == comm.rank and first_time(_TOLD):
         _log.warning(
-            f"{MPI.Get_processor_name()}: {ranks_on_node} ranks share {len(cores())} cores: thread pools limited to "
-            f"{share} thread(s) each. Set OMP_NUM_THREADS (or MPIAD_THREADS=0) to decide yourself. This is said once."
+            f"{MPI.Get_processor_name()}: {ranks_on_node} ranks share {len(cores())} cores: thread pools "
+            f"limited to {share} thread(s) each. Set OMP_NUM_THREADS (or MPIAD_THREADS=0) to decide yourself. "
+            "This message appears once."
         )
 
 

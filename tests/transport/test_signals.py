@@ -47,7 +47,7 @@ def test_sigterm_of_one_rank_ends_the_job(waits, mpirun, tmp_path):
         done = mpirun(2, path)
         ended = time.time()
         assert done.returncode == 143
-        assert done.stderr.count(f"mpiad: rank 1 was told to end by SIGTERM at {place}. The job ends.") == 1
+        assert done.stderr.count(f"mpiad: rank 1 received SIGTERM at {place}. The job ends.") == 1
         return ended - float(re.search(r"told ([\d.]+)", done.stdout)[1])
 
     assert takes_at_most(2, seconds)
@@ -74,20 +74,20 @@ mpiad.mpi_recv(0.0, 1)
     program = START + one_first
     done = mpirun(2, program)
     assert done.returncode == 143
-    assert done.stderr.count(f"mpiad: rank 1 was told to end by SIGTERM at program_0.py:{line_of(program)} in work.") == 1
+    assert done.stderr.count(f"mpiad: rank 1 received SIGTERM at program_0.py:{line_of(program)} in work.") == 1
 
 
 @launches
 def test_sigterm_of_all_ranks(mpirun):
     done = mpirun(2, START + "tell_soon(15)\nMPI.COMM_WORLD.recv(source=1 - rank)")
     assert done.returncode == 143
-    assert "rank 0 was told to end" in done.stderr and "rank 1 was told to end" in done.stderr
+    assert "rank 0 received SIGTERM" in done.stderr and "rank 1 received SIGTERM" in done.stderr
 
 
 @launches
 def test_sigterm_at_exit(mpirun):
     done = mpirun(2, START + "if rank == 1:\n    tell_soon(15)\nelse:\n    time.sleep(20)")
-    assert done.returncode == 143 and "rank 1 was told to end by SIGTERM. The job" in done.stderr
+    assert done.returncode == 143 and "rank 1 received SIGTERM. The job" in done.stderr
 
 
 @launches
@@ -150,7 +150,7 @@ mpiad.mpi_recv(0.0, 1 - mpiad.mpi_rank())
 """
     done = mpirun(2, theirs)
     assert done.returncode == 143
-    assert f"rank 1 was told to end by SIGTERM at program_0.py:{line_of(theirs)}." in done.stderr
+    assert f"rank 1 received SIGTERM at program_0.py:{line_of(theirs)}." in done.stderr
 
 
 ASYNCIO = """
@@ -179,7 +179,7 @@ def test_sigterm_beside_handlers_of_asyncio(when, mpirun):
     done = mpirun(2, program)
     assert done.returncode == 143
     assert done.stdout.count("heard") == 2 * (2 if "and" in when else 1)
-    assert f"mpiad: rank 1 was told to end by SIGTERM at program_0.py:{line_of(program)}, in mpi_recv" in done.stderr
+    assert f"mpiad: rank 1 received SIGTERM at program_0.py:{line_of(program)}, in mpi_recv" in done.stderr
 
 
 @pytest.mark.serial
@@ -272,7 +272,7 @@ def test_but_not_for_ever(mpirun):
     program = START + POSTPONED.replace("PATIENCE", "0.5").replace("== 2", "== 3")
     done = mpirun(2, program)
     assert done.returncode == 143 and "saved" not in done.stdout
-    assert re.search(r"rank \d was told to end by SIGTERM 0.5 s ago, and has not come to its end at pr", done.stderr)
+    assert re.search(r"rank \d received SIGTERM 0.5 s ago, and has not ended since at pr", done.stderr)
 
 
 @pytest.mark.serial

@@ -1,6 +1,6 @@
 # All ranks get SIGTERM, as from a queue whose time is over.
-# says: mpiad: rank 0 was told to end by SIGTERM at {here} in step
-# says: mpiad: rank 1 was told to end by SIGTERM at {here} in step
+# says: mpiad: rank 0 received SIGTERM at {here} in step
+# says: mpiad: rank 1 received SIGTERM at {here} in step
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
 # One rank gets SIGTERM, from outside, while it waits inside MPI.
-# says: mpiad: rank 1 was told to end by SIGTERM at {here}, in mpi_allreduce. The job ends
+# says: mpiad: rank 1 received SIGTERM at {here}, in mpi_allreduce. The job ends
 
 import os
 import subprocess
