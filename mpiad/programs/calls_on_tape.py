@@ -20,11 +20,10 @@ from mpiad.programs.closure import Watch
 from mpiad.programs.entry import count, in_program, is_shown, own
 from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.replay import Changed
-from mpiad.programs.reverse_over_reverse import called_with_reverse_differentiated
+from mpiad.programs.second_derivatives import called_with_reverse_differentiated, called_with_tangents_of_gradients
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced
-from mpiad.programs.tangents_of_gradients import called_with_tangents_of_gradients
 from mpiad.programs.tape_node import (
     Lease,
     backwards,

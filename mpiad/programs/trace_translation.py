@@ -260,7 +260,7 @@ class Translation:
             raise Opaque
         return self.program.number(value, shape, dtype)
 
-    def with_entries(self, x: Any, key: Index, value: Any) -> int:
+    def with_entries(self, shape: Shape, dtype: np.dtype, x: Any, key: Index, value: Any) -> int:
         """Append an array with entries set by a basic index."""
         program = self.program
         if not self.program.is_float(x.number):
@@ -561,12 +561,11 @@ def _moveaxis(t: Translation, shape: Shape, dtype: np.dtype, x: Any, source: Any
     return t.transposed(x, np.moveaxis(np.empty(tuple(range(len(x.shape)))), source, destination).shape)
 
 
-def _flip(axis_of: Callable[[int], Any]) -> _Rule:
-    def rule(t: Translation, shape: Shape, dtype: np.dtype, x: Any, axis: Any = None) -> int:
+def _flip(along: int | None = None) -> _Rule:
+    def rule(t: Translation, shape: Shape, dtype: np.dtype, x: Any, axis: Any = along) -> int:
         ndim = len(shape)
-        chosen = axis_of(ndim)
-        along = axes_of(range(ndim) if axis is None else axis, ndim) if chosen is None else {chosen}
-        map = tuple([Axis(k, -1, shape[k] - 1) if k in along else own for k, own in enumerate(identity(ndim))])
+        flipped = set(range(ndim)) if axis is None else axes_of(axis, ndim)
+        map = tuple([Axis(k, -1, shape[k] - 1) if k in flipped else own for k, own in enumerate(identity(ndim))])
         return t.program.view(x.number, map, shape)
 
     return rule
@@ -578,19 +577,11 @@ def _same(t: Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any, **__: 
     return x.number
 
 
-def _broadcast_to(t: Translation, shape: Shape, dtype: np.dtype, x: Any, *_: Any) -> int:
-    return t.broadcast_to(x if isinstance(x, Value) else t.of(x, dtype), shape)
-
-
 def _filled(value: float) -> _Rule:
     def rule(t: Translation, shape: Shape, dtype: np.dtype, *_: Any, **__: Any) -> int:
         return t.full(shape, value, dtype)
 
     return rule
-
-
-def _full_like(t: Translation, shape: Shape, dtype: np.dtype, x: Any, value: Any, *_: Any, **__: Any) -> int:
-    return t.full(shape, value, dtype)
 
 
 def _diff(t: Translation, shape: Shape, dtype: np.dtype, x: Any, n: int = 1, axis: int = -1) -> int:
@@ -629,12 +620,8 @@ SPLITTING = frozenset({np.split, np.array_split})
 
 
 RULES: dict[Any, _Rule] = {
-    take: lambda t, shape, dtype, x, key: t.take(shape, dtype, x, key),
-    cast: lambda t, shape, dtype, x, to: t.cast(shape, dtype, x),
-    with_entries: lambda t, shape, dtype, x, key, value: t.with_entries(x, key, value),
-    array_of: _array_of,
-    np.where: _where,
-    np.clip: _clip,
+    take: Translation.take, cast: Translation.cast, with_entries: Translation.with_entries, array_of: _array_of,
+    np.where: _where, np.clip: _clip,
     np.sum: _reduced("add"), np.prod: _reduced("multiply"), np.max: _reduced("maximum"), np.amax: _reduced("maximum"),
     np.min: _reduced("minimum"), np.amin: _reduced("minimum"), np.mean: _mean, np.linalg.norm: _norm,
     np.dot: _product(dot), np.vdot: _product(), np.inner: _product(inner), np.matmul: _product(matmul),
@@ -642,13 +629,12 @@ RULES: dict[Any, _Rule] = {
     np.reshape: _reshape, np.ravel: _reshape, np.squeeze: _reshape, np.expand_dims: _reshape, np.atleast_1d: _reshape,
     np.atleast_2d: _reshape, np.atleast_3d: _reshape,
     np.transpose: _transpose, np.swapaxes: _swapaxes, np.moveaxis: _moveaxis,
-    np.flip: _flip(lambda ndim: None), np.flipud: _flip(lambda ndim: 0), np.fliplr: _flip(lambda ndim: 1),
-    np.copy: _same, np.real: _same, np.imag: _imag, np.broadcast_to: _broadcast_to,
-    np.zeros_like: _filled(0.0), np.empty_like: _filled(0.0), np.ones_like: _filled(1.0), np.full_like: _full_like,
+    np.flip: _flip(), np.flipud: _flip(0), np.fliplr: _flip(1),
+    np.copy: _same, np.real: _same, np.imag: _imag,
+    np.broadcast_to: lambda t, shape, dtype, x, *_: t.broadcast_to(t.of(x, dtype), shape),
+    np.zeros_like: _filled(0.0), np.empty_like: _filled(0.0), np.ones_like: _filled(1.0),
+    np.full_like: lambda t, shape, dtype, x, value, *_, **__: t.full(shape, value, dtype),
     np.full: lambda t, shape, dtype, given, value, to: t.full(shape, value, dtype),
-    np.concatenate: lambda t, shape, dtype, arrays, axis=0: t.join(shape, dtype, arrays, axis),
-    np.stack: lambda t, shape, dtype, arrays, axis=0: t.stack(shape, dtype, arrays, axis),
-    np.pad: lambda t, *args, **kwargs: t.pad(*args, **kwargs),
-    np.roll: lambda t, *args, **kwargs: t.roll(*args, **kwargs),
+    np.concatenate: Translation.join, np.stack: Translation.stack, np.pad: Translation.pad, np.roll: Translation.roll,
     np.diff: _diff, np.split: _split, np.array_split: _split,
 }  # fmt: skip

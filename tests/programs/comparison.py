@@ -7,7 +7,7 @@ import numpy as np
 from programs import arithmetic, in_one_process, jets, on_ranks
 
 import mpiad
-from mpiad.programs import function, tangents_of_gradients
+from mpiad.programs import function, second_derivatives
 from mpiad.programs.closure import Unfollowed, Watch
 
 ROUNDING = {False: 1e-9, True: 1e-3}
@@ -92,11 +92,11 @@ def watching_nothing():
             bare(*args)  # tells of traced values from around it
         return Watch()
 
-    function.watch_of = tangents_of_gradients.watch_of = watch
+    function.watch_of = second_derivatives.watch_of = watch
     try:
         yield
     finally:
-        function.watch_of = tangents_of_gradients.watch_of = bare
+        function.watch_of = second_derivatives.watch_of = bare
 
 
 def _known(program, results):
