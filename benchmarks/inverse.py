@@ -28,7 +28,7 @@ from reaches import report
 import mpiad
 from mpiad.inverse import Bilaplacian, GaussianPrior
 from mpiad.linalg import Multigrid, solve, solve_elliptic
-from mpiad.linalg.multigrid.level import Level
+from mpiad.linalg.multigrid.hierarchy import Level
 
 CLOSE = 1e-3
 POINTS = 150

@@ -29,7 +29,7 @@ from reaches import report, report_missing
 
 import mpiad
 from mpiad.linalg import Multigrid, solve_elliptic
-from mpiad.linalg.multigrid import hierarchy, level
+from mpiad.linalg.multigrid import hierarchy, stencil
 
 HERE = Path(__file__).resolve().parent
 WORLD = MPI.COMM_WORLD
@@ -150,7 +150,7 @@ def count_messages(size: int) -> None:
         sent.append(x.nbytes)
         return mpiad.mpi_send(x, *rest)
 
-    level.mpi_send = hierarchy.mpi_send = counting
+    stencil.mpi_send = hierarchy.mpi_send = counting
     domain = mpiad.Domain((size, size))
     for name, kappa in media(domain.shape).items():
         if name in ("constant", "8 blocks"):
@@ -159,7 +159,7 @@ def count_messages(size: int) -> None:
             levels(np.ones(domain.local_shape))
             count, volume = WORLD.allreduce(len(sent), MPI.MAX), WORLD.allreduce(sum(sent), MPI.MAX)
             say(f"a cycle on {size} x {size}, {name}: at most {count} messages and {volume / 1e3:.0f} kB from one rank")
-    level.mpi_send = hierarchy.mpi_send = mpiad.mpi_send
+    stencil.mpi_send = hierarchy.mpi_send = mpiad.mpi_send
 
 
 def cost_of_gradient(size: int, rounds: int) -> None:

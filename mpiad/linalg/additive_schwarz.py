@@ -15,10 +15,9 @@ import numpy as np
 import scipy.sparse
 
 from mpiad._typing import LocalArray
-from mpiad.linalg.distributed_matrix import DistributedMatrix
-from mpiad.linalg.gathered_factors import factors_of
-from mpiad.linalg.host_and_device import through_host
+from mpiad.linalg.distributed_matrix import DistributedMatrix, factors_of
 from mpiad.linalg.sparse_products import GhostPlan
+from mpiad.linalg.vectors import through_host
 from mpiad.primitives import mpi_allgather
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel

@@ -12,17 +12,16 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 from autograd.tracer import getval
+from scipy.sparse.linalg import splu
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Rank
 from mpiad.device.assembly import concatenate
 from mpiad.device.transfer import Constants
 from mpiad.domain import Domain
-from mpiad.linalg.gathered_factors import GatheredFactors
-from mpiad.linalg.host_and_device import require_floats, require_together
 from mpiad.linalg.solve import solve
-from mpiad.linalg.sparse_products import GhostPlan, Pattern, ProductWith, Transposed, product, transposed_product
-from mpiad.linalg.vectors import on_host
-from mpiad.primitives import mpi_allgather, stop_gradient
+from mpiad.linalg.sparse_products import GhostPlan, Pattern, ProductWith, product, transposed_product
+from mpiad.linalg.vectors import on_host, require_floats, require_together, through_host
+from mpiad.primitives import mpi_allgather, mpi_gather, mpi_scatter, stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_together, raising_together
@@ -498,3 +497,73 @@ class DistributedMatrix:
                 f"of {self.shape[axis]}, but got {found.shape}."
             )
         return x
+
+
+class Transposed:
+    """The transpose of a matrix: `matvec`, `rmatvec` and `solve` with it, and its `T`."""
+
+    def __init__(self, matrix: DistributedMatrix):
+        self.T = matrix
+        self.shape, self.local_shape = matrix.shape[::-1], matrix.local_shape[::-1]
+
+    def __repr__(self) -> str:
+        return f"{self.T!r}.T"
+
+    def matvec(self, x: LocalArray) -> LocalArray:
+        """Return this rank's part of Aᵀ x, as `DistributedMatrix.rmatvec`."""
+        return self.T.rmatvec(x)
+
+    def rmatvec(self, y: LocalArray) -> LocalArray:
+        """Return this rank's part of A y, as `DistributedMatrix.matvec`."""
+        return self.T.matvec(y)
+
+    def __matmul__(self, x: LocalArray) -> LocalArray:
+        return self.matvec(x)
+
+    def solve(
+        self, b: LocalArray, *, method: str = "gmres", preconditioner: Function | None = None, **settings: Any
+    ) -> LocalArray:
+        """Solve Aᵀ x = b; otherwise as `DistributedMatrix.solve`, with a preconditioner for the transpose."""
+        return self.T._solve(self.T.operator(transposed=True), b, method, preconditioner, settings)
+
+
+class GatheredFactors:
+    """Factorize a whole matrix on rank 0, and solve with the factors for all ranks: a preconditioner that is the inverse.
+
+    All ranks make it together; a ValueError on all if the matrix is singular.
+    """
+
+    def __init__(self, matrix: DistributedMatrix):
+        self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
+        whole, self._factors, self._kind = matrix.gathered(), None, "N"
+        # Only rank 0 can detect that there are no factors, and the others would wait for its solutions.
+        with raising_together(channel(matrix.comm, "DistributedMatrix.solve")):
+            if whole is not None:
+                self._factors = factors_of(whole.tocsc(), f"DistributedMatrix.solve: the matrix {matrix.shape}")
+
+    @property
+    def T(self) -> GatheredFactors:
+        """The factors of the transpose."""
+        other = object.__new__(GatheredFactors)
+        other.__dict__.update(self.__dict__, _kind="T" if self._kind == "N" else "N")
+        return other
+
+    def __call__(self, r: LocalArray) -> LocalArray:
+        """Return this rank's part of the solution, on the device of `r`."""
+        return through_host(self._solved, r)
+
+    def _solved(self, r: LocalArray) -> LocalArray:
+        # The distributed axis first, and all right-hand sides as columns: one call of SciPy for all of them.
+        whole = mpi_gather(np.moveaxis(r, -1, 0), 0, axis=0, comm=self.comm)
+        if self._factors is not None:
+            columns = whole.reshape(len(whole), math.prod(whole.shape[1:]))
+            whole = self._factors.solve(columns, self._kind).reshape(whole.shape)
+        return np.moveaxis(mpi_scatter(whole, 0, axis=0, counts=self.counts, comm=self.comm), 0, -1)
+
+
+def factors_of(matrix: object, said: str) -> Any:
+    """Return SciPy's factors of a sparse matrix; a ValueError if it is singular."""
+    try:
+        return splu(matrix)
+    except RuntimeError as error:
+        raise ValueError(f"{said} can't be factorised: {error}.") from error

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpiad._typing import LocalArray
-from mpiad.linalg.diagnosis import diagnosis, require_iterations
+from mpiad.linalg.iteration import diagnosis, require_iterations
 from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
 from mpiad.linalg.vectors import add_scaled, column, combined, on_host, products
 

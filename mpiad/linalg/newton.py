@@ -16,11 +16,9 @@ from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.errors import ConvergenceError
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
-from mpiad.linalg.diagnosis import diagnosis, rounding_floor
-from mpiad.linalg.iteration import Method, iterate
+from mpiad.linalg.iteration import Method, diagnosis, iterate, rounding_floor
 from mpiad.linalg.solve import METHODS, Problem, direction_of, pulled_back, solution, solution_of_adjoint
-from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
-from mpiad.linalg.system import System
+from mpiad.linalg.system import Settings, System, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.pytrees import flatten

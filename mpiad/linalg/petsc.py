@@ -15,11 +15,10 @@ import numpy as np
 
 from mpiad._typing import Array, Comm, Function, LocalArray, Tree
 from mpiad.linalg.distributed_matrix import DistributedMatrix
-from mpiad.linalg.host_and_device import require_host
 from mpiad.linalg.iteration import Method
 from mpiad.linalg.solve import Problem, solution
-from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in
-from mpiad.linalg.system import System
+from mpiad.linalg.system import Settings, System, agree_on, mistake_in
+from mpiad.linalg.vectors import require_host
 from mpiad.primitives import stop_gradient
 from mpiad.pytrees import flatten
 from mpiad.transport import Channel, channel

@@ -14,8 +14,7 @@ from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.iteration import Method, iterate
 from mpiad.linalg.krylov import bicgstab, conjugate_gradients, gmres
-from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in, unfit_preconditioner
-from mpiad.linalg.system import System
+from mpiad.linalg.system import Settings, System, agree_on, mistake_in, unfit_preconditioner
 from mpiad.linalg.vectors import inner
 from mpiad.primitives import mpi_allreduce, stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of

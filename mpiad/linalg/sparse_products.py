@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import scipy.sparse
 
-from mpiad._typing import Comm, Function, LocalArray, Rank
+from mpiad._typing import Comm, LocalArray, Rank
 from mpiad.device.transfer import Constants
 from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.primitives import mpi_alltoall, mpi_irecv, mpi_send, mpi_wait
@@ -25,10 +25,6 @@ from mpiad.transport import channel
 from mpiad.transport.buffers import contiguous, empty_beside
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.tracing import restoring_state
-
-if TYPE_CHECKING:
-    from mpiad.linalg.distributed_matrix import DistributedMatrix
-
 
 # Entries of a distributed vector that a rank needs and others own: the plan of messages, found once.
 
@@ -229,34 +225,6 @@ class ProductWith:
     def transpose(self, u: LocalArray, values: LocalArray) -> LocalArray:
         """Return this rank's part of the product with the transpose."""
         return (product if self.transposed else transposed_product)(values, u, self.pattern)
-
-
-class Transposed:
-    """The transpose of a matrix: `matvec`, `rmatvec` and `solve` with it, and its `T`."""
-
-    def __init__(self, matrix: DistributedMatrix):
-        self.T = matrix
-        self.shape, self.local_shape = matrix.shape[::-1], matrix.local_shape[::-1]
-
-    def __repr__(self) -> str:
-        return f"{self.T!r}.T"
-
-    def matvec(self, x: LocalArray) -> LocalArray:
-        """Return this rank's part of Aᵀ x, as `DistributedMatrix.rmatvec`."""
-        return self.T.rmatvec(x)
-
-    def rmatvec(self, y: LocalArray) -> LocalArray:
-        """Return this rank's part of A y, as `DistributedMatrix.matvec`."""
-        return self.T.matvec(y)
-
-    def __matmul__(self, x: LocalArray) -> LocalArray:
-        return self.matvec(x)
-
-    def solve(
-        self, b: LocalArray, *, method: str = "gmres", preconditioner: Function | None = None, **settings: Any
-    ) -> LocalArray:
-        """Solve Aᵀ x = b; otherwise as `DistributedMatrix.solve`, with a preconditioner for the transpose."""
-        return self.T._solve(self.T.operator(transposed=True), b, method, preconditioner, settings)
 
 
 class SegmentSums:

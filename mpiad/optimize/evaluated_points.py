@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad.optimize.objective_evaluation import Evaluation
-from mpiad.optimize.root_instructions import BOTH, GRADIENT, NOT_FINITE, PRODUCT, VALUE, Instructions
+from mpiad.optimize.root_protocol import BOTH, GRADIENT, NOT_FINITE, PRODUCT, VALUE, Instructions
 
 # A line search may accept an earlier point than the last one it tried.
 _REMEMBERED = 4
@@ -32,6 +32,8 @@ INTERRUPTED = Ending(
     143,
     "INTERRUPTED: a rank was told to end by SIGTERM, and the state is written. Make the same call again to go on.",
 )
+# SciPy's own status for it.
+STOPPED = Ending(99, "`callback` raised `StopIteration`.")
 
 
 class Left(Exception):  # noqa: N818 - no error, as StopIteration is none

@@ -1,10 +1,10 @@
 """`minimize`: the root drives one of SciPy's methods, and all ranks evaluate; `mpi_optimize`, with two functions.
 
 Every decision (another trial, stop, a limit, an error) is made on the root and sent to all, so that no two ranks can
-disagree on whether another evaluation follows. The files: `root_instructions` sends the root's instructions,
-`objective_evaluation` executes them, `transport.user_failures` makes a failure on one rank known to all,
-`evaluated_points` stores evaluated points, `scipy_methods` runs the method, `conclusion` corrects its result. The package
-`sharded` holds the methods that leave the variables on their ranks.
+disagree on whether another evaluation follows. The files: `root_driven` begins and ends a solve,
+`root_protocol` sends the root's instructions, `objective_evaluation` executes them, `transport.user_failures` makes a
+failure on one rank known to all, `evaluated_points` stores evaluated points, `scipy_methods` runs the method and corrects
+its result. The package `sharded` holds the methods that leave the variables on their ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from mpiad.optimize.checkpoint import CheckpointFile, as_checkpoint
 from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Program, check_program
 from mpiad.optimize.packing import as_variables, tellable_variables
-from mpiad.optimize.root_driven import RootDriven
-from mpiad.optimize.root_start import shared_start
+from mpiad.optimize.root_driven import RootDriven, shared_start
 from mpiad.optimize.scipy_methods import Wishes, drive, is_sharded, method_named
 from mpiad.optimize.sharded import Piece, Sharded, piece_of
 from mpiad.primitives.operation import suspended

@@ -16,8 +16,7 @@ from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
 from mpiad.optimize.packing import Packing
-from mpiad.optimize.root_exchange import total_on_root
-from mpiad.optimize.root_instructions import BOTH, GRADIENT, NOT_FINITE, VALUE
+from mpiad.optimize.root_protocol import BOTH, GRADIENT, NOT_FINITE, VALUE, total_on_root
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.checks import root_of
 from mpiad.pytrees import named_leaves

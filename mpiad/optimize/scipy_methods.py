@@ -1,142 +1,27 @@
-"""SciPy's methods: their properties, and how the root runs them with the objective of all ranks."""
+"""SciPy's methods: their properties, their runs on the root with the objective of all ranks, and their results.
+
+SciPy's methods return their last point. If the objective isn't finite there, or was lower at a point that the line search
+passed, that point is returned instead, without success. All ranks get the same.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import autograd.numpy as anp
 import numpy as np
 import scipy
 
 from mpiad._typing import Function
-from mpiad.device import to_host
-from mpiad.differentiation import make_vjp
-from mpiad.optimize.box_constraints import Box, box_of
 from mpiad.optimize.checkpoint import RootCheckpoint, problem_of
-from mpiad.optimize.conclusion import STOPPED, concluded, cut_short, outcome_of
-from mpiad.optimize.evaluated_points import Ending, Left, Points
+from mpiad.optimize.constraints import Box, ConstraintSet, box_of, constraints_of
+from mpiad.optimize.evaluated_points import STOPPED, Counts, Ending, Left, Point, Points
+from mpiad.optimize.history import History
 from mpiad.optimize.iterates import IteratesOfPoints
 from mpiad.optimize.objective_evaluation import Program
-from mpiad.optimize.packing import Packing
 from mpiad.optimize.root_driven import Leader
-from mpiad.transport import Channel
-
-# Constraints of a method that the root drives: functions of the pytree of variables, evaluated on the root only.
-#
-# The other ranks wait meanwhile, so a constraint that tries to communicate raises. Data of other ranks for a constraint
-# must be gathered before the solve.
-
-
-_REMEMBERED = 4
-# Smaller violations are rounding.
-_NOTHING = 1e-8
-_WHO = "constraints are evaluated on the root alone, and the other ranks take no part"
-
-
-class _Function:
-    """A constraint's function of the vector of variables, with its Jacobian."""
-
-    def __init__(self, fun: Callable, jac: Function | None, args: tuple, packing: Packing, used: Channel):
-        self._fun, self._args, self._packing, self._used = fun, args, packing, used
-        self._given = jac if callable(jac) else None
-        self._known: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_REMEMBERED)
-        # '3-point' and 'cs' are requests of the user; '2-point' is also SciPy's default.
-        self.jacobian = jac if isinstance(jac, str) and jac != "2-point" else self._jacobian
-
-    def value(self, vector: np.ndarray) -> np.ndarray:
-        """Return the constraint's values, shape (k,)."""
-        key = np.asarray(vector, dtype=float).tobytes()
-        for known, value in self._known:
-            if known == key:
-                return value.copy()
-        with self._used.refusing(_WHO):
-            found = to_host(self._fun(self._packing.unpack(vector), *self._args))
-        # A copy, as below: it is stored, and SciPy stores a Jacobian, while the user may write into the same array.
-        value = np.array(found, dtype=float).reshape(-1)
-        self._known.append((key, value))
-        return value.copy()
-
-    def _jacobian(self, vector: np.ndarray) -> np.ndarray:
-        x = self._packing.unpack(vector)
-        with self._used.refusing(_WHO):
-            if self._given is not None:
-                return np.atleast_2d(np.array(to_host(self._given(x, *self._args)), dtype=float))
-            # One row per unit vector: a constraint has few values, and many variables.
-            pull, value = make_vjp(lambda x: anp.reshape(anp.array(to_host(self._fun(x, *self._args))), (-1,)))(x)
-            rows = [self._packing.pack_gradient(pull(unit)) for unit in np.eye(value.size)]
-        return np.array(rows).reshape(value.size, self._packing.size)
-
-
-class ConstraintSet:
-    """The constraints in SciPy's form, and the violation at a point."""
-
-    def __init__(self) -> None:
-        self.for_scipy: list[Any] = []
-        self._checks: list[tuple[Callable[[np.ndarray], np.ndarray], Any, Any]] = []
-
-    def add(self, constraint: object, fun: Callable[[np.ndarray], np.ndarray], low: object, high: object) -> None:
-        """Append a constraint, whose function must lie between `low` and `high`."""
-        self.for_scipy.append(constraint)
-        self._checks.append((fun, low, high))
-
-    def excess(self, vector: np.ndarray) -> float:
-        """Return the largest violation; 0 if it is only rounding."""
-        worst = 0.0
-        for fun, low, high in self._checks:
-            value = fun(vector)
-            gaps = np.maximum(np.asarray(low) - value, value - np.asarray(high))
-            worst = max(worst, float(np.max(gaps, initial=0.0))) if not np.any(np.isnan(gaps)) else np.inf
-        return worst if worst > _NOTHING else 0.0
-
-
-def constraints_of(given: Any, packing: Packing, used: Channel) -> ConstraintSet:
-    """Return the root's constraints as functions of the vector of variables; raise if one isn't of a type of SciPy's."""
-    found = ConstraintSet()
-    for constraint in given if isinstance(given, (list, tuple)) else [given]:
-        if isinstance(constraint, dict):
-            _add_dict(found, constraint, packing, used)
-        elif isinstance(constraint, scipy.optimize.NonlinearConstraint):
-            _add_nonlinear(found, constraint, packing, used)
-        elif isinstance(constraint, scipy.optimize.LinearConstraint):
-            found.add(constraint, lambda x, matrix=constraint.A: np.asarray(matrix @ x), constraint.lb, constraint.ub)
-        else:
-            raise TypeError(
-                f"minimize: a constraint must be a dict, LinearConstraint or NonlinearConstraint, but got "
-                f"{type(constraint).__name__} {constraint!r:.60}."
-            )
-    return found
-
-
-def _add_dict(found: ConstraintSet, given: dict, packing: Packing, used: Channel) -> None:
-    kind, fun, args = given.get("type"), given.get("fun"), given.get("args", ())
-    if not isinstance(kind, str) or kind.lower() not in ("eq", "ineq") or not callable(fun):
-        raise ValueError(
-            f"minimize: a constraint's dict must have a type, 'eq' or 'ineq', and a function fun, but got {given!r:.80}."
-        )
-    made = _Function(fun, given.get("jac"), args if isinstance(args, tuple) else (args,), packing, used)
-    high = 0.0 if kind.lower() == "eq" else np.inf
-    found.add({"type": kind, "fun": made.value, "jac": made.jacobian}, made.value, 0.0, high)
-
-
-def _add_nonlinear(
-    found: ConstraintSet, given: scipy.optimize.NonlinearConstraint, packing: Packing, used: Channel
-) -> None:
-    made = _Function(given.fun, given.jac, (), packing, used)
-    hess = given.hess
-    if callable(hess) and not isinstance(hess, scipy.optimize.HessianUpdateStrategy):
-
-        def hess(vector: np.ndarray, weights: np.ndarray) -> Any:
-            with used.refusing(_WHO):
-                return given.hess(packing.unpack(vector), weights)
-
-    constraint = scipy.optimize.NonlinearConstraint(
-        made.value, given.lb, given.ub, jac=made.jacobian, hess=hess, keep_feasible=given.keep_feasible,
-        finite_diff_rel_step=given.finite_diff_rel_step, finite_diff_jac_sparsity=given.finite_diff_jac_sparsity,
-    )  # fmt: skip
-    found.add(constraint, made.value, given.lb, given.ub)
 
 
 class Wishes(NamedTuple):
@@ -290,3 +175,71 @@ def is_sharded(name: object) -> bool:
         return True
     method_named(name)
     return False
+
+
+# Values with a smaller relative difference are equal up to rounding.
+_ROUNDING = 4.0 * sys.float_info.epsilon
+
+
+def cut_short(ending: Ending, points: Points, iterations: int, at_best: bool = False) -> scipy.optimize.OptimizeResult:
+    """Return the result of a method that was interrupted, at the last iterate or at the best point found."""
+    point: Point = (points.best or points.iterate) if at_best else points.foremost  # type: ignore[assignment]
+    result = scipy.optimize.OptimizeResult(
+        x=point.x.copy(), fun=point.value, jac=_known(point.gradient, point.x), nit=iterations,
+        nfev=points.counts.of_objective, njev=points.counts.of_gradient, success=False, status=ending.status,
+        message=ending.message,
+    )  # fmt: skip
+    if points.counts["product"]:
+        result.nhev = points.counts["product"]
+    return result
+
+
+def _known(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
+    return np.full_like(x, np.nan) if gradient is None else gradient.copy()
+
+
+def concluded(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
+    """Correct, in place, a result of SciPy's that isn't the best point found, or isn't finite.
+
+    With constraints a successful method's point stays, since a lower one may violate them.
+    """
+    if points.maxfun is not None:  # SciPy also counts evaluations that the root took from its stored points
+        result.nfev = min(result.nfev, points.counts.of_objective)
+    best, value, gradient = points.best, float(result.fun), _gradient(result)
+    if best is None:
+        result.success = False
+        result.message = "ABNORMAL: the objective was finite nowhere. Start where it is."
+        result.status = result.status or 3
+    elif not math.isfinite(value):
+        _move(result, best, f"x is the best point that was met, since the objective is {value} where the method ended.")
+    elif constrained and not result.success and points.lowers(np.asarray(result.x, dtype=float), value):
+        _move(result, best, "x is the best point that was met: no other violates the constraints less at a lower value.")
+    elif not constrained and value - best.value > _ROUNDING * abs(value):  # type: ignore[operator]
+        converged = result.success and best.norm <= np.max(np.abs(gradient), initial=0.0)
+        _move(result, best, f"x is the best point that was met, since the method ended higher, at {value}.", converged)
+    elif result.success and not np.all(np.isfinite(gradient)):
+        result.success, result.status = False, 3
+        result.message = f"ABNORMAL: the gradient isn't finite at x. SciPy's message: {result.message}"
+    return result
+
+
+def _gradient(result: scipy.optimize.OptimizeResult) -> np.ndarray:
+    # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac.
+    return np.asarray(result["grad"] if "grad" in result else result.get("jac", np.zeros(0)))
+
+
+def _move(result: scipy.optimize.OptimizeResult, best: Point, reason: str, success: bool = False) -> None:
+    result.x, result.fun = best.x.copy(), best.value
+    result["grad" if "grad" in result else "jac"] = _known(best.gradient, best.x)
+    if result.success and not success:
+        result.success, result.status = False, 2
+    result.message = f"{result.message} But {reason}"
+
+
+def outcome_of(result: scipy.optimize.OptimizeResult, history: History, counts: Counts) -> dict[str, Any]:
+    """Return the part of SciPy's result that the root sends to the other ranks."""
+    outcome = dict(result)
+    outcome["x"] = np.array(outcome["x"], dtype=float)
+    outcome["history"] = history
+    outcome["evaluations"] = dict(counts)
+    return outcome

@@ -11,7 +11,7 @@ from device_double import DeviceArray, on_device, on_host, transfers
 import mpiad
 from mpiad.device import to_device, to_host
 from mpiad.linalg import AdditiveSchwarz, DistributedMatrix
-from mpiad.linalg.gathered_factors import GatheredFactors
+from mpiad.linalg.distributed_matrix import GatheredFactors
 from mpiad.linalg.sparse_products import SegmentSums
 
 _RANK, _SIZE = mpiad.mpi_rank(), mpiad.mpi_size()

@@ -9,7 +9,7 @@ import pytest
 
 from mpiad.optimize.evaluated_points import Points
 from mpiad.optimize.objective_evaluation import Evaluation as Real
-from mpiad.optimize.root_instructions import BOTH, GRADIENT, PRODUCT, VALUE
+from mpiad.optimize.root_protocol import BOTH, GRADIENT, PRODUCT, VALUE
 
 
 class Evaluation:

@@ -16,7 +16,7 @@ from mpi4py import MPI
 import mpiad
 from mpiad.errors import WorkerError
 from mpiad.optimize import least_squares
-from mpiad.optimize.residuals.residual_evaluation import ResidualEvaluation
+from mpiad.optimize.least_squares import ResidualEvaluation
 
 TIMES = np.linspace(0.0, 3.0, 41)
 DATA = 2.0 * np.exp(-1.3 * TIMES) + 0.4 + 0.05 * np.random.default_rng(3).normal(size=41)

@@ -14,8 +14,8 @@ import scipy.optimize
 from known_problems import PROBLEMS
 
 from mpiad.optimize import minimize
-from mpiad.optimize.conclusion import concluded
 from mpiad.optimize.evaluated_points import Point
+from mpiad.optimize.scipy_methods import concluded
 
 METHODS = ["L-BFGS", "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov", "trust-constr"]
 VALLEY = PROBLEMS["rosenbrock-10"]

@@ -12,7 +12,7 @@ from mpiad._typing import LocalArray
 from mpiad.device.transfer import Constants
 from mpiad.domain import Domain
 from mpiad.domain.decomposition import per_dimension
-from mpiad.linalg.host_and_device import require_together
+from mpiad.linalg.vectors import require_together
 from mpiad.primitives import stop_gradient
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same

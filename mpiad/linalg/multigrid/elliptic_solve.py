@@ -16,9 +16,9 @@ from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.domain import Domain
 from mpiad.domain.root_copies import require_own_block
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
-from mpiad.linalg.host_and_device import require_together
 from mpiad.linalg.multigrid.preconditioner import Multigrid
 from mpiad.linalg.solve import direction_of
+from mpiad.linalg.vectors import require_together
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like, tangent_of
 from mpiad.transport import channel

@@ -19,7 +19,7 @@ import numpy as np
 from mpiad._typing import Array, LocalArray
 from mpiad.compiling.cache import functions_of
 from mpiad.errors import ConvergenceError, NotFiniteError
-from mpiad.linalg.multigrid.level import Level
+from mpiad.linalg.multigrid.hierarchy import Level
 from mpiad.linalg.vectors import beside, inner, on_host
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed, raise_together

@@ -14,15 +14,14 @@ from mpiad.device.transfer import Constants
 from mpiad.domain import Domain
 from mpiad.domain.partition import Partition
 from mpiad.errors import NotFiniteError
-from mpiad.linalg.host_and_device import require_together
 from mpiad.linalg.multigrid.colour_layout import Spread, layout_of, spread_of
-from mpiad.linalg.multigrid.compiled_sums import are_compiled
 from mpiad.linalg.multigrid.elliptic import Elliptic, Sides
-from mpiad.linalg.multigrid.hierarchy import Plan, hierarchy
-from mpiad.linalg.multigrid.level import Level, stencil_of
+from mpiad.linalg.multigrid.hierarchy import Level, Plan, hierarchy
 from mpiad.linalg.multigrid.multigrid_cg import Tolerance, conjugate, over_systems
-from mpiad.linalg.solver_settings import Settings, agree_on, mistake_in
-from mpiad.linalg.vectors import on_host
+from mpiad.linalg.multigrid.stencil import stencil_of
+from mpiad.linalg.multigrid.weighted_sums import are_compiled
+from mpiad.linalg.system import Settings, agree_on, mistake_in
+from mpiad.linalg.vectors import on_host, require_together
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import MAX, SUM, Channel, channel

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpiad._typing import Function
-from mpiad.optimize.conclusion import STOPPED
-from mpiad.optimize.evaluated_points import Ending
+from mpiad.optimize.evaluated_points import STOPPED, Ending
 
 _REAL = "gtol", "grtol", "ftol", "radius"  # the others are integers
 

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.optimize.box_constraints import Box
-from mpiad.optimize.sharded.correction_pairs import Ring
-from mpiad.optimize.sharded.host_vectors import Parts
+from mpiad.optimize.constraints import Box
+from mpiad.optimize.sharded.host_vectors import Parts, Ring
 from mpiad.transport.device_arrays import ArrayModule
 
 # Columns per operation if that makes arrays of their length: a few tens of megabytes.

@@ -3,6 +3,11 @@
 A tile is a range of columns of all rows, in contiguous memory. Passes over all rows go tile by tile, so that the output of
 one step on a tile is still in cache for the next. The memory is read from one end to the other, which is a tenth faster
 than from as many places as there are rows. On a device, `device_vectors` does the same.
+
+The rows are those of the memory of L-BFGS. A slot has two rows. That of a pair stores a gradient change y and a step s. The
+current slot, after the newest pair, stores the gradient g at the current point, and the direction from there once it is
+computed; the next one stores the gradients of trial points. When a trial is accepted, the slots only change their roles,
+and nothing is moved: g becomes y in place, the direction is the step, and the oldest pair's slot is the next for trials.
 """
 
 from __future__ import annotations
@@ -12,8 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mpiad.optimize.box_constraints import Box
-from mpiad.optimize.sharded.correction_pairs import Ring
+from mpiad.optimize.constraints import Box
 from mpiad.transport.threads import combination, gram, vdot, vdots
 
 # Two ranges fit a core's own cache; the overhead of a call for a whole tile is small compared with its arithmetic.
@@ -24,6 +28,67 @@ PADDING = 24
 
 # Positions of rows: as slices, each with the positions of its coefficients or products.
 Parts = list[tuple[slice, slice]]
+
+
+class Ring:
+    """Roles of the slots.
+
+    `maxcor`: largest number of pairs. `first`: slot of the oldest pair. `count`: number of pairs.
+    """
+
+    def __init__(self, maxcor: int):
+        self._maxcor, self._slots = maxcor, maxcor + 2  # the current one, and that of trials
+        self.first = self.count = 0
+
+    @property
+    def height(self) -> int:
+        """Return the number of rows."""
+        return 2 * self._slots
+
+    @property
+    def gradient(self) -> int:
+        """Return the current gradient's row."""
+        return 2 * ((self.first + self.count) % self._slots)
+
+    @property
+    def direction(self) -> int:
+        """Return the row of the direction from there."""
+        return self.gradient + 1
+
+    @property
+    def newest(self) -> int:
+        """Return the row of the newest pair's y; that of its s is the next."""
+        return 2 * ((self.first + self.count - 1) % self._slots)
+
+    @property
+    def trial(self) -> int:
+        """Return the row for a trial point's gradient."""
+        return 2 * ((self.first + self.count + 1) % self._slots)
+
+    def advance(self) -> None:
+        """Make the current slot the newest pair, and the trial's the current one."""
+        if self.count < self._maxcor:
+            self.count += 1
+        else:
+            self.first = (self.first + 1) % self._slots
+
+    def forget(self) -> None:
+        """Drop all pairs; the current slot is unchanged."""
+        # Without pairs the current slot is the first.
+        self.first, self.count = self.gradient // 2, 0
+
+    def rows(self) -> np.ndarray:
+        """Return the rows of all pairs, y before s and the oldest first, and the current gradient's at the end."""
+        return (2 * self.first + np.arange(2 * self.count + 1)) % self.height
+
+    def parts(self) -> list[tuple[slice, slice]]:
+        """Return the slices of those rows, one or two, each with its positions in `rows()`."""
+        start, length = 2 * self.first, 2 * self.count + 1
+        before_end = min(length, self.height - start)
+        found = [(slice(start, start + before_end), slice(0, before_end))]
+        if before_end < length:
+            found.append((slice(0, length - before_end), slice(before_end, length)))
+        return found
 
 
 class HostVectors:

@@ -14,7 +14,7 @@ from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import PieceIterates
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.packing import DevicePacking, PiecePacking
-from mpiad.optimize.root_exchange import Totals
+from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, NOT_FINITE, Settings, ending_at
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.solver_state import Point, State, StateFiles

@@ -6,17 +6,28 @@ memory is read twice and the direction written: (4m + 3) n numbers are moved, an
 
 Products of the rows with the gradient are updated, by adding those with the newest change. They are computed again only if
 the gradient has become so much smaller that rounding would show.
+
+The two-loop recursion works on numbers of the size of the memory, not of the variables. Given the scalar products of the
+steps s, the gradient changes y and the gradient g, the direction -H g is a combination of these 2m + 1 vectors whose
+coefficients need no further products. Products of two steps aren't needed, nor those of a step with an older change: the
+first loop uses a step with newer changes only, the second a change with older steps.
+
+References
+----------
+.. [1] W. Chen, Z. Wang and J. Zhou, "Large-scale L-BFGS using MapReduce", NIPS 2014, algorithm 3.
+.. [2] J. Nocedal, Math. Comp. 35 (1980), the recursion itself.
 """
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.optimize.root_exchange import Totals
-from mpiad.optimize.sharded.correction_pairs import Ring, two_loop_recursion
+from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
-from mpiad.optimize.sharded.host_vectors import HostVectors
+from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.solver_state import Point
 
 # Fall of the gradient after which its products are computed again: up to then their error is this many times that of
@@ -167,3 +178,31 @@ class LimitedMemory:
             return self.vectors.take_within(ring, gradient, point.x, here.x if here else None)
         largest, slope, square = self.vectors.take(gradient, ring.direction, ring.trial)
         return [largest, slope, 0.0, 0.0, 0.0 if here is None else point.step**2 * square, 0.0]
+
+
+def two_loop_recursion(products: np.ndarray, with_gradient: np.ndarray, square: float) -> tuple[np.ndarray, float]:
+    """Return the coefficients of -H g, shape (2m + 1,), that of g last, and its slope g · (-H g).
+
+    The products (2m, 2m) are those of all y and s with each other: those of pair j are in rows 2j and 2j + 1, the oldest
+    pair's first. A pair without positive curvature is omitted. The products with g are `with_gradient` (2m,), and `square`
+    is g · g.
+    """
+    pairs = [j for j in range(len(products) // 2) if _curves(products, j)]
+    inner = np.append(with_gradient, square)
+    whole = np.vstack([products, with_gradient])  # one row per vector, one column per y and s
+    coefficients, alphas = np.zeros(len(inner)), {}
+    coefficients[-1] = -1.0
+    for j in reversed(pairs):
+        alphas[j] = coefficients @ whole[:, 2 * j + 1] / products[2 * j, 2 * j + 1]
+        coefficients[2 * j] -= alphas[j]
+    if pairs:
+        y, s = 2 * pairs[-1], 2 * pairs[-1] + 1
+        coefficients *= products[s, y] / products[y, y]  # the usual first Hessian, s·y / y·y times the identity
+    for j in pairs:
+        beta = coefficients @ whole[:, 2 * j] / products[2 * j, 2 * j + 1]
+        coefficients[2 * j + 1] += alphas[j] - beta
+    return coefficients, float(coefficients @ inner)
+
+
+def _curves(products: np.ndarray, j: int) -> bool:
+    return bool(products[2 * j, 2 * j + 1] > sys.float_info.epsilon * products[2 * j, 2 * j])

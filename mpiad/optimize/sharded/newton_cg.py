@@ -28,10 +28,10 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.device import to_host
-from mpiad.optimize.box_constraints import Box
+from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import PieceIterates
-from mpiad.optimize.root_exchange import Totals
+from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, NOT_FINITE, NewtonSettings, ending_at
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
 from mpiad.optimize.sharded.solver_state import StateFiles

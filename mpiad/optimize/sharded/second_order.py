@@ -15,7 +15,7 @@ from mpiad.device import to_host
 from mpiad.differentiation import SecondOrder, linearize, make_hvp
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import DevicePacking, PiecePacking
-from mpiad.optimize.root_exchange import Totals
+from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.convergence import NewtonSettings
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like

@@ -9,19 +9,18 @@ import scipy
 
 from mpiad._typing import Array, Function, Tree
 from mpiad.device import to_host
-from mpiad.optimize.box_constraints import Box, box_of
 from mpiad.optimize.checkpoint import CheckpointFile, problem_of
+from mpiad.optimize.constraints import Box, box_of
 from mpiad.optimize.evaluated_points import Ending
 from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import PieceIterates
 from mpiad.optimize.objective_evaluation import Evaluation, Program
 from mpiad.optimize.packing import DevicePacking, PiecePacking, packing_of_piece
 from mpiad.optimize.root_driven import Solve
-from mpiad.optimize.root_exchange import Totals
+from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.convergence import NOT_FINITE, NewtonSettings, Settings, newton_settings_of, settings_of
-from mpiad.optimize.sharded.correction_pairs import Ring
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
-from mpiad.optimize.sharded.host_vectors import HostVectors
+from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.lbfgs import LBFGS, Trials
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.newton_cg import NewtonCG, NewtonPoint

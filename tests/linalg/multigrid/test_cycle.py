@@ -10,7 +10,7 @@ import mpiad.linalg.multigrid.hierarchy as levels
 import mpiad.linalg.multigrid.preconditioner as preconditioner
 from mpiad.domain import Domain
 from mpiad.linalg import Elliptic, Multigrid
-from mpiad.linalg.multigrid import level
+from mpiad.linalg.multigrid import stencil
 
 CASES = [
     ((13, 10), {"boundary": ("neumann", ("dirichlet", "neumann"))}, False),
@@ -98,9 +98,9 @@ def test_several_right_hand_sides(rank_rng):
 def test_messages_of_a_cycle(rank, size, monkeypatch):
     """One message for each side, dimension and step of a level at most, whatever the size of the blocks."""
     sent, steps = [], []
-    monkeypatch.setattr(level, "mpi_send", lambda x, *rest: (sent.append(x.size), mpiad.mpi_send(x, *rest))[1])
-    fill = level.LevelHalo.fill
-    monkeypatch.setattr(level.LevelHalo, "fill", lambda self, arrays: (steps.append(self), fill(self, arrays))[1])
+    monkeypatch.setattr(stencil, "mpi_send", lambda x, *rest: (sent.append(x.size), mpiad.mpi_send(x, *rest))[1])
+    fill = stencil.LevelHalo.fill
+    monkeypatch.setattr(stencil.LevelHalo, "fill", lambda self, arrays: (steps.append(self), fill(self, arrays))[1])
     domain = Domain((24, 28))
     multigrid, r = Multigrid(domain, 1.0), np.ones(domain.local_shape)
     sent.clear(), steps.clear()

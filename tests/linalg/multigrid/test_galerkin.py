@@ -7,7 +7,7 @@ from elliptic_matrix import blocks, elliptic_matrix, interpolation_matrix
 import mpiad.linalg.multigrid.hierarchy as levels
 from mpiad.domain import Domain
 from mpiad.linalg import Multigrid
-from mpiad.linalg.multigrid.level import offsets
+from mpiad.linalg.multigrid.stencil import offsets
 
 SETTINGS = [
     ((14, 17), {}, {}),

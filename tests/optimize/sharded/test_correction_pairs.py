@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.optimize import LbfgsInvHessProduct
 
-from mpiad.optimize.sharded.correction_pairs import two_loop_recursion
+from mpiad.optimize.sharded.limited_memory import two_loop_recursion
 
 
 def test_direction_is_that_of_the_inverse_hessian() -> None:

@@ -1,9 +1,13 @@
-"""One level of a V-cycle: smooth, restrict the residual, add the correction of the coarser level, smooth in reverse order.
+"""The operator of a level, with its halo; the interpolation that follows from it, and the operator of the coarser level.
 
-A Gauss-Seidel sweep over the colors is followed, after the correction, by one in the reverse order: its transpose, so that
-the whole cycle is a symmetric operator. After the first sweep the last group's equations hold, so none of its residuals
-are restricted; in the second sweep that group comes first and is computed from the others, so nothing is interpolated
-to it. The fine level has two groups of colors: there this halves the work.
+Interpolation follows the operator: across a jump of the coefficient it preserves the flux, not the slope. Between two
+coarse points the value satisfies the equation there, with the couplings across the line between them lumped onto it; then
+in the middle of four coarse points, in three dimensions with those across the plane lumped; last in the middle of eight
+with the equation itself.
+
+References
+----------
+J. E. Dendy, Black box multigrid, Journal of Computational Physics 48 (1982), section 2.
 """
 
 from __future__ import annotations
@@ -11,23 +15,18 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpiad._typing import Comm, LocalArray, Rank
 from mpiad.linalg.multigrid.colour_layout import Colour, Layout, Spread, reach
-from mpiad.linalg.multigrid.compiled_sums import CompiledSums
-from mpiad.linalg.multigrid.level_sums import Step, Sums, Term, WeightedSum
+from mpiad.linalg.multigrid.weighted_sums import Term
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
 from mpiad.transport.buffers import empty_beside
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.tracing import restoring_state
-
-if TYPE_CHECKING:
-    from mpiad.linalg.multigrid.hierarchy import Coarser
-
 
 # The halo of a level's arrays: one layer, of the changed colors.
 
@@ -193,129 +192,85 @@ def stencil_of(layout: Layout, found: Sequence[Offset], blocks: Sequence[np.ndar
     return stencil
 
 
-class Level:
-    """A level on a rank that takes part in it."""
-
-    def __init__(self, stencil: Stencil, halo: LevelHalo, below: Coarser, compiled: bool = False):
-        self.layout, self._stencil, self._halo, self._below = stencil.layout, stencil, halo, below
-        self._count = count = len(self.layout.colours)
-        # Rows of the state: for each color u, its residual and its product with the operator; the restricted residual.
-        self._coarse, self.is_compiled = 3 * count, compiled
-        self.sums = (CompiledSums if compiled else Sums)(self.layout, stencil.memory, 3 * count + 1)
-        step, done = self.sums.step, list[Colour]()
-        self._before: list[tuple[Step, list[Colour]]] = []
-        for group in stencil.sweep:
-            # Starting from zero, only computed colors contribute.
-            self._before.append((step([self._relaxed(colour, done) for colour in group]), group))
-            done = done + group
-        left, later = self._unfinished(), _later(stencil.sweep)
-        self._residuals = step([self._residual(colour, later.get(colour)) for colour in left])
-        self._restriction = step([self._restricted(left)])
-        self._interpolation = step([self._interpolated(colour) for colour in left])
-        # In reverse, so that the cycle is symmetric; all neighbors contribute, since none is zero.
-        self._after = [(step([self._relaxed(c, None) for c in group]), group) for group in reversed(stencil.sweep)]
-        self._product = step([self._multiplied(colour) for colour in self.layout.colours])
-
-    def on(self, home: ArrayModule) -> Level:
-        """Return the same level, and all below, on a device: copies of the host's data, made here."""
-        return Level(self._stencil.on(home), self._halo, self._below.on(home))
-
-    def cycle(self, f: LocalArray) -> LocalArray:
-        """Return the result of one V-cycle from zero for right-hand sides, shape (systems, colors, size); collective.
-
-        They are contiguous, and zero outside of the block. The result, of the same shape, has its halo filled, and is
-        overwritten by the next cycle.
-        """
-        if len(f) != len(self.sums.state):
-            self.sums.allocate(len(f))
-        for relax, group in self._before:
-            relax(f)
-            self._fill(group)
-        self._interpolate(self._below.correct(self._restrict(f)), f)
-        for relax, group in self._after:
-            relax(f)
-            self._fill(group)
-        return self.sums.state[:, : self._count]
-
-    def product_after(self, f: LocalArray) -> LocalArray:
-        """Return the operator's product with the last result of `cycle`, which was for `f`; equal to `f` in the last group.
-
-        The next product overwrites it.
-        """
-        self._product(f)
-        return self.sums.state[:, 2 * self._count : self._coarse]
-
-    def _fill(self, colours: list[Colour], first: int = 0) -> None:
-        rows = {colour: first + self.layout.row[colour] for colour in colours}
-        self._halo.fill({colour: self.sums.state[:, row] for colour, row in rows.items()})
-
-    def _restrict(self, f: LocalArray) -> LocalArray:
-        """Return the residual, restricted to this rank's coarse points."""
-        self._residuals(f)
-        # Restriction reads the residuals of neighboring points; those of color 0 aren't sent.
-        self._fill([colour for colour in self._unfinished() if any(colour)], self._count)
-        self._restriction(f)
-        return self.layout.whole(self.sums.state[:, self._coarse])[(..., *self.layout.coarse())]
-
-    def _interpolate(self, correction: LocalArray, f: LocalArray) -> None:
-        self.layout.whole(self.sums.state[:, self._coarse])[(..., *self.layout.coarse(rim=1))] = correction
-        self._interpolation(f)
-        self._fill(self._unfinished())
-
-    def _unfinished(self) -> list[Colour]:
-        """Return the colors whose equations don't hold after a sweep."""
-        return [colour for colour in self.layout.colours if colour not in self._stencil.sweep[-1]]
-
-    # ---- the sums
-
-    def _relaxed(self, colour: Colour, among: list[Colour] | None) -> WeightedSum:
-        """Return the solution of a color's equations for its own points."""
-        row = self.layout.row[colour]
-        # Entries that are no points of this rank have a zero inverse: they become zero, until the halo is filled.
-        return WeightedSum(row, self._stencil.terms(colour, among), base=row, scale=self._count + row)
-
-    def _residual(self, colour: Colour, later: list[Colour] | None) -> WeightedSum:
-        row = self.layout.row[colour]
-        terms = self._stencil.terms(colour, later)
-        if later is None:
-            return WeightedSum(self._count + row, terms, base=row, diagonal=Term(row, row))
-        # Its equations held when it was relaxed: the residual comes from later updates of points that were zero.
-        return WeightedSum(self._count + row, terms)
-
-    def _multiplied(self, colour: Colour) -> WeightedSum:
-        row = self.layout.row[colour]
-        if colour in self._stencil.sweep[0]:
-            return WeightedSum(2 * self._count + row, base=row)
-        return WeightedSum(2 * self._count + row, self._stencil.terms(colour), diagonal=Term(row, row), negative=True)
-
-    def _restricted(self, left: list[Colour]) -> WeightedSum:
-        terms = []
-        for colour in left:
-            for weights, shift in self._corners(colour) if any(colour) else ():
-                terms.append(Term(weights, self._count + self.layout.row[colour], -shift, -shift))
-        return WeightedSum(
-            self._coarse, terms, base=self._count if self.layout.colours[0] in left else None, of_right=False
-        )
-
-    def _interpolated(self, colour: Colour) -> WeightedSum:
-        """Return the sum of weights times the coarse values around a point: the transpose of restriction."""
-        row = self.layout.row[colour]
-        found = self._corners(colour) if any(colour) else [(None, 0)]
-        return WeightedSum(row, [Term(weights, self._coarse, shift) for weights, shift in found], base=row, of_right=False)
-
-    def _corners(self, colour: Colour) -> list[tuple[int, int]]:
-        """Return the rows of a color's weights, and the distances to the coarse points."""
-        start, first = self.layout.inner.start, self._stencil.weights[colour]
-        return [(first + k, self.layout.shifted(corner).start - start) for k, corner in enumerate(corners(colour))]
+def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
+    """Compute the weights of a level's interpolation, also for its halo, and store them in the stencil. Collective."""
+    colours = stencil.layout.colours
+    # Points between two coarse points first: those in the middle of four or eight are interpolated from them.
+    for odd in range(1, len(colours[0]) + 1):
+        group = [colour for colour in colours if sum(colour) == odd]
+        for colour in group:
+            _find_weights(stencil, colour)
+        halo.fill({colour: stencil.weights_of(colour) for colour in group})
 
 
-def _later(sweep: list[list[Colour]]) -> dict[Colour, list[Colour]]:
-    """Return the later colors of each color in a sweep; nothing for a sweep that visits a color twice."""
-    order = [colour for group in sweep for colour in group]
-    if len(set(order)) < len(order):
-        return {}
-    return {
-        colour: [other for after in sweep[number + 1 :] for other in after]
-        for number, group in enumerate(sweep)
-        for colour in group
-    }
+def _find_weights(stencil: Stencil, colour: Colour) -> None:
+    layout, at = stencil.layout, {corner: k for k, corner in enumerate(corners(colour))}
+    inner, row = stencil.weights_of(colour)[:, layout.inner], layout.row[colour]
+    centre = stencil.diagonal[row, layout.inner].copy()
+    for along, coupling in _collapsed(stencil, colour).items():
+        if not any(along):
+            centre -= coupling
+            continue
+        neighbour, steps = reach(colour, along)
+        there = layout.shifted(steps)
+        for k, corner in enumerate(corners(neighbour)):
+            target = at[tuple(s + t for s, t in zip(steps, corner))]
+            inner[target] += coupling * stencil.weights_of(neighbour)[k, there] if any(neighbour) else coupling
+    # Points without couplings (outside of the block) have no weights; a nonpositive center means the same.
+    inner *= np.divide(1.0, centre, out=np.zeros_like(centre), where=centre > 0)
+
+
+def _collapsed(stencil: Stencil, colour: Colour) -> dict[tuple[int, ...], np.ndarray]:
+    """Return a color's couplings summed over the dimensions in which its points have coarse indices."""
+    layout = stencil.layout
+    out: dict[tuple[int, ...], np.ndarray] = {}
+    for offset, coupling in stencil.couplings.items():
+        along = tuple(o if odd else 0 for o, odd in zip(offset, colour))
+        part = coupling[layout.row[colour], layout.inner]
+        out[along] = out[along] + part if along in out else part
+    return out
+
+
+def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
+    """Return the coarse operator PᵀAP on this rank's coarse points, shape (1 + offsets, *coarse points); collective.
+
+    It is the diagonal, and the couplings in the order of `offsets`.
+    """
+    layout = stencil.layout
+    products = {colour: _product(stencil, colour) for colour in layout.colours}
+    # Restriction reads the rows of neighboring points, which other ranks may own.
+    halo.fill({colour: rows for colour, (rows, _) in products.items()})
+    ndim = len(layout.shape)
+    out = np.zeros((3**ndim, layout.size))
+    targets = [(0,) * ndim, *offsets(ndim)]
+    for colour, (rows, at) in products.items():
+        for k, corner in enumerate(corners(colour)):
+            # Restriction is the transpose of interpolation, so its offsets have the opposite sign.
+            there = layout.shifted(corner, -1)
+            for number, target in enumerate(targets):
+                # A row is relative to the coarse point at its own entry, a target to the one to which it is restricted.
+                row = at.get(tuple(s + t for s, t in zip(target, corner)))
+                if row is not None:
+                    part = rows[row, there]
+                    out[number, layout.inner] += part * stencil.weights_of(colour)[k, there] if any(colour) else part
+    out[1:] *= -1
+    return layout.whole(out)[(slice(None), *layout.coarse())].copy()
+
+
+def _product(stencil: Stencil, colour: Colour) -> tuple[np.ndarray, dict[tuple[int, ...], int]]:
+    """Return the rows of AP of a color, and the row of each coarse point, which is given in entries."""
+    layout, number = stencil.layout, stencil.layout.row[colour]
+    coarse = itertools.product(*[(0, 1) if odd else (-1, 0, 1) for odd in colour])
+    at = {steps: k for k, steps in enumerate(coarse)}
+    rows = np.zeros((len(at), layout.size))
+    inner = rows[:, layout.inner]
+    zero = (0,) * len(colour)
+    # A row of A, with each neighbor's value replaced by its interpolation.
+    terms = [(zero, stencil.diagonal, np.add), *[(o, n, np.subtract) for o, n in stencil.couplings.items()]]
+    for offset, coefficient, gather in terms:
+        neighbour, steps = reach(colour, offset)
+        there, factor = layout.shifted(steps), coefficient[number, layout.inner]
+        for k, corner in enumerate(corners(neighbour)):
+            row = inner[at[tuple(s + t for s, t in zip(steps, corner))]]
+            gather(row, factor * stencil.weights_of(neighbour)[k, there] if any(neighbour) else factor, out=row)
+    return rows, at

@@ -1,0 +1,228 @@
+"""Bounds of variables, with projection and the set of free variables; and the constraints of methods that the root drives.
+
+Constraints are functions of the pytree of variables, evaluated on the root only. The other ranks wait meanwhile, so a
+constraint that tries to communicate raises. Data of other ranks for a constraint must be gathered before the solve.
+
+References
+----------
+.. [1] D. P. Bertsekas, "Projected Newton methods for optimization problems with simple constraints", SIAM J. Control
+   Optim. 20 (1982): the direction is scaled by second-order information on the free variables only, and steps are
+   projected.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import autograd.numpy as anp
+import numpy as np
+import scipy
+
+from mpiad._typing import Function
+from mpiad.device import to_host
+from mpiad.differentiation import make_vjp
+from mpiad.optimize.checkpoint import fingerprint
+from mpiad.optimize.packing import Packing
+from mpiad.transport import Channel
+from mpiad.transport.device_arrays import is_device_array, named
+
+# Variables this close to a bound go straight to it if a descent step leads outwards. (Bertsekas's epsilon.)
+_CLOSE = 1e-6
+
+
+class Box:
+    """Lower and upper bounds, shape (n,) each.
+
+    `low`, `high`: infinite if there is no bound.
+    """
+
+    def __init__(self, low: np.ndarray, high: np.ndarray):
+        self._low, self._high = low, high
+
+    @property
+    def limits(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the lower and the upper bounds."""
+        return self._low, self._high
+
+    def excess(self, x: np.ndarray) -> float:
+        """Return the largest violation of a bound by x."""
+        return float(max(np.max(self._low - x, initial=0.0), np.max(x - self._high, initial=0.0)))
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a checksum: equal bounds have the same."""
+        return fingerprint(self._low, self._high)
+
+    def project(self, x: np.ndarray, part: slice = slice(None)) -> bool:
+        """Project a part of x onto its bounds, in place; return whether any variable moved."""
+        moved = bool(to_host(np.any(x < self._low[part]) | np.any(x > self._high[part])))
+        if moved:
+            np.clip(x, self._low[part], self._high[part], out=x)
+        return moved
+
+    def way(self, x: np.ndarray, gradient: np.ndarray, part: slice) -> np.ndarray:
+        """Return a part of the projected gradient step, P(x - g) - x: zero at stationary variables."""
+        return np.clip(x - gradient, self._low[part], self._high[part]) - x
+
+    def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> np.ndarray:
+        """Return a mask of a part's variables that no bound holds, if the largest entry of the step `way` is `norm`."""
+        # Near a minimizer the margin goes to zero with the step, so that no free variable is held forever.
+        close = min(_CLOSE, norm)
+        held = (x - self._low[part] <= close) & (gradient > 0.0)
+        held |= (self._high[part] - x <= close) & (gradient < 0.0)
+        return ~held
+
+    def inside(self, x: np.ndarray, part: slice) -> np.ndarray:
+        """Return a mask of a part's variables that lie strictly between their bounds."""
+        return (x > self._low[part]) & (x < self._high[part])
+
+
+def box_of(bounds: Any, size: int) -> Box | None:
+    """Return the bounds of `size` variables, None if there are none.
+
+    A TypeError if they are on a device; a ValueError if there are too few or too many, or a lower one is above its upper
+    one.
+    """
+    if bounds is None:
+        return None
+    _require_host(bounds)
+    if isinstance(bounds, scipy.optimize.Bounds):
+        low, high = (np.asarray(limit, dtype=float).reshape(-1) for limit in (bounds.lb, bounds.ub))
+    else:
+        pairs = [tuple(pair) for pair in bounds]
+        if any(len(pair) != 2 for pair in pairs):
+            raise ValueError(f"minimize: bounds must be pairs (low, high), but got {bounds!r:.60}.")
+        low = np.array([-np.inf if pair[0] is None else pair[0] for pair in pairs], dtype=float)
+        high = np.array([np.inf if pair[1] is None else pair[1] for pair in pairs], dtype=float)
+    try:
+        low, high = np.broadcast_to(low, size).copy(), np.broadcast_to(high, size).copy()
+    except ValueError:
+        raise ValueError(
+            f"minimize: expected one pair of bounds for each of the {size} variables, but got "
+            f"{low.size} lower and {high.size} upper bounds."
+        ) from None
+    wrong = np.flatnonzero(~(low <= high))
+    if wrong.size:
+        k = int(wrong[0])
+        raise ValueError(f"minimize: variable {k} has lower bound {low[k]} and upper bound {high[k]}: nothing between.")
+    return Box(low, high)
+
+
+def _require_host(bounds: Any) -> None:
+    limits = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else (bounds,)
+    for limit in limits:
+        if is_device_array(limit):
+            raise TypeError(
+                f"minimize: bounds must be on the host, where they are checked, but got {named(limit)}. Pass "
+                "mpiad.device.to_host(bounds): what the method needs on a device it copies there once."
+            )
+
+
+_REMEMBERED = 4  # values of a constraint
+_NOTHING = 1e-8  # smaller violations are rounding
+_WHO = "constraints are evaluated on the root alone, and the other ranks take no part"
+
+
+class _Function:
+    """A constraint's function of the vector of variables, with its Jacobian."""
+
+    def __init__(self, fun: Callable, jac: Function | None, args: tuple, packing: Packing, used: Channel):
+        self._fun, self._args, self._packing, self._used = fun, args, packing, used
+        self._given = jac if callable(jac) else None
+        self._known: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_REMEMBERED)
+        # '3-point' and 'cs' are requests of the user; '2-point' is also SciPy's default.
+        self.jacobian = jac if isinstance(jac, str) and jac != "2-point" else self._jacobian
+
+    def value(self, vector: np.ndarray) -> np.ndarray:
+        """Return the constraint's values, shape (k,)."""
+        key = np.asarray(vector, dtype=float).tobytes()
+        for known, value in self._known:
+            if known == key:
+                return value.copy()
+        with self._used.refusing(_WHO):
+            found = to_host(self._fun(self._packing.unpack(vector), *self._args))
+        # A copy, as below: it is stored, and SciPy stores a Jacobian, while the user may write into the same array.
+        value = np.array(found, dtype=float).reshape(-1)
+        self._known.append((key, value))
+        return value.copy()
+
+    def _jacobian(self, vector: np.ndarray) -> np.ndarray:
+        x = self._packing.unpack(vector)
+        with self._used.refusing(_WHO):
+            if self._given is not None:
+                return np.atleast_2d(np.array(to_host(self._given(x, *self._args)), dtype=float))
+            # One row per unit vector: a constraint has few values, and many variables.
+            pull, value = make_vjp(lambda x: anp.reshape(anp.array(to_host(self._fun(x, *self._args))), (-1,)))(x)
+            rows = [self._packing.pack_gradient(pull(unit)) for unit in np.eye(value.size)]
+        return np.array(rows).reshape(value.size, self._packing.size)
+
+
+class ConstraintSet:
+    """The constraints in SciPy's form, and the violation at a point."""
+
+    def __init__(self) -> None:
+        self.for_scipy: list[Any] = []
+        self._checks: list[tuple[Callable[[np.ndarray], np.ndarray], Any, Any]] = []
+
+    def add(self, constraint: object, fun: Callable[[np.ndarray], np.ndarray], low: object, high: object) -> None:
+        """Append a constraint, whose function must lie between `low` and `high`."""
+        self.for_scipy.append(constraint)
+        self._checks.append((fun, low, high))
+
+    def excess(self, vector: np.ndarray) -> float:
+        """Return the largest violation; 0 if it is only rounding."""
+        worst = 0.0
+        for fun, low, high in self._checks:
+            value = fun(vector)
+            gaps = np.maximum(np.asarray(low) - value, value - np.asarray(high))
+            worst = max(worst, float(np.max(gaps, initial=0.0))) if not np.any(np.isnan(gaps)) else np.inf
+        return worst if worst > _NOTHING else 0.0
+
+
+def constraints_of(given: Any, packing: Packing, used: Channel) -> ConstraintSet:
+    """Return the root's constraints as functions of the vector of variables; raise if one isn't of a type of SciPy's."""
+    found = ConstraintSet()
+    for constraint in given if isinstance(given, (list, tuple)) else [given]:
+        if isinstance(constraint, dict):
+            _add_dict(found, constraint, packing, used)
+        elif isinstance(constraint, scipy.optimize.NonlinearConstraint):
+            _add_nonlinear(found, constraint, packing, used)
+        elif isinstance(constraint, scipy.optimize.LinearConstraint):
+            found.add(constraint, lambda x, matrix=constraint.A: np.asarray(matrix @ x), constraint.lb, constraint.ub)
+        else:
+            raise TypeError(
+                f"minimize: a constraint must be a dict, LinearConstraint or NonlinearConstraint, but got "
+                f"{type(constraint).__name__} {constraint!r:.60}."
+            )
+    return found
+
+
+def _add_dict(found: ConstraintSet, given: dict, packing: Packing, used: Channel) -> None:
+    kind, fun, args = given.get("type"), given.get("fun"), given.get("args", ())
+    if not isinstance(kind, str) or kind.lower() not in ("eq", "ineq") or not callable(fun):
+        raise ValueError(
+            f"minimize: a constraint's dict must have a type, 'eq' or 'ineq', and a function fun, but got {given!r:.80}."
+        )
+    made = _Function(fun, given.get("jac"), args if isinstance(args, tuple) else (args,), packing, used)
+    high = 0.0 if kind.lower() == "eq" else np.inf
+    found.add({"type": kind, "fun": made.value, "jac": made.jacobian}, made.value, 0.0, high)
+
+
+def _add_nonlinear(
+    found: ConstraintSet, given: scipy.optimize.NonlinearConstraint, packing: Packing, used: Channel
+) -> None:
+    made = _Function(given.fun, given.jac, (), packing, used)
+    hess = given.hess
+    if callable(hess) and not isinstance(hess, scipy.optimize.HessianUpdateStrategy):
+
+        def hess(vector: np.ndarray, weights: np.ndarray) -> Any:
+            with used.refusing(_WHO):
+                return given.hess(packing.unpack(vector), weights)
+
+    constraint = scipy.optimize.NonlinearConstraint(
+        made.value, given.lb, given.ub, jac=made.jacobian, hess=hess, keep_feasible=given.keep_feasible,
+        finite_diff_rel_step=given.finite_diff_rel_step, finite_diff_jac_sparsity=given.finite_diff_jac_sparsity,
+    )  # fmt: skip
+    found.add(constraint, made.value, given.lb, given.ub)

@@ -1,1 +1,0 @@
-"""Least squares with residuals that stay on their ranks."""
