@@ -85,20 +85,25 @@ class AdditiveSchwarz:
             if not isinstance(overlap, (int, np.integer)) or overlap < 0:
                 raise ValueError(f"{_CALL}: overlap must be zero or more layers, but got {overlap!r}.")
         self.comm, self.rank, self.size = matrix.comm, used.rank, used.size
-        self.rows, self.restricted, self._turned = matrix.local_shape[0], restricted, False
+        self.rows, self.restricted, self._transposed = matrix.local_shape[0], restricted, False
         with restoring_state(), suspended():
             rows = matrix.local_rows()
             part, self._plan = _overlapping_part(matrix, rows, overlap, used)
             with raising_together(used):
                 said = f"{_CALL}: the part of rank {used.rank}, {part.shape},"
                 self._factors = factors_of(part, said) if part.shape[0] else None
-            self._coarse = _coarse_inverse(matrix, rows.data, used.size) if coarse else None
+            self._coarse = None
+            if coarse:
+                # The matrix on fields that are constant on each rank; its pseudoinverse if it is singular.
+                sums = np.zeros(used.size, rows.dtype)
+                np.add.at(sums, np.searchsorted(matrix.offsets[1], matrix.indices[1], side="right") - 1, rows.data)
+                self._coarse = np.linalg.pinv(mpi_allgather(sums, comm=matrix.comm))
 
     @property
     def T(self) -> AdditiveSchwarz:
         """The transpose: the preconditioner of the transposed matrix."""
         other = object.__new__(AdditiveSchwarz)
-        other.__dict__.update(self.__dict__, _turned=not self._turned)
+        other.__dict__.update(self.__dict__, _transposed=not self._transposed)
         return other
 
     def __call__(self, r: LocalArray) -> LocalArray:
@@ -125,16 +130,19 @@ class AdditiveSchwarz:
 
     def _corrected(self, r: LocalArray) -> LocalArray:
         # If only one side is restricted, transposition exchanges the restrictions of input and output.
-        enters, leaves = (not self.restricted or not self._turned), (not self.restricted or self._turned)
+        enters, leaves = (not self.restricted or not self._transposed), (not self.restricted or self._transposed)
         outside = self._plan.fetch(r) if enters else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
-        extended = self._solved(np.concatenate([r, outside], axis=-1))
+        extended = np.concatenate([r, outside], axis=-1)
+        if self._factors is not None:
+            columns = self._factors.solve(extended.reshape(-1, extended.shape[-1]).T, "T" if self._transposed else "N")
+            extended = np.ascontiguousarray(columns.T).reshape(extended.shape)
         out = np.ascontiguousarray(extended[..., : r.shape[-1]])
         if leaves:
             self._plan.give(extended[..., r.shape[-1] :], out)
         if self._coarse is not None:
             sums = mpi_allgather(r.sum(axis=-1), comm=self.comm)
             # Each rank needs only its own row of the small system: the number that it adds to all of its rows.
-            inverse = self._coarse.T if self._turned else self._coarse
+            inverse = self._coarse.T if self._transposed else self._coarse
             out += np.tensordot(inverse[self.rank], sums, 1)[..., None]
         return out
 
@@ -146,12 +154,6 @@ class AdditiveSchwarz:
             f"{_CALL}: the matrix that it was made of has {self.rows} rows on rank {self.rank}, but the residual there has "
             f"shape {r.shape}. Make it of the matrix of the system, divided among the ranks in the same way."
         )
-
-    def _solved(self, r: LocalArray) -> LocalArray:
-        if self._factors is None:
-            return r
-        flat = r.reshape(-1, r.shape[-1]).T
-        return np.ascontiguousarray(self._factors.solve(flat, "T" if self._turned else "N").T).reshape(r.shape)
 
 
 def _overlapping_part(matrix: DistributedMatrix, rows: LocalArray, overlap: int, used: Channel) -> tuple[Any, GhostPlan]:
@@ -178,11 +180,3 @@ def _rows_of_others(rows: LocalArray, plan: GhostPlan, used: Channel) -> Any:
     # A plan's ghosts are sorted by position, and so by owner.
     found.extend(received[rank] for rank, _ in plan.sources)
     return scipy.sparse.vstack(found, format="csr")
-
-
-def _coarse_inverse(matrix: DistributedMatrix, values: np.ndarray, size: int) -> np.ndarray:
-    """Return the inverse of the matrix on fields that are constant on each rank; the pseudoinverse if it is singular."""
-    owners = np.searchsorted(matrix.offsets[1], matrix.indices[1], side="right") - 1
-    row = np.zeros(size, values.dtype)
-    np.add.at(row, owners, values)
-    return np.linalg.pinv(mpi_allgather(row, comm=matrix.comm))

@@ -6,7 +6,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
@@ -53,17 +53,16 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
     # Each halo cell gets the number of the point of which it is a copy, or -1 if there is none.
     around = domain.exchange(numbers, -1.0)
     steps = tuple(_apart(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
-    places = list(np.meshgrid(*[np.arange(s.start, s.stop) for s in domain.owned], indexing="ij"))
     found: list[tuple[np.ndarray, ...]] = []
     failures = DeferredFailures(domain.comm, _CALL)
-    for colour in itertools.product(*map(range, steps)):
-        lit = _has_colour(places, steps, colour)
-        image = _image(matvec, lit.astype(float), params, failures)
+    for color in itertools.product(*map(range, steps)):
+        field = _has_color(domain, steps, color, (0,) * len(steps)).astype(float)
+        image = _image(matvec, field, params, failures)
         rest = image != 0.0
         for offset in itertools.product(*[range(-h, h + 1) for h in domain.halo]):
             window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
             # The only point of this color in the operator's stencil at this offset.
-            taken = rest & (around[window] >= 0.0) & _has_colour(_moved(places, offset, domain), steps, colour)
+            taken = rest & (around[window] >= 0.0) & _has_color(domain, steps, color, offset)
             found.append((numbers[taken] - numbers.flat[0], around[window][taken], image[taken]))
             rest &= ~taken
         raise_together(used, _too_far(rest, domain))
@@ -72,13 +71,13 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
     return scipy.sparse.csr_matrix((values, (rows.astype(np.int64), columns.astype(np.int64))), shape), count
 
 
-def _has_colour(places: list[np.ndarray], steps: tuple[int, ...], colour: tuple[int, ...]) -> np.ndarray:
-    return np.logical_and.reduce([place % step == c for place, step, c in zip(places, steps, colour)])
-
-
-def _moved(places: list[np.ndarray], offset: tuple[int, ...], domain: Domain) -> list[np.ndarray]:
-    sides = zip(places, offset, domain.shape, domain.periodic)
-    return [(place + d) % n if periodic else place + d for place, d, n, periodic in sides]
+def _has_color(domain: Domain, steps: tuple[int, ...], color: tuple[int, ...], offset: tuple[int, ...]) -> np.ndarray:
+    """Return a mask of this rank's points whose neighbor at an offset has a color."""
+    masks = []
+    for cells, d, n, wraps, step, c in zip(domain.owned, offset, domain.shape, domain.periodic, steps, color):
+        places = np.arange(cells.start, cells.stop) + d
+        masks.append((places % n if wraps else places) % step == c)
+    return reduce(np.logical_and.outer, masks)
 
 
 def _apart(n: int, halo: int, periodic: bool) -> int:
@@ -170,14 +169,16 @@ def rows_of(used: Channel, matrix: Any, root: Rank, counts: Sequence[int] | None
     with raising_together(used):
         if used.rank == root:
             _require_matrix(matrix, "DistributedMatrix.from_scipy: matrix")
-            _require_counts(counts, used.size, matrix.shape[0])
-            pieces = _cut(scipy.sparse.csr_matrix(matrix), used.size, counts)
+            if counts is not None:
+                _require_counts(counts, used.size, matrix.shape[0])
+            rows = even_lengths(matrix.shape[0], used.size) if counts is None else list(counts)
+            columns = rows if matrix.shape[0] == matrix.shape[1] else even_lengths(matrix.shape[1], used.size)
+            matrix = scipy.sparse.csr_matrix(matrix)
+            pieces = [(matrix[stop - n : stop], int(m)) for stop, n, m in zip(np.cumsum(rows), rows, columns)]
     return used.data.scatter(pieces, root)
 
 
-def _require_counts(counts: Sequence[int] | None, size: int, total: int) -> None:
-    if counts is None:
-        return
+def _require_counts(counts: Sequence[int], size: int, total: int) -> None:
     try:
         rows = [operator.index(count) for count in counts]
     except TypeError:  # whatever it is, the other ranks wait to hear of it
@@ -187,13 +188,6 @@ def _require_counts(counts: Sequence[int] | None, size: int, total: int) -> None
             f"DistributedMatrix.from_scipy: counts must be {size} numbers, none negative, that add up to {total} rows, but "
             f"got {counts!r}."
         )
-
-
-def _cut(matrix: Array, size: int, counts: Sequence[int] | None) -> list[tuple[Any, int]]:
-    rows = even_lengths(matrix.shape[0], size) if counts is None else list(counts)
-    columns = rows if matrix.shape[0] == matrix.shape[1] else even_lengths(matrix.shape[1], size)
-    stops = np.cumsum(rows)
-    return [(matrix[stop - n : stop], int(m)) for stop, n, m in zip(stops, rows, columns)]
 
 
 class DistributedMatrix:
@@ -400,9 +394,9 @@ class DistributedMatrix:
         Each entry's value gets its cotangent.
         """
         self._require_square("diagonal")
-        home = arrays_of(getval(self.values))
-        kind, (places,) = getval(self.values).dtype, self._diagonal.on(home)
-        zero = np.zeros(1, kind) if home is None else home.full((1,), 0, kind)
+        xp = arrays_of(getval(self.values))
+        kind, (places,) = getval(self.values).dtype, self._diagonal.on(xp)
+        zero = np.zeros(1, kind) if xp is None else xp.full((1,), 0, kind)
         return concatenate([self.values, zero])[places]
 
     @cached_property

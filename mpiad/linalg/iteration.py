@@ -42,7 +42,13 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
     units = column(b, system.units.astype(b.real.dtype))
     # Largest residual accepted as rounding: a larger one means that the operator is singular to working precision.
     most = np.finfo(b.dtype).eps ** 0.25 * norms
-    x, r, norms = _start(system, b, None if x0 is None else system.rows(x0) / units, norms)
+    if x0 is None:
+        x, r = np.zeros_like(b), b.copy()
+    else:
+        # With a zero right-hand side the solution is known.
+        usable = beside(b, np.where(norms > 0.0, 1.0, 0.0))[:, None] > 0.0
+        x = np.where(usable, system.rows(x0) / units, 0.0).astype(b.dtype)
+        r, norms = _true_residual(system, b, x)
     system.note(norms)
     # With left preconditioning the method has used another residual, so only the true one is decisive.
     idle, slack = 0, 1.0 if system.settings.side == "left" else _SLACK
@@ -65,14 +71,6 @@ def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None
     return system.block(x)
 
 
-def _start(system: System, b: LocalArray, x0: LocalArray | None, norms: np.ndarray) -> tuple:
-    if x0 is None:
-        return np.zeros_like(b), b.copy(), norms
-    # With a zero right-hand side the solution is known.
-    x = np.where(beside(b, np.where(norms > 0.0, 1.0, 0.0))[:, None] > 0.0, x0, 0.0).astype(b.dtype)
-    return x, *_true_residual(system, b, x)
-
-
 def _true_residual(system: System, b: LocalArray, x: LocalArray) -> tuple[LocalArray, np.ndarray]:
     r = b - system.apply(x)
     norms = system.norms(r)
@@ -85,13 +83,13 @@ def _stalled(system: System, norms: np.ndarray, targets: np.ndarray, arrived: bo
     norm, wanted = float(norms[worst] * system.units[worst]), float(targets[worst] * system.units[worst])
     which = f" of system {worst}" if len(norms) > 1 else ""
     if arrived:
-        what = f"its own residual met the tolerance, but the true one{which} has norm {norm:.3e} instead of {wanted:.3e}"
+        problem = f"its own residual met the tolerance, but the true one{which} has norm {norm:.3e} instead of {wanted:.3e}"
         advice = "Is matvec linear, and symmetric for 'cg'? If so, ask for less by rtol, or compute in a higher precision."
     else:
-        what = f"it stalls: the residual{which} stays at {norm:.3e}, to fall to {wanted:.3e}"
+        problem = f"it stalls: the residual{which} stays at {norm:.3e}, to fall to {wanted:.3e}"
         advice = "Try a larger restart, a better preconditioner, or another method."
     found = diagnosis(system)
-    system.fail(f"{what}: {found}" if found else f"{what}. {advice}")
+    system.fail(f"{problem}: {found}" if found else f"{problem}. {advice}")
 
 
 # Diagnosis of an operator, from a solution or from a failure.
@@ -110,9 +108,11 @@ def require_iterations(system: System, targets: np.ndarray) -> None:
     """Raise on all ranks if the maximum number of iterations is reached."""
     if system.iterations >= system.limit:
         target = math.hypot(*(targets * system.units).tolist())
-        what = f"the residual didn't fall to {target:.3e} within maxiter={system.limit} iterations"
-        why = diagnosis(system)
-        system.fail(f"{what}: {why}" if why else what)
+        problem, cause = (
+            f"the residual didn't fall to {target:.3e} within maxiter={system.limit} iterations",
+            diagnosis(system),
+        )
+        system.fail(f"{problem}: {cause}" if cause else problem)
 
 
 def rounding_floor(system: System, x: LocalArray, targets: np.ndarray) -> np.ndarray:
@@ -137,8 +137,11 @@ def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> No
     squares, of_image, total = np.real(system.sums(own)).reshape(3, -1)
     change = np.sqrt(squares * of_image / np.maximum(total, 1.0))
     doubtful = (squares > 0.0) & (change <= targets)
-    if doubtful.any() and _is_rounding(system, x, of_image)[doubtful].any():
-        system.fail(diagnosis(system) or _SINGULAR)
+    if doubtful.any():
+        image = system.apply(_signs(x, 0).astype(x.dtype))
+        rounding = of_image <= _rounding_squared(x.dtype) * system.dots((image, image))[0].real
+        if rounding[doubtful].any():
+            system.fail(diagnosis(system) or _SINGULAR)
 
 
 def diagnosis(system: System) -> str:
@@ -179,11 +182,6 @@ def _contrast(system: System, one: LocalArray, other: LocalArray, mean: np.ndarr
     # Random signs cancel in one row of sixteen at most.
     found = np.sqrt(mean * count / np.where(total > 0.0, total, np.inf))
     return float(np.max(np.where(count > 0.2 * system.length, found, 0.0)))
-
-
-def _is_rounding(system: System, x: LocalArray, of_image: np.ndarray) -> np.ndarray:
-    image = system.apply(_signs(x, 0).astype(x.dtype))
-    return of_image <= _rounding_squared(x.dtype) * system.dots((image, image))[0].real
 
 
 def _rounding_squared(dtype: np.dtype) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 from mpiad._typing import LocalArray
 from mpiad.linalg.iteration import diagnosis, require_iterations
 from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
-from mpiad.linalg.vectors import add_scaled, column, combined, on_host, products
+from mpiad.linalg.vectors import add_scaled, column, combined, on_host, products, scale_and_add
 
 # GMRES on blocks, restarted, with one reduction per iteration.
 #
@@ -183,8 +183,7 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
         rho_before, rho = rho, sr - omega * st
         beta = _quotient(rho * alpha, rho_before * omega, active)
         add_scaled(p, -omega, v)
-        p *= column(p, beta)
-        p += r
+        scale_and_add(p, beta, r)
         # The least norm along t; negative values from rounding become zero.
         left = np.sqrt(np.maximum(rr.real - np.abs(tr) ** 2 / np.abs(np.where(tt != 0.0, tt, 1.0)), 0.0))
         norms = np.where(active, left, norms)
@@ -208,10 +207,6 @@ def _quotient(a: np.ndarray, b: np.ndarray, active: np.ndarray) -> np.ndarray:
     return np.where(usable, a, 0.0) / np.where(usable, b, 1.0)
 
 
-_PRODUCT = "what matvec returned"
-_ILL_CONDITIONED = "its largest and smallest curvature differ by more than floating point resolves."
-
-
 def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
     """Solve symmetric (complex: Hermitian) positive definite systems: a `Method`, which changes r to the residual."""
     p, s = np.zeros_like(r), np.zeros_like(r)
@@ -222,7 +217,10 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         z = system.precondition(r)
         w = system.apply(z)
         rr, rz, wz = system.dots((r, r), (r, z), (w, z))
-        _require_finite(system, (rr, r, "the residual"), (rz, z, "what preconditioner returned"), (wz, w, _PRODUCT))
+        sums = (rr, r, "the residual"), (rz, z, "the result of preconditioner"), (wz, w, "the result of matvec")
+        if not all(np.isfinite(values).all() for values, _, _ in sums):
+            for values, array, name in sums:
+                system.require_finite(complex(values.sum()), array, name)
         if not known:
             before, norms = norms, np.sqrt(rr.real)
             system.note(norms)
@@ -230,14 +228,20 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
                 break
         active = norms > targets
         require_iterations(system, targets)
-        _require_positive(system, rz, active)
+        wrong = active & ((rz.real <= 0.0) | (np.abs(rz.imag) > 1e-3 * np.abs(rz)))
+        if wrong.any():
+            found = complex(rz[wrong][0])
+            shown = f"{found.real:.3e}" if found.imag == 0.0 else f"{found:.3e}"
+            system.fail(
+                f"it needs a symmetric positive definite preconditioner, but r·z = {shown} for a residual r not zero"
+            )
         # Systems that have converged pause: no step, and a restarted direction.
         beta = np.where(active, rz.real / rz_before, 0.0)
         # p·Ap for p = z + β p₋: as p is conjugate to p₋, z·Ap₋ is -β p₋·Ap₋.
         curvature = wz.real - beta * beta * curvature_before
         least = _require_curvature(system, curvature, wz, rz.real, least, active)
-        _renew(p, beta, z)
-        _renew(s, beta, w)
+        scale_and_add(p, beta, z)
+        scale_and_add(s, beta, w)
         alpha = np.where(active, rz.real, 0.0) / np.where(active, curvature, 1.0)
         add_scaled(x, alpha, p)
         add_scaled(r, -alpha, s)
@@ -250,25 +254,6 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
     return True
 
 
-def _renew(direction: LocalArray, beta: np.ndarray, new: LocalArray) -> None:
-    direction *= column(direction, beta)
-    direction += new
-
-
-def _require_finite(system: System, *sums: tuple[np.ndarray, LocalArray, str]) -> None:
-    if not all(np.isfinite(values).all() for values, _, _ in sums):
-        for values, array, name in sums:
-            system.require_finite(complex(values.sum()), array, name)
-
-
-def _require_positive(system: System, rz: np.ndarray, active: np.ndarray) -> None:
-    wrong = active & ((np.real(rz) <= 0.0) | (np.abs(np.imag(rz)) > 1e-3 * np.abs(rz)))
-    if wrong.any():
-        found = complex(rz[wrong][0])
-        shown = f"{found.real:.3e}" if found.imag == 0.0 else f"{found:.3e}"
-        system.fail(f"it needs a symmetric positive definite preconditioner, but r·z = {shown} for a residual r not zero")
-
-
 def _require_curvature(
     system: System, curvature: np.ndarray, wz: np.ndarray, rz: np.ndarray, least: np.ndarray, active: np.ndarray
 ) -> np.ndarray:
@@ -279,13 +264,16 @@ def _require_curvature(
     wrong = active & (curvature <= 0.0)
     if wrong.any():
         found = float(curvature[wrong][0])
-        why = "it is indefinite or not symmetric. Is its sign right (of a coefficient too, as κ)?"
-        why = diagnosis(system) or (why if found else "it is singular.")
-        system.fail(
-            f"it needs a symmetric positive definite operator, but p·Ap = {found:.3e} for a p that isn't zero: {why}"
+        cause = (
+            "it is indefinite or not symmetric. Is its sign right (of a coefficient too, as κ)?"
+            if found
+            else "it is singular."
         )
+        problem = f"it needs a symmetric positive definite operator, but p·Ap = {found:.3e} for a p that isn't zero"
+        system.fail(f"{problem}: {diagnosis(system) or cause}")
     step = rz / np.where(active, curvature, np.inf)
     # Such a long step is along a direction that the operator maps to zero up to rounding.
     if (active & (step * np.finfo(system.dtype).eps > least)).any():
-        system.fail(f"the operator is singular to working precision: {diagnosis(system) or _ILL_CONDITIONED}")
+        cause = diagnosis(system) or "its largest and smallest curvature differ by more than floating point resolves."
+        system.fail(f"the operator is singular to working precision: {cause}")
     return np.where(active, np.minimum(least, step), least)

@@ -17,7 +17,7 @@ from mpiad.differentiation import make_jvp, make_vjp
 from mpiad.errors import ConvergenceError
 from mpiad.extend import custom_operator, defjvp_together, defvjp_together
 from mpiad.linalg.iteration import Method, diagnosis, iterate, rounding_floor
-from mpiad.linalg.solve import METHODS, Problem, direction_of, pulled_back, solution, solution_of_adjoint
+from mpiad.linalg.solve import METHODS, Problem, direction_of, pulled_back, solution, solution_of_adjoint, wrong_function
 from mpiad.linalg.system import Settings, System, agree_on, mistake_in, unfit_preconditioner
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
@@ -47,16 +47,17 @@ Linear = Callable[[LocalArray, float], System]
 
 
 def find_root(
-    residual: Function, linear: Linear, u0: LocalArray, settings: Settings, method: Method, failures: DeferredFailures
+    residual: Function, linear: Linear, u0: LocalArray, settings: Settings, failures: DeferredFailures
 ) -> LocalArray:
     """Return u, of the form of `u0`, at which the residual is zero; collective. Raises as `newton`.
 
-    ``linear(u, rtol)`` makes the system with the Jacobian at u, for `method` to solve. `failures` are shared with the
-    linear systems: the next sum reports a failure that one of them hasn't reported.
+    ``linear(u, rtol)`` makes the system with the Jacobian at u, for the settings' method to solve. `failures` are shared
+    with the linear systems: the next sum reports a failure that one of them hasn't reported.
     """
     system = System(residual, None, u0, settings._replace(method="newton"), "residual", failures)
     u = system.rows(u0)
-    f, norm = _evaluated(system, u)
+    f = system.apply(u)
+    norm = float(system.norms(f)[0])
     system.require_finite(norm, f, "the residual at u0")
     system.note(np.array([norm]))
     target, forcing = max(settings.rtol * norm, settings.atol), _FIRST_FORCING
@@ -66,41 +67,50 @@ def find_root(
         # Not more accurate than the target requires: the last step would do needless work.
         within = max(forcing, 0.5 * target / norm)
         system.usable = system.block(u)
-        step = _newton_step(system, linear, method, u, f, within)
+        step = _newton_step(system, linear(system.block(u), within), METHODS[settings.method], u, f)
         before = norm
         found = _search(system, u, step, norm, within)
-        if found is None:
-            _require_rounding(system, linear, u, norm, target)
-            break
-        u, f, norm = found
-        system.note(np.array([norm]))
-        if _has_stalled(system, linear, u, norm, target):
-            break
-        forcing = _next_forcing(forcing, norm / before)
+        if found is not None:
+            u, f, norm = found
+            system.note(np.array([norm]))
+        since = system.history[-1 - _PATIENCE :][0]
+        stalled = len(system.history) > _PATIENCE and norm > target and norm > _SLOW * since
+        if found is None or stalled:
+            # The residual may be larger than the target by the effect of rounding u to its precision, but not more.
+            if norm <= rounding_floor(linear(system.block(u), 1.0), u, np.array([target]))[0]:
+                break
+            if found is None:
+                system.fail(
+                    f"no step along Newton's direction makes the residual fall from {norm:.3e} to {target:.3e}: a minimum "
+                    "of its norm that is no root, or a kink. Start nearer to the solution, from that of an easier problem, "
+                    "or check that the residual is differentiable"
+                )
+            system.fail(
+                f"it stalled at step {system.iterations - _PATIENCE}, residual {since:.3e}: {_PATIENCE} steps more brought "
+                f"it to {norm:.3e}, to fall to {target:.3e}. mpiad.testing.check_grads(residual, u0) shows whether its "
+                "derivative is right; if it is, start nearer to the solution"
+            )
+        # Choice 2 with γ = 0.9 and α = 2, and its safeguard, which isn't to be too demanding too early.
+        kept, forcing = 0.9 * forcing**2, 0.9 * (norm / before) ** 2
+        forcing = min(max(forcing, kept) if kept > 0.1 else forcing, _LARGEST_FORCING)
     system.settle()
     return system.block(u)
 
 
-def _evaluated(system: System, u: LocalArray) -> tuple[LocalArray, float]:
-    f = system.apply(u)
-    return f, float(system.norms(f)[0])
-
-
-def _newton_step(system: System, linear: Linear, method: Method, u: LocalArray, f: LocalArray, within: float) -> LocalArray:
-    """Return the solution of J s = -f to a relative residual."""
-    b = system.block(-f)
-    where, inner = f"in step {system.iterations + 1} the linear system wasn't solved", linear(system.block(u), within)
+def _newton_step(system: System, linear: System, method: Method, u: LocalArray, f: LocalArray) -> LocalArray:
+    """Return the solution of the linear system J s = -f."""
+    failure = f"in step {system.iterations + 1} the linear system wasn't solved"
     try:
-        step = system.rows(iterate(method, inner, b, None))
+        step = system.rows(iterate(method, linear, system.block(-f), None))
     except ConvergenceError as error:
         if not agreed_among(error):
             raise
-        system.fail(f"{where} ({error})")
+        system.fail(f"{failure} ({error})")
     lengths = np.sqrt(np.real(system.dots((step, step), (u, u), (f, f))[:, 0]))
     # Such a long step may come from a Jacobian that maps it to zero up to rounding: one product decides.
     if lengths[0] > _FAR * (lengths[1] + lengths[2]):
-        if rounding_floor(inner, step, np.zeros(1))[0] > lengths[2]:
-            system.fail(f"{where}: the Jacobian is singular to working precision. {diagnosis(inner)}")
+        if rounding_floor(linear, step, np.zeros(1))[0] > lengths[2]:
+            system.fail(f"{failure}: the Jacobian is singular to working precision. {diagnosis(linear)}")
     return step
 
 
@@ -111,45 +121,14 @@ def _search(
     length = 1.0
     while length > _SHORTEST:
         new = u + np.zeros(0, u.dtype).real.dtype.type(length) * step
-        f, found = _evaluated(system, new)
+        f = system.apply(new)
+        found = float(system.norms(f)[0])
         if found <= (1.0 - _SUFFICIENT * length * (1.0 - within)) * norm:
             return new, f, found
         # From the parabola through the squared norms at 0 and here, with the slope of Newton's direction.
         shorter = 0.1 if not np.isfinite(found) else norm**2 * length / (found**2 + (2.0 * length - 1.0) * norm**2)
         length *= float(np.clip(shorter, 0.1, 0.5))
     return None
-
-
-def _has_stalled(system: System, linear: Linear, u: LocalArray, norm: float, target: float) -> bool:
-    """Return whether the residual is rounding only; raise on all ranks if it stalls above that."""
-    since = system.history[-1 - _PATIENCE :][0]
-    if len(system.history) <= _PATIENCE or norm <= target or norm <= _SLOW * since:
-        return False
-    if norm > rounding_floor(linear(system.block(u), 1.0), u, np.array([target]))[0]:
-        system.fail(
-            f"it stalled at step {system.iterations - _PATIENCE}, residual {since:.3e}: {_PATIENCE} steps more brought it "
-            f"to {norm:.3e}, to fall to {target:.3e}. mpiad.testing.check_grads(residual, u0) tells whether its derivative "
-            "is right; where it is, start nearer to the solution"
-        )
-    return True
-
-
-def _next_forcing(before: float, ratio: float) -> float:
-    # Choice 2 with γ = 0.9 and α = 2, and its safeguard.
-    forcing, kept = 0.9 * ratio**2, 0.9 * before**2
-    if kept > 0.1:  # not too demanding too early
-        forcing = max(forcing, kept)
-    return min(forcing, _LARGEST_FORCING)
-
-
-def _require_rounding(system: System, linear: Linear, u: LocalArray, norm: float, target: float) -> None:
-    """Raise on all ranks if the residual is larger than the effect of rounding u to its precision."""
-    if norm > rounding_floor(linear(system.block(u), 1.0), u, np.array([target]))[0]:
-        system.fail(
-            f"no step along Newton's direction makes the residual fall from {norm:.3e} to {target:.3e}: a minimum of its "
-            "norm that is no root, or a kink. Start nearer to the solution, from that of an easier problem, or check that "
-            "the residual is differentiable"
-        )
 
 
 _CALL = "linalg.newton"
@@ -246,11 +225,14 @@ def newton(
     settings = agree_on(settings, _mistake(residual, stop_gradient(u0), preconditioner, linear, settings), preconditioner)
     linear = linear._replace(preconditioned=settings.preconditioned)
     leaves, build = flatten(params)
-    jacobian = Problem(
-        lambda v, u, *params: make_jvp(lambda w: residual(w, *params))(u)(v)[1], preconditioner,
-        lambda all_leaves: (all_leaves[0], *build(all_leaves[1:])),
-        linear, preconditioner_transpose=preconditioner_transpose, talkers=set(),
-    )  # fmt: skip
+
+    def product(v: LocalArray, u: LocalArray, *params: Tree) -> LocalArray:
+        return make_jvp(lambda w: residual(w, *params))(u)(v)[1]
+
+    def arguments(all_leaves: Tree) -> tuple:
+        return all_leaves[0], *build(all_leaves[1:])
+
+    jacobian = Problem(product, preconditioner, arguments, linear, None, preconditioner_transpose, talkers=set())
     return root(*leaves, problem=NonlinearProblem(residual, build, settings, stop_gradient(u0), jacobian))
 
 
@@ -272,10 +254,13 @@ class NonlinearProblem(NamedTuple):
 def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
     """Return u with residual zero: `newton` as one operator of the leaves of its parameters, with the same adjoint."""
     failures = problem.jacobian.new_failures()
-    return find_root(
-        lambda u: problem.at([u, *leaves]), lambda u, rtol: problem.jacobian.step(rtol, failures).system([u, *leaves], u),
-        problem.start, problem.settings, METHODS[problem.settings.method], failures,
-    )  # fmt: skip
+
+    def linear(u: LocalArray, rtol: float) -> System:
+        # A Newton step evaluates the nonlinear residual anyway; the exact linear one isn't worth its product.
+        settings = problem.jacobian.settings._replace(rtol=rtol, verify=False)
+        return problem.jacobian._replace(settings=settings, failures=failures).system([u, *leaves], u)
+
+    return find_root(lambda u: problem.at([u, *leaves]), linear, problem.start, problem.settings, failures)
 
 
 def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callable:
@@ -312,9 +297,10 @@ defjvp_together(root, _tangent)
 def _mistake(
     residual: object, u0: Array, preconditioner: Function | None, linear: Settings, settings: Settings
 ) -> Exception | None:
-    for name, fun in (("residual", residual), ("preconditioner", preconditioner), ("callback", settings.callback)):
-        if not callable(fun) and (fun is not None or name == "residual"):
-            return TypeError(f"{_CALL}: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
+    functions = {"residual": residual, "preconditioner": preconditioner, "callback": settings.callback}
+    error = wrong_function(_CALL, functions)
+    if error is not None:
+        return error
     known = isinstance(u0, np.ndarray) or is_device_array(u0)
     if not known or u0.dtype.char not in "fdFD" or not u0.dtype.isnative:
         kind = f"an array of dtype {u0.dtype}. {conversion(u0.dtype, 'u0')}".rstrip() if known else f"{type(u0).__name__}."

@@ -125,15 +125,40 @@ def _method(
 
     def of_system(params: tuple, transposed: bool) -> Method:
         def method(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
-            held = _shell(petsc, used, system) if matrix is None else _assembled(petsc, used, matrix, params[0], transposed)
+            operator = (
+                _shell(petsc, used, system) if matrix is None else _assembled(petsc, used, matrix, params[0], transposed)
+            )
             # PETSc may measure residuals by their preconditioned norm: only ratios are comparable.
             rtol = max(0.5 * float(targets[0] / norms[0]), 1e-13)
-            reason, history = _corrected(petsc, used, held, options, x[0], r[0], rtol, system.limit)
+            prefix, database = f"mpiad_{next(_prefixes)}_", petsc.Options()
+            for name, value in options.items():
+                database[prefix + name] = value
+            ksp = petsc.KSP().create(comm=used.user)
+            try:
+                ksp.setOptionsPrefix(prefix)
+                ksp.setOperators(operator)
+                ksp.setTolerances(rtol=rtol, atol=0.0, max_it=system.limit)
+                ksp.setConvergenceHistory()
+                ksp.setFromOptions()
+                # A copy: the vector uses the given memory, and r belongs to the iteration.
+                right = petsc.Vec().createWithArray(np.array(r[0]), comm=used.user)
+                step = right.duplicate()
+                ksp.solve(right, step)
+                x[0] += step.getArray()
+                reason, history = int(ksp.getConvergedReason()), [float(norm) for norm in ksp.getConvergenceHistory()]
+            finally:
+                for name in options:
+                    database.delValue(prefix + name)
+                ksp.destroy()
+                operator.destroy()
             for norm in history[1:]:
                 system.note(np.array([norm]))
             if reason < 0:
                 system.settle()  # for a NaN that signals an exception
-                system.fail(f"PETSc gave up: {_name_of(petsc, reason)}. Its options were {options}")
+                names = [
+                    name for name, value in vars(petsc.KSP.ConvergedReason).items() if value == reason and name[0] != "_"
+                ]
+                system.fail(f"PETSc gave up: {names[0] if names else f'reason {reason}'}. Its options were {options}")
             return True
 
         return method
@@ -159,37 +184,3 @@ def _assembled(petsc: ModuleType, used: Channel, matrix: DistributedMatrix, valu
     csr = rows.indptr.astype(kind), rows.indices.astype(kind), rows.data.astype(petsc.ScalarType)
     found = petsc.Mat().createAIJ(size, csr=csr, comm=used.user)
     return found.transpose() if transposed else found
-
-
-def _corrected(
-    petsc: ModuleType, used: Channel, matrix: Array, options: dict[str, Any], x: LocalArray, r: LocalArray, rtol: float,
-    limit: int,
-) -> tuple[int, list[float]]:  # fmt: skip
-    """Add the solution of A d = r to x; return PETSc's reason to stop and the norms of its residuals."""
-    prefix, database = f"mpiad_{next(_prefixes)}_", petsc.Options()
-    for name, value in options.items():
-        database[prefix + name] = value
-    ksp = petsc.KSP().create(comm=used.user)
-    try:
-        ksp.setOptionsPrefix(prefix)
-        ksp.setOperators(matrix)
-        ksp.setTolerances(rtol=rtol, atol=0.0, max_it=limit)
-        ksp.setConvergenceHistory()
-        ksp.setFromOptions()
-        # A copy: the vector uses the given memory, and r belongs to the iteration.
-        right = petsc.Vec().createWithArray(np.array(r), comm=used.user)
-        step = right.duplicate()
-        ksp.solve(right, step)
-        x += step.getArray()
-        return int(ksp.getConvergedReason()), [float(norm) for norm in ksp.getConvergenceHistory()]
-    finally:
-        for name in options:
-            database.delValue(prefix + name)
-        ksp.destroy()
-        matrix.destroy()
-
-
-def _name_of(petsc: ModuleType, reason: int) -> str:
-    reasons = vars(petsc.KSP.ConvergedReason)
-    names = [name for name, value in reasons.items() if value == reason and not name.startswith("_")]
-    return names[0] if names else f"reason {reason}"

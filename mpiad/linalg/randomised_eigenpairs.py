@@ -14,6 +14,7 @@ References
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -164,34 +165,25 @@ def ritz_pairs(
         projected = _gram(used, basis, _products(failures, "product", product, basis, batch))
         skew = np.linalg.norm(projected - projected.T)
         if not skew <= _ASYMMETRY * np.linalg.norm(projected):
-            raise agreed(used, ValueError(
-                f"{_CALL}: product must be symmetric, but its projection differs from its transpose by {skew:.3e}, of "
-                f"{np.linalg.norm(projected):.3e}."
-            ))  # fmt: skip
+            found = f"its projection differs from its transpose by {skew:.3e}, of {np.linalg.norm(projected):.3e}"
+            raise agreed(used, ValueError(f"{_CALL}: product must be symmetric, but {found}."))
         values, vectors = np.linalg.eigh(0.5 * (projected + projected.T))
         order = np.argsort(values)[::-1][:k]
         return EigenPairs(values[order], _combined(vectors[:, order], basis)), float(values[0])
 
 
 def _products(failures: DeferredFailures, name: str, product: Product, vectors: LocalArray, batch: bool) -> LocalArray:
-    parts = [vectors[k : k + _TOGETHER] for k in range(0, len(vectors), _TOGETHER)] if batch else list(vectors)
-    found = [_product(failures, name, product, part) for part in parts]
+    found = []
+    for part in [vectors[k : k + _TOGETHER] for k in range(0, len(vectors), _TOGETHER)] if batch else list(vectors):
+        made = failures.attempt(
+            name, lambda v: np.asarray(product(v), dtype=float), part, again=partial(np.zeros_like, part)
+        )
+        if made is not None and made.shape != part.shape:
+            shapes = f"the shape of its argument, {part.shape}, but returned one of {made.shape}"
+            failures.note(ValueError(f"{_CALL}: {name} must return an array of {shapes}. Does it belong to another grid?"))
+        found.append(part if made is None else made)
     failures.raise_together()
     return np.concatenate(found) if batch else np.stack(found)
-
-
-def _product(failures: DeferredFailures, name: str, product: Product, part: LocalArray) -> LocalArray:
-    """Return a product; if it raises or has another shape, return `part` and record the failure."""
-    made = failures.attempt(
-        name, lambda v: np.asarray(product(v), dtype=float), part, again=lambda: np.zeros_like(part)
-    )  # fmt: skip
-    if made is not None and made.shape != part.shape:
-        failures.note(ValueError(
-            f"{_CALL}: {name} must return an array of the shape of what it is given, {part.shape}, but returned one of "
-            f"{made.shape}. Does it belong to another grid?"
-        ))  # fmt: skip
-        made = None
-    return part if made is None else made
 
 
 def _combined(coefficients: np.ndarray, vectors: LocalArray) -> LocalArray:
@@ -217,9 +209,8 @@ def _orthonormal(used: Channel, vectors: LocalArray, weighed: LocalArray) -> np.
     skew, size = np.linalg.norm(gram - gram.T), np.linalg.norm(gram)
     values, rotation = np.linalg.eigh(0.5 * (gram + gram.T))
     if not skew <= _ASYMMETRY * size or values[0] < -_ASYMMETRY * size:
-        raise agreed(used, ValueError(
-            f"{_CALL}: mass must be symmetric and positive definite, and mass_solve its inverse, but vᵀ B v has the values "
-            f"{values[0]:.3e} to {values[-1]:.3e} and is asymmetric by {skew:.3e}."
-        ))  # fmt: skip
+        found = f"vᵀ B v has the values {values[0]:.3e} to {values[-1]:.3e} and is asymmetric by {skew:.3e}"
+        text = f"{_CALL}: mass must be symmetric and positive definite, and mass_solve its inverse, but {found}."
+        raise agreed(used, ValueError(text))
     kept = values > _DEPENDENT * values[-1]
     return rotation[:, kept] / np.sqrt(values[kept])

@@ -62,11 +62,6 @@ class Problem(NamedTuple):
     failures: DeferredFailures | None = None
     talkers: set[str] | None = None  # as `DeferredFailures` takes it, for this problem and those of its derivatives
 
-    def step(self, rtol: float, failures: DeferredFailures) -> Problem:
-        """Return the problem of a Newton step: with another tolerance, without a check of the true residual."""
-        # Newton steps evaluate the nonlinear residual anyway; the exact linear one isn't worth its product.
-        return self._replace(settings=self.settings._replace(rtol=rtol, verify=False), failures=failures)
-
     def derived(self, failures: DeferredFailures) -> Problem:
         """Return the problem of a tangent: the same operator, started from zero."""
         settings = self.settings._replace(callback=None, reported=False, probe=False)
@@ -99,12 +94,6 @@ class Problem(NamedTuple):
             return lambda u: given(u, *params)
         return transposed_function(lambda u: self.matvec(u, *params), like)
 
-    def method(self, leaves: Tree) -> Method:
-        """Return the iteration."""
-        if self.solver is not None:
-            return self.solver(tuple(self.build(leaves)), self.transposed)
-        return METHODS[self.settings.method]
-
     def system(self, leaves: Tree, b: LocalArray) -> System:
         """Return the system on plain blocks."""
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
@@ -132,7 +121,11 @@ def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
     The adjoint is one solve with the transposed operator, which for conjugate gradients is the operator itself, conjugated.
     """
     system = problem.system(leaves, b)
-    found = iterate(problem.method(leaves), system, b, problem.start)
+    if problem.solver is None:
+        method = METHODS[problem.settings.method]
+    else:
+        method = problem.solver(tuple(problem.build(leaves)), problem.transposed)
+    found = iterate(method, system, b, problem.start)
     system.settle()
     return found
 
@@ -218,11 +211,12 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Se
     found, norm = np.sqrt(squares).tolist()
     # Beyond the tolerance, rounding keeps the true residual of an ill-conditioned system above that of the iteration.
     if found > 10 * max(settings.rtol * norm, settings.atol) + np.finfo(g.dtype).eps ** 0.25 * norm:
-        raise agreed(channel(settings.comm, settings.call), ValueError(
+        text = (
             f"{settings.call}: {settings.method} needs a symmetric operator, but in the derivative A λ = g was solved and "
             f"Aᵀ λ - g has norm {found:.3e}, where g has {norm:.3e}: A isn't its own transpose, and the derivative would "
             "be wrong. Take method='gmres' or 'bicgstab', whose derivatives use the transpose."
-        ))  # fmt: skip
+        )
+        raise agreed(channel(settings.comm, settings.call), ValueError(text))
 
 
 def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]:
@@ -365,33 +359,25 @@ def solve(
     [0.25 0.25]
     """
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, batch, verify, with_x0=x0 is not None)
-    functions = {
-        "matvec": matvec, "preconditioner": preconditioner, "preconditioner_transpose": preconditioner_transpose,
-        "callback": callback,
-    }  # fmt: skip
-    settings = agree_on(settings, _mistake(functions, b, x0, settings), preconditioner)
     leaves, build = flatten(params)
     start = None if x0 is None else stop_gradient(x0)
     problem = Problem(matvec, preconditioner, build, settings, start, preconditioner_transpose, talkers=set())
+    problem = problem._replace(settings=agree_on(settings, _mistake(problem, stop_gradient(b)), preconditioner))
     return solution(b, *leaves, problem=problem)
 
 
-def _mistake(functions: dict[str, Any], b: Array, x0: Array, settings: Settings) -> Exception | None:
-    for name, fun in functions.items():
-        if name == "preconditioner_transpose" and isinstance(fun, str) and fun == DERIVED:
-            continue
-        if not callable(fun) and (fun is not None or name == "matvec"):
-            return TypeError(f"linalg.solve: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
-    plain = stop_gradient(b)
-    return (
-        _wrong_array(plain, stop_gradient(x0))
-        or mistake_in(settings, METHODS, np.ndim(plain))
-        or unfit_preconditioner(functions.values(), plain)
-    )
-
-
-def _wrong_array(b: Array, x0: Array) -> Exception | None:
+def _mistake(problem: Problem, b: Array) -> Exception | None:
+    given, x0 = problem.preconditioner_transpose, problem.start
+    functions = {
+        "matvec": problem.matvec,
+        "preconditioner": problem.preconditioner,
+        "preconditioner_transpose": None if isinstance(given, str) and given == DERIVED else given,
+        "callback": problem.settings.callback,
+    }
     allowed = "an array of dtype float32, float64, complex64 or complex128, this rank's block"
+    error = wrong_function("linalg.solve", functions)
+    if error is not None:
+        return error
     if not isinstance(b, np.ndarray) and not is_device_array(b):
         return TypeError(f"linalg.solve: b must be {allowed}, but got {type(b).__name__}.")
     if b.dtype.char not in "fdFD" or not b.dtype.isnative:
@@ -401,4 +387,12 @@ def _wrong_array(b: Array, x0: Array) -> Exception | None:
         return TypeError("linalg.solve: x0 must be where b is, but one is on the host and the other on a device.")
     if x0 is not None and np.shape(x0) != b.shape:
         return ValueError(f"linalg.solve: x0 must have the shape of b, {b.shape}, but has {np.shape(x0)}.")
+    return mistake_in(problem.settings, METHODS, b.ndim) or unfit_preconditioner(functions.values(), b)
+
+
+def wrong_function(call: str, functions: dict[str, Any]) -> Exception | None:
+    """Return the error if one of the functions, of which only the first is required, can't be called."""
+    for number, (name, fun) in enumerate(functions.items()):
+        if not callable(fun) and (fun is not None or number == 0):
+            return TypeError(f"{call}: {name} must be a function, but got {type(fun).__name__} {fun!r}.")
     return None

@@ -78,8 +78,8 @@ class GhostPlan:
         """Add ghosts to the entries of their owners in `out`: the transpose of `fetch`; collective."""
         coming = []
         for r, places in self._destinations(out):
-            room = empty_beside(out, (*out.shape[:-1], len(places)))
-            coming.append((places, mpi_irecv(room, r, _TAG_GIVE, self.comm)))
+            buffer = empty_beside(out, (*out.shape[:-1], len(places)))
+            coming.append((places, mpi_irecv(buffer, r, _TAG_GIVE, self.comm)))
         for r, places in self.sources:
             mpi_send(ghosts[..., places], r, _TAG_GIVE, self.comm)
         for places, request in coming:
@@ -88,8 +88,8 @@ class GhostPlan:
 
     def _destinations(self, x: LocalArray) -> Any:
         """Return the destinations and the positions, these on the device of `x`."""
-        home = arrays_of(x)
-        return self.destinations if home is None else zip([r for r, _ in self.destinations], self._places.on(home))
+        xp = arrays_of(x)
+        return self.destinations if xp is None else zip([r for r, _ in self.destinations], self._places.on(xp))
 
 
 class Pattern:
@@ -135,21 +135,21 @@ class Pattern:
 def product(values: LocalArray, x: LocalArray, pattern: Pattern) -> LocalArray:
     """Return this rank's part of A x, shape (..., rows), from the values of A's entries and x, shape (..., columns)."""
     extended = pattern.extended(x)
-    home = arrays_of(values)
-    if home is None:
+    xp = arrays_of(values)
+    if xp is None:
         return _times(pattern.matrix(values), extended)
-    columns, _ = pattern.places.on(home)
+    columns, _ = pattern.places.on(xp)
     return pattern.by_row(_entries(values, extended[..., columns]))
 
 
 @custom_operator
 def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray:
     """Return this rank's part of Aᵀ y, shape (..., columns), from the values of A's entries and y, shape (..., rows)."""
-    own, home = pattern.shape[1], arrays_of(values)
-    if home is None:
+    own, xp = pattern.shape[1], arrays_of(values)
+    if xp is None:
         extended = _times(pattern.matrix(values).T, y)
     else:
-        _, rows = pattern.places.on(home)
+        _, rows = pattern.places.on(xp)
         extended = pattern.by_column(_entries(values, y[..., rows]))
     part = extended[..., :own]
     out = contiguous(part)
@@ -160,17 +160,17 @@ def transposed_product(values: LocalArray, y: LocalArray, pattern: Pattern) -> L
 @custom_operator
 def values_product(x: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray:
     """Return x_col(k) y_row(k) for each entry k of this rank's rows, shape (nnz,), summed over leading axes."""
-    home = arrays_of(x)
-    columns, rows = (pattern.columns, pattern.rows) if home is None else pattern.places.on(home)
+    xp = arrays_of(x)
+    columns, rows = (pattern.columns, pattern.rows) if xp is None else pattern.places.on(xp)
     parts = pattern.extended(x)[..., columns] * y[..., rows]
     return parts.sum(axis=tuple(range(parts.ndim - 1)))
 
 
 def _entries(values: LocalArray, of_vector: LocalArray) -> LocalArray:
     """Return the products of entries on a device with the corresponding entries of a vector, and a zero after them."""
-    home: Any = arrays_of(values)
+    xp: Any = arrays_of(values)
     lead, count = of_vector.shape[:-1], of_vector.shape[-1]
-    out = home.empty((*lead, count + 1), np.result_type(values.dtype, of_vector.dtype))
+    out = xp.empty((*lead, count + 1), np.result_type(values.dtype, of_vector.dtype))
     np.multiply(values, of_vector, out=out[..., :count])
     out[..., count] = 0
     return out
@@ -249,10 +249,10 @@ class SegmentSums:
 
     def __call__(self, entries: LocalArray) -> LocalArray:
         """Return the sums, shape (..., count), of entries on a device, shape (..., n + 1), of which the last is zero."""
-        home = arrays_of(entries)
-        out = home.full((*entries.shape[:-1], self.count), 0, entries.dtype)  # type: ignore[union-attr]
+        xp = arrays_of(entries)
+        out = xp.full((*entries.shape[:-1], self.count), 0, entries.dtype)  # type: ignore[union-attr]
         for table in self._tables:
-            which, places = table.on(home)
+            which, places = table.on(xp)
             out[..., which] = np.sum(entries[..., places], axis=-2)
         return out
 

@@ -75,16 +75,27 @@ def agree_on(settings: Settings, error: Exception | None, preconditioner: Functi
 
 def mistake_in(s: Settings, methods: Collection[str], ndim: int) -> Exception | None:
     """Return the error in the settings, for a right-hand side of `ndim` axes; None if there is none."""
-    if s.method not in methods:
-        listed = ", ".join(map(repr, methods))
-        return ValueError(f"{s.call}: method must be one of {listed}, but got {s.method!r}.")
-    if s.side is not None and (s.side not in SIDES or s.method == "cg"):
-        allowed = "None for 'cg', which is preconditioned symmetrically" if s.method == "cg" else "'left' or 'right'"
-        return ValueError(f"{s.call}: side must be {allowed}, but got {s.side!r}.")
-    if not (0 <= s.rtol < math.inf and 0 <= s.atol < math.inf and s.rtol + s.atol > 0):
-        shown = f"{s.rtol!r} and {s.atol!r}"
-        return ValueError(f"{s.call}: rtol and atol must be zero or more, and one above zero, but got {shown}.")
-    return _wrong_number(s, ndim)
+    sides = () if s.method == "cg" else SIDES
+    allowed = "'left' or 'right'" if sides else "None for 'cg', which is preconditioned symmetrically"
+    tolerances = 0 <= s.rtol < math.inf and 0 <= s.atol < math.inf and s.rtol + s.atol > 0
+    for met, text in (
+        (s.method in methods, f"method must be one of {', '.join(map(repr, methods))}, but got {s.method!r}."),
+        (s.side is None or s.side in sides, f"side must be {allowed}, but got {s.side!r}."),
+        (tolerances, f"rtol and atol must be zero or more, and one above zero, but got {s.rtol!r} and {s.atol!r}."),
+        (
+            s.maxiter is None or _is_count(s.maxiter),
+            f"maxiter must be None or an integer above zero, but got {s.maxiter!r}.",
+        ),
+        (_is_count(s.restart), f"restart must be an integer above zero, but got {s.restart!r}."),
+        (_is_count(s.batch, 0, ndim), f"batch must count leading axes of b, which has {ndim}, but got {s.batch!r}."),
+    ):
+        if not met:
+            return ValueError(f"{s.call}: {text}")
+    return None
+
+
+def _is_count(value: Any, least: int = 1, most: float = math.inf) -> bool:
+    return isinstance(value, Integral) and least <= int(value) <= most
 
 
 def unfit_preconditioner(functions: Iterable[Any], b: object) -> Exception | None:
@@ -94,16 +105,6 @@ def unfit_preconditioner(functions: Iterable[Any], b: object) -> Exception | Non
     """
     refusals = [fun.refusal(b) for fun in functions if hasattr(fun, "refusal")]
     return next((error for error in refusals if error is not None), None)
-
-
-def _wrong_number(s: Settings, ndim: int) -> Exception | None:
-    if s.maxiter is not None and (not isinstance(s.maxiter, Integral) or s.maxiter < 1):
-        return ValueError(f"{s.call}: maxiter must be None or an integer above zero, but got {s.maxiter!r}.")
-    if not isinstance(s.restart, Integral) or s.restart < 1:
-        return ValueError(f"{s.call}: restart must be an integer above zero, but got {s.restart!r}.")
-    if not isinstance(s.batch, Integral) or not 0 <= s.batch <= ndim:
-        return ValueError(f"{s.call}: batch must count leading axes of b, which has {ndim}, but got {s.batch!r}.")
-    return None
 
 
 _MOST_ITERATIONS = 10_000
@@ -129,7 +130,7 @@ class System:
         self.history: list[float] = []
         self._apply, self._precondition = apply, precondition
         self._shape, self.dtype = like.shape, like.dtype
-        self._home: Any = arrays_of(like)
+        self._xp: Any = arrays_of(like)
         self.count = math.prod(like.shape[: settings.batch])
         self.length = math.prod(like.shape[settings.batch :])
         self.limit = self.unknowns = 0
@@ -142,15 +143,10 @@ class System:
         """The number of iterations so far."""
         return max(0, len(self.history) - 1)
 
-    @property
-    def preconditioned(self) -> bool:
-        """Whether there is a preconditioner."""
-        return self._precondition is not None
-
     def rows(self, block: LocalArray) -> LocalArray:
         """Return a block as rows, one per system, in new memory."""
-        if self._home is not None:
-            return self._home.copy(block.astype(self.dtype)).reshape(self.count, self.length)
+        if self._xp is not None:
+            return self._xp.copy(block.astype(self.dtype)).reshape(self.count, self.length)
         return np.array(block, self.dtype, order="C").reshape(self.count, self.length)
 
     def block(self, rows: LocalArray) -> LocalArray:
@@ -170,24 +166,46 @@ class System:
     def _called(self, fun: Function, rows: LocalArray, name: str) -> LocalArray:
         known = self.usable if name == self._name else None
         again = (lambda: self.block(self.full(0.0))) if known is None else (lambda: known)
-        return self._checked(self.failures.attempt(name, fun, rows.reshape(self._shape), again=again), name)
-
-    def _checked(self, out: Array, name: str) -> LocalArray:
-        there = self._home is not None
-        usable = (arrays_of(out) == self._home if there else isinstance(out, np.ndarray)) and out.shape == self._shape
+        out, there = self.failures.attempt(name, fun, rows.reshape(self._shape), again=again), self._xp is not None
+        usable = (arrays_of(out) == self._xp if there else isinstance(out, np.ndarray)) and out.shape == self._shape
         # A real product can be converted to a complex one, but not conversely: the imaginary part would be lost.
         if usable and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
             rows = out.astype(self.dtype, copy=False)
-            rows = self._home.contiguous(rows) if there else np.ascontiguousarray(rows)
+            rows = self._xp.contiguous(rows) if there else np.ascontiguousarray(rows)
             return rows.reshape(self.count, self.length)
         if self.failures.error is None:
-            self.failures.note(_problem_with(out, name, self._shape, self.dtype, self.settings.call, there))
+            self.failures.note(self._problem_with(out, f"{self.settings.call}: {name}"))
         return self.full(np.nan)
+
+    def _problem_with(self, out: Array, subject: str) -> Exception:
+        """Return the error for a result that isn't an array like b."""
+        if isbox(out):
+            return TypeError(
+                f"{subject} uses a traced variable from outside itself (it returned a {type(out).__name__}), "
+                "through which no derivative can flow. Pass it to solve among the params, and take it as an argument; "
+                "mpiad.stop_gradient(x) gives its plain value where no derivative is wanted."
+            )
+        there = self._xp is not None
+        if is_device_array(out) != there or not (there or isinstance(out, np.ndarray)):
+            wanted, advice = "an array", ""
+            if there or is_device_array(out):
+                wanted += " on the device of b" if there else " on the host, as b is"
+                advice = " Nothing is copied unasked: see mpiad.device.to_device and to_host."
+            return TypeError(f"{subject} must return {wanted}, but returned {named(out)}.{advice}")
+        if out.shape != self._shape:
+            shape = f"the shape of b, {self._shape} on this rank"
+            return ValueError(f"{subject} must return an array of {shape}, but returned {out.shape}.")
+        if out.dtype.kind == "c":
+            return TypeError(
+                f"{subject} must return real floats, as b is {self.dtype}, but returned dtype {out.dtype}. For a complex "
+                "system make b complex."
+            )
+        return TypeError(f"{subject} must return floats, but returned dtype {out.dtype}.")
 
     def full(self, value: float) -> LocalArray:
         """Return new rows filled with one number, on the device of b."""
         shape = self.count, self.length
-        return np.full(shape, value, self.dtype) if self._home is None else self._home.full(shape, value, self.dtype)
+        return np.full(shape, value, self.dtype) if self._xp is None else self._xp.full(shape, value, self.dtype)
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
         """Return the inner products of pairs of rows over all ranks, shape (pairs, k), the first conjugated; one reduction.
@@ -280,31 +298,6 @@ class System:
         raise agreed(channel(self.settings.comm, self.settings.call), error)
 
 
-def _problem_with(out: Array, name: str, shape: tuple[int, ...], dtype: np.dtype, call: str, there: bool) -> Exception:
-    if isbox(out):
-        return TypeError(
-            f"{call}: {name} uses a traced variable from outside itself (it returned a {type(out).__name__}), "
-            "through which no derivative can flow. Pass it to solve among the params, and take it as an argument; "
-            "mpiad.stop_gradient(x) gives its plain value where no derivative is wanted."
-        )
-    if is_device_array(out) != there or not (there or isinstance(out, np.ndarray)):
-        where = "on the device of b" if there else "on the host, as b is"
-        wanted, advice = "an array", ""
-        if there or is_device_array(out):
-            wanted, advice = f"an array {where}", " Nothing is copied unasked: see mpiad.device.to_device and to_host."
-        return TypeError(f"{call}: {name} must return {wanted}, but returned {named(out)}.{advice}")
-    if out.shape != shape:
-        return ValueError(
-            f"{call}: {name} must return an array of the shape of b, {shape} on this rank, but returned {out.shape}."
-        )
-    if out.dtype.kind == "c":
-        return TypeError(
-            f"{call}: {name} must return real floats, as b is {dtype}, but returned dtype {out.dtype}. For a complex "
-            "system make b complex."
-        )
-    return TypeError(f"{call}: {name} must return floats, but returned dtype {out.dtype}.")
-
-
 # Side of the preconditioner M in a method without symmetry: A M (right) or M A (left). With the usual right side the
 # residual is the true one. With the left side it is M r, whose target is scaled by the ratio of the norms of M r and r at
 # the start; the true residual is checked after M r has met its target.
@@ -320,10 +313,10 @@ def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, L
 
 def preconditioned_start(system: System, r: LocalArray, norms: np.ndarray) -> tuple[LocalArray, np.ndarray, np.ndarray]:
     """Return the residual that the method sees, its norms, and their ratios to the true norms."""
-    if system.settings.side != "left" or not system.preconditioned:
+    if system.settings.side != "left" or not system.settings.preconditioned:
         return r, norms, np.ones_like(norms)
     seen = system.precondition(r)
     found = system.norms(seen)
     if not np.isfinite(found).all():
-        system.require_finite(float(found.sum()), seen, "what preconditioner returned")
+        system.require_finite(float(found.sum()), seen, "the result of preconditioner")
     return seen, found, np.where((norms > 0.0) & (found > 0.0), found / np.where(norms > 0.0, norms, 1.0), 1.0)

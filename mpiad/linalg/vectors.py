@@ -19,26 +19,32 @@ from mpiad.transport.threads import combination, vdot, vdots
 
 def beside(rows: LocalArray, numbers: np.ndarray) -> Array:
     """Return a few host numbers on the device of the rows, in the rows' dtype or a wider one."""
-    home = arrays_of(rows)
-    return numbers if home is None else home.to_device(np.ascontiguousarray(numbers, np.result_type(numbers, rows.dtype)))
+    xp = arrays_of(rows)
+    return numbers if xp is None else xp.to_device(np.ascontiguousarray(numbers, np.result_type(numbers, rows.dtype)))
 
 
 def column(rows: LocalArray, numbers: np.ndarray) -> Array:
-    """Return numbers, one per row, in a form to multiply rows with; a single one needs no copy to a device."""
+    """Return numbers, one per row, in a form to multiply rows of any shape with; a single one needs no copy to a device."""
     if arrays_of(rows) is not None and len(numbers) == 1:
         return rows.dtype.type(numbers[0])
-    return beside(rows, numbers)[:, None]
+    return beside(rows, numbers).reshape(-1, *[1] * (rows.ndim - 1))
 
 
 def on_host(x: Array) -> np.ndarray:
     """Return an untraced array on the host: a copy if it is on a device."""
-    home = arrays_of(x)
-    return x if home is None else home.to_host(x)
+    xp = arrays_of(x)
+    return x if xp is None else xp.to_host(x)
 
 
 def add_scaled(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
     """Add to each row of `y` (k, n), in place, the row of `x` times its number in `a` (k,)."""
     y += column(y, a.astype(y.dtype)) * x
+
+
+def scale_and_add(y: LocalArray, a: LocalArray, x: LocalArray) -> None:
+    """Multiply each row of `y` by its number in `a` (k,) and add the row of `x`, in place."""
+    y *= column(y, a)
+    y += x
 
 
 def inner(*pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
@@ -92,20 +98,16 @@ def require_floats(call: str, value: Array, length: int) -> None:
 def require_together(call: str, **values: Any) -> None:
     """Raise a TypeError if some plain arrays are on another device than the first of them; numbers fit all."""
     arrays = [(name, value) for name, value in values.items() if is_device_array(value) or np.ndim(value)]
-    if not arrays:
-        return
-    first, known = arrays[0]
-    home = arrays_of(known)
-    for name, value in arrays[1:]:
-        if arrays_of(value) != home:
-            raise TypeError(
-                f"{call}: {first} and {name} must be in one place, but {first} is {_shown(known)} and {name} "
-                f"{_shown(value)}. Nothing is copied unasked: see mpiad.device.to_device and to_host."
+    for name, value in arrays:
+        if arrays_of(value) != arrays_of(arrays[0][1]):
+            (first, one), (other, two) = (
+                (label, named(x) if is_device_array(x) else f"{type(x).__name__} on the host")
+                for label, x in (arrays[0], (name, value))
             )
-
-
-def _shown(value: Array) -> str:
-    return named(value) if is_device_array(value) else f"{type(value).__name__} on the host"
+            raise TypeError(
+                f"{call}: {first} and {other} must be in one place, but {first} is {one} and {other} {two}. Nothing is "
+                "copied unasked: see mpiad.device.to_device and to_host."
+            )
 
 
 def require_host(call: str, *values: Any) -> None:
@@ -120,5 +122,5 @@ def require_host(call: str, *values: Any) -> None:
 
 def through_host(solve: Callable[[LocalArray], LocalArray], r: LocalArray) -> LocalArray:
     """Return the result of a function of host arrays for an untraced array, on the device of that array."""
-    home = arrays_of(r)
-    return solve(r) if home is None else home.to_device(solve(home.to_host(r)))
+    xp = arrays_of(r)
+    return solve(r) if xp is None else xp.to_device(solve(xp.to_host(r)))

@@ -175,10 +175,8 @@ class RootCheckpoint:
         if iteration <= self._written and np.array_equal(x, self._x) and np.array_equal(made, self._counts):
             return
         gradient = np.zeros(0) if point.gradient is None else point.gradient
-        arrays = {
-            "x": x, "value": np.array(point.value, dtype=float), "gradient": gradient, "counts": made,
-            "history": record.table(),
-        }  # fmt: skip
+        arrays = {"x": x, "value": np.array(point.value, dtype=float), "gradient": gradient, "counts": made}
+        arrays["history"] = record.table()
         try:
             write(self._checkpoint.file, self._problem, arrays.items())
         except OSError as error:

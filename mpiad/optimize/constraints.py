@@ -62,17 +62,21 @@ class Box:
             np.clip(x, self._low[part], self._high[part], out=x)
         return moved
 
-    def way(self, x: np.ndarray, gradient: np.ndarray, part: slice) -> np.ndarray:
+    def projected_step(self, x: np.ndarray, gradient: np.ndarray, part: slice) -> np.ndarray:
         """Return a part of the projected gradient step, P(x - g) - x: zero at stationary variables."""
         return np.clip(x - gradient, self._low[part], self._high[part]) - x
 
     def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> np.ndarray:
-        """Return a mask of a part's variables that no bound holds, if the largest entry of the step `way` is `norm`."""
+        """Return a mask of a part's variables that no bound holds, if the largest entry of `projected_step` is `norm`."""
         # Near a minimizer the margin goes to zero with the step, so that no free variable is held forever.
         close = min(_CLOSE, norm)
         held = (x - self._low[part] <= close) & (gradient > 0.0)
         held |= (self._high[part] - x <= close) & (gradient < 0.0)
         return ~held
+
+    def free_and_step(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> tuple[np.ndarray, np.ndarray]:
+        """Return the results of `free` and `projected_step`."""
+        return self.free(x, gradient, norm, part), self.projected_step(x, gradient, part)
 
     def inside(self, x: np.ndarray, part: slice) -> np.ndarray:
         """Return a mask of a part's variables that lie strictly between their bounds."""
@@ -87,7 +91,12 @@ def box_of(bounds: Any, size: int) -> Box | None:
     """
     if bounds is None:
         return None
-    _require_host(bounds)
+    for limit in (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else (bounds,):
+        if is_device_array(limit):
+            raise TypeError(
+                f"minimize: bounds must be on the host, where they are checked, but got {named(limit)}. Pass "
+                "mpiad.device.to_host(bounds): the arrays that the method needs on a device it copies there once."
+            )
     if isinstance(bounds, scipy.optimize.Bounds):
         low, high = (np.asarray(limit, dtype=float).reshape(-1) for limit in (bounds.lb, bounds.ub))
     else:
@@ -108,16 +117,6 @@ def box_of(bounds: Any, size: int) -> Box | None:
         k = int(wrong[0])
         raise ValueError(f"minimize: variable {k} has lower bound {low[k]} and upper bound {high[k]}: nothing between.")
     return Box(low, high)
-
-
-def _require_host(bounds: Any) -> None:
-    limits = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else (bounds,)
-    for limit in limits:
-        if is_device_array(limit):
-            raise TypeError(
-                f"minimize: bounds must be on the host, where they are checked, but got {named(limit)}. Pass "
-                "mpiad.device.to_host(bounds): what the method needs on a device it copies there once."
-            )
 
 
 _REMEMBERED = 4  # values of a constraint
@@ -221,8 +220,6 @@ def _add_nonlinear(
             with used.refusing(_WHO):
                 return given.hess(packing.unpack(vector), weights)
 
-    constraint = scipy.optimize.NonlinearConstraint(
-        made.value, given.lb, given.ub, jac=made.jacobian, hess=hess, keep_feasible=given.keep_feasible,
-        finite_diff_rel_step=given.finite_diff_rel_step, finite_diff_jac_sparsity=given.finite_diff_jac_sparsity,
-    )  # fmt: skip
+    kept = {name: getattr(given, name) for name in ("keep_feasible", "finite_diff_rel_step", "finite_diff_jac_sparsity")}
+    constraint = scipy.optimize.NonlinearConstraint(made.value, given.lb, given.ub, jac=made.jacobian, hess=hess, **kept)
     found.add(constraint, made.value, given.lb, given.ub)

@@ -17,7 +17,7 @@ _REMEMBERED = 4
 # If a trial isn't finite, the next one goes this fraction of the way to it, in all methods. Closer to the end of the domain
 # the curvature of the function costs further iterations: log barriers take the fewest evaluations between 0.2 and 0.4.
 RETREAT = 0.3
-_NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both"}
+_NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both", PRODUCT: "product"}
 
 
 class Ending(NamedTuple):
@@ -192,15 +192,15 @@ class Points:
         if finite or here is None or here.gradient is None or here.value is None:
             return known
         with np.errstate(over="ignore", invalid="ignore"):
-            way = point.x - here.x
-            slope, square = float(here.gradient @ way), float(way @ way)
+            move = point.x - here.x
+            slope, square = float(here.gradient @ move), float(move @ move)
         if not (slope < 0.0 and 0.0 < square < math.inf and math.isfinite(here.value)):
             return known
-        return here.value + slope * (1.0 - 0.5 / RETREAT), way * (slope * (1.0 - 1.0 / RETREAT) / square)
+        return here.value + slope * (1.0 - 0.5 / RETREAT), move * (slope * (1.0 - 1.0 / RETREAT) / square)
 
     def product(self, x: np.ndarray, direction: np.ndarray) -> np.ndarray:
         """Return the product of the Hessian at x with a direction, shape (n,)."""
-        return self._carry_out(PRODUCT, "product", x, np.asarray(direction, dtype=float).reshape(-1))
+        return self._carry_out(PRODUCT, x, np.asarray(direction, dtype=float).reshape(-1))
 
     def at(self, x: np.ndarray) -> Point:
         """Return the stored point at x, an array of doubles; a new one if there is none."""
@@ -218,7 +218,7 @@ class Points:
             raise Left(INTERRUPTED)
         self._first = self._first or point
         self._begun = True
-        value, gradient = self._carry_out(kind, _NAMES[kind], x)
+        value, gradient = self._carry_out(kind, x)
         self._last_valued = point if kind == VALUE else None  # a gradient, or both at once, consumes the forward pass
         point.gradient = point.gradient if gradient is None else gradient
         if value is not None and point.value is None:
@@ -255,9 +255,9 @@ class Points:
         finite = math.isfinite(self.iterate.value)
         return self.best if not finite or self.lowers(self.iterate.x, self.iterate.value) else self.iterate
 
-    def _carry_out(self, kind: int, name: str, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
+    def _carry_out(self, kind: int, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
         self._evaluation.agreement.raise_if_failed()  # the other ranks don't listen any more
-        self.counts[name] += 1
+        self.counts[_NAMES[kind]] += 1
         # The other ranks execute it as soon as they receive it, so from here on the root must do its part as well.
         self._instructions.give(kind, x, direction)
         return self._evaluation.carry_out(kind, x, direction)

@@ -31,16 +31,16 @@ class Moved(Iterate, Protocol):
 class Iterates:
     """Recording of each iterate of a method that the root drives.
 
-    `callback`: the user's own. `keeper`: writes checkpoints of iterates. `told`: whether the user's callback is running, or
-    has raised.
+    `callback`: the user's own. `keeper`: writes checkpoints of iterates. `in_callback`: whether the user's callback is
+    running, or has raised.
     """
 
     def __init__(self, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
         self._callback, self._keeper = _of_iterates(callback), keeper
         self._packing, self._progress, self._used = leader.packing, leader.progress, leader.used
         self._last: np.ndarray | None = None
-        self._way = np.zeros(0)
-        self.record, self.told = Record(), False
+        self._step_vector = np.zeros(0)
+        self.record, self.in_callback = Record(), False
 
     @property
     def count(self) -> int:
@@ -58,11 +58,11 @@ class Iterates:
         """Return the length of the step from the last iterate."""
         last, self._last = self._last, x
         if last is None:
-            self._way = np.empty_like(x)
+            self._step_vector = np.empty_like(x)
             return 0.0
         with np.errstate(over="ignore", invalid="ignore"):  # a diverging method may report infinities as an iterate
-            np.subtract(x, last, out=self._way)
-            return float(np.sqrt(vdot(self._way, self._way)))
+            np.subtract(x, last, out=self._step_vector)
+            return float(np.sqrt(vdot(self._step_vector, self._step_vector)))
 
     def found(self, counts: dict[str, int]) -> dict[str, np.ndarray] | None:
         """Return the last iterate of an earlier run, and continue its counts; None if there was none."""
@@ -82,12 +82,12 @@ class Iterates:
         """Call the user's callback, whose StopIteration passes through."""
         if self._callback is None:
             return None
-        self.told = True
+        self.in_callback = True
         # A copy: SciPy continues to write into x, and the callback may keep or change its argument.
         nest = self._packing.unpack(np.array(x, dtype=float))
         with self._used.refusing("the callback runs on the root alone, and the other ranks take no part"):
             answer = self._callback(nest, row)
-        self.told = False
+        self.in_callback = False
         return answer
 
 
@@ -155,9 +155,8 @@ class PieceIterates:
     """
 
     def __init__(
-        self, packing: Packing, agreement: StageFailures, callback: Function | None, anyone: bool,
-        progress: Progress | None,
-    ):  # fmt: skip
+        self, packing: Packing, agreement: StageFailures, callback: Function | None, anyone: bool, progress: Progress | None
+    ):
         self._packing, self._agreement, self.anyone, self._progress = packing, agreement, anyone, progress
         self._callback = _of_iterates(callback)
         self.record = Record()
@@ -169,35 +168,36 @@ class PieceIterates:
             self._progress.show(row)
         return row
 
-    def heard(self, point: Moved, evaluations: int) -> bool:
+    def report(self, point: Moved, evaluations: int) -> bool:
         """Add a row and call the callback; return whether it wants the solve to end. All ranks call this."""
         row = self.note(point, evaluations)
-        # Without callbacks no agreement is needed; if any rank has one, all agree, since it may raise.
-        return self.anyone and self._agreement.run(lambda: self._ends(point, row))
 
-    def _ends(self, point: Moved, row: Row) -> bool:
-        if self._callback is not None:
-            try:
-                self._callback(self._packing.unpack(point.x), row)
-            except StopIteration:
-                return True
-        return False
+        # Without callbacks no agreement is needed; if any rank has one, all agree, since it may raise.
+        def ends() -> bool:
+            if self._callback is not None:
+                try:
+                    self._callback(self._packing.unpack(point.x), row)
+                except StopIteration:
+                    return True
+            return False
+
+        return self.anyone and self._agreement.run(ends)
 
 
 def _of_iterates(callback: Function | None) -> Callable[[Tree, Row], Any] | None:
     """Return a function of an iterate from a callback that takes the variables, or an OptimizeResult."""
     if callback is None:
         return None
-    if not _takes_result(callback):
-        return lambda x, row: callback(x)
-    return lambda x, row: callback(intermediate_result=scipy.optimize.OptimizeResult(
-        x=x, fun=row.loss, nit=row.iteration, nfev=row.evaluations, gradient_norm=row.gradient_norm
-    ))  # fmt: skip
-
-
-def _takes_result(fun: Function) -> bool:
-    """Return whether a callback takes an OptimizeResult, by SciPy's rule: the name of its only parameter."""
     try:
-        return set(inspect.signature(fun).parameters) == {"intermediate_result"}
+        parameters = set(inspect.signature(callback).parameters)
     except ValueError:  # some builtins have no signature
-        return False
+        parameters = set()
+    # SciPy's rule.
+    if parameters != {"intermediate_result"}:
+        return lambda x, row: callback(x)
+
+    def with_result(x: Tree, row: Row) -> Any:
+        counts = {"nit": row.iteration, "nfev": row.evaluations, "gradient_norm": row.gradient_norm}
+        return callback(intermediate_result=scipy.optimize.OptimizeResult(x=x, fun=row.loss, **counts))
+
+    return with_result

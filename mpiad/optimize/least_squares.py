@@ -27,7 +27,7 @@ from mpiad.optimize.evaluated_points import INTERRUPTED, STOPPED, Ending, Left, 
 from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import Iterates
 from mpiad.optimize.objective_evaluation import Program, StartValues, check_program
-from mpiad.optimize.packing import Packing, tellable_variables
+from mpiad.optimize.packing import Packing, sendable_variables
 from mpiad.optimize.root_driven import Leader, RootDriven, shared_start
 from mpiad.optimize.root_protocol import COTANGENT, FACTOR, NOT_FINITE, RESIDUALS, TANGENT, total_on_root
 from mpiad.primitives.cotangents import spec_like
@@ -46,25 +46,21 @@ from mpiad.transport.user_failures import StageFailures, WrongValueError, verdic
 #    Jacobian so that their Gauss-Newton model is that of the robust cost.
 
 
-@np.errstate(all="ignore")
 def _soft_l1(z: np.ndarray) -> list[np.ndarray]:
     t = 1.0 + z
     return [2.0 * (np.sqrt(t) - 1.0), t**-0.5, -0.5 * t**-1.5]
 
 
-@np.errstate(all="ignore")
 def _huber(z: np.ndarray) -> list[np.ndarray]:
     near, root = z <= 1.0, np.sqrt(np.maximum(z, 1.0))
     return [np.where(near, z, 2.0 * root - 1.0), np.where(near, 1.0, 1.0 / root), np.where(near, 0.0, -0.5 / root**3)]
 
 
-@np.errstate(all="ignore")
 def _cauchy(z: np.ndarray) -> list[np.ndarray]:
     t = 1.0 + z
     return [np.log1p(z), 1.0 / t, -1.0 / t**2]
 
 
-@np.errstate(all="ignore")
 def _arctan(z: np.ndarray) -> list[np.ndarray]:
     t = 1.0 + z**2
     return [np.arctan(z), 1.0 / t, -2.0 * z / t**2]
@@ -104,8 +100,9 @@ def loss_of(loss: object, scale: Scalar) -> Loss | None:
         raise ValueError(f"least_squares: loss must be a function or one of {', '.join(LOSSES)}, but got {loss!r}.")
     if not (np.ndim(scale) == 0 and np.isreal(scale) and scale > 0.0):
         raise ValueError(f"least_squares: f_scale must be one positive number, but got {scale!r}.")
-    rho = LOSSES[loss] if isinstance(loss, str) else loss
-    return None if rho is None else Loss(rho, float(scale))
+    if loss == "linear":
+        return None
+    return Loss(np.errstate(all="ignore")(LOSSES[loss]) if isinstance(loss, str) else loss, float(scale))
 
 
 class ResidualEvaluation:
@@ -208,8 +205,12 @@ class ResidualEvaluation:
             # A copy: it serves all products at x, even after `fun` has written later derivatives into the same array.
             rows = self.agreement.run(lambda: self._checked(np.array(to_host(given(x, *args)), dtype=float), size))
         else:
-            columns = [self._column(x, unit, size) for unit in np.eye(self._packing.size)]
-            rows = np.stack(columns, axis=1)
+
+            def column(unit: np.ndarray) -> np.ndarray:
+                along = make_jvp(lambda x: self.agreement.run(lambda: self._piece(x)))(x)
+                return self.agreement.run(lambda: self._counted(along(self._packing.unpack(unit))[1], size))
+
+            rows = np.stack([column(unit) for unit in np.eye(self._packing.size)], axis=1)
         self._rows = vector.tobytes(), rows
         return rows
 
@@ -227,10 +228,6 @@ class ResidualEvaluation:
         self._residuals(vector)
         kept, v = self._kept[1], self._packing.unpack(direction)  # type: ignore[index]
         return self._gathered(self.agreement.run(lambda: self._counted(kept.jvp(v))))
-
-    def _column(self, x: Tree, direction: np.ndarray, size: int | None = None) -> np.ndarray:
-        along = make_jvp(lambda x: self.agreement.run(lambda: self._piece(x)))(x)
-        return self.agreement.run(lambda: self._counted(along(self._packing.unpack(direction))[1], size))
 
     def cotangent(self, vector: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray | None:
         """Return the product of the transposed Jacobian with a vector on the root, one weight per residual."""
@@ -294,7 +291,7 @@ _STOPPED = Ending(-2, STOPPED.message)
 _LIMIT = Ending(0, "The maximum number of function evaluations is exceeded. Raise max_nfev.")
 
 
-class Aims(NamedTuple):
+class RootArguments(NamedTuple):
     """The root's further arguments."""
 
     keywords: dict[str, Any]  # for SciPy: bounds, tolerances and the like
@@ -383,7 +380,12 @@ class _Problem:
     def _matrix(self, place: Point) -> np.ndarray:
         self._ask(FACTOR, "factor", place.x)
         triangle, place.gradient = self._evaluation.factor(place.x)  # type: ignore[misc]
-        return _surrogate_jacobian(triangle, place.gradient, float(self.seen[0]), self._robust)
+        # A substitute for the Jacobian, shape (n + 1, n), or (n + 2, n) with a robust loss.
+        rows, norm = triangle[:, 1:].copy(), float(self.seen[0])
+        if norm > 0.0:
+            # With residuals (norm, 0, ...), J'f is then the summed gradient, not its approximation from R.
+            rows[0] = place.gradient / norm
+        return np.insert(rows, 1, 0.0, axis=0) if self._robust else rows
 
     def _operator(self, place: Point) -> Any:
         def transposed(weights: np.ndarray) -> np.ndarray:
@@ -406,26 +408,27 @@ class _Problem:
         """Return the result of a solve that ends at the last iterate."""
         place: Point = self.place  # type: ignore[assignment]
         gradient = np.full_like(place.x, np.nan) if place.gradient is None else place.gradient
-        return scipy.optimize.OptimizeResult(
-            x=place.x, cost=place.value, grad=gradient, optimality=place.norm,
-            active_mask=np.zeros(place.x.size, int), nfev=self.counts["residuals"], njev=len(self.record.rows),
-            status=status, success=False, message=message,
-        )  # fmt: skip
+        result = scipy.optimize.OptimizeResult(x=place.x, cost=place.value, grad=gradient, optimality=place.norm)
+        result.update(active_mask=np.zeros(place.x.size, int), status=status, success=False, message=message)
+        result.update(nfev=self.counts["residuals"], njev=len(self.record.rows))
+        return result
 
 
-def descend(aims: Aims, leader: Leader) -> dict[str, Any]:
+def descend(arguments: RootArguments, leader: Leader) -> dict[str, Any]:
     """Run SciPy's method on the root; return its result, without the fields as long as the residuals."""
     evaluation: ResidualEvaluation = leader.evaluation  # type: ignore[assignment]
     start = leader.packing.pack(leader.start)
-    keeper = RootCheckpoint(aims.checkpoint, aims.problem(leader, start) if aims.checkpoint else {}, "least_squares")
-    problem = _Problem(leader, evaluation, aims.callback, keeper)
+    keeper = RootCheckpoint(
+        arguments.checkpoint, arguments.problem(leader, start) if arguments.checkpoint else {}, "least_squares"
+    )
+    problem = _Problem(leader, evaluation, arguments.callback, keeper)
     if evaluation.gathers:
-        solver = {"tr_solver": "lsmr", **aims.robust}
+        solver = {"tr_solver": "lsmr", **arguments.robust}
     else:
         solver = {"tr_solver": "exact", "loss": "linear" if evaluation.loss is None else _carried_cost}
     start = problem.resume(start)
     try:
-        keywords = {**aims.keywords, "max_nfev": _remaining(aims.keywords["max_nfev"], problem, start.size)}
+        keywords = {**arguments.keywords, "max_nfev": _remaining(arguments.keywords["max_nfev"], problem, start.size)}
         result = scipy.optimize.least_squares(problem.residuals, start, jac=problem.jacobian, **keywords, **solver)
     except StopIteration:
         result = problem.ended(*_STOPPED)
@@ -469,15 +472,6 @@ def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarra
         # SciPy's trust region shrinks if a cost isn't finite, whether NaN or infinite.
         out[0] = np.nan
     return out
-
-
-def _surrogate_jacobian(triangle: np.ndarray, gradient: np.ndarray, norm: float, robust: bool) -> np.ndarray:
-    """Return a substitute for the Jacobian, shape (n + 1, n), or (n + 2, n) with a robust loss; `norm` is that of f."""
-    rows = triangle[:, 1:].copy()
-    if norm > 0.0:
-        # With residuals (norm, 0, ...), J'f is then the summed gradient, not its approximation from R.
-        rows[0] = gradient / norm
-    return np.insert(rows, 1, 0.0, axis=0) if robust else rows
 
 
 def _carried_cost(z: np.ndarray) -> np.ndarray:
@@ -597,18 +591,16 @@ def least_squares(
     """
     used = channel(comm, _CALL)
     program = Program(fun, jac, None, args if isinstance(args, tuple) else (args,), "sum", root)
-    keywords = {
-        "bounds": bounds, "method": method, "ftol": ftol, "xtol": xtol, "gtol": gtol, "x_scale": x_scale,
-        "max_nfev": max_nfev, "tr_options": {} if tr_options is None else tr_options,
-    }  # fmt: skip
+    keywords = {"bounds": bounds, "method": method, "ftol": ftol, "xtol": xtol, "gtol": gtol, "x_scale": x_scale}
+    keywords |= {"max_nfev": max_nfev, "tr_options": {} if tr_options is None else tr_options}
     with restoring_state(), suspended():
         start, weigh, kept = _agree_on_arguments(used, program, x0, (loss, f_scale, tr_solver, method), checkpoint)
         kind = partial(ResidualEvaluation, loss=weigh, solver=tr_solver, few=_FEW)
         solve = RootDriven(used, program, start, kind, _CALL)
-        aims = Aims(keywords, {"loss": loss, "f_scale": f_scale}, callback, kept, program, tr_solver)
+        arguments = RootArguments(keywords, {"loss": loss, "f_scale": f_scale}, callback, kept, program, tr_solver)
         shown = Progress(keywords) if progress else None
         with solve.ending(kept, shown):
-            return solve.run(partial(descend, aims), shown)
+            return solve.run(partial(descend, arguments), shown)
 
 
 def _agree_on_arguments(
@@ -626,7 +618,7 @@ def _agree_on_arguments(
         if solver not in (None, "exact", "lsmr"):
             raise ValueError(f"least_squares: tr_solver must be 'exact', 'lsmr' or None, but got {solver!r}.")
         weigh = loss_of(loss, scale)
-        start = tellable_variables(x0, _CALL) if used.rank == program.root else None
+        start = sendable_variables(x0, _CALL) if used.rank == program.root else None
     named = loss if isinstance(loss, str) else "a function"
     # Its presence must be the same everywhere: columns found by differentiation run the function's messages.
     jac = None if program.jac is None else "a function"

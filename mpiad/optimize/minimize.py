@@ -21,9 +21,9 @@ from mpiad._typing import Comm, Function, Rank, Tree
 from mpiad.optimize.checkpoint import CheckpointFile, as_checkpoint
 from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Program, check_program
-from mpiad.optimize.packing import as_variables, tellable_variables
+from mpiad.optimize.packing import as_variables, sendable_variables
 from mpiad.optimize.root_driven import RootDriven, shared_start
-from mpiad.optimize.scipy_methods import Wishes, drive, is_sharded, method_named
+from mpiad.optimize.scipy_methods import MethodArguments, drive, is_sharded, method_named
 from mpiad.optimize.sharded import Piece, Sharded, piece_of
 from mpiad.primitives.operation import suspended
 from mpiad.transport import Channel, channel
@@ -159,47 +159,49 @@ def minimize(
     jac = None if jac is False else jac  # SciPy takes False for "not given"
     program = Program(fun, jac, hessp, args if isinstance(args, tuple) else (args,), objective, root)
     with restoring_state(), suspended():
-        wishes = Wishes(bounds, constraints, tol, options, callback, checkpoint)
-        start, wishes = _agree_on_arguments(used, program, method, x0, wishes)
+        arguments = MethodArguments(bounds, constraints, tol, options, callback, checkpoint)
+        start, arguments = _agree_on_arguments(used, program, method, x0, arguments)
         solve = Sharded(used, program, start) if isinstance(start, Piece) else RootDriven(used, program, start)
         shown = Progress(options) if progress else None
-        with solve.ending(wishes.checkpoint, shown):
+        with solve.ending(arguments.checkpoint, shown):
             if isinstance(solve, Sharded):
                 return solve.run(callback, shown)
-            return solve.run(partial(drive, method_named(method), wishes, program), shown)
+            return solve.run(partial(drive, method_named(method), arguments, program), shown)
 
 
 def _agree_on_arguments(
-    used: Channel, program: Program, method: object, x0: Tree, wishes: Wishes
-) -> tuple[Tree | Piece, Wishes]:
+    used: Channel, program: Program, method: object, x0: Tree, arguments: MethodArguments
+) -> tuple[Tree | Piece, MethodArguments]:
     """Check the arguments on all ranks; return the root's x0 as a pytree of variables, or this rank's own `Piece`."""
     settings = ""
     # Invalid arguments first, whose errors are clearer, then differences: an invalid argument often differs too.
     with raising_together(used, Exception):
         sharded = is_sharded(method)
         writes = sharded or used.rank == program.root
-        wishes = wishes._replace(checkpoint=as_checkpoint(wishes.checkpoint, "minimize", writes))
+        arguments = arguments._replace(checkpoint=as_checkpoint(arguments.checkpoint, "minimize", writes))
         check_program(program, used, "minimize")
-        start = tellable_variables(x0, "minimize") if writes and not sharded else None
+        start = sendable_variables(x0, "minimize") if writes and not sharded else None
         if sharded:
-            if wishes.constraints is not None and np.size(wishes.constraints):
+            if arguments.constraints is not None and np.size(arguments.constraints):
                 raise ValueError(
                     f"minimize: method {method!r} takes no constraints; 'SLSQP' and 'trust-constr' do. But got "
-                    f"{wishes.constraints!r:.60}."
+                    f"{arguments.constraints!r:.60}."
                 )
-            start = piece_of(str(method), as_variables(x0), wishes.bounds, wishes.tol, wishes.options, wishes.checkpoint)
+            start = piece_of(
+                str(method), as_variables(x0), arguments.bounds, arguments.tol, arguments.options, arguments.checkpoint
+            )
             settings = f", {start.settings}"
-            if wishes.callback is not None and not callable(wishes.callback):
-                kind = type(wishes.callback).__name__
-                raise TypeError(f"minimize: callback must be callable, but got {kind} {wishes.callback!r:.60}.")
+            if arguments.callback is not None and not callable(arguments.callback):
+                kind = type(arguments.callback).__name__
+                raise TypeError(f"minimize: callback must be callable, but got {kind} {arguments.callback!r:.60}.")
     jac = "a function" if callable(program.jac) else program.jac
     described = f"method={method!r}, objective={program.objective!r}, root={program.root}, jac={jac}, "
     described += f"hessp={'none' if program.hessp is None else 'a function'}{settings}"
-    described += "" if wishes.checkpoint is None else f", a checkpoint every {wishes.checkpoint.every} iterations"
+    described += "" if arguments.checkpoint is None else f", a checkpoint every {arguments.checkpoint.every} iterations"
     require_same(used, described, "minimize")
     if isinstance(start, Piece):
-        return start, wishes
-    return shared_start(used, program, start, x0), wishes
+        return start, arguments
+    return shared_start(used, program, start, x0), arguments
 
 
 def mpi_optimize(
@@ -266,7 +268,6 @@ def mpi_optimize(
     """
     # None and True have another meaning for `minimize`, which rejects a string on all ranks alike.
     jac: Any = repr(g) if g is None or isinstance(g, bool) else g
-    return minimize(
-        f, x0, method=method, jac=jac, bounds=bounds, constraints=constraints, root=root, comm=comm, tol=tol,
-        options=options, callback=callback, objective=objective, args=args, checkpoint=checkpoint, progress=progress,
-    )  # fmt: skip
+    solver = {"method": method, "bounds": bounds, "constraints": constraints, "tol": tol, "options": options}
+    output = {"callback": callback, "checkpoint": checkpoint, "progress": progress}
+    return minimize(f, x0, jac=jac, root=root, comm=comm, objective=objective, args=args, **solver, **output)

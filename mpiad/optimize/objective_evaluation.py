@@ -11,7 +11,7 @@ from autograd.tracer import Box
 
 from mpiad._typing import Comm, Function, Rank, Scalar, Tree
 from mpiad.device import to_host
-from mpiad.differentiation import make_hvp
+from mpiad.differentiation import SecondOrder, make_hvp
 from mpiad.differentiation.gradient import gradients_of_term
 from mpiad.differentiation.objective import check_objective, problem_with, share, weight_of
 from mpiad.differentiation.trace import Traced, Variables, trace_backwards, variables_of
@@ -90,7 +90,7 @@ class Evaluation:
         return found
 
     def _value(self, vector: np.ndarray) -> float:
-        x = self._packing.nest_in(vector)
+        x = self._packing.view_of(vector)
         if self.separate:
             return self.agreement.summed(lambda: self.value_at(x), self._term)[1]
         self._forward = None  # its memory is freed before the next is allocated
@@ -108,7 +108,7 @@ class Evaluation:
 
     def _gradient(self, vector: np.ndarray) -> np.ndarray | None:
         if self.separate:
-            x = self._packing.nest_in(vector)
+            x = self._packing.view_of(vector)
             jac, args = self._program.jac, self._program.args
             return self._total(self.agreement.run(lambda: self._weighted(jac(x, *args), "jac")))  # type: ignore[operator]
         return self._total(self.agreement.run(self._backward))
@@ -135,9 +135,18 @@ class Evaluation:
             # Two functions of the user get the variables in turn, and the first may overwrite them.
             first = vector.copy() if self.separate else vector
             return self._value(first), self._gradient(vector)
-        x = self._packing.nest_in(vector)
+        x = self._packing.view_of(vector)
+
         # The values are sent with the agreement, since no trace has to end first.
-        (_, local), value = self.agreement.summed(lambda: self._pair_at(x), lambda pair: self._term(pair[0]))
+        def pair() -> tuple[Any, np.ndarray]:
+            out = self._program.fun(x, *self._program.args)
+            if out is None and self._gradient_weight == 0.0:
+                return None, self._nothing
+            if not isinstance(out, tuple) or len(out) != 2:
+                raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
+            return self._checked(out[0]), self._weighted(out[1], "fun")
+
+        (_, local), value = self.agreement.summed(pair, lambda found: self._term(found[0]))
         return value, self._total(local)
 
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
@@ -153,12 +162,16 @@ class Evaluation:
         if given is not None:
             return lambda v: self._multiplied(lambda v: self._weighted(given(x, v, *args), "hessp"), v)
         # With respect to each rank's own copy, along all copies: their sum is the product for the shared variable.
-        evaluate = make_hvp(
-            lambda x: self.agreement.run(lambda: self.value_at(x)),
-            objective=self._program.objective, root=self._program.root, comm=self._used.user,
-        )  # fmt: skip
-        product = self.agreement.run(lambda: evaluate(x).product)
+        product = self.differentiated(self.value_at, x).product
         return lambda v: self._multiplied(lambda v: self._packing.pack_gradient(product(v)), v)
+
+    def differentiated(self, fun: Callable[[Tree], Any], x: Tree) -> SecondOrder:
+        """Return value, gradient and Hessian products at x of the objective whose parts are the values of `fun`."""
+        objective, root = self._program.objective, self._program.root
+        evaluate = make_hvp(
+            lambda x: self.agreement.run(lambda: fun(x)), objective=objective, root=root, comm=self._used.user
+        )
+        return self.agreement.run(lambda: evaluate(x))
 
     def _multiplied(self, multiply: Callable[[Tree], np.ndarray], direction: np.ndarray) -> np.ndarray | None:
         v = self._packing.unpack(direction)
@@ -171,14 +184,6 @@ class Evaluation:
         """Return this rank's number, as a part of a stage."""
         out = self._program.fun(x, *self._program.args)
         return self._checked(out[0] if self.only_both and isinstance(out, tuple) else out)
-
-    def _pair_at(self, x: Tree) -> tuple[Any, np.ndarray]:
-        out = self._program.fun(x, *self._program.args)
-        if out is None and self._gradient_weight == 0.0:
-            return None, self._nothing
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise WrongValueError(f"minimize: with jac=True fun must return (value, gradient), but got {out!r:.60}.")
-        return self._checked(out[0]), self._weighted(out[1], "fun")
 
     def _checked(self, value: Scalar) -> Scalar:
         problem = problem_with(value, self._weight, "minimize")

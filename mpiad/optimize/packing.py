@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 from autograd.tracer import Box
@@ -17,7 +18,7 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class RemoteArray:
     """An array on the root's device, as represented on other ranks; `arrays` makes arrays of this rank."""
 
     shape: Shape
@@ -90,23 +91,23 @@ def as_variables(x0: Tree, call: str = "minimize") -> Tree:
     return x0
 
 
-def tellable_variables(x0: Tree, call: str) -> Tree:
+def sendable_variables(x0: Tree, call: str) -> Tree:
     """Return the root's x0 as the pytree for the function on all ranks; raise if that is impossible."""
     start = as_variables(x0, call)
     if not any(np.size(leaf) for leaf in flatten(start)[0] if is_variable(leaf)):  # methods of SciPy fail on it
         raise ValueError(f"{call}: x0 must hold one number at least, but got {start!r:.60}.")
-    require_tellable(start, call)
+    require_sendable(start, call)
     return start
 
 
-def require_tellable(nest: Tree, call: str) -> None:
+def require_sendable(nest: Tree, call: str) -> None:
     """Raise a TypeError if a pytree's structure, or a leaf that is no variable, can't be sent to the other ranks."""
     leaves, build = flatten(nest)
     try:
         pickle.dumps(build([None if is_variable(leaf) else leaf for leaf in leaves]))
     except Exception as error:  # noqa: BLE001 - pickling runs user code
         raise TypeError(
-            f"{call}: x0 is told to all ranks, but holds what can't be pickled ({error}). Give functions and the like in "
+            f"{call}: x0 is sent to all ranks, but holds what can't be pickled ({error}). Give functions and the like in "
             "args, and define classes at the top of a module."
         ) from error
 
@@ -119,18 +120,18 @@ class Packing:
     """The layout of a pytree in one vector of doubles; complex numbers as pairs.
 
     `template`: gives structure, shapes and dtypes. Its leaves that aren't variables (integers, strings) are constant.
-    `size`: length of the vector. `specs`, `homes`: for each array of variables shape and dtype, and its device; None on the
-    host.
+    `size`: length of the vector. `specs`, `namespaces`: for each array of variables shape and dtype, and its device; None
+    on the host.
     """
 
     def __init__(self, template: Tree):
         self._leaves, self._build = flatten(template)
-        self._places = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is Elsewhere]
+        self._places = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is RemoteArray]
         found = [self._leaves[p] for p in self._places]
         # A dtype received in a message equals NumPy's own but is another object, which would change pickled results.
         self.specs = [(shape, np.dtype(dtype.str)) for shape, dtype, *_ in map(spec_like, found)]
-        self.homes = [leaf.arrays if type(leaf) is Elsewhere else arrays_of(leaf) for leaf in found]
-        self._away = any(home is not None for home in self.homes)
+        self.namespaces = [leaf.arrays if type(leaf) is RemoteArray else arrays_of(leaf) for leaf in found]
+        self._away = any(xp is not None for xp in self.namespaces)
         # A complex number is two variables, its real and its imaginary part, since methods work with real ones.
         self._lengths = [(int(np.prod(shape)) * (1 + (dtype.kind == "c")),) for shape, dtype in self.specs]
         self.size = sum(length for (length,) in self._lengths)
@@ -194,7 +195,7 @@ class Packing:
         """Return the pytree of a vector, in new memory."""
         return self._unpacked(vector, lambda z: z)
 
-    def nest_in(self, vector: np.ndarray) -> Tree:
+    def view_of(self, vector: np.ndarray) -> Tree:
         """Return the pytree of a vector, in the vector's own memory if it is one array of doubles."""
         if not self._plain:
             return self.unpack(vector)
@@ -213,7 +214,7 @@ class Packing:
             piece = view(piece.copy().view(complex)) if dtype.kind == "c" else piece
             found.append(piece.astype(dtype).reshape(shape))
         leaves = list(self._leaves)
-        for place, array in zip(self._places, put(found, self.homes) if self._away else found):
+        for place, array in zip(self._places, put(found, self.namespaces) if self._away else found):
             leaves[place] = array if array.ndim else array[()]
         return self._build(leaves)
 
@@ -231,25 +232,25 @@ class PiecePacking(Packing):
         self._shape = self.specs[0][0]
         self._gradient = np.empty(self.size)  # takes no physical memory until its first use
         self._pool = BufferPool(self.size)
-        self._lent: np.ndarray | None = None
+        self._buffer: np.ndarray | None = None
 
-    def lend(self) -> np.ndarray | None:
+    def next_buffer(self) -> np.ndarray | None:
         """Return memory for the next variables, shape (size,), so that `unpack` needn't copy them."""
         if self._plain and 8 * self.size >= _LARGE:
             # A vector to which nobody refers any more: fresh memory of that size costs a page fault for each 4 KiB.
-            self._lent = self._pool.vector()
-        return self._lent
+            self._buffer = self._pool.vector()
+        return self._buffer
 
-    def nest_in(self, vector: np.ndarray) -> Tree:
-        """Return the pytree of a vector that the solve continues to use: in the memory of `lend`, or in new memory."""
+    def view_of(self, vector: np.ndarray) -> Tree:
+        """Return the pytree of a vector that the solve still uses: in the memory of `next_buffer`, or in new memory."""
         return self.unpack(vector)
 
     def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
-        lent, self._lent = self._lent, None
-        if lent is None:
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
             return super()._unpacked(vector, view)
         leaves = list(self._leaves)
-        leaves[self._places[0]] = lent.reshape(self._shape)
+        leaves[self._places[0]] = buffer.reshape(self._shape)
         return self._build(leaves)
 
     def pack_gradient(self, tree: Tree) -> np.ndarray:
@@ -264,19 +265,19 @@ class PiecePacking(Packing):
 class DevicePacking(Packing):
     """As `Packing`, for variables on a device: the vector is there, too.
 
-    `home`: makes arrays there.
+    `xp`: makes arrays there.
     """
 
     def __init__(self, template: Tree):
         super().__init__(template)
-        self.home: ArrayModule = self.homes[0]  # type: ignore[assignment]
+        self.xp: ArrayModule = self.namespaces[0]  # type: ignore[assignment]
         self._away = False  # not on another device than the vector
 
-    def lend(self) -> None:
+    def next_buffer(self) -> None:
         """Return None: the function gets new memory, which costs nothing there."""
         return None
 
-    def nest_in(self, vector: Array) -> Tree:
+    def view_of(self, vector: Array) -> Tree:
         """Return the pytree of a vector that the solve continues to use, in new memory."""
         return self.unpack(vector)
 
@@ -284,12 +285,12 @@ class DevicePacking(Packing):
         pieces = []
         for leaf, (_, dtype) in zip(self._arrays(tree), self.specs):
             if dtype.kind == "c":
-                leaf = self.home.contiguous(view(leaf).astype(complex)).reshape(-1).view(float)
+                leaf = self.xp.contiguous(view(leaf).astype(complex)).reshape(-1).view(float)
             pieces.append(leaf.reshape(-1).astype(float))
         return np.concatenate(pieces)
 
     def _array(self, leaf: Array, place: int, shape: Shape) -> Array:
-        if arrays_of(leaf) != self.home or leaf.shape != shape:
+        if arrays_of(leaf) != self.xp or leaf.shape != shape:
             raise TypeError(
                 f"minimize: expected an array of shape {shape} on the device of {self._path(place)}, but got "
                 f"{type(leaf).__name__} of shape {np.shape(leaf)}."
@@ -297,12 +298,15 @@ class DevicePacking(Packing):
         return leaf
 
 
-def packing_of_piece(start: Tree) -> PiecePacking | DevicePacking:
+LocalPacking: TypeAlias = PiecePacking | DevicePacking
+
+
+def packing_of_piece(start: Tree) -> LocalPacking:
     """Return the layout of a rank's own variables in a vector, on the host or a device; a TypeError if on both."""
     if leaf_on_device(start) is None:
         return PiecePacking(start)
     packing = DevicePacking(start)
-    if len(set(packing.homes)) > 1:
+    if len(set(packing.namespaces)) > 1:
         raise TypeError(
             "minimize: with sharded methods a rank's variables must all be on the host or on one device, but x0 holds "
             "both. Bring them together with mpiad.device.to_device or mpiad.device.to_host."

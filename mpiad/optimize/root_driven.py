@@ -21,13 +21,13 @@ from mpiad.errors import DeadlockError, ReplicationError
 from mpiad.optimize.checkpoint import CheckpointFile
 from mpiad.optimize.history import Progress
 from mpiad.optimize.objective_evaluation import Evaluation, Program
-from mpiad.optimize.packing import Elsewhere, Packing, as_variables
+from mpiad.optimize.packing import Packing, RemoteArray, as_variables
 from mpiad.optimize.root_protocol import FINISH, Instructions, Refusal, serve
 from mpiad.pytrees import fetched, flatten, leaf_on_device, map_leaves, named_leaves
 from mpiad.transport import Channel, renew
 from mpiad.transport.agreement import agreed, raising_together
 from mpiad.transport.channels import on_any_rank
-from mpiad.transport.device_arrays import ArrayModule, arrays_of
+from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.fault_tolerance import is_interruption
 from mpiad.transport.replication import Difference, compare, listed
 from mpiad.transport.signals import postponed
@@ -57,26 +57,27 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
     if used.size == 1:
         return start
     leads = used.rank == program.root
-    template = used.data.bcast(_without_devices(start) if leads else None, program.root)
-    if any(type(leaf) is Elsewhere for leaf in flatten(template)[0]):
+    template = None
+    if leads:
+        leaves, build = flatten(start)
+        # Device arrays are represented by placeholders on the other ranks.
+        for k, on_host in enumerate(fetched(leaves)):
+            if arrays_of(leaves[k]) is not None:
+                leaves[k] = RemoteArray(on_host.shape, on_host.dtype, _fingerprint(on_host))
+        template = build(leaves)
+    template = used.data.bcast(template, program.root)
+    if any(type(leaf) is RemoteArray for leaf in flatten(template)[0]):
         with raising_together(used, ImportError):
             if not leads:
-                home = _own_device(x0, program.args)
+                # The root's device number is meaningless on another node: the device of this rank's arguments, else the
+                # current one; an ImportError without CuPy.
+                xp = arrays_of(leaf_on_device([x0, program.args])) or arrays_of(to_device(np.zeros(0)))
                 template = map_leaves(
-                    lambda leaf: replace(leaf, arrays=home) if type(leaf) is Elsewhere else leaf, template
+                    lambda leaf: replace(leaf, arrays=xp) if type(leaf) is RemoteArray else leaf, template
                 )
     mine = None if x0 is None else named_leaves(_as_given(x0), "x0")
     _require_roots(used, program.root, mine, named_leaves(template, "x0"), call)
     return start if leads else template
-
-
-def _without_devices(start: Tree) -> Tree:
-    """Return the root's variables as sent to other ranks: with placeholders for device arrays."""
-    leaves, build = flatten(start)
-    return build([
-        leaf if arrays_of(leaf) is None else Elsewhere(leaf.shape, leaf.dtype, _fingerprint(on_host))
-        for leaf, on_host in zip(leaves, fetched(leaves))
-    ])  # fmt: skip
 
 
 def _fingerprint(array: np.ndarray) -> bytes:
@@ -86,12 +87,6 @@ def _fingerprint(array: np.ndarray) -> bytes:
     parts += 0.0  # makes -0.0 a 0.0
     parts[np.isnan(parts)] = np.nan
     return hashlib.blake2b(parts.data, digest_size=16).digest()
-
-
-def _own_device(*given: object) -> ArrayModule | None:
-    """Return this rank's device: that of its arguments, else the current one; an ImportError without CuPy."""
-    # The root's device number is meaningless on another node; this rank's own arrays determine the device.
-    return arrays_of(leaf_on_device(list(given))) or arrays_of(to_device(np.zeros(0)))
 
 
 def _as_given(x0: Tree) -> Tree:
@@ -116,33 +111,35 @@ def _require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves
     every: list[Difference | None] = used.data.allgather(found)
     differences = {rank: difference for rank, difference in enumerate(every) if difference is not None}
     ranks, first = list(differences), next(iter(differences.values()))
-    raise agreed(used, ReplicationError(
-        f"{call}: x0 counts on the root only, rank {root}, but what rank(s) {ranks} of {used.size} gave differs from it. "
-        f"{_ADVICE}{listed(differences)}",
-        ranks, first.path, first.index, first.absolute, first.relative,
-    ))  # fmt: skip
+    text = f"{call}: x0 counts on the root only, rank {root}, but that of rank(s) {ranks} of {used.size} differs from it. "
+    text += f"{_ADVICE}{listed(differences)}"
+    raise agreed(used, ReplicationError(text, ranks, first.path, first.index, first.absolute, first.relative))
 
 
 def _difference(mine: Leaves, roots: Leaves, root: Rank) -> Difference | None:
     try:
         for (path, _), (other, _) in zip_longest(mine, roots, fillvalue=("nothing more", None)):
             if path != other:
-                return _told(path, f"it holds {path} where rank {root}'s holds {other}")
+                return _difference_in_form(path, f"it holds {path} where rank {root}'s holds {other}")
         # Device arrays in one copy.
         own, theirs = (fetched([leaf for _, leaf in leaves]) for leaves in (mine, roots))
         found = (_of_leaf(path, here, there, root) for (path, _), here, there in zip(mine, own, theirs))
         return next(filter(None, found), None)
     except Exception as error:  # noqa: BLE001 - user code may run here, and the other ranks mustn't wait
-        return _told(mine[0][0], f"it can't be compared with rank {root}'s: {type(error).__name__}: {error}")
+        return _difference_in_form(mine[0][0], f"it can't be compared with rank {root}'s: {type(error).__name__}: {error}")
 
 
 def _of_leaf(path: str, mine: Array, theirs: Array, root: Rank) -> Difference | None:
     here, there = _described(mine), _described(theirs)
     if here != there:
-        return _told(path, f"{path} is {here}, but rank {root}'s is {there}")
-    if isinstance(theirs, Elsewhere):
+        return _difference_in_form(path, f"{path} is {here}, but rank {root}'s is {there}")
+    if isinstance(theirs, RemoteArray):
         same = _fingerprint(mine) == theirs.fingerprint
-        return None if same else _told(path, f"{path}, {here}, has other values than rank {root}'s, which is on a device")
+        return (
+            None
+            if same
+            else _difference_in_form(path, f"{path}, {here}, has other values than rank {root}'s, which is on a device")
+        )
     a, b = np.asarray(mine), np.asarray(theirs)
     if a.dtype.kind not in _KINDS:
         return None  # of other objects only the type is known
@@ -157,14 +154,14 @@ def _of_leaf(path: str, mine: Array, theirs: Array, root: Rank) -> Difference | 
 
 
 def _described(leaf: Array) -> str:
-    shape, dtype = (leaf.shape, leaf.dtype) if isinstance(leaf, Elsewhere) else (np.shape(leaf), np.asarray(leaf).dtype)
+    shape, dtype = (leaf.shape, leaf.dtype) if isinstance(leaf, RemoteArray) else (np.shape(leaf), np.asarray(leaf).dtype)
     kind = _KINDS.get(dtype.kind)
     if kind is None:
         return type(leaf).__name__
     return f"{kind} {f'array of shape {shape}' if shape else 'value'}"
 
 
-def _told(path: str, text: str) -> Difference:
+def _difference_in_form(path: str, text: str) -> Difference:
     return Difference(path, (), math.nan, math.nan, text)
 
 

@@ -126,12 +126,12 @@ class Totals:
         self._comm.Bcast(decision, self._root)
         return decision
 
-    def of(self, terms: list[float], largest: list[float], told: list[float]) -> list[float]:
-        """Return sums of `terms`, maxima of `largest`, and the root's own `told`, as one list."""
+    def of(self, terms: list[float], largest: list[float], own: list[float]) -> list[float]:
+        """Return sums of `terms`, maxima of `largest`, and the root's own `own`, as one list."""
         highest = np.array(largest)
         found = np.empty_like(highest) if self.leads else None
         # Sums and maxima are two reductions, since MPI has no operation for both; the decision is one message.
         self._comm.Reduce(highest, found, MAX, self._root)
-        size = len(terms) + len(largest) + len(told)
-        packet = self.decided(np.array(terms), size, lambda sums: np.concatenate([sums, found, told]))  # type: ignore[list-item]
+        size = len(terms) + len(largest) + len(own)
+        packet = self.decided(np.array(terms), size, lambda sums: np.concatenate([sums, found, own]))  # type: ignore[list-item]
         return packet.tolist()

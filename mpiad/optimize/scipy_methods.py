@@ -16,7 +16,7 @@ import scipy
 
 from mpiad._typing import Function
 from mpiad.optimize.checkpoint import RootCheckpoint, problem_of
-from mpiad.optimize.constraints import Box, ConstraintSet, box_of, constraints_of
+from mpiad.optimize.constraints import box_of, constraints_of
 from mpiad.optimize.evaluated_points import STOPPED, Counts, Ending, Left, Point, Points
 from mpiad.optimize.history import History
 from mpiad.optimize.iterates import IteratesOfPoints
@@ -24,7 +24,7 @@ from mpiad.optimize.objective_evaluation import Program
 from mpiad.optimize.root_driven import Leader
 
 
-class Wishes(NamedTuple):
+class MethodArguments(NamedTuple):
     """The root's further arguments for the method."""
 
     bounds: Any
@@ -35,23 +35,33 @@ class Wishes(NamedTuple):
     checkpoint: Any = None
 
 
-def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> dict[str, Any]:
+def drive(method: Method, arguments: MethodArguments, program: Program, leader: Leader) -> dict[str, Any]:
     """Run a method on the root; return its result, corrected if necessary."""
     points = Points(leader.evaluation, leader.instructions, method.together)
-    if wishes.bounds is not None and not method.bounded:
+    if arguments.bounds is not None and not method.bounded:
         others = "'L-BFGS', 'TNC', 'SLSQP' and 'trust-constr'"
         raise ValueError(f"minimize: method {method.name!r} takes no bounds; {others} do.")
     start = leader.packing.pack(leader.start)
-    box = box_of(wishes.bounds, start.size)
-    constraints = _constraints(method, wishes.constraints, leader)
-    points.excess = _excess(box, constraints)
-    points.maxfun, options = _limited(method, dict(wishes.options or {}))
+    box = box_of(arguments.bounds, start.size)
+    constraints, given = None, arguments.constraints
+    if given is not None and not (isinstance(given, (list, tuple)) and not given):
+        if not method.constrained:
+            raise ValueError(f"minimize: method {method.name!r} takes no constraints; 'SLSQP' and 'trust-constr' do.")
+        constraints = constraints_of(given, leader.packing, leader.used)
+    checks = [each.excess for each in (box, constraints) if each is not None]
+    points.excess = (lambda x: max(check(x) for check in checks)) if checks else None
+    points.maxfun, options = _limited(method, dict(arguments.options or {}))
     problem = {"method": method.name, **problem_of(program, leader.packing, start, leader.used.size)}
     problem["bounds (checksum)"] = None if box is None else box.fingerprint
-    keeper = RootCheckpoint(wishes.checkpoint, problem)
-    iterates = IteratesOfPoints(points, wishes.callback, leader, keeper)
+    keeper = RootCheckpoint(arguments.checkpoint, problem)
+    iterates = IteratesOfPoints(points, arguments.callback, leader, keeper)
     start = iterates.resume(start)
-    options = _remaining(options, iterates.done)
+    if iterates.done and options.get("maxiter") is not None:  # earlier runs have made some
+        options = {**options, "maxiter": max(options["maxiter"] - iterates.done, 0)}
+    bounds: Any = arguments.bounds
+    if isinstance(bounds, scipy.optimize.Bounds):
+        low, high = (np.ravel(np.asarray(limit)) for limit in (bounds.lb, bounds.ub))
+        bounds = scipy.optimize.Bounds(low, high, np.ravel(bounds.keep_feasible))  # type: ignore[arg-type]
     run = _run_out if iterates.done and options.get("maxiter") == 0 else scipy.optimize.minimize
     try:
         if iterates.spent:
@@ -62,9 +72,9 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
             method=method.name,
             jac=points.gradient,
             hessp=points.product if method.products else None,
-            bounds=_flat_bounds(wishes.bounds),
+            bounds=bounds,
             constraints=() if constraints is None else constraints.for_scipy,
-            tol=wishes.tol,
+            tol=arguments.tol,
             options=options,
             callback=iterates,
         )
@@ -75,7 +85,7 @@ def drive(method: Method, wishes: Wishes, program: Program, leader: Leader) -> d
     except Left as left:
         result = cut_short(left.ending, points, iterates.count, left.at_best)
     except ValueError as error:  # some of SciPy's methods reject NaN and infinities in their matrices
-        if iterates.told or not points.broken:
+        if iterates.in_callback or not points.broken:
             raise
         said = f"ABNORMAL: the objective or its gradient isn't finite where the method has come, which raised {error!r}."
         result = cut_short(Ending(3, said), points, iterates.count, at_best=True)
@@ -93,19 +103,6 @@ def _run_out(value: Callable, start: np.ndarray, jac: Callable, callback: Iterat
     raise Left(Ending(1, said))
 
 
-def _constraints(method: Method, given: object, leader: Leader) -> ConstraintSet | None:
-    if given is None or (isinstance(given, (list, tuple)) and not given):
-        return None
-    if not method.constrained:
-        raise ValueError(f"minimize: method {method.name!r} takes no constraints; 'SLSQP' and 'trust-constr' do.")
-    return constraints_of(given, leader.packing, leader.used)
-
-
-def _excess(box: Box | None, constraints: ConstraintSet | None) -> Callable[[np.ndarray], float] | None:
-    checks = [each.excess for each in (box, constraints) if each is not None]
-    return (lambda x: max(check(x) for check in checks)) if checks else None
-
-
 def _limited(method: Method, options: dict) -> tuple[float | None, dict]:
     """Return the maximum number of evaluations, and the options for SciPy."""
     if options.get("maxfun") is None:
@@ -115,20 +112,6 @@ def _limited(method: Method, options: dict) -> tuple[float | None, dict]:
         raise ValueError(f"minimize: option maxfun must be an integer of at least 0, but got {maxfun!r}.")
     # SciPy's own methods with this option check it only between two line searches.
     return float(maxfun), options if method.knows_maxfun else {k: v for k, v in options.items() if k != "maxfun"}
-
-
-def _remaining(options: dict, done: int) -> dict:
-    """Return the options for the remaining iterations after an earlier run."""
-    if not done or options.get("maxiter") is None:
-        return options
-    return {**options, "maxiter": max(options["maxiter"] - done, 0)}
-
-
-def _flat_bounds(bounds: Any) -> Any:
-    if not isinstance(bounds, scipy.optimize.Bounds):
-        return bounds
-    low, high = (np.ravel(np.asarray(limit)) for limit in (bounds.lb, bounds.ub))
-    return scipy.optimize.Bounds(low, high, np.ravel(bounds.keep_feasible))  # type: ignore[arg-type]
 
 
 _SHARDED = "L-BFGS-sharded", "Newton-CG-sharded"
@@ -184,11 +167,9 @@ _ROUNDING = 4.0 * sys.float_info.epsilon
 def cut_short(ending: Ending, points: Points, iterations: int, at_best: bool = False) -> scipy.optimize.OptimizeResult:
     """Return the result of a method that was interrupted, at the last iterate or at the best point found."""
     point: Point = (points.best or points.iterate) if at_best else points.foremost  # type: ignore[assignment]
-    result = scipy.optimize.OptimizeResult(
-        x=point.x.copy(), fun=point.value, jac=_known(point.gradient, point.x), nit=iterations,
-        nfev=points.counts.of_objective, njev=points.counts.of_gradient, success=False, status=ending.status,
-        message=ending.message,
-    )  # fmt: skip
+    result = scipy.optimize.OptimizeResult(x=point.x.copy(), fun=point.value, jac=_known(point.gradient, point.x))
+    result.update(nit=iterations, nfev=points.counts.of_objective, njev=points.counts.of_gradient)
+    result.update(success=False, status=ending.status, message=ending.message)
     if points.counts["product"]:
         result.nhev = points.counts["product"]
     return result
@@ -205,7 +186,9 @@ def concluded(result: scipy.optimize.OptimizeResult, points: Points, constrained
     """
     if points.maxfun is not None:  # SciPy also counts evaluations that the root took from its stored points
         result.nfev = min(result.nfev, points.counts.of_objective)
-    best, value, gradient = points.best, float(result.fun), _gradient(result)
+    best, value = points.best, float(result.fun)
+    # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac.
+    gradient = np.asarray(result["grad"] if "grad" in result else result.get("jac", np.zeros(0)))
     if best is None:
         result.success = False
         result.message = "ABNORMAL: the objective was finite nowhere. Start where it is."
@@ -223,11 +206,6 @@ def concluded(result: scipy.optimize.OptimizeResult, points: Points, constrained
     return result
 
 
-def _gradient(result: scipy.optimize.OptimizeResult) -> np.ndarray:
-    # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac.
-    return np.asarray(result["grad"] if "grad" in result else result.get("jac", np.zeros(0)))
-
-
 def _move(result: scipy.optimize.OptimizeResult, best: Point, reason: str, success: bool = False) -> None:
     result.x, result.fun = best.x.copy(), best.value
     result["grad" if "grad" in result else "jac"] = _known(best.gradient, best.x)
@@ -238,8 +216,4 @@ def _move(result: scipy.optimize.OptimizeResult, best: Point, reason: str, succe
 
 def outcome_of(result: scipy.optimize.OptimizeResult, history: History, counts: Counts) -> dict[str, Any]:
     """Return the part of SciPy's result that the root sends to the other ranks."""
-    outcome = dict(result)
-    outcome["x"] = np.array(outcome["x"], dtype=float)
-    outcome["history"] = history
-    outcome["evaluations"] = dict(counts)
-    return outcome
+    return {**result, "x": np.array(result["x"], dtype=float), "history": history, "evaluations": dict(counts)}

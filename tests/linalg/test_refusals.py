@@ -131,9 +131,9 @@ def test_nan(domain, rank, size, rank_rng):
         solve(laplacian(domain), np.full(domain.local_shape, np.inf))
     assert "infinite" in str(caught.value)
     scale = np.nan if rank == last else 1.0
-    with pytest.raises(ValueError, match=rf"what matvec returned is not finite: .* on rank {last}"):
+    with pytest.raises(ValueError, match=rf"the result of matvec is not finite: .* on rank {last}"):
         solve(laplacian(domain), b, scale)
-    with pytest.raises(ValueError, match=rf"what preconditioner returned is not finite: .* on rank {last}"):
+    with pytest.raises(ValueError, match=rf"the result of preconditioner is not finite: .* on rank {last}"):
         solve(laplacian(domain), b, preconditioner=lambda r: r * scale)
     # Finite, although its square isn't.
     assert np.isfinite(solve(laplacian(domain), np.full(domain.local_shape, 1e300))).all()

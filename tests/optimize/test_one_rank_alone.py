@@ -142,7 +142,7 @@ def test_start_that_cannot_be_told_to_others(rank: int, size: int) -> None:
         pass
 
     root = size - 1
-    unpickled = "x0 is told to all ranks, but .* can't be pickled"
+    unpickled = "x0 is sent to all ranks, but .* can't be pickled"
     starts = ({"x": np.zeros(3), "f": lambda t: t}, r"x0\['f'\] is function"), ([Local(x=np.zeros(3))], unpickled)
     for start, text in starts:
         mine = start if rank == root else None

@@ -145,14 +145,14 @@ class Elliptic:
         u gets the operator's product, since the operator is symmetric; κ and c get the derivatives by the product rule.
         """
         require_together("linalg.Elliptic", u=stop_gradient(u), kappa=stop_gradient(kappa), c=stop_gradient(c))
-        home = arrays_of(stop_gradient(u))
+        xp = arrays_of(stop_gradient(u))
         if np.shape(stop_gradient(kappa)) == ():
             shape = self.domain.local_shape
-            kappa = kappa * (np.ones(shape) if home is None else home.full(shape, 1, np.float64))
+            kappa = kappa * (np.ones(shape) if xp is None else xp.full(shape, 1, np.float64))
         if stop_gradient(kappa).dtype != stop_gradient(u).dtype:
             kappa = kappa.astype(stop_gradient(u).dtype)
         # Next to a given value the flux is κ u over the spacing: a multiple of u at the last points.
-        (walls,) = self._walls.on(home)
+        (walls,) = self._walls.on(xp)
         total = (walls.astype(stop_gradient(u).dtype) * kappa + c) * u
         # Beyond a side without flux u is constant; given values contribute through the walls.
         padded, medium = self.domain.exchange([u, kappa], "edge", corners=False)

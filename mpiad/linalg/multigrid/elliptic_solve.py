@@ -7,7 +7,7 @@ and one reverse pass through the operator at the solution.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from autograd.tracer import isbox
 
@@ -107,42 +107,42 @@ def solve_elliptic(
         require_together(_CALL, b=stop_gradient(b), kappa=stop_gradient(kappa), c=stop_gradient(c))
         for field in (b, kappa, c):
             require_own_block(field, domain.local_shape, used.size, used.rank, _CALL)
-    # Shared with the solves of derivatives; these start from zero, and call no callback.
-    settings = {"rtol": rtol, "atol": atol, "maxiter": maxiter}
-    return _solution(b, kappa, c, levels=levels, settings=settings, start={"x0": stop_gradient(x0), "callback": callback})
+    # The solves of derivatives start from zero, and call no callback.
+    start = {"x0": stop_gradient(x0), "callback": callback}
+    return _solution(b, kappa, c, problem=_Problem(levels, {"rtol": rtol, "atol": atol, "maxiter": maxiter}, start))
+
+
+class _Problem(NamedTuple):
+    """A solve without its arrays."""
+
+    levels: Multigrid
+    settings: dict[str, Any]  # shared with the solves of derivatives
+    start: dict[str, Any] = {}
+    linear: bool = False  # whether nothing is differentiated with respect to κ and c on any rank
+
+    def product(self, all_three: Sequence[LocalArray]) -> LocalArray:
+        """Return the operator's product with u, given [u, κ, c]."""
+        return self.levels.operator(*all_three)
 
 
 @custom_operator
-def _solution(
-    b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict, start: dict | None = None,
-    linear: bool = False,
-) -> LocalArray:  # fmt: skip
-    """Return the solution; κ and c are those of the levels, and are arguments only for their derivatives.
-
-    `linear`: whether nothing is differentiated with respect to κ and c on any rank.
-    """
-    return levels.solve(b, **settings, **(start or {}))
+def _solution(b: LocalArray, kappa: LocalArray, c: LocalArray, *, problem: _Problem) -> LocalArray:
+    """Return the solution; κ and c are those of the levels, and are arguments only for their derivatives."""
+    return problem.levels.solve(b, **problem.settings, **problem.start)
 
 
-def _product(levels: Multigrid) -> Callable:
-    return lambda all_three: levels.operator(*all_three)
-
-
-def _adjoint(
-    ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict,
-    linear: bool = False, **_: Any,
-) -> Callable:  # fmt: skip
+def _adjoint(ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, problem: _Problem) -> Callable:
     """Return the transpose of the solution's derivative: from A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
 
     def vjp(g: LocalArray) -> list:
         # Decided by the tape, identically on all ranks; a surrounding autograd trace is the exception.
         tape = tracing.tape
-        alone = tape is not None and tape.of_cotangents and not (isbox(kappa) or isbox(c))
+        linear = tape is not None and tape.of_cotangents and not (isbox(kappa) or isbox(c))
         # The operator is its own transpose, and the levels exist: another solve with them, for all cotangents.
-        multiplier = _solution(g, kappa, c, levels=levels, settings=settings, linear=alone)
-        if linear:
+        multiplier = _solution(g, kappa, c, problem=problem._replace(start={}, linear=linear))
+        if problem.linear:
             return [multiplier]
-        pull, _ = make_vjp(_product(levels))([ans, kappa, c])
+        pull, _ = make_vjp(problem.product)([ans, kappa, c])
         # The first part, Aᵀ λ, equals ū.
         _, of_kappa, of_c = pull(multiplier, batch=len(g.shape) > len(ans.shape))
         return [multiplier, -of_kappa, -of_c]
@@ -151,14 +151,13 @@ def _adjoint(
 
 
 def _tangent(
-    gs: list, ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, levels: Multigrid, settings: dict,
-    **_: Any,
-) -> LocalArray:  # fmt: skip
+    gs: list, ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *, problem: _Problem
+) -> LocalArray:
     """Return the derivative of the solution along tangents of b, κ and c."""
     along = [direction_of(value, g) for value, g in zip((kappa, c), gs[1:])]
-    push = make_jvp(_product(levels))([ans, kappa, c])
+    push = make_jvp(problem.product)([ans, kappa, c])
     change = push([spec_like(stop_gradient(ans)).zeros(), *along])[1]
-    return _solution(tangent_of(b, gs[0]) - change, kappa, c, levels=levels, settings=settings)
+    return _solution(tangent_of(b, gs[0]) - change, kappa, c, problem=problem._replace(start={}, linear=False))
 
 
 defvjp_together(_solution, _adjoint)

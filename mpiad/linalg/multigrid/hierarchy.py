@@ -21,7 +21,7 @@ import scipy.sparse as sp
 from scipy.sparse.linalg import splu
 
 from mpiad._typing import Array, Comm, LocalArray, Rank, Shape
-from mpiad.linalg.multigrid.colour_layout import Box, Colour, Spread, layout_of
+from mpiad.linalg.multigrid.color_layout import Box, Color, Distribution, layout_of
 from mpiad.linalg.multigrid.stencil import (
     LevelHalo,
     Stencil,
@@ -47,12 +47,12 @@ _TAG_GATHER, _TAG_SCATTER = 32754, 32755
 
 
 class Agglomeration:
-    """The blocks of one `Spread` as parts of those of another, whose owners own some of them already.
+    """The blocks of one `Distribution` as parts of those of another, whose owners own some of them already.
 
     `rank`: one that owns a block before. `box` (or None): the points that this rank owns afterwards.
     """
 
-    def __init__(self, before: Spread, after: Spread, rank: Rank, comm: Comm):
+    def __init__(self, before: Distribution, after: Distribution, rank: Rank, comm: Comm):
         self._rank, self._comm, self._same = rank, comm, before == after
         position: Any = before.position(rank)
         self._mine = before.box(position)
@@ -73,52 +73,47 @@ class Agglomeration:
         if self._same:
             return block
         with restoring_state(), suspended():
-            return self._gathered(block)
+            # A block of the level above may own no coarse point at all.
+            # Sends first: they don't wait, and a leader receives from its members in any order.
+            if self._leader != self._rank and block.size:
+                mpi_send(copied(block), self._leader, _TAG_GATHER, self._comm)
+            if self.box is None:
+                return None
+            lead = block.shape[: block.ndim - len(self.box.low)]
+            whole, coming = empty_beside(block, lead + self.box.shape), []
+            for member, box in self._members:
+                there = (..., *box.within(self.box))
+                if member == self._rank:
+                    whole[there] = block
+                elif whole[there].size:
+                    coming.append((there, mpi_irecv(whole[there], member, _TAG_GATHER, self._comm)))
+            for there, request in coming:
+                whole[there] = mpi_wait(request)
+            return whole
 
-    def _gathered(self, block: LocalArray) -> LocalArray:
-        # A block of the level above may own no coarse point at all.
-        # Sends first: they don't wait, and a leader receives from its members in any order.
-        if self._leader != self._rank and block.size:
-            mpi_send(copied(block), self._leader, _TAG_GATHER, self._comm)
-        if self.box is None:
-            return None
-        lead = block.shape[: block.ndim - len(self.box.low)]
-        whole, coming = empty_beside(block, lead + self.box.shape), []
-        for member, box in self._members:
-            there = (..., *box.within(self.box))
-            if member == self._rank:
-                whole[there] = block
-            elif whole[there].size:
-                coming.append((there, mpi_irecv(whole[there], member, _TAG_GATHER, self._comm)))
-        for there, request in coming:
-            whole[there] = mpi_wait(request)
-        return whole
-
-    def scatter(self, whole: Array, beside: LocalArray) -> LocalArray:
+    def scatter(self, whole: Array, block: LocalArray) -> LocalArray:
         """Return this rank's points before, with one layer around them, of an array on those afterwards.
 
         `whole` has shape (..., *points), for the points that this rank owns afterwards with one layer around them, or is
-        None; the result is on the device of `beside`, a block of this rank's points before. All ranks that own a block
+        None; the result is on the device of `block`, a block of this rank's points before. All ranks that own a block
         before call it.
         """
         if self._same:
             return whole
-        with restoring_state(), suspended():
-            return self._scattered(whole, beside)
-
-    def _scattered(self, whole: Array, beside: LocalArray) -> LocalArray:
         # With the layer around it, which saves the exchange that interpolation would need.
         mine = self._mine.grown(1)
-        if self.box is None:
-            like = empty_beside(beside, beside.shape[: beside.ndim - len(mine.low)] + mine.shape)
-            return mpi_wait(mpi_irecv(like, self._leader, _TAG_SCATTER, self._comm))
-        for member, box in self._members:
-            if member != self._rank:
-                mpi_send(copied(whole[(..., *box.grown(1).within(self.box.grown(1)))]), member, _TAG_SCATTER, self._comm)
-        return whole[(..., *mine.within(self.box.grown(1)))]
+        with restoring_state(), suspended():
+            if self.box is None:
+                buffer = empty_beside(block, block.shape[: block.ndim - len(mine.low)] + mine.shape)
+                return mpi_wait(mpi_irecv(buffer, self._leader, _TAG_SCATTER, self._comm))
+            for member, box in self._members:
+                if member != self._rank:
+                    part = whole[(..., *box.grown(1).within(self.box.grown(1)))]
+                    mpi_send(copied(part), member, _TAG_SCATTER, self._comm)
+            return whole[(..., *mine.within(self.box.grown(1)))]
 
 
-def _leader(before: Spread, after: Spread, position: tuple[int, ...]) -> Rank:
+def _leader(before: Distribution, after: Distribution, position: tuple[int, ...]) -> Rank:
     """Return the owner of a block afterwards: the last of the new owners that isn't beyond it, along each dimension."""
     shares = [along[place] for along, place in zip(before.ranks, position)]
     return sum(max(kept for kept in along if kept <= share) for along, share in zip(after.ranks, shares))
@@ -147,11 +142,11 @@ class Coarsest:
         self._factors = splu(_matrix(stack, periodic)[: self._kept, : self._kept]) if self._kept else None
         self._inverse: Any = None
 
-    def on(self, home: ArrayModule) -> Coarsest:
+    def on(self, xp: ArrayModule) -> Coarsest:
         """Return the same operator on a device."""
         other, count = copy.copy(self), math.prod(self._shape)
         if count <= _DENSE:
-            other._inverse = home.to_device(self._solved(np.eye(count)))
+            other._inverse = xp.to_device(self._solved(np.eye(count)))
         return other
 
     def solve(self, f: LocalArray) -> LocalArray:
@@ -215,10 +210,12 @@ class Plan(NamedTuple):
 class Coarser:
     """The next coarser problem: a level of the same ranks or of fewer, or the factorized operator on one."""
 
-    def __init__(self, stack: np.ndarray, spread: Spread, plan: Plan):
-        last = _is_last(spread)
-        after = spread.alone() if last else spread.merged(_SHORTEST[len(spread.cuts)])
-        self._gathering = Agglomeration(spread, after, plan.rank, plan.comm)
+    def __init__(self, stack: np.ndarray, distribution: Distribution, plan: Plan):
+        # Colors need an even number of points around a ring.
+        odd = any(wraps and n % 2 for wraps, n in zip(distribution.periodic, distribution.shape))
+        last = odd or math.prod(distribution.shape) <= _FACTORISED[len(distribution.cuts)]
+        after = distribution.alone() if last else distribution.merged(_SHORTEST[len(distribution.cuts)])
+        self._gathering = Agglomeration(distribution, after, plan.rank, plan.comm)
         whole = self._gathering.gather(stack)
         self._level: Level | None = None
         self._coarsest: Coarsest | None = None
@@ -226,18 +223,18 @@ class Coarser:
         if whole is None:
             return
         if last:
-            self._coarsest = Coarsest(whole, spread.periodic, plan.singular)
+            self._coarsest = Coarsest(whole, distribution.periodic, plan.singular)
         else:
             layout = layout_of(self._gathering.box)  # type: ignore[arg-type]
             # With all neighbors: a coarse operator has couplings across corners, even if the finest one doesn't.
-            stencil = stencil_of(layout, offsets(len(spread.cuts)), whole)
+            stencil = stencil_of(layout, offsets(len(distribution.cuts)), whole)
             self._level = hierarchy(stencil, after, plan._replace(doubled=max(0, plan.doubled - 1)))
 
-    def on(self, home: ArrayModule) -> Coarser:
+    def on(self, xp: ArrayModule) -> Coarser:
         """Return the same on a device, with copies."""
         other = copy.copy(self)
-        other._level = None if self._level is None else self._level.on(home)
-        other._coarsest = None if self._coarsest is None else self._coarsest.on(home)
+        other._level = None if self._level is None else self._level.on(xp)
+        other._coarsest = None if self._coarsest is None else self._coarsest.on(xp)
         return other
 
     def correct(self, residual: LocalArray) -> LocalArray:
@@ -258,18 +255,12 @@ class Coarser:
         return first + level.cycle(f)
 
 
-def _is_last(spread: Spread) -> bool:
-    # Colors need an even number of points around a ring.
-    odd = any(wraps and n % 2 for wraps, n in zip(spread.periodic, spread.shape))
-    return odd or math.prod(spread.shape) <= _FACTORISED[len(spread.cuts)]
-
-
-def hierarchy(stencil: Stencil, spread: Spread, plan: Plan) -> Level:
+def hierarchy(stencil: Stencil, distribution: Distribution, plan: Plan) -> Level:
     """Return a level with all coarser ones; all ranks that own a block call it."""
-    halo = LevelHalo(stencil.layout, spread, plan.rank, plan.comm)
+    halo = LevelHalo(stencil.layout, distribution, plan.rank, plan.comm)
     find_interpolation(stencil, halo)
     stack = coarse_operator(stencil, halo)
-    return Level(stencil, halo, Coarser(stack, spread.coarse(), plan), plan.compiled)
+    return Level(stencil, halo, Coarser(stack, distribution.coarse(), plan), plan.compiled)
 
 
 class Level:
@@ -277,27 +268,29 @@ class Level:
 
     def __init__(self, stencil: Stencil, halo: LevelHalo, below: Coarser, compiled: bool = False):
         self.layout, self._stencil, self._halo, self._below = stencil.layout, stencil, halo, below
-        self._count = count = len(self.layout.colours)
+        self._count = count = len(self.layout.colors)
         # Rows of the state: for each color u, its residual and its product with the operator; the restricted residual.
         self._coarse, self.is_compiled = 3 * count, compiled
         self.sums = (CompiledSums if compiled else Sums)(self.layout, stencil.memory, 3 * count + 1)
-        step, done = self.sums.step, list[Colour]()
-        self._before: list[tuple[Step, list[Colour]]] = []
+        step, done = self.sums.step, list[Color]()
+        self._before: list[tuple[Step, list[Color]]] = []
         for group in stencil.sweep:
             # Starting from zero, only computed colors contribute.
-            self._before.append((step([self._relaxed(colour, done) for colour in group]), group))
+            self._before.append((step([self._relaxed(color, done) for color in group]), group))
             done = done + group
-        left, later = self._unfinished(), _later(stencil.sweep)
-        self._residuals = step([self._residual(colour, later.get(colour)) for colour in left])
+        # The colors whose equations don't hold after a sweep.
+        self._unfinished = left = [color for color in self.layout.colors if color not in stencil.sweep[-1]]
+        later = _later(stencil.sweep)
+        self._residuals = step([self._residual(color, later.get(color)) for color in left])
         self._restriction = step([self._restricted(left)])
-        self._interpolation = step([self._interpolated(colour) for colour in left])
+        self._interpolation = step([self._interpolated(color) for color in left])
         # In reverse, so that the cycle is symmetric; all neighbors contribute, since none is zero.
         self._after = [(step([self._relaxed(c, None) for c in group]), group) for group in reversed(stencil.sweep)]
-        self._product = step([self._multiplied(colour) for colour in self.layout.colours])
+        self._product = step([self._multiplied(color) for color in self.layout.colors])
 
-    def on(self, home: ArrayModule) -> Level:
+    def on(self, xp: ArrayModule) -> Level:
         """Return the same level, and all below, on a device: copies of the host's data, made here."""
-        return Level(self._stencil.on(home), self._halo, self._below.on(home))
+        return Level(self._stencil.on(xp), self._halo, self._below.on(xp))
 
     def cycle(self, f: LocalArray) -> LocalArray:
         """Return the result of one V-cycle from zero for right-hand sides, shape (systems, colors, size); collective.
@@ -310,7 +303,14 @@ class Level:
         for relax, group in self._before:
             relax(f)
             self._fill(group)
-        self._interpolate(self._below.correct(self._restrict(f)), f)
+        coarse = self.layout.whole(self.sums.state[:, self._coarse])
+        self._residuals(f)
+        # Restriction reads the residuals of neighboring points; those of color 0 aren't sent.
+        self._fill([color for color in self._unfinished if any(color)], self._count)
+        self._restriction(f)
+        coarse[(..., *self.layout.coarse(rim=1))] = self._below.correct(coarse[(..., *self.layout.coarse())])
+        self._interpolation(f)
+        self._fill(self._unfinished)
         for relax, group in self._after:
             relax(f)
             self._fill(group)
@@ -324,77 +324,58 @@ class Level:
         self._product(f)
         return self.sums.state[:, 2 * self._count : self._coarse]
 
-    def _fill(self, colours: list[Colour], first: int = 0) -> None:
-        rows = {colour: first + self.layout.row[colour] for colour in colours}
-        self._halo.fill({colour: self.sums.state[:, row] for colour, row in rows.items()})
-
-    def _restrict(self, f: LocalArray) -> LocalArray:
-        """Return the residual, restricted to this rank's coarse points."""
-        self._residuals(f)
-        # Restriction reads the residuals of neighboring points; those of color 0 aren't sent.
-        self._fill([colour for colour in self._unfinished() if any(colour)], self._count)
-        self._restriction(f)
-        return self.layout.whole(self.sums.state[:, self._coarse])[(..., *self.layout.coarse())]
-
-    def _interpolate(self, correction: LocalArray, f: LocalArray) -> None:
-        self.layout.whole(self.sums.state[:, self._coarse])[(..., *self.layout.coarse(rim=1))] = correction
-        self._interpolation(f)
-        self._fill(self._unfinished())
-
-    def _unfinished(self) -> list[Colour]:
-        """Return the colors whose equations don't hold after a sweep."""
-        return [colour for colour in self.layout.colours if colour not in self._stencil.sweep[-1]]
+    def _fill(self, colors: list[Color], first: int = 0) -> None:
+        rows = {color: first + self.layout.row[color] for color in colors}
+        self._halo.fill({color: self.sums.state[:, row] for color, row in rows.items()})
 
     # ---- the sums
 
-    def _relaxed(self, colour: Colour, among: list[Colour] | None) -> WeightedSum:
+    def _relaxed(self, color: Color, among: list[Color] | None) -> WeightedSum:
         """Return the solution of a color's equations for its own points."""
-        row = self.layout.row[colour]
+        row = self.layout.row[color]
         # Entries that are no points of this rank have a zero inverse: they become zero, until the halo is filled.
-        return WeightedSum(row, self._stencil.terms(colour, among), base=row, scale=self._count + row)
+        return WeightedSum(row, self._stencil.terms(color, among), base=row, scale=self._count + row)
 
-    def _residual(self, colour: Colour, later: list[Colour] | None) -> WeightedSum:
-        row = self.layout.row[colour]
-        terms = self._stencil.terms(colour, later)
+    def _residual(self, color: Color, later: list[Color] | None) -> WeightedSum:
+        row = self.layout.row[color]
+        terms = self._stencil.terms(color, later)
         if later is None:
             return WeightedSum(self._count + row, terms, base=row, diagonal=Term(row, row))
         # Its equations held when it was relaxed: the residual comes from later updates of points that were zero.
         return WeightedSum(self._count + row, terms)
 
-    def _multiplied(self, colour: Colour) -> WeightedSum:
-        row = self.layout.row[colour]
-        if colour in self._stencil.sweep[0]:
+    def _multiplied(self, color: Color) -> WeightedSum:
+        row = self.layout.row[color]
+        if color in self._stencil.sweep[0]:
             return WeightedSum(2 * self._count + row, base=row)
-        return WeightedSum(2 * self._count + row, self._stencil.terms(colour), diagonal=Term(row, row), negative=True)
+        return WeightedSum(2 * self._count + row, self._stencil.terms(color), diagonal=Term(row, row), negative=True)
 
-    def _restricted(self, left: list[Colour]) -> WeightedSum:
+    def _restricted(self, left: list[Color]) -> WeightedSum:
         terms = []
-        for colour in left:
-            for weights, shift in self._corners(colour) if any(colour) else ():
-                terms.append(Term(weights, self._count + self.layout.row[colour], -shift, -shift))
-        return WeightedSum(
-            self._coarse, terms, base=self._count if self.layout.colours[0] in left else None, of_right=False
-        )
+        for color in left:
+            for weights, shift in self._corners(color) if any(color) else ():
+                terms.append(Term(weights, self._count + self.layout.row[color], -shift, -shift))
+        return WeightedSum(self._coarse, terms, base=self._count if self.layout.colors[0] in left else None, of_right=False)
 
-    def _interpolated(self, colour: Colour) -> WeightedSum:
+    def _interpolated(self, color: Color) -> WeightedSum:
         """Return the sum of weights times the coarse values around a point: the transpose of restriction."""
-        row = self.layout.row[colour]
-        found = self._corners(colour) if any(colour) else [(None, 0)]
+        row = self.layout.row[color]
+        found = self._corners(color) if any(color) else [(None, 0)]
         return WeightedSum(row, [Term(weights, self._coarse, shift) for weights, shift in found], base=row, of_right=False)
 
-    def _corners(self, colour: Colour) -> list[tuple[int, int]]:
+    def _corners(self, color: Color) -> list[tuple[int, int]]:
         """Return the rows of a color's weights, and the distances to the coarse points."""
-        start, first = self.layout.inner.start, self._stencil.weights[colour]
-        return [(first + k, self.layout.shifted(corner).start - start) for k, corner in enumerate(corners(colour))]
+        start, first = self.layout.inner.start, self._stencil.weights[color]
+        return [(first + k, self.layout.shifted(corner).start - start) for k, corner in enumerate(corners(color))]
 
 
-def _later(sweep: list[list[Colour]]) -> dict[Colour, list[Colour]]:
+def _later(sweep: list[list[Color]]) -> dict[Color, list[Color]]:
     """Return the later colors of each color in a sweep; nothing for a sweep that visits a color twice."""
-    order = [colour for group in sweep for colour in group]
+    order = [color for group in sweep for color in group]
     if len(set(order)) < len(order):
         return {}
     return {
-        colour: [other for after in sweep[number + 1 :] for other in after]
+        color: [other for after in sweep[number + 1 :] for other in after]
         for number, group in enumerate(sweep)
-        for colour in group
+        for color in group
     }

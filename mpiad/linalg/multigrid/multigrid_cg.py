@@ -20,7 +20,7 @@ from mpiad._typing import Array, LocalArray
 from mpiad.compiling.cache import functions_of
 from mpiad.errors import ConvergenceError, NotFiniteError
 from mpiad.linalg.multigrid.hierarchy import Level
-from mpiad.linalg.vectors import beside, inner, on_host
+from mpiad.linalg.vectors import column, inner, on_host, scale_and_add
 from mpiad.transport import SUM, Channel
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.collectives import allreduce
@@ -102,33 +102,22 @@ def _norms(used: Channel, r: LocalArray, mine: np.ndarray, name: str) -> np.ndar
     total = _sums(used, mine)
     if not np.isfinite(total).all():
         bad = int(on_host(np.sum(~np.isfinite(r))))
-        text = f"linalg.Multigrid.solve: {name} is not finite: {bad} entries on rank {used.rank} are NaN or infinite."
+        text = f"{_CALL}: {name} is not finite: {bad} entries on rank {used.rank} are NaN or infinite."
         raise_together(used, NotFiniteError(text) if bad else None)
-        raise agreed(used, ValueError(f"linalg.Multigrid.solve: the norm of {name} overflows. Scale the system."))
+        raise agreed(used, ValueError(f"{_CALL}: the norm of {name} overflows. Scale the system."))
     if name == _RIGHT and (small := total < _LEAST).any():
         count = _sums(used, on_host(np.sum(r != 0.0, axis=tuple(range(1, r.ndim)))).astype(np.float64))
         if (small & (count > 0.0)).any():
             norm = math.sqrt(total[small & (count > 0.0)][0])
-            raise agreed(used, ValueError(
-                f"linalg.Multigrid.solve: the norm of {name}, {norm:.3e}, is so small that squares of residuals vanish. "
-                "Scale the system."
-            ))  # fmt: skip
+            small = f"the norm of {name}, {norm:.3e}, is so small that squares of residuals vanish"
+            raise agreed(used, ValueError(f"{_CALL}: {small}. Scale the system."))
     return np.sqrt(total)
 
 
-def _fail(used: Channel, what: str, history: list[float]) -> NoReturn:
-    raise agreed(used, ConvergenceError(
-        f"linalg.Multigrid.solve: {what}. After {len(history) - 1} iterations the norm of the residual is "
-        f"{history[-1]:.3e}, from {history[0]:.3e} at the start (the history of this error has them all).",
-        history,
-    ))  # fmt: skip
-
-
-def over_systems(blocks: LocalArray, numbers: np.ndarray) -> Array:
-    """Return host numbers, one per system, in a form to multiply blocks with; a single one needs no copy."""
-    if len(numbers) == 1:
-        return blocks.dtype.type(numbers[0])
-    return beside(blocks, numbers).reshape(-1, *[1] * (blocks.ndim - 1))
+def _fail(used: Channel, problem: str, history: list[float]) -> NoReturn:
+    norms = f"{history[-1]:.3e}, from {history[0]:.3e} at the start (the history of this error has them all)"
+    text = f"{_CALL}: {problem}. After {len(history) - 1} iterations the norm of the residual is {norms}."
+    raise agreed(used, ConvergenceError(text, history))
 
 
 def squares_of(blocks: LocalArray) -> np.ndarray:
@@ -153,10 +142,9 @@ class Vectors:
 
     def advance(self, z: LocalArray, w: LocalArray, beta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
         """Update the directions by z and w = A z, take the steps, and return this rank's squares of the residuals."""
-        for direction, new in ((self._p, z), (self._s, w)):
-            direction *= over_systems(direction, beta)
-            direction += new
-        step = over_systems(self.r, alpha)
+        scale_and_add(self._p, beta, z)
+        scale_and_add(self._s, beta, w)
+        step = column(self.r, alpha)
         self.x += step * self._p
         self.r -= step * self._s
         return squares_of(self.r)

@@ -14,14 +14,14 @@ from mpiad.device.transfer import Constants
 from mpiad.domain import Domain
 from mpiad.domain.partition import Partition
 from mpiad.errors import NotFiniteError
-from mpiad.linalg.multigrid.colour_layout import Spread, layout_of, spread_of
+from mpiad.linalg.multigrid.color_layout import Distribution, distribution_of, layout_of
 from mpiad.linalg.multigrid.elliptic import Elliptic, Sides
 from mpiad.linalg.multigrid.hierarchy import Level, Plan, hierarchy
-from mpiad.linalg.multigrid.multigrid_cg import Tolerance, conjugate, over_systems
+from mpiad.linalg.multigrid.multigrid_cg import Tolerance, conjugate
 from mpiad.linalg.multigrid.stencil import stencil_of
 from mpiad.linalg.multigrid.weighted_sums import are_compiled
 from mpiad.linalg.system import Settings, agree_on, mistake_in
-from mpiad.linalg.vectors import on_host, require_together
+from mpiad.linalg.vectors import column, on_host, require_together
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import MAX, SUM, Channel, channel
@@ -46,7 +46,12 @@ def coefficients(domain: Domain, kappa: object, c: object, used: Channel) -> tup
     with raising_together(used):
         require_together(_CALL, kappa=getval(kappa), c=getval(c))
         fields = [_field(domain, kappa, "kappa", False), _field(domain, c, "c", True)]
-        _check_rings(domain)
+        for axis, (n, wraps) in enumerate(zip(domain.shape, domain.periodic)):
+            if wraps and n % 2:
+                raise ValueError(
+                    f"{_CALL}: a periodic dimension must have an even number of points, but dimension {axis} has {n}. "
+                    "Multiples of a power of two coarsen furthest."
+                )
     return fields[0], fields[1]
 
 
@@ -62,16 +67,15 @@ def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -
         raise agreed(used, ValueError(f"{_CALL}: mean_zero must be the same on all ranks, but is True on some only."))
     singular = not given and float(largest) == 0.0
     if singular and not mean_zero:
-        raise agreed(used, ValueError(
-            f"{_CALL}: the operator is singular: no side has boundary='dirichlet' and c is zero everywhere, so a constant "
-            "can be added to any solution. Pin it: mean_zero=True takes the solution with mean zero; or give the "
-            "value on one side, or a small c."
-        ))  # fmt: skip
+        text = (
+            "the operator is singular: no side has boundary='dirichlet' and c is zero everywhere, so a constant can be "
+            "added to any solution. Pin it: mean_zero=True takes the solution with mean zero; or give the value on one "
+            "side, or a small c."
+        )
+        raise agreed(used, ValueError(f"{_CALL}: {text}"))
     if mean_zero and not singular:
-        raise agreed(used, ValueError(
-            f"{_CALL}: mean_zero=True is for singular operators, but this one has a side with a value, or c > 0 somewhere: "
-            "its solution is unique. Leave it out."
-        ))  # fmt: skip
+        text = "this one has a side with a value, or c > 0 somewhere: its solution is unique. Leave it out."
+        raise agreed(used, ValueError(f"{_CALL}: mean_zero=True is for singular operators, but {text}"))
     return singular
 
 
@@ -81,15 +85,6 @@ def contrast(kappa: LocalArray, used: Channel) -> float:
     highest, lowest = allreduce(used, np.array([kappa.max(), -kappa.min()]), MAX, _CALL)
     with np.errstate(over="ignore"):
         return float(highest / -lowest)
-
-
-def _check_rings(domain: Domain) -> None:
-    for axis, (n, wraps) in enumerate(zip(domain.shape, domain.periodic)):
-        if wraps and n % 2:
-            raise ValueError(
-                f"{_CALL}: a periodic dimension must have an even number of points, but dimension {axis} has {n}. "
-                "Multiples of a power of two coarsen furthest."
-            )
 
 
 def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> LocalArray:
@@ -201,9 +196,9 @@ class Multigrid:
             self._used = channel(domain.comm, "linalg.Multigrid")
             self.kappa, self.c = coefficients(self.domain, kappa, c, self._used)
             self.mean_zero = has_constants(self.operator.sides, self.c, mean_zero, self._used)
-            spread = spread_of(Partition(self.domain.shape, self.domain.dims, self.domain.periodic))
-            self._layout = layout_of(spread.box(self.domain.position))
-            self._level = self._levels(spread)
+            distribution = distribution_of(Partition(self.domain.shape, self.domain.dims, self.domain.periodic))
+            self._layout = layout_of(distribution.box(self.domain.position))
+            self._level = self._levels(distribution)
         self._medium, self._copies = Constants(self.kappa, self.c), dict[ArrayModule, Level]()
         self.history: list[float] = []
 
@@ -294,10 +289,9 @@ class Multigrid:
         -----
         All ranks of the domain call it.
         """
-        settings = Settings(
-            "cg", rtol, atol, maxiter, self.domain.comm, callback, call="linalg.Multigrid.solve", with_x0=x0 is not None,
-            batch=math.prod(np.shape(b)[: -len(self.domain.shape)]),
-        )  # fmt: skip
+        settings = Settings("cg", rtol, atol, maxiter, self.domain.comm, callback, call="linalg.Multigrid.solve")
+        systems = math.prod(np.shape(b)[: -len(self.domain.shape)])
+        settings = settings._replace(with_x0=x0 is not None, batch=systems)
         error = mistake_in(settings, ("cg",), settings.batch)
         try:
             self._checked(b, settings.call)
@@ -359,17 +353,17 @@ class Multigrid:
             return blocks
         own = np.array(on_host(blocks.reshape(len(blocks), -1).sum(axis=1, dtype=np.float64)))
         means = allreduce(self._used, own, SUM, "linalg.Multigrid") / np.prod(self.domain.shape)
-        return blocks - over_systems(blocks, means)
+        return blocks - column(blocks, means)
 
     def _level_beside(self, r: LocalArray) -> Level:
-        home = arrays_of(r)
-        if home is None:
+        xp = arrays_of(r)
+        if xp is None:
             return self._level
-        if home not in self._copies:
-            self._copies[home] = self._level.on(home)
-        return self._copies[home]
+        if xp not in self._copies:
+            self._copies[xp] = self._level.on(xp)
+        return self._copies[xp]
 
-    def _levels(self, spread: Spread) -> Level:
+    def _levels(self, distribution: Distribution) -> Level:
         ndim = len(self.domain.shape)
         # The row sums of the operator come from the sides and c.
         diagonal, couplings = self.operator.walls * self.kappa + self.c, {}
@@ -381,4 +375,4 @@ class Multigrid:
         stencil = stencil_of(self._layout, list(couplings), [diagonal, *couplings.values()])
         doubled = _DOUBLED if contrast(self.kappa, self._used) > _SMOOTH else 0
         plan = Plan(self._used.rank, self.domain.comm, self.mean_zero, doubled, are_compiled(diagonal.size))
-        return hierarchy(stencil, spread, plan)
+        return hierarchy(stencil, distribution, plan)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Comm, LocalArray, Rank
-from mpiad.linalg.multigrid.colour_layout import Colour, Layout, Spread, reach
+from mpiad.linalg.multigrid.color_layout import Color, Distribution, Layout, reach
 from mpiad.linalg.multigrid.weighted_sums import Term
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
@@ -51,34 +51,34 @@ class _Side(NamedTuple):
 class LevelHalo:
     """Exchange of the halo of a level's block."""
 
-    def __init__(self, layout: Layout, spread: Spread, rank: Rank, comm: Comm):
+    def __init__(self, layout: Layout, distribution: Distribution, rank: Rank, comm: Comm):
         self._layout, self._rank, self._comm = layout, rank, comm
-        position: Any = spread.position(rank)
-        self._sides = [self._sides_along(axis, spread, position) for axis in range(len(spread.cuts))]
+        position: Any = distribution.position(rank)
+        self._sides = [self._sides_along(axis, distribution, position) for axis in range(len(distribution.cuts))]
         self._needed = any(self._sides)
 
-    def _sides_along(self, axis: int, spread: Spread, position: tuple[int, ...]) -> list[_Side]:
+    def _sides_along(self, axis: int, distribution: Distribution, position: tuple[int, ...]) -> list[_Side]:
         low, high = self._layout.box.low[axis], self._layout.box.high[axis]
         first, sides = self._layout.first[axis], []
         for step, own, ghost, tags in ((-1, low, low - 1, (_TAG_DOWN, _TAG_UP)), (1, high - 1, high, (_TAG_UP, _TAG_DOWN))):
-            rank = spread.beside(position, axis, step)
+            rank = distribution.neighbor(position, axis, step)
             if rank is not None:
                 # Entries of the layer's color, shifted by one for the halo of the array.
                 place = [index // 2 - first + 1 for index in (own, ghost)]
                 sides.append(_Side(rank, axis, place[0], own % 2, place[1], ghost % 2, *tags))
         return sides
 
-    def fill(self, arrays: Mapping[Colour, LocalArray]) -> None:
+    def fill(self, arrays: Mapping[Color, LocalArray]) -> None:
         """Fill the halo, corners included, of arrays (..., size) of some colors; all ranks call it with the same ones."""
         if self._needed and arrays:
-            whole = {colour: self._layout.whole(array) for colour, array in arrays.items()}
+            whole = {color: self._layout.whole(array) for color, array in arrays.items()}
             # One dimension after the other: the layers sent along one include the halo of those before, and so the corners.
             # Suspended once more: an exception after these messages must not leave any of them pending.
             with restoring_state(), suspended():
                 for sides in self._sides:
                     self._fill_along(whole, sides)
 
-    def _fill_along(self, whole: dict[Colour, LocalArray], sides: list[_Side]) -> None:
+    def _fill_along(self, whole: dict[Color, LocalArray], sides: list[_Side]) -> None:
         coming = []
         # A ring on one rank has this rank on both sides.
         here = [side for side in sides if side.rank == self._rank]
@@ -106,10 +106,10 @@ class LevelHalo:
                 start += ghost.size
 
 
-def _layers(whole: dict[Colour, LocalArray], axis: int, index: int, parity: int) -> list[LocalArray]:
+def _layers(whole: dict[Color, LocalArray], axis: int, index: int, parity: int) -> list[LocalArray]:
     along = len(next(iter(whole))) - axis - 1
     place = (..., index, *[slice(None)] * along)
-    return [array[place] for colour, array in whole.items() if colour[axis] == parity]
+    return [array[place] for color, array in whole.items() if color[axis] == parity]
 
 
 # The operator of a level: the diagonal and the couplings with neighbors, for each color of points.
@@ -124,9 +124,9 @@ def offsets(ndim: int) -> list[Offset]:
 
 
 @functools.cache
-def corners(colour: Colour) -> list[tuple[int, ...]]:
+def corners(color: Color) -> list[tuple[int, ...]]:
     """Return the positions, in entries, of the coarse points from which a color is interpolated."""
-    return list(itertools.product(*[(0, 1) if odd else (0,) for odd in colour]))
+    return list(itertools.product(*[(0, 1) if odd else (0,) for odd in color]))
 
 
 class Stencil:
@@ -141,50 +141,50 @@ class Stencil:
     """
 
     def __init__(self, layout: Layout, found: Sequence[Offset], memory: LocalArray):
-        self.layout, self.memory, self._found, count = layout, memory, list(found), len(layout.colours)
+        self.layout, self.memory, self._found, count = layout, memory, list(found), len(layout.colors)
         self.diagonal, self.inverse = memory[:count], memory[count : 2 * count]
         self.couplings = {o: memory[k * count : (k + 1) * count] for k, o in enumerate(found, 2)}
-        self.sweep = _sweep(layout.colours, any(np.count_nonzero(offset) > 1 for offset in found))
-        self.weights: dict[Colour, int] = {}
+        self.sweep = _sweep(layout.colors, any(np.count_nonzero(offset) > 1 for offset in found))
+        self.weights: dict[Color, int] = {}
         first = (2 + len(found)) * count
-        for colour in layout.colours[1:]:
-            self.weights[colour] = first
-            first += len(corners(colour))
+        for color in layout.colors[1:]:
+            self.weights[color] = first
+            first += len(corners(color))
 
-    def on(self, home: ArrayModule) -> Stencil:
+    def on(self, xp: ArrayModule) -> Stencil:
         """Return the same operator on a device, with a copy of its memory."""
-        return Stencil(self.layout, self._found, home.to_device(self.memory))
+        return Stencil(self.layout, self._found, xp.to_device(self.memory))
 
-    def weights_of(self, colour: Colour) -> LocalArray:
+    def weights_of(self, color: Color) -> LocalArray:
         """Return the weights for interpolating a color, shape (corners, size)."""
-        return self.memory[self.weights[colour] : self.weights[colour] + len(corners(colour))]
+        return self.memory[self.weights[color] : self.weights[color] + len(corners(color))]
 
-    def terms(self, colour: Colour, among: Sequence[Colour] | None = None) -> list[Term]:
+    def terms(self, color: Color, among: Sequence[Color] | None = None) -> list[Term]:
         """Return the terms of a color's neighbors, or only those in the colors `among`."""
-        terms, row, count = [], self.layout.row[colour], len(self.layout.colours)
+        terms, row, count = [], self.layout.row[color], len(self.layout.colors)
         for k, offset in enumerate(self._found, 2):
-            neighbour, steps = reach(colour, offset)
+            neighbour, steps = reach(color, offset)
             if among is None or neighbour in among:
                 shift = self.layout.shifted(steps).start - self.layout.inner.start
                 terms.append(Term(k * count + row, self.layout.row[neighbour], shift))
         return terms
 
 
-def _sweep(colours: list[Colour], corners: bool) -> list[list[Colour]]:
+def _sweep(colors: list[Color], corners: bool) -> list[list[Color]]:
     # By the sum of the indices: in a star stencil the neighbors of an even point are odd, so a group updates at once.
-    even = [colour for colour in colours if sum(colour) % 2 == 0]
-    odd = [colour for colour in colours if sum(colour) % 2]
+    even = [color for color in colors if sum(color) % 2 == 0]
+    odd = [color for color in colors if sum(color) % 2]
     if corners:
-        return [[colour] for colour in even + odd]
+        return [[color] for color in even + odd]
     # Without corners two groups are enough, as on a chessboard. In three dimensions smoothing limits the convergence of the
     # fine level: an additional half sweep saves three of eleven iterations.
-    return [odd, even, odd] if len(colours) == 8 else [even, odd]
+    return [odd, even, odd] if len(colors) == 8 else [even, odd]
 
 
 def stencil_of(layout: Layout, found: Sequence[Offset], blocks: Sequence[np.ndarray]) -> Stencil:
     """Return the stencil of a block's diagonal and couplings per offset; its interpolation is still zero."""
-    count = len(layout.colours)
-    weights = sum(len(corners(colour)) for colour in layout.colours[1:])
+    count = len(layout.colors)
+    weights = sum(len(corners(color)) for color in layout.colors[1:])
     stencil = Stencil(layout, found, np.zeros(((2 + len(found)) * count + weights, layout.size)))
     for out, block in zip((stencil.diagonal, *stencil.couplings.values()), blocks, strict=True):
         layout.split(block, out)
@@ -194,24 +194,24 @@ def stencil_of(layout: Layout, found: Sequence[Offset], blocks: Sequence[np.ndar
 
 def find_interpolation(stencil: Stencil, halo: LevelHalo) -> None:
     """Compute the weights of a level's interpolation, also for its halo, and store them in the stencil. Collective."""
-    colours = stencil.layout.colours
+    colors = stencil.layout.colors
     # Points between two coarse points first: those in the middle of four or eight are interpolated from them.
-    for odd in range(1, len(colours[0]) + 1):
-        group = [colour for colour in colours if sum(colour) == odd]
-        for colour in group:
-            _find_weights(stencil, colour)
-        halo.fill({colour: stencil.weights_of(colour) for colour in group})
+    for odd in range(1, len(colors[0]) + 1):
+        group = [color for color in colors if sum(color) == odd]
+        for color in group:
+            _find_weights(stencil, color)
+        halo.fill({color: stencil.weights_of(color) for color in group})
 
 
-def _find_weights(stencil: Stencil, colour: Colour) -> None:
-    layout, at = stencil.layout, {corner: k for k, corner in enumerate(corners(colour))}
-    inner, row = stencil.weights_of(colour)[:, layout.inner], layout.row[colour]
+def _find_weights(stencil: Stencil, color: Color) -> None:
+    layout, at = stencil.layout, {corner: k for k, corner in enumerate(corners(color))}
+    inner, row = stencil.weights_of(color)[:, layout.inner], layout.row[color]
     centre = stencil.diagonal[row, layout.inner].copy()
-    for along, coupling in _collapsed(stencil, colour).items():
+    for along, coupling in _collapsed(stencil, color).items():
         if not any(along):
             centre -= coupling
             continue
-        neighbour, steps = reach(colour, along)
+        neighbour, steps = reach(color, along)
         there = layout.shifted(steps)
         for k, corner in enumerate(corners(neighbour)):
             target = at[tuple(s + t for s, t in zip(steps, corner))]
@@ -220,13 +220,13 @@ def _find_weights(stencil: Stencil, colour: Colour) -> None:
     inner *= np.divide(1.0, centre, out=np.zeros_like(centre), where=centre > 0)
 
 
-def _collapsed(stencil: Stencil, colour: Colour) -> dict[tuple[int, ...], np.ndarray]:
+def _collapsed(stencil: Stencil, color: Color) -> dict[tuple[int, ...], np.ndarray]:
     """Return a color's couplings summed over the dimensions in which its points have coarse indices."""
     layout = stencil.layout
     out: dict[tuple[int, ...], np.ndarray] = {}
     for offset, coupling in stencil.couplings.items():
-        along = tuple(o if odd else 0 for o, odd in zip(offset, colour))
-        part = coupling[layout.row[colour], layout.inner]
+        along = tuple(o if odd else 0 for o, odd in zip(offset, color))
+        part = coupling[layout.row[color], layout.inner]
         out[along] = out[along] + part if along in out else part
     return out
 
@@ -237,14 +237,14 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
     It is the diagonal, and the couplings in the order of `offsets`.
     """
     layout = stencil.layout
-    products = {colour: _product(stencil, colour) for colour in layout.colours}
+    products = {color: _product(stencil, color) for color in layout.colors}
     # Restriction reads the rows of neighboring points, which other ranks may own.
-    halo.fill({colour: rows for colour, (rows, _) in products.items()})
+    halo.fill({color: rows for color, (rows, _) in products.items()})
     ndim = len(layout.shape)
     out = np.zeros((3**ndim, layout.size))
     targets = [(0,) * ndim, *offsets(ndim)]
-    for colour, (rows, at) in products.items():
-        for k, corner in enumerate(corners(colour)):
+    for color, (rows, at) in products.items():
+        for k, corner in enumerate(corners(color)):
             # Restriction is the transpose of interpolation, so its offsets have the opposite sign.
             there = layout.shifted(corner, -1)
             for number, target in enumerate(targets):
@@ -252,23 +252,23 @@ def coarse_operator(stencil: Stencil, halo: LevelHalo) -> np.ndarray:
                 row = at.get(tuple(s + t for s, t in zip(target, corner)))
                 if row is not None:
                     part = rows[row, there]
-                    out[number, layout.inner] += part * stencil.weights_of(colour)[k, there] if any(colour) else part
+                    out[number, layout.inner] += part * stencil.weights_of(color)[k, there] if any(color) else part
     out[1:] *= -1
     return layout.whole(out)[(slice(None), *layout.coarse())].copy()
 
 
-def _product(stencil: Stencil, colour: Colour) -> tuple[np.ndarray, dict[tuple[int, ...], int]]:
+def _product(stencil: Stencil, color: Color) -> tuple[np.ndarray, dict[tuple[int, ...], int]]:
     """Return the rows of AP of a color, and the row of each coarse point, which is given in entries."""
-    layout, number = stencil.layout, stencil.layout.row[colour]
-    coarse = itertools.product(*[(0, 1) if odd else (-1, 0, 1) for odd in colour])
+    layout, number = stencil.layout, stencil.layout.row[color]
+    coarse = itertools.product(*[(0, 1) if odd else (-1, 0, 1) for odd in color])
     at = {steps: k for k, steps in enumerate(coarse)}
     rows = np.zeros((len(at), layout.size))
     inner = rows[:, layout.inner]
-    zero = (0,) * len(colour)
+    zero = (0,) * len(color)
     # A row of A, with each neighbor's value replaced by its interpolation.
     terms = [(zero, stencil.diagonal, np.add), *[(o, n, np.subtract) for o, n in stencil.couplings.items()]]
     for offset, coefficient, gather in terms:
-        neighbour, steps = reach(colour, offset)
+        neighbour, steps = reach(color, offset)
         there, factor = layout.shifted(steps), coefficient[number, layout.inner]
         for k, corner in enumerate(corners(neighbour)):
             row = inner[at[tuple(s + t for s, t in zip(steps, corner))]]

@@ -18,7 +18,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.compiling.cache import functions_of
-from mpiad.linalg.multigrid.colour_layout import Layout
+from mpiad.linalg.multigrid.color_layout import Layout
 from mpiad.transport.buffers import empty_beside, zeros_beside
 
 # Points of a block below which loading the kernel takes longer than it saves.
@@ -28,7 +28,7 @@ _STRETCH = 2048
 _TABLES, _FLOATS = ("numbers", "sums", "terms"), ("coefficients", "right", "state", "part")
 
 Step: TypeAlias = Callable[[LocalArray], None]
-"""``step(f)`` computes sums for the right-hand sides f, of shape (systems, colours, size) and contiguous."""
+"""``step(f)`` computes sums for the right-hand sides f, of shape (systems, colors, size) and contiguous."""
 
 
 class Term(NamedTuple):
@@ -171,7 +171,7 @@ class CompiledSums(Sums):
             terms += map(numbers_of, one.terms)
             scale = [place(one.scale), one.negative, first, len(terms)]
             rows.append([place(one.out), *base, *numbers_of(one.diagonal), *scale])
-        numbers = [0, len(self._layout.colours) * size, self._rows * size, stop - start, len(sums)]
+        numbers = [0, len(self._layout.colors) * size, self._rows * size, stop - start, len(sums)]
         tables = np.array(rows).ravel(), np.array(terms or [[-1, -1]]).ravel()
         return np.array(numbers, np.int64), *(table.astype(np.int64) for table in tables)
 

@@ -45,25 +45,6 @@ class Settings(NamedTuple):
         return {"method": "L-BFGS-sharded", "m": self.maxcor, "maxls": self.maxls}
 
 
-def settings_of(tol: float | None, options: dict | None) -> Settings:
-    """Return the settings; `tol` is the default of both tolerances, as in SciPy.
-
-    A ValueError if an option doesn't exist, or its value is invalid.
-    """
-    given = dict(options or {})
-    if "m" in given:
-        # Its name in papers.
-        given["maxcor"] = given.pop("m")
-    if tol is not None:
-        given = {"gtol": tol, "ftol": tol, **given}
-    for name, value in given.items():
-        if name not in Settings._fields:
-            names = ", ".join(("m", *Settings._fields))
-            raise ValueError(f"minimize: method 'L-BFGS-sharded' has the options {names}, but got {name!r}.")
-        given[name] = checked(name, value)
-    return Settings(**given)
-
-
 def checked(name: str, value: Any) -> float:
     """Return the value of an option, a number; a ValueError if it is invalid."""
     tolerance = name in _REAL
@@ -126,28 +107,35 @@ class NewtonSettings(NamedTuple):
     def identity(self) -> dict[str, Any]:
         """Return the settings on which the iterates of a solve depend."""
         names = ("product", "globalization", *_FUNCTIONS, "maxls", "maxcg", "radius")
-        values = self._asdict()
-        shown = {name: "a function" if callable(values[name]) else values[name] for name in names}
-        return {"method": "Newton-CG-sharded", **shown}
+        return {"method": "Newton-CG-sharded", **{name: self._described()[name] for name in names}}
 
     def __repr__(self) -> str:
         """Return a description of the settings that must be the same on all ranks."""
-        shown = {name: "a function" if callable(value) else value for name, value in self._asdict().items()}
-        return ", ".join(f"{name}={value}" for name, value in shown.items())
+        return ", ".join(f"{name}={value}" for name, value in self._described().items())
+
+    def _described(self) -> dict[str, Any]:
+        return {name: "a function" if callable(value) else value for name, value in self._asdict().items()}
 
 
-def newton_settings_of(tol: float | None, options: dict | None) -> NewtonSettings:
-    """Return the settings; `tol` is the default of `gtol`. Raises as `settings_of`."""
-    given = dict(options or {})
+def settings_of(method: str, tol: float | None, options: dict | None) -> Settings | NewtonSettings:
+    """Return the settings of a method; `tol` is the default of the tolerances, as in SciPy.
+
+    A ValueError if an option doesn't exist, or its value is invalid.
+    """
+    given, newton = dict(options or {}), method.lower().startswith("newton")
+    kind = NewtonSettings if newton else Settings
     if tol is not None:
-        given = {"gtol": tol, **given}
-    if given.get("preconditioner") is None:
+        given = {**({"gtol": tol} if newton else {"gtol": tol, "ftol": tol}), **given}
+    if newton and given.get("preconditioner") is None:
         # The object of the inner product often has a preconditioner for it, as priors do.
         given["preconditioner"] = getattr(given.get("inner_product"), "precondition", None)
+    if not newton and "m" in given:
+        given["maxcor"] = given.pop("m")  # its name in papers
     for name, value in given.items():
-        if name not in NewtonSettings._fields:
-            names = ", ".join(NewtonSettings._fields)
-            raise ValueError(f"minimize: method 'Newton-CG-sharded' has the options {names}, but got {name!r}.")
+        if name not in kind._fields:
+            known, names = ("Newton-CG-sharded", ()) if newton else ("L-BFGS-sharded", ("m",))
+            listed = ", ".join((*names, *kind._fields))
+            raise ValueError(f"minimize: method {known!r} has the options {listed}, but got {name!r}.")
         if name in _CHOICES:
             if value not in _CHOICES[name]:
                 raise ValueError(f"minimize: option {name} must be one of {_CHOICES[name]}, but got {value!r}.")
@@ -155,8 +143,8 @@ def newton_settings_of(tol: float | None, options: dict | None) -> NewtonSetting
             given[name] = _function(name, value)
         elif not (name == "radius" and value is None):
             given[name] = checked(name, value)
-    settings = NewtonSettings(**given)
-    if settings.regularizer is not None and settings.product == "full":
+    settings = kind(**given)
+    if isinstance(settings, NewtonSettings) and settings.regularizer is not None and settings.product == "full":
         raise ValueError(
             "minimize: option regularizer is for product='gauss-newton', whose fun returns residuals. Under product='full' "
             "add it to what fun returns."

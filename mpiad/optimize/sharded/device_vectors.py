@@ -28,13 +28,13 @@ class DeviceVectors:
     `box`: the bounds, on the host; they are copied to the device once.
     """
 
-    def __init__(self, height: int, size: int, box: Box | None, home: ArrayModule):
-        self.height, self.size, self._home = height, size, home
-        self.memory: Array = home.full((height, size), 0.0, float)
-        self.box = None if box is None else Box(*(home.to_device(limit) for limit in box.limits))
+    def __init__(self, height: int, size: int, box: Box | None, xp: ArrayModule):
+        self.height, self.size, self._xp = height, size, xp
+        self.memory: Array = xp.full((height, size), 0.0, float)
+        self.box = None if box is None else Box(*(xp.to_device(limit) for limit in box.limits))
         # Whether a bound stopped any variable in the last step: testing it here would wait for the device, so it is copied
         # together with the numbers of the trial point.
-        self._clipped: Array = home.full((), False, bool)
+        self._clipped: Array = xp.full((), False, bool)
 
     def __iter__(self) -> Iterator[tuple[slice, Array]]:
         """Yield ranges of columns of all rows, after the slice of the vectors that each stores."""
@@ -44,15 +44,15 @@ class DeviceVectors:
 
     def new(self) -> Array:
         """Return an uninitialized vector."""
-        return self._home.empty((self.size,), float)
+        return self._xp.empty((self.size,), float)
 
     def to_host(self, x: Array) -> np.ndarray:
         """Return an array on the host."""
-        return self._home.to_host(x)
+        return self._xp.to_host(x)
 
     def from_host(self, x: np.ndarray) -> Array:
         """Return an array of the host on the device."""
-        return self._home.to_device(x)
+        return self._xp.to_device(x)
 
     def read(self, row: int, out: Array) -> Array:
         """Copy a row to a vector, and return the vector."""
@@ -84,7 +84,7 @@ class DeviceVectors:
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
         """Combine rows; the coefficients are copied to the device."""
-        there = self._home.to_device(coefficients)
+        there = self._xp.to_device(coefficients)
         (part, places), *others = parts
         total = there[places] @ self.memory[part]
         for part, places in others:
@@ -101,12 +101,12 @@ class DeviceVectors:
         np.multiply(self.memory[row], step, out=out)
         out += here
 
-    def take(self, gradient: Array, way: int, out: int) -> tuple[float, float, float]:
+    def take(self, gradient: Array, direction: int, out: int) -> tuple[float, float, float]:
         """Copy a gradient, and measure it by one copy of three numbers."""
         if not self.size:  # an empty array has no largest entry
             return 0.0, 0.0, 0.0
         self.memory[out] = gradient
-        copied, along = self.memory[out], self.memory[way]
+        copied, along = self.memory[out], self.memory[direction]
         found = self.to_host(np.stack([np.max(np.abs(copied)), np.sum(copied * along), np.sum(along * along)]))
         largest, slope, square = found.tolist()
         # If an entry is NaN, so is the largest.
@@ -130,8 +130,8 @@ class DeviceVectors:
         if before is not None:
             np.subtract(gradient, rows[ring.newest], out=rows[ring.newest])
             np.subtract(x, before, out=rows[ring.newest + 1])  # the step after projection
-        free, way = self._free_and_way(x, gradient, norm)
-        of_held = np.sum(gradient * np.where(free, 0.0, way))
+        free, projected = self.box.free_and_step(x, gradient, norm, slice(None))  # type: ignore[union-attr]
+        of_held = np.sum(gradient * np.where(free, 0.0, projected))
         # All rows, including unused ones: selecting some on the device would copy their numbers there.
         products = functools.reduce(operator.add, ((tile * free[part]) @ tile.T for part, tile in self))
         found = self.to_host(np.concatenate([products.reshape(-1), of_held.reshape(1)]))
@@ -139,12 +139,9 @@ class DeviceVectors:
 
     def turn(self, ring: Ring, x: Array, norm: float) -> None:
         """Make the direction send variables held by a bound straight to it."""
-        free, way = self._free_and_way(x, self.memory[ring.gradient], norm)
-        self.memory[ring.direction] = np.where(free, self.memory[ring.direction], way)
-
-    def _free_and_way(self, x: Array, gradient: Array, norm: float) -> tuple[Array, Array]:
-        box, whole = self.box, slice(None)
-        return box.free(x, gradient, norm, whole), box.way(x, gradient, whole)  # type: ignore[union-attr]
+        gradient, whole = self.memory[ring.gradient], slice(None)
+        free, projected = self.box.free_and_step(x, gradient, norm, whole)  # type: ignore[union-attr]
+        self.memory[ring.direction] = np.where(free, self.memory[ring.direction], projected)
 
     def advance_within(self, row: int, here: Array, step: float, outs: tuple[Array, None]) -> None:
         """Write the projected point at a step along the row from `here`."""
@@ -159,12 +156,12 @@ class DeviceVectors:
             return [0.0] * 6
         box: Box = self.box  # type: ignore[assignment]
         self.memory[ring.trial] = gradient
-        numbers = [np.max(np.abs(gradient)), np.max(np.abs(box.way(x, gradient, slice(None))))]
+        numbers = [np.max(np.abs(gradient)), np.max(np.abs(box.projected_step(x, gradient, slice(None))))]
         if here is not None:
             moved = x - here
             # A variable that a bound has stopped doesn't move with the step, so it isn't part of the slope.
-            way = self.memory[ring.direction] * box.inside(x, slice(None))
-            factors = (gradient, way), (self.memory[ring.gradient], moved), (gradient, moved), (moved, moved)
+            direction = self.memory[ring.direction] * box.inside(x, slice(None))
+            factors = (gradient, direction), (self.memory[ring.gradient], moved), (gradient, moved), (moved, moved)
             numbers += [*(np.sum(a * b) for a, b in factors), self._clipped.astype(float)]
         entry, largest, *rest = self.to_host(np.stack(numbers)).tolist()
         # If a gradient isn't finite, its projected step may still be finite; if an entry is NaN, so is the largest.

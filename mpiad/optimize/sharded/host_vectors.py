@@ -28,6 +28,7 @@ PADDING = 24
 
 # Positions of rows: as slices, each with the positions of its coefficients or products.
 Parts = list[tuple[slice, slice]]
+Outputs = tuple[np.ndarray, np.ndarray | None]
 
 
 class Ring:
@@ -177,19 +178,18 @@ class HostVectors:
             self._combine(tile, parts, coefficients, tile[row])
 
     def advance(
-        self, parts: Parts, coefficients: np.ndarray, row: int, here: np.ndarray, step: float,
-        outs: tuple[np.ndarray, np.ndarray | None],
-    ) -> None:  # fmt: skip
+        self, parts: Parts, coefficients: np.ndarray, row: int, here: np.ndarray, step: float, outs: Outputs
+    ) -> None:
         """Combine as `combine` does, if there are parts, and write the point at a step along the row from `here`.
 
         `outs` are a vector for the point, and one for a copy or None.
         """
         out, copy = outs
         for part, tile in self:
-            way, there = tile[row], out[part]
+            direction, there = tile[row], out[part]
             if parts:
-                self._combine(tile, parts, coefficients, way)
-            np.multiply(way, step, out=there)
+                self._combine(tile, parts, coefficients, direction)
+            np.multiply(direction, step, out=there)
             there += here[part]
             if copy is not None:
                 np.copyto(copy[part], there)
@@ -201,14 +201,14 @@ class HostVectors:
             out += combination(coefficients[places], tile[rows], self.size)
 
     @np.errstate(over="ignore", invalid="ignore")  # a trial point may not be finite, which the line search checks
-    def take(self, gradient: np.ndarray, way: int, out: int) -> tuple[float, float, float]:
-        """Copy a gradient to row `out`; return its largest absolute entry, slope along row `way`, and that row's square.
+    def take(self, gradient: np.ndarray, direction: int, out: int) -> tuple[float, float, float]:
+        """Copy a gradient to row `out`; return its largest absolute entry, slope along `direction`, and that row's square.
 
         If an entry isn't finite, the largest is infinite.
         """
         largest = slope = square = 0.0
         for part, tile in self:
-            copied, along = tile[out], tile[way]
+            copied, along = tile[out], tile[direction]
             np.copyto(copied, gradient[part])
             largest = max(largest, _largest(copied))
             slope += float(vdot(copied, along))
@@ -236,21 +236,18 @@ class HostVectors:
             if before is not None:
                 np.subtract(gradient, tile[ring.newest], out=tile[ring.newest])
                 np.subtract(x[part], before[part], out=tile[ring.newest + 1])  # the step after projection
-            free = box.free(x[part], gradient, norm, part)  # type: ignore[union-attr]
-            way = box.way(x[part], gradient, part)  # type: ignore[union-attr]
-            of_held += vdot(gradient, np.where(free, 0.0, way))
+            free, projected = box.free_and_step(x[part], gradient, norm, part)  # type: ignore[union-attr]
+            of_held += vdot(gradient, np.where(free, 0.0, projected))
             products += gram(tile[rows] * free)
         return products, of_held
 
     def turn(self, ring: Ring, x: np.ndarray, norm: float) -> None:
         """Make the direction send variables held by a bound straight to it."""
         for part, tile in self:
-            gradient = tile[ring.gradient]
-            free = self.box.free(x[part], gradient, norm, part)  # type: ignore[union-attr]
-            way = self.box.way(x[part], gradient, part)  # type: ignore[union-attr]
-            np.copyto(tile[ring.direction], way, where=~free)
+            free, projected = self.box.free_and_step(x[part], tile[ring.gradient], norm, part)  # type: ignore[union-attr]
+            np.copyto(tile[ring.direction], projected, where=~free)
 
-    def advance_within(self, row: int, here: np.ndarray, step: float, outs: tuple[np.ndarray, np.ndarray | None]) -> None:
+    def advance_within(self, row: int, here: np.ndarray, step: float, outs: Outputs) -> None:
         """Write the projected point at a step along the row from `here`; see `advance`."""
         out, copy = outs
         self._clipped = False
@@ -284,13 +281,13 @@ class HostVectors:
         # If a gradient isn't finite, its projected step may still be finite.
         largest = _largest(trial)
         if largest < math.inf:
-            largest = float(np.max(np.abs(box.way(x[part], trial, part))))  # type: ignore[union-attr]
+            largest = float(np.max(np.abs(box.projected_step(x[part], trial, part))))  # type: ignore[union-attr]
         if here is None:
             return largest, 0.0, 0.0, 0.0, 0.0
         moved = x[part] - here[part]
         # A variable that a bound has stopped doesn't move with the step, so it isn't part of the slope.
-        way = tile[ring.direction] * box.inside(x[part], part)  # type: ignore[union-attr]
-        slope, square = float(vdot(trial, way)), float(vdot(moved, moved))
+        direction = tile[ring.direction] * box.inside(x[part], part)  # type: ignore[union-attr]
+        slope, square = float(vdot(trial, direction)), float(vdot(moved, moved))
         return largest, slope, float(vdot(tile[ring.gradient], moved)), float(vdot(trial, moved)), square
 
 

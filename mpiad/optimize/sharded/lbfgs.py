@@ -13,7 +13,7 @@ from mpiad._typing import Array
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import PieceIterates
 from mpiad.optimize.objective_evaluation import Evaluation
-from mpiad.optimize.packing import DevicePacking, PiecePacking
+from mpiad.optimize.packing import LocalPacking
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, NOT_FINITE, Settings, ending_at
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
@@ -115,9 +115,18 @@ class LineSearch:
         ends = self._best, self._other, trial
         best, other, new = (End(end.step, end.value - end.step * tilt, end.slope - tilt) for end in ends)
         step = next_step(best, other, new, self._bracketed, self._low, self._high)
-        self._narrow_down(best, new, trial)
+        # One end of the interval, or both, are replaced by the trial point.
+        if new.value > best.value:
+            self._other, self._bracketed = trial, True
+        else:
+            if new.slope * best.slope < 0.0:
+                self._other, self._bracketed = self._best, True
+            self._best = trial
         if self._bracketed:
-            step = self._bisected(step)
+            width = abs(self._other.step - self._best.step)
+            if width >= _SHRINKAGE * self._width_before:
+                step = self._best.step + 0.5 * (self._other.step - self._best.step)
+            self._width_before, self._width = self._width, width
             ends = self._best.step, self._other.step
             self._low, self._high = min(ends), max(ends)
         else:
@@ -127,22 +136,6 @@ class LineSearch:
         self.step = min(max(step, 0.0), self._farthest)
         if self._is_narrow():
             self.step = self._best.step or self.step
-
-    def _narrow_down(self, best: End, new: End, trial: End) -> None:
-        """Replace one end of the interval, or both, by the trial point."""
-        if new.value > best.value:
-            self._other, self._bracketed = trial, True
-            return
-        if new.slope * best.slope < 0.0:
-            self._other, self._bracketed = self._best, True
-        self._best = trial
-
-    def _bisected(self, step: float) -> float:
-        width = abs(self._other.step - self._best.step)
-        if width >= _SHRINKAGE * self._width_before:
-            step = self._best.step + 0.5 * (self._other.step - self._best.step)
-        self._width_before, self._width = self._width, width
-        return step
 
 
 def next_step(best: End, other: End, trial: End, bracketed: bool, lowest: float, highest: float) -> float:
@@ -178,9 +171,12 @@ def _after_rise(best: End, trial: End) -> float:
 
 def _after_flattening(best: End, other: End, trial: End, bracketed: bool, lowest: float, highest: float) -> float:
     secant = _secant(best, trial)
-    cubic = _cubic_beyond(best, trial)
-    if cubic is None:
-        cubic = highest if trial.step > best.step else lowest
+    theta, root = _cubic_terms(best, trial)
+    root = -root if trial.step > best.step else root
+    share = (root - trial.slope + theta) / (root + (best.slope - trial.slope) + root) if root else 0.0
+    # The cubic's minimizer if it lies beyond the trial.
+    limit = highest if trial.step > best.step else lowest
+    cubic = trial.step + share * (best.step - trial.step) if share < 0.0 else limit
     if not bracketed:
         return min(max(max(cubic, secant, key=lambda s: abs(s - trial.step)), lowest), highest)
     step = min(cubic, secant, key=lambda s: abs(s - trial.step))
@@ -200,14 +196,6 @@ def _cubic(a: End, b: End) -> float:
     return a.step + (root - a.slope + theta) / (root - a.slope + root + b.slope) * (b.step - a.step)
 
 
-def _cubic_beyond(best: End, trial: End) -> float | None:
-    """Return the cubic's minimizer if it lies beyond `trial`, else None."""
-    theta, root = _cubic_terms(best, trial)
-    root = -root if trial.step > best.step else root
-    share = (root - trial.slope + theta) / (root + (best.slope - trial.slope) + root) if root else 0.0
-    return trial.step + share * (best.step - trial.step) if share < 0.0 else None
-
-
 def _cubic_terms(a: End, b: End) -> tuple[float, float]:
     theta = 3.0 * (a.value - b.value) / (b.step - a.step) + a.slope + b.slope
     scale = max(abs(theta), abs(a.slope), abs(b.slope))  # squares of slopes may overflow
@@ -220,9 +208,7 @@ class Trials:
     `memory`: holds directions and gradients. `count`: evaluations so far.
     """
 
-    def __init__(
-        self, evaluation: Evaluation, packing: PiecePacking | DevicePacking, totals: Totals, memory: LimitedMemory
-    ):
+    def __init__(self, evaluation: Evaluation, packing: LocalPacking, totals: Totals, memory: LimitedMemory):
         self._evaluation, self._packing, self._totals, self._memory = evaluation, packing, totals, memory
         self._spare: list[Array] = []
         self.count = 0
@@ -237,7 +223,7 @@ class Trials:
         """Evaluate a step along the direction from a point, projected onto the bounds."""
         point = Point(self._spare.pop() if self._spare else self._memory.vectors.new())
         point.step = step
-        self._memory.advance(here, step, (point.x, self._packing.lend()))
+        self._memory.advance(here, step, (point.x, self._packing.next_buffer()))
         return self._evaluated(point, here)
 
     def release(self, point: Point) -> None:
@@ -292,8 +278,8 @@ class LBFGS:
                 return here, INTERRUPTED
             if found is not here:
                 self._count += 1
-                found.room = self._wall - found.length if self._wall > found.length else math.inf
-                stop = self._iterates.heard(found, self._trials.count)
+                found.range = self._wall - found.length if self._wall > found.length else math.inf
+                stop = self._iterates.report(found, self._trials.count)
                 state = self._moved(found, here, stop)
                 self._trials.release(here)
             elif self._memory.ring.count == 0 and self._trials.count < self._settings.maxfun:
@@ -311,15 +297,11 @@ class LBFGS:
 
     def _moved(self, here: Point, before: Point | None, stop: bool) -> State:
         """Add a point to the memory; return the state of the solve there."""
-        slope, length, stopped = self._memory.update(here, self._pair(before, here), stop)
+        # The memory stores the step only if the curvature along it is positive.
+        curved = before is not None and here.met - here.predicted > -sys.float_info.epsilon * here.predicted
+        slope, length, stopped = self._memory.update(here, before if curved else None, stop)
         value_before = math.inf if before is None else before.value
         return State(self._count, self._trials.count, here, value_before, slope, length, stopped)
-
-    def _pair(self, before: Point | None, here: Point) -> Point | None:
-        """Return the previous point if the memory is to store the step, which requires positive curvature; else None."""
-        if before is None or not here.met - here.predicted > -sys.float_info.epsilon * here.predicted:
-            return None
-        return before
 
     # ---- line search
 
@@ -361,7 +343,7 @@ class LBFGS:
             return 1.0 / length if self._count == 0 else min(1.0, 1.0 / length)
         # If the last search met the end of the domain, the model still expects the minimizer far beyond it. The length of
         # the direction is at least -slope / length, so this step goes at least as far as the distance to the end.
-        return min(1.0, here.room * length / -slope)
+        return min(1.0, here.range * length / -slope)
 
     def _drop(self, point: Point, here: Point) -> None:
         if point is not here:
@@ -377,7 +359,7 @@ class LBFGS:
     def _arrays(self, state: State) -> Iterator[tuple[str, np.ndarray]]:
         here = state.here
         yield "x", self._memory.vectors.to_host(here.x)
-        yield "numbers", np.array([here.value, here.norm, state.value_before, state.slope, state.length, here.room])
+        yield "numbers", np.array([here.value, here.norm, state.value_before, state.slope, state.length, here.range])
         yield "count", np.array(state.count)
         yield "history", self._iterates.record.table()
         yield from self._memory.state().items()
@@ -385,7 +367,7 @@ class LBFGS:
     def _restored(self, found: dict[str, np.ndarray]) -> State:
         """Restore the state of the solve from the arrays of `_arrays`."""
         here = Point(self._memory.vectors.from_host(found["x"]))
-        here.value, here.norm, value_before, slope, length, here.room = found["numbers"].tolist()
+        here.value, here.norm, value_before, slope, length, here.range = found["numbers"].tolist()
         here.settled = True  # the gradient is in the memory
         self._count, self._trials.count = self._files.iteration, int(found["count"])
         self._iterates.record.restore(found["history"])

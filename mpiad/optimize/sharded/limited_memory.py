@@ -33,6 +33,7 @@ from mpiad.optimize.sharded.solver_state import Point
 # Fall of the gradient after which its products are computed again: up to then their error is this many times that of
 # rounding.
 _FALL = 100.0
+_TABLES = "lengths", "products", "with_gradient", "coefficients"  # the numbers that are part of the state
 
 
 class LimitedMemory:
@@ -75,16 +76,20 @@ class LimitedMemory:
         """
         keep = before is not None
         self._move(new, keep)
-        anew = self._is_due(new.norm) or not keep
+        self._largest_norm = max(self._largest_norm, new.norm)
+        due = self._largest_norm > _FALL * new.norm
+        if due:
+            self._largest_norm = new.norm
+        again = due or not keep
         if self.vectors.box is None:
-            of_change, of_gradient, square = self.vectors.products(self.ring, keep, anew)
+            of_change, of_gradient, square = self.vectors.products(self.ring, keep, again)
             parts = np.concatenate([of_change, of_gradient[:-1], [square]])
         else:
             products, of_held = self.vectors.products_of_free(self.ring, new.x, new.norm, before.x if before else None)
             parts = np.append(products, of_held)
         # Every rank knows the number of pairs, and so the number of coefficients.
         decision = self._totals.decided(
-            np.append(parts, float(stop)), 2 * self.ring.count + 4, lambda sums: self._decide(sums, new, keep, anew)
+            np.append(parts, float(stop)), 2 * self.ring.count + 4, lambda sums: self._decide(sums, new, keep, again)
         )
         *coefficients, slope, length, stopped = decision.tolist()
         self._coefficients, self._made = np.array(coefficients), False
@@ -93,18 +98,16 @@ class LimitedMemory:
     def state(self) -> dict[str, np.ndarray]:
         """Return all arrays that the next steps depend on; the largest is the memory itself, not a copy."""
         numbers = [self.ring.first, self.ring.count, self._largest_norm]
-        return {
-            "rows": self.vectors.to_host(self.vectors.memory), "ring": np.array(numbers), "lengths": self._lengths,
-            "products": self._products, "with_gradient": self._with_gradient, "coefficients": self._coefficients,
-        }  # fmt: skip
+        vectors = {"rows": self.vectors.to_host(self.vectors.memory), "ring": np.array(numbers)}
+        return {**vectors, **{name: getattr(self, f"_{name}") for name in _TABLES}}
 
     def restore(self, state: dict[str, np.ndarray]) -> None:
         """Restore the result of `state`."""
         self.vectors.memory = self.vectors.from_host(state["rows"])
         first, count, self._largest_norm = state["ring"].tolist()
         self.ring.first, self.ring.count = int(first), int(count)
-        self._lengths, self._products = state["lengths"], state["products"]
-        self._with_gradient, self._coefficients = state["with_gradient"], state["coefficients"]
+        for name in _TABLES:
+            setattr(self, f"_{name}", state[name])
         self._made = False
 
     def _move(self, new: Point, keep: bool) -> None:
@@ -116,14 +119,7 @@ class LimitedMemory:
                 np.copyto(tile[self.ring.gradient], tile[self.ring.trial])
         new.settled = True
 
-    def _is_due(self, norm: float) -> bool:
-        self._largest_norm = max(self._largest_norm, norm)
-        if self._largest_norm <= _FALL * norm:
-            return False
-        self._largest_norm = norm
-        return True
-
-    def _decide(self, sums: np.ndarray, new: Point, keep: bool, anew: bool) -> np.ndarray:
+    def _decide(self, sums: np.ndarray, new: Point, keep: bool, again: bool) -> np.ndarray:
         """Return the root's decision: the coefficients, the slope, the gradient's length, whether to stop."""
         rows, stop, of_held = self.ring.rows(), sums[-1], 0.0
         lengths = self._lengths[rows]
@@ -132,12 +128,12 @@ class LimitedMemory:
             products = sums[:-2].reshape(len(rows), len(rows))
             with_gradient = products[-1]
         else:
-            self._take(sums, rows, new, keep, anew)
+            self._take(sums, rows, new, keep, again)
             products, with_gradient = self._products[np.ix_(rows, rows)], self._with_gradient[rows]
         coefficients, slope = two_loop_recursion(products[:-1, :-1], with_gradient[:-1], float(with_gradient[-1]))
         return np.concatenate([coefficients * lengths, [slope + of_held, np.sqrt(with_gradient[-1]), stop]])
 
-    def _take(self, sums: np.ndarray, rows: np.ndarray, new: Point, keep: bool, anew: bool) -> None:
+    def _take(self, sums: np.ndarray, rows: np.ndarray, new: Point, keep: bool, again: bool) -> None:
         """Store new products in the tables; those of a direction are multiplied by its step's length."""
         lengths, old, known = self._lengths[rows], rows[:-1], self._with_gradient
         of_change, of_gradient = sums[: len(rows)] * lengths, sums[len(rows) : 2 * len(rows) - 1] * lengths[:-1]
@@ -147,7 +143,7 @@ class LimitedMemory:
             known[old] += of_change[:-1]
             # The step's product with the gradient is known from the line search: its slope times its length.
             known[change], known[change + 1] = of_change[-1], new.step * new.slope
-        if anew:
+        if again:
             known[old] = of_gradient
         known[rows[-1]] = sums[2 * len(rows) - 1]
 
@@ -187,7 +183,8 @@ def two_loop_recursion(products: np.ndarray, with_gradient: np.ndarray, square: 
     pair's first. A pair without positive curvature is omitted. The products with g are `with_gradient` (2m,), and `square`
     is g · g.
     """
-    pairs = [j for j in range(len(products) // 2) if _curves(products, j)]
+    least = sys.float_info.epsilon
+    pairs = [j for j in range(len(products) // 2) if products[2 * j, 2 * j + 1] > least * products[2 * j, 2 * j]]
     inner = np.append(with_gradient, square)
     whole = np.vstack([products, with_gradient])  # one row per vector, one column per y and s
     coefficients, alphas = np.zeros(len(inner)), {}
@@ -202,7 +199,3 @@ def two_loop_recursion(products: np.ndarray, with_gradient: np.ndarray, square: 
         beta = coefficients @ whole[:, 2 * j] / products[2 * j, 2 * j + 1]
         coefficients[2 * j + 1] += alphas[j] - beta
     return coefficients, float(coefficients @ inner)
-
-
-def _curves(products: np.ndarray, j: int) -> bool:
-    return bool(products[2 * j, 2 * j + 1] > sys.float_info.epsilon * products[2 * j, 2 * j])

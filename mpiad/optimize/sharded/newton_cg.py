@@ -31,8 +31,7 @@ from mpiad.device import to_host
 from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
 from mpiad.optimize.iterates import PieceIterates
-from mpiad.optimize.root_protocol import Totals
-from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, NOT_FINITE, NewtonSettings, ending_at
+from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, NOT_FINITE, ending_at
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
 from mpiad.optimize.sharded.solver_state import StateFiles
 from mpiad.transport.device_arrays import arrays_of
@@ -70,7 +69,7 @@ class System(NamedTuple):
 class Step(NamedTuple):
     """The result of `truncated_cg`."""
 
-    way: Array  # this rank's part of the step
+    vector: Array  # this rank's part of the step
     decrease: float  # predicted by the quadratic model
     length: float  # in the preconditioner's norm
     bound: bool  # whether it ends at the boundary of the trust region
@@ -83,7 +82,7 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
     infinite, for a line search, the first negative curvature ends the iteration with the step so far, or steepest descent.
     A ValueError on all ranks if the preconditioner isn't positive definite, or its result or the Hessian's isn't finite.
     """
-    way, residual = gradient * 0.0, gradient.copy()
+    p, residual = gradient * 0.0, gradient.copy()
     z = system.precondition(residual)
     square = _positive(system, system.dot(residual, z))
     target, near = forcing**2 * system.square, system.slack * forcing**2 * square
@@ -96,12 +95,12 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
         step = square / curvature if curvature > 0.0 else math.inf
         if radius < math.inf and length + step * (2.0 * across + step * along) >= radius**2:
             step = (math.sqrt(max(across**2 + along * (radius**2 - length), 0.0)) - across) / along
-            way += step * direction
-            return Step(way, decrease + step * (square - 0.5 * step * curvature), radius, True)
+            p += step * direction
+            return Step(p, decrease + step * (square - 0.5 * step * curvature), radius, True)
         if curvature <= 0.0:
             # The model has no minimizer; the line search chooses the length of the steepest descent.
-            return Step(direction, square, math.sqrt(along), False) if count == 0 else _ended(way, decrease, length)
-        way += step * direction
+            return Step(direction, square, math.sqrt(along), False) if count == 0 else _ended(p, decrease, length)
+        p += step * direction
         residual += step * product
         decrease += 0.5 * step * square
         length += step * (2.0 * across + step * along)
@@ -114,11 +113,11 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
         beta = square / before
         across, along = beta * (across + step * along), square + beta**2 * along
         direction = beta * direction - z
-    return _ended(way, decrease, length)
+    return _ended(p, decrease, length)
 
 
-def _ended(way: Array, decrease: float, length: float) -> Step:
-    return Step(way, decrease, math.sqrt(length), False)
+def _ended(p: Array, decrease: float, length: float) -> Step:
+    return Step(p, decrease, math.sqrt(length), False)
 
 
 def _positive(system: System, square: float) -> float:
@@ -149,14 +148,14 @@ class NewtonPoint:
     - `gradient`: dJ/dx.
     - `finite`: whether the value and all entries of the gradient are finite.
     - `free`: mask of the variables that no bound holds; None for all.
-    - `way` (or None): with bounds, P(x - g) - x.
+    - `projected_step` (or None): with bounds, P(x - g) - x.
     - `norm`: the gradient's, in the inner product; NaN until it is measured. `square`: that of its free entries only.
     - `length`, `slope`: of the step from the point before, and of g there along it.
     """
 
     def __init__(self, x: Array, found: Derivatives):
         self.x, self.value, self.gradient, self.multiply = x, found.value, found.gradient, found.multiply
-        self.finite, self.free, self.way = False, cast(Any, None), cast(Any, None)
+        self.finite, self.free, self.projected_step = False, cast(Any, None), cast(Any, None)
         self.norm, self.square, self.length, self.slope = math.nan, math.nan, 0.0, 0.0
 
     def masked(self, vector: Array) -> Array:
@@ -167,17 +166,16 @@ class NewtonPoint:
 class NewtonCG:
     """The iteration.
 
-    `operators`: the preconditioner and the inner product's inverse, on this rank's vectors. `box`: the bounds, on the
-    device of the variables; all ranks have one or none.
+    `box`: the bounds, on the device of the variables; all ranks have one or none.
     """
 
-    def __init__(
-        self, evaluation: SecondOrderEvaluation, totals: Totals, iterates: PieceIterates, settings: NewtonSettings,
-        files: StateFiles, operators: tuple[Callable | None, Callable | None], box: Box | None,
-    ):  # fmt: skip
-        self._evaluation, self._totals, self._iterates, self._settings = evaluation, totals, iterates, settings
-        self._files, self._box = files, box
-        self._precondition, self._represent = operators
+    def __init__(self, evaluation: SecondOrderEvaluation, iterates: PieceIterates, files: StateFiles, box: Box | None):
+        self._evaluation, self._totals, self._iterates, self._files = evaluation, evaluation.totals, iterates, files
+        self._settings, self._box = evaluation.settings, box
+        settings = evaluation.settings
+        # The inner product's inverse and the preconditioner, on this rank's vectors.
+        self._represent = evaluation.on_vectors(settings.inner_product, "inner_product")
+        self._precondition = evaluation.on_vectors(settings.preconditioner, "preconditioner") or self._represent
         # `precondition` and `solve` of one object, such as a prior, are similar operators, and the latter is expensive.
         owners = [getattr(operator, "__self__", None) for operator in (settings.preconditioner, settings.inner_product)]
         self._slack = _NEAR if owners[0] is owners[1] is not None else math.inf
@@ -216,8 +214,9 @@ class NewtonCG:
             self._iteration, self._value_before = self._iteration + 1, here.value
             self._measure(found)
             # Eisenstat and Walker: the accuracy of a solve depends on the last step's reduction of the gradient.
-            self._forcing = self._next_forcing(found.norm / here.norm)
-            self._stopped = self._iterates.heard(found, self.count)
+            chosen, kept = _GAMMA * (found.norm / here.norm) ** _ALPHA, _GAMMA * self._forcing**_ALPHA
+            self._forcing = min(_LARGEST, max(chosen, kept) if kept > _KEPT else chosen)
+            self._stopped = self._iterates.report(found, self.count)
             here = found
 
     def _ending(self, here: NewtonPoint) -> Ending | None:
@@ -232,11 +231,6 @@ class NewtonCG:
 
     def _exhausted(self) -> Ending | None:
         return EVALUATIONS if self.count >= self._settings.maxfun else None
-
-    def _next_forcing(self, ratio: float) -> float:
-        kept = _GAMMA * self._forcing**_ALPHA
-        chosen = _GAMMA * ratio**_ALPHA
-        return min(_LARGEST, max(chosen, kept) if kept > _KEPT else chosen)
 
     # ---- points
 
@@ -259,12 +253,12 @@ class NewtonCG:
             return
         held = 0.0
         if self._box is not None:
-            point.way = self._box.way(point.x, point.gradient, _EVERYWHERE)
-            size = float(to_host(np.max(np.abs(point.way)))) if point.x.size else 0.0
+            point.projected_step = self._box.projected_step(point.x, point.gradient, _EVERYWHERE)
+            size = float(to_host(np.max(np.abs(point.projected_step)))) if point.x.size else 0.0
             (size,) = self._totals.of([], [size], [])
             point.free = self._box.free(point.x, point.gradient, size, _EVERYWHERE)
             # Variables at a bound contribute their distance to it, free ones the gradient in the inner product.
-            held = _dot(point.way, point.way * ~point.free)
+            held = _dot(point.projected_step, point.projected_step * ~point.free)
         gradient = point.masked(point.gradient)
         represented = gradient if self._represent is None else point.masked(self._represent(gradient))
         held, square = self._sums(held, _dot(gradient, represented))
@@ -298,17 +292,22 @@ class NewtonCG:
             return lambda r: r if operator is None else here.masked(operator(r))
 
         represent = by(self._represent)
-        system = System(
-            lambda v: here.masked(here.multiply(v)), by(self._precondition), lambda a, b: self._sums(_dot(a, b))[0],
-            lambda: self._files.interrupted, here.square, self._slack,
-            None if self._represent is self._precondition else lambda r: self._sums(_dot(r, represent(r)))[0],
-        )  # fmt: skip
+
+        def multiply(v: Array) -> Array:
+            return here.masked(here.multiply(v))
+
+        def dot(a: Array, b: Array) -> float:
+            return self._sums(_dot(a, b))[0]
+
+        measure = None if self._represent is self._precondition else lambda r: dot(r, represent(r))
+        ended = lambda: self._files.interrupted  # noqa: E731
+        system = System(multiply, by(self._precondition), dot, ended, here.square, self._slack, measure)
         return truncated_cg(system, here.masked(here.gradient), self._forcing, self._settings.maxcg, radius)
 
-    def _moved(self, here: NewtonPoint, way: Array, step: float) -> Array:
+    def _moved(self, here: NewtonPoint, p: Array, step: float) -> Array:
         if self._box is None:
-            return here.x + step * way
-        x = here.x + step * (way + here.way * ~here.free)
+            return here.x + step * p
+        x = here.x + step * (p + here.projected_step * ~here.free)
         self._box.project(x)
         return x
 
@@ -319,7 +318,7 @@ class NewtonCG:
         for _ in range(self._settings.maxls if found is not None else 0):
             if self._exhausted():
                 break
-            there = self._evaluated(self._moved(here, found.way, step), here)  # type: ignore[union-attr]
+            there = self._evaluated(self._moved(here, found.vector, step), here)  # type: ignore[union-attr]
             if there.finite and there.slope < 0.0 and self._falls(here, there, -_DECREASE * there.slope):
                 return there
             if not there.finite:
@@ -342,7 +341,7 @@ class NewtonCG:
             found = None if self._exhausted() else self._step(here, self._radius)
             if found is None:
                 break
-            there = self._evaluated(self._moved(here, found.way, 1.0), here)
+            there = self._evaluated(self._moved(here, found.vector, 1.0), here)
             # If bounds have cut the step short, the model's decrease is computed again for the remaining step.
             expected = found.decrease if self._box is None else self._expected(here, there)
             ratio = (here.value - there.value) / expected if there.finite and expected > 0.0 else -math.inf
@@ -386,8 +385,8 @@ class NewtonCG:
 
     def _restored(self, found: dict[str, np.ndarray], start: Array) -> NewtonPoint:
         """Restore the state of the solve from the arrays of `_arrays`; return the point, evaluated again."""
-        home = arrays_of(start)
-        start[...] = found["x"] if home is None else home.to_device(found["x"])
+        xp = arrays_of(start)
+        start[...] = found["x"] if xp is None else xp.to_device(found["x"])
         here = self._evaluated(start, None)
         self._measure(here)
         self._forcing, radius, self._first, self._value_before, here.length = found["numbers"].tolist()

@@ -125,10 +125,10 @@ def newest_state(files: list[Path], problem: dict[str, Any], comm: Comm) -> tupl
             mine.append((file, description["iteration"], description.get("boxes")))
         except (OSError, ValueError) as error:
             wrong = str(error)
-    told = comm.allgather((mine, wrong))
-    wrong = next((text for _, text in told if text is not None), None)
+    every = comm.allgather((mine, wrong))
+    wrong = next((text for _, text in every if text is not None), None)
     by_ranks: dict[tuple[int, int], dict[int, tuple[Path, Any]]] = {}
-    for file, iteration, boxes in [entry for entries, _ in told for entry in entries]:
+    for file, iteration, boxes in [entry for entries, _ in every for entry in entries]:
         rank, many = map(int, re.findall(r"\.rank(\d+)of(\d+)\.", file.name)[-1])
         by_ranks.setdefault((iteration, many), {})[rank] = file, boxes
     whole = [key for key, found in by_ranks.items() if len(found) == key[1] and all(boxes for _, boxes in found.values())]

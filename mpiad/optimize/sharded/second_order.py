@@ -12,15 +12,14 @@ from autograd.tracer import Box
 
 from mpiad._typing import Array, Tree
 from mpiad.device import to_host
-from mpiad.differentiation import SecondOrder, linearize, make_hvp
+from mpiad.differentiation import SecondOrder, linearize
 from mpiad.optimize.objective_evaluation import Evaluation, Program
-from mpiad.optimize.packing import DevicePacking, PiecePacking
+from mpiad.optimize.packing import LocalPacking
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.convergence import NewtonSettings
 from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
-from mpiad.transport import Channel
-from mpiad.transport.user_failures import StageFailures, WrongValueError
+from mpiad.transport.user_failures import WrongValueError
 
 _SAME = 1e-6  # by how much, relative to the root's, regularizers of other ranks may differ: sums round differently
 
@@ -37,16 +36,14 @@ class Derivatives(NamedTuple):
 class SecondOrderEvaluation:
     """The stages of evaluations: every rank calls the same method with its part of the variables.
 
-    `evaluation`: of the same program, for derivatives given by the user. `used`: the user's communicator. `products`:
-    number of products so far.
+    `evaluation`: of the same program. `products`: number of products so far.
     """
 
     def __init__(
-        self, evaluation: Evaluation, program: Program, packing: PiecePacking | DevicePacking, agreement: StageFailures,
-        used: Channel, totals: Totals, settings: NewtonSettings,
-    ):  # fmt: skip
-        self._evaluation, self._program, self._packing, self._agreement = evaluation, program, packing, agreement
-        self._used, self._totals, self._regularizer, self.products = used, totals, settings.regularizer, 0
+        self, evaluation: Evaluation, program: Program, packing: LocalPacking, totals: Totals, settings: NewtonSettings
+    ):
+        self._evaluation, self._program, self._packing, self._agreement = evaluation, program, packing, evaluation.agreement
+        self.totals, self.settings, self.products = totals, settings, 0
         if settings.product == "gauss-newton":
             self._derivatives = self._of_residuals
         else:
@@ -67,15 +64,7 @@ class SecondOrderEvaluation:
 
     def _at_once(self, x: Array) -> Derivatives:
         """Return value, gradient and products from one record."""
-        return self._packed(self._differentiated(self._evaluation.value_at, x))
-
-    def _differentiated(self, fun: Callable[[Tree], Any], x: Array) -> SecondOrder:
-        evaluate = make_hvp(
-            lambda x: self._agreement.run(lambda: fun(x)),
-            objective=self._program.objective, root=self._program.root, comm=self._used.user,
-        )  # fmt: skip
-        nest = self._packing.unpack(x)
-        return self._agreement.run(lambda: evaluate(nest))
+        return self._packed(self._evaluation.differentiated(self._evaluation.value_at, self._packing.unpack(x)))
 
     def _packed(self, found: SecondOrder) -> Derivatives:
         return Derivatives(float(found.value), self._flat(found.gradient), lambda v: self._multiplied(found.product, v))
@@ -106,26 +95,26 @@ class SecondOrderEvaluation:
         kept = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._residuals(x)))(nest))
         # Jᵀr from the record of r that the products also use.
         gradient = self._flat(self._agreement.run(lambda: kept.vjp(kept.value)))
-        half, own = 0.5 * float(to_host(anp.sum(kept.value**2))), math.nan
+        half, own, regularizer = 0.5 * float(to_host(anp.sum(kept.value**2))), math.nan, self.settings.regularizer
 
         def multiply(v: Array) -> Array:
             return self._multiplied(lambda u: kept.vjp(kept.jvp(u)), v)
 
-        if self._regularizer is None:
-            (value,) = self._totals.of([half], [], [])
+        if regularizer is None:
+            (value,) = self.totals.of([half], [], [])
             return Derivatives(value, gradient, multiply)
 
         def noted(x: Tree) -> Any:
             nonlocal own
-            found = self._regularizer(x)  # type: ignore[misc]
+            found = regularizer(x)
             own = to_host(stop_gradient(found))
             return found
 
-        other = self._packed(self._differentiated(noted, x))
+        other = self._packed(self._evaluation.differentiated(noted, self._packing.unpack(x)))
         gap = abs(float(own) - other.value) / max(abs(other.value), sys.float_info.min)
         # False if a value isn't finite, as at trial points.
         differs = gap > _SAME and self._program.objective == "root"
-        value, differs = self._totals.of([half], [float(differs)], [])
+        value, differs = self.totals.of([half], [float(differs)], [])
         if differs:
             raise ValueError(
                 "minimize: option regularizer must return the same number on all ranks with objective='root', but the "
@@ -152,22 +141,19 @@ class SecondOrderEvaluation:
         self._evaluation.at_start.note("residuals", array)
         return array
 
+    def on_vectors(self, given: Callable[[Tree], Tree] | None, name: str) -> Callable[[Array], Array] | None:
+        """Return an operator of the user, of the form of x, on this rank's vectors; None if none is given."""
+        if given is None:
+            return None
 
-def on_vectors(
-    given: Callable[[Tree], Tree] | None, name: str, packing: PiecePacking | DevicePacking, agreement: StageFailures
-) -> Callable[[Array], Array] | None:
-    """Return an operator of the user, of the form of x, on this rank's vectors; None if none is given."""
-    if given is None:
-        return None
+        def packed(x: Tree) -> Array:
+            try:
+                return self._packing.pack(given(x))
+            except TypeError as error:
+                raise WrongValueError(f"{error} The option {name} returned it.") from None
 
-    def packed(x: Tree) -> Array:
-        try:
-            return packing.pack(given(x))
-        except TypeError as error:
-            raise WrongValueError(f"{error} It is what option {name} returned.") from None
+        def apply(vector: Array) -> Array:
+            nest = self._packing.unpack(vector)
+            return self._agreement.run(lambda: packed(nest))
 
-    def apply(vector: Array) -> Array:
-        nest = packing.unpack(vector)
-        return agreement.run(lambda: packed(nest))
-
-    return apply
+        return apply

@@ -15,18 +15,18 @@ from mpiad.optimize.evaluated_points import Ending
 from mpiad.optimize.history import Progress
 from mpiad.optimize.iterates import PieceIterates
 from mpiad.optimize.objective_evaluation import Evaluation, Program
-from mpiad.optimize.packing import DevicePacking, PiecePacking, packing_of_piece
+from mpiad.optimize.packing import DevicePacking, LocalPacking, packing_of_piece
 from mpiad.optimize.root_driven import Solve
 from mpiad.optimize.root_protocol import Totals
-from mpiad.optimize.sharded.convergence import NOT_FINITE, NewtonSettings, Settings, newton_settings_of, settings_of
+from mpiad.optimize.sharded.convergence import NOT_FINITE, NewtonSettings, Settings, settings_of
 from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.lbfgs import LBFGS, Trials
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.newton_cg import NewtonCG, NewtonPoint
-from mpiad.optimize.sharded.redistribution import Layout, layout_of, place_independent
-from mpiad.optimize.sharded.second_order import SecondOrderEvaluation, on_vectors
-from mpiad.optimize.sharded.solver_state import OF_RANKS, Point, StateFiles
+from mpiad.optimize.sharded.redistribution import layout_of, place_independent
+from mpiad.optimize.sharded.second_order import SecondOrderEvaluation
+from mpiad.optimize.sharded.solver_state import OF_RANKS, Identity, Point, StateFiles
 from mpiad.transport import Channel
 
 
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
     """A rank's contribution: its variables, their bounds, the common settings, and its checkpoint."""
 
     start: Tree
-    packing: PiecePacking | DevicePacking
+    packing: LocalPacking
     box: Box | None
     settings: Settings | NewtonSettings
     checkpoint: CheckpointFile | None
@@ -58,8 +58,7 @@ def piece_of(
 ) -> Piece:
     """Check this rank's arguments; a ValueError if one is invalid."""
     packing = packing_of_piece(start)
-    settings = (newton_settings_of if method.lower().startswith("newton") else settings_of)(tol, options)
-    return Piece(start, packing, box_of(bounds, packing.size), settings, checkpoint)
+    return Piece(start, packing, box_of(bounds, packing.size), settings_of(method, tol, options), checkpoint)
 
 
 class Sharded(Solve):
@@ -77,52 +76,47 @@ class Sharded(Solve):
         """Minimize; return the result, or raise, on all ranks alike."""
         packing, settings = self._piece.packing, self._piece.settings
         start = packing.pack(self._piece.start)
-        files = StateFiles(self._piece.checkpoint, *self._identity(start), self._used, self.agreement)
+        files = StateFiles(self._piece.checkpoint, self._identity(start), self._used, self.agreement)
         files.look()
         said = [float(mine) for mine in (self._piece.box is not None, callback is not None)]
         # If one rank has bounds or a callback, all must know it: they cause further messages.
         bounded, heard = self._totals.of(said, [0.0], [])[:2]
         shown = progress if self._totals.leads else None
         iterates = PieceIterates(packing, self.agreement, callback, bool(heard), shown)
+        box = self._box(bool(bounded))
         if isinstance(settings, NewtonSettings):
-            return self._newton(start, iterates, settings, files, self._box(bool(bounded)))
-        memory = self._memory(settings, self._box(bool(bounded)))
+            derivatives = SecondOrderEvaluation(self._evaluation, self._program, packing, self._totals, settings)
+            if box is not None and isinstance(packing, DevicePacking):
+                box = Box(*map(packing.xp.to_device, box.limits))
+            solve = NewtonCG(derivatives, iterates, files, box)
+            point, ending = solve.run(start)
+            return self._result(point, point.gradient, ending, (solve.count, derivatives.products), iterates)
+        ring = Ring(settings.maxcor)
+        if isinstance(packing, DevicePacking):
+            vectors = DeviceVectors(ring.height, packing.size, box, packing.xp)
+        else:
+            vectors = HostVectors(ring.height, packing.size, box)
+        memory = LimitedMemory(ring, vectors, self._totals)
         trials = Trials(self._evaluation, packing, self._totals, memory)
         point, ending = LBFGS(trials, memory, iterates, settings, files).run(start)
-        return self._result(point, memory.gradient(point), ending, trials.count, iterates)
+        return self._result(point, memory.gradient(point), ending, (trials.count, 0), iterates)
 
-    def _identity(self, start: Array) -> tuple[dict[str, Any], dict[str, Any], Layout | None]:
-        """Return the descriptions of the problem, for these ranks and for any number of them, and the variables' layout."""
+    def _identity(self, start: Array) -> Identity:
         piece, comm = self._piece, self._used.data
         if piece.checkpoint is None:
-            return {}, {}, None
+            return Identity({})
         problem = piece.problem(self._program, start, self._used.size)
         layout = layout_of(piece.packing.specs, piece.checkpoint, comm)
         # The mean over the ranks is another objective on another number of ranks.
         if layout is None or self._program.objective == "mean":
-            return problem, {}, None
+            return Identity(problem)
         found = {name: value for name, value in problem.items() if name not in OF_RANKS}
         found["whole arrays"] = [layout.shapes, [str(dtype) for _, dtype in piece.packing.specs]]
         found["x0 of all ranks (checksum)"] = place_independent(to_host(start), layout, comm)
         if any(comm.allgather(piece.box is not None)):
             limits = self._box(True).limits  # type: ignore[union-attr]
             found["bounds of all ranks (checksum)"] = [place_independent(limit, layout, comm) for limit in limits]
-        return problem, found, layout
-
-    def _newton(
-        self, start: Array, iterates: PieceIterates, settings: NewtonSettings, files: StateFiles, box: Box | None
-    ) -> scipy.optimize.OptimizeResult:
-        packing = self._piece.packing
-        derivatives = SecondOrderEvaluation(
-            self._evaluation, self._program, packing, self.agreement, self._used, self._totals, settings
-        )
-        if box is not None and isinstance(packing, DevicePacking):
-            box = Box(*map(packing.home.to_device, box.limits))
-        represent = on_vectors(settings.inner_product, "inner_product", packing, self.agreement)
-        precondition = on_vectors(settings.preconditioner, "preconditioner", packing, self.agreement) or represent
-        solve = NewtonCG(derivatives, self._totals, iterates, settings, files, (precondition, represent), box)
-        point, ending = solve.run(start)
-        return self._result(point, point.gradient, ending, solve.count, iterates, derivatives.products)
+        return Identity(problem, found, layout)
 
     def _box(self, bounded: bool) -> Box | None:
         """Return this rank's bounds."""
@@ -130,18 +124,10 @@ class Sharded(Solve):
         size, box = self._piece.packing.size, self._piece.box
         return Box(np.full(size, -np.inf), np.full(size, np.inf)) if bounded and box is None else box
 
-    def _memory(self, settings: Settings, box: Box | None) -> LimitedMemory:
-        """Return the memory for this rank's variables, on their device."""
-        packing, ring = self._piece.packing, Ring(settings.maxcor)
-        if isinstance(packing, DevicePacking):
-            return LimitedMemory(ring, DeviceVectors(ring.height, packing.size, box, packing.home), self._totals)
-        return LimitedMemory(ring, HostVectors(ring.height, packing.size, box), self._totals)
-
     def _result(
-        self, point: Point | NewtonPoint, gradient: np.ndarray, ending: Ending, count: int, iterates: PieceIterates,
-        products: int = 0,
-    ) -> scipy.optimize.OptimizeResult:  # fmt: skip
-        history, message = iterates.record.history(), ending.message
+        self, point: Point | NewtonPoint, gradient: Array, ending: Ending, counts: tuple[int, int], iterates: PieceIterates
+    ) -> scipy.optimize.OptimizeResult:
+        history, message, (count, products) = iterates.record.history(), ending.message, counts
         if ending is NOT_FINITE:
             self._evaluation.at_start.note("entries of the gradient", to_host(gradient))
             message += self._evaluation.not_finite_at_start()

@@ -39,7 +39,7 @@ class Point:
     clipped: bool = False  # whether a bound stopped any variable in the step
     step: float = math.nan  # along the direction that led here
     length: float = 0.0  # of the step from the point before, over all ranks
-    room: float = math.inf  # from here to the point at which the last search met no finite value; infinite if it met none
+    range: float = math.inf  # from here to the point at which the last search met no finite value; infinite if it met none
     # If a bound may have stopped variables: the step times the gradient before, and times the gradient here.
     predicted: float = math.nan
     met: float = math.nan
@@ -61,23 +61,27 @@ class State(NamedTuple):
     stopped: bool  # whether a callback wants the solve to end
 
 
+class Identity(NamedTuple):
+    """The problem that a state belongs to."""
+
+    # `problem`, `anywhere`: descriptions of the problem, on these ranks and on any number of them.
+    problem: dict[str, Any]
+    anywhere: dict[str, Any] = {}
+    layout: Layout | None = None  # positions of this rank's variables; without it a state belongs to its number of ranks
+
+
 class StateFiles:
     """Write states and read them again; without a checkpoint it does nothing.
 
     - `checkpoint`: this rank's own; all have one or none.
-    - `problem`, `anywhere`: descriptions of the problem, on these ranks and on any number of them.
-    - `layout`: positions of this rank's variables; without it a state belongs to its number of ranks.
     - `used`: the user's communicator.
     - `agreement`: knows whether a rank was told to end.
     - `iteration`: of the last state that was written or found; -1 for none.
     """
 
-    def __init__(
-        self, checkpoint: CheckpointFile | None, problem: dict[str, Any], anywhere: dict[str, Any], layout: Layout | None,
-        used: Channel, agreement: StageFailures,
-    ):  # fmt: skip
-        self._checkpoint, self._problem, self._used, self._agreement = checkpoint, problem, used, agreement
-        self._anywhere, self._layout, self._old = anywhere, layout, list[Path]()
+    def __init__(self, checkpoint: CheckpointFile | None, identity: Identity, used: Channel, agreement: StageFailures):
+        self._checkpoint, self._identity, self._used, self._agreement = checkpoint, identity, used, agreement
+        self._old = list[Path]()
         self._slot, self.iteration, self._failures = 0, -1, WriteFailures("minimize")
         self._found: dict[str, np.ndarray] | None = None
 
@@ -99,9 +103,13 @@ class StateFiles:
             return
         mine, wrong = {}, None
         others = files_of_ranks(self._checkpoint.file)
-        if self._layout is not None and self._agree_to_redistribute(others):
-            self._redistribute(others, self._layout)
-            return
+        if self._identity.layout is not None:
+            # If all ranks see the files of another number of ranks, and none sees its own.
+            seen = [] if self._of_this_number(others) else [file.name for file in others]
+            every = self._used.data.allgather(seen)
+            if every[0] and all(names == every[0] for names in every):
+                self._redistribute(others, self._identity.layout)
+                return
         try:
             mine = self._iterations_on_disk()
         except (OSError, ValueError) as error:
@@ -116,20 +124,15 @@ class StateFiles:
                 wrong = error
             self._agreed(mine, wrong)
 
-    def _agree_to_redistribute(self, others: list[Path]) -> bool:
-        """Return whether all ranks see the files of another number of ranks, and none sees its own."""
-        seen = [] if self._of_this_number(others) else [file.name for file in others]
-        told = self._used.data.allgather(seen)
-        return bool(told[0]) and all(names == told[0] for names in told)
-
     def _redistribute(self, others: list[Path], layout: Layout) -> None:
         """Read the newest state that another number of ranks has written."""
-        found, wrong = newest_state(others, self._anywhere, self._used.data)
+        found, wrong = newest_state(others, self._identity.anywhere, self._used.data)
         if found is None:
-            raise agreed(self._used, ValueError(wrong or (
+            missing = (
                 f"minimize: there is no iteration of which all ranks have a file among {others[0]} and the like, which "
                 "another number of ranks has written. Put the files back, or delete them."
-            )))  # fmt: skip
+            )
+            raise agreed(self._used, ValueError(wrong or missing))
         with raising_together(self._used, ValueError):
             self._found = found.arrays(layout)
         self.iteration, self._old = found.iteration, others
@@ -150,17 +153,7 @@ class StateFiles:
 
     def _iterations_on_disk(self) -> dict[int, int]:
         """Return the slot of each iteration that this rank has a file of."""
-        self._refuse_others()
-        found = {}
-        for slot in range(len(_SLOTS)):
-            if self._file(slot).exists():
-                description = read_description(self._file(slot))
-                require_problem(self._file(slot), description, self._problem, "minimize")
-                found[description["iteration"]] = slot
-        return found
-
-    def _refuse_others(self) -> None:
-        file = self._checkpoint.file  # type: ignore[union-attr]
+        file, found = self._checkpoint.file, {}  # type: ignore[union-attr]
         others = files_of_ranks(file)
         if others and not self._of_this_number(others):
             raise ValueError(
@@ -173,20 +166,25 @@ class StateFiles:
                 f"minimize: the checkpoint {file} was written by a method that the root drives, and not by "
                 "a sharded one. Name another file, or delete it."
             )
+        for slot in range(len(_SLOTS)):
+            if self._file(slot).exists():
+                description = read_description(self._file(slot))
+                require_problem(self._file(slot), description, self._identity.problem, "minimize")
+                found[description["iteration"]] = slot
+        return found
 
     def _agreed(self, mine: dict[int, int], wrong: Exception | None) -> int | None:
         """Return the newest iteration that all ranks have; raise on all if one can't continue."""
-        told = self._used.data.allgather((sorted(mine), None if wrong is None else str(wrong)))
-        for rank, (_, text) in enumerate(told):
+        every = self._used.data.allgather((sorted(mine), None if wrong is None else str(wrong)))
+        for rank, (_, text) in enumerate(every):
             if text is not None:
                 raise agreed(self._used, ValueError(f"{text} (found on rank {rank})"))
-        common = set.intersection(*(set(theirs) for theirs, _ in told))
-        if not common and any(len(theirs) > 1 for theirs, _ in told):
-            without = next(rank for rank, (theirs, _) in enumerate(told) if len(theirs) < 2)
-            raise agreed(self._used, ValueError(
-                f"minimize: rank {without} has no file of the iterations that other ranks have written to the checkpoint "
-                f"{self._checkpoint.path}. Put its files back, or delete those of all ranks."  # type: ignore[union-attr]
-            ))  # fmt: skip
+        common = set.intersection(*(set(theirs) for theirs, _ in every))
+        if not common and any(len(theirs) > 1 for theirs, _ in every):
+            without = next(rank for rank, (theirs, _) in enumerate(every) if len(theirs) < 2)
+            path = self._checkpoint.path  # type: ignore[union-attr]
+            text = f"rank {without} has no file of the iterations that other ranks have written to the checkpoint {path}"
+            raise agreed(self._used, ValueError(f"minimize: {text}. Put its files back, or delete those of all ranks."))
         return max(common, default=None)
 
     def take(self) -> dict[str, np.ndarray] | None:
@@ -202,9 +200,10 @@ class StateFiles:
 
     def write(self, iteration: int, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
         """Write a state; all ranks call this."""
-        description, wrong = {**self._problem, **self._anywhere, "iteration": iteration}, None
-        if self._layout is not None:
-            description["boxes"] = self._layout.boxes
+        (problem, anywhere, layout), wrong = self._identity, None
+        description = {**problem, **anywhere, "iteration": iteration}
+        if layout is not None:
+            description["boxes"] = layout.boxes
         try:
             write(self._file(self._slot), description, arrays)
         except OSError as error:

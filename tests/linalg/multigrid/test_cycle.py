@@ -108,5 +108,5 @@ def test_messages_of_a_cycle(rank, size, monkeypatch):
     neighbours = sum(rank is not None for pair in domain.neighbours for rank in pair)
     assert len(sent) <= neighbours * len(steps)
     fine = [level for level in steps if level is multigrid._level._halo]
-    assert len(fine) == 6  # two groups of colours before, the residual, the correction, two groups after
+    assert len(fine) == 6  # two groups of colors before, the residual, the correction, two groups after
     assert (size == 1) == (not sent)

@@ -76,18 +76,18 @@ def test_steps_of_cg_are_those_of_the_textbook() -> None:
 
     found, newton = step(hessian), np.linalg.solve(hessian, -gradient)
     length = np.sqrt(newton @ np.linalg.solve(p, newton))
-    np.testing.assert_allclose(found.way, newton, rtol=1e-8)
+    np.testing.assert_allclose(found.vector, newton, rtol=1e-8)
     np.testing.assert_allclose([found.decrease, found.length], [-model(newton, hessian), length], rtol=1e-8)
     inside = step(hessian, 0.5 * length)
-    np.testing.assert_allclose(inside.way @ np.linalg.solve(p, inside.way), (0.5 * length) ** 2, rtol=1e-9)
-    np.testing.assert_allclose(inside.decrease, -model(inside.way, hessian), rtol=1e-9)
+    np.testing.assert_allclose(inside.vector @ np.linalg.solve(p, inside.vector), (0.5 * length) ** 2, rtol=1e-9)
+    np.testing.assert_allclose(inside.decrease, -model(inside.vector, hessian), rtol=1e-9)
     assert inside.bound and not found.bound
     bent = hessian - 20.0 * np.eye(12)
-    np.testing.assert_allclose(step(-hessian).way, -p @ gradient)
+    np.testing.assert_allclose(step(-hessian).vector, -p @ gradient)
     edge = step(bent, 3.0)
-    np.testing.assert_allclose(edge.way @ np.linalg.solve(p, edge.way), 9.0, rtol=1e-9)
-    np.testing.assert_allclose(edge.decrease, -model(edge.way, bent), rtol=1e-9)
-    loose = step(hessian, forcing=0.1).way
+    np.testing.assert_allclose(edge.vector @ np.linalg.solve(p, edge.vector), 9.0, rtol=1e-9)
+    np.testing.assert_allclose(edge.decrease, -model(edge.vector, bent), rtol=1e-9)
+    loose = step(hessian, forcing=0.1).vector
     residual = gradient + hessian @ loose
     assert 1e-9 < residual @ p @ residual <= 0.01 * gradient @ p @ gradient
 

@@ -55,7 +55,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Spread:
+class Distribution:
     """Blocks and their owners."""
 
     cuts: tuple[tuple[int, ...], ...]  # per dimension the first points of blocks, and the number of points at the end
@@ -91,18 +91,18 @@ class Spread:
         low = tuple(along[place] for along, place in zip(self.cuts, position))
         return Box(low, tuple(along[place + 1] for along, place in zip(self.cuts, position)))
 
-    def beside(self, position: tuple[int, ...], axis: int, step: int) -> Rank | None:
+    def neighbor(self, position: tuple[int, ...], axis: int, step: int) -> Rank | None:
         """Return the owner of a neighboring block, None beyond a physical side."""
         place, count = position[axis] + step, self.dims[axis]
         if not self.periodic[axis] and not 0 <= place < count:
             return None
         return self.owner((*position[:axis], place % count, *position[axis + 1 :]))
 
-    def coarse(self) -> Spread:
+    def coarse(self) -> Distribution:
         """Return the distribution of the points of even index, in which some blocks may be empty."""
-        return Spread(tuple(tuple((cut + 1) // 2 for cut in along) for along in self.cuts), self.ranks, self.periodic)
+        return Distribution(tuple(tuple((cut + 1) // 2 for cut in along) for along in self.cuts), self.ranks, self.periodic)
 
-    def merged(self, least: int) -> Spread:
+    def merged(self, least: int) -> Distribution:
         """Return the distribution with neighboring blocks merged, until none with a neighbor is shorter than `least`."""
         cuts, ranks = list(self.cuts), list(self.ranks)
         for axis in range(len(cuts)):
@@ -110,15 +110,15 @@ class Spread:
             while len(ranks[axis]) > 1 and min(b - a for a, b in zip(cuts[axis], cuts[axis][1:])) < least:
                 cuts[axis] = (*cuts[axis][:-1][::2], cuts[axis][-1])
                 ranks[axis] = ranks[axis][::2]
-        return Spread(tuple(cuts), tuple(ranks), self.periodic)
+        return Distribution(tuple(cuts), tuple(ranks), self.periodic)
 
-    def alone(self) -> Spread:
+    def alone(self) -> Distribution:
         """Return the distribution in which the first rank owns everything."""
         # The shortest of several blocks along a dimension is shorter than all of them together.
         return self.merged(max(self.shape))
 
 
-def spread_of(partition: Partition) -> Spread:
+def distribution_of(partition: Partition) -> Distribution:
     """Return the distribution of a domain's grid."""
     cuts, ranks = [], []
     for axis, (n, count) in enumerate(zip(partition.shape, partition.dims)):
@@ -126,16 +126,16 @@ def spread_of(partition: Partition) -> Spread:
         stride = math.prod(partition.dims[axis + 1 :])
         ranks.append(tuple(place * stride for place in range(count)))
         cuts.append((*[partition.block(rank)[axis].start for rank in ranks[-1]], n))
-    return Spread(tuple(cuts), tuple(ranks), partition.periodic)
+    return Distribution(tuple(cuts), tuple(ranks), partition.periodic)
 
 
-Colour = tuple[int, ...]
+Color = tuple[int, ...]
 
 
 @functools.cache
-def reach(colour: Colour, offset: Colour) -> tuple[Colour, Colour]:
+def reach(color: Color, offset: Color) -> tuple[Color, Color]:
     """Return the color of the points at an offset from those of a color, and the distance of theirs in entries."""
-    moved = [p + o for p, o in zip(colour, offset)]
+    moved = [p + o for p, o in zip(color, offset)]
     return tuple(m % 2 for m in moved), tuple(m // 2 for m in moved)
 
 
@@ -143,7 +143,7 @@ class Layout:
     """The arrays of one block.
 
     - `box`: the block's own points.
-    - `colours`: all colors, color 0 first; its position in this list is a color's row in arrays of shape (colors,
+    - `colors`: all colors, color 0 first; its position in this list is a color's row in arrays of shape (colors,
       size).
     - `shape`: of a color's array before flattening.
     - `inner`: from the first entry with all its neighbors to the last one.
@@ -159,8 +159,8 @@ class Layout:
         # end.
         margin = sum(self.strides)
         self.inner = slice(margin, self.size - margin)
-        self.colours: list[Colour] = list(itertools.product((0, 1), repeat=len(self.shape)))
-        self.row = {colour: row for row, colour in enumerate(self.colours)}
+        self.colors: list[Color] = list(itertools.product((0, 1), repeat=len(self.shape)))
+        self.row = {color: row for row, color in enumerate(self.colors)}
         # Computed once: on small levels this takes longer than the arithmetic.
         self.places = functools.cache(self._places)
 
@@ -169,10 +169,10 @@ class Layout:
         shift = sign * sum(step * stride for step, stride in zip(steps, self.strides))
         return slice(self.inner.start + shift, self.inner.stop + shift)
 
-    def _places(self, colour: Colour, rim: int = 0) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    def _places(self, color: Color, rim: int = 0) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Return the points of a color within its array, and within the block with `rim` points around it."""
         entries, points = [], []
-        for parity, low, high, first in zip(colour, self.box.low, self.box.high, self.first):
+        for parity, low, high, first in zip(color, self.box.low, self.box.high, self.first):
             # Entry k stands for the point 2k + parity: first and last k are rounded up.
             start, stop = ((bound - parity + 1) // 2 for bound in (low - rim, high + rim))
             entries.append(slice(start - first + 1, stop - first + 1))
@@ -195,10 +195,10 @@ class Layout:
         """
         if out is None:
             lead = block.shape[: block.ndim - len(self.shape)]
-            out = Spec((*lead, len(self.colours), self.size), np.dtype(float), arrays_of(block)).zeros()
+            out = Spec((*lead, len(self.colors), self.size), np.dtype(float), arrays_of(block)).zeros()
         whole = self.whole(out)
-        for row, colour in enumerate(self.colours):
-            entries, points = self.places(colour)
+        for row, color in enumerate(self.colors):
+            entries, points = self.places(color)
             whole[(..., row, *entries)] = block[(..., *points)]
         return out
 
@@ -206,8 +206,8 @@ class Layout:
         """Return the block from arrays of all colors, with `rim` points of the halo around it."""
         out = empty_beside(split, split.shape[:-2] + self.box.grown(rim).shape)
         whole = self.whole(split)
-        for row, colour in enumerate(self.colours):
-            entries, points = self.places(colour, rim)
+        for row, color in enumerate(self.colors):
+            entries, points = self.places(color, rim)
             out[(..., *points)] = whole[(..., row, *entries)]
         return out
 
