@@ -115,12 +115,31 @@ class Expressions:
 
     def number(self, node: ast.expr) -> Value:
         """Return the value of an expression that is a number."""
-        method = getattr(self, f"_of_{type(node).__name__.lower()}", None)
-        if method is None:
-            refuse(node)
-        return method(node)
+        match node:
+            case ast.Constant():
+                return self._literal(node)
+            case ast.Name():
+                value = self._variables.read(node.id)
+                return value if isinstance(value, Value) else refuse(node)
+            case ast.Attribute():
+                return self._attribute(node)
+            case ast.UnaryOp():
+                return self._unary(node, self.number(node.operand))
+            case ast.BinOp():
+                return self.arithmetic(node, node.op, self.number(node.left), self.number(node.right))
+            case ast.Compare(ops=[op], comparators=[right]) if type(op) in _SIGNS:
+                return compared(self._build, _SIGNS[type(op)], self.number(node.left), self.number(right))
+            case ast.BoolOp():
+                return self._chosen(node, Value(BOOLEAN, "true"), Value(BOOLEAN, "false"))
+            case ast.IfExp():
+                return self._chosen(node.test, node.body, node.orelse)
+            case ast.Call():
+                return self._called(node)
+            case ast.Subscript():
+                return self._entry(node)
+        refuse(node)
 
-    def _of_constant(self, node: ast.Constant) -> Value:
+    def _literal(self, node: ast.Constant) -> Value:
         if isinstance(node.value, bool):
             return Value(BOOLEAN, str(node.value).lower())
         if isinstance(node.value, int):
@@ -129,11 +148,7 @@ class Expressions:
             return Value(DOUBLE, float_literal(node.value))
         refuse(node)
 
-    def _of_name(self, node: ast.Name) -> Value:
-        value = self._variables.read(node.id)
-        return value if isinstance(value, Value) else refuse(node)
-
-    def _of_attribute(self, node: ast.Attribute) -> Value:
+    def _attribute(self, node: ast.Attribute) -> Value:
         if node.attr == "size":
             first, *others = self.array(node.value).shape
             for length in others:
@@ -143,8 +158,8 @@ class Expressions:
             return Value(DOUBLE, float_literal(_CONSTANTS[node.attr]))
         refuse(node)
 
-    def _of_unaryop(self, node: ast.UnaryOp) -> Value:
-        build, x = self._build, self.number(node.operand)
+    def _unary(self, node: ast.UnaryOp, x: Value) -> Value:
+        build = self._build
         if isinstance(node.op, ast.Not):
             return build.value(BOOLEAN, f"xor i1 {build.truth(x).text}, true")
         if not isinstance(node.op, ast.USub):
@@ -152,9 +167,6 @@ class Expressions:
         if x.kind == INTEGER:
             return build.value(INTEGER, f"sub nsw i64 0, {x.text}") if x.text[0] == "%" else Value(INTEGER, f"-{x.text}")
         return build.floating("fneg", x) if x.text[0] == "%" else Value(x.kind, float_literal(-literal_value(x.text)))
-
-    def _of_binop(self, node: ast.BinOp) -> Value:
-        return self.arithmetic(node, node.op, self.number(node.left), self.number(node.right))
 
     def arithmetic(self, node: ast.AST, op: ast.operator, a: Value, b: Value) -> Value:
         """Return the value of a binary operation."""
@@ -174,18 +186,7 @@ class Expressions:
             return build.value(INTEGER, f"{known[type(op)]} i64 {a.text}, {b.text}")
         return build.floating(known[type(op)], a, b)
 
-    def _of_compare(self, node: ast.Compare) -> Value:
-        if len(node.ops) != 1 or type(node.ops[0]) not in _SIGNS:
-            refuse(node)
-        return compared(self._build, _SIGNS[type(node.ops[0])], self.number(node.left), self.number(node.comparators[0]))
-
-    def _of_boolop(self, node: ast.BoolOp) -> Value:
-        return self._chosen(node, Value(BOOLEAN, "true"), Value(BOOLEAN, "false"))
-
-    def _of_ifexp(self, node: ast.IfExp) -> Value:
-        return self._chosen(node.test, node.body, node.orelse)
-
-    def _of_call(self, node: ast.Call) -> Value:
+    def _called(self, node: ast.Call) -> Value:
         name = ast.unparse(node.func)
         results = self._inlined(node)
         if results is not None:
@@ -225,7 +226,7 @@ class Expressions:
             data = build.row(element, data, build.name(f"mul nsw i64 {place}, {array.shape[-1]}"))
         return array, build.name(f"getelementptr inbounds {element}, ptr {data}, i64 {last}")
 
-    def _of_subscript(self, node: ast.Subscript) -> Value:
+    def _entry(self, node: ast.Subscript) -> Value:
         if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
             return Value(INTEGER, self.array(node.value.value).shape[ast.literal_eval(node.slice)])
         array, place = self.place(node)
@@ -350,12 +351,32 @@ class _Function:
 
     def _statements(self, nodes: Sequence[ast.stmt]) -> None:
         for node in nodes:
-            method = getattr(self, f"_{type(node).__name__.lower()}", None)
-            if method is None:
-                refuse(node)
-            method(node)
+            match node:
+                case ast.Expr():
+                    self._directive(node)
+                case ast.Assign():
+                    self._assign(node)
+                case ast.AugAssign():
+                    operands = self._values.number(node.target), self._values.number(node.value)
+                    self._store(node.target, self._values.arithmetic(node, node.op, *operands))
+                case ast.Return():
+                    self._return(node)
+                case ast.If():
+                    self._if(node)
+                case ast.While():
+                    self._while(node)
+                case ast.For():
+                    self._for(node)
+                case ast.Break():
+                    self._build.jump(self._loops[-1][1])
+                case ast.Continue():
+                    self._build.jump(self._loops[-1][0])
+                case ast.Pass():
+                    pass
+                case _:
+                    refuse(node)
 
-    def _expr(self, node: ast.Expr) -> None:
+    def _directive(self, node: ast.Expr) -> None:
         call = node.value
         if isinstance(call, ast.Constant) and isinstance(call.value, str):
             return
@@ -400,10 +421,6 @@ class _Function:
         result = f"{{{', '.join(kinds)}}}"
         made = self._build.name(f"call {result} @{symbol}({', '.join(f'{x.kind} {x.text}' for x in given)})")
         return [self._build.value(kind, f"extractvalue {result} {made}, {i}") for i, kind in enumerate(kinds)]
-
-    def _augassign(self, node: ast.AugAssign) -> None:
-        operands = self._values.number(node.target), self._values.number(node.value)
-        self._store(node.target, self._values.arithmetic(node, node.op, *operands))
 
     def _store(self, target: ast.expr, value: Value | ArrayValue) -> None:
         if isinstance(target, ast.Name):
@@ -495,15 +512,6 @@ class _Function:
         build.do(f"store i64 {next}, ptr {counter}")
         build.jump(again)
         build.enter(after)
-
-    def _break(self, node: ast.Break) -> None:
-        self._build.jump(self._loops[-1][1])
-
-    def _continue(self, node: ast.Continue) -> None:
-        self._build.jump(self._loops[-1][0])
-
-    def _pass(self, node: ast.Pass) -> None:
-        pass
 
 
 def _link(name: str, arguments: Sequence[Argument]) -> str:
