@@ -194,20 +194,17 @@ class _Block:
     ) -> Inside:  # fmt: skip
         """Add the cotangents of an event's times, and of the states of trajectories that it ended, to those of the step."""
         step.add_last_stage()
-        end, time, places = None, self._seeds.crossed, tuple(self._parts)
+        columns, crossed = located.columns, self._seeds.crossed
+        end, time, places = None, crossed, tuple(self._parts)
         if cotangent is not None:
-            end, time = cotangent[:, located.columns], self._seeds.reached
-            cotangent[:, located.columns] = 0
+            end, time = cotangent[:, columns], self._seeds.reached
+            cotangent[:, columns] = 0
         if self._jumps is not None and end is not None:
-            row = self._since(located)
+            # All later steps begin at the time of the event.
+            row = self._start[columns]
+            self._start[columns] = 0.0
+            if crossed is not None and self._run.settings.events[located.event].acts:
+                row = row + crossed[located.row]
         else:
             row = 0.0 if time is None else time[located.row]
         return pull_event(self._run, located, step, totals, leaves, places, end, row, self._timed)
-
-    def _since(self, located: LocatedEvent) -> Array:
-        """Return the cotangent of the time of an event that ended a step: that of the start of all later steps."""
-        time, crossed = self._start[located.columns], self._seeds.crossed
-        self._start[located.columns] = 0.0
-        if crossed is not None and self._run.settings.events[located.event].acts:
-            time = time + crossed[located.row]
-        return time

@@ -132,9 +132,10 @@ class MatrixDerivative(Derivative):
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> None:
         """Write the derivative of each column, a flattened state, into `out`."""
+        hosted = type(u) is np.ndarray and not isinstance(p, Columns)
         for j in range(u.shape[1]):
             # A single state is doubled, because the working set has at least two columns.
-            if j and not isinstance(p, Columns) and _are_same(u, t, j):
+            if j and hosted and t[j] == t[0] and (u[:, j] == u[:, 0]).all():
                 out[:, j] = out[:, 0]
             else:
                 out[:, j] = self._one(u, p, t, j)
@@ -160,11 +161,6 @@ class MatrixDerivative(Derivative):
     def column(p: Tree, j: int) -> Tree:
         """Return the parameters of column j."""
         return p.column(j) if isinstance(p, Columns) else p
-
-
-def _are_same(u: Array, t: Array, j: int) -> bool:
-    """Return whether column j on the host is a copy of the first one."""
-    return type(u) is np.ndarray and t[j] == t[0] and bool((u[:, j] == u[:, 0]).all())
 
 
 class Columns:

@@ -45,11 +45,8 @@ def numbers(x: Array, varies: bool) -> list[tuple[Any, complex]]:
     `varies` says whether the last axis of x counts trajectories.
     """
     shape = np.shape(x)[:-1] if varies else np.shape(x)
-    return [(index, unit) for index in np.ndindex(*shape) for unit in _units(x)]
-
-
-def _units(x: Array) -> tuple[complex, ...]:
-    return (1.0, 1j) if np.iscomplexobj(x) else (1.0,)
+    units = (1.0, 1j) if np.iscomplexobj(x) else (1.0,)
+    return [(index, unit) for index in np.ndindex(*shape) for unit in units]
 
 
 def _nothing(leaf: Array) -> Any:

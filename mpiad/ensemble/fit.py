@@ -547,7 +547,9 @@ def _fitted(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: ran
         )
     settings = settings_of(options, batch, save_times(options.saveat, batch, numbers.start), record=True)
     solves = SensitivitySolve(compiler, batch, settings, given.prob_generator)
-    misfit = Residuals(given.residuals, _rows_of(given.data, rows), batch.shape)
+    leaves, build = flatten(given.data)
+    data = build([None if leaf is None else np.asarray(leaf)[rows] for leaf in leaves])
+    misfit = Residuals(given.residuals, data, batch.shape)
     tries = np.zeros(len(numbers), int)
 
     def evaluate(x: Array, ids: Array) -> Evaluation:
@@ -558,8 +560,3 @@ def _fitted(given: FitArguments, plan: FitPlan, compiler: Compiler, numbers: ran
     scale = None if plan.scale is None else plan.scale[rows]
     found = minimize_each(evaluate, plan.start[rows], plan.lower[rows], plan.upper[rows], scale, plan.stopping)
     return fits_of(found, np.arange(numbers.start, numbers.stop), misfit.count, tries)
-
-
-def _rows_of(data: Tree, rows: slice) -> Tree:
-    leaves, build = flatten(data)
-    return build([None if leaf is None else np.asarray(leaf)[rows] for leaf in leaves])

@@ -149,7 +149,9 @@ class _Problems:
         self._wall[ids[lost]] = self._damping[ids[lost]]
         walled = self._damping[ids] >= _NEAR_WALL * self._wall[ids]
         self._take(ids[better], trial[better], found.rows(better))
-        self._damp(ids, better, ratio)
+        shrinkage = np.maximum(_LEAST_SHRINKAGE, 1 - (2 * np.minimum(ratio, 1.0) - 1) ** 3)
+        self._damping[ids] *= np.where(better, shrinkage, self._growth[ids])
+        self._growth[ids] = np.where(better, 2.0, 2 * self._growth[ids])
 
         stop = self._stopping
         # As in MINPACK: both the predicted and the actual reduction are negligible.
@@ -198,11 +200,6 @@ class _Problems:
             return
         norms = scaled_factor(self._factor[ids], np.ones_like(self._x[ids], bool))[1]
         self._scale[ids] = norms if first else np.maximum(self._scale[ids], norms)
-
-    def _damp(self, ids: Array, better: Array, ratio: Array) -> None:
-        shrinkage = np.maximum(_LEAST_SHRINKAGE, 1 - (2 * np.minimum(ratio, 1.0) - 1) ** 3)
-        self._damping[ids] *= np.where(better, shrinkage, self._growth[ids])
-        self._growth[ids] = np.where(better, 2.0, 2 * self._growth[ids])
 
     def _settle(self, ids: Array, done: Array, code: ConvergenceCode = ConvergenceCode.Success) -> None:
         """Set the code of those that are done, unless they have one."""

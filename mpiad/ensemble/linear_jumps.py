@@ -44,7 +44,11 @@ class LinearJumps:
         # The nonzero entries: components of the states after and before, and the factors of all jumps.
         self._terms: list[tuple[int, int, int, Array]] = []
         self._by_time: list[tuple[int, int, Array]] = []
-        self._rates = self._drifts() if timed else None
+        self._rates: Array = None
+        if timed:  # u' before jumps at given times with no step before
+            self._rates, rows = np.zeros_like(jumps.before), np.flatnonzero(jumps.still & (jumps.slot != FOUND))
+            if rows.size:
+                self._rates[:, rows] = rates(run, jumps.ids[rows], jumps.before[:, rows], jumps.time[rows])
         pulls = [self._traced(e, rows, (), timed) for e, rows in jumps.kinds]
         # Derivatives are linear in real and imaginary parts.
         for part, unit in enumerate((1.0, 1j) if np.iscomplexobj(jumps.before) else (1.0,)):
@@ -68,14 +72,6 @@ class LinearJumps:
         leaves = run.columns(run.batch.p.leaves, self._jumps.ids[rows])
         field = affect_field(run.settings.events[event], run.batch)
         return transposed_columns(field, places, timed, np.empty_like(u), u, leaves, t)
-
-    def _drifts(self) -> Array:
-        """Return u' before jumps at given times with no step before."""
-        run, jumps = self._run, self._jumps
-        found, rows = np.zeros_like(jumps.before), np.flatnonzero(jumps.still & (jumps.slot != FOUND))
-        if rows.size:
-            found[:, rows] = rates(run, jumps.ids[rows], jumps.before[:, rows], jumps.time[rows])
-        return found
 
     def pull(self, rows: Array, cotangent: Array, since: Array) -> tuple[Array, Array]:
         """Propagate cotangents back over some jumps, at most one per trajectory.

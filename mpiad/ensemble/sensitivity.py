@@ -86,15 +86,11 @@ class SensitivitySolve:
                 made = _Along(batch._replace(p=p), None, {0: tangents})
             else:
                 made = _generated(bundle, self._generator, batch, variables)
-            return self._consistent(bundle, made)
-
-    def _consistent(self, bundle: Bundle, made: _Along) -> _Along:
-        """Return a batch with consistent initial states: see `consistent_start`."""
-        settings = self._settings
-        if settings.mass is None:
-            return made
-        given = consistent_start(made.given, settings.mass, settings.rtol, settings.atol).batch
-        return made._replace(given=given, u0=bundle.parts(given.u0)[1])
+            settings = self._settings
+            if settings.mass is None:
+                return made
+            given = consistent_start(made.given, settings.mass, settings.rtol, settings.atol).batch
+            return made._replace(given=given, u0=bundle.parts(given.u0)[1])
 
     def _tangents(self, run: Run, along: _Along, m: int) -> Array:
         """Return the tangents of the saved states, shape (m, n, n_saved, d)."""

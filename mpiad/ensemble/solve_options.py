@@ -213,29 +213,20 @@ def _check_numbers(options: SolveOptions) -> None:
         if value is None and name == "dt":
             if options.alg.tableau.error is None:
                 raise ValueError(f"solve: {type(options.alg).__name__} takes fixed steps and needs their size, as dt=0.01.")
-        elif not _is_positive(value):
+        elif not isinstance(value, (int, float, np.integer, np.floating)) or not value > 0:
             raise ValueError(f"solve: {name} must be above zero, but got {value!r}.")
     if not math.isfinite(options.rtol):
         raise ValueError(f"solve: rtol must be finite, but got {options.rtol!r}.")
-    if not _are_tolerances(options.atol):
-        raise ValueError(f"solve: atol must be zero or more, but got {options.atol!r}.")
+    if type(options.atol) is not float or not 0 <= options.atol < math.inf:  # the most frequent case, checked in each solve
+        atol = np.asarray(options.atol)
+        if atol.dtype.kind not in "iuf" or not (np.isfinite(atol) & (atol >= 0)).all():
+            raise ValueError(f"solve: atol must be zero or more, but got {options.atol!r}.")
     for name in ("max_steps", "batch_size", "checkpoints"):
         value = getattr(options, name)
         if value is None and name != "max_steps":
             continue
         if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"solve: {name} must be an integer above zero, but got {value!r}.")
-
-
-def _are_tolerances(atol: Array | float) -> bool:
-    if type(atol) is float:  # the most frequent case, checked in each solve
-        return 0 <= atol < math.inf
-    values = np.asarray(atol)
-    return values.dtype.kind in "iuf" and bool((np.isfinite(values) & (values >= 0)).all())
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and bool(value > 0)
 
 
 def check_place_of(options: SolveOptions, hosted: bool) -> None:

@@ -90,13 +90,13 @@ class StageSystems:
         )
         zeros = np.zeros_like(in_time)
         sums = [np.sum(x if np.shape(x) == zeros.shape else x + zeros, axis=0) for x in found]
-        return [np.stack(sums[:d]), *(self._by_leaves(sums[d:-1], count) if self._places else []), sums[-1]]
-
-    def _by_leaves(self, rows: list[Array], count: int) -> list[Array]:
-        layout = self._layout
-        varying = [rows[j] for j in layout.varying]
-        made = layout.joined(varying, [rows[j].sum() for j in layout.shared], count)
-        return [made[place] for place in self._places]
+        leaves = []
+        if self._places:
+            layout, parameters = self._layout, sums[d:-1]
+            varying, shared = [parameters[j] for j in layout.varying], [parameters[j].sum() for j in layout.shared]
+            made = layout.joined(varying, shared, count)
+            leaves = [made[place] for place in self._places]
+        return [np.stack(sums[:d]), *leaves, sums[-1]]
 
     def tangent_rows(self, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]], u: Array) -> list[Array]:
         """Return the tangents of the parameters' numbers, each of shape (m, n), or of one entry that is zero.

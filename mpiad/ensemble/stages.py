@@ -49,8 +49,9 @@ class Stages:
     ):
         self.tableau, self._write = tableau, derivative.write
         self._real = np.dtype(dtype).type(0).real.dtype
-        # Arrays without axes are processed fastest by ufuncs, and they keep float32.
-        self._rows = [_weights(row, self._real) for row in tableau.sums]
+        # Arrays without axes are processed fastest by ufuncs, and they keep float32. Zeros are left out: a stage that isn't
+        # finite must not affect a sum in which its weight is zero.
+        self._rows: list[Weights] = [[(i, np.array(w, self._real)) for i, w in enumerate(row) if w] for row in tableau.sums]
         self.k, self._sums = _stages(tableau.stages, shape, dtype, self._rows if many else None)
         self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
         self._seen_new, self._seen_argument = locked(self.new), locked(self._argument)
@@ -148,11 +149,6 @@ def _stages(
         return [np.empty(shape, dtype) for _ in range(count)], None
     block = np.empty((count, *shape), dtype)
     return list(block), _StageSums(block, rows)
-
-
-def _weights(row: tuple[float, ...], dtype: DTypeLike) -> Weights:
-    # Zeros are left out: a stage that isn't finite must not affect a sum in which its weight is zero.
-    return [(i, np.array(weight, dtype)) for i, weight in enumerate(row) if weight]
 
 
 class _StageSums:

@@ -138,7 +138,9 @@ class ActingEvents:
     def _released(self, columns: Array, h: Array, kept: CrossedSteps, at_roots: bool) -> tuple[Resumed, Step]:
         step = kept.step
         found = self._watch.cut(kept) if at_roots else None  # type: ignore[union-attr]
-        there, span, every = self._there(step), self._span(step.ids), np.arange(len(columns))
+        span, every = self._span(step.ids), np.arange(len(columns))
+        at = step.ids, step.new, step.actual(step.t_new), step.number + 1
+        there = EventColumns(self._batch, self._acting, self._slots, self._initialization.signs, self._jumps, *at)
         reached = kept.after
         if found is not None:
             reached = np.array([there.condition(event, every) for event in self._events])
@@ -167,11 +169,6 @@ class ActingEvents:
         h = np.maximum(np.where(limit > 0, np.minimum(h, limit), h), least_step(step.t_new))
         end = self._acting.until(goal, self._slots, step.ids, ways)
         return Resumed(columns, codes, step.number + 1, step.t_new, end, h, step.new, k), step
-
-    def _there(self, step: Step) -> EventColumns:
-        """Return columns at the ends of their steps."""
-        at = step.ids, step.new, step.actual(step.t_new), step.number + 1
-        return EventColumns(self._batch, self._acting, self._slots, self._initialization.signs, self._jumps, *at)
 
     def _happened(
         self, columns: Array, kept: CrossedSteps, found: StepEvents, reached: Array, resting: Array

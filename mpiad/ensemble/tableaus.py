@@ -95,16 +95,11 @@ def explicit(
                 f"expected are {len(b)}, or one more for the derivative at the new state, with the sum 0, and the order"
             )
         error = (*error, 0.0)[: len(b) + 1]
-    dense = _hermite((*b, 0.0)) if dense is None else dense
+    if dense is None:
+        dense = np.outer((*b, 0.0), [0.0, 3.0, -2.0])
+        dense[0] += [1.0, -2.0, 1.0]
+        dense[-1] += [0.0, -1.0, 1.0]
     return Tableau(tuple(tuple(row) for row, _ in rows), (*c, 1.0), error, dense, order, embedded_order)
-
-
-def _hermite(b: Sequence[float]) -> Array:
-    """Return Hermite's cubic through both ends of a step, with the derivatives there."""
-    weights = np.outer(b, [0.0, 3.0, -2.0])
-    weights[0] += [1.0, -2.0, 1.0]
-    weights[-1] += [0.0, -1.0, 1.0]
-    return weights
 
 
 @dataclass(frozen=True)

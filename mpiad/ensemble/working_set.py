@@ -148,17 +148,14 @@ class Turns:
         if self._error is None:
             self._end(self.live & ~accepted, ReturnCode.Unstable)
         elif self._some_are_small():
-            self._meet_least_step(accepted, self._error)
+            least = least_step(self.t)
+            small = self.live & (self.h < least)
+            stuck, finite = small & ~accepted, np.isfinite(self._error)
+            np.copyto(self.h, least, where=small & accepted)
+            self._end(stuck & finite, ReturnCode.DtLessThanMin)
+            self._end(stuck & ~finite, ReturnCode.Unstable)
         if self._turn >= self._last_turn:
             self._end(self.live & (self._turn - self.entered >= self._settings.max_steps), ReturnCode.MaxIters)
-
-    def _meet_least_step(self, accepted: Array, error: Array) -> None:
-        least = least_step(self.t)
-        small = self.live & (self.h < least)
-        stuck, finite = small & ~accepted, np.isfinite(error)
-        np.copyto(self.h, least, where=small & accepted)
-        self._end(stuck & finite, ReturnCode.DtLessThanMin)
-        self._end(stuck & ~finite, ReturnCode.Unstable)
 
 
 class WorkingSet(Turns):
@@ -241,19 +238,26 @@ class WorkingSet(Turns):
         """Advance by the accepted steps, and retire the trajectories that end with them."""
         done = t_new == self.end
         done &= accepted
-        stopped = self._seen(accepted, h, t_new, done)
+        stopped, stages = _NOWHERE, self._stages
+        if self._observers is not None:
+            step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
+            stopped = self._observers.see(step, self._p, done, self.h)
         if np.count_nonzero(accepted) == self._alive:
             # Ended columns may move, too: by zero, or, after a failure, to states that are never read.
-            self.u, self.t = self._stages.advance(self.u, None), t_new
+            self.u, self.t = stages.advance(self.u, None), t_new
             np.add(self.number, _ONE_MORE, self.number)
         else:
-            self.u = self._stages.advance(self.u, accepted)
+            self.u = stages.advance(self.u, accepted)
             np.copyto(self.t, t_new, where=accepted)
             self.number += accepted
         for columns in (stopped.at_roots, stopped.at_times):
             if columns.size:
+                # They wait until events act on them, and make no tries in between.
                 done[columns] = False
-                self._hold(columns)
+                self._retire(columns)
+                self.entered[columns] -= self._turn
+                self._alive -= len(columns)
+                self._held += len(columns)
         if stopped.terminated.size:
             done[stopped.terminated] = False
             self._leave(stopped.terminated, ReturnCode.Terminated)
@@ -261,21 +265,7 @@ class WorkingSet(Turns):
             self._leave(np.flatnonzero(done), ReturnCode.Success)
         self._fail(accepted)
 
-    def _seen(self, accepted: Array, h: Array, t_new: Array, done: Array) -> Stopped:
-        """Pass the step to the observers; return the columns in which an event ends it."""
-        if self._observers is None:
-            return _NOWHERE
-        step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, self._stages.new, self._stages.k, self._sign)
-        return self._observers.see(step, self._p, done, self.h)
-
     # ---- events that act
-
-    def _hold(self, columns: Array) -> None:
-        """Let columns wait until events act on them."""
-        self._retire(columns)
-        self.entered[columns] -= self._turn  # until they continue: they make no tries in between
-        self._alive -= len(columns)
-        self._held += len(columns)
 
     def _resume(self) -> None:
         """Let events act on the waiting columns; these continue or end."""

@@ -168,9 +168,11 @@ def jump_lines(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
     names |= {
         "state": filled(_STATE, names), "behind": U + form.d,
         "finite": " and ".join(f"np.isfinite(w_{c})" for c in range(form.d)),
-        "conditions_there": [line for e in range(len(form.events)) for line in _gone_on(form, steps, e, names)],
     }  # fmt: skip
-    at_conditions, affects = [], []
+    names["conditions_there"], at_conditions, affects = [], [], []
+    for e in range(len(form.events)):
+        own = {"e": e, "value": steps.condition(e, "value", "u", "t"), "either_way": e in form.sided}
+        names["conditions_there"] += filled(_GO_ON, names | own)
     for e, acts in enumerate(form.acting):
         own = {"e": e, "acting": acts >= 0, "ends": acts in form.ending if acts >= 0 else form.events[e][0]}
         if acts >= 0:
@@ -185,11 +187,6 @@ def jump_lines(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
         following += [f"if {' or '.join(ending)}:", f"    code = {names['Terminated']}"]
     taken = filled(_TAKEN, names | {"following": following})
     return filled(_JUMP, names | {"at_conditions": at_conditions, "affects": affects, "taken": taken})
-
-
-def _gone_on(form: Form, steps: Steps, e: int, names: dict[str, Any]) -> list[str]:
-    own = {"e": e, "value": steps.condition(e, "value", "u", "t"), "either_way": e in form.sided}
-    return filled(_GO_ON, names | own)
 
 
 def _affect(steps: Steps, e: int) -> str:

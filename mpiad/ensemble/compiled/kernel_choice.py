@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpiad._typing import Function
-from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleSerial, EnsembleThreads
+from mpiad.ensemble.backends import EnsembleSerial, EnsembleThreads
 from mpiad.ensemble.batch import Batch, check_place, is_on_device
 from mpiad.ensemble.compiled.kernel_solver import Solver
 from mpiad.ensemble.compiled.traced_problem import TracedProblem, problem_of, remembered, warn_once
@@ -21,12 +21,6 @@ from mpiad.transport.threads import cores
 
 # Fewer trajectories are solved in less time than loading or compiling a kernel takes.
 LEAST_TRAJECTORIES = 1000
-
-
-def _threads_of(backend: EnsembleAlgorithm) -> int:
-    if not isinstance(backend, EnsembleThreads):
-        return 1
-    return len(cores()) if backend.threads is None else max(1, backend.threads)
 
 
 def refuse_mass_on_device(settings: Settings) -> None:
@@ -52,13 +46,6 @@ class Compiler:
         self.kernels: dict[str, str] = {}
         self._kept: list[tuple[Function, str]] = []
 
-    def _is_wanted(self) -> bool:
-        """Return whether to compile an ensemble, if possible: from settings that are the same on all ranks and batches."""
-        if self.compile == "auto":
-            vectorized = self.together or not isinstance(self.backend, EnsembleSerial)
-            return self._count >= LEAST_TRAJECTORIES and vectorized
-        return self.compile is True
-
     def run(self, batch: Batch, settings: Settings, given: Batch) -> Outcome:
         """Solve all trajectories of a batch on its device, by a kernel if one is chosen; `given` is as for `plan`."""
         return self.run_planned(self.plan(batch, settings, given), batch, settings, given)
@@ -67,7 +54,10 @@ class Compiler:
         """Solve all trajectories of a batch by a plan for it or for a similar one."""
         if plan is None:
             return self.backend.run(batch, settings)
-        return Solver(self.kernels, plan, batch, settings, _threads_of(self.backend)).solved(given)
+        threads = 1
+        if isinstance(self.backend, EnsembleThreads):
+            threads = len(cores()) if self.backend.threads is None else max(1, self.backend.threads)
+        return Solver(self.kernels, plan, batch, settings, threads).solved(given)
 
     def plan(self, batch: Batch, settings: Settings, given: Batch) -> TracedProblem | None:
         """Try out f and the events, and return the traced problem if a kernel is chosen, which runs on the host.
@@ -88,8 +78,12 @@ class Compiler:
             self._check_on_device(batch, settings)
             try_once(batch, settings.events, False)
             return None
-        must = self.compile is True
-        wanted = batch.size > 0 and self._is_wanted()
+        must = wanted = self.compile is True
+        if self.compile == "auto":
+            # From settings that are the same on all ranks and batches.
+            vectorized = self.together or not isinstance(self.backend, EnsembleSerial)
+            wanted = self._count >= LEAST_TRAJECTORIES and vectorized
+        wanted = wanted and batch.size > 0
         if wanted and settings.mass is not None and any(event.acts and event.times is None for event in settings.events):
             # The departure of a condition from its root depends on u', for which kernels don't solve.
             if must:

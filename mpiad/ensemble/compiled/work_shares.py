@@ -80,10 +80,15 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
             ended.set()
             raise
 
+    # Threads are kept from the last solve: starting one takes as long as a thousand trajectories. Without a lock, since a
+    # process could be forked while it is held; an unused executor has no threads.
+    executor = _executors.get(threads - 1) or _executors.setdefault(
+        threads - 1, ThreadPoolExecutor(threads - 1, thread_name_prefix="mpiad-kernels")
+    )
     others: list[Future] = []
     try:
         for _ in range(min(threads, len(items)) - 1):
-            others.append(_executor(threads - 1).submit(work))
+            others.append(executor.submit(work))
         # A thread that only waited for the others' results would wake up at each of them, on a core that one of them needs.
         work()
     except BaseException:
@@ -99,13 +104,6 @@ def each(fun: Callable[[Any, Callable[[], None]], Result], items: Iterable[Any],
 
 class _Ended(Exception):  # noqa: N818 control flow, not an error
     """Stops a thread whose result is no longer needed."""
-
-
-def _executor(threads: int) -> ThreadPoolExecutor:
-    """Return threads kept from the last solve: starting one takes as long as a thousand trajectories."""
-    kept = _executors.get(threads)
-    # Without a lock, since a process could be forked while it is held; an unused executor has no threads.
-    return kept or _executors.setdefault(threads, ThreadPoolExecutor(threads, thread_name_prefix="mpiad-kernels"))
 
 
 def _wait(others: list[Future], ended: threading.Event) -> None:

@@ -186,13 +186,10 @@ def _unsupported(compiler: Compiler, given: Batch, batch: Batch, settings: Setti
     if len(_traces(given)) > 1:
         return "it is differentiated twice, and kernels are once"
     adjoint_only = "with events=" if settings.events else "of Rosenbrock methods" if settings.alg.tableau.implicit else ""
-    if adjoint_only and given.traced and (settings.gradient == "tangent" or _forwards(given)):
+    forwards = any(isbox(x) and isinstance(x._node, JVPNode) for x in (given.u0, *given.p.leaves))
+    if adjoint_only and given.traced and (settings.gradient == "tangent" or forwards):
         return f"it is differentiated by tangents, and kernels {adjoint_only} are by an adjoint"
     return None
-
-
-def _forwards(given: Batch) -> bool:
-    return any(isbox(x) and isinstance(x._node, JVPNode) for x in (given.u0, *given.p.leaves))
 
 
 def _traces(given: Batch) -> set[int]:

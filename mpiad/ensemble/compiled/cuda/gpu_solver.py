@@ -143,7 +143,8 @@ class Solver:
 
     def solved(self, directions: Directions = ()) -> DeviceResults:
         """Solve all trajectories."""
-        room = self._most_events()
+        # Two events of each kind per trajectory at first.
+        room = _ROWS + self.count * sum(1 if terminal else 2 for terminal, _ in self.form.events)
         while True:
             results = self._empty(directions)
             saved, end = self.parts(results.vector)
@@ -155,10 +156,6 @@ class Solver:
             if happened <= room:
                 return results._replace(rows=table[0], heads=table[3], found_events=happened)
             room = happened  # repeated, with rows for all events
-
-    def _most_events(self) -> int:
-        """Return the initial capacity for events: two of each kind per trajectory."""
-        return _ROWS + self.count * sum(1 if terminal else 2 for terminal, _ in self.form.events)
 
     def _table(self, room: int) -> tuple[tuple[Any, ...], Any]:
         """Return the forward kernel's arguments for events, and among them the counter."""
