@@ -15,11 +15,10 @@ import numpy as np
 
 from mpiad.compiling.program import Program
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.jacobian_programs import jacobian_program
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.kernel_texts import cuda_text
-from mpiad.ensemble.compiled.parameter_packing import names_of, packing_of
-from mpiad.ensemble.compiled.trace import trace
+from mpiad.ensemble.compiled.trace import names_of, packing_of, trace
+from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.problem import ODEProblem
 from mpiad.pytrees import flatten
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from mpiad.cache_folder import cache_folder, is_private
-from mpiad.compiling.llvm import description
-from mpiad.compiling.machine_code import Code, code_of, function_of
+from mpiad.compiling.machine_code import Code, code_of, description, function_of
 
 # Compiled kernels on disk, a file each: it is written whole or not at all, and checked before it is used.
 #
@@ -159,10 +158,7 @@ def store() -> Store | None:
 _log = logging.getLogger("mpiad")
 
 # Files that determine the machine code of a text: changes of one of these change the key.
-_COMPILER = (
-    "translation.py", "block_builder.py", "elementary_functions.py", "values.py",
-    "arguments.py", "machine_code.py", "llvm.py",
-)  # fmt: skip
+_COMPILER = ("translation.py", "block_builder.py", "arguments.py", "machine_code.py")
 
 _lock = threading.RLock()
 # The least recently used are dropped: a function that differs at each call would fill the memory.

@@ -17,10 +17,9 @@ from numpy.typing import DTypeLike
 
 from mpiad.compiling.builder import Builder, copied
 from mpiad.compiling.c_translation import c_lines
-from mpiad.compiling.complex_numbers import whole_power
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Program
-from mpiad.compiling.symbols import Symbol, choose
+from mpiad.compiling.symbols import Symbol, choose, whole_power
 
 # Operations without a machine instruction, in terms of others.
 #

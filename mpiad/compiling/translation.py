@@ -2,7 +2,7 @@
 
 A kernel is a function of numbers and contiguous arrays: assignments, loops over ranges, `while`, `if`, entries of arrays,
 views of parts of rows, arithmetic. It calls functions of numbers that the text defines, which are inlined, and those of
-`elementary_functions`. It allocates nothing and raises nothing: indices aren't checked, and negative ones don't count from
+`called_function`. It allocates nothing and raises nothing: indices aren't checked, and negative ones don't count from
 the end. A range counts down if its step is a negative constant, else up. Arithmetic is IEEE's, in the order of the text:
 nothing is reassociated or contracted unless that is allowed.
 
@@ -15,25 +15,125 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, reduce
 from typing import NoReturn
 
-from mpiad.compiling import llvm
 from mpiad.compiling.arguments import Argument
-from mpiad.compiling.block_builder import Block, BlockBuilder, Variables
-from mpiad.compiling.elementary_functions import called_function, compared
-from mpiad.compiling.values import (
+from mpiad.compiling.block_builder import (
     BOOLEAN,
     DOUBLE,
     ELEMENTS,
     INTEGER,
     SINGLE,
     ArrayValue,
+    Block,
+    BlockBuilder,
     Value,
+    Variables,
     common_kind,
     float_literal,
     kind_of,
     literal_value,
 )  # fmt: skip
+
+# The functions that a kernel may call: Python's, those of `math` and NumPy, and single machine instructions.
+#
+# Elementary functions are LLVM's intrinsics if available, which become instructions or calls of the C library; the
+# rest are calls of the C library.
+
+
+# Of `math` and NumPy, by their names, which are C's: the functions with an LLVM intrinsic, and those of the C library.
+_INTRINSIC = frozenset("sqrt exp log log2 log10 sin cos pow copysign floor ceil trunc rint fabs".split())
+_LIBRARY = frozenset(
+    "expm1 log1p cbrt tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc hypot".split()
+)  # fmt: skip
+_CONVERSIONS = {
+    "np.float64": DOUBLE, "float": DOUBLE, "np.float32": SINGLE, "np.int64": INTEGER, "np.int32": INTEGER, "int": INTEGER,
+    "bool": BOOLEAN,
+}  # fmt: skip
+
+
+def called_function(build: BlockBuilder, name: str, given: list[Value]) -> Value:
+    """Return the value of a function of numbers; a KeyError if there is none of this name."""
+    if name in _CONVERSIONS:
+        return build.converted(given[0], _CONVERSIONS[name])
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name](build, *given)
+    module, _, function = name.partition(".")
+    if module not in ("math", "np") or function not in _INTRINSIC | _LIBRARY:
+        raise KeyError(name)
+    kind = _float_kind(given)
+    operands = [build.converted(x, kind) for x in given]
+    if function in _INTRINSIC:
+        return build.call(f"llvm.{function}.{'f32' if kind == SINGLE else 'f64'}", kind, *operands)
+    return build.call(function + ("f" if kind == SINGLE else ""), kind, *operands)
+
+
+def _float_kind(given: Sequence[Value]) -> str:
+    """Return single precision if all are single, else double."""
+    return SINGLE if all(x.kind == SINGLE for x in given) else DOUBLE
+
+
+def _together(build: BlockBuilder, *given: Value) -> list[Value]:
+    kind = reduce(common_kind, (x.kind for x in given))
+    return [build.converted(x, kind) for x in given]
+
+
+def compared(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
+    """Return whether a < b, or another comparison by `sign`; NaN is unequal to all."""
+    a, b = _together(build, a, b)
+    if a.kind in (SINGLE, DOUBLE):
+        condition = {"<": "olt", "<=": "ole", ">": "ogt", ">=": "oge", "==": "oeq", "!=": "une"}[sign]
+        return build.value(BOOLEAN, f"fcmp {condition} {a.kind} {a.text}, {b.text}")
+    prefix = "u" if a.kind == BOOLEAN else "s"
+    condition = {"==": "eq", "!=": "ne"}.get(sign) or prefix + {"<": "lt", "<=": "le", ">": "gt", ">=": "ge"}[sign]
+    return build.value(BOOLEAN, f"icmp {condition} {a.kind} {a.text}, {b.text}")
+
+
+def _extreme(sign: str) -> Callable[..., Value]:
+    def extreme(build: BlockBuilder, *given: Value) -> Value:
+        # As in Python: a later one counts if it is strictly beyond.
+        first, *others = _together(build, *given)
+        for x in others:
+            first = build.selected(compared(build, sign, x, first), x, first)
+        return first
+
+    return extreme
+
+
+def _absolute(build: BlockBuilder, x: Value) -> Value:
+    if x.kind == INTEGER:
+        negative = compared(build, "<", x, Value(INTEGER, "0"))
+        return build.selected(negative, build.value(INTEGER, f"sub i64 0, {x.text}"), x)
+    return build.call(f"llvm.fabs.{'f32' if x.kind == SINGLE else 'f64'}", x.kind, x)
+
+
+def _is_finite(build: BlockBuilder, x: Value) -> Value:
+    size = _absolute(build, x)
+    return build.value(BOOLEAN, f"fcmp olt {x.kind} {size.text}, 0x7FF0000000000000")
+
+
+def _fma(build: BlockBuilder, a: Value, b: Value, c: Value) -> Value:
+    """Return a b + c, rounded once."""
+    kind = _float_kind([a, b, c])
+    operands = [build.converted(x, kind) for x in (a, b, c)]
+    if not fuses():
+        return build.floating("fadd", build.floating("fmul", *operands[:2]), operands[2])
+    return build.call(f"llvm.fma.{'f32' if kind == SINGLE else 'f64'}", kind, *operands, fast=False)
+
+
+_FUNCTIONS: dict[str, Callable[..., Value]] = {
+    "max": _extreme(">"), "min": _extreme("<"), "abs": _absolute, "np.isfinite": _is_finite, "fma": _fma,
+    "np.fmod": lambda build, *given: build.floating("frem", *(build.converted(x, _float_kind(given)) for x in given)),
+    # Both values have been computed, so that a loop can become vector instructions.
+    "where": lambda build, condition, *given: build.selected(condition, *_together(build, *given)),
+    # The bits of a double as an integer, and the double of such bits.
+    "bits_of": lambda build, x: build.value(INTEGER, f"bitcast double {x.text} to i64"),
+    "number_of": lambda build, i: build.value(DOUBLE, f"bitcast i64 {i.text} to double"),
+    # Adds n to the first entry of a row, and returns the previous value: no other thread gets the same.
+    "claimed": lambda build, row, n: build.value(INTEGER, f"atomicrmw add ptr {row.data}, i64 {n.text} monotonic"),
+}  # fmt: skip
+
 
 # Expressions of the kernel language: numbers, conditions, entries and parts of arrays.
 
@@ -250,6 +350,26 @@ class Expressions:
         return ArrayValue(array.dtype, data, (build.name(f"sub nsw i64 {stop}, {start}"),))
 
 
+@cache
+def fuses() -> bool:
+    """Return whether a b + c is one instruction; if it isn't, it would be a slow call of a library."""
+    import llvmlite.binding as llvm
+
+    return bool(llvm.get_host_cpu_features().get("fma", False)) or not llvm.get_process_triple().startswith("x86_64")
+
+
+@cache
+def prefers_wide() -> bool:
+    """Return whether vectors of 64 bytes are available without a lower clock frequency.
+
+    LLVM uses half of Intel's widest registers, since older chips lower their clock for the rest. Those of 2023, the first
+    that compute with numbers of 16 bits, and later ones hardly do.
+    """
+    import llvmlite.binding as llvm
+
+    return bool(llvm.get_host_cpu_features().get("avx512fp16", False))
+
+
 _ALIGNED = "alignstack(64) noinline"
 _WIDE = '"prefer-vector-width"="512"'
 
@@ -384,7 +504,7 @@ class _Function:
         if name == "aligned_stack":
             self.attributes += f" {_ALIGNED}"
         elif name == "wide_vectors":
-            self.attributes += f" {_WIDE}" if llvm.prefers_wide() else ""
+            self.attributes += f" {_WIDE}" if prefers_wide() else ""
         elif name == "fetched":
             self._prefetch(*call.args)  # type: ignore[union-attr]
         else:

@@ -19,9 +19,9 @@ from mpiad._typing import Array, Comm
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.coefficients import interpolate
 from mpiad.ensemble.differentiable import differentiable
-from mpiad.ensemble.outcome import Outcome
+from mpiad.ensemble.outcome import INITIAL, NOWHERE, Outcome
 from mpiad.ensemble.record import Steps
-from mpiad.ensemble.run import INITIAL, NOWHERE, Run
+from mpiad.ensemble.run import Run
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.solution import solution_of
 from mpiad.errors import CommunicatorError

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.run import Run
-from mpiad.ensemble.seeds import Seeds
+from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.step_sweep import Saved
 from mpiad.ensemble.tangents import Directions, SavedTangents, push_run
 from mpiad.transport.device_arrays import arrays_of, is_device_array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from autograd.tracer import getval
@@ -15,13 +15,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.consistent_start import applied, gains, null_vectors
 from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field
-from mpiad.ensemble.seeds import grouped
-from mpiad.ensemble.sorted_sweep import columns_of
 from mpiad.ensemble.step_sweep import Columns
-
-if TYPE_CHECKING:
-    from mpiad.ensemble.sorted_sweep import SortedSweep
-
 
 # How a condition leaves its root after an affect: on which side, and when it vanishes again.
 #
@@ -190,9 +184,3 @@ class Jumps:
         if not rows.size:
             return []
         return [rows[self.turn[rows] == turn] for turn in range(int(self.turn[rows].max()) + 1)]
-
-    def by_visits(self, sweep: SortedSweep) -> dict[int, list[tuple[Array, Array]]]:
-        """Return, by visit of a sweep, the jumps after its step with their columns; at most one per column in each pair."""
-        mine, columns = columns_of(sweep, np.where(self.number > 0, self.ids, -1))
-        visits = sweep.visit_of(columns, self.number[mine] - 1)
-        return grouped(visits, self.turn[mine], mine, columns)

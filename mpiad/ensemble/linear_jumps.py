@@ -5,7 +5,7 @@ transpose of its Jacobian maps λ⁺ to λ⁻; the nonzero entries are computed 
 
 The time τ may move, too, and with it all later steps; σ⁺ is the cotangent of the time at which these begin. For a given
 time the cotangent is σ⁺ + A_τ·λ⁺, plus that of the size of the step that ends there. For the time at which a condition
-vanished it is propagated to the inputs of the root (`event_adjoint`). If no step lies between a given time and an earlier
+vanished it is propagated to the inputs of the root (`pull_event`). If no step lies between a given time and an earlier
 event at the same time, the state would move by its rate of change between them.
 """
 

@@ -12,11 +12,13 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.record import Steps
-from mpiad.ensemble.settings import Acting, Settings
+from mpiad.ensemble.settings import MOVING, Acting, Settings
 from mpiad.ensemble.tableaus import Algorithm
 
 _log = logging.getLogger("mpiad")
 
+# Codes of saved values that lie in no step.
+INITIAL, NOWHERE, FINAL = -1, -2, -3
 _BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "slots", "resumed")
 
 
@@ -258,3 +260,25 @@ def report(call: str, what: str, retcode: Array) -> None:
     failed = np.flatnonzero(retcode != ConvergenceCode.Success)
     if len(failed):
         _log.warning("%s: %s.", call, failures(ConvergenceCode, retcode, failed, f"{what} ended without success"))
+
+
+# Completes outcomes of solves with events that act, by columns or by a kernel.
+
+
+def complete(outcome: Outcome, batch: Batch, acting: Acting, saveat: Array) -> None:
+    """Add the jumps at the start to an outcome, and number events as the user gave them."""
+    outcome.jumps = [*acting.started, *outcome.jumps]
+    ended, still = acting.codes != MOVING, np.flatnonzero(batch.start == batch.end)
+    outcome.codes[ended] = acting.codes[ended]
+    table = outcome.event_table if outcome.crossings is None else outcome.crossings.T  # of which the event table is a part
+    if table is not None:
+        table[1] = np.array(acting.found)[table[1].astype(int)]
+    steps, saved = outcome.save_step, outcome.saved
+    if steps is not None:
+        # A value saved at an event that acts belongs to the start of the next step; there may be none.
+        steps[steps == outcome.naccept[:, None]] = FINAL
+    if still.size and saved is not None:
+        row, place = np.nonzero(np.broadcast_to(saveat, saved.shape[:2])[still] == batch.start[still, None])
+        saved[still[row], place] = batch.u0.T[still[row]]
+        if steps is not None:
+            steps[still[row], place] = INITIAL

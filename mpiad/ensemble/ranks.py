@@ -22,8 +22,7 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleVectorized
 from mpiad.ensemble.dense_output import GatheredOutput, PickledCommunicator, present
 from mpiad.ensemble.rank_outcomes import RankOutcomes
 from mpiad.ensemble.reduction import widened
-from mpiad.ensemble.solution import EnsembleSolution, at_ends
-from mpiad.ensemble.statistics import quantile, root, squared_distance, summary
+from mpiad.ensemble.solution import EnsembleSolution, at_ends, quantile, root, squared_distance, summary
 from mpiad.primitives import mpi_allgather, mpi_allreduce
 from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel

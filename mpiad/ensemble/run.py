@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,17 +15,268 @@ from mpiad.ensemble.coefficients import Coefficients
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.jumps import FOUND, Jumps
 from mpiad.ensemble.linearization import Field
-from mpiad.ensemble.outcome import Outcome, ReturnCode
+from mpiad.ensemble.outcome import FINAL, INITIAL, NOWHERE, Outcome, ReturnCode
 from mpiad.ensemble.record import Steps
-from mpiad.ensemble.seeds import Entries, Seeds
 from mpiad.ensemble.settings import Settings
-from mpiad.ensemble.sorted_sweep import Crossings, SortedSweep
 from mpiad.ensemble.stages import Stages, stages_for
-from mpiad.ensemble.step_sweep import Columns, StepSweep, Visit
+from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.transport.device_arrays import arrays_of
 
-# Codes of saved values that lie in no step.
-INITIAL, NOWHERE, FINAL = -1, -2, -3
+# Saved values, sorted by the steps that contain them, as a sweep over the steps needs them.
+#
+# Inside a step the saved value is u + h Σ w_i(x) k_i at the fraction x of the step. The last stage k is the first one of
+# the next step, so its contribution is added there; after a trajectory's last step no step follows, or after an event that
+# changes the state a different one, and the stage is computed separately.
+
+
+def starts_of_runs(*keys: Array) -> Array:
+    """Return the first indices of runs of adjacent entries that are equal in all keys."""
+    fresh = np.ones(len(keys[0]), bool)
+    fresh[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
+    return np.flatnonzero(fresh)
+
+
+def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> dict[int, list[tuple[Array, ...]]]:
+    """Return for each visit its entries of arrays, grouped by kind; the last axis of the arrays counts them.
+
+    `rows`: the entries that the visits and kinds belong to; all by default.
+    """
+    order = np.lexsort((kinds, visits))
+    own = order if rows is None else rows[order]
+    v, taken = visits[order], [np.take(array, own, axis=-1) for array in arrays]
+    cuts = [*starts_of_runs(v, kinds[order]).tolist(), len(order)]
+    found: dict[int, list[tuple[Array, ...]]] = {}
+    for start, stop in zip(cuts, cuts[1:]):
+        found.setdefault(int(v[start]), []).append(tuple(array[..., start:stop] for array in taken))
+    return found
+
+
+class Seeds(NamedTuple):
+    """Cotangents of the results."""
+
+    end: Array  # shape (d, N)
+    saved: Array | None = None  # shape (N, n_saved, d), or None if all are zero
+    reached: Array | None = None  # shape (N,), or None; of the times at which trajectories ended
+    crossed: Array | None = None  # shape (m,), or None if all are zero; of the times of non-terminal events
+
+    def share(self, rows: slice) -> Seeds:
+        """Return those of some of the trajectories, for a solve without events."""
+        parts = (None if part is None else part[rows] for part in (self.saved, self.reached))
+        return Seeds(self.end[:, rows], *parts)
+
+
+class Entries(NamedTuple):
+    """Values that are saved in some step of some trajectory, sorted by trajectory."""
+
+    # `ids`, `place`: int, shape (m,). The trajectories, and the indices of the values among their saved ones.
+    ids: Array
+    place: Array
+    number: Array  # int, shape (m,); the step that contains it, from 0
+    x: Array  # shape (m,); the fraction of the step; 1 at its end
+    h: Array  # shape (m,); the size of the step
+
+    def scheduled(self, sweep: SortedSweep, coefficients: Coefficients) -> Schedule:
+        """Return the entries of a sweep's trajectories by its visits."""
+        starts = np.searchsorted(self.ids, sweep.ids)
+        counts = np.searchsorted(self.ids, sweep.ids, side="right") - starts
+        column = np.repeat(np.arange(len(sweep.ids)), counts)
+        # A trajectory's entries are adjacent: `counts` of them from the first on.
+        chosen = np.arange(len(column)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        return Schedule(Entries(*(array[chosen] for array in self)), column, sweep, coefficients)
+
+
+class Schedule:
+    """The entries of a block of columns, by the visits of a sweep over its steps; `column`: their columns in the block."""
+
+    def __init__(self, entries: Entries, column: Array, sweep: SortedSweep, coefficients: Coefficients):
+        final, inside = sweep.is_last(column, entries.number), entries.x != 1
+        visit = sweep.visit_of(column, entries.number)
+        following = sweep.visit_of(column, np.where(final, entries.number, entries.number + 1))
+        weights, own = coefficients.weights(entries.x), (entries.ids, entries.place, column)
+        step = entries.x, entries.h
+        self._at_end = _by_visits(~inside, visit, column, *own)
+        self._inside = _by_visits(inside, visit, column, *own, *step, weights, final)
+        self._handed_on = _by_visits(inside & ~final, following, column, *own, *step, weights[-1:])
+
+    def at_visit(self, visit: int) -> SavedInStep:
+        """Return the values saved in the step of a visit, given its number."""
+        parts = (groups.get(visit, ()) for groups in (self._at_end, self._inside, self._handed_on))
+        return SavedInStep._make([Saved(*own) for own in part] for part in parts)
+
+
+def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> dict[int, list[tuple[Array, ...]]]:
+    """Return chosen entries, which are sorted by column, for each visit in groups with at most one per column."""
+    order = np.flatnonzero(chosen)
+    order = order[np.argsort(visit[order], kind="stable")]
+    v, starts = visit[order], starts_of_runs(visit[order], column[order])
+    # The number of earlier entries of the same visit and column. No column occurs twice with equal turns: += by index adds
+    # once.
+    turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
+    return grouped(v, turn, *arrays, rows=order)
+
+
+# Sweeps over the steps of trajectories on the host, which were sorted at the end of the solve.
+#
+# The columns of a block are sorted by their numbers of steps, in descending order, and visit v is the (v+1)-th step from
+# the end of the first few. If only some states were kept, all steps of a visit have the same number, counted from the
+# start, so that all columns begin their segments together.
+
+
+def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
+    """Return which of the trajectories `ids` belong to a sweep, and their columns."""
+    order = np.argsort(sweep.ids)
+    place = np.minimum(np.searchsorted(sweep.ids, ids, sorter=order), max(0, len(order) - 1))
+    mine = np.flatnonzero(sweep.ids[order[place]] == ids) if len(order) else np.empty(0, int)
+    return mine, order[place[mine]]
+
+
+class Crossings(NamedTuple):
+    """Events of trajectories."""
+
+    # `ids`, `order`, `event`, `number`: int, shape (m,). The trajectories, the index among the events of each trajectory,
+    # the index of the event in the solve, and that of the step, from 0.
+    ids: Array
+    order: Array
+    event: Array
+    number: Array
+    # `x`, `time`: shape (m,). The fraction of the step at which it lies, and its time.
+    x: Array
+    time: Array
+
+
+class SortedSweep(StepSweep):
+    """The visits of a block of trajectories on the host.
+
+    - `start`, `stop`: the bounds of the block in the order of the steps.
+    - `first`: the trajectory from which the steps count.
+    - `every`: one of this number of states was kept, and the others are computed again; None if all were, or aren't needed.
+    """
+
+    def __init__(self, run: Run, steps: Steps, start: int, stop: int, first: int, every: int | None):
+        self._run, self._steps, self._start, self._stop = run, steps, start, stop
+        self._own = steps.order[start:stop]
+        self.counts, self.ids = steps.counts[self._own], self._own + first
+        self._every = every
+        # Read in each visit if there are events.
+        self._cut = run.cut[self.ids] if run.settings.events else None
+
+    @cached_property
+    def leaves(self) -> list[Any]:  # type: ignore[override]
+        """The leaves of the parameters of these columns."""
+        return self._run.columns(self._run.batch.p.leaves, self.ids)
+
+    def __len__(self) -> int:
+        return int(self.counts[0])
+
+    def backwards(self) -> Iterator[Visit]:
+        """Return the visits from the last step to the first."""
+        return super().backwards() if self._every else (self._visit(s) for s in range(len(self)))
+
+    def forwards(self) -> Iterator[Visit]:
+        """Return the visits from the first step to the last."""
+        return super().forwards() if self._every else (self._visit(s) for s in range(len(self) - 1, -1, -1))
+
+    def visit_of(self, column: Array, number: Array) -> Array:
+        """Return the visits, counted backwards, that contain the steps of these numbers."""
+        # With kept states segments begin together, so all steps of a visit have the same number.
+        return (len(self) if self._every else self.counts[column]) - 1 - number
+
+    def _visit(self, s: int) -> Visit:
+        sweep = self._steps.sweep(s)
+        stop = min(self._stop, int(self._steps.widths[s]))
+        cut = slice(self._start, stop)
+        last = slice(0, stop - self._start) if s == 0 else slice(0, 0)
+        return Visit(s, sweep.t[cut], sweep.h[cut], sweep.u[:, cut], last)
+
+    # ---- from kept states
+
+    def _starts(self) -> range:
+        return range(0, len(self), self._every or 1)
+
+    def _stretch(self, begin: int) -> Iterator[Visit]:
+        stop = min(begin + (self._every or 1), len(self))
+        width = self._width(begin)
+        kept: Any = self._steps.kept
+        u = kept.states(self._own[:width], np.full(width, begin // (self._every or 1)))
+        for number in range(begin, stop):
+            width, following = self._width(number), self._width(number + 1)
+            u = u[:, :width]
+            t, h = self._steps.times(self._own[:width], np.full(width, number))
+            visit = Visit(len(self) - 1 - number, t, h, u, slice(following, width))
+            yield visit
+            if number + 1 < stop:  # the next segment begins at a kept state
+                u = self._run.stages_again(self, visit)[1]
+                for rows, columns in self.jumps(visit):
+                    u[:, columns] = self._run.jumps.after[:, rows]  # type: ignore[union-attr]
+
+    def _width(self, number: int) -> int:
+        return int(np.count_nonzero(self.counts > number))
+
+    # ---- values and events in a step
+
+    def is_last(self, column: Array, number: Array) -> Array:
+        """Return for which steps the last stage isn't the first of a next one: there is none, or its state differs."""
+        last, jumps = number == self.counts[column] - 1, self._run.jumps
+        if jumps:
+            most = int(self._run.counts.max()) + 1
+            last |= np.isin(self.ids[column] * most + number + 1, jumps.ids * most + jumps.number)
+        return last
+
+    @cached_property
+    def _schedule(self) -> Schedule:
+        return self._run.entries.scheduled(self, self._run.coefficients)
+
+    def saved(self, visit: Visit) -> SavedInStep:
+        """Return the values saved in the step."""
+        return self._schedule.at_visit(visit.number)
+
+    def _by_visits(self, crossings: Crossings) -> dict[int, list[tuple[Array, Array]]]:
+        """Return, by visit, the crossings and their columns, event by event."""
+        mine, columns = columns_of(self, crossings.ids)
+        return grouped(self.visit_of(columns, crossings.number[mine]), crossings.event[mine], mine, columns)
+
+    @cached_property
+    def _passings(self) -> dict[int, list[tuple[Array, Array]]]:
+        return self._by_visits(self._run.crossings)
+
+    def located(self, visit: Visit) -> Sequence[LocatedEvent]:
+        """Return the events in the step."""
+        if self._cut is None:
+            return ()
+        run, found = self._run, []
+        for crossings, visits, ends in ((run.crossings, self._passings, False), (run.stops, self._stops, True)):
+            for chosen, columns in visits.get(visit.number, ()):
+                x, time, event = crossings.x[chosen], crossings.time[chosen], int(crossings.event[chosen[0]])
+                # Times of events that act come after those of other events; that of an end is its trajectory's.
+                row = run.acting_row[chosen] if ends and run.jumps else self.ids[columns] if ends else chosen
+                found.append(LocatedEvent(event, ends, columns, x, time, row))
+        return found
+
+    @cached_property
+    def _stops(self) -> dict[int, list[tuple[Array, Array]]]:
+        return self._by_visits(self._run.stops)
+
+    @cached_property
+    def _jumps(self) -> dict[int, list[tuple[Array, Array]]]:
+        """The jumps after the step of each visit, with their columns; at most one per column in each pair."""
+        jumps = self._run.jumps
+        if jumps is None:
+            return {}
+        mine, columns = columns_of(self, np.where(jumps.number > 0, jumps.ids, -1))
+        visits = self.visit_of(columns, jumps.number[mine] - 1)
+        return grouped(visits, jumps.turn[mine], mine, columns)
+
+    def jumps(self, visit: Visit) -> Sequence[tuple[Array, Array]]:
+        """Return the jumps that follow the step, in order, and their columns."""
+        return self._jumps.get(visit.number, ())
+
+    def moves(self, visit: Visit) -> Array:
+        """Return in which columns the step ends at the end of tspan."""
+        found = np.zeros(len(visit.t), bool)
+        found[visit.about] = True if self._cut is None else ~self._cut[visit.about]
+        return found
+
+
 # Number of entries in one array of a block: large enough that tracing f costs less than computing it.
 _BLOCK = 49152
 _LEAST_COLUMNS = 1024

@@ -14,12 +14,11 @@ from autograd.tracer import isbox
 from mpiad._typing import Array
 from mpiad.differentiation.bundles import Bundle
 from mpiad.ensemble.batch import Batch, Parameters
-from mpiad.ensemble.compiled.jacobian_programs import bend_program
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.directions import numbers_of
-from mpiad.ensemble.field_jacobian import derived
+from mpiad.ensemble.field_jacobian import bend_program, derived
 from mpiad.ensemble.members import as_state
 from mpiad.ensemble.problem import ODEProblem
 from mpiad.ensemble.replay import replayed

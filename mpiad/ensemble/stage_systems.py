@@ -16,9 +16,8 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.program import Program, evaluated
 from mpiad.ensemble.column_lu import ColumnLU, Mass
-from mpiad.ensemble.compiled.jacobian_programs import bend_program, curvature_program
-from mpiad.ensemble.compiled.parameter_packing import packing_of
-from mpiad.ensemble.field_jacobian import derived, jacobian_of
+from mpiad.ensemble.compiled.trace import packing_of
+from mpiad.ensemble.field_jacobian import bend_program, curvature_program, derived, jacobian_of
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.tableaus import RosenbrockTableau
 

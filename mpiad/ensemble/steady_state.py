@@ -18,6 +18,7 @@ from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU, EnsembleVect
 from mpiad.ensemble.batch import Batch, is_on_device, two_at_least
 from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.consistent_start import consistent_start
+from mpiad.ensemble.differentiable import solve_operator
 from mpiad.ensemble.linearization import Field, Tracing, check_traceable
 from mpiad.ensemble.members import columns_of, master_seed, own_members
 from mpiad.ensemble.methods.dormand_prince import RK45
@@ -25,7 +26,6 @@ from mpiad.ensemble.outcome import ConvergenceCode, report
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.ranks import EnsembleMPI
 from mpiad.ensemble.reduction import check_alike
-from mpiad.ensemble.solve_operator import solve_operator
 from mpiad.ensemble.solve_options import SolveOptions, checked_options, settings_of
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.primitives.allgather import gather_pieces

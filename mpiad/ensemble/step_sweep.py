@@ -4,7 +4,7 @@ All derivatives of a solve are computed in such visits: the adjoint backwards, t
 the sweep the visits, and the saved values, events and ends of tspan in each. So each is written once, for two kinds of
 records, which differ in data only:
 
-- On the host (`sorted_sweep`) steps have been sorted, and a visit has the columns that took a step.
+- On the host (`run.SortedSweep`) steps have been sorted, and a visit has the columns that took a step.
 - On a device (`on_device.device_run`) a visit is a round of the solve, of all columns of a block, with steps of length zero
   for columns without an accepted one, as counting them would synchronize. The values that a column saves in one step are in
   slots; unused ones write to a slot that is never read.

@@ -24,9 +24,8 @@ import numpy as np
 from mpiad._typing import Array, Tree
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.controller import LEAST_ERROR
-from mpiad.ensemble.hybrid_outcome import complete
 from mpiad.ensemble.initialization import Entrants, Initialization, Joint, least_step
-from mpiad.ensemble.outcome import Outcome, ReturnCode
+from mpiad.ensemble.outcome import Outcome, ReturnCode, complete
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.settings import MOVING, Settings
 from mpiad.ensemble.stages import stages_for

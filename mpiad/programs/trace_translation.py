@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Index, Shape
+from mpiad.compiling.symbolic_arrays import scalar_function
 from mpiad.compiling.symbols import choose
-from mpiad.compiling.ufuncs import scalar_function
 from mpiad.differentiation.rules.einsum import letters_of
 from mpiad.programs.array_program import BOOLEAN, COMPUTED, FLOATS, SHORT, ArrayProgram, Call, Opaque, Slot, Value
 from mpiad.programs.index_maps import Axis, axes_of, broadcast, identity, of_key

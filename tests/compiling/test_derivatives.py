@@ -14,8 +14,7 @@ from mpiad.compiling.derivatives import PARTIALS, jvp, vjp
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import evaluated
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.parameter_packing import packing_of
-from mpiad.ensemble.compiled.trace import trace
+from mpiad.ensemble.compiled.trace import packing_of, trace
 from mpiad.ensemble.problem import ODEProblem
 from mpiad.pytrees import flatten
 

@@ -189,7 +189,7 @@ def test_what_has_no_register_begins_with_a_line_of_the_cache():
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_vectors_are_as_wide_as_the_chip_has_them_where_that_costs_no_clock(wide, monkeypatch):
-    monkeypatch.setattr("mpiad.compiling.llvm.prefers_wide", lambda: wide)
+    monkeypatch.setattr("mpiad.compiling.translation.prefers_wide", lambda: wide)
     assert ('"prefer-vector-width"="512"' in attributes_after("wide_vectors")) == wide
 
 

@@ -31,8 +31,8 @@ from mpiad.ensemble import (
     solve,
 )
 from mpiad.ensemble.column_lu import ColumnLU
-from mpiad.ensemble.compiled.jacobian_programs import jacobian_program
 from mpiad.ensemble.compiled.trace import trace
+from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.tableaus import rosenbrock
 
 WORLD = MPI.COMM_WORLD

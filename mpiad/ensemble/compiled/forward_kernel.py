@@ -19,9 +19,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 from mpiad.ensemble.compiled.jump_text import jump_lines
-from mpiad.ensemble.compiled.kernel_form import Fields, Form
+from mpiad.ensemble.compiled.kernel_form import Fields, Form, filled
 from mpiad.ensemble.compiled.kernel_rows import U
-from mpiad.ensemble.compiled.kernel_template import filled
 from mpiad.ensemble.compiled.rosenbrock_text import lanes_of
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.jumps import LEAST

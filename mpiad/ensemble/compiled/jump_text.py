@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from mpiad.compiling.source import numbered
-from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.kernel_form import Form, filled
 from mpiad.ensemble.compiled.kernel_rows import U
-from mpiad.ensemble.compiled.kernel_template import filled
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.jumps import (
     AHEAD,

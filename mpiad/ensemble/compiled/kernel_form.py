@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +14,9 @@ from mpiad._typing import Array
 from mpiad.compiling.arguments import aligned, is_complex, real_dtype
 from mpiad.ensemble.batch import Batch, same_for_all
 from mpiad.ensemble.column_lu import entries_of
-from mpiad.ensemble.compiled.jacobian_programs import jacobian_program
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.controller import Controller, PIController
+from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.tableaus import Tableau
 
@@ -172,3 +173,58 @@ class Fields:
             size = math.prod(shape)
             place = f"{first}" if size == 1 else f"{first}-{first + size - 1}"
             yield f"{place}: {name}" if buffer == "b" else f"{buffer} {place}: {name}"
+
+
+# Kernels' texts as templates, from which those of one form are generated.
+#
+# A template is the text of a kernel, in the kernel language or in C, with these placeholders:
+#
+# - ``@name``, alone on a line: the lines of this name.
+# - ``{name}``: a text or a number; ``{name+other}``, ``{name-1}`` a sum of numbers.
+# - ``each name:``: the text that follows on the line, or the more indented lines below it, for each value of `name`.
+# - ``when name:``, ``when not name:``: the text that follows likewise, under this condition.
+#
+# ``$name``, ``$name[0, 1]`` are fields of lanes, whose places are filled in last: see `Fields.placed`.
+
+
+_NAME = re.compile(r"\{(\w+)(?:([+-])(\w+))?\}")
+
+
+def filled(template: str, names: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a template."""
+    return _filled(textwrap.dedent(template).strip("\n").splitlines(), names)
+
+
+def _filled(lines: list[str], names: Mapping[str, Any]) -> list[str]:
+    made, n = [], 0
+    while n < len(lines):
+        line, depth = lines[n], _depth(lines[n])
+        word, _, rest = line.strip().partition(" ")
+        n += 1
+        if word in ("each", "when"):
+            name, _, same = rest.partition(":")
+            body = [" " * depth + same.strip()] if same else []
+            while line.endswith(":") and n < len(lines) and _depth(lines[n]) > depth:
+                body.append(lines[n] if same else lines[n][4:])
+                n += 1
+            if word == "each":
+                made += [one for value in names[name] for one in _filled(body, {**names, name: value})]
+            elif bool(names[name.removeprefix("not ")]) != name.startswith("not "):
+                made += _filled(body, names)
+        elif word.startswith("@"):
+            made += [" " * depth + one for one in names[word[1:]]]
+        else:
+            made.append(_NAME.sub(lambda found: _value(found, names), line) if "{" in line else line)
+    return made
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _value(found: re.Match[str], names: Mapping[str, Any]) -> str:
+    value, sign, other = names[found[1]], found[2], found[3]
+    if sign:
+        other = int(other) if other.isdigit() else names[other]
+        value = value + other if sign == "+" else value - other
+    return str(value)

@@ -20,8 +20,7 @@ from mpiad.ensemble.compiled.kernel_rows import Tape, give_back, jumps_of, note_
 from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
-from mpiad.ensemble.hybrid_outcome import complete
-from mpiad.ensemble.outcome import Outcome, ReturnCode, counters
+from mpiad.ensemble.outcome import Outcome, ReturnCode, complete, counters
 from mpiad.ensemble.settings import Settings
 
 # Initial capacity in steps of a trajectory.

@@ -11,9 +11,9 @@ from mpiad.compiling.source import are_simple, function_source, numbered
 from mpiad.ensemble.compiled.cuda.cuda_forward import cuda_forward_text, prelude
 from mpiad.ensemble.compiled.cuda.cuda_reverse import cuda_reverse_text
 from mpiad.ensemble.compiled.forward_kernel import forward_source
-from mpiad.ensemble.compiled.jacobian_programs import curvature_program, jacobian_program
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.reverse_kernel import reverse_source
+from mpiad.ensemble.field_jacobian import curvature_program, jacobian_program
 
 _MOST_TEXTS = 32
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from mpiad.compiling.source import number
 from mpiad.ensemble.compiled.jump_text import jumps_back
-from mpiad.ensemble.compiled.kernel_form import Fields, Form
-from mpiad.ensemble.compiled.kernel_template import filled
+from mpiad.ensemble.compiled.kernel_form import Fields, Form, filled
 from mpiad.ensemble.compiled.rosenbrock_text import lanes_of, steps_of
 from mpiad.ensemble.compiled.step_text import Steps
 

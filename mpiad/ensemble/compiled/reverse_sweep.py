@@ -9,19 +9,18 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.compiling.arguments import argument, from_parts, from_row_parts, parts, row_parts
-from mpiad.ensemble.adjoint import Cotangents, note_ends, of_ends, pull_run, to_start
+from mpiad.ensemble.adjoint import Cotangents, note_ends, of_ends, pull_event, pull_run, to_start, transposed_condition
 from mpiad.ensemble.batch import two_at_least
 from mpiad.ensemble.coefficients import interpolate, stage_rates
 from mpiad.ensemble.compiled.kernel_rows import H, T, Tape, U
 from mpiad.ensemble.compiled.kernel_solver import Solver
-from mpiad.ensemble.compiled.parameter_packing import ParameterPacking
 from mpiad.ensemble.compiled.reverse_kernel import fields_of
+from mpiad.ensemble.compiled.trace import ParameterPacking
 from mpiad.ensemble.compiled.work_shares import Paced, each
-from mpiad.ensemble.event_adjoint import pull_event, transposed_condition
 from mpiad.ensemble.jumps import FOUND, Jumps
 from mpiad.ensemble.linear_jumps import LinearJumps, add_leaves
-from mpiad.ensemble.run import INITIAL, NOWHERE, Run
-from mpiad.ensemble.seeds import Seeds
+from mpiad.ensemble.outcome import INITIAL, NOWHERE
+from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.ensemble.transposed_step import StepCotangents
 
@@ -157,7 +156,7 @@ class KernelStops:
     """The conditions whose roots ended steps of a run with events that act, linearized for the reverse kernel.
 
     With λ the cotangent of the state there and σ that of its time, the part x of the step moves by
-    -(h σ + λ·U') / (g_u U' + g_t h), as in `event_adjoint`. This times g_u, g_t and g_p is added to the cotangents of
+    -(h σ + λ·U') / (g_u U' + g_t h), as in `pull_event`. This times g_u, g_t and g_p is added to the cotangents of
     the state, the time and the parameters.
 
     - `places`: of the leaves to differentiate with respect to.

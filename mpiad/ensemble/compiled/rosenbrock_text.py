@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from mpiad.compiling.source import numbered
-from mpiad.ensemble.compiled.kernel_form import Fields, Form
-from mpiad.ensemble.compiled.kernel_template import filled, names_of
+from mpiad.ensemble.compiled.kernel_form import Fields, Form, filled
 from mpiad.ensemble.compiled.step_text import Steps
+from mpiad.ensemble.controller import LEAST_ERROR
+from mpiad.ensemble.jumps import LEAST, UNRESOLVED
+from mpiad.ensemble.outcome import ReturnCode
 from mpiad.ensemble.tableaus import RosenbrockTableau
 
 # LU factors of one small matrix in the kernel language, with partial pivoting: see `column_lu`.
@@ -234,6 +236,23 @@ def steps_of(form: Form, fields: Fields | None = None, fused: bool = True) -> St
     They may reserve space in the lanes' buffer; in kernels without lanes, in an array `lu` per thread: see `Steps.room`.
     """
     return RosenbrockSteps(form, fields, fused) if form.tableau.implicit else Steps(form, fused)
+
+
+def names_of(form: Form, steps: Steps) -> dict[str, Any]:
+    """Return the names that templates of all kernels use: the fields of the form, and these."""
+    return {
+        **form._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
+        "real": form.dtype.name,
+        # Components of states, parameters per trajectory and shared, those with respect to which an adjoint is taken.
+        "c": range(form.d), "p": range(form.varying), "s": range(form.shared),
+        "own": range(form.wanted_varying), "common": range(form.wanted_shared),
+        # Directions of tangents, events, stages; the numbers of the first two.
+        "j": range(len(form.directions)), "e": range(len(form.events)), "i": range(form.stages + 1),
+        "m": len(form.directions), "count": len(form.events), "last": form.stages, "used": steps.used(),
+        "tolerance": range(len(form.numbers) if form.tolerances else 1), "room": steps.room,
+        "adaptive": form.tableau.error is not None, "remembers": form.remembers, "acts": form.acts,
+        "affected": form.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
+    }  # fmt: skip
 
 
 def lanes_of(form: Form, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:

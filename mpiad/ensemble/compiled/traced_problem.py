@@ -22,8 +22,7 @@ from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of, ki
 from mpiad.compiling.program import Program, Untraceable, exact, place_of
 from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.parameter_packing import ParameterPacking, names_of, packing_of
-from mpiad.ensemble.compiled.trace import trace, verify
+from mpiad.ensemble.compiled.trace import ParameterPacking, names_of, packing_of, trace, verify
 from mpiad.ensemble.event import Event, affected
 
 _log = logging.getLogger("mpiad")

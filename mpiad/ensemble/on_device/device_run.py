@@ -16,8 +16,7 @@ from mpiad.ensemble.initialization import derivative_at
 from mpiad.ensemble.on_device.device_stages import stages_on_device
 from mpiad.ensemble.on_device.round_record import Block, Record
 from mpiad.ensemble.outcome import Outcome
-from mpiad.ensemble.run import Run
-from mpiad.ensemble.seeds import Seeds
+from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.step_sweep import LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 

@@ -6,8 +6,7 @@ import pytest
 
 from mpiad.compiling.arguments import signature_in
 from mpiad.ensemble import Tsit5
-from mpiad.ensemble.compiled.kernel_form import Fields, Form
-from mpiad.ensemble.compiled.kernel_template import filled
+from mpiad.ensemble.compiled.kernel_form import Fields, Form, filled
 
 pytestmark = pytest.mark.serial
 

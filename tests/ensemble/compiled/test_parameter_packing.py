@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.parameter_packing import packing_of
+from mpiad.ensemble.compiled.trace import packing_of
 from mpiad.pytrees import flatten
 
 pytestmark = pytest.mark.serial

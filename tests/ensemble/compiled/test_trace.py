@@ -14,8 +14,7 @@ from traced_right_hand_sides import MATRIX, SYSTEMS
 from mpiad.compiling import builder
 from mpiad.compiling.program import Untraceable, evaluated
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.parameter_packing import packing_of
-from mpiad.ensemble.compiled.trace import trace
+from mpiad.ensemble.compiled.trace import packing_of, trace
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.problem import ODEProblem
 from mpiad.pytrees import flatten

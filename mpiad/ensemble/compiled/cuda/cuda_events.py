@@ -12,8 +12,7 @@ from typing import Any
 
 from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.source import numbered
-from mpiad.ensemble.compiled.kernel_form import Form
-from mpiad.ensemble.compiled.kernel_template import filled
+from mpiad.ensemble.compiled.kernel_form import Form, filled
 from mpiad.ensemble.compiled.step_text import Steps
 
 # Of the table: the trajectory, the event, its step (from 0), the part of the step before the event, and its time; then the

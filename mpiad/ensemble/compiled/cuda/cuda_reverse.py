@@ -10,9 +10,8 @@ from __future__ import annotations
 from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.source import indented, numbered
 from mpiad.ensemble.compiled.cuda.cuda_events import crossing_names
-from mpiad.ensemble.compiled.kernel_form import Form
-from mpiad.ensemble.compiled.kernel_template import filled, names_of
-from mpiad.ensemble.compiled.rosenbrock_text import steps_of
+from mpiad.ensemble.compiled.kernel_form import Form, filled
+from mpiad.ensemble.compiled.rosenbrock_text import names_of, steps_of
 from mpiad.ensemble.compiled.step_text import Steps
 
 _KERNEL = """

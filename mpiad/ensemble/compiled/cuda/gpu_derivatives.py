@@ -17,10 +17,10 @@ from mpiad.device import to_host
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.gpu_inputs import placed
 from mpiad.ensemble.compiled.cuda.gpu_solver import DeviceResults, Directions, Solver
-from mpiad.ensemble.compiled.parameter_packing import PackedLeaf
+from mpiad.ensemble.compiled.trace import PackedLeaf
 from mpiad.ensemble.compiled.traced_problem import FEW
+from mpiad.ensemble.differentiable import LEAVES, NO_TIMES, U0, solve_operator
 from mpiad.ensemble.outcome import came_through
-from mpiad.ensemble.solve_operator import LEAVES, NO_TIMES, U0, solve_operator
 from mpiad.transport.device_arrays import is_device_array
 
 

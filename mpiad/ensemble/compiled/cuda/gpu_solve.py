@@ -21,7 +21,7 @@ from mpiad.ensemble.compiled.cuda.gpu_derivatives import Solved, results_of
 from mpiad.ensemble.compiled.cuda.gpu_inputs import sample_batch
 from mpiad.ensemble.compiled.cuda.gpu_solver import Solver
 from mpiad.ensemble.compiled.kernel_choice import Compiler, refuse_mass_on_device
-from mpiad.ensemble.compiled.parameter_packing import packing_of
+from mpiad.ensemble.compiled.trace import packing_of
 from mpiad.ensemble.compiled.traced_problem import FEW, TracedProblem, problem_of, remembered
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.events import by_trajectory, in_order, traced_times
