@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpiad.compiling.program import Program
 from mpiad.ensemble.batch import Parameters
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.kernel_texts import cuda_text
 from mpiad.ensemble.compiled.trace import names_of, packing_of, trace
+from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.field_jacobian import jacobian_program
 from mpiad.ensemble.problem import ODEProblem
 from mpiad.pytrees import flatten
@@ -35,29 +35,27 @@ def parameters_of(p, own):
 class Plan(NamedTuple):
     """What the texts of kernels are made of."""
 
-    program: Program
+    traced: TracedProblem
     form: Form
-    names: tuple
-    conditions: tuple
 
     def text(self, kernel):
         """Return CUDA C of a kernel that differentiates by all parameters."""
-        own, common = ([j for j, name in enumerate(self.names) if name[0] == kind] for kind in "ps")
+        own, common = ([j for j, name in enumerate(self.traced.names) if name[0] == kind] for kind in "ps")
         form = self.form._replace(wanted_varying=len(own), wanted_shared=len(common))
-        return cuda_text(kernel, self.program, form, self.names, self.conditions, (*own, *common))
+        return cuda_text(kernel, self.traced, form, (*own, *common))
 
 
 def plan_of(f, p, u0, alg, events=(), **options):
     """Return the plan of an f; u0 has shape (d, n), and events are triples of condition, terminal and direction."""
     program, packing = trace(f, (len(u0),), p, u0.dtype), packing_of(p)
-    names = names_of(packing)
+    traced = TracedProblem(program, tuple(event[0] for event in events), packing, names_of(packing), ())
     _, jacobian, slopes = jacobian_program(program) if alg.tableau.implicit else (None, (), ())
     form = Form(
         len(u0), len(packing.varying), len(packing.shared), alg.tableau, alg.controller, single=u0.dtype == np.float32,
         inside=True, record=True, tolerances=True, events=tuple(event[1:] for event in events), jacobian=jacobian,
         slopes=slopes, **options,
     )  # fmt: skip
-    return Plan(program, form, names, tuple(event[0] for event in events))
+    return Plan(traced, form)
 
 
 @cache

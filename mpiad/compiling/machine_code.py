@@ -148,10 +148,7 @@ def _native(address: int, owner: object, arguments: Sequence[Argument]) -> Calla
 
 def _array(argument: Argument, value: object, place: int) -> list[Any]:
     """Return an array as kernels take it; of another kind, its memory would be misread."""
-    if (
-        type(value) is not np.ndarray or value.dtype != argument.dtype or value.ndim != argument.ndim
-        or not value.flags.carray
-    ):  # fmt: skip
+    if type(value) is not np.ndarray or (value.dtype, value.ndim) != argument or not value.flags.carray:
         got = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else f"{type(value).__name__}"
         raise TypeError(
             f"argument {place} of a kernel must be a contiguous, writable array of {argument.dtype} with {argument.ndim} "

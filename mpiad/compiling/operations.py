@@ -117,4 +117,4 @@ OPERATIONS: dict[str, Operation] = {
     # These take three arguments or more.
     "largest": _composed(lambda *x: reduce(np.maximum, x), 3),
     "smallest": _composed(lambda *x: reduce(np.minimum, x), 3),
-}  # fmt: skip
+}

@@ -24,13 +24,9 @@ from mpiad.compiling.operations import OPERATIONS
 
 
 # Frames below these folders are not the user's own.
-_LIBRARIES = tuple(
-    str(Path(folder).resolve())
-    for folder in (
-        sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"], Path(np.__file__).parent,
-        Path(autograd.__file__).parent, Path(__file__).parents[1],
-    )
-)  # fmt: skip
+_PATHS, _PACKAGES = sysconfig.get_paths(), (Path(np.__file__).parent, Path(autograd.__file__).parent)
+_FOLDERS = _PATHS["stdlib"], _PATHS["purelib"], *_PACKAGES, Path(__file__).parents[1]
+_LIBRARIES = tuple(str(Path(folder).resolve()) for folder in _FOLDERS)
 
 
 class Untraceable(TypeError):

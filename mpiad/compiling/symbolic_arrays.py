@@ -127,9 +127,7 @@ def _isinf(x: Symbol) -> Any:
 
 
 _UFUNCS: dict[np.ufunc, Callable[..., Symbol]] = {
-    function: _direct(name)
-    for name in OPERATIONS
-    if isinstance(function := OPERATIONS[name].function, np.ufunc)
+    function: _direct(name) for name in OPERATIONS if isinstance(function := OPERATIONS[name].function, np.ufunc)
 } | {
     np.add: _add,
     np.multiply: _multiply,
@@ -155,7 +153,7 @@ _UFUNCS: dict[np.ufunc, Callable[..., Symbol]] = {
     np.bitwise_or: lambda x, y: x | y,
     np.bitwise_xor: lambda x, y: x ^ y,
     np.invert: lambda x: ~x,
-}  # fmt: skip
+}
 
 # SciPy's, which is not imported for them.
 _SPECIAL = {name: _direct(name) for name in ("erf", "erfc", "expit", "logit")}

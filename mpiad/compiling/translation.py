@@ -34,7 +34,7 @@ from mpiad.compiling.block_builder import (
     float_literal,
     kind_of,
     literal_value,
-)  # fmt: skip
+)
 
 # The functions that a kernel may call: Python's, those of `math` and NumPy, and single machine instructions.
 #
@@ -44,9 +44,7 @@ from mpiad.compiling.block_builder import (
 
 # Of `math` and NumPy, by their names, which are C's: the functions with an LLVM intrinsic, and those of the C library.
 _INTRINSIC = frozenset("sqrt exp log log2 log10 sin cos pow copysign floor ceil trunc rint fabs".split())
-_LIBRARY = frozenset(
-    "expm1 log1p cbrt tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc hypot".split()
-)  # fmt: skip
+_LIBRARY = frozenset("expm1 log1p cbrt tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc hypot".split())
 _CONVERSIONS = {
     "np.float64": DOUBLE, "float": DOUBLE, "np.float32": SINGLE, "np.int64": INTEGER, "np.int32": INTEGER, "int": INTEGER,
     "bool": BOOLEAN,

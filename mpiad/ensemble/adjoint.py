@@ -28,32 +28,31 @@ from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, Tran
 
 
 def pull_event(
-    run: Run, located: LocatedEvent, step: TransposedStep, totals: StepCotangents, leaves: Sequence[Any],
-    places: tuple[int, ...], end: Array | None, time: Array | float, timed: bool,
-) -> Inside:  # fmt: skip
+    run: Run, located: LocatedEvent, totals: StepCotangents, leaves: Sequence[Any], end: Array | None, time: Array | float
+) -> Inside:
     """Return the cotangent of the states at an event: at a fixed fraction of the step if terminal, else at a fixed time.
 
-    - `step`: with its last stage.
-    - `totals`: gets the cotangents of parameters and, for terminal events, of times.
-    - `leaves`: the parameters of the step's columns; `places`: the indices of those to differentiate with respect to.
+    - `totals`: of the step, with its last stage; gets the cotangents of parameters and, for terminal events, of times.
+    - `leaves`: the parameters of the step's columns.
     - `end`: shape (d, m); cotangents of the states at a terminal event; None for others.
     - `time`: shape (m,); cotangents of the event's times.
     """
-    columns, x, h = located.columns, located.x, step.h[located.columns]
+    step, columns, x = totals.step, located.columns, located.x
+    h = step.h[columns]
     stages = [k[:, columns] for k in step.k]
     rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
     moving = time * h  # derivative of the results with respect to x: by the event's time, and by the state
     if end is not None:
         moving = (end * rate).real.sum(axis=0) + moving
     states = interpolate(run.coefficients, step.y[0][:, columns], h, stages, x)
-    pull = transposed_condition(run, located, places, leaves, states)
+    pull = transposed_condition(run, located, tuple(totals.parts), leaves, states)
     g_u, *_, g_t = pull(np.ones_like(x))
     slope = (g_u * rate).real.sum(axis=0) + g_t * h
     value, *parts, t_bar = pull(-moving / slope)
     totals.note_leaves(parts, columns, len(x))
     if end is not None:
         value = end + value
-        if timed:
+        if totals.timed:
             totals.t_bar[columns] += t_bar + time
     weights = run.coefficients.weights(x)
     return Inside(columns, value.astype(step.y[0].dtype, copy=False), x, [weights[i] for i in range(len(weights))])
@@ -97,9 +96,10 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
     timed = timed or run.times_move
     jumps = begun(run, seeds, found, places, timed)
     step_of = transposed_steps(run, Tracing(run.field, places, timed), places)
+    backward = _BackwardSweep(run, step_of, seeds, found, timed, jumps)
     with np.errstate(all="ignore"):
         for sweep in run.sweeps(backwards=True):
-            _Block(run, step_of, seeds, found, sweep, timed, jumps).sweep()
+            backward.sweep(sweep)
     if timed and seeds.reached is not None:
         # Without an earlier event, the time that was reached is the end of tspan itself.
         found.end += np.where(run.placed(run.live & ~run.terminated), seeds.reached, 0)
@@ -146,24 +146,24 @@ def of_ends(run: Run, seeds: Seeds) -> Array:
     return end
 
 
-class _Block:
-    """One block of columns in the backward sweep."""
+class _BackwardSweep:
+    """The backward sweep over the steps of a run, block by block of columns."""
 
     def __init__(
-        self, run: Run, step_of: Callable, seeds: Seeds, found: Cotangents, sweep: StepSweep, timed: bool,
-        jumps: LinearJumps | None,
-    ):  # fmt: skip
-        self._run, self._step_of, self._seeds, self._found, self._sweep = run, step_of, seeds, found, sweep
-        self._timed, self._jumps, self._leaves = timed, jumps, sweep.leaves
+        self, run: Run, step_of: Callable, seeds: Seeds, found: Cotangents, timed: bool, jumps: LinearJumps | None
+    ):
+        self._run, self._step_of, self._seeds, self._found = run, step_of, seeds, found
+        self._timed, self._jumps = timed, jumps
+
+    def sweep(self, sweep: StepSweep) -> None:
+        """Sweep over a block from the last step to the first, and store the cotangents."""
+        found, ids, varies = self._found, sweep.ids, self._run.batch.p.varies
+        self._sweep, self._leaves = sweep, sweep.leaves
         self._parts = {place: np.zeros_like(self._leaves[place]) for place in found.leaves}
         # Cotangents of the times at which the parts swept so far begin.
-        self._start, self._end = found.start[sweep.ids], run.numbers(len(sweep.ids))
-
-    def sweep(self) -> None:
-        """Sweep from the last step to the first, and store the cotangents."""
-        found, ids, varies = self._found, self._sweep.ids, self._run.batch.p.varies
+        self._start, self._end = found.start[ids], self._run.numbers(len(ids))
         self._cotangent = found.u0[:, ids]
-        for visit in self._sweep.backwards():
+        for visit in sweep.backwards():
             self._pull(visit)
         found.u0[:, ids] = self._cotangent
         if self._timed:
@@ -187,13 +187,13 @@ class _Block:
         totals = StepCotangents(step, self._parts, self._run.batch.p.varies, width, self._timed)
         inside, arrivals = self._saved(visit, step, cotangent)
         located = self._sweep.located(visit)
-        inside += [self._event(one, step, totals, leaves) for one in located if self._has_time(one)]
+        inside += [self._event(one, totals, leaves) for one in located if self._has_time(one)]
         if self._timed and self._jumps is None:
             totals.note_saved(inside)
         elif self._timed:
             # A value saved at the time of an event that acts is the state after it, at whatever time the event acts.
             totals.note_saved([part._replace(value=part.value * (part.x != 0)) for part in inside])
-        inside += [self._event(one, step, totals, leaves, cotangent) for one in located if one.terminal]
+        inside += [self._event(one, totals, leaves, cotangent) for one in located if one.terminal]
         if self._timed:
             totals.note_new(cotangent)
         arrivals += [part.arrival(step) for part in inside]
@@ -236,13 +236,12 @@ class _Block:
         return type(crossed) is not np.ndarray or bool(crossed[located.row].any())  # on a device, reading would synchronize
 
     def _event(
-        self, located: LocatedEvent, step: TransposedStep, totals: StepCotangents, leaves: list[Any],
-        cotangent: Array | None = None,
-    ) -> Inside:  # fmt: skip
+        self, located: LocatedEvent, totals: StepCotangents, leaves: list[Any], cotangent: Array | None = None
+    ) -> Inside:
         """Add the cotangents of an event's times, and of the states of trajectories that it ended, to those of the step."""
-        step.add_last_stage()
+        totals.step.add_last_stage()
         columns, crossed = located.columns, self._seeds.crossed
-        end, time, places = None, crossed, tuple(self._parts)
+        end, time = None, crossed
         if cotangent is not None:
             end, time = cotangent[:, columns], self._seeds.reached
             cotangent[:, columns] = 0
@@ -254,4 +253,4 @@ class _Block:
                 row = row + crossed[located.row]
         else:
             row = 0.0 if time is None else time[located.row]
-        return pull_event(self._run, located, step, totals, leaves, places, end, row, self._timed)
+        return pull_event(self._run, located, totals, leaves, end, row)

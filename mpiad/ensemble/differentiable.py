@@ -157,10 +157,8 @@ class _SolvedRun:
             u0, leaves = contracted(run, U0 in argnums, places, parts)
             return {k: u0 if k == U0 else leaves[k - LEAVES] for k in argnums}
         found = self._adjoint(seeds, places, timed)
-        ends = {
-            U0: lambda: found.u0, START: lambda: run.on_host(found.start), END: lambda: run.on_host(found.end),
-            DUE: lambda: _padded(found.due, args[DUE]),
-        }  # fmt: skip
+        ends = {U0: lambda: found.u0, START: lambda: run.on_host(found.start), END: lambda: run.on_host(found.end)}
+        ends[DUE] = lambda: _padded(found.due, args[DUE])
         return {k: ends[k]() if k < LEAVES else found.leaves[k - LEAVES] for k in argnums}
 
     def _adjoint(self, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:

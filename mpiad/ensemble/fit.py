@@ -208,23 +208,18 @@ class Residuals:
                 ) from error
             found = [bundle.parts(part) for part in parts]
         values = [_rows(value) for value, _ in found]
-        along = [
-            np.concatenate([
-                np.zeros_like(value) if gs is None or gs[j] is None else _rows(gs[j])
-                for value, (_, gs) in zip(values, found)
-            ])
-            for j in range(len(x))
-        ]  # fmt: skip
+        along = []
+        for j in range(len(x)):
+            parts = [None if gs is None else gs[j] for _, gs in found]
+            along.append(np.concatenate([np.zeros_like(v) if g is None else _rows(g) for v, g in zip(values, parts)]))
         return np.concatenate(values), along
 
     def _check(self, x: Array, u: Array, ids: Array, columns: Array) -> None:
         """Call the residuals with all columns, and with copies of the first: columns must not depend on each other."""
         # Not with as many copies as there are columns, which may all be equal.
         alone = np.zeros(3 if len(columns) == 2 else 2, int)
-        some = [self._plain(x[of], u[..., turn], ids[of]) for of, turn in (
-            (columns, slice(None)), (columns[alone], alone),
-        )]  # fmt: skip
-        first, again = some[0][:, 0], some[1][:, 0]
+        first = self._plain(x[columns], u, ids[columns])[:, 0]
+        again = self._plain(x[columns[alone]], u[..., alone], ids[columns[alone]])[:, 0]
         if len(first) != len(again) or not np.allclose(first, again, rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueError(
                 f"fit: the residuals of a trajectory depend on the others: the first has {first[:4]} among {len(columns)} "
@@ -265,10 +260,7 @@ def _rows(value: Array) -> Array:
 
 
 # Arguments that are shown in full in an error if ranks differ.
-_SHORT = (
-    "alg", "ensemblealg", "ftol", "xtol", "gtol", "x_scale", "max_nfev", "rtol", "dt", "dtmax", "max_steps", "batch_size",
-    "compile",
-)  # fmt: skip
+_SHORT = "alg ensemblealg ftol xtol gtol x_scale max_nfev rtol dt dtmax max_steps batch_size compile".split()
 
 
 # The arguments of `fit`, by name: one object, which all parts of a fit get.

@@ -118,11 +118,10 @@ def solved_with_events(
     nf = evaluations(outcome.naccept, outcome.nreject, settings.alg, settings.dt is not None) + outcome.resumed
     later: dict[str, Callable[[], Any]] = {"retcode": lambda: ReturnCode.names_of(codes), "events": events}
     shape = batch.shape
-    return EnsembleSolution.lazy(
-        later, u=anp.reshape(u, (*u.shape[:2], *shape)), t=np.array(settings.saveat),  # type: ignore[union-attr]
-        u_end=anp.reshape(u_end, (batch.size, *shape)), t_reached=reached, naccept=outcome.naccept,
-        nreject=outcome.nreject, nf=nf, _codes=codes, alg=settings.alg,
-    )  # fmt: skip
+    u, u_end = anp.reshape(u, (*u.shape[:2], *shape)), anp.reshape(u_end, (batch.size, *shape))  # type: ignore[union-attr]
+    made: dict[str, Any] = {"u": u, "t": np.array(settings.saveat), "u_end": u_end, "t_reached": reached, "nf": nf}
+    made |= {"naccept": outcome.naccept, "nreject": outcome.nreject, "_codes": codes, "alg": settings.alg}
+    return EnsembleSolution.lazy(later, **made)
 
 
 def _solved(solve: Callable[[Batch, Settings], Outcome], batch: Batch, settings: Settings, times: GivenTimes) -> Outcome:

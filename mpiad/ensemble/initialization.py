@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -105,32 +105,23 @@ def derivative_at(derivative: Derivative, u: Array, p: Tree, t: Array, sign: Arr
     return k if sign is None else np.multiply(k, sign, out=k)
 
 
+# ``rate(u, t)`` returns f in the direction of the solve.
+Rate: TypeAlias = Callable[[Array, Array], Array]
+
+
 def started(
-    rate: Callable[[Array, Array], Array], u: Array, t: Array, end: Array, settings: Settings, rtol: Array | float,
-    atol: Array | float,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Return the sizes of the first steps, and f before them, shape (d, n); other parameters as for `first_step`."""
-    k = rate(u, t)
-    if settings.dt is not None:
-        h = np.full_like(t, settings.dt)
-    else:
-        h = first_step(rate, u, t, end, k, rtol, atol, settings.alg.tableau.error_order)
-    return np.maximum(np.minimum(h, settings.dtmax), least_step(t)), k
+    rate: Rate, u: Array, t: Array, end: Array, settings: Settings, rtol: Array | float, atol: Array | float
+) -> tuple[Array, Array]:
+    """Return the sizes of the first steps, shape (n,), chosen as in SciPy, and f before them, shape (d, n).
 
-
-def first_step(
-    rate: Callable[[Array, Array], Array], u: Array, t: Array, end: Array, k: Array, rtol: Array | float,
-    atol: Array | float, order: int,
-) -> Array:  # fmt: skip
-    """Return the sizes of the first steps, shape (n,), chosen as in SciPy.
-
-    ``rate(u, t)`` returns f in the direction of the solve, and `t` and `end`, shape (n,), are in that direction, too; u and
-    k, shape (d, n), are the initial states and f there. The tolerances are in the precision of the states. `order` is that
-    of the error estimate: see `Tableau.error_order`. (E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential
-    Equations I, II.4.)
+    `t` and `end`, shape (n,), are in the direction of the solve; u, shape (d, n), are the initial states. The tolerances
+    are in the precision of the states. (E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential Equations I,
+    II.4.)
     """
-    span = end - t
-    scale = tolerance(u, rtol, atol)
+    k, order = rate(u, t), settings.alg.tableau.error_order
+    if settings.dt is not None:
+        return np.maximum(np.minimum(np.full_like(t, settings.dt), settings.dtmax), least_step(t)), k
+    span, scale = end - t, tolerance(u, rtol, atol)
     d0, d1 = np.sqrt(mean_square(u / scale)), np.sqrt(mean_square(k / scale))
     # All constants are those of Hairer's algorithm, as in SciPy, so that steps are the same.
     h0 = np.where((d0 < 1e-5) | (d1 < 1e-5), 1e-6, 0.01 * d0 / d1)
@@ -140,7 +131,7 @@ def first_step(
     d2 = np.sqrt(mean_square((rate(probe, t + h0) - k) / scale)) / h0
     steepest = np.maximum(d1, d2)
     h1 = np.where((d1 <= 1e-15) & (d2 <= 1e-15), np.maximum(1e-6, h0 * 1e-3), np.power(0.01 / steepest, 1 / order))
-    # No step goes beyond the end of tspan.
+    # No step goes beyond the end of tspan. A derivative that isn't finite gives no estimate; the first step then fails.
     h = np.minimum(np.minimum(100 * h0, h1), span)
-    # A derivative that isn't finite gives no estimate; the first step then fails.
-    return np.where(np.isfinite(h), h, span)
+    h = np.where(np.isfinite(h), h, span)
+    return np.maximum(np.minimum(h, settings.dtmax), least_step(t)), k

@@ -18,7 +18,7 @@ least squares" (1995), for the active sets.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -83,10 +83,12 @@ class Minima(NamedTuple):
     factor: Array
 
 
+Evaluate: TypeAlias = Callable[[Array, Array], Evaluation]
+
+
 def minimize_each(
-    evaluate: Callable[[Array, Array], Evaluation], x0: Array, lower: Array, upper: Array, scale: Array | None,
-    stopping: Stopping,
-) -> Minima:  # fmt: skip
+    evaluate: Evaluate, x0: Array, lower: Array, upper: Array, scale: Array | None, stopping: Stopping
+) -> Minima:
     """Minimize each problem's sum of squares within its bounds; x0, lower and upper have shape (N, m).
 
     ``evaluate(x, ids)`` evaluates the problems `ids` at x of shape (n, m). The step of a variable is measured relative to
@@ -109,7 +111,7 @@ def scaled_factor(factor: Array, free: Array) -> tuple[Array, Array]:
 class _Problems:
     """The problems and their current iterates."""
 
-    def __init__(self, evaluate: Callable, x: Array, lower: Array, upper: Array, scale: Array | None, stopping: Stopping):
+    def __init__(self, evaluate: Evaluate, x: Array, lower: Array, upper: Array, scale: Array | None, stopping: Stopping):
         count, m = x.shape
         self._evaluate, self._lower, self._upper, self._stopping = evaluate, lower, upper, stopping
         self._x, self._given_scale = x, scale
@@ -175,10 +177,8 @@ class _Problems:
         codes[np.flatnonzero(succeeded)[(free > 0) & (least <= _SINGULAR * values[:, 0])]] = ConvergenceCode.Singular.code
         failed = codes == ConvergenceCode.InitialFailure.code
         side = np.where(self._x <= self._lower, -1, np.where(self._x >= self._upper, 1, 0))
-        return Minima(
-            self._x, np.where(failed, np.nan, self._cost), np.where(failed, np.nan, self._optimality(every)), side,
-            self._nfev, self._njev, codes, self._factor,
-        )  # fmt: skip
+        cost, optimality = (np.where(failed, np.nan, x) for x in (self._cost, self._optimality(every)))
+        return Minima(self._x, cost, optimality, side, self._nfev, self._njev, codes, self._factor)
 
     def _held(self, ids: Array) -> Array:
         """Return which variables are at a bound that a descent step would violate: shape (n, m)."""

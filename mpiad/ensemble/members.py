@@ -64,9 +64,8 @@ def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: in
 
 
 def columns_of(
-    problems: Sequence[ODEProblem], numbers: Sequence[int], common: Sequence[Any] = (),
-    others: Callable[[], list[list[Any]]] = list,
-) -> Batch:  # fmt: skip
+    problems: Sequence[ODEProblem], numbers: Sequence[int], common: Sequence[Any] = (), others: Callable[[], list] = list
+) -> Batch:
     """Return problems of one f and of equal shapes, with these numbers in the ensemble, as columns.
 
     `common` are leaves of parameters that are known to be shared by all trajectories of the ensemble; `others` returns the

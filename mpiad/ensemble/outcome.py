@@ -190,10 +190,8 @@ class Outcome:
         n_saved = None if settings.saveat is None else settings.saveat.shape[-1]
         saved = None if n_saved is None else np.full((n, n_saved, d), np.nan, batch.u0.dtype)
         save_step = np.full((n, n_saved), -2, np.int32) if settings.record and n_saved is not None else None
-        return cls(
-            batch.u0.copy(), batch.start.copy(), np.full(n, ReturnCode.Success.code, np.int8),
-            np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step, *counters(settings.acting),
-        )  # fmt: skip
+        made = np.full(n, ReturnCode.Success.code, np.int8), np.zeros(n, np.int64), np.zeros(n, np.int64), saved, save_step
+        return cls(batch.u0.copy(), batch.start.copy(), *made, *counters(settings.acting))
 
     @staticmethod
     def joined(parts: list[Outcome]) -> Outcome:

@@ -143,23 +143,21 @@ def outcomes_of_all(
     for rank, told in enumerate(every):
         names = [name for name, digest in told.given.items() if digest != every[0].given.get(name)]
         if names:
-            raise agreed(used, ValueError(
-                f"solve: all ranks must give the same arguments, but rank {rank} gave other {', '.join(names)} than 0, "
-                "or functions that read other values. Draw random numbers with one seed, or broadcast them."
-            ))  # fmt: skip
+            text = f"all ranks must give the same arguments, but rank {rank} gave other {', '.join(names)} than 0"
+            advice = "Draw random numbers with one seed, or broadcast them."
+            raise agreed(used, ValueError(f"solve: {text}, or functions that read other values. {advice}"))
     return share, RankOutcomes(every, _times(used, share, every), evaluated)
 
 
 def _told(share: EnsembleSolution, compiled: bool, traced: bool, said: str, given: dict[str, int]) -> _Share:
     codes, reached = share.codes, getval(share.t_reached)
-    return _Share(
-        len(share), (share.u_end.shape[1:], share.u_end.dtype), fingerprint(share.t) if share.t.ndim == 1 else 0,
-        _in_few_bytes(share.naccept), _in_few_bytes(share.nreject), share.nf if share.events else None,
-        np.asarray(codes, np.int8) if codes.any() else np.int8(0),
-        reached[0] if len(reached) and same_for_all(reached) else reached,
-        {i: [(event, getval(time)) for event, time in found] for i, found in share.events.items()},
-        share.converged, compiled, traced, share._start is not None, said, given,
-    )  # fmt: skip
+    kind, times = (share.u_end.shape[1:], share.u_end.dtype), fingerprint(share.t) if share.t.ndim == 1 else 0
+    counts = _in_few_bytes(share.naccept), _in_few_bytes(share.nreject), share.nf if share.events else None
+    codes = np.asarray(codes, np.int8) if codes.any() else np.int8(0)
+    reached = reached[0] if len(reached) and same_for_all(reached) else reached
+    events = {i: [(event, getval(time)) for event, time in found] for i, found in share.events.items()}
+    about = share.converged, compiled, traced, share._start is not None, said, given
+    return _Share(len(share), kind, times, *counts, codes, reached, events, *about)
 
 
 def _in_few_bytes(counts: Array) -> Array:

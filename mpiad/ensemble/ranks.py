@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import autograd.numpy as anp
 import numpy as np
@@ -31,10 +31,12 @@ from mpiad.transport.device_arrays import is_device_array
 # Solutions whose trajectories live on several ranks: gathered, or kept as shares with statistics over all ranks.
 
 
+InitialStates: TypeAlias = Callable[[], Array] | None
+
+
 def gathered(
-    used: Channel, share: EnsembleSolution, outcomes: RankOutcomes, start: Callable[[], Array] | None, timed: bool,
-    made: object = None,
-) -> EnsembleSolution:  # fmt: skip
+    used: Channel, share: EnsembleSolution, outcomes: RankOutcomes, start: InitialStates, timed: bool, made: object = None
+) -> EnsembleSolution:
     """Return the solution of all trajectories on every rank; all ranks call it.
 
     - `start`: returns the initial states of all trajectories, shape (d, N), if each rank knows them.
@@ -42,11 +44,10 @@ def gathered(
     - `made`: the solution's `u`, if it has been computed already.
     """
     later = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
-    sol = EnsembleSolution.lazy(
-        later, t=outcomes.t, u_end=_collected(used, share.u_end, outcomes),
-        events=_gathered_events(share, outcomes, used.user), converged=outcomes.any("converged"), _codes=outcomes.codes,
-        dense=share.dense and GatheredOutput(share.dense, len(share), used.user),
-    )  # fmt: skip
+    found: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(used, share.u_end, outcomes)}
+    found |= {"events": _gathered_events(share, outcomes, used.user), "converged": outcomes.any("converged")}
+    dense = share.dense and GatheredOutput(share.dense, len(share), used.user)
+    sol = EnsembleSolution.lazy(later, **found, _codes=outcomes.codes, dense=dense)
     if timed:
         sol.t_reached = _collected(used, share.t_reached, outcomes)
     if made is not None:

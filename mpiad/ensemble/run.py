@@ -434,7 +434,7 @@ class Run:
         width, batch = len(t), self.batch
         columns = two_at_least(width)  # as in the solve
         u, t, h, p = u[:, columns], t[columns], h[columns], batch.p.columns(ids[columns], self.field.one_by_one)
-        stages = self._new_stages(u.dtype, u.shape)
+        stages = self._new_stages(u, False)
         derivative_of(batch.f, batch.shape).write(stages.k[0], u, p, t.astype(self.coefficients.real))
         stages.take(u, p, t, h, t + h, None)
         return [k[:, :width] for k in stages.k], stages.new[:, :width]

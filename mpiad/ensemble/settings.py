@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,6 +13,10 @@ from mpiad.ensemble.jumps import Jump
 from mpiad.ensemble.tableaus import Algorithm
 
 MOVING = -1  # no return code yet
+
+
+# ``progress(finished)`` gets the number of newly ended trajectories.
+Progress: TypeAlias = Callable[[int], None] | None
 
 
 class Acting(NamedTuple):
@@ -64,7 +68,7 @@ class Settings(NamedTuple):
     saveat: Array | None  # shape (n_saved,) or (N, n_saved), or None
     record: bool  # whether to keep all accepted steps
     checkpoints: int | None = None  # keep only the states before every `checkpoints`-th step
-    progress: Callable[[int], None] | None = None  # ``progress(finished)`` gets the number of newly ended trajectories
+    progress: Progress = None
     ends: bool = False  # whether only initial and final states are saved; `saveat` then has no times
     mass: Array | None = None  # the mass matrix, shape (d, d); None for the identity
     # {"tangent", "adjoint"} or None. How plain gradients are computed: by tangents or by an adjoint; None: chosen from the

@@ -313,11 +313,11 @@ class EnsembleSolution(FactorizationCounts):
         i = range(len(self))[i]
         times = self.t[i] if self.t.ndim == 2 else self.t
         reached = self.t_reached[i]
-        return ODESolution(
-            self.u[i], times, self.u_end[i], str(self.retcode[i]), reached if isbox(reached) else float(reached),
-            int(self.naccept[i]), int(self.nreject[i]), int(self.nf[i]), self.events.get(i, []), self.problem,
-            self.dense and partial(self.dense, only=i), self.alg,
-        )  # fmt: skip
+        ending = self.u_end[i], str(self.retcode[i]), reached if isbox(reached) else float(reached)
+        counts = (int(count[i]) for count in (self.naccept, self.nreject, self.nf))
+        dense = self.dense and partial(self.dense, only=i)
+        found, problem = self.events.get(i, []), self.problem
+        return ODESolution(self.u[i], times, *ending, *counts, events=found, problem=problem, dense=dense, alg=self.alg)
 
     def __iter__(self) -> Iterator[ODESolution]:
         return (self[i] for i in range(len(self)))
@@ -400,12 +400,8 @@ def _interpolants(dense: object) -> Any:
 def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleSolution:
     """Return the solution of an ensemble, in the users' shapes; rows with all steps are padded with NaN."""
     tries, codes = (outcome.naccept, outcome.nreject), outcome.codes
-    made: dict[str, Any] = {
-        "u_end": outcome.u_end.T.reshape(batch.size, *batch.shape), "t_reached": outcome.t_reached,
-        "naccept": outcome.naccept, "nreject": outcome.nreject,
-        "_codes": codes,
-        "alg": settings.alg,
-    }  # fmt: skip
+    made: dict[str, Any] = {name: getattr(outcome, name) for name in ("t_reached", "naccept", "nreject")}
+    made |= {"u_end": outcome.u_end.T.reshape(batch.size, *batch.shape), "_codes": codes, "alg": settings.alg}
     later = {
         "retcode": lambda: ReturnCode.names_of(codes),
         "nf": lambda: evaluations(*tries, settings.alg, settings.dt is not None),

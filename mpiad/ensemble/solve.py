@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,7 +31,7 @@ from mpiad.ensemble.problem import EnsembleProblem, ODEProblem, digests_of
 from mpiad.ensemble.rank_outcomes import RankOutcomes, outcomes_of_all
 from mpiad.ensemble.ranks import EnsembleMPI, ShardedSolution, gathered, sharded
 from mpiad.ensemble.reduction import combined, joined, reduced
-from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.settings import Progress, Settings
 from mpiad.ensemble.solution import EnsembleSolution, solution_of, unshared
 from mpiad.ensemble.solve_options import SolveOptions, check_place_of, checked_options, checked_together, settings_of
 from mpiad.ensemble.tableaus import Algorithm
@@ -51,10 +50,9 @@ def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
     try:
         mine, error = pickle.dumps(skeleton, pickle.HIGHEST_PROTOCOL), None
     except Exception as found:  # noqa: BLE001 raised on all ranks together
-        mine, error = b"", TypeError(
-            f"solve: what output_func or reduction return is sent to all ranks, but can't be pickled ({found}). Return "
-            "numbers, arrays or texts of a solution, or say EnsembleMPI(gather=False)."
-        )  # fmt: skip
+        text = f"the results of output_func or reduction are sent to all ranks, but can't be pickled ({found})"
+        advice = "Return numbers, arrays or texts of a solution, or pass EnsembleMPI(gather=False)."
+        mine, error = b"", TypeError(f"solve: {text}. {advice}")
     everything = used.data.allgather(mine)
     if not all(everything):
         raise_first(used, error)
@@ -225,7 +223,7 @@ def solve(
     options = options._replace(backend=EnsembleSerial()) if single else options
     compiler = Compiler(options, 0 if single else count, together is not None)
     if isinstance(problem, ODEProblem):
-        sol = _solved(options, compiler, columns_of([problem], [1]), None)
+        sol = _solved(options, compiler, columns_of([problem], [1]))
     elif together is not None:
         sol = _over_ranks(options, compiler, together)
     else:
@@ -287,7 +285,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
     def solved(numbers: range, repeat: int = 1) -> EnsembleSolution:
         shown = ended if progress and repeat == 1 else None
         batch, typical = own_members(problem, numbers, repeat, seed, options.trajectories)
-        sol = _solved(options, compiler, batch, shown, numbers)
+        sol = _solved(options, compiler, batch, shown, numbers.start - 1)
         if typical is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
             # So that ranks needn't exchange their saved times if all have the same.
             sol.t = save_times(options.saveat, typical.plain())
@@ -304,9 +302,9 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
 
 
 def _solved(
-    options: SolveOptions, compiler: Compiler, given: Batch, shown: Callable[[int], None] | None,
-    numbers: range = range(1, 2),
-) -> EnsembleSolution:  # fmt: skip
+    options: SolveOptions, compiler: Compiler, given: Batch, shown: Progress = None, first: int = 0
+) -> EnsembleSolution:
+    """Solve a batch, whose first trajectory has the number `first`, counted from 0."""
     record = options.save_everystep or options.dense_output or given.traced
     # Derivatives of the steps are computed later, and need the same parameters.
     given = given.own() if record else given
@@ -316,7 +314,7 @@ def _solved(
     check_place_of(options, hosted)
     # If only both ends are saved, they are known: no saved time has to be searched for in the steps.
     ends = hosted and options.saveat is None and not options.save_everystep and not options.events
-    times = None if options.save_everystep else _NO_TIMES if ends else save_times(options.saveat, batch, numbers.start - 1)
+    times = None if options.save_everystep else _NO_TIMES if ends else save_times(options.saveat, batch, first)
     settings = settings_of(options, batch, times, record, ends, shown)
     failed = None
     if settings.mass is not None and not is_on_device(batch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.event import Event
 from mpiad.ensemble.problem import EnsembleProblem, ODEProblem
 from mpiad.ensemble.ranks import EnsembleMPI
-from mpiad.ensemble.settings import Settings
+from mpiad.ensemble.settings import Progress, Settings
 from mpiad.ensemble.tableaus import Algorithm
 from mpiad.transport import Channel
 from mpiad.transport.agreement import alike_on_all
@@ -102,9 +101,8 @@ def checked_options(options: SolveOptions) -> SolveOptions:
 
 
 def settings_of(
-    options: SolveOptions, batch: Batch, saveat: Array | None, record: bool, ends: bool = False,
-    progress: Callable[[int], None] | None = None,
-) -> Settings:  # fmt: skip
+    options: SolveOptions, batch: Batch, saveat: Array | None, record: bool, ends: bool = False, progress: Progress = None
+) -> Settings:
     """Return the settings of a batch of plain arrays: options, in the states' precision if needed.
 
     Raises a NotImplementedError if the method doesn't support complex states, a ValueError if `atol` or the mass matrix
@@ -132,11 +130,9 @@ def settings_of(
             )
         # In the states' precision: with float32 states a double matrix would make all of the arithmetic double.
         mass = mass.astype(batch.u0.real.dtype)
-    return Settings(
-        options.alg, options.rtol, atol, options.dt, options.dtmax, options.max_steps, events, saveat, record,
-        None if options.save_everystep else options.checkpoints, progress, ends, mass,
-        gradient=options.gradient,
-    )  # fmt: skip
+    steps, checkpoints = (options.dt, options.dtmax, options.max_steps), options.checkpoints
+    rest = None if options.save_everystep else checkpoints, progress, ends, mass, options.gradient
+    return Settings(options.alg, options.rtol, atol, *steps, events, saveat, record, *rest)
 
 
 def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
@@ -196,15 +192,13 @@ def _check_untraced(saveat: Array) -> None:
 
 def _check_kinds(options: SolveOptions) -> None:
     # Types before values: the checks that follow use attributes of these objects.
-    for name, kinds in (
-        ("problem", (ODEProblem, EnsembleProblem)), ("alg", Algorithm), ("ensemblealg", EnsembleAlgorithm)
-    ):  # fmt: skip
+    expected = {"problem": (ODEProblem, EnsembleProblem), "alg": (Algorithm,), "ensemblealg": (EnsembleAlgorithm,)}
+    for name, kinds in expected.items():
         value = getattr(options, name)
-        if isinstance(value, kinds):
-            continue
-        hint = " Make one: write RK45() with brackets." if isinstance(value, type) else ""
-        expected = " or ".join(kind.__name__ for kind in kinds) if isinstance(kinds, tuple) else kinds.__name__
-        raise TypeError(f"solve: {name} must be an {expected}, but got {value!r}.{hint}")
+        if not isinstance(value, kinds):
+            hint = " Make one: write RK45() with brackets." if isinstance(value, type) else ""
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"solve: {name} must be an {names}, but got {value!r}.{hint}")
 
 
 def _check_numbers(options: SolveOptions) -> None:
@@ -231,14 +225,14 @@ def _check_numbers(options: SolveOptions) -> None:
 
 def check_place_of(options: SolveOptions, hosted: bool) -> None:
     """Raise for unsupported combinations of options and devices: affects of events, and dense output."""
-    for name, asked, instead in (
-        ("dense_output=True", options.dense_output, "Ask for the times by saveat"),
-        ("save_everystep=True", options.save_everystep, "Ask for the times by saveat"),
-        ("arrays on a device or EnsembleGPU", not hosted, "Bring them to the host with mpiad.device.to_host, and take "
-        "EnsembleVectorized()"),
-    ):  # fmt: skip
+    at_times, to_host = "Ask for the times by saveat", "Bring them to the host with mpiad.device.to_host, and take "
+    for name, asked, instead in [
+        ("dense_output=True", options.dense_output, at_times),
+        ("save_everystep=True", options.save_everystep, at_times),
+        ("arrays on a device or EnsembleGPU", not hosted, to_host + "EnsembleVectorized()"),
+    ]:
         if asked and options.acting:
-            raise NotImplementedError(f"solve: events with an affect aren't there for {name}. {instead}.")
+            raise NotImplementedError(f"solve: events with an affect aren't supported with {name}. {instead}.")
     if options.dense_output and not hosted:
         raise NotImplementedError(
             "solve: dense_output=True is for solves on the host, but this one is on a device. Ask for the times by saveat, "

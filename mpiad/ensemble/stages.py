@@ -37,18 +37,15 @@ _LEAST_TERMS = 3
 class Stages:
     """The buffers of n columns.
 
-    - `dtype`: that of the states.
-    - `shape`: (d, n).
+    - `like`: shape (d, n); an array of the states' kind.
     - `many`: whether many steps will be taken, so that precomputations pay off.
     - `k`: the stages, each of shape (d, n); the first is the derivative at the present state.
     - `new`: shape (d, n); the state after the step.
     """
 
-    def __init__(
-        self, tableau: Tableau, derivative: Derivative, dtype: DTypeLike, shape: tuple[int, int], many: bool = False
-    ):
-        self.tableau, self._write = tableau, derivative.write
-        self._real = np.dtype(dtype).type(0).real.dtype
+    def __init__(self, tableau: Tableau, derivative: Derivative, like: Array, many: bool):
+        self.tableau, self._write, shape, dtype = tableau, derivative.write, like.shape, like.dtype
+        self._real = like.real.dtype
         # Arrays without axes are processed fastest by ufuncs, and they keep float32. Zeros are left out: a stage that isn't
         # finite must not affect a sum in which its weight is zero.
         self._rows: list[Weights] = [[(i, np.array(w, self._real)) for i, w in enumerate(row) if w] for row in tableau.sums]
@@ -187,7 +184,7 @@ class _StageSums:
 
 
 def stages_for(tableau: Tableau, batch: Batch, mass: Array | None) -> Callable[..., Stages]:
-    """Return a factory for the stages of a method's steps, with arguments dtype, shape (d, n) and `many`: see `Stages`."""
+    """Return a factory for the stages of a method's steps, with arguments `like` and `many`: see `Stages`."""
     derivative = derivative_of(batch.f, batch.shape)
     if isinstance(tableau, RosenbrockTableau):
         return partial(RosenbrockStages, tableau, derivative, jacobian_of(batch), Mass(mass, tableau.gamma))
@@ -200,13 +197,17 @@ class RosenbrockStages(Stages):
     tableau: RosenbrockTableau
 
     def __init__(
-        self, tableau: RosenbrockTableau, derivative: Derivative, jacobian: Jacobian, mass: Mass, dtype: DTypeLike,
-        shape: tuple[int, int], many: bool = False,
-    ):  # fmt: skip
-        super().__init__(tableau, derivative, dtype, shape, many)
-        d = shape[0]
-        self._differentiate = jacobian.write
-        self._jacobian, self._matrix, self._mass = *(np.zeros((d, *shape), dtype) for _ in range(2)), mass
+        self,
+        tableau: RosenbrockTableau,
+        derivative: Derivative,
+        jacobian: Jacobian,
+        mass: Mass,
+        like: Array,
+        many: bool = False,
+    ):
+        super().__init__(tableau, derivative, like, many)
+        self._differentiate, self._mass, shape = jacobian.write, mass, (len(like), *like.shape)
+        self._jacobian, self._matrix = np.zeros(shape, like.dtype), np.zeros(shape, like.dtype)
         self._slopes = [np.array(weight, self._real) for weight in tableau.slopes]
 
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:

@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
 from mpiad._typing import Array
 from mpiad.ensemble.controller import Controller, IController
 
+Row: TypeAlias = Sequence[float]
+Rows: TypeAlias = Sequence[Row]
 # Tolerance for sums of published decimals.
 ROUNDING = 1e-13
 
@@ -67,9 +69,8 @@ class Tableau:
 
 
 def explicit(
-    c: Sequence[float], a: Sequence[Sequence[float]], b: Sequence[float], error: Sequence[float] | None = None, *,
-    order: int, embedded_order: int | None = None, dense: Array | None = None,
-) -> Tableau:  # fmt: skip
+    c: Row, a: Rows, b: Row, error: Row | None = None, *, order: int, embedded_order: int | None = None, dense: Array = None
+) -> Tableau:
     """Return the table of an explicit method in its published form.
 
     `c` are the times of the stages, of which the first is 0, without the derivative at the new state; `a` has a row for
@@ -158,9 +159,18 @@ class RosenbrockTableau(Tableau):
 
 
 def rosenbrock(
-    gamma: float, c: Sequence[float], a: Sequence[Sequence[float]], coupling: Sequence[Sequence[float]],
-    slopes: Sequence[float], b: Sequence[float], error: Sequence[float], dense: Array, *, order: int, embedded_order: int,
-) -> RosenbrockTableau:  # fmt: skip
+    gamma: float,
+    c: Row,
+    a: Rows,
+    coupling: Rows,
+    slopes: Row,
+    b: Row,
+    error: Row,
+    dense: Array,
+    *,
+    order: int,
+    embedded_order: int,
+) -> RosenbrockTableau:
     """Return the table of a Rosenbrock method in its published form.
 
     `c` are the times of the stages, of which the first is 0; `a` and `coupling` have a row for each stage but the first:
@@ -189,7 +199,6 @@ def rosenbrock(
         )
     # f at the present state is prepended, with zero weights in all sums.
     shifted = [(0.0, *row) for row in ((), *a, b)]
-    return RosenbrockTableau(
-        tuple(shifted), (0.0, *c, 1.0), (0.0, *error, 0.0), np.pad(dense, ((1, 1), (0, 0))), order, embedded_order, gamma,
-        tuple((0.0, *row) for row in ((), *coupling)), tuple(slopes),
-    )  # fmt: skip
+    padded, coupled = np.pad(dense, ((1, 1), (0, 0))), tuple((0.0, *row) for row in ((), *coupling))
+    weights = tuple(shifted), (0.0, *c, 1.0), (0.0, *error, 0.0), padded
+    return RosenbrockTableau(*weights, order, embedded_order, gamma, coupled, tuple(slopes))

@@ -90,13 +90,11 @@ class TangentRosenbrockStep(TangentStep):
     """The stages of a step with their tangents: see `TangentStep`. f at both ends isn't computed.
 
     `leaves`: the parameters of the step's columns. `along`: for each differentiated leaf its tangents, None for zero ones.
+    `of_step`: the arguments of `TangentStep`.
     """
 
-    def __init__(
-        self, coefficients: Coefficients, write: Callable, shape: tuple[int, int, int], like: Array, systems: StageSystems,
-        leaves: Sequence[Any], along: Sequence[Sequence[Any]],
-    ):  # fmt: skip
-        super().__init__(coefficients, write, shape, like)
+    def __init__(self, systems: StageSystems, leaves: Sequence[Any], along: Sequence[Sequence[Any]], *of_step: Any):
+        super().__init__(*of_step)
         self._systems, self._leaves = systems, leaves
         self._rows = systems.tangent_rows(leaves, along, self.u[0])
         self._system: System
@@ -221,7 +219,7 @@ class _Block:
         m, d = tangents.shape[:2]
         shape = 1 + m, d, width if type(columns) is slice else len(columns)
         made = self._run.coefficients, self._f_along(leaves, along), shape, tangents
-        return TangentStep(*made) if self._systems is None else TangentRosenbrockStep(*made, self._systems, leaves, along)
+        return TangentStep(*made) if self._systems is None else TangentRosenbrockStep(self._systems, leaves, along, *made)
 
     def _save(self, taker: SavedTangents, visit: Visit, step: TangentStep, new: Array) -> None:
         saved = self._sweep.saved(visit)

@@ -225,13 +225,15 @@ class Inside(NamedTuple):
 class StepCotangents:
     """The cotangents to which one step adds.
 
+    - `step`: the step.
     - `parts`: from indices of leaves to their cotangents, which are updated.
+    - `timed`: whether to differentiate with respect to times.
     - `width`: the number of columns; the others are copies.
     - `t_bar`, `h_bar`: shape (n,); cotangents of the time before the step and of its size.
     """
 
     def __init__(self, step: TransposedStep, parts: dict[int, Array], varies: Sequence[bool], width: int, timed: bool):
-        self._step, self._parts, self._varies, self._width, self._timed = step, parts, varies, width, timed
+        self.step, self.parts, self._varies, self._width, self.timed = step, parts, varies, width, timed
         if timed:
             self.t_bar, self.h_bar = (np.zeros_like(step.h, dtype=float) for _ in range(2))
             self._divisor = np.where(step.h == 0, 1, step.h)  # a column without a step doesn't depend on its size
@@ -239,18 +241,18 @@ class StepCotangents:
     def note_stage(self, j: int, parts: list[Any], y_bar: Array | None) -> None:
         """Add the cotangents of the leaves, of time, and of the argument of stage j."""
         self.note_leaves(parts, np.s_[: self._width], self._width)
-        if not self._timed:
+        if not self.timed:
             return
         if parts[-1] is not None:
             self.t_bar += parts[-1]
-            self.h_bar += self._step.tableau.c[j] * parts[-1]
+            self.h_bar += self.step.tableau.c[j] * parts[-1]
         if j and y_bar is not None:
             # y_j = u + h Σ a k, so its derivative with respect to h is (y_j - u) / h; the same holds for the new state.
-            self.h_bar += _dot(y_bar, self._step.y[j] - self._step.y[0]) / self._divisor
+            self.h_bar += _dot(y_bar, self.step.y[j] - self.step.y[0]) / self._divisor
 
     def note_leaves(self, parts: Sequence[Any], columns: Columns, count: int) -> None:
         """Add to the cotangents of the leaves, those of the trajectories `columns`; `count` is their number."""
-        for (place, total), part in zip(self._parts.items(), parts):
+        for (place, total), part in zip(self.parts.items(), parts):
             if part is None:
                 continue
             if self._varies[place]:
@@ -258,16 +260,16 @@ class StepCotangents:
             elif np.ndim(total):  # numbers can't be updated in place
                 total += part
             else:
-                self._parts[place] = total + part
+                self.parts[place] = total + part
 
     def note_new(self, cotangent: Array) -> None:
         """Add the contribution of the new state to the cotangent of the size of the step."""
-        step = self._step
+        step = self.step
         self.h_bar += _dot(cotangent, step.argument(step.last) - step.y[0]) / self._divisor
 
     def note_saved(self, inside: Sequence[Inside]) -> None:
         """Add the contributions of states at fixed times inside the step to the cotangents of its time and size."""
-        step = self._step
+        step = self.step
         for part in inside:
             columns = part.columns
             stages = [k[:, columns] for k in step.k]

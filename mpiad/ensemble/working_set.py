@@ -220,7 +220,7 @@ class WorkingSet(Turns):
         self.live, self.rejected = joined(self.live, zeros == 0), joined(self.rejected, zeros > 0)
         self.u, k0 = joined(self.u, new.u), joined(self._stages.k[0] if self._stages else self.u, new.k)
         if self._stages is None or self._stages.new.shape != self.u.shape:
-            self._stages = self._new_stages(self.u.dtype, self.u.shape, True)
+            self._stages = self._new_stages(self.u, True)
         self._stages.k[0][...] = k0
         self._sign, self._p = self._initialization.sign(self.ids), self._initialization.parameters(self.ids)
         if self._observers is not None:

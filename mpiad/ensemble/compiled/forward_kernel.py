@@ -164,12 +164,10 @@ def put_out(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
         rests = f"abs($condition[{e}]) <= {LEAST} and tn - $now <= $unresolved"
         late += [f"if $part[{e}] > first and {_changed(form, steps, e)} and not ({rests}):", f"    $part[{e}] = first"]
     terminal = [f"e == {e}" for e, (ends, _) in enumerate(form.events) if ends]
-    names = names | {
-        "late": late, "conditions_at_cut": steps.conditions("condition_new", "y", "$sign * tn"),
-        "terminal": bool(terminal), "ending": " or ".join(terminal), "first": U, "cut": cut,
-        "weights": steps.weights() if form.inside else [], "interpolated": saved,
-        "located": steps.located(partial(_stage, form), lambda c: f"$u[{c}]", value) if form.events else [],
-    }  # fmt: skip
+    names = names | {"late": late, "terminal": bool(terminal), "ending": " or ".join(terminal), "first": U, "cut": cut}
+    names["conditions_at_cut"] = steps.conditions("condition_new", "y", "$sign * tn")
+    names |= {"weights": steps.weights() if form.inside else [], "interpolated": saved}
+    names["located"] = steps.located(partial(_stage, form), lambda c: f"$u[{c}]", value) if form.events else []
     names |= {"saving": filled(_SAVING, names), "found": filled(_EVENTS, names)}
     if form.affects is not None:
         names["jump"] = jump_lines(form, steps, names)
@@ -439,20 +437,16 @@ def forward_source(form: Form, wide: bool) -> str:
     fields, steps, names = lanes_of(form, _FIELDS)
     full = f" or row + {form.lanes} > rows.shape[0]" if form.record else ""
     full += f" or found + {form.lanes * len(form.events)} > crossings.shape[0]" if form.events else ""
-    names |= {
-        "wide": wide, "fields": ", ".join(fields), "full": full,
-        "sided": form.sided, "changed": "".join(f" + crossed{e}" for e in names["e"]),
-        "rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step(),
-        "unit_tangents": [
-            f"$du[{j}, {c}] = {1.0 if kind == 'u' and place == c else 0.0}"
-            for j, (kind, place) in enumerate(form.directions) for c in range(form.d)
-        ],
-        "stages": _stages(form, steps), "crossed": crossed(form, steps),
-        "conditions": steps.conditions("condition", "u", "t"),
-        "conditions_new": steps.conditions("condition_new", "new", "tn"),
-        "factor": steps.factor(power_lines, "$q2_before", "$rejected") if names["adaptive"] else [],
-        "next_due": filled(_NEXT_DUE, {}), "least": filled(_LEAST, {}),
-    }  # fmt: skip
+    names |= {"wide": wide, "fields": ", ".join(fields), "full": full, "sided": form.sided}
+    names["changed"] = "".join(f" + crossed{e}" for e in names["e"])
+    names |= {"rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step()}
+    unit = [(j, c, kind == "u" and place == c) for j, (kind, place) in enumerate(form.directions) for c in range(form.d)]
+    names["unit_tangents"] = [f"$du[{j}, {c}] = {1.0 if own else 0.0}" for j, c, own in unit]
+    names |= {"stages": _stages(form, steps), "crossed": crossed(form, steps)}
+    names["conditions"] = steps.conditions("condition", "u", "t")
+    names["conditions_new"] = steps.conditions("condition_new", "new", "tn")
+    names["factor"] = steps.factor(power_lines, "$q2_before", "$rejected") if names["adaptive"] else []
+    names |= {"next_due": filled(_NEXT_DUE, {}), "least": filled(_LEAST, {})}
     names |= {"enter": filled(_ENTER, names), "take": filled(_TAKE, names), "decide": filled(_DECIDE, names)}
     names["put_out"] = put_out(form, steps, names)
     return fields.placed(filled(_KERNEL, names))

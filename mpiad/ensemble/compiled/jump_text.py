@@ -155,19 +155,14 @@ if abs(now_) <= max({at_root} * abs(was), {of_way} * abs(rise * gone / ahead)):
             code = {Zeno}
 """
 
-_CONSTANTS = {
-    "ahead": AHEAD, "ahead_of_short": AHEAD_OF_SHORT, "at_once": AT_ONCE, "at_root": AT_ROOT, "least_ahead": LEAST_AHEAD,
-    "most_short": MOST_SHORT, "of_way": OF_WAY, "short": SHORT, "short_piece": SHORT_PIECE,
-}  # fmt: skip
+_CONSTANTS = {"ahead": AHEAD, "ahead_of_short": AHEAD_OF_SHORT, "at_once": AT_ONCE, "at_root": AT_ROOT, "of_way": OF_WAY}
+_CONSTANTS |= {"least_ahead": LEAST_AHEAD, "most_short": MOST_SHORT, "short": SHORT, "short_piece": SHORT_PIECE}
 
 
 def jump_lines(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
     """Return lines of the forward kernel, whose templates use these names."""
-    names = names | _CONSTANTS
-    names |= {
-        "state": filled(_STATE, names), "behind": U + form.d,
-        "finite": " and ".join(f"np.isfinite(w_{c})" for c in range(form.d)),
-    }  # fmt: skip
+    finite = " and ".join(f"np.isfinite(w_{c})" for c in range(form.d))
+    names = names | _CONSTANTS | {"state": filled(_STATE, names), "behind": U + form.d, "finite": finite}
     names["conditions_there"], at_conditions, affects = [], [], []
     for e in range(len(form.events)):
         own = {"e": e, "value": steps.condition(e, "value", "u", "t"), "either_way": e in form.sided}
@@ -195,12 +190,11 @@ def _affect(steps: Steps, e: int) -> str:
 
 def _departure(form: Form, steps: Steps, e: int, names: dict[str, Any]) -> list[str]:
     direction = form.events[e][1]
-    return filled(_DEPARTURE, names | {
-        "e": e, "either_way": e in form.sided, "directed": f" and side * {direction}.0 < 0.0" if direction else "",
-        "rate_now": steps.called(steps.state("k0"), "f", "u", "t"), "now": steps.condition(e, "now_", "u", "t"),
-        "then": steps.condition(e, "then", "y", "later"), "there": steps.condition(e, "there", "y", "later"),
-        "rate_later": steps.called(steps.state("k1"), "f", "y", "later"),
-    })  # fmt: skip
+    directed = f" and side * {direction}.0 < 0.0" if direction else ""
+    names = names | {"e": e, "either_way": e in form.sided, "directed": directed}
+    names |= {"rate_now": steps.called(steps.state("k0"), "f", "u", "t"), "now": steps.condition(e, "now_", "u", "t")}
+    names |= {x: steps.condition(e, x, "y", "later") for x in ("then", "there")}
+    return filled(_DEPARTURE, names | {"rate_later": steps.called(steps.state("k1"), "f", "y", "later")})
 
 
 # For a lane whose next step back was followed by events. The number of the last one is `jump[l]`; that of the jump at which
@@ -276,22 +270,17 @@ def jumps_back(form: Form, steps: Steps, names: dict[str, Any]) -> dict[str, Any
     """
     components = range(form.d)
     ended, stop, followed, stopped = (f"jump[{row * form.lanes} + l]" for row in range(1, 5))
-    names = names | {
-        "jumping": form.jumps is not None,
-        "ended": ended, "stop": stop, "followed": followed, "stopped": stopped,
-        "next_jump": f"{followed} = jump_number[jump[l]] if jump[l] >= jump_first[i] else -1",
-        "next_stop": f"{stopped} = stop_number[{stop}] if {stop} >= stop_first[i] else -1",
-    }  # fmt: skip
-    names["left"] = filled(_LEFT, names)
+    names = names | {"jumping": form.jumps is not None, "followed": followed, "stopped": stopped}
+    names["next_jump"] = f"{followed} = jump_number[jump[l]] if jump[l] >= jump_first[i] else -1"
+    names["next_stop"] = f"{stopped} = stop_number[{stop}] if {stop} >= stop_first[i] else -1"
+    names |= {"ended": ended, "stop": stop, "left": filled(_LEFT, {"ended": ended})}
     time, affects = steps.rounded("jump_time[j]"), []
     back = [*steps.state("y"), *numbered("e", form.wanted_varying + form.wanted_shared), *(["te"] if form.timed else [])]
     for k, (e, given) in enumerate(form.jumps or ()):
         call = steps.called(back, f"back{e}", "u", time, steps.state("z"))
         affects += [f"{'el' if k else ''}if jump_kind[j] == {e}:", f"    {call}", f"    given = {float(given)}"]
-    jump = {
-        "affects": affects, "rate": steps.called(steps.state("k0"), "f", "u", time),
-        "drift": " + ".join(f"k0_{c} * $cotangent[{c}]" for c in components),
-    }  # fmt: skip
+    drift = " + ".join(f"k0_{c} * $cotangent[{c}]" for c in components)
+    jump = {"affects": affects, "rate": steps.called(steps.state("k0"), "f", "u", time), "drift": drift}
     gained = " + ".join(["stop_row[stop, 1] * since", *[f"stop_row[stop, {3 + c}] * $cotangent[{c}]" for c in components]])
     stop_names = {"gained": gained, "parts": steps.weights(), "behind": 3 + form.d}
     names["jump_back"] = filled(_JUMP_BACK, names | jump)

@@ -95,21 +95,19 @@ def form_of(traced: TracedProblem, batch: Batch, settings: Settings) -> Form:
     """Return the form of the kernels of a batch, without derivatives."""
     program, varying = traced.program, len(traced.packing.varying)
     events, acting = tuple((event.stops, event.direction) for event in settings.events), settings.acting
-    # The sparsity pattern is part of the form: elimination is generated for the nonzero entries.
-    linear = jacobian_program(program)[1:] if settings.alg.tableau.implicit else ((), ())
-    acts: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    if settings.alg.tableau.implicit:
+        # The sparsity pattern is part of the form: elimination is generated for the nonzero entries.
+        _, options["jacobian"], options["slopes"] = jacobian_program(program)
     if acting is not None:
-        acts["affects"] = tuple(e for e, event in enumerate(acting.events) if event.times is not None)
-        acts["acting"] = tuple(e if event.acts else -1 for e, event in zip(acting.found, settings.events))
-        acts["ending"] = tuple(e for e, event in enumerate(acting.events) if event.acts and event.terminal)
-    return Form(
-        program.groups["state"], varying, len(traced.names) - varying, settings.alg.tableau, settings.alg.controller,
-        single=real_dtype(batch.u0.dtype) == np.float32, in_pairs=is_complex(batch.u0),
-        inside=bool(events) or not _at_ends(batch, settings.saveat), tolerances=np.ndim(settings.atol) > 0,
-        events=events, jacobian=linear[0], slopes=linear[1],
-        mass=None if settings.mass is None else entries_of(settings.mass),
-        **acts,
-    )  # fmt: skip
+        options["affects"] = tuple(e for e, event in enumerate(acting.events) if event.times is not None)
+        options["acting"] = tuple(e if event.acts else -1 for e, event in zip(acting.found, settings.events))
+        options["ending"] = tuple(e for e, event in enumerate(acting.events) if event.acts and event.terminal)
+    sizes = program.groups["state"], varying, len(traced.names) - varying
+    options |= {"single": real_dtype(batch.u0.dtype) == np.float32, "in_pairs": is_complex(batch.u0), "events": events}
+    options |= {"inside": bool(events) or not _at_ends(batch, settings.saveat), "tolerances": np.ndim(settings.atol) > 0}
+    options["mass"] = None if settings.mass is None else entries_of(settings.mass)
+    return Form(*sizes, settings.alg.tableau, settings.alg.controller, **options)
 
 
 def _at_ends(batch: Batch, saveat: Array | None) -> bool:

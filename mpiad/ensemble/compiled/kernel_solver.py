@@ -20,7 +20,7 @@ from mpiad.ensemble.compiled.kernel_rows import Tape, give_back, jumps_of, note_
 from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
-from mpiad.ensemble.outcome import Outcome, ReturnCode, complete, counters
+from mpiad.ensemble.outcome import NOWHERE, Outcome, ReturnCode, complete, counters
 from mpiad.ensemble.settings import Settings
 
 # Initial capacity in steps of a trajectory.
@@ -38,13 +38,14 @@ class Solver:
     """
 
     def __init__(self, kernels: dict[str, str], traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
-        self._kernels, self.traced = kernels, traced
+        # Texts depend on the problem without its numbers.
+        self._kernels, self.traced, self._numbers = kernels, traced._replace(numbers=()), traced.numbers
         self.batch, self.settings, self.threads = batch, settings, threads
         self.every = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
         self.form = form_of(traced, batch, settings)
         self.p, shared = traced.packing.split(batch.p.leaves, batch.size, self.form.dtype)
-        self.s = argument(np.append(shared, traced.numbers), self.form.dtype) if traced.numbers else shared
+        self.s = argument(np.append(shared, self._numbers), self.form.dtype) if self._numbers else shared
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
 
@@ -59,10 +60,7 @@ class Solver:
         return outcome
 
     def _run(self, form: Form) -> Outcome:
-        traced = self.traced
-        affects = () if form.affects is None else traced.affects
-        text = forward_text(traced.program, form, traced.names, traced.conditions, affects)
-        return launch(self._function("forward", text), form, self)
+        return launch(self._function("forward", forward_text(self.traced, form)), form, self)
 
     def _function(self, name: str, text: str) -> Callable[..., None]:
         """Return a kernel's function, and record its text."""
@@ -101,7 +99,7 @@ class Solver:
         for first, stop in pairwise(count * i // parts for i in range(parts + 1)):
             rows = slice(first, stop)
             batch, settings = self.batch.share(rows), self.settings.share(rows)
-            part = Solver(self._kernels, self.traced, batch, settings, self.threads)
+            part = Solver(self._kernels, self.traced._replace(numbers=self._numbers), batch, settings, self.threads)
             part.form = self.form
             yield rows, part
 
@@ -124,8 +122,7 @@ class Solver:
             jumps=tuple((e, e in (self.form.affects or ())) for e in acts) if jumps else None,
             stops=stops,
         )
-        text = reverse_text(self.traced.program, form, names, (*own, *common), self.traced.affects if jumps else ())
-        return self._function("reverse", text), form
+        return self._function("reverse", reverse_text(self.traced, form, (*own, *common))), form
 
 
 def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome:
@@ -159,12 +156,11 @@ def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
     """Return an outcome whose entries the kernel writes, except those of trajectories that don't move."""
     (d, n), dtype = batch.u0.shape, batch.u0.dtype
     n_saved = settings.saveat.shape[-1] if settings.saveat is not None else 0
-    outcome = Outcome(
-        # A trajectory's components are contiguous, as in a solution.
-        np.empty((n, d), dtype).T, np.empty(n), np.empty(n, np.int8), np.empty(n, np.int64), np.empty(n, np.int64),
-        np.full((n, n_saved, d), np.nan, dtype), np.full((n, n_saved), -2, np.int32) if settings.record else None,
-        *counters(settings.acting),
-    )  # fmt: skip
+    # A trajectory's components are contiguous, as in a solution.
+    u_end, codes, counts = np.empty((n, d), dtype).T, np.empty(n, np.int8), (np.empty(n, np.int64), np.empty(n, np.int64))
+    saved = np.full((n, n_saved, d), np.nan, dtype)
+    save_step = np.full((n, n_saved), NOWHERE, np.int32) if settings.record else None
+    outcome = Outcome(u_end, np.empty(n), codes, *counts, saved, save_step, *counters(settings.acting))
     if still.any():
         outcome.u_end[:, still], outcome.t_reached[still] = batch.u0[:, still], batch.start[still]
         outcome.codes[still], outcome.naccept[still], outcome.nreject[still] = ReturnCode.Success.code, 0, 0
@@ -185,7 +181,7 @@ class _Launch:
         real = form.dtype
         self._du = np.empty((m, d, count), real)
         self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d), real)
-        save_step = outcome.save_step
+        save_step = np.empty((0, n_saved), np.int32) if outcome.save_step is None else outcome.save_step
         self._more: list[Array] = []
         if settings.acting is not None:
             times, kinds = (x[:, :1] if x.strides[1] == 0 else x for x in settings.acting[1:3])
@@ -202,11 +198,8 @@ class _Launch:
         dt = -1.0 if settings.dt is None else float(settings.dt)
         rest = (settings.rtol, atol, dt, float(settings.dtmax), float(settings.max_steps))
         self._given = (*inputs, solver.times, *rest)
-        self._made = (
-            parts(outcome.u_end.T), outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject,
-            parts(outcome.saved),
-            np.empty((0, n_saved), np.int32) if save_step is None else save_step, self._du, self._dsaved, self.last,
-        )  # fmt: skip
+        ends = parts(outcome.u_end.T), outcome.t_reached, outcome.codes, outcome.naccept, outcome.nreject
+        self._made = *ends, parts(outcome.saved), save_step, self._du, self._dsaved, self.last
 
     def all(self) -> list[Tape]:
         """Solve all trajectories, and return their steps, if they are recorded."""

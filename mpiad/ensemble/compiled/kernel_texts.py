@@ -13,68 +13,59 @@ from mpiad.ensemble.compiled.cuda.cuda_reverse import cuda_reverse_text
 from mpiad.ensemble.compiled.forward_kernel import forward_source
 from mpiad.ensemble.compiled.kernel_form import Form
 from mpiad.ensemble.compiled.reverse_kernel import reverse_source
+from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.field_jacobian import curvature_program, jacobian_program
 
 _MOST_TEXTS = 32
 
 
-# A training loop requests the same texts in each step.
+# A training loop requests the same texts in each step. The `numbers` of a problem must be left out of the key.
 @lru_cache(_MOST_TEXTS)
-def forward_text(
-    program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...] = (),
-    affects: tuple[Program | None, ...] = (),
-) -> str:  # fmt: skip
+def forward_text(traced: TracedProblem, form: Form) -> str:
     """Return the text of a forward kernel, and of f, its tangents and the events' conditions and affects before it."""
-    programs = _forward_programs(program, form, names, conditions)
-    programs |= {f"affect{e}": g for e, g in enumerate(affects) if g is not None}
-    parts = [_function(one, name, form, names, fused=name[0] == "d") for name, one in programs.items()]
+    programs = _forward_programs(traced, form)
+    if form.affects is not None:
+        programs |= {f"affect{e}": g for e, g in enumerate(traced.affects) if g is not None}
+    parts = [_function(one, name, form, traced.names, fused=name[0] == "d") for name, one in programs.items()]
     return "\n\n".join([*parts, forward_source(form, are_simple(list(programs.values())))])
 
 
 @lru_cache(_MOST_TEXTS)
-def reverse_text(
-    program: Program, form: Form, names: tuple[str, ...], wanted: tuple[int, ...],
-    affects: tuple[Program | None, ...] = (),
-) -> str:  # fmt: skip
+def reverse_text(traced: TracedProblem, form: Form, wanted: tuple[int, ...]) -> str:
     """Return the text of a reverse kernel, and of f, its adjoint and those of the events' affects before it."""
-    programs = _reverse_programs(program, form, wanted)
+    programs = _reverse_programs(traced.program, form, wanted)
     by: Wanted = {"state": None, "parameter": wanted} | ({"time": None} if form.timed else {})
-    programs |= {f"back{e}": simplify(vjp(affects[e], by)) for e, _ in form.jumps or ()}  # type: ignore[arg-type]
+    programs |= {f"back{e}": simplify(vjp(traced.affects[e], by)) for e, _ in form.jumps or ()}  # type: ignore[arg-type]
     # The stages are recomputed for their derivatives only, so here they may be rounded differently.
-    parts = [_function(one, name, form, names, fused=True) for name, one in programs.items()]
+    parts = [_function(one, name, form, traced.names, fused=True) for name, one in programs.items()]
     return "\n\n".join([*parts, reverse_source(form, are_simple(list(programs.values())))])
 
 
 @lru_cache(_MOST_TEXTS)
-def cuda_text(
-    kernel: str, program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...] = (),
-    wanted: tuple[int, ...] = (),
-) -> str:  # fmt: skip
+def cuda_text(kernel: str, traced: TracedProblem, form: Form, wanted: tuple[int, ...] = ()) -> str:
     """Return CUDA C of the kernel "forward", or of "reverse", which differentiates with respect to parameters `wanted`.
 
     It is complete for NVRTC and nvcc; for a C++ compiler the kernels are functions that loop over the trajectories. The
     arguments are described before each kernel; all rows are contiguous along the trajectories.
     """
     if kernel == "forward":
-        programs, text = _forward_programs(program, form, names, conditions), cuda_forward_text(form)
+        programs, text = _forward_programs(traced, form), cuda_forward_text(form)
     else:
-        programs, text = _reverse_programs(program, form, wanted, conditions), cuda_reverse_text(form)
-    functions = [_function(one, name, form, names, language="c") for name, one in programs.items()]
+        programs, text = _reverse_programs(traced.program, form, wanted, traced.conditions), cuda_reverse_text(form)
+    functions = [_function(one, name, form, traced.names, language="c") for name, one in programs.items()]
     return "\n\n".join([prelude(form), *functions, text]) + "\n"
 
 
-def _forward_programs(
-    program: Program, form: Form, names: tuple[str, ...], conditions: tuple[Program, ...]
-) -> dict[str, Program]:
+def _forward_programs(traced: TracedProblem, form: Form) -> dict[str, Program]:
     """Return f, its tangents, of the parameter that is 1, and the events' conditions, by the names that kernels use."""
-    programs = {"f": program}
+    program, programs = traced.program, {"f": traced.program}
     if form.jacobian or form.slopes:
         programs["jacobian"] = jacobian_program(program).program
     for i, (kind, place) in enumerate(form.directions):
-        along = [] if kind == "u" else [names.index(f"{kind}{place}")]
+        along = [] if kind == "u" else [traced.names.index(f"{kind}{place}")]
         tangent = jvp(program, {"state": None, "parameter": along})
         programs[f"df{i}"] = simplify(tangent, {("seed", form.d): 1.0} if along else {})
-    return programs | {f"condition{e}": g for e, g in enumerate(conditions)}
+    return programs | {f"condition{e}": g for e, g in enumerate(traced.conditions)}
 
 
 def _reverse_programs(

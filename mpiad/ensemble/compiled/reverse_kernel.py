@@ -241,13 +241,11 @@ def fields_of(form: Form) -> Fields:
 def reverse_source(form: Form, wide: bool) -> str:
     """Return the source of `reverse`, which calls `f`, its adjoint `g`, and `fma`."""
     fields, steps, names = lanes_of(form, _FIELDS)
-    names |= {
-        "wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if form.single else "",
-        "zero": steps.number(0.0), "weights": steps.weights(rates=form.timed),
-        "arriving": ["arrival", *(["rate", "rate_x"] if form.timed else [])],
-        # The steps of Rosenbrock methods differ too little.
-        "quiets": form.stops and not form.tableau.implicit,
-    }  # fmt: skip
+    names |= {"wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if form.single else ""}
+    names |= {"zero": steps.number(0.0), "weights": steps.weights(rates=form.timed)}
+    names["arriving"] = ["arrival", *(["rate", "rate_x"] if form.timed else [])]
+    # The steps of Rosenbrock methods differ too little.
+    names["quiets"] = form.stops and not form.tableau.implicit
     names |= jumps_back(form, steps, names)
     names |= {"enter": filled(_ENTER, names), "fetch": filled(_FETCH, names), "leave": filled(_LEAVE, names)}
     names["back"] = _back(form, steps, names)

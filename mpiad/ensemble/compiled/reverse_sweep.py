@@ -104,7 +104,7 @@ def _pulled(
     located = LocatedEvent(int(rows[0, 1]), end is not None, np.arange(count), rows[:, 3], rows[:, 4], ids)
     totals = StepCotangents(step, own, varies, count, True)
     given = run.columns(run.batch.p.leaves, ids[columns])
-    inside = pull_event(run, located, step, totals, given, places, end, time, True)
+    inside = pull_event(run, located, totals, given, end, time)
     for place in places:
         if varies[place]:
             # An event may occur more than once in a trajectory.

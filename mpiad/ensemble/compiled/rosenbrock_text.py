@@ -68,9 +68,8 @@ class WrittenLU:
             lines.append(f"{choice} = abs(w{i}_{k}) > abs(w{k}_{k})")
             for j in sorted((rows[k] | rows[i]) & left):
                 upper, lower = (f"w{n}_{j}" if j in rows[n] else "zero" for n in (k, i))
-                lines += [
-                    f"v = {upper}", f"w{k}_{j} = where({choice}, {lower}, v)", f"w{i}_{j} = where({choice}, v, {lower})"
-                ]  # fmt: skip
+                lines.append(f"v = {upper}")
+                lines += [f"w{k}_{j} = where({choice}, {lower}, v)", f"w{i}_{j} = where({choice}, v, {lower})"]
             # The entries of a row in earlier columns are its factors, which stay.
             both = (rows[k] | rows[i]) & left
             rows[k] |= both
@@ -194,10 +193,9 @@ class LoopedLU:
     """
 
     def __init__(self, d: int, places: Iterable[tuple[int, int]], buffer: str, start: int):
-        self._names = {
-            "b": buffer, "start": start, "d": d, "size": d * d, "rhs": start + d * d, "swaps": start + d * d + d,
-            "c": range(d), "given": [f"{buffer}[{start + j * d + i}] = w{i}_{j}" for i, j in places],
-        }  # fmt: skip
+        self._names = {"b": buffer, "start": start, "d": d, "size": d * d, "c": range(d)}
+        self._names |= {"rhs": start + d * d, "swaps": start + d * d + d}
+        self._names["given"] = [f"{buffer}[{start + j * d + i}] = w{i}_{j}" for i, j in places]
         self._names["exchanged"] = filled(_EXCHANGED, self._names)
         self.factors = self._lines(_FACTORED)
 

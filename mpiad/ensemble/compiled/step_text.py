@@ -120,11 +120,11 @@ class Steps:
             return [f"q2 = {self.doubled(total)}"]
         lines = []
         for n, parts in enumerate(form.numbers):
-            lines += self._modulus(n, parts) if len(parts) > 1 else [
-                f"low{n} = abs(u_{n})",
-                f"high{n} = abs(new_{n})",
-                f"largest{n} = where(high{n} > low{n}, high{n}, low{n})",
-            ]  # fmt: skip
+            if len(parts) > 1:
+                lines += self._modulus(n, parts)
+            else:
+                lines += [f"low{n} = abs(u_{n})", f"high{n} = abs(new_{n})"]
+                lines.append(f"largest{n} = where(high{n} > low{n}, high{n}, low{n})")
             lines.append(f"scale{n} = {self.rtol} * largest{n} + {self.atol(n)}")
             errors = [f"({self.weighted(form.tableau.error, 'k', c)}) * {self.h}" for c in parts]
             lines += [f"e{c} = {self.quotient(error, f'scale{n}')}" for c, error in zip(parts, errors)]
@@ -175,7 +175,7 @@ class Steps:
         ]
 
     def first_step(self) -> list[str]:
-        """Return lines for the first step `h` over an interval `span`, as chosen by `first_step` of the vectorized path."""
+        """Return lines for the first step `h` over an interval `span`, as chosen by `started` of the vectorized path."""
         form, d = self.form, self.form.d
         lines = []
         for n, parts in enumerate(form.numbers):

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Array, Function, Shape, Tree
+from mpiad._typing import Array, Function, Shape
 from mpiad.compiling.arguments import is_complex, real_dtype
 from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of, kind_of
 from mpiad.compiling.program import Program, Untraceable, exact, place_of
@@ -118,11 +118,11 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
         return None
     conditions: list[Program] = []
     affects: list[Program | None] = []
+    real = real_dtype(batch.u0.dtype)
     for event in events:
         affects.append(None)
         if event.condition is not None:
-            kept = real_dtype(batch.u0.dtype)
-            value = partial(_row, event, kept)
+            value = lambda u, p, t, event=event: event.value(u, p, t).astype(real)[None]  # noqa: E731
             condition = _function_of(event.written, "a condition of the events", value, batch, must, warn, ())
             if condition is None:
                 return None
@@ -199,10 +199,8 @@ def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
         return False
     # Removed: if one of the first ones recurs, its kernel is used again.
     known.discard(program.structure)
-    warn(
-        f, f"{name} has done other operations in each of {len(known)} solves, and was compiled in each; now f is called "
-        "with arrays instead. Pass what changes as p, and decide by it with np.where"
-    )  # fmt: skip
+    found = f"{name} has done other operations in each of {len(known)} solves, and was compiled in each"
+    warn(f, f"{found}; now f is called with arrays instead. Pass what changes as p, and decide by it with np.where")
     return True
 
 
@@ -213,10 +211,6 @@ def warn_once(f: Function, text: str, logs: bool = True) -> None:
         known.add(text)
         if logs:
             _log.warning("solve: %s.", text)
-
-
-def _row(event: Event, dtype: np.dtype, u: Array, p: Tree, t: Array) -> Array:
-    return event.value(u, p, t).astype(dtype)[None]
 
 
 def _function_of(
@@ -235,9 +229,7 @@ def _function_of(
         warn(f, f"{name} can't be compiled ({error}), so f is called with arrays instead")
         return None
     if program.cost > MOST_OPERATIONS and not must:
-        warn(
-            f, f"{name} has {program.cost} operations; up to {MOST_OPERATIONS} fit into a kernel that is fast and soon "
-            "compiled, so f is called with arrays instead"
-        )  # fmt: skip
+        limit = f"up to {MOST_OPERATIONS} fit into a kernel that is fast and soon compiled"
+        warn(f, f"{name} has {program.cost} operations; {limit}, so f is called with arrays instead")
         return None
     return None if not must and changes(f, program, warn, name) else program

@@ -110,10 +110,8 @@ class DeviceWorkingSet(Turns):
         """Store the results of all columns, and continue with those that still move."""
         self._leave_all()
         keep, varies = np.flatnonzero(self.live), self._batch.p.varies
-        for name in (
-            "ids", "t", "end", "h", "q2", "number", "entered", "_tries", "_place", "_code", "live", "rejected", "idle", "u",
-            "_sign",
-        ):  # fmt: skip
+        per_column = "ids t end h q2 number entered _tries _place _code live rejected idle u _sign".split()
+        for name in per_column:
             array = getattr(self, name)
             setattr(self, name, None if array is None else np.take(array, keep, axis=-1))
         self._leaves = [np.take(leaf, keep, axis=-1) if own else leaf for leaf, own in zip(self._leaves, varies)]

@@ -114,10 +114,9 @@ def search_names(form: Form, steps: Steps) -> dict[str, Any]:
     cut = ["x = cut", *steps.weights()]
     for c in range(form.d):
         cut += steps.interpolated(f"new_{c}", lambda i, c=c: f"k{i}_{c}", f"u_{c}")
-    names["found"] = filled(_SEARCH, {
-        "e": events, "changed": changed, "crossed": " || ".join(f"crossed{e}" for e in events), "located": located,
-        "terminal": any(terminal), "cut": c_lines(cut, steps.state("new")),
-    })  # fmt: skip
+    search: dict[str, Any] = {"e": events, "changed": changed, "located": located, "terminal": any(terminal)}
+    search |= {"crossed": " || ".join(f"crossed{e}" for e in events), "cut": c_lines(cut, steps.state("new"))}
+    names["found"] = filled(_SEARCH, search)
     names["declared"] = ", double* rows, const long long room, long long* happened, long long* heads"
     names["conditions"] = c_lines([steps.condition(e, f"before{e}", "u", "sign * now") for e in events])
     return names
@@ -138,21 +137,17 @@ def crossing_names(form: Form, steps: Steps) -> dict[str, Any]:
     sums = numbered("own", form.wanted_varying) + numbered("common", form.wanted_shared)
     made = [*steps.state("g"), *numbered("by", len(sums)), "by_time"]
     given = [*steps.state("at"), *steps.parameters, "(real)rows[4 * room + row]", "1", *made]
-    names = {
-        "c": range(d), "used": steps.used(), "derivatives": ", ".join(made), "given": ", ".join(given),
-        "fall": f"{' + '.join(f'g_{c} * rate_{c}' for c in range(d))} + by_time * {h}",
-        "sums": [f"{name} += move * by{j};" for j, name in enumerate(sums)],
-    }  # fmt: skip
+    names = {"c": range(d), "used": steps.used(), "derivatives": ", ".join(made), "given": ", ".join(given)}
+    names["fall"] = f"{' + '.join(f'g_{c} * rate_{c}' for c in range(d))} + by_time * {h}"
+    names["sums"] = [f"{name} += move * by{j};" for j, name in enumerate(sums)]
     at_end = f"({' + '.join(f'total_{c} * rate_{c}' for c in range(d))} + (real)reached_bar[i] * {h})"
     bodies = []
     for e, (terminal, _) in enumerate(form.events):
         gained = at_end if terminal else f"(real)times_bar[row] * {h}"
         asked = "ends" if terminal else "times_bar[row] != 0"
         bodies += filled(_BODY, names | {"e": e, "terminal": terminal, "gained": gained, "asked": asked})
-    crossed = {
-        "moves": bool(last), "rate_at_end": ", ".join(last), "states": c_lines(lines, last), "bodies": bodies,
-        "rates": [f"const real rate_{c} = ({slope}) * {h};" for c, slope in enumerate(slopes)],
-    }  # fmt: skip
+    crossed = {"moves": bool(last), "rate_at_end": ", ".join(last), "states": c_lines(lines, last), "bodies": bodies}
+    crossed["rates"] = [f"const real rate_{c} = ({slope}) * {h};" for c, slope in enumerate(slopes)]
     return {
         "declared": ", const double* rows, const long long room, const long long* heads, const double* reached_bar, "
         "const double* times_bar",

@@ -207,14 +207,12 @@ def cuda_forward_text(form: Form) -> str:
     """Return the text of `forward`, which calls `f`, and its tangents `df0`, `df1`, ...."""
     steps = steps_of(form, fused=False)
     scope: set[str] = set()  # variables that the body of the loop over steps declares
-    return "\n".join(filled(_KERNEL, {
-        **names_of(form, steps), **search_names(form, steps),
-        "k0": ", ".join(steps.state("k0")), "unit_tangents": _unit_tangents(form, steps),
-        "first_step": _first_step(form, steps), "stages": c_lines(steps.stages(), scope),
-        "error": c_lines(steps.error(), scope), "tangents": _tangents(form, steps),
-        "interpolated": _interpolated(form, steps),
-        "factor": c_lines(_factor(form, steps), ["before"]) if form.tableau.error else [],
-    }))  # fmt: skip
+    names = names_of(form, steps) | search_names(form, steps) | {"k0": ", ".join(steps.state("k0"))}
+    names |= {"unit_tangents": _unit_tangents(form, steps), "first_step": _first_step(form, steps)}
+    names |= {"stages": c_lines(steps.stages(), scope), "error": c_lines(steps.error(), scope)}
+    names |= {"tangents": _tangents(form, steps), "interpolated": _interpolated(form, steps)}
+    names["factor"] = c_lines(_factor(form, steps), ["before"]) if form.tableau.error else []
+    return "\n".join(filled(_KERNEL, names))
 
 
 def _factor(form: Form, steps: Steps) -> list[str]:

@@ -100,11 +100,9 @@ def cuda_reverse_text(form: Form) -> str:
     steps, last = steps_of(form, fused=False), form.stages
     new = steps.state(f"z{last}")
     scope = {*new, *steps.state("total")}  # variables that the body of the loop over steps declares
-    names = {
-        **names_of(form, steps), **crossing_names(form, steps), "new": ", ".join(new),
-        "weights": c_lines(["x = (due - now) / size", *steps.weights()]),
-        "stages": c_lines(steps.again(), scope), "pulled_last": [],
-    }  # fmt: skip
+    names = names_of(form, steps) | crossing_names(form, steps) | {"new": ", ".join(new), "pulled_last": []}
+    names["weights"] = c_lines(["x = (due - now) / size", *steps.weights()])
+    names["stages"] = c_lines(steps.again(), scope)
     if last in steps.pulled_stages:
         # The stage at the new state contributes only if a state inside this step was saved.
         names["pulled_last"] = ["if (met) {", *indented(_pulled(form, steps, last, set(scope))), "}"]

@@ -92,7 +92,7 @@ def _by_kernel(
     traced = problem_for_gpu(compiler, given, batch, settings)
     if traced is None:
         return None
-    solver = Solver(compiler.backend, arrays, traced, batch, settings, compiler.kernels)
+    solver = Solver(compiler, arrays, traced, batch, settings)
     by_tangents = given.traced and not settings.events and not settings.alg.tableau.implicit
     directions = traced.carried(given, settings.gradient) if by_tangents else ()
     carried = directions if len(directions) <= FEW else ()  # more are propagated later, a few at a time
@@ -104,10 +104,9 @@ def _by_kernel(
     u, u_end, *times = results_of(solved, given)
     if settings.progress is not None:
         settings.progress(batch.size)
-    sol = DeviceSolution.lazy(
-        _deferred(solved, settings, times), u=_shaped(u, batch.shape), t=settings.saveat, u_end=_shaped(u_end, batch.shape),
-        failed=int(arrays.to_host(solved.results.failed)[0]), alg=settings.alg,
-    )  # fmt: skip
+    u, u_end, failed = _shaped(u, batch.shape), _shaped(u_end, batch.shape), arrays.to_host(solved.results.failed)
+    later, given_times = _deferred(solved, settings, times), settings.saveat
+    sol = DeviceSolution.lazy(later, u=u, t=given_times, u_end=u_end, failed=int(failed[0]), alg=settings.alg)
     if times:
         sol.t_reached = times[0]
     return sol

@@ -20,6 +20,7 @@ from mpiad.ensemble.backends import EnsembleGPU
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.cuda_events import ROWS
 from mpiad.ensemble.compiled.cuda.gpu_inputs import inputs_of
+from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.compiled.kernel_form import Form, form_of
 from mpiad.ensemble.compiled.kernel_texts import cuda_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
@@ -118,14 +119,13 @@ class Solver:
 
     - `arrays`: of the device.
     - `batch`: of plain arrays, on the host or on the device.
-    - `kernels`: the texts of the kernels that this solve has used, by their names, forward and reverse; filled in here.
+    - `compiler`: its `kernels`, the texts of the kernels that this solve has used, are filled in here.
     """
 
-    def __init__(
-        self, gpu: EnsembleGPU, arrays: ArrayModule, traced: TracedProblem, batch: Batch, settings: Settings,
-        kernels: dict[str, str],
-    ):  # fmt: skip
-        self._gpu, self.arrays, self.settings, self.traced, self._kernels = gpu, arrays, settings, traced, kernels
+    def __init__(self, compiler: Compiler, arrays: ArrayModule, traced: TracedProblem, batch: Batch, settings: Settings):
+        self._gpu: EnsembleGPU = compiler.backend
+        self.arrays, self.settings, self._kernels = arrays, settings, compiler.kernels
+        self.traced = traced._replace(numbers=())  # texts depend on the problem without its numbers
         self._forward_kernels: dict[Directions, DeviceKernel] = {}
         self._launcher = launcher_of(arrays)
         self.form = form_of(traced, batch, settings)._replace(record=True, tolerances=True)
@@ -185,9 +185,7 @@ class Solver:
         scalars = (0.0 if settings.dt is None else float(settings.dt), float(settings.dtmax), int(settings.max_steps))
         # Without arrays for results saved times aren't looked up.
         given = self.inputs if results[0] is not None else self.inputs._replace(n_saved=0)
-        self._launch(
-            self.kernel(directions), share, *given, rtol, *scalars, *results, *steps, share.capacity, *table,
-        )  # fmt: skip
+        self._launch(self.kernel(directions), share, *given, rtol, *scalars, *results, *steps, share.capacity, *table)
 
     # ---- reverse
 
@@ -208,14 +206,12 @@ class Solver:
         shares = self._shares(results, common)
         steps = self._room(shares)
         saved_bar, end_bar = self.parts(vector_bar)
+        given = *self.inputs[:8], *steps, results.naccept, results.t_reached, results.codes, end_bar, saved_bar
         events = (results.rows, results.rows.shape[1], results.heads, *times) if self.form.events else ()
         for share in shares:
             self._forward((), share, (None,) * 9, steps, (None, 0, None, None) if self.form.events else ())
             s_bar = empty((common, share.count), self.real)
-            self._launch(
-                kernel, share, *self.inputs[:8], *steps, results.naccept, results.t_reached, results.codes, end_bar,
-                saved_bar, u0_bar, p_bar, s_bar, *events,
-            )  # fmt: skip
+            self._launch(kernel, share, *given, u0_bar, p_bar, s_bar, *events)
             sums += [np.sum(s_bar, axis=1)] if common else []
         s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((common,), 0, self.real)
         return InputCotangents(u0_bar, p_bar, s_bar)
@@ -236,10 +232,8 @@ class Solver:
     # ---- kernels
 
     def _loaded(self, name: str, form: Form, wanted: tuple[int, ...] = ()) -> DeviceKernel:
-        traced = self.traced
-        text = cuda_text(name, traced.program, form, traced.names, traced.conditions, wanted)
-        self._kernels[name] = text
-        return loaded(self._launcher, text, name, self._gpu.options)
+        self._kernels[name] = cuda_text(name, self.traced, form, wanted)
+        return loaded(self._launcher, self._kernels[name], name, self._gpu.options)
 
     def _launch(self, kernel: DeviceKernel, share: Share, *arguments: Any) -> None:
         if share.count:
@@ -257,10 +251,12 @@ def loaded(launcher: Launcher, text: str, name: str, options: tuple[str, ...]) -
         if key not in _known:
             started = time.perf_counter()
             kernel = launcher.compiled(text, name, options)
+            seconds = time.perf_counter() - started
             _log.info(
                 "solve: the %s kernel was compiled for the GPU in %.2f s; each thread takes %d registers and %d bytes of "
-                "local memory.", name, time.perf_counter() - started, kernel.registers, kernel.local_bytes,
-            )  # fmt: skip
+                "local memory.",
+                *(name, seconds, kernel.registers, kernel.local_bytes),
+            )
             _known[key] = kernel
         return _known[key]
 
