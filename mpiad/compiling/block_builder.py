@@ -187,7 +187,6 @@ class BlockBuilder:
             constant = self._constant(x, kind)
             if constant is not None:
                 return constant
-        ranks = KINDS.index(x.kind), KINDS.index(kind)
         if kind == INTEGER:
             instruction = "zext" if x.kind == BOOLEAN else "fptosi"
         elif x.kind == BOOLEAN:
@@ -195,7 +194,7 @@ class BlockBuilder:
         elif x.kind == INTEGER:
             instruction = "sitofp"
         else:
-            instruction = "fpext" if ranks[1] > ranks[0] else "fptrunc"
+            instruction = "fpext" if KINDS.index(kind) > KINDS.index(x.kind) else "fptrunc"
         return self.value(kind, f"{instruction} {x.kind} {x.text} to {kind}")
 
     def _constant(self, x: Value, kind: str) -> Value | None:

@@ -17,12 +17,6 @@ from mpiad.compiling.program import Input, Instruction, Program, Refusal, exact,
 # so does x - x. The square of a modulus is computed without the root, exact to rounding: |z|² is its usual use in f.
 
 
-def identity(builder: Builder, operation: str, arguments: tuple[int, ...]) -> int | None:
-    """Return the number of a simpler value that equals an operation's, None if there is none."""
-    rule = _RULES.get(operation)
-    return None if rule is None else rule(builder, *arguments)
-
-
 def _inner(builder: Builder, x: int, operation: str) -> int | None:
     """Return the argument of x if x is that operation of one argument, else None."""
     instruction = builder.instructions[x]
@@ -182,8 +176,9 @@ class Builder:
         return instruction.arguments if instruction.operation == "complex" else None
 
     def call(self, operation: str, *arguments: int) -> int:
-        """Return the number of an operation's value, simplified if possible."""
-        simpler = identity(self, operation, arguments)
+        """Return the number of an operation's value, or of a simpler one that equals it."""
+        rule = _RULES.get(operation)
+        simpler = None if rule is None else rule(self, *arguments)
         if simpler is not None:
             return simpler
         values = [self.value(argument) for argument in arguments]
@@ -229,7 +224,7 @@ class Builder:
 
 
 def simplify(program: Program, known: Mapping[Input, float] | None = None) -> Program:
-    """Return a program of the same values with less to compute, simplified by `identity`.
+    """Return a program of the same values with less to compute, simplified by `Builder.call`.
 
     `known` has the values of inputs that are known, by groups and places; the places of the others stay as they are.
     """

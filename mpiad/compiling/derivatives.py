@@ -26,12 +26,6 @@ Partial: TypeAlias = "Symbol | float | Callable[[Symbol], Symbol] | None"
 Rule: TypeAlias = "Callable[..., list[Partial]]"
 
 
-def partials_of(operation: str, arguments: list[Symbol], value: Symbol) -> list[Partial]:
-    """Return the derivatives of an operation's value with respect to each argument."""
-    rule = PARTIALS.get(operation)
-    return [None] * len(arguments) if rule is None else rule(*arguments, value)
-
-
 def _power(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
     # At x = 0 the logarithm's infinity times zero would be NaN.
     safe = choose(x == 0.0, 1.0, x)
@@ -185,7 +179,9 @@ def _inputs(program: Program, wanted: Wanted | None) -> list[Input]:
     chosen: Wanted = dict.fromkeys(program.groups) if wanted is None else wanted
     unknown = [group for group in chosen if group not in program.groups]
     if unknown:
-        raise ValueError(f"derivatives by {unknown} are asked for, but the program's groups of inputs are {program.groups}")
+        raise ValueError(
+            f"derivatives with respect to {unknown} were requested, but the groups of inputs are {program.groups}"
+        )
     return [
         (group, place)
         for group, places in chosen.items()
@@ -222,8 +218,12 @@ def _push(builder: Builder, size: int, tangents: dict[int, Symbol]) -> None:
 
 
 def _partials(builder: Builder, number: int) -> list[Partial]:
+    """Return the derivatives of an operation's value with respect to each argument."""
     operation, arguments, _ = builder.instructions[number]
-    return partials_of(operation, [Symbol(builder, i) for i in arguments], Symbol(builder, number))
+    rule = PARTIALS.get(operation)
+    if rule is None:
+        return [None] * len(arguments)
+    return rule(*(Symbol(builder, i) for i in arguments), Symbol(builder, number))
 
 
 def _add(sums: dict[int, Symbol], number: int, partial: Partial, g: Symbol) -> None:

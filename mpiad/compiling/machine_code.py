@@ -69,7 +69,7 @@ def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, An
     import llvmlite.binding as llvm
 
     if not file.startswith(_OBJECT_FILES) or not are_there(outside):
-        raise OSError("this is no machine code, or calls functions that aren't there")
+        raise OSError("this is no machine code, or it calls functions that the C library doesn't have")
     _target()
     # The engine destroys its target together with itself.
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine())

@@ -122,11 +122,7 @@ def _logaddexp(x: Symbol, y: Symbol) -> Symbol:
     return choose(x == y, 0.5 * x + 0.5 * y + math.log(2.0), x.maximum(y) + (-abs(x - y)).exp().log1p())
 
 
-def _isinf(x: Symbol) -> Any:
-    return abs(x) == math.inf
-
-
-_UFUNCS: dict[np.ufunc, Callable[..., Symbol]] = {
+_UFUNCS: dict[np.ufunc, Callable[..., Any]] = {
     function: _direct(name) for name in OPERATIONS if isinstance(function := OPERATIONS[name].function, np.ufunc)
 } | {
     np.add: _add,
@@ -146,7 +142,7 @@ _UFUNCS: dict[np.ufunc, Callable[..., Symbol]] = {
     np.floor_divide: _floor_divide,
     np.heaviside: lambda x, y: choose(x != x, x, choose(x == 0.0, y, choose(x > 0.0, 1.0, 0.0))),
     np.isnan: lambda x: x != x,
-    np.isinf: _isinf,
+    np.isinf: lambda x: abs(x) == math.inf,
     np.isfinite: lambda x: abs(x) < math.inf,
     np.logical_xor: lambda x, y: x.truth() ^ y.truth(),
     np.bitwise_and: lambda x, y: x & y,

@@ -187,7 +187,11 @@ class _BackwardSweep:
         totals = StepCotangents(step, self._parts, self._run.batch.p.varies, width, self._timed)
         inside, arrivals = self._saved(visit, step, cotangent)
         located = self._sweep.located(visit)
-        inside += [self._event(one, totals, leaves) for one in located if self._has_time(one)]
+        crossed = self._seeds.crossed
+        passing = [one for one in located if not one.terminal and crossed is not None]
+        if type(crossed) is np.ndarray:  # on a device, reading would synchronize
+            passing = [one for one in passing if crossed[one.row].any()]
+        inside += [self._event(one, totals, leaves) for one in passing]
         if self._timed and self._jumps is None:
             totals.note_saved(inside)
         elif self._timed:
@@ -227,13 +231,6 @@ class _BackwardSweep:
                 step.add_last_stage()
             inside.append(Inside(part.columns, part.seeds(saved), part.x, part.weights, part.whole))
         return inside, arrivals
-
-    def _has_time(self, located: LocatedEvent) -> bool:
-        """Return whether a non-terminal event has cotangents of its times."""
-        crossed = self._seeds.crossed
-        if located.terminal or crossed is None:
-            return False
-        return type(crossed) is not np.ndarray or bool(crossed[located.row].any())  # on a device, reading would synchronize
 
     def _event(
         self, located: LocatedEvent, totals: StepCotangents, leaves: list[Any], cotangent: Array | None = None

@@ -59,37 +59,36 @@ class Derivative:
         """
         try:
             value = self.called(u, p, t)
-        except ValueError as error:
-            if "read-only" in str(error):
-                raise TypeError(
-                    "solve: f writes into its arguments, which are read-only. Return the derivative: a list of its "
-                    "components, or a new array."
-                ) from error
-            if "inhomogeneous" in str(error):
-                raise ValueError(
-                    "solve: f makes an array of components of different shapes: a constant among them has no column. "
-                    "Return a list of the components, or write the constant as 0 * u[0] + c."
-                ) from error
-            if "broadcast" in str(error):
-                raise ValueError(
-                    f"solve: f can't compute with columns ({str(error).strip()}): u has shape {u.shape} here, one column "
-                    "for each trajectory. Give constants of f an axis for them: c[:, None] * u instead of c * u, c of "
-                    f"shape {self.shape}."
-                ) from error
-            if "truth value" in str(error):
-                raise ValueError(
-                    f"solve: f decides by an array ({error}). It is called with columns, u of shape {u.shape} here: "
-                    "write np.where(u[0] > 0, ...) instead of if u[0] > 0."
-                ) from error
-            raise
-        except TypeError as error:
-            if "Python scalars" in str(error):
-                raise TypeError(
-                    f"solve: f takes an array for a number ({error}). It sees columns, u of shape {u.shape} here: "
-                    "write np.sin(u[0]) instead of math.sin(u[0])."
-                ) from error
-            raise
+        except (TypeError, ValueError) as error:
+            explained = self._explained(type(error), str(error).strip(), u.shape)
+            if explained is None:
+                raise
+            raise explained from error
         self._check_value(value, u)
+
+    def _explained(self, kind: type[Exception], text: str, shape: Shape) -> Exception | None:
+        """Return an error that explains to the user why f raised one of this kind and text; None if that is unknown."""
+        if kind is TypeError and "Python scalars" in text:
+            return TypeError(
+                f"solve: f takes an array for a number ({text}). It sees columns, u of shape {shape} here: "
+                "write np.sin(u[0]) instead of math.sin(u[0])."
+            )
+        if kind is TypeError:
+            return None
+        if "read-only" in text:
+            return TypeError(
+                "solve: f writes into its arguments, which are read-only. Return the derivative: a list of its "
+                "components, or a new array."
+            )
+        explanations = {
+            "inhomogeneous": "f makes an array of components of different shapes: a constant among them has no column. "
+            "Return a list of the components, or write the constant as 0 * u[0] + c.",
+            "broadcast": f"f can't compute with columns ({text}): u has shape {shape} here, one column for each "
+            f"trajectory. Give constants of f an axis for them: c[:, None] * u instead of c * u, c of shape {self.shape}.",
+            "truth value": f"f decides by an array ({text}). It is called with columns, u of shape {shape} here: "
+            "write np.where(u[0] > 0, ...) instead of if u[0] > 0.",
+        }
+        return next((ValueError(f"solve: {said}") for part, said in explanations.items() if part in text), None)
 
     def called(self, u: Array, p: Tree, t: Array) -> Any:
         """Return the value of f."""
@@ -99,7 +98,7 @@ class Derivative:
         parts = value if isinstance(value, (list, tuple)) else [value]
         if any(map(isbox, parts)):
             raise NotImplementedError(
-                "solve: f uses a traced value from around it, through which no derivative can flow. Pass it as p."
+                "solve: f closes over a traced value, through which no derivative can flow. Pass it as p."
             )
         shape = (len(value), *u.shape[1:]) if isinstance(value, (list, tuple)) else np.shape(value)
         if shape != u.shape:
@@ -152,7 +151,7 @@ class MatrixDerivative(Derivative):
             value = array(value)
         value = value if isbox(value) or is_device_array(value) else np.asarray(value)
         if isbox(value):
-            raise NotImplementedError("solve: f uses a traced value from around it. Pass it as p.")
+            raise NotImplementedError("solve: f closes over a traced value. Pass it as p.")
         if value.shape != self.shape:
             raise ValueError(f"solve: f returned shape {value.shape} for u of shape {self.shape}; they must be equal.")
         return value.reshape(-1)

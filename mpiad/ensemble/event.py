@@ -38,7 +38,7 @@ def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
     parts = list(value) if isinstance(value, (list, tuple)) and batch.shape else [value]
     if any(map(isbox, parts)):
         raise NotImplementedError(
-            "Event: affect uses a traced value from around it, through which no derivative can flow. Pass it as p."
+            "Event: affect closes over a traced value, through which no derivative can flow. Pass it as p."
         )
     whole = not isinstance(value, (list, tuple)) and bool(batch.shape)
     got = [np.shape(part) for part in parts]
@@ -127,7 +127,7 @@ class Event:
             raise ValueError("Event: give either a condition or times, not both. Make two events of it.")
         if self.affect is None:
             raise ValueError(
-                f"Event: times={self.times!r:.60}, but nothing is to happen then. Say affect=, or ask for states by saveat."
+                f"Event: times={self.times!r:.60}, but no affect. Give affect=, or save states at these times by saveat."
             )
         if callable(self.times):
             return self.times
@@ -166,8 +166,8 @@ class Event:
             return self
         if shape:
             raise NotImplementedError(
-                f"solve: events are looked for along states of shape (d,), but u0 has shape {shape}. Flatten it, and give "
-                "its old shape back in f."
+                f"solve: events are supported for states of shape (d,), but u0 has shape {shape}. Flatten it, and restore "
+                "its shape in f."
             )
         return self if self.condition is None else dataclasses.replace(self, condition=_OfNumbers(self.condition))
 
@@ -210,7 +210,7 @@ def _require_numbers(value: Array, shape: Shape) -> None:
     """
     if isbox(value):
         raise NotImplementedError(
-            "Event: condition uses a traced value from around it, through which no derivative can flow. Pass it as p."
+            "Event: condition closes over a traced value, through which no derivative can flow. Pass it as p."
         )
     if np.shape(value) != shape:
         raise ValueError(

@@ -335,7 +335,7 @@ def _check_functions(given: FitArguments, ensemble: EnsembleProblem) -> None:
         raise TypeError(f"fit: prob_generator must be a function of a problem and x, but got {given.prob_generator!r:.60}.")
     if ensemble.output_func is not None or ensemble.reduction is not None:
         raise ValueError(
-            "fit: the ensemble has an output_func or a reduction, which a fit has no use for: residuals(u, p, data) gets "
+            "fit: the ensemble has an output_func or a reduction, which a fit doesn't use: residuals(u, p, data) gets "
             "the saved states. Leave them out: remake(ensemble, output_func=None, reduction=None)."
         )
 

@@ -103,8 +103,8 @@ class RosenbrockReplay(StepReplay):
         u, t, h, field, leaves = self._u, _like(self.t, self._u), _like(self.h, self._u), self._run.field, self._leaves
         if is_device_array(getval(u)):
             raise NotImplementedError(
-                "solve: second derivatives of a Rosenbrock method are there on the host only, but u0 or p are device "
-                "arrays. Bring them there with mpiad.device.to_host."
+                "solve: second derivatives of a Rosenbrock method are supported on the host only, but u0 or p are "
+                "device arrays. Bring them to the host with mpiad.device.to_host."
             )
         ones, units = np.ones_like(getval(u)[0]), np.eye(len(u), dtype=u.dtype)
         columns = [jvp(lambda u: field.array(u, leaves, t), u, np.outer(unit, ones))[1] for unit in units]

@@ -69,7 +69,11 @@ class SensitivitySolve:
         # Variables as rows: columns are trajectories, as everywhere in a solve.
         along = self._along(np.ascontiguousarray(x.T), _chosen(self._batch, ids))
         batch, times = along.given.plain(), self._times if self._times.ndim == 1 else self._times[ids]
-        settings = self._settings._replace(saveat=times, gradient="tangent" if _is_small(along, batch) else "adjoint")
+        leaves = [batch.p.leaves[place] for place in along.leaves]
+        numbers = sum(np.size(leaf) // batch.size for leaf in leaves) + (len(batch.u0) if along.u0 else 0)
+        # Whether a kernel is to propagate the tangents of the states along all traced numbers.
+        small = not any(map(np.iscomplexobj, (batch.u0, *leaves))) and numbers * len(batch.u0) <= _CARRIED
+        settings = self._settings._replace(saveat=times, gradient="tangent" if small else "adjoint")
         outcome = self._compiler.run(batch, settings, along.given)
         u = solution_of(outcome, batch, settings).u.reshape(len(ids), -1, len(batch.u0))
         tangents = self._tangents(Run(batch, settings, outcome), along, x.shape[1])
@@ -187,14 +191,6 @@ def _initial(bundle: Bundle, given: Array, batch: Batch) -> tuple[Array, Tangent
     if tangents is None or not _any(tangents):
         return flat, None
     return flat, [None if g is None else np.reshape(g, flat.shape) for g in tangents]
-
-
-def _is_small(along: _Along, batch: Batch) -> bool:
-    """Return whether a kernel is to propagate the tangents of the states along all traced numbers."""
-    leaves = [batch.p.leaves[place] for place in along.leaves]
-    numbers = sum(np.size(leaf) // batch.size for leaf in leaves) + (len(batch.u0) if along.u0 else 0)
-    is_real = not any(map(np.iscomplexobj, (batch.u0, *leaves)))
-    return is_real and numbers * len(batch.u0) <= _CARRIED
 
 
 def _any(tangents: Sequence[Any]) -> bool:

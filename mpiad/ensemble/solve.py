@@ -13,7 +13,7 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.tracer import getval, isbox
 
-from mpiad._typing import Array, Comm, Shape, Tree
+from mpiad._typing import Array, Comm, Tree
 from mpiad.ensemble.backends import EnsembleAlgorithm, EnsembleGPU, EnsembleSerial, EnsembleVectorized
 from mpiad.ensemble.batch import Batch, is_on_device, placed, save_times
 from mpiad.ensemble.compiled.cuda.gpu_solve import DeviceSolution, solved_on_gpu
@@ -62,16 +62,16 @@ def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
 class _Place:
     """Placeholder for numbers that are sent as part of one array."""
 
-    def __init__(self, shape: Shape, dtype: np.dtype):
-        self.shape, self.dtype = shape, dtype
-        self.size = int(np.prod(shape))
+    def __init__(self, leaf: Array):
+        value = np.asarray(getval(leaf))
+        self.shape, self.dtype, self.size = value.shape, value.dtype, value.size
 
 
 def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     """Return the pytrees of all ranks; collective. A TypeError on all ranks if one has a leaf that can't be pickled."""
     leaves, build = flatten(tree)
     numbers = [leaf for leaf in leaves if is_variable(leaf)]
-    places = [_place(leaf) if is_variable(leaf) else leaf for leaf in leaves]
+    places = [_Place(leaf) if is_variable(leaf) else leaf for leaf in leaves]
     skeletons = _skeletons(used, build(places))
     flat = [flatten(skeleton) for skeleton in skeletons]
     dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Place)}
@@ -89,11 +89,6 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
             filled.append(part)
         trees.append(make(filled))
     return trees
-
-
-def _place(leaf: Array) -> _Place:
-    value = np.asarray(getval(leaf))
-    return _Place(value.shape, value.dtype)
 
 
 def _as(x: Array, dtype: np.dtype) -> Any:

@@ -248,9 +248,7 @@ def _trajectories(options: SolveOptions) -> int:
         return 1
     lengths = {name: _length(getattr(problem, name)) for name in ("u0", "p") if getattr(problem, name) is not None}
     if count is None and not lengths:
-        raise ValueError(
-            f"solve: trajectories=N is needed, where the ensemble has no arrays u0= or p=, but got {count!r}. Say how many."
-        )
+        raise ValueError(f"solve: trajectories=N is needed if the ensemble has no arrays u0= or p=, but got {count!r}.")
     # The rows determine the number; if `trajectories` is given, too, the check below compares them.
     count = next(iter(lengths.values())) if count is None else count
     if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:

@@ -197,13 +197,7 @@ class RosenbrockStages(Stages):
     tableau: RosenbrockTableau
 
     def __init__(
-        self,
-        tableau: RosenbrockTableau,
-        derivative: Derivative,
-        jacobian: Jacobian,
-        mass: Mass,
-        like: Array,
-        many: bool = False,
+        self, tableau: RosenbrockTableau, derivative: Derivative, jacobian: Jacobian, mass: Mass, like: Array, many: bool
     ):
         super().__init__(tableau, derivative, like, many)
         self._differentiate, self._mass, shape = jacobian.write, mass, (len(like), *like.shape)

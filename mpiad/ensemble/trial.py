@@ -53,9 +53,7 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
                 if event.acts:
                     _check_uncoupled(partial(affected, event, batch), first, moved, "an affect of the events")
         if traced:
-            ids = numbers(width) % batch.size
-            leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
-            check_traceable(Field(batch), first[0], leaves, first[2])
+            check_traceable(Field(batch), first[0], batch.p.chosen(numbers(width) % batch.size), first[2])
 
 
 def _widths(batch: Batch) -> list[int]:
@@ -126,6 +124,6 @@ def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callab
     rounding = _ROUNDINGS * float(np.finfo(first[0].dtype).eps) * largest
     if not np.allclose(alone, beside, rtol=0, atol=rounding, equal_nan=True):
         raise ValueError(
-            f"solve: {name} gives the first trajectory {alone.tolist()} beside some columns, but {beside.tolist()} beside "
+            f"solve: {name} gives the first trajectory {alone.tolist()} among some columns, but {beside.tolist()} among "
             f"others: trajectories must not depend on each other. {COUPLED}"
         )

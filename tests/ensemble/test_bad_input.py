@@ -274,7 +274,7 @@ def _same(u, p, t):
     "given, kind, text",
     [
         ({"condition": _same, "times": [1.0], "affect": _same}, ValueError, "either a condition or times, not both"),
-        ({"times": [1.0]}, ValueError, "nothing is to happen then"),
+        ({"times": [1.0]}, ValueError, "but no affect"),
         ({"condition": _same, "affect": 2.0}, TypeError, "affect must be a function, but got float"),
         ({}, TypeError, "condition must be a function, but got NoneType"),
         ({"times": [1.0, np.nan], "affect": _same}, TypeError, "times must be a list of numbers"),

@@ -77,5 +77,5 @@ def test_an_ensemble_of_matrices():
 def test_what_isnt_right():
     with pytest.raises(ValueError, match=r"returned shape \(5,\) for u of shape \(3, 5\)"):
         solve(ODEProblem(lambda u, p, t: u[0], U0, (0.0, 1.0)))
-    with pytest.raises(NotImplementedError, match="events are looked for along states of shape"):
+    with pytest.raises(NotImplementedError, match="events are supported for states of shape"):
         solve(ODEProblem(lambda u, p, t: u, U0, (0.0, 1.0)), events=Event(lambda u, p, t: u[0, 0]))

@@ -88,8 +88,8 @@ class Compiler:
             # The departure of a condition from its root depends on u', for which kernels don't solve.
             if must:
                 raise NotImplementedError(
-                    "solve: compile=True isn't there for a mass_matrix together with an event whose affect comes by a "
-                    "condition. Leave it out, or give times= instead of the condition."
+                    "solve: compile=True isn't supported for a mass_matrix together with an event whose affect acts at the "
+                    "root of a condition. Leave compile out, or give times= instead of the condition."
                 )
             wanted = False
         return remembered(made, batch, settings.events, given.traced, must) if wanted else made()

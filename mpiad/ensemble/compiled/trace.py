@@ -167,25 +167,16 @@ def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: DTypeLike) -> 
     return u, p.build(leaves), SymbolicArray(builder, time, dtype)
 
 
-def _components(builder: Builder, value: object, shape: Shape) -> list[Symbol]:
-    if not shape:
-        parts = [value]
-    elif len(shape) == 1 and isinstance(value, (list, tuple)):
-        parts = list(value)
+def _components(builder: Builder, value: Any, shape: Shape) -> list[Symbol]:
+    numbers: list[int] = []
+    if shape and not (len(shape) == 1 and isinstance(value, (list, tuple))):
+        numbers += numbers_of(builder, value).ravel().tolist()
     else:
-        parts = list(numbers_of(builder, value).reshape(-1, 1))
-        return _counted(builder, [int(part[0]) for part in parts], shape)
-    return _counted(builder, [_one(builder, part) for part in parts], shape)
-
-
-def _one(builder: Builder, part: object) -> int:
-    numbers: Array = numbers_of(builder, part)
-    if numbers.size != 1:
-        builder.refuse(f"it returned a component of shape {numbers.shape} for one column")
-    return int(numbers.ravel()[0])
-
-
-def _counted(builder: Builder, numbers: list[int], shape: Shape) -> list[Symbol]:
+        for part in value if shape else [value]:
+            found = numbers_of(builder, part)
+            if found.size != 1:
+                builder.refuse(f"it returned a component of shape {found.shape} for one column")
+            numbers.append(int(found.ravel()[0]))
     if len(numbers) != math.prod(shape):
         builder.refuse(f"it returned {len(numbers)} components for {math.prod(shape)}")
     return [Symbol(builder, number) for number in numbers]
@@ -206,8 +197,10 @@ def verify(program: Program, batch: Batch, fun: Function | None = None, called: 
             derivative_of(batch.f, batch.shape).write(expected, u, batch.p.columns(ids, len(batch.shape) > 1), t)
         else:
             expected = called(u, batch.p.columns(ids), t)
+    numbers = packing_of(batch.p).numbers(batch.p.chosen(ids), len(ids), u.real.dtype)
+    parameters = [numbers[j] for j in range(len(numbers))]
     rows = np.empty((len(program.outputs), u.shape[1]), u.real.dtype)
-    for row, value in zip(rows, evaluated(program, row_parts(u), _parameters(batch, ids), [t])):
+    for row, value in zip(rows, evaluated(program, row_parts(u), parameters, [t])):
         row[:] = value
     found = from_row_parts(rows, expected.dtype)
     place = first_difference(found, expected, u)
@@ -229,9 +222,3 @@ def _columns(batch: Batch) -> tuple[Array, Array, Array]:
         u[:, 1:] += MOVED * (1 + np.abs(u[:, 1:])) * np.exp(1j * np.arange(u[:, 1:].size)).reshape(u[:, 1:].shape)
     u.flags.writeable = t.flags.writeable = False
     return ids, u, t
-
-
-def _parameters(batch: Batch, ids: Array) -> list[Any]:
-    leaves = [leaf[..., ids] if varies else leaf for leaf, varies in zip(batch.p.leaves, batch.p.varies)]
-    rows = packing_of(batch.p).numbers(leaves, len(ids), real_dtype(batch.u0.dtype))
-    return [rows[j] for j in range(len(rows))]

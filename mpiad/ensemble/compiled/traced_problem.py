@@ -16,13 +16,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from autograd.tracer import isbox
 
-from mpiad._typing import Array, Function, Shape
+from mpiad._typing import Function, Shape
 from mpiad.compiling.arguments import is_complex, real_dtype
 from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of, kind_of
 from mpiad.compiling.program import Program, Untraceable, exact, place_of
 from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.batch import Batch
-from mpiad.ensemble.compiled.trace import ParameterPacking, names_of, packing_of, trace, verify
+from mpiad.ensemble.compiled.trace import Called, ParameterPacking, names_of, packing_of, trace, verify
 from mpiad.ensemble.event import Event, affected
 
 _log = logging.getLogger("mpiad")
@@ -113,7 +113,7 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
 
     Raises TypeError if they must be compiled, with ``compile=True``, and can't be traced.
     """
-    program = _program_of(batch, must, warn)
+    program = _program_of(batch.f, "f", batch, must, warn)
     if program is None:
         return None
     conditions: list[Program] = []
@@ -123,12 +123,12 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
         affects.append(None)
         if event.condition is not None:
             value = lambda u, p, t, event=event: event.value(u, p, t).astype(real)[None]  # noqa: E731
-            condition = _function_of(event.written, "a condition of the events", value, batch, must, warn, ())
+            condition = _program_of(event.written, "a condition of the events", batch, must, warn, value, ())
             if condition is None:
                 return None
             conditions.append(condition)
         if event.affect is not None:
-            affects[-1] = _function_of(event.affect, "an affect", partial(affected, event, batch), batch, must, warn)
+            affects[-1] = _program_of(event.affect, "an affect", batch, must, warn, partial(affected, event, batch))
             if affects[-1] is None:
                 return None
     packing = packing_of(batch.p)
@@ -172,25 +172,6 @@ def _with_parameters(found: TracedProblem, changed: Sequence[int]) -> TracedProb
     return TracedProblem(programs[0], tuple(programs[1:stop]), found.packing, names, tuple(programs[stop:]))  # type: ignore[arg-type]
 
 
-def _program_of(batch: Batch, must: bool, warn: Warn) -> Program | None:
-    try:
-        program = trace(batch.f, batch.shape, batch.p, batch.u0.dtype)
-        verify(program, batch)
-    except Untraceable as error:
-        if must:
-            raise TypeError(f"solve: compile=True, but f can't be compiled: {error}.") from error
-        warn(batch.f, f"f can't be compiled ({error}), so it is called with arrays instead")
-        return None
-    d = program.groups["state"]
-    if d > MOST_COMPONENTS or program.cost > MOST_OPERATIONS:
-        kind = "real and imaginary parts" if is_complex(batch.u0) else "components"
-        what = f"a state has {d} {kind} and f {program.cost} operations"
-        limits = f"up to {MOST_COMPONENTS} and {MOST_OPERATIONS} fit into a kernel that is fast and soon compiled"
-        warn(batch.f, f"{what}; {limits}" + ("" if must else ", so f is called with arrays instead"))
-        return program if must else None
-    return None if not must and changes(batch.f, program, warn) else program
-
-
 def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
     """Return whether a function, `name` in the log, has different operations in each solve, apart from its numbers."""
     known = _structures.setdefault(identity_of(f), set())
@@ -213,23 +194,29 @@ def warn_once(f: Function, text: str, logs: bool = True) -> None:
             _log.warning("solve: %s.", text)
 
 
-def _function_of(
-    f: Function, name: str, called: Callable[..., Array], batch: Batch, must: bool, warn: Warn, result: Shape | None = None
+def _program_of(
+    f: Function, name: str, batch: Batch, must: bool, warn: Warn, called: Called | None = None, result: Shape | None = None
 ) -> Program | None:
-    """Return the program of a condition or an affect; ``called(u, p, t)`` computes it by arrays."""
+    """Return the program of f, or of a condition or an affect, which ``called(u, p, t)`` computes by arrays."""
+    instead = f"so {'it' if called is None else 'f'} is called with arrays instead"
     try:
         program = trace(f, batch.shape, batch.p, batch.u0.dtype, result=result)
-        # They take time in double precision for all states; a program has one precision throughout.
-        if program.reads("time") and real_dtype(batch.u0.dtype) != np.float64:
+        # Events take time in double precision for all states; a program has one precision throughout.
+        if called is not None and program.reads("time") and real_dtype(batch.u0.dtype) != np.float64:
             raise Untraceable(f"it looks at time, which is double, and u0 is {batch.u0.dtype}", place_of(f))
         verify(program, batch, f, called)
     except Untraceable as error:
         if must:
             raise TypeError(f"solve: compile=True, but {name} can't be compiled: {error}.") from error
-        warn(f, f"{name} can't be compiled ({error}), so f is called with arrays instead")
+        warn(f, f"{name} can't be compiled ({error}), {instead}")
         return None
+    d, limits = program.groups["state"], "fit into a kernel that is fast and soon compiled"
+    if called is None and (d > MOST_COMPONENTS or program.cost > MOST_OPERATIONS):
+        kind = "real and imaginary parts" if is_complex(batch.u0) else "components"
+        text = f"a state has {d} {kind} and f {program.cost} operations; up to {MOST_COMPONENTS} and {MOST_OPERATIONS}"
+        warn(f, f"{text} {limits}" + ("" if must else ", so f is called with arrays instead"))
+        return program if must else None
     if program.cost > MOST_OPERATIONS and not must:
-        limit = f"up to {MOST_OPERATIONS} fit into a kernel that is fast and soon compiled"
-        warn(f, f"{name} has {program.cost} operations; {limit}, so f is called with arrays instead")
+        warn(f, f"{name} has {program.cost} operations; up to {MOST_OPERATIONS} {limits}, {instead}")
         return None
     return None if not must and changes(f, program, warn, name) else program

@@ -145,8 +145,8 @@ class Solved:
     def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> NoReturn:
         """Refuse derivatives of derivatives."""
         raise NotImplementedError(
-            "solve: EnsembleGPU has first derivatives only, but a derivative of one was asked for. Solve by "
-            "EnsembleVectorized() where that is needed."
+            "solve: EnsembleGPU has first derivatives only, but a derivative of one was requested. Solve by "
+            "EnsembleVectorized() if that is needed."
         )
 
     push_traced = pull_traced

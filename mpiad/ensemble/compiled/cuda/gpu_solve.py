@@ -156,7 +156,7 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
     if compiler.compile is False:
         return None
     must = compiler.compile is True
-    reason = _unsupported(compiler, given, batch, settings)
+    reason = _unsupported(given, batch, settings)
     if reason is None:
 
         def made(tried: bool) -> TracedProblem | None:
@@ -173,7 +173,7 @@ def problem_for_gpu(compiler: Compiler, given: Batch, batch: Batch, settings: Se
     return None
 
 
-def _unsupported(compiler: Compiler, given: Batch, batch: Batch, settings: Settings) -> str | None:
+def _unsupported(given: Batch, batch: Batch, settings: Settings) -> str | None:
     if batch.u0.dtype not in (np.float64, np.float32):
         return f"u0 has dtype {batch.u0.dtype}, and kernels on GPUs compute with float64 and float32"
     if any(part.complex for part in packing_of(batch.p).parts):
@@ -181,9 +181,9 @@ def _unsupported(compiler: Compiler, given: Batch, batch: Batch, settings: Setti
     if settings.saveat is None:
         return "kernels don't save for save_everystep=True"
     if isbox(given.start) or isbox(given.end):
-        return "it is differentiated by tspan, and kernels aren't"
+        return "it is differentiated with respect to tspan, which kernels don't support"
     if len(_traces(given)) > 1:
-        return "it is differentiated twice, and kernels are once"
+        return "it is differentiated twice, and kernels have first derivatives only"
     adjoint_only = "with events=" if settings.events else "of Rosenbrock methods" if settings.alg.tableau.implicit else ""
     forwards = any(isbox(x) and isinstance(x._node, JVPNode) for x in (given.u0, *given.p.leaves))
     if adjoint_only and given.traced and (settings.gradient == "tangent" or forwards):
@@ -211,7 +211,7 @@ def fits(kernel: DeviceKernel, batch: Batch, compiler: Compiler) -> bool:
     if is_small(kernel):
         return True
     text = (
-        f"EnsembleGPU: each thread of the kernel takes {kernel.local_bytes} bytes of memory beside its "
+        f"EnsembleGPU: each thread of the kernel takes {kernel.local_bytes} bytes of memory besides its "
         f"{kernel.registers} registers, more than {MOST_LOCAL_BYTES}"
     )
     compiler.warn(batch.f, text if must else f"{text}, so EnsembleVectorized solves it by arrays")

@@ -203,7 +203,13 @@ class Solver:
         form = self.form._replace(wanted_varying=own, wanted_shared=common)
         u0_bar, p_bar = [empty((rows, self.count), self.real) for rows in (self.d, own)]
         kernel, sums = self._loaded("reverse", form, (*wanted_own, *wanted_common)), []
-        shares = self._shares(results, common)
+        shares: list[Share] = []
+        if self.count:
+            budget = self._gpu.tape_bytes or self._launcher.free_bytes() // 2
+            # Per step the state, and two doubles for its time and size.
+            bytes_per_step = self.d * self.real.itemsize + 16
+            size, longest = longest_of_blocks(self.arrays, results.naccept)
+            shares = shares_within(size, longest, self.count, bytes_per_step, budget)
         steps = self._room(shares)
         saved_bar, end_bar = self.parts(vector_bar)
         given = *self.inputs[:8], *steps, results.naccept, results.t_reached, results.codes, end_bar, saved_bar
@@ -215,14 +221,6 @@ class Solver:
             sums += [np.sum(s_bar, axis=1)] if common else []
         s_bar = sum(sums[1:], sums[0]) if sums else self.arrays.full((common,), 0, self.real)
         return InputCotangents(u0_bar, p_bar, s_bar)
-
-    def _shares(self, results: DeviceResults, common: int) -> list[Share]:
-        if not self.count:
-            return []
-        size, longest = longest_of_blocks(self.arrays, results.naccept)
-        budget = self._gpu.tape_bytes or self._launcher.free_bytes() // 2
-        # Per step the state, and two doubles for its time and size.
-        return shares_within(size, longest, self.count, self.d * self.real.itemsize + 16, budget)
 
     def _room(self, shares: list[Share]) -> tuple[Array, Array]:
         """Return memory for the steps of any of the shares: states, and times with sizes."""
