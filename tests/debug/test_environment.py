@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+import threadpoolctl
 from machine_load import slowdown
 from mpi4py import MPI
 from other_launcher import OTHER, run_under
@@ -38,6 +39,12 @@ def test_what_it_finds_is_so(rank, size):
     assert mine.versions["numpy"] == np.__version__
     if size > 1:
         assert 1e-8 < found.speed.latency < 1 and 1e6 < found.speed.bandwidth < 1e12
+
+
+def test_threads_are_those_that_blas_was_given(rank):
+    for number in (2, 1):
+        with threadpoolctl.threadpool_limits(number, user_api="blas"):
+            assert number in environment().places[rank].threads.values()
 
 
 def test_on_part_of_the_ranks(rank):

@@ -65,7 +65,7 @@ def test_all_receive_first(mode: str, rank: int, size: int) -> None:
     error = expect_deadlock(
         lambda: mpiad.mpi_recv(np.ones(3), (rank + 1) % size, tag=5), "-> rank 0", "with tag 5", "test_deadlock.py:"
     )
-    assert error.ranks == tuple(range(size)) and set(error.cycle) == set(range(size))
+    assert error.ranks == tuple(range(size)) and error.cycle == (*range(size), 0)
 
 
 def test_one_doesn_t_come(mode: str, rank: int, size: int) -> None:
@@ -85,7 +85,7 @@ def test_a_message_with_another_tag_is_named(mode: str, rank: int) -> None:
         return
     mpiad.mpi_send(np.ones(3), 1 - rank, tag=6)
     error = expect_deadlock(lambda: mpiad.mpi_recv(np.ones(3), 1 - rank, tag=5), "with tag 6 (24 bytes) is there instead")
-    assert error.cycle in ((0, 1, 0), (1, 0, 1))
+    assert error.cycle == (0, 1, 0)
     if mode == "compared":
         assert f"Rank {rank} sent a message to rank {1 - rank} with tag 6 at test_deadlock.py:" in str(error)
 
