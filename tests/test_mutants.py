@@ -1,4 +1,4 @@
-"""The script of mutation tests, on a package of two functions of which one is tested by halves."""
+"""The script of mutation tests, on a package of three functions: one is tested, one in part, one not at all."""
 
 import json
 import subprocess
@@ -10,7 +10,12 @@ import pytest
 from machine_load import slowdown
 
 HERE = Path(__file__).parent
-PACKAGE = '''"""Two functions; this - text is none of their + code."""
+PACKAGE = '''"""Three functions; this - text is none of their + code."""
+
+
+def difference(a: int, b: int) -> int:
+    """Return a - b."""
+    return a - b
 
 
 def smaller(a: int, b: int) -> bool:
@@ -23,10 +28,16 @@ def unused() -> int:
 '''
 TESTS = """import tiny
 
+def test_difference():
+    assert tiny.difference(5, 3) == 2
+
 def test_far_apart():
     assert tiny.smaller(1, 5) and not tiny.smaller(5, 1)
 """
-EQUAL = "\ndef test_equal():\n    assert not tiny.smaller(2, 2)\n"
+EXPLANATIONS = [
+    "`tiny/__init__.py`: `return a < b`: `<` → `<=`: never called with equal numbers.",
+    "`tiny/__init__.py`: `return 7`: `7` → `8`: never called.",
+]
 OPERATORS = """
 def f(x, n):
     total = -x[0] + n  # a sign - in a comment
@@ -39,38 +50,31 @@ def f(x, n):
 """
 
 
-@pytest.fixture
-def tiny(tmp_path):
-    """`tiny(tests)`: the script's outcomes by descriptions, and its exit status."""
-
-    def run(tests, explanation=""):
-        for folder in ("tiny", "tests"):
-            (tmp_path / "root" / folder).mkdir(parents=True, exist_ok=True)
-        (tmp_path / "root" / "tiny" / "__init__.py").write_text(PACKAGE)
-        (tmp_path / "root" / "tests" / "test_tiny.py").write_text(tests)
-        (tmp_path / "root" / "tests" / "mutants.md").write_text(explanation)
-        report = tmp_path / "report.json"
-        report.unlink(missing_ok=True)
-        command = [sys.executable, str(HERE / "mutants.py"), "--root", str(tmp_path / "root"), "--package", "tiny"]
-        command += ["--mutants", "2", "--ranks", "1", "--processes", "0", "--report", str(report)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100 * slowdown())
-        assert (tmp_path / "root" / "tiny" / "__init__.py").read_text() == PACKAGE
-        assert report.exists(), done.stdout + done.stderr
-        found = json.loads(report.read_text())["mutants"]
-        return {mutant["kind"]: (mutant["outcome"], mutant["killer"]) for mutant in found}, done
-
-    return run
-
-
 @pytest.mark.launches
 @pytest.mark.limit(240)
-def test_a_mutant_that_a_test_kills_and_survivors(tiny):
-    found, done = tiny(TESTS)
-    assert found == {"comparison": ("survived", ""), "constant": ("not executed", "")}, done.stdout + done.stderr
-    assert done.returncode == 1 and "1 not executed, 1 survived" in done.stdout
-    found, done = tiny(TESTS + EQUAL, "- `tiny/__init__.py`: `return 7`: `7` → `8`: nobody calls it.")
-    assert found["comparison"] == ("killed", "tests/test_tiny.py::test_equal"), done.stdout + done.stderr
-    assert done.returncode == 0 and "not executed, explained" in done.stdout, done.stdout + done.stderr
+def test_a_mutant_is_killed_one_survives_and_one_is_not_executed(tmp_path):
+    root, report = tmp_path / "root", tmp_path / "report.json"
+    for name, text in (("tiny/__init__.py", PACKAGE), ("tests/test_tiny.py", TESTS), ("tests/mutants.md", EXPLANATIONS[1])):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    command = [sys.executable, str(HERE / "mutants.py"), "--root", str(root), "--package", "tiny", "--mutants", "3"]
+    command += ["--ranks", "1", "--processes", "0", "--report", str(report)]
+
+    def run():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100 * slowdown())
+        found = {mutant["kind"]: mutant for mutant in json.loads(report.read_text())["mutants"]}
+        outcomes = {kind: mutant["outcome"] for kind, mutant in found.items()}
+        expected = {"sign": "killed", "comparison": "survived", "constant": "not executed"}
+        assert outcomes == expected, done.stdout + done.stderr
+        assert found["sign"]["killer"] == "tests/test_tiny.py::test_difference"
+        assert "1 killed, 1 not executed, 1 survived" in done.stdout and "not executed, explained" in done.stdout
+        assert (root / "tiny" / "__init__.py").read_text() == PACKAGE
+        return done.returncode
+
+    assert run() == 1
+    # The report is complete: the tests aren't run again but for the killer.
+    (root / "tests" / "mutants.md").write_text("\n".join(EXPLANATIONS))
+    assert run() == 0
 
 
 @pytest.mark.serial

@@ -16,11 +16,21 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import ConvergenceError
+from mpiad.optimize.box_constraints import Box
 from mpiad.optimize.sharded.newton_cg import System, truncated_cg
 
 METHOD = "Newton-CG-sharded"
 WAYS = ["line search", "trust region"]
 SMALLEST = ["rosenbrock-2", "beale"]  # of two variables
+
+
+@pytest.mark.serial
+def test_a_bound_holds_a_variable_if_a_descent_step_leads_outwards() -> None:
+    x, gradient = np.repeat([0.0, 0.5, 1.0], 3), np.tile([1.0, 0.0, -1.0], 3)
+    stays = (np.clip(x - 1e-3 * gradient, 0.0, 1.0) == x) & (gradient != 0.0)
+    free = Box(np.zeros(9), np.ones(9)).free(x, gradient, 1.0, slice(None))
+    np.testing.assert_array_equal(free, ~stays)
+    assert stays.sum() == 2
 
 
 def piece_of(whole: np.ndarray, rank: int, size: int) -> np.ndarray:
