@@ -9,9 +9,9 @@ never changed.
 
 First the whole suite runs once on 1 rank and once on 3 with a mark at each of the places, which notes the tests that
 execute it. Then each mutant meets only these tests, until one fails: those on 1 rank before those on 3, and those of
-its own package first. If none fails, or if the place is executed by an import, the mutant meets all tests of its
-package: what a test uses may have been computed before it. A test that exceeds its time limit has failed. At the end,
-the tests that failed run again without mutants; a mutant counts as killed only if they pass.
+its own package first. If none fails, or if the place is executed by an import or can't be marked, the mutant meets all
+tests of its package: what a test uses may have been computed before it. A test that exceeds its time limit has failed.
+At the end, the tests that failed run again without mutants; a mutant counts as killed only if they pass.
 
 The survivors that `tests/mutants.md` explains are equivalent to the original. The exit status is 1 if others survive.
 
@@ -58,6 +58,7 @@ KERNEL_OPERATOR = re.compile(r"(?<=[\w})\]] )([<>]=?|[-+*/])(?= [\w{(-])")
 FAILED = (r"^____ (\S.*) \(\w+\) ____$", r"^the run broke off in (.+)$", r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$")
 PASSED = (0, 5)  # pytest's exit status; 5: no test was left to run
 IMPORT = "import"
+COMPILED = b"functions_of(__name__"  # a file whose loops are compiled from its text, in which a mark is no operation
 # What a marked place calls. A test is known by this variable of pytest's, in the programs that it starts too.
 PROBES = """import os
 seen = set()
@@ -370,7 +371,8 @@ class Campaign:
         copy = Copy(self.root, self.temporary / "marked")
         for name in {mutant.file for mutant in self.mutants}:
             here = [mutant for mutant in self.mutants if mutant.file == name]
-            copy.write(name, marked(self.sources[name].bytes, here))
+            if COMPILED not in self.sources[name].bytes:
+                copy.write(name, marked(self.sources[name].bytes, here))
         for ranks in self.ranks:
             notes = self.temporary / f"notes-{ranks}"
             notes.touch()
@@ -405,15 +407,12 @@ class Campaign:
 
     def meet(self, mutant: Mutant) -> None:
         """Run a mutant against the tests that execute it, until one fails."""
-        if not any(reached[mutant.number] for reached in self.reached.values()):
-            mutant.outcome = "not executed"
-            return
         if not hasattr(self.own, "copy"):
             self.own.copy = Copy(self.root, self.temporary / threading.current_thread().name)
         copy, source, begin = self.own.copy, self.sources[mutant.file], time.monotonic()
         mutant.tests = len({test for reached in self.reached.values() for test in reached[mutant.number]})
         copy.write(mutant.file, source.changed(mutant))
-        mutant.outcome = "survived"
+        mutant.outcome = "survived" if mutant.tests or COMPILED in source.bytes else "not executed"
         for ranks, tests in self.runs(mutant):
             status, failed = self.pytest(copy, ranks, tests, "-x")
             if status not in PASSED:
