@@ -512,12 +512,127 @@ def compiled_solve():
     return lambda: jitted(right), MINE
 
 
+def too_long():
+    return mismatched(2)
+
+
+def too_short():
+    return mismatched(0.5)
+
+
+def mismatched(factor):
+    """Return a program that receives a message of another length, and a gradient with its closed form."""
+
+    def f(x):
+        mpiad.mpi_send(np.ones(int(6 * factor)), NEXT, 5)
+        try:
+            return anp.sum(x * mpiad.mpi_recv(np.ones(6), LAST, 5)[:3])
+        except ValueError:
+            raise Failed from None
+
+    return failing(f)
+
+
+def from_any_rank():
+    """Return the gradient of the sum over a ring of sin(x of the rank before), of any that sends, and its closed form."""
+
+    def total(x):
+        mpiad.mpi_send(x, NEXT)
+        return anp.sum(anp.sin(mpiad.mpi_recv(x, MPI.ANY_SOURCE)))
+
+    return lambda: mpiad.grad(total, objective="sum")(MINE), np.cos(MINE)
+
+
+def interpreted_messages():
+    """Return the gradient of a function that leaves its trace after messages, some of them in an operator."""
+
+    @custom_operator
+    def shifted(x):
+        mpiad.mpi_send(x, NEXT)
+        return mpiad.mpi_recv(x, LAST)
+
+    @custom_operator
+    def shifted_back(x):
+        mpiad.mpi_send(x, LAST)
+        return mpiad.mpi_recv(x, NEXT)
+
+    defadjoint(shifted, shifted_back)
+
+    def f(x):
+        mpiad.mpi_send(shifted(x), NEXT)
+        return anp.sum(deciding(mpiad.mpi_recv(x, MPI.ANY_SOURCE)))
+
+    return gradient_of(mpiad.jit(f))
+
+
+def closing_over():
+    """Return a compiled function that closes over a number, which changes, and its closed form."""
+    scale = 1.0
+    jitted = mpiad.jit(lambda x: anp.sin(mpiad.mpi_allreduce(x)) * scale)
+
+    def run():
+        nonlocal scale
+        for scale in (1.0, 2.0, 3.0):
+            found = jitted(MINE) / scale
+        return found
+
+    return run, np.sin(TOTAL)
+
+
+def unfinished_tangent():
+    def f(x):
+        mpiad.mpi_iallreduce(x)
+        return anp.sum(x)
+
+    def tangent(f):
+        def run(x):
+            try:
+                return mpiad.jvp(f, x, x)
+            except errors.RequestError:
+                raise Failed from None
+
+        return run
+
+    return failing(f, tangent)
+
+
+def rows_of_system():
+    """Return the Jacobian of a solution by its right-hand side, and its closed form."""
+    diagonal = 2.0 + np.arange(3.0)
+
+    def solved(b):
+        return linear_solve(lambda u, d: d * u, b, diagonal, rtol=1e-12, comm=MPI.COMM_SELF)
+
+    return lambda: mpiad.jacobian(solved, comm=MPI.COMM_SELF)(MINE), np.diag(1 / diagonal)
+
+
+def refused():
+    """Return a program that calls a compiled function before a reset, and a gradient with its closed form."""
+    jitted = mpiad.jit(lambda x: anp.sin(mpiad.mpi_allreduce(x)))
+
+    def f(x):
+        mpiad.mpi_send(x, NEXT)
+        raise Failed
+
+    def run():
+        jitted(MINE)
+        with contextlib.suppress(Failed):
+            mpiad.grad(f)(MINE)
+        with contextlib.suppress(errors.UnfinishedMessagesError):
+            jitted(MINE)
+        reset()
+        return mpiad.grad(of_total)(MINE)
+
+    return run, np.cos(TOTAL)
+
+
 PROGRAMS = ( exchanged, sent, begun, summed_later, left_compiled,
     rows_compiled, unhashable, strict, inner_values, compiled_within, compiled_solve,
     pulled_in_lanes, failing_lanes, failing_compiled_body, failing_tangent, within_compiled, kept_values, catching, noted,
     single_solve, solve_over_ranks,
     gradient, operator, product, rows, compiled, compiled_on_tape, compiled_gradient, interpreted, interpreted_on_tape,
     failing_trace, failing_body, failing_pass, failing_compiled, twice_on_tape, interpreted_backwards, interpreted_twice,
+    too_long, too_short, from_any_rank, interpreted_messages, closing_over, unfinished_tangent, rows_of_system, refused,
     short, pulled_together, explicit_ensemble, implicit_ensemble, tangents_of_ensemble, linear_system,
 )  # fmt: skip
 # Waits in bare mpi4py have no limit.
@@ -530,6 +645,7 @@ CLOSE = {
     "implicit_ensemble": 1e-3,
     "tangents_of_ensemble": 1e-5,
     "linear_system": 1e-8,
+    "rows_of_system": 1e-8,
 }
 
 # The functions of which the lines are counted: those that trace, run backwards, trace for jit, replay and solve.
