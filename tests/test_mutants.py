@@ -51,6 +51,7 @@ def f(x, n):
 
 
 @pytest.mark.launches
+@pytest.mark.thorough
 @pytest.mark.limit(240)
 def test_a_mutant_is_killed_one_survives_and_one_is_not_executed(tmp_path):
     root, report = tmp_path / "root", tmp_path / "report.json"
