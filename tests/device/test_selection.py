@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpiad.device import select, selection
+from mpiad.device import select, transfer
 from mpiad.transport import world
 
 pytestmark = pytest.mark.serial
@@ -35,7 +35,7 @@ def gpus(monkeypatch):
         runtime = SimpleNamespace(getDeviceCount=seen, CUDARuntimeError=NoDriver)
         monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime, Device=device)))
         monkeypatch.setattr(world, "local_rank", lambda: local_rank)
-        monkeypatch.setattr(selection, "_chosen", [])  # other tests select nothing
+        monkeypatch.setattr(transfer, "_chosen", [])  # other tests select nothing
         return used
 
     return install
