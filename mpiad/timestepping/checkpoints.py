@@ -170,14 +170,14 @@ def checkpoints_of(given: Any, call: str) -> CheckpointSchedule | None:
         raise ValueError(f"{call}: recorded must be an integer above zero, but got {kept.recorded!r}.")
     if kept.dtype not in (None, "float32"):
         raise ValueError(
-            f"{call}: dtype must be None, which stores states in their own precision, or 'float32', but "
-            f"got {kept.dtype!r:.40}."
+            f"{call}: states are stored in their own precision (dtype=None) or in single precision (dtype='float32'), but "
+            f"got dtype={kept.dtype!r:.40}."
         )
     for name, switch in (("compress", kept.compress), ("host", kept.host)):
         if not isinstance(switch, bool):
             raise TypeError(f"{call}: {name} must be True or False, but got {type(switch).__name__} {switch!r:.40}.")
     if kept.compress and kept.dtype is not None:
-        raise ValueError(f"{call}: compress=True stores 16 bits per entry, dtype={kept.dtype!r} 32: give only one of them.")
+        raise ValueError(f"{call}: compress=True stores 16 bits per entry, dtype={kept.dtype!r} 32: give one of them.")
     if kept.memory + kept.disk < 1:
         raise ValueError(f"{call}: checkpoints={given!r} keeps no state, but a gradient needs at least the first one.")
     if kept.disk and kept.directory is not None and not os.path.isdir(kept.directory):

@@ -284,7 +284,7 @@ def test_synchronize_gives_all_ranks_the_roots_floats():
     "tree, text",
     [
         ({"a": np.ones(2 + (COMM.rank == 0)), "b": 1.0}, r"tree\['a'\] has shape \(3,\) .* on rank 0, but shape \(2,\)"),
-        ([np.ones(1)] * (1 + (COMM.rank == 0)), "the nest has 2 leaves on rank 0, but 1 on the root"),
+        ([np.ones(1)] * (1 + (COMM.rank == 0)), "the pytree has 2 leaves on rank 0, but 1 on the root"),
         ({"a" if COMM.rank else "z": 1.0}, r"rank 0 has tree\['z'\] where the root, rank \d, has tree\['a'\]"),
         ([1.0 if COMM.rank else "one"], r"tree\[0\] has str on rank 0"),
     ],
