@@ -15,7 +15,7 @@ import pytest
 from autograd import grad
 from machine_load import slowdown
 
-from mpiad.compiling import cache, llvm
+from mpiad.compiling import cache, translation
 from mpiad.compiling.arguments import Argument, arguments_of
 from mpiad.compiling.machine_code import Code, code_of, function_of
 from mpiad.compiling.translation import translated
@@ -64,9 +64,9 @@ def run(x, out):
 
 @pytest.mark.parametrize("fuses", [True, False])
 def test_a_product_and_a_sum_are_rounded_twice_on_processors_without_fma(fuses, monkeypatch):
-    if fuses and not llvm.fuses():
+    if fuses and not translation.fuses():
         pytest.skip("this processor has no such instruction")
-    monkeypatch.setattr(llvm, "fuses", lambda: fuses)
+    monkeypatch.setattr(translation, "fuses", lambda: fuses)
     x, out = 1 + 2.0 ** -np.arange(20.0, 40.0), np.zeros(20)
     cache.kernel_of(FUSED, "run", "void(float64[::1], float64[::1])").function(x, out)
     # (1 + h)² - 1 = 2 h + h²; 1 + 2 h + h² is rounded to 1 + 2 h if h² is too small.

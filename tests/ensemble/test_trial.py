@@ -76,7 +76,7 @@ def test_conditions_can_not_close_over_what_is_traced():
     def when(p):
         return solve(remake(TWO, p=p), events=Event(lambda u, q, t: u[0] - p)).t_reached
 
-    with pytest.raises(NotImplementedError, match="condition uses a traced value.*Pass it as p"):
+    with pytest.raises(NotImplementedError, match="condition closes over a traced value.*Pass it as p"):
         autograd.grad(when)(0.5)
 
 

@@ -139,7 +139,7 @@ def test_wrong_arguments(size):
         mpiad.mpi_exchange(1.0, 0, 0, like=[1.0])
     with pytest.raises(TypeError, match=r"mpi_exchange: x must be an array.*got list \(\[1.0\]\)"):
         mpiad.mpi_exchange([1.0], 0, 0, like=1.0)
-    with pytest.raises(TypeError, match=r"mpi_exchange: x says .*must be an array.*got list \(\[1.0\]\)"):
+    with pytest.raises(TypeError, match=r"mpi_exchange: x gives .*must be an array.*got list \(\[1.0\]\)"):
         mpiad.mpi_exchange([1.0], 0, 0)
 
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.errors import ConvergenceError
-from mpiad.optimize.box_constraints import Box
+from mpiad.optimize.constraints import Box
 from mpiad.optimize.sharded.newton_cg import System, truncated_cg
 
 METHOD = "Newton-CG-sharded"
