@@ -78,6 +78,15 @@ def test_gradient(rank_rng, method, dtype, settings):
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_a_preconditioner_of_one_rank_from_the_left(rank_rng, method, rank, size):
+    """All ranks take part in the sums of its norms: those without a preconditioner, too."""
+    case = Transport(rank_rng)
+    scaled = (lambda r, medium, c: r / (4 * medium[0] + c)) if rank == size - 1 else None
+    value = case.loss(case.point, method=method, preconditioner=scaled, side="left")
+    np.testing.assert_allclose(value, np.sum(case.weight * case.expected()[0] ** 2), 1e-9)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_tangent_and_second_derivative(rank_rng, method):
     case, rng = Transport(rank_rng), rank_rng(101)
     along = [0.4, *(rng.standard_normal(SHAPE) for _ in range(3))]
