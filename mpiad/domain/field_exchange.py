@@ -20,7 +20,7 @@ from mpiad.errors import RequestError
 from mpiad.primitives.addresses import point_to_point
 from mpiad.primitives.operation import Operation, communicate, suspended
 from mpiad.primitives.request import Request, claim, started
-from mpiad.transport import Spec
+from mpiad.transport import Channel, Spec
 from mpiad.transport.buffers import copied, empty_beside
 from mpiad.transport.tracing import restoring_state
 
@@ -61,7 +61,7 @@ class Exchange(NamedTuple):
 
     def renumbered(self) -> int:
         """Return the next number, for a run of a compiled program."""
-        return _next_number(self.halo)
+        return _next_number(point_to_point(self.halo.comm, _BEGIN))
 
     def transposed(self) -> Exchange:
         """Return the exchange of the cotangents."""
@@ -91,17 +91,17 @@ def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> Begun:
     Raise a RequestError if the number of unfinished exchanges reaches that of the tags. The adjoint is the end of
     folding.
     """
-    exchange = Exchange(halo, sides, scheme, _next_number(halo))
+    used = point_to_point(halo.comm, _BEGIN)
+    exchange = Exchange(halo, sides, scheme, _next_number(used))
     begun: Begun = communicate(_BEGIN_OPERATION, u, exchange)
     started(begun)
     # Weakly: an exchange without other references can't be ended, and mustn't be kept alive here.
-    point_to_point(halo.comm, _BEGIN).active_exchanges[exchange.tag] = ref(begun)
+    used.active_exchanges[exchange.tag] = ref(begun)
     return begun
 
 
-def _next_number(halo: Halo) -> int:
+def _next_number(used: Channel) -> int:
     """Count an exchange that begins."""
-    used = point_to_point(halo.comm, _BEGIN)
     number = used.exchanges
     # Tags come round: with two exchanges under one tag a message could be taken for the other's.
     held = used.active_exchanges.get(_tag_of(number))
