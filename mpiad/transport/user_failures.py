@@ -60,11 +60,14 @@ from mpiad.transport.uncaught import end_by
 #
 # `DeferredFailures` end it after some time, measured by a thread that only failed ranks start.
 #
-# A `FailureDetector` finds out whether ranks wait in a communication for one that has failed. A waiting rank can't answer,
-# so each has a second thread, which wakes up five times a second. After a failed rank's notice, this thread notifies that
-# rank whenever its main thread begins to wait, moves on, or arrives at the agreement. When some wait and none moves, nobody
-# ever will. A call of the user's own, into a compiled solver or another program, may be long, or may be a communication by
-# bare mpi4py: from outside they look alike. So it counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
+# A `FailureDetector` finds out whether ranks wait in a communication for one that has failed. A waiting rank can't
+# answer, so each has a second thread, which wakes up five times a second. After a failed rank's notice, this thread
+# notifies that rank whenever its main thread begins to wait, moves on, or arrives at the agreement. When some wait and
+# none moves, nobody ever will; but a rank that waited may have moved on since its notice. So the failed rank then asks
+# all ranks once more, and believes only notices of one round: a rank that waits in it has waited for half a second since
+# it was asked. (Detection of termination by two rounds: F. Mattern, Distributed Computing 2, 1987.) A call of the user's
+# own, into a compiled solver or another program, may be long, or may be a communication by bare mpi4py: from outside they
+# look alike. So it counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
 
 
 SOON, LATE = 10.0, 300.0  # seconds: if others probably wait for this rank, and if that would be unexpected
@@ -86,14 +89,16 @@ _DEATH_WITHIN = 2.0
 class FailureDetector:
     """Monitors the states of ranks during a call; `close` ends it. It listens only if waiting ranks can't be interrupted.
 
-    `room`: module of the functions that take part in agreements.
+    `call`: name of the public function; `room`: module of the functions that take part in agreements.
     """
 
-    def __init__(self, comm: Comm, room: str, listens: bool = True):
-        self._room, self._notices = room, Notices(comm)
+    def __init__(self, comm: Comm, call: str, room: str, listens: bool = True):
+        self._call, self._room, self._notices = call, room, Notices(comm)
         self._watched = threading.get_ident()
         self._told: dict[int, int] = {}  # failed ranks, and the state of this rank last reported to each
-        self._states = dict.fromkeys(set(range(comm.size)) - {comm.rank}, _MOVES)
+        self._others = set(range(comm.size)) - {comm.rank}
+        self._states: dict[int, int] = {}  # of the other ranks, as they have reported since they were asked
+        self._moved = False  # whether one that waited has moved on since then
         self._ear = threading.Lock()
         self._place: tuple[FrameType, int, float] | None = None
         self._done = threading.Event()
@@ -114,9 +119,10 @@ class FailureDetector:
             while (notice := self._notices.take()) is not None:
                 source, kind = notice
                 if kind == _PROCESS_FAILED:
-                    self._told[source] = _MOVES
+                    self._told[source], self._place = _MOVES, None
                 else:
                     self._states[source] = kind
+                    self._moved |= kind == _MOVES
 
     def _tell(self, state: int) -> None:
         for rank in list(self._told):
@@ -145,17 +151,28 @@ class FailureDetector:
 
     def wait_as_failed(self, request: Request, error: BaseException) -> None:
         """Wait until all ranks have reached an agreement; end the job if one never will."""
-        start = time.monotonic()
-        for rank in self._states:
-            self._notices.post(rank, _PROCESS_FAILED)
+        start, rounds = time.monotonic(), 0
         while not request.Test():
             self._hear()
             waiting = [rank for rank, state in self._states.items() if state == _WAITS]
-            if waiting and _MOVES not in self._states.values():
-                _end_at_once(error, f"rank {waiting[0]} waits in a communication and no rank moves on")
+            stands = len(self._states) == len(self._others) and _MOVES not in self._states.values() and waiting
+            if stands and rounds > 1 and not self._moved:
+                self._end(error, f"rank {waiting[0]} waits in a communication and no rank moves on")
             if self._thread is None and time.monotonic() - start > _PATIENCE:
-                _end_at_once(error, f"another rank has not finished its part for {_PATIENCE} seconds")
+                self._end(error, f"another rank has not finished its part for {_PATIENCE} seconds")
+            if stands or not rounds:
+                rounds += 1
+                self._moved = False
+                self._states.clear()
+                for rank in self._others:
+                    self._notices.post(rank, _PROCESS_FAILED)
             time.sleep(1e-3)
+
+    def _end(self, error: BaseException, reason: str) -> None:
+        sys.stderr.write(f"mpiad: {self._call} can't raise this exception on all ranks: {reason}.\n")
+        end_by(error)  # under MPIAD_ABORT=0 it only shows it, and this rank raises alone
+        time.sleep(_DEATH_WITHIN)
+        raise error
 
     def close(self, failed: bool = False) -> None:
         """Stop listening; `failed`, the same on all ranks, says whether any failed, so that notices may be pending."""
@@ -165,13 +182,6 @@ class FailureDetector:
         self._place = None
         if failed:
             self._notices.drain()
-
-
-def _end_at_once(error: BaseException, reason: str) -> None:
-    sys.stderr.write(f"mpiad: minimize can't raise this exception on all ranks: {reason}.\n")
-    end_by(error)  # under MPIAD_ABORT=0 it only shows it, and this rank raises alone
-    time.sleep(_DEATH_WITHIN)
-    raise error
 
 
 def _end_late(error: Exception, call: str, seconds: float) -> None:
@@ -225,7 +235,7 @@ class StageFailures:
     def __init__(self, comm: Comm, call: str, room: str, complete: Callable[[BaseException, Any], None]):
         self._interrupts = recovers() and comm.size > 1
         self._comm, self._room = comm, room
-        self._detector = FailureDetector(comm, room, listens=not self._interrupts)
+        self._detector = FailureDetector(comm, call, room, listens=not self._interrupts)
         self.broken, self.end_requested, self._call, self._complete = False, False, call, complete
         self.members = tuple(getattr(comm, "members", None) or world_ranks(comm))
         self._refused = [found for found in live_channels() if found.fault]  # because of an earlier exception
@@ -285,7 +295,7 @@ class StageFailures:
             raise self.error from failure
         if self._sums[_UNREACHED]:
             self._detector.close(failed=True)
-            self._detector = FailureDetector(self._comm, self._room, listens=not self._interrupts)
+            self._detector = FailureDetector(self._comm, self._call, self._room, listens=not self._interrupts)
             raise Unreached(f"{self._call}: a solver hasn't converged") from failure
         return float(self._sums[_TERM])
 
