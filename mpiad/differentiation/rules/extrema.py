@@ -9,7 +9,7 @@ import numpy as np
 from autograd.tracer import getval
 
 from mpiad._typing import Array
-from mpiad.differentiation.rules.broadcasting import fitted, fitting, widened
+from mpiad.differentiation.rules.broadcasting import fitted, widened
 from mpiad.differentiation.rules.expansion import is_known, kept_shape, spread
 from mpiad.differentiation.rules.protocol import (
     BOX_TYPES,
@@ -26,8 +26,6 @@ from mpiad.differentiation.rules.scatter_add import Scatter
 from mpiad.transport.device_arrays import is_device_array
 
 _KNOWN = frozenset({"axis", "keepdims", "where", "initial"})
-_SMALL = 2048  # below this size a mask is cheaper than a list of places
-_FEW = 16  # at more hits than one in 16 elements a mask is used instead
 
 
 class _Extremum(NamedTuple):
@@ -72,30 +70,13 @@ def _extremum_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwa
     if extremum is None:
         return inherited_vjp(fun, argnums, ans, args, kwargs)
     x, kept = extremum.x, extremum.value.shape
-    # On a device the number of hits isn't known to the host.
-    is_large = type(x) is np.ndarray and x.size >= _SMALL
 
     def vjp(g: Array) -> tuple[Array | Scatter]:
         if type(g) in BOX_TYPES:
             return (spread(g, x.shape, kept, x.dtype) * extremum.weights(),)
-        scattered = _scattered(g, extremum) if is_large and not extremum.outside else None
-        return (np.reshape(g, kept) * extremum.weights() if scattered is None else scattered,)
+        return (np.reshape(g, kept) * extremum.weights(),)
 
     return vjp
-
-
-def _scattered(g: Array, extremum: _Extremum) -> Scatter | None:
-    """Return the cotangent at the positions of the extrema, or None if these are many or missing."""
-    x, kept = extremum.x, extremum.value.shape
-    hits = np.flatnonzero(extremum.hits())
-    if hits.size * _FEW > x.size:
-        return None
-    idx = np.unravel_index(hits, x.shape)
-    # The group of an element: its index, without the axes that were reduced.
-    groups = np.ravel_multi_index([i if k > 1 else i * 0 for i, k in zip(idx, kept)], kept)
-    counts = np.bincount(groups, minlength=extremum.value.size)
-    # A group without a hit contains a NaN, which only the weights propagate to its elements.
-    return Scatter(x.shape, x.dtype, idx, (np.ravel(g) / counts)[groups], False) if counts.all() else None
 
 
 def _extremum_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
@@ -105,23 +86,6 @@ def _extremum_jvp(fun: Primitive, argnums: Argnums, gs: list, ans: Array, args: 
         return inherited_jvp(fun, argnums, gs, ans, args, kwargs)
     axis = args[1] if len(args) == 2 else kwargs.get("axis")
     return anp.sum(gs[0] * extremum.weights(), axis=axis, keepdims=kwargs.get("keepdims", False))
-
-
-def _choice_vjp(fun: Primitive, argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Pass the cotangent to the chosen operand, half to each at equal elements."""
-    if kwargs or len(args) != 2:
-        return inherited_vjp(fun, argnums, ans, args, kwargs)
-    parts = [(fitting(args[i], ans), _share(i, args, ans)) for i in argnums]
-    return lambda g: tuple(g * share if fit is None else fit(g * share) for fit, share in parts)
-
-
-def _share(argnum: int, args: tuple, ans: Array) -> Array:
-    x, y, chosen = getval(args[argnum]), getval(args[1 - argnum]), getval(ans)
-    share, tied = np.equal(x, chosen), np.equal(x, y)
-    if is_device_array(tied):  # whether there are ties isn't known to the host
-        real = chosen.real.dtype
-        return share.astype(real) / (tied.astype(real) + 1)
-    return share / (1.0 + tied) if np.count_nonzero(tied) else share
 
 
 def clip_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
@@ -149,10 +113,8 @@ def _inside(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Array:
 
 
 _EXTREMA = (anp.max, anp.min, anp.amax, anp.amin)
-_CHOICES = (anp.maximum, anp.minimum, anp.fmax, anp.fmin)
 VJPS = {
     **{fun: partial(_extremum_vjp, fun) for fun in _EXTREMA},
-    **{fun: partial(_choice_vjp, fun) for fun in _CHOICES},
     anp.clip: clip_vjp,
 }
 JVPS = {**{fun: partial(_extremum_jvp, fun) for fun in _EXTREMA}, anp.clip: clip_jvp}

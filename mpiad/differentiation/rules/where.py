@@ -10,9 +10,6 @@ from mpiad.differentiation.rules.broadcasting import fitting, widened
 from mpiad.differentiation.rules.protocol import BOX_TYPES, Argnums, Vjp, anp, inherited_jvp, inherited_vjp, primitive_where
 from mpiad.transport.device_arrays import is_device_array
 
-_SMALL = 2048
-_WORDS = {np.dtype(np.float64): np.dtype(np.int64), np.dtype(np.float32): np.dtype(np.int32)}
-
 
 def where_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
     """Pass each element of the cotangent to the array from which it was taken."""
@@ -33,16 +30,7 @@ def _part(argnum: int, fit: Function | None, condition: Array, g: Array) -> Arra
 
 def _kept(condition: Array, g: Array) -> Array:
     """Return the cotangent at elements that meet the condition, zero elsewhere."""
-    if type(g) in BOX_TYPES:
-        return anp.where(condition, g, 0.0)
-    word = _WORDS.get(g.dtype) if type(g) is np.ndarray and g.size > _SMALL else None
-    if word is None:
-        return np.where(condition, g, 0.0)
-    # `np.where` branches at each element and takes ten times as long on an irregular condition. A word of ones
-    # or zeros keeps or clears each element; a product would make NaN of an infinity that is left out.
-    bits = condition.astype(word)
-    np.negative(bits, bits)
-    return np.bitwise_and(bits, g.view(word), bits if bits.shape == g.shape else None).view(g.dtype)
+    return (anp if type(g) in BOX_TYPES else np).where(condition, g, 0.0)
 
 
 def where_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
