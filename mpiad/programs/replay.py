@@ -501,10 +501,17 @@ class ReplayWriter:
             self.names[f"f{at}"] = call.fun
             args = [self._argument(step, x) for x in call.args]
             args += [f"{key}={self._argument(step, x)}" for key, x in call.kwargs.items()]
-            self._lines.append(f"v{at} = f{at}({', '.join(args)})")
+            call_text = self._owned(step, f"f{at}({', '.join(args)})")
+            self._lines.append(f"v{at} = {call_text}")
         for b in self._made(at):
             made = self.nodes[self.schedule.buffers[b].data]
             self._received(b, f"v{at}[{made.data}]" if made.kind == "item" else f"v{at}")
+
+    def _owned(self, step: Run, call: str) -> str:
+        """Return the expression of a call's results, in memory of their own."""
+        buffers, nodes = self.schedule.buffers, self.nodes[step.node].inputs
+        given = {root_of(buffers, b): None for b, n in zip(step.inputs, nodes) if self.nodes[n].dtype != object}
+        return f"own({', '.join([call, *[self._arrays[b] for b in given]])})" if given else call
 
     def _communicate(self, at: int, step: Run, node: Node) -> None:
         """Append lines that communicate, and that stop if the result isn't the one that the program was compiled for."""
@@ -518,7 +525,7 @@ class ReplayWriter:
             self._lines.append(f"a{at} = addressed({given[1]})")
             given[1] = f"a{at}"
         made = f"f{at}({', '.join([f'q{at}', *given])})"
-        self._lines.append(f"v{at} = {f'own({made})' if call.kind == 'communicate' else made}")
+        self._lines.append(f"v{at} = {made if call.kind == 'settle' else self._owned(step, made)}")
         if self._is_logged(at):
             entry = f"logged(v{at}, a{at})" if numbered else f"v{at}" if call.kind == "communicate" else f"logged(v{at})"
             self._lines.append(f"log.append({entry})")
@@ -585,6 +592,9 @@ class ReplayWriter:
         return self._constant(x)
 
 
-def _own(x: Any) -> Any:
-    """Return a result in memory of its own: it may be a view of the sent array."""
-    return x.copy() if type(x) is np.ndarray and x.base is not None else x
+def _own(made: Any, *given: Array) -> Any:
+    """Return results of a call in memory of their own: they may be views of its arguments, whose memory is reused."""
+    if type(made) is np.ndarray:
+        shares = any(made is x if made.base is None else np.may_share_memory(made, x) for x in given)
+        return made.copy() if shares else made
+    return [_own(x, *given) for x in made] if type(made) in (list, tuple) else made

@@ -540,8 +540,8 @@ def _norm(t: Translation, shape: Shape, dtype: np.dtype, x: Any, ord: object = N
     return t.computed(np.sqrt, [total], shape, dtype)
 
 
-def _reshape(t: Translation, shape: Shape, dtype: np.dtype, x: Value, *args: Any, order: str = "C", **_: Any) -> int:
-    if order != "C" or any(isinstance(arg, str) and arg != "C" for arg in args):
+def _reshape(t: Translation, shape: Shape, dtype: np.dtype, x: Value, *args: Any, order: Any = "C", **_: Any) -> int:
+    if order not in ("C", None) or any(isinstance(arg, str) and arg != "C" for arg in args):
         raise Opaque
     return t.program.reshape(x.number, shape)
 

@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 import mpiad
 from mpiad.domain import Domain
+from mpiad.extend import custom_operator, defadjoint
 from mpiad.programs.memory_plan import Home, Layout, Scratch
 
 
@@ -121,6 +122,56 @@ def test_fields_that_the_reverse_pass_reads_no_more_are_let_go_of(rank, size):
     assert left == [True, True, False]
     (entry,) = jitted._entries.values()
     assert entry.replays.read_later == {2, 3}
+
+
+VIEWS = {
+    "rot90": np.rot90,
+    "rollaxis": lambda x: np.rollaxis(x, 1),
+    "Fortran order": lambda x: np.reshape(x, x.shape[::-1], order="F"),
+    "default order": lambda x: np.reshape(x, x.shape[::-1], order=None),
+    "diagonal": lambda x: np.broadcast_to(np.diagonal(x[: min(x.shape), : min(x.shape)])[:, None], x.shape[::-1]),
+    "operator": lambda x: same(x).T,
+    "operator's view": lambda x: transposed(x),
+}
+same = custom_operator(lambda x: x)
+transposed = custom_operator(lambda x: x.T)
+defadjoint(same, lambda g: g)
+defadjoint(transposed, lambda g: g.T)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (40, 30)])
+@pytest.mark.parametrize("name", VIEWS)
+def test_calls_that_return_views_of_reused_memory(name, shape, rank_rng):
+    """NumPy's functions and operators may return views of their arguments: of temporary arrays of the program."""
+    view, rng = VIEWS[name], rank_rng(31)
+    x = rng.standard_normal(shape)
+
+    def scaled(x):
+        return view(3.0 * x**2) if name != "diagonal" else view(x) + 0.0 * x.T
+
+    def written(x):
+        out = np.zeros_like(x.T)
+        out[::-1] = scaled(x)
+        return out
+
+    for fun in (scaled, written, lambda x: view(x)):
+        jitted = mpiad.jit(fun, strict=True)
+        expected = [fun(x * factor) for factor in (1.0, 2.0, -0.5)]
+        found = [jitted(x * factor) for factor in (1.0, 2.0, -0.5)]
+        for a, b in zip(found, expected):  # after all calls: a later one mustn't change an earlier result
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["operator", "operator's view"])
+def test_gradients_of_operators_that_return_views(name, rank_rng):
+    view, x = VIEWS[name], rank_rng(32).standard_normal((4, 3))
+    weights = np.arange(4.0)
+    jitted = mpiad.jit(lambda x: anp.sum(anp.sin(view(x**2)[::-1]) ** 2 * weights) + anp.sum(anp.exp(x)), strict=True)
+    for factor in (1.0, 0.3, -2.0):
+        y = factor * x
+        s = np.sin(y**2)
+        slope = 2.0 * s * np.cos(y**2) * 2.0 * y * weights[:, None] + np.exp(y)
+        np.testing.assert_allclose(mpiad.grad(jitted, objective="sum")(y), slope, 1e-12)
 
 
 def test_programs_share_scratch_memory():
