@@ -6,11 +6,13 @@ import gc
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
 import pytest
+from agreement import poll
 from mpi4py import MPI
 
 import mpiad
@@ -31,8 +33,7 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
     from mpiad.transport.guarded import switch, watch_settings
 
     before, alone = watch_settings.present(), request.param == "deadline alone"
-    # All of the time to the deadline passes in each test.
-    switch.restore(watch_settings.Settings(not alone, 0.6))
+    switch.restore(before._replace(debug=not alone))
     yield request.param
     (switch.apply if alone else switch.restore)(before)
 
@@ -43,34 +44,38 @@ mostly_compared = pytest.mark.parametrize(
 )
 
 
-def expect_deadlock(run: Any, *words: str) -> DeadlockError:
-    """Check the error and that `reset` helps; what ranks do that don't wait themselves must be alike."""
-    with pytest.raises(DeadlockError) as caught:
-        run()
-    for word in words:
-        assert word in str(caught.value)
-    recover()
-    return caught.value
+@pytest.fixture
+def expect_deadlock(short_deadline: Any) -> Callable[..., DeadlockError]:
+    """`expect_deadlock(run, *words)`: check the error and that `reset` helps; ranks that don't wait call `recover`."""
+
+    def expect(run: Any, *words: str) -> DeadlockError:
+        with short_deadline(), pytest.raises(DeadlockError) as caught:
+            run()
+        for word in words:
+            assert word in str(caught.value)
+        recover()
+        return caught.value
+
+    return expect
 
 
 def recover() -> None:
-    """Meet the other ranks again, from the same line."""
-    MPI.COMM_WORLD.Barrier()
+    """Meet the other ranks again, from the same line; a rank that comes early computes until then."""
+    poll(MPI.COMM_WORLD.Ibarrier(), None)
     mpiad.reset()
     assert mpiad.mpi_allreduce(1) == MPI.COMM_WORLD.size
 
 
 @pytest.mark.also_on(2)
-def test_all_receive_first(mode: str, rank: int, size: int) -> None:
+def test_all_receive_first(mode: str, rank: int, size: int, expect_deadlock: Any) -> None:
     error = expect_deadlock(
         lambda: mpiad.mpi_recv(np.ones(3), (rank + 1) % size, tag=5), "-> rank 0", "with tag 5", "test_deadlock.py:"
     )
     assert error.ranks == tuple(range(size)) and error.cycle == (*range(size), 0)
 
 
-def test_one_doesn_t_come(mode: str, rank: int, size: int) -> None:
+def test_one_doesn_t_come(mode: str, rank: int, size: int, expect_deadlock: Any) -> None:
     if rank == 1:
-        time.sleep(1.4)
         recover()
         return
     error = expect_deadlock(lambda: mpiad.mpi_allreduce(np.ones(3)), "mpi_allreduce", "computes", "shape (3,), float64")
@@ -79,7 +84,7 @@ def test_one_doesn_t_come(mode: str, rank: int, size: int) -> None:
 
 
 @mostly_compared
-def test_a_message_with_another_tag_is_named(mode: str, rank: int) -> None:
+def test_a_message_with_another_tag_is_named(mode: str, rank: int, expect_deadlock: Any) -> None:
     if rank > 1:
         recover()
         return
@@ -91,7 +96,7 @@ def test_a_message_with_another_tag_is_named(mode: str, rank: int) -> None:
 
 
 @mostly_compared
-def test_a_collective_against_a_message(mode: str, rank: int) -> None:
+def test_a_collective_against_a_message(mode: str, rank: int, expect_deadlock: Any) -> None:
     def wrong() -> Any:
         return mpiad.mpi_recv(0.0, 0) if rank == 1 else mpiad.mpi_barrier()
 
@@ -99,7 +104,7 @@ def test_a_collective_against_a_message(mode: str, rank: int) -> None:
     assert {0, 1} <= set(error.ranks)
 
 
-def test_backwards_the_forward_line_is_named(mode: str, rank: int, size: int) -> None:
+def test_backwards_the_forward_line_is_named(mode: str, rank: int, size: int, expect_deadlock: Any) -> None:
     def loss(x: Any) -> Any:
         y = mpiad.mpi_send(x, (rank + 1) % size)
         return anp.sum(y * mpiad.mpi_recv(x, (rank - 1) % size))
@@ -115,7 +120,7 @@ def test_backwards_the_forward_line_is_named(mode: str, rank: int, size: int) ->
 
 
 @mostly_compared
-def test_a_caught_deadlock_in_a_trace_can_be_left(mode: str, rank: int, size: int) -> None:
+def test_a_caught_deadlock_in_a_trace_can_be_left(mode: str, rank: int, size: int, expect_deadlock: Any) -> None:
     def loss(x: Any) -> Any:
         return anp.sum(mpiad.mpi_recv(x, (rank - 1) % size))
 
@@ -124,9 +129,8 @@ def test_a_caught_deadlock_in_a_trace_can_be_left(mode: str, rank: int, size: in
 
 
 @mostly_compared
-def test_what_was_never_received_is_not_taken_for_something_later(mode: str, rank: int) -> None:
+def test_what_was_never_received_is_not_taken_for_something_later(mode: str, rank: int, expect_deadlock: Any) -> None:
     if rank == 1:
-        time.sleep(1.4)
         recover()
     else:
         expect_deadlock(lambda: mpiad.mpi_allreduce(np.ones(3)))

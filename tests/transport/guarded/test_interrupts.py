@@ -131,7 +131,7 @@ def test_what_mpi_uses_is_held_at_whatever_line_an_interrupt_comes(monkeypatch: 
 
 @pytest.mark.mpi(min_size=2)
 def test_nobody_waits_forever_in_a_collective_for_a_rank_that_agreed_and_left(
-    monkeypatch: pytest.MonkeyPatch, rank: int, size: int
+    monkeypatch: pytest.MonkeyPatch, rank: int, size: int, short_deadline: Any
 ) -> None:
     agree = Guarded.agree
 
@@ -142,7 +142,7 @@ def test_nobody_waits_forever_in_a_collective_for_a_rank_that_agreed_and_left(
     with monkeypatch.context() as patch:
         if rank == 0:
             patch.setattr(Guarded, "agree", interrupted)
-        with pytest.raises(KeyboardInterrupt if rank == 0 else DeadlockError):
+        with short_deadline(), pytest.raises(KeyboardInterrupt if rank == 0 else DeadlockError):
             mpiad.mpi_allreduce(1.0)
     MPI.COMM_WORLD.Barrier()
     mpiad.reset()
@@ -150,10 +150,10 @@ def test_nobody_waits_forever_in_a_collective_for_a_rank_that_agreed_and_left(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_reset_that_some_ranks_have_given_up_can_be_repeated(rank: int, size: int) -> None:
+def test_a_reset_that_some_ranks_have_given_up_can_be_repeated(rank: int, size: int, short_deadline: Any) -> None:
     mpiad.mpi_send(np.zeros(3), (rank + 1) % size)
     if rank:
-        with pytest.raises(DeadlockError):
+        with short_deadline(), pytest.raises(DeadlockError):
             mpiad.reset()
     MPI.COMM_WORLD.Barrier()
     mpiad.reset()
