@@ -398,6 +398,14 @@ class _Module:
         self.declared: dict[str, str] = {}
         self._made: dict[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]] = {}
         self._texts: list[str] = []
+        self._assigned: dict[str, set[str]] = {}
+
+    def assigned(self, node: ast.FunctionDef) -> set[str]:
+        """Return the names that a function assigns, which is translated several times."""
+        if node.name not in self._assigned:
+            names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            self._assigned[node.name] = {n.id for n in names}
+        return self._assigned[node.name]
 
     def kernel(
         self, node: ast.FunctionDef, arguments: Sequence[Argument], symbol: str, pointer: str = "ptr", linkage: str = ""
@@ -455,8 +463,7 @@ class _Function:
         self._variables = Variables(self._build, given, kinds)
         self._values = Expressions(self._build, self._variables, self._inlined)
         self._loops: list[tuple[Block, Block]] = []  # the targets of `continue` and `break`
-        assigned = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        for name in sorted(assigned & given.keys()):
+        for name in sorted(module.assigned(node) & given.keys()):
             self._variables.write(name, given[name])
         self._statements(node.body)
         self._build.leave("void")
