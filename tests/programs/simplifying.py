@@ -7,13 +7,16 @@ PLAINER = {"isend": "send", "irecv": "recv", "any": "rank", "none": "all", "cons
 
 
 def simpler(program):
-    """Return programs that are smaller by one change, the smallest first."""
+    """Return programs that are smaller by one change, the smallest first; before them one that is as simple as can be."""
     found = [program._replace(steps=steps) for steps in shorter(program.steps)]
     plain = {
         "losses": ("all",) * program.size, "complex_registers": (False,) * 3, "complex_input": False, "single": False,
         "shared": False, "waitall": False, "second": "hvp", "objective": "sum", "seed": 0,
         "compiled": "none",
     }  # fmt: skip
+    # Mostly the steps alone matter: one job finds that, in place of one for each change.
+    found.append(program._replace(**plain, steps=tuple(map(plainest, program.steps))))
+    found.append(program._replace(**plain))
     found += [program._replace(**{name: value}) for name, value in plain.items()]
     for place, step in enumerate(program.steps):
         for plainer in plainer_steps(step):
@@ -31,15 +34,20 @@ def shorter(steps):
 
 
 def plainer_steps(step):
-    """Return the step with one of its fields at its simplest."""
-    for name, value in zip(step._fields, step):
-        plainer = simplest(value)
-        if name == "part":
-            plainer = 3
-        if name == "lengths" and value is not None:
-            plainer = (2,) * len(value)
-        if plainer != value:
-            yield step._replace(**{name: plainer})
+    """Yield the step with one of its fields at its simplest."""
+    for name, value in zip(step._fields, plainest(step)):
+        if value != getattr(step, name):
+            yield step._replace(**{name: value})
+
+
+def plainest(step):
+    """Return the step with all of its fields at their simplest."""
+    found = step._replace(**{name: simplest(value) for name, value in zip(step._fields, step)})
+    if "part" in step._fields:
+        found = found._replace(part=3)
+    if getattr(step, "lengths", None) is not None:
+        found = found._replace(lengths=(2,) * len(step.lengths))
+    return found
 
 
 def simplest(value):
