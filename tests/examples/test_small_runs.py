@@ -57,7 +57,7 @@ RUNS = [
         r"relative error of the start: (\S+)", lambda error: error < 0.4,
     ),
     Small(
-        2, "examples/influenza_1978.py", "--repetitions 20",
+        2, "examples/influenza_1978.py", "--repetitions 4",
         r"R0 +(\S+) +SciPy +(\S+)", is_close(1e-5),
     ),
     Small(
