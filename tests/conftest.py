@@ -58,7 +58,7 @@ WHOLE_SUITE = {
 # A file all of whose tests run on one rank only.
 OF_ONE_RANK = re.compile(r"^pytestmark = .*\bmark\.(launches|serial|one_rank)\b", re.MULTILINE)
 
-ON_ONE_NUMBER = ("launches", "serial", "one_rank", "mpi", "also_on")  # marks of tests whose parameter sets aren't divided
+ON_ONE_NUMBER = {"launches", "serial", "one_rank", "mpi", "also_on"}  # marks of tests whose parameter sets aren't divided
 
 # All ranks must draw the same examples, and none may go on to search a smaller one while the others wait.
 hypothesis.settings.register_profile(
@@ -171,7 +171,7 @@ def _parameter_sets_of_other_ranks(items: list[pytest.Item]) -> set[pytest.Item]
     """
     sets: dict[tuple, list[pytest.Item]] = {}
     for item in items:
-        if hasattr(item, "callspec") and not any(map(item.get_closest_marker, ON_ONE_NUMBER)):
+        if hasattr(item, "callspec") and ON_ONE_NUMBER.isdisjoint(mark.name for mark in item.iter_markers()):
             sets.setdefault((item.path, item.originalname), []).append(item)
     return {item for of_one in sets.values() if len(of_one) > 2 for item in of_one[WORLD.size == 3 :: 2]}
 

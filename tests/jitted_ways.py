@@ -24,11 +24,13 @@ def generate(metafunc: pytest.Metafunc) -> None:
 
 
 def _has_ways(metafunc: pytest.Metafunc) -> bool:
-    tests, marks = metafunc.config.rootpath / "tests", {mark.name for mark in metafunc.definition.iter_markers()}
-    inside = any(Path(metafunc.definition.path).is_relative_to(tests / package) for package in PACKAGES)
-    inside = inside and "device" not in Path(metafunc.definition.path).stem  # whose arrays aren't compiled
-    chosen = metafunc.config.getoption("thorough") or "also_jitted" in marks
-    return inside and chosen and not marks & {"interpreted", "launches"}
+    marks = {mark.name for mark in metafunc.definition.iter_markers()}
+    chosen = "also_jitted" in marks or metafunc.config.getoption("thorough")
+    if not chosen or marks & {"interpreted", "launches"}:
+        return False
+    path, tests = Path(metafunc.definition.path), metafunc.config.rootpath / "tests"
+    # The arrays of devices aren't compiled.
+    return any(path.is_relative_to(tests / package) for package in PACKAGES) and "device" not in path.stem
 
 
 @pytest.fixture(autouse=True)
