@@ -1,9 +1,9 @@
-"""Functions of numbers made scalar programs, these differentiated, written as text, and compiled to machine code.
+"""Compilation of scalar functions: tracing to programs, differentiation, source text, machine code.
 
-A function is called with symbols (`tracing`), which record the operations applied to them: a `Program`, in static single
-assignment, of named groups of inputs. Its derivatives are programs (`derivatives`), and `source` writes it, in C or in the
-kernel language. That is a small typed part of Python, in which others write loops around programs: `translation` makes
-LLVM's intermediate representation of it, `machine_code` functions, and `cache` keeps them for the next process.
+`tracing` calls a function with symbols, which record the operations applied to them as a `Program`, in static single
+assignment form. `derivatives` makes programs of its derivatives. `source` writes a program as text, in C++ or in the kernel
+language: a small typed subset of Python, in which other packages write loops around programs. `translation` turns the
+kernel language into LLVM's intermediate representation, `machine_code` compiles that, and `cache` stores the machine code.
 
-Nothing here knows of ODEs, MPI or autograd's tapes.
+This package is independent of ODEs, MPI and autograd's tapes.
 """

@@ -1,8 +1,8 @@
-"""Arguments of kernels: their types, and conversion of arrays.
+"""Arguments of kernels: their types, and the conversion of arrays.
 
-Complex arrays are passed as real and imaginary parts, one after the other, in twice as many rows or columns; real arrays
-are passed as they are. A cotangent g of autograd's belongs to a + ib as ∂/∂a - i ∂/∂b, so the parts' cotangents are the
-parts of its conjugate.
+Complex arrays are passed as real arrays with twice as many rows or columns, in which the real and imaginary parts of an
+entry are neighbors. autograd's cotangent of a + ib is ∂/∂a - i ∂/∂b, so the cotangents of a and b are the parts of its
+conjugate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array
 
-# Bytes of a line of the processor's cache.
+# Bytes in a cache line.
 _LINE = 64
 
 
@@ -24,7 +24,7 @@ class Argument(NamedTuple):
     """The type of an argument."""
 
     dtype: np.dtype
-    ndim: int | None  # of a contiguous array; None is a number
+    ndim: int | None  # number of axes of a contiguous array; None for a number
 
 
 def arguments_of(signature: str) -> list[Argument]:
@@ -37,7 +37,7 @@ def arguments_of(signature: str) -> list[Argument]:
 
 @lru_cache(64)
 def signature_in(text: str, name: str) -> str:
-    """Return the signature of a kernel from its annotations, as ``def kernel(n: int64, x: float64[:, ::1]):``."""
+    """Return the signature of a kernel from its annotations, such as ``def kernel(n: int64, x: float64[:, ::1]):``."""
     head = text.partition(f"def {name}(")[2].partition("):")[0]
     kinds = re.findall(r": (\w+(?:\[[^]]*\])?)", head)
     return f"void({', '.join(kinds)})"
@@ -49,48 +49,48 @@ def is_linked(signature: str) -> bool:
 
 
 def argument(x: Array, dtype: DTypeLike = float) -> Array:
-    """Return an array as kernels take it: itself, if it is contiguous, of this dtype, and writable."""
+    """Return a contiguous, writable array of a dtype: x itself, or a copy."""
     return np.require(x, dtype, ["C_CONTIGUOUS", "WRITEABLE"])
 
 
 def aligned(count: int, dtype: np.dtype) -> Array:
-    """Return zeros that begin with a cache line, and share none with another thread's data."""
-    # Memory begins at any multiple of 16 bytes. From some, each vector of 64 bytes lies in two lines: up to a fifth slower.
+    """Return an array of zeros in cache lines of its own."""
+    # NumPy aligns memory to 16 bytes. A vector of 64 bytes could lie in two cache lines, which is up to 20 % slower.
     bytes_ = np.zeros(count * dtype.itemsize + 2 * _LINE, np.uint8)
     first = -bytes_.ctypes.data % _LINE
     return bytes_[first : first + count * dtype.itemsize].view(dtype)
 
 
 def is_complex(x: Array) -> bool:
-    """Return whether an array's, a number's or a dtype's numbers are complex."""
+    """Return whether an array, a number or a dtype is complex."""
     return np.issubdtype(x, np.complexfloating) if isinstance(x, (type, np.dtype)) else np.iscomplexobj(x)
 
 
 def real_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype of the parts."""
+    """Return the dtype of the real and imaginary parts."""
     parts: Array = np.zeros(0, dtype)
     return parts.real.dtype
 
 
 def parts(x: Array) -> Array:
-    """Return an array whose last axis, contiguous, is one of parts: a view, of real arrays themselves."""
+    """Return a complex array as a real view whose last axis alternates real and imaginary parts; a real one unchanged."""
     return x.view(real_dtype(x.dtype)) if is_complex(x) else x
 
 
 def from_parts(x: Array, dtype: DTypeLike) -> Array:
-    """Return an array of a dtype whose `parts` these are."""
+    """Return the array of this dtype whose `parts` are x."""
     return np.ascontiguousarray(x, real_dtype(dtype)).view(dtype) if is_complex(dtype) else x
 
 
 def row_parts(x: Array) -> Array:
-    """Return an array of shape (..., d, n) with its last axis but one as one of parts."""
+    """Return an array of shape (..., d, n) with real and imaginary parts as separate rows: (..., 2 d, n) if complex."""
     if not is_complex(x):
         return x
     return np.stack([x.real, x.imag], axis=-2).reshape(*x.shape[:-2], 2 * x.shape[-2], x.shape[-1])
 
 
 def from_row_parts(x: Array, dtype: DTypeLike) -> Array:
-    """Return an array of a dtype whose `row_parts` these are."""
+    """Return the array of this dtype whose `row_parts` are x."""
     if not is_complex(dtype):
         return x
     made = np.empty((*x.shape[:-2], x.shape[-2] // 2, x.shape[-1]), dtype)

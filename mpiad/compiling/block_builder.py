@@ -1,4 +1,4 @@
-"""Instructions of one function in LLVM's intermediate representation, block by block, as text; and its variables."""
+"""The text of a function in LLVM's intermediate representation: its basic blocks and its variables."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The types of the kernel language, and how values are converted.
+# The types ("kinds") of the kernel language.
 #
-# Numbers are booleans, 64-bit integers, and floats of single and double precision, as LLVM's i1, i64, float and double.
-# Array entries of fewer bits are widened when loaded. As in NumPy, a 64-bit integer and a single-precision float make a
-# double. An array is the address of its first entry and its lengths; it is contiguous.
+# Numbers are booleans, 64-bit integers, and floats in single and double precision: LLVM's i1, i64, float and double.
+# Array entries with fewer bits are widened when loaded. As in NumPy, the common type of a 64-bit integer and a
+# single-precision float is double. An array is contiguous, given by the address of its first entry and its lengths.
 
 
 BOOLEAN, INTEGER, SINGLE, DOUBLE = KINDS = ("i1", "i64", "float", "double")
@@ -50,43 +50,43 @@ def kind_of(dtype: np.dtype) -> str:
 
 
 def common_kind(a: str, b: str) -> str:
-    """Return the kind to which two numbers are converted before they are added."""
+    """Return the common type to which the operands of an arithmetic operation are converted."""
     if {a, b} == {INTEGER, SINGLE}:
         return DOUBLE
     return KINDS[max(KINDS.index(a), KINDS.index(b))]
 
 
 def float_literal(x: float) -> str:
-    """Return a double as LLVM reads it to the last bit, whatever the locale."""
+    """Return a double as an exact LLVM literal, which doesn't depend on the locale."""
     return f"0x{struct.unpack('<Q', struct.pack('<d', x))[0]:016X}"
 
 
 def literal_value(text: str) -> float:
-    """Return the double that `float_literal` has written."""
+    """Return the value of a literal made by `float_literal`."""
     return struct.unpack("<d", struct.pack("<Q", int(text, 16)))[0]
 
 
-# Its result is its argument; LLVM replaces the one by the other after all loop optimizations.
+# An intrinsic that returns its argument; LLVM removes it after all loop optimizations.
 _HIDDEN = "llvm.strip.invariant.group.p0"
 
 
 class Block:
-    """A sequence of instructions that ends with a jump."""
+    """A basic block: a sequence of instructions that ends with a jump."""
 
     def __init__(self, label: str):
         self.label, self.ended = label, False
         self.lines: list[str] = []
 
     def text(self) -> str:
-        """Return the block as LLVM reads it."""
+        """Return the block as LLVM text."""
         return "\n  ".join([f"{self.label}:", *self.lines])
 
 
 class BlockBuilder:
     """Appends instructions to the current block of a function.
 
-    `fast`: flags of floating-point operations, as LLVM writes them. `declared`: takes the declarations of the functions
-    that are called, by name. `hides_rows`: whether the relative positions of rows are hidden from LLVM.
+    `fast`: LLVM's fast-math flags of floating-point operations. `declared`: collects the declarations of called functions,
+    by name. `hides_rows`: whether the relative positions of rows are hidden from LLVM's optimizer.
     """
 
     def __init__(self, fast: str, declared: dict[str, str], hides_rows: bool):
@@ -97,7 +97,7 @@ class BlockBuilder:
         self.current = self.blocks[0]
 
     def text(self) -> str:
-        """Return all blocks as LLVM reads them, with the memory of variables at the entry."""
+        """Return all blocks as LLVM text, with the stack slots of variables in the first."""
         entry, *others = self.blocks
         first = Block(entry.label)
         first.lines = [*self._slots, *entry.lines]
@@ -120,11 +120,11 @@ class BlockBuilder:
         self._end(f"br label %{block.label}")
 
     def branch(self, condition: Value, yes: Block, no: Block) -> None:
-        """End the current block in one of two ways."""
+        """End the current block with a conditional branch."""
         self._end(f"br i1 {condition.text}, label %{yes.label}, label %{no.label}")
 
     def leave(self, text: str) -> None:
-        """End the function."""
+        """Return from the function."""
         self._end(f"ret {text}")
 
     def _end(self, line: str) -> None:
@@ -135,7 +135,7 @@ class BlockBuilder:
     # ---- instructions
 
     def do(self, line: str) -> None:
-        """Append an instruction without a result; unreachable ones are left out."""
+        """Append an instruction without a result, unless it is unreachable."""
         if not self.current.ended:
             self.current.lines.append(line)
 
@@ -162,13 +162,13 @@ class BlockBuilder:
         return name
 
     def call(self, function: str, kind: str, *operands: Value, fast: bool = True) -> Value:
-        """Append a call of an intrinsic or of the C library, by operands of their kinds."""
+        """Append a call of an intrinsic or a function of the C library."""
         self.declared[function] = f"declare {kind} @{function}({', '.join(x.kind for x in operands)})"
         given = ", ".join(f"{x.kind} {x.text}" for x in operands)
         return self.value(kind, f"call {self._fast if fast else ''}{kind} @{function}({given})")
 
     def row(self, element: str, data: str, place: str) -> str:
-        """Return the address of the row of an array that begins at a place."""
+        """Return the address of the row of an array that begins at the entry `place`."""
         start = self.name(f"getelementptr inbounds {element}, ptr {data}, i64 {place}")
         if not self._hides_rows:
             return start
@@ -178,7 +178,7 @@ class BlockBuilder:
     # ---- conversions
 
     def converted(self, x: Value, kind: str) -> Value:
-        """Return a number as another kind; floats become integers toward zero."""
+        """Return a number converted to another type; floats are rounded toward zero to integers."""
         if x.kind == kind:
             return x
         if kind == BOOLEAN:
@@ -213,16 +213,15 @@ class BlockBuilder:
         return self.value(BOOLEAN, f"fcmp une {x.kind} {x.text}, 0.0")
 
     def selected(self, condition: Value, a: Value, b: Value) -> Value:
-        """Return a or b; both have been computed."""
+        """Return a if the condition is true, else b; both have been computed."""
         return self.value(a.kind, f"select i1 {condition.text}, {a.kind} {a.text}, {b.kind} {b.text}")
 
 
 class Variables:
-    """The variables of a function, each with memory of its own, which LLVM turns into registers.
+    """The variables of a function, each with a stack slot, which LLVM turns into a register.
 
-    `given`: the function's arguments, by name; those that it assigns to become variables. `kinds`: by name the widest
-    kind of number that is known to be assigned to a variable. A wider one is noted here, and the
-    function must be translated again.
+    `given`: the function's arguments, by name; those that it assigns to become variables. `kinds`: the widest type
+    assigned to each variable so far. A wider one updates it, and the function must then be translated again.
     """
 
     def __init__(self, build: BlockBuilder, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]):
@@ -231,7 +230,7 @@ class Variables:
         self._arrays: dict[str, tuple[str, str, tuple[str, ...]]] = {}  # dtype, and memory of the address and the lengths
 
     def read(self, name: str) -> Value | ArrayValue | None:
-        """Return the value of a variable or an argument; None if there is none of this name."""
+        """Return the value of a variable or an argument; None if the name is unknown."""
         build = self._build
         if name in self._numbers:
             kind, slot = self._numbers[name]

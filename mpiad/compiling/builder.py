@@ -1,4 +1,4 @@
-"""Construction and simplification of programs: common subexpressions are shared, and constants are folded."""
+"""Construction and simplification of programs: common subexpression elimination, constant folding, identities."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import numpy as np
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Input, Instruction, Program, Refusal, exact, is_boolean
 
-# Algebraic simplifications of operations, which don't change a value.
+# Algebraic simplifications.
 #
-# All are exact, NaN and infinity included, but for the sign of a zero: x + 0 is x also if x is -0. So 0 · x stays, and
-# so does x - x. The square of a modulus is computed without the root, exact to rounding: |z|² is its usual use in f.
+# All but one are exact, for NaN and infinity too, except for the sign of a zero: x + 0 becomes x even if x is -0. Therefore
+# 0 · x and x - x aren't simplified. The exception: |z|², frequent in users' functions, is computed without the root, which
+# changes it by rounding.
 
 
 def _inner(builder: Builder, x: int, operation: str) -> int | None:
-    """Return the argument of x if x is that operation of one argument, else None."""
+    """Return the argument of the unary `operation` if x is its value, else None."""
     instruction = builder.instructions[x]
     return instruction.arguments[0] if instruction.operation == operation else None
 
@@ -104,15 +105,13 @@ def _where(b: Builder, condition: int, x: int, y: int) -> int | None:
     return None if opposite is None else b.call("where", opposite, y, x)
 
 
-# For maximum and minimum.
 def _same(b: Builder, x: int, y: int) -> int | None:
     return x if x == y else None
 
 
-# 0^0 is 1 and so is NaN^0.
 def _power(b: Builder, x: int, y: int) -> int | None:
     exponent = b.value(y)
-    if exponent == 0:
+    if exponent == 0:  # NaN to the power of 0 is 1, too
         return b.constant(1.0)
     if exponent == 2:
         return _square_of_modulus(b, x)
@@ -138,14 +137,15 @@ _RULES: dict[str, Callable[..., int | None]] = {
 }
 
 
-# Far more than registers hold, and still quick to trace.
-_MOST = 50_000
+# Limits the duration of a trace.
+_MAX_OPERATIONS = 50_000
 
 
 class Builder:
-    """Makes a program, instruction by instruction.
+    """A program under construction; methods that append an instruction return the number of its value.
 
-    `refused` (or None): the first reason for which the program can't be made, kept in case f catches the exception.
+    `refused`: the first reason why the traced function can't be compiled, None if there is none. The function may catch
+    the exception that reports it.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class Builder:
         self._known: dict[tuple, int] = {}
 
     def refuse(self, reason: str) -> NoReturn:
-        """Leave f by a Refusal."""
+        """Raise a Refusal, and remember the reason."""
         self.refused = self.refused or reason
         raise Refusal(reason)
 
@@ -167,7 +167,7 @@ class Builder:
         return self._number(Instruction("input", (), (group, place)))
 
     def pair(self, real: int, imag: int) -> int:
-        """Return the number of a complex value. It stands for its parts, and no program has it."""
+        """Return the number of a complex value; programs contain only its parts."""
         return self._number(Instruction("complex", (real, imag)))
 
     def parts(self, number: int) -> tuple[int, ...] | None:
@@ -176,7 +176,7 @@ class Builder:
         return instruction.arguments if instruction.operation == "complex" else None
 
     def call(self, operation: str, *arguments: int) -> int:
-        """Return the number of an operation's value, or of a simpler one that equals it."""
+        """Return the number of an operation's value, simplified."""
         rule = _RULES.get(operation)
         simpler = None if rule is None else rule(self, *arguments)
         if simpler is not None:
@@ -185,7 +185,7 @@ class Builder:
         if None not in values:
             with np.errstate(all="ignore"):
                 return self.constant(OPERATIONS[operation].function(*values).item())
-        # So that x y and y x are one value.
+        # x + y and y + x are one value.
         if OPERATIONS[operation].commutes:
             arguments = tuple(sorted(arguments))
         return self._number(Instruction(operation, arguments))
@@ -200,8 +200,8 @@ class Builder:
         return is_boolean(self.instructions, number)
 
     def program(self, groups: Mapping[str, int], outputs: Sequence[int]) -> Program:
-        """Return the program of some outputs, without the values that they don't need."""
-        # Arguments precede the values computed from them, so one pass from the end finds all that is needed.
+        """Return the program of some outputs, without unused values."""
+        # Arguments precede the values computed from them, so one backward pass finds all needed values.
         needed = set(outputs)
         for number in range(len(self.instructions) - 1, -1, -1):
             if number in needed:
@@ -212,31 +212,31 @@ class Builder:
         return Program(groups, moved, [new[i] for i in outputs])
 
     def _number(self, instruction: Instruction) -> int:
-        # Not the instruction itself, since 0 == -0, 1 == True, and NaN != NaN.
+        # The instruction itself can't be the key, since 0 == -0, 1 == True, and NaN != NaN.
         key = (instruction.operation, instruction.arguments, exact(instruction.value))
         number = self._known.get(key)
         if number is None:
             number = self._known[key] = len(self.instructions)
-            if number >= _MOST:
-                self.refuse(f"it has more than {_MOST} operations on scalars")
+            if number >= _MAX_OPERATIONS:
+                self.refuse(f"it has more than {_MAX_OPERATIONS} operations on scalars")
             self.instructions.append(instruction)
         return number
 
 
 def simplify(program: Program, known: Mapping[Input, float] | None = None) -> Program:
-    """Return a program of the same values with less to compute, simplified by `Builder.call`.
+    """Return a program with the same outputs, simplified by `Builder.call`.
 
-    `known` has the values of inputs that are known, by groups and places; the places of the others stay as they are.
+    `known`: values of some inputs, by group and index; they become constants. The indices of the other inputs don't change.
     """
     builder = Builder()
-    new = copied(builder, program, known)
+    new = copy_program(builder, program, known)
     return builder.program(program.groups, [new[output] for output in program.outputs])
 
 
-def copied(
+def copy_program(
     builder: Builder, program: Program, known: Mapping[Input, float] | None = None, call: Callable[..., int] | None = None
 ) -> list[int]:
-    """Write a program's instructions into a builder, operations by `call`, and return their new numbers."""
+    """Append a program's instructions to a builder, operations by `call`, and return the new numbers of the values."""
     new, call = list[int](), call or builder.call
     for operation, arguments, value in program.instructions:
         if operation == "constant":

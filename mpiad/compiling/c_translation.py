@@ -1,9 +1,9 @@
-"""Statements of the kernel language as C, which is also C++ and CUDA: one source for CPU and GPU kernels.
+"""Translation of statements of the kernel language to C++ and CUDA, so that CPU and GPU kernels share one source.
 
-The language is that of `mpiad.compiling.translation`, but for arrays, of which each kernel has its own. A variable is
-declared at its first assignment, with the type of the value (`auto`), and belongs to that block; an array is the
-kernel's. Functions of `math` and NumPy have C's names, and their arguments' precision, as in C++. ``fma(a, b, c)`` becomes
-``a * b + c``, which a compiler for GPUs contracts if allowed.
+The language is that of `translation`, without arrays: kernels declare their own. A variable is declared at its first
+assignment, with the type of the value (`auto`), in the scope of that block. Functions of `math` and NumPy are called by
+their names in C, and are overloaded by precision, as in C++. ``fma(a, b, c)`` becomes ``a * b + c``, which compilers for
+GPUs contract if allowed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Sequence
 
-# Functions that are named differently in C; `larger` and `smaller` are the kernel's: they are NaN if either argument is.
+# Functions that are named differently in C. The kernel defines `larger` and `smaller`, which are NaN if either argument is.
 _CALLS = {
     "abs": "fabs({0})", "fma": "({0} * {1} + {2})", "max": "larger({0}, {1})", "min": "smaller({0}, {1})",
     "np.float64": "(double)({0})", "np.int64": "(long long)({0})",
@@ -21,7 +21,7 @@ _ATTRIBUTES = {"inf": "INFINITY", "nan": "NAN"}
 
 
 def c_lines(lines: Sequence[str], declared: Iterable[str] = ()) -> list[str]:
-    """Return statements of the kernel language as C; new variables are added to `declared`, if it is a set."""
+    """Return statements of the kernel language as C++; new variables are added to `declared` if it is a set."""
     known = declared if isinstance(declared, set) else set(declared)
     return [line for node in ast.parse("\n".join(lines)).body for line in _statement(node, known)]
 
@@ -55,7 +55,7 @@ def _statement(node: ast.stmt, known: set[str]) -> list[str]:
 
 
 def _counted(i: str, span: ast.expr) -> str:
-    """Return the head of a loop over a range, which counts down if it has a step."""
+    """Return the head of a `for` loop over a range, which counts down if a step is given."""
     given = [_text(argument) for argument in span.args]  # type: ignore[attr-defined]
     start, stop = given[:2] if len(given) > 1 else ("0", given[0])
     before, step = (">", "--") if len(given) > 2 else ("<", "++")
@@ -67,7 +67,7 @@ def _text(node: ast.expr) -> str:
 
 
 class _Expression(ast.NodeTransformer):
-    """Replaces the parts of an expression that C writes differently by names; the rest is the same in both."""
+    """Rewrites the parts of an expression that differ in C++: each becomes a name with that text."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:  # noqa: N802
         """Return a call, or the operators that C has for it."""
@@ -89,7 +89,7 @@ class _Expression(ast.NodeTransformer):
         return ast.Name(f"({sign.join(f'({_text(value)})' for value in node.values)})")
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:  # noqa: N802
-        """Return the contrary of a condition, and negative numbers as they are."""
+        """Return a negation, logical or arithmetic."""
         if isinstance(node.op, ast.Not):
             return ast.Name(f"!({_text(node.operand)})")
         return ast.Name(f"(-{_text(node.operand)})")

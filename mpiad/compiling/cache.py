@@ -1,7 +1,4 @@
-"""Compiled kernels, by their source text: in memory, and on disk for the next process.
-
-The files on disk hold machine code (see `machine_code`).
-"""
+"""Compiled kernels by source text, cached in memory, and on disk as machine code (see `machine_code`)."""
 
 from __future__ import annotations
 
@@ -24,36 +21,33 @@ from typing import IO, NamedTuple
 from mpiad.cache_folder import cache_folder, is_private
 from mpiad.compiling.machine_code import Code, code_of, description, function_of
 
-# Compiled kernels on disk, a file each: it is written whole or not at all, and checked before it is used.
+# The cache on disk: one file per kernel.
 #
-# Their content is run as code, so nothing is taken from a folder or file that somebody else can write into, nor from one
-# whose checksum isn't that of its content. A file is made under a name of its own and renamed when it is complete. Of
-# processes that want the same one at the same time, one makes it, and the others wait.
+# The files are executed, so files or folders that other users can write to are ignored, and so are files with a wrong
+# checksum. A file is written under a temporary name and then renamed, so it is always complete. If several processes need
+# the same kernel at the same time, one compiles it while the others wait.
 
 
 try:
     import fcntl
-except ImportError:  # not on Windows: there each process makes its own
+except ImportError:  # on Windows, where each process compiles
     fcntl = None  # type: ignore[assignment]
 
 
 _SUFFIX, _UNFINISHED, _LOCK = ".kernel", "unfinished-", "lock-"
 _MOST_ENTRIES, _DAY = 256, 86_400.0
-# Seconds for which others wait for a lock, since its holder may have been stopped, and between their attempts.
-_PATIENCE, _LOOK = 10.0, 0.01
+# Seconds: limit for waiting for a lock, whose holder may hang, and the interval between attempts.
+_LOCK_TIMEOUT, _POLL_INTERVAL = 10.0, 0.01
 
 
 class Store:
-    """A folder that holds entries.
-
-    `root`: exists, and belongs to this user alone.
-    """
+    """A cache folder; `root` exists, and only this user can access it."""
 
     def __init__(self, root: Path):
         self.root = root
 
     def find(self, key: str) -> bytes | None:
-        """Return the content of an entry, None if there is none that can be trusted."""
+        """Return the content of an entry, None if it is missing or can't be trusted."""
         path = self._path(key)
         try:
             with open(path, "rb", opener=_own_file) as file:
@@ -67,18 +61,18 @@ class Store:
 
     @contextmanager
     def locked(self, key: str) -> Iterator[None]:
-        """Hold the lock of an entry, which one process has at a time; without it, if that takes too long."""
+        """Hold the lock of an entry, which excludes other processes; after a timeout, continue without it."""
         lock = self._lock(self.root / f"{_LOCK}{key}")
         try:
             yield
         finally:
             if lock is not None:
-                # Removed while it is held: a waiting process detects that, and opens the next one.
+                # Removed while it is held: a waiting process detects this, and creates a new file.
                 Path(lock.name).unlink(missing_ok=True)
                 lock.close()
 
     def _lock(self, path: Path) -> IO | None:
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + _LOCK_TIMEOUT
         while fcntl is not None and time.monotonic() < end:
             try:
                 lock = open(path, "a", opener=_own_file)
@@ -95,14 +89,14 @@ class Store:
                 if not isinstance(error, BlockingIOError):  # a file system without locks
                     lock.close()
                     return None
-                if time.time() - os.fstat(lock.fileno()).st_mtime > _PATIENCE:
+                if time.time() - os.fstat(lock.fileno()).st_mtime > _LOCK_TIMEOUT:
                     end = 0.0
-                time.sleep(_LOOK)
+                time.sleep(_POLL_INTERVAL)
             lock.close()
         return None
 
     def keep(self, key: str, content: bytes) -> None:
-        """Write an entry, or replace an invalid one; called by the holder of its lock."""
+        """Write an entry, or replace an invalid one; the caller holds its lock."""
         path, unfinished = self._path(key), ""
         if path.exists() and self.find(key) is None:
             _log.warning("the compiled kernel in %s isn't what was written there; it is made again.", path)
@@ -136,7 +130,7 @@ class Store:
 
 
 def _own_file(path: str, flags: int) -> int:
-    """Open a file of this user's own: the checked file is the one that is read, and neither a link nor a pipe."""
+    """Open a regular file that belongs to this user alone; the check is on the open file, so it can't be exchanged."""
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
     facts = os.fstat(descriptor)
     if not is_private(facts) or not stat.S_ISREG(facts.st_mode):
@@ -157,34 +151,33 @@ def store() -> Store | None:
 
 _log = logging.getLogger("mpiad")
 
-# Files that determine the machine code of a text: changes of one of these change the key.
+# Source files that determine the machine code of a kernel; a change of one of them changes all keys.
 _COMPILER = ("translation.py", "block_builder.py", "arguments.py", "machine_code.py")
 
 _lock = threading.RLock()
-# The least recently used are dropped: a function that differs at each call would fill the memory.
+# The least recently used kernels are dropped, since functions that change at each call would fill the memory.
 _MOST_LOADED = 256
-# By text, name and signature: to hash a text that is the same object costs nothing, and each solve comes here.
+# By text, name, signature and fast-math flags. A lookup is fast, since a string caches its hash.
 _loaded: dict[tuple[str, str, str, str], Kernel] = {}
 
 
 class Kernel(NamedTuple):
     """A compiled function."""
 
-    function: Callable[..., None]  # it lets other threads run; see `machine_code.function_of`
-    seconds: float  # duration of the first request of the text in this process
-    origin: str  # "compiled", or "disk" if another process had done it
+    function: Callable[..., None]  # releases the GIL; see `machine_code.function_of`
+    seconds: float  # time that this process took to compile or load it
+    origin: str  # "compiled", or "disk" if it was loaded from there
 
 
 def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = "") -> Kernel:
-    """Return the function `name` of a text in the language of `translation`, compiled.
+    """Return the compiled function `name` of a source text in the kernel language (see `translation`).
 
-    The signature is one of arrays and numbers, as ``void(int64, float64[:, ::1])``; with ``linked`` for ``void``, of a
-    linked kernel. `fast` says how floating-point operations may be changed, as LLVM writes it; not at all by default. Each
-    rank calls it for itself: of those that want the same text at the same time one compiles it, and the others wait for
-    the entry that it keeps on disk; without a store, all compile. The log says when a kernel is compiled or loaded, at
-    level INFO in the name of a public function, `call`.
+    The signature is such as ``void(int64, float64[:, ::1])``, with ``linked`` instead of ``void`` for a linked kernel.
+    `fast`: LLVM's fast-math flags, none by default. It isn't collective: one of the processes that need the same kernel
+    compiles it, and the others wait for its file; without a cache folder, all compile. Compiling and loading are logged, at
+    level INFO if `call`, the name of a public function, is given.
     """
-    # Under the lock: a second thread waits for the first one's kernel instead of compiling it, too.
+    # A second thread that needs the same kernel waits for the first one.
     with _lock:
         known = text, name, signature, fast
         if known not in _loaded:
@@ -203,7 +196,7 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
 
 
 def functions_of(module: str, signatures: Mapping[str, str], fast: str = "") -> list[Callable[..., None]]:
-    """Return compiled functions of a module's own text, by their names and signatures; otherwise as `kernel_of`."""
+    """Return compiled functions of a module's own source, by names and signatures; otherwise as `kernel_of`."""
     text = inspect.getsource(sys.modules[module])
     return [kernel_of(text, name, signature, fast).function for name, signature in signatures.items()]
 
@@ -215,7 +208,7 @@ def forget() -> None:
 
 
 def _made(key: str, text: str, code: Callable[[], Code], signature: str) -> tuple[Callable[..., None], str]:
-    """Return the function from the disk or compiled, by one process at a time."""
+    """Return the function, loaded from the disk or compiled by one process at a time, and its origin."""
     kept = store()
     if kept is None:
         return function_of(code(), signature), "compiled"
@@ -251,8 +244,8 @@ def _key(text: str) -> str:
 
 @cache
 def _machine() -> str:
-    """Return all that determines the machine code of a text, besides the text."""
-    from importlib.metadata import PackageNotFoundError, version  # takes 20 ms, which each import of mpiad would
+    """Return everything besides the source text that determines the machine code."""
+    from importlib.metadata import PackageNotFoundError, version  # imported late, since it takes 20 ms
 
     try:
         own = version("mpiad")

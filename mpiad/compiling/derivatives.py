@@ -1,7 +1,7 @@
-"""Derivatives of programs, which are programs: transposed, or along directions.
+"""Derivatives of programs, as programs: vector-Jacobian and Jacobian-vector products.
 
-Both compute the values that they need once, and nothing for inputs that aren't requested. Derivatives are with respect to
-groups of inputs, or some inputs of these. Seeds (cotangents, tangents) are one more group, the last.
+They compute the values of the original program only once, and nothing for inputs that aren't requested. Inputs are
+requested by groups, and optionally by indices in these. The seeds (cotangents or tangents) are an additional last group.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import TypeAlias
 
-from mpiad.compiling.builder import Builder, copied
+from mpiad.compiling.builder import Builder, copy_program
 from mpiad.compiling.program import Input, Program
 from mpiad.compiling.symbols import Symbol, choose
 
 # The partial derivatives of each operation, written with symbols.
 #
-# At a kink or a tie of an operation they are those of autograd: 0 for the absolute value at 0, a half for each of two
-# equal arguments of a maximum, a third for each of three. So gradients agree with those of the vectorized path.
+# At kinks and ties they are autograd's, so that gradients agree with those of the vectorized implementation: 0 for the
+# absolute value at 0, and equal shares for equal arguments of a maximum.
 
 
-# A factor, or a linear function if a product would make NaN of 0 times infinity; None is zero.
+# A factor; or a linear function, if a product could be NaN since 0 is multiplied by infinity; or None for zero.
 Partial: TypeAlias = "Symbol | float | Callable[[Symbol], Symbol] | None"
 Rule: TypeAlias = "Callable[..., list[Partial]]"
 
 
 def _power(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
-    # At x = 0 the logarithm's infinity times zero would be NaN.
+    # At x = 0 the logarithm is infinite, and its product with zero would be NaN.
     safe = choose(x == 0.0, 1.0, x)
     return [y * x ** choose(y == 0.0, 1.0, y - 1.0), safe.log() * r]
 
@@ -40,7 +40,10 @@ def _divide(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
 
 
 def _largest(*arguments: Symbol) -> list[Partial]:
-    """Largest or smallest of several, the last argument here: shared equally among the arguments that equal it."""
+    """Return the derivatives of the largest or smallest of several arguments, shared equally by those that equal it.
+
+    The last argument of this function is the result.
+    """
     *given, r = arguments
     ties = [choose(x == r, 1.0, 0.0) for x in given]
     count = reduce(Symbol.__add__, ties)
@@ -52,7 +55,7 @@ def _largest(*arguments: Symbol) -> list[Partial]:
 
 
 def _larger(x: Symbol, y: Symbol, r: Symbol) -> list[Partial]:
-    """Maximum or minimum r: all to the argument that it equals, half to each in a tie."""
+    """Return the derivatives of the maximum or minimum r of two arguments: 1 for the one that equals it, 1/2 in a tie."""
     tie = x == y
 
     def share(argument: Symbol) -> Callable[[Symbol], Symbol]:
@@ -71,7 +74,7 @@ def _arctan2(y: Symbol, x: Symbol, _: Symbol) -> list[Partial]:
     return [x / square, -y / square]
 
 
-# Zero derivative: comparisons, functions of conditions, sign, and rounding.
+# Operations that are missing have the derivative zero: comparisons, logical operations, sign, and rounding.
 PARTIALS: dict[str, Rule] = {
     "add": lambda x, y, r: [1.0, 1.0],
     "subtract": lambda x, y, r: [1.0, -1.0],
@@ -120,23 +123,23 @@ PARTIALS: dict[str, Rule] = {
 }
 
 
-# Groups, each with places in it; None is all of them.
+# Requested inputs: indices per group, None for all inputs of a group.
 Wanted: TypeAlias = "Mapping[str, Sequence[int] | None]"
 
 
 def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> Program:
-    """Return the transposed derivative of a program: its seeds are the cotangents of the outputs, a group of this name.
+    """Return the vector-Jacobian product of a program.
 
-    Its outputs are the cotangents of the inputs that are wanted, in this order: by default of all groups; else of these
-    groups, at these places in each, of which None is all. A ValueError if the program has no such groups, or one of the
-    seeds' name.
+    `seeds`: name of the additional group, the cotangents of the outputs. The outputs of the result are the cotangents of
+    the inputs in `wanted`, in this order, by default of all inputs. Raises a ValueError if the program lacks one of these
+    groups, or has one named `seeds`.
     """
     builder = Builder()
-    new = copied(builder, program)
+    new = copy_program(builder, program)
     cotangents: dict[int, Symbol] = {}
     for place, output in enumerate(program.outputs):
         _add(cotangents, new[output], 1.0, Symbol(builder, builder.input(seeds, place)))
-    # Numbers of values are in an order of computation, so all uses of a value come after it.
+    # Values are numbered in the order of computation, so all uses of a value come after it.
     last = max(new, default=-1)
     for number in range(last, -1, -1):
         if number in cotangents:
@@ -147,12 +150,12 @@ def vjp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
 
 
 def jvp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> Program:
-    """Return the derivative of a program along a direction: its seeds are the tangents of the inputs that are wanted.
+    """Return the Jacobian-vector product of a program: the tangents of its outputs.
 
-    Its outputs are the tangents of the outputs. `wanted` and errors are as for `vjp`; `simplify` sets seeds that are known.
+    The seeds are the tangents of the inputs in `wanted`. Otherwise as for `vjp`. Known seeds can be inserted by `simplify`.
     """
     builder = Builder()
-    new, zero = copied(builder, program), Symbol(builder, builder.constant(0.0))
+    new, zero = copy_program(builder, program), Symbol(builder, builder.constant(0.0))
     inputs = _inputs(program, wanted)
     tangents = {builder.input(*place): Symbol(builder, builder.input(seeds, i)) for i, place in enumerate(inputs)}
     _push(builder, max(new, default=-1) + 1, tangents)
@@ -161,14 +164,14 @@ def jvp(program: Program, wanted: Wanted | None = None, seeds: str = "seed") -> 
 
 
 def derivatives_by_inputs(builder: Builder, program: Program, wanted: Wanted) -> dict[tuple[int, int], int]:
-    """Write a program's derivatives into a builder, and return their numbers by the places of outputs and of inputs.
+    """Append a program's partial derivatives to a builder, and return their numbers by (output, input).
 
-    Those of outputs that don't depend on an input are left out. The inputs are counted in the order of `wanted`.
+    Inputs are counted in the order of `wanted`. Derivatives that are structurally zero are omitted.
     """
-    new, found = copied(builder, program), {}
+    new, found = copy_program(builder, program), {}
     size, one = max(new, default=-1) + 1, Symbol(builder, builder.constant(1.0))
     for j, place in enumerate(_inputs(program, wanted)):
-        # No other input has a tangent of zero: products with it would stay, since they may be NaN.
+        # The other inputs have no tangent: products with a zero one couldn't be simplified, since they may be NaN.
         tangents = {builder.input(*place): one}
         _push(builder, size, tangents)
         found |= {(i, j): tangents[new[o]].number for i, o in enumerate(program.outputs) if new[o] in tangents}
@@ -196,20 +199,20 @@ def _with_seeds(program: Program, seeds: str, count: int) -> dict[str, int]:
 
 
 def _pull(builder: Builder, number: int, cotangents: dict[int, Symbol]) -> None:
-    """Give the arguments of a value their shares of its cotangent."""
+    """Add the contributions of a value's cotangent to the cotangents of its arguments."""
     for argument, partial in zip(builder.instructions[number].arguments, _partials(builder, number)):
-        if builder.value(argument) is None:  # a constant's isn't needed
+        if builder.value(argument) is None:  # not a constant
             _add(cotangents, argument, partial, cotangents[number])
 
 
 def _push(builder: Builder, size: int, tangents: dict[int, Symbol]) -> None:
-    """Give the first values, so many, the sums of their arguments' tangents; values added meanwhile have none."""
+    """Compute the tangents of the first `size` values; values that this appends have none."""
     for number in range(size):
         operation, arguments, _ = builder.instructions[number]
         moving = [i for i, argument in enumerate(arguments) if argument in tangents]
         if moving and operation == "where":
             condition, x, y = arguments
-            # One choice instead of the sum of two.
+            # One `where` instead of a sum of two.
             tangents[number] = choose(Symbol(builder, condition), tangents.get(x, 0.0), tangents.get(y, 0.0))
         elif moving:
             partials = _partials(builder, number)

@@ -1,10 +1,12 @@
-"""The values that a function reads besides its arguments: if they are the same as before, so is its result.
+"""Fingerprints of functions: the values that a function reads besides its arguments.
 
-The values are found by Python's names: global names, variables of enclosing functions, default values, and so on through
-the functions that it calls. Immutable values, small arrays and pytrees of them are compared by their current values,
-and the user's modules and objects by the attributes that are named with them, as in `settings.rate`. NumPy, autograd and
-math are assumed constant. Other values can't be followed, and make the result unknown: an object that the function
-passes on, properties, generators of random numbers.
+A function whose fingerprint is unchanged returns the same result for the same arguments.
+
+The values are found by name in the function's bytecode: global variables, variables of enclosing functions, default
+values, and recursively those of the functions that it calls. Immutable values, small arrays and pytrees of them enter by
+value. Of the user's modules and objects, those attributes enter that the code names, such as `rate` in `settings.rate`.
+NumPy, autograd and math are assumed constant. A function has no fingerprint if it reads other values, for example
+properties, generators of random numbers, or an object that it passes to another function.
 """
 
 from __future__ import annotations
@@ -21,24 +23,23 @@ import numpy as np
 
 from mpiad._typing import Function
 
-# Compared by equality.
 Fingerprint: TypeAlias = "tuple[Any, ...]"
 
 _STAY = frozenset({"numpy", "autograd", "math", "cmath", "builtins"})
-# They read values that no name refers to.
+# Functions that read values to which no name in the code refers.
 UNSEEN = frozenset({"eval", "exec", "globals", "id", "input", "locals", "open", "vars", "__import__"})
-# Limits for an array, and for all values read: comparing more takes longer than tracing.
+# Maximum number of entries of an array, and of values in a fingerprint: comparing more takes longer than tracing.
 _MOST_ENTRIES, _MOST_VALUES = 1024, 256
 _LOAD_LOCAL = ("LOAD_FAST", "LOAD_FAST_BORROW")
 _NOTHING = object()
-# The first entries of those parts of a fingerprint that end in numbers.
-_NUMBERS = frozenset({float, complex, np.float64, np.complex128, "<f8", "<c16"})
+# Types of floating-point values, which come first in the corresponding parts of a fingerprint.
+_FLOATS = frozenset({float, complex, np.float64, np.complex128, "<f8", "<c16"})
 
 
 def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
-    """Return all that a function reads besides its arguments, None if that can't be determined.
+    """Return a function's fingerprint, None if it can't be determined.
 
-    `given` are values that are read with it: the descriptions of its arguments.
+    `given`: further values that enter the fingerprint, such as descriptions of the arguments.
     """
     reader = _Reader()
     try:
@@ -51,9 +52,9 @@ def fingerprint_of(f: Function, *given: Any) -> Fingerprint | None:
 
 
 def text_of(f: Function) -> str:
-    """Return a text, the same in other processes, of a function's code and the values that it reads besides its arguments.
+    """Return a text of a function's code and of the values that it reads; it is the same in all processes.
 
-    Values that can't be followed are left out, and arrays are represented by a digest of their entries.
+    Values that can't be determined are represented by their types, and arrays by a digest of their entries.
     """
     reader = _PortableReader()
     reader.read(f)
@@ -64,22 +65,22 @@ def _portable(value: object) -> object:
     if isinstance(value, CodeType):
         return value.co_code, value.co_names, _portable(value.co_consts)
     if isinstance(value, frozenset):
-        return sorted(map(repr, value))  # whose order is each process's own
+        return sorted(map(repr, value))  # the order of a set varies between processes
     if isinstance(value, tuple):
         return tuple(map(_portable, value))
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    return value if name is None else name  # without its address
+    return value if name is None else name  # the repr would contain its address
 
 
-def kind_of(fingerprint: Fingerprint | None) -> Fingerprint | None:
-    """Return a fingerprint without the values of numbers that aren't integers: the other values that the function reads."""
+def without_floats(fingerprint: Fingerprint | None) -> Fingerprint | None:
+    """Return a fingerprint without the values of floating-point numbers and arrays."""
     if fingerprint is None:
         return None
-    return tuple(x[:-1] if isinstance(x, tuple) and x[:1] and x[0] in _NUMBERS else x for x in fingerprint)
+    return tuple(x[:-1] if isinstance(x, tuple) and x[:1] and x[0] in _FLOATS else x for x in fingerprint)
 
 
 class Unknown(Exception):
-    """Report that the values that a function reads can't be determined."""
+    """Report that a function has no fingerprint."""
 
 
 class _Reader:
@@ -88,13 +89,13 @@ class _Reader:
         self._known: set[int] = set()
 
     def read(self, value: object) -> None:
-        """Note a value, and all that it leads to."""
+        """Append a value, and all values that can be reached from it."""
         if len(self.found) > _MOST_VALUES:
             raise Unknown
         _READERS.get(type(value), _Reader._other)(self, value)
 
     def _plain(self, value: object) -> None:
-        # 1, 1.0 and True are equal, and so are 0.0 and -0.0.
+        # The type and the text distinguish values that compare equal: 1, 1.0 and True, or 0.0 and -0.0.
         self.found.append((type(value), value.hex() if type(value) is float else repr(value)))
 
     def _text(self, value: str | bytes) -> None:
@@ -117,7 +118,8 @@ class _Reader:
 
     def _function(self, value: FunctionType) -> None:
         module = value.__globals__.get("__name__", "")
-        # A function of autograd's own reads nothing else; one of the user's that it has wrapped is in its closure.
+        # Functions of constant modules read nothing that changes. A user's function that autograd has wrapped is in the
+        # closure of the wrapper.
         if module != "autograd.tracer" and _stays(module):
             self.found.append(value)
             return
@@ -144,7 +146,7 @@ class _Reader:
                 raise Unknown
 
     def _used(self, value: object, attributes: tuple[str, ...]) -> None:
-        """Note the reads of a value: an attribute, the next attribute of that, and so on."""
+        """Append what a chain of attributes of a value refers to, as far as the chain can be followed."""
         for name in attributes:
             if not _is_followed(value):
                 break
@@ -190,10 +192,10 @@ class _Reader:
 
 
 class _PortableReader(_Reader):
-    """Continues reading after something Unknown."""
+    """A reader that replaces unknown values by their types."""
 
     def read(self, value: object) -> None:
-        """Note a value, and all that it leads to."""
+        """Append a value, and all values that can be reached from it."""
         try:
             if type(value) is np.ndarray and value.dtype.kind in "biufc":
                 self.found.append((value.dtype.str, value.shape, hashlib.blake2b(value.tobytes()).digest()))
@@ -226,14 +228,14 @@ def content_of(cell: CellType) -> Any:
 
 
 def _is_followed(value: object) -> bool:
-    """Return whether single attributes of a value are read: for modules, classes and objects of the user's."""
+    """Return whether attributes of a value are read one by one: those of the user's modules, classes and objects."""
     if isinstance(value, (ModuleType, type)):
         return not _stays(value.__name__ if type(value) is ModuleType else value.__module__)
     return type(value) not in _READERS and hasattr(value, "__dict__")
 
 
 def attribute_of(value: Any, name: str) -> Any:
-    """Return an attribute that is stored, not computed."""
+    """Return an attribute that is stored; one that is computed is Unknown."""
     kind = type(value)
     if kind is ModuleType:
         own, bases = value.__dict__, ()
@@ -251,18 +253,18 @@ def attribute_of(value: Any, name: str) -> Any:
 
 
 class _Use(NamedTuple):
-    """A name that a code reads, and the attributes that it reads of its value: a, and b of that, in `name.a.b`."""
+    """A name that a code object reads, and the chain of attributes that follows it: ("a", "b") in `name.a.b`."""
 
-    kind: str
+    kind: str  # "global", or "around" for a variable of an enclosing function
     name: str
     attributes: tuple[str, ...]
 
 
 @lru_cache(maxsize=256)
 def uses_of(code: CodeType) -> tuple[_Use, ...]:
-    """Return a code's reads by global names and by those of enclosing functions, with those of the functions defined in it.
+    """Return the global variables and variables of enclosing functions that a code object reads.
 
-    It is Unknown if it imports modules or defines classes.
+    The functions defined in it are included. Code that imports modules or defines classes is Unknown.
     """
     uses = []
     for name, attributes in _loads(code, "LOAD_GLOBAL"):
@@ -271,22 +273,22 @@ def uses_of(code: CodeType) -> tuple[_Use, ...]:
         uses += [_Use("around", name, attributes)] if name in code.co_freevars else []
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            # Their variables around them are this code's own, unless it has them from around, too.
+            # A variable of an enclosing function is this code's own, unless it comes from a function around this one.
             uses += [use for use in uses_of(constant) if use.kind == "global" or use.name in code.co_freevars]
     return tuple(dict.fromkeys(uses))
 
 
 @lru_cache(maxsize=256)
 def uses_of_first(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Return the attributes that a method reads of its object, each time that it names it.
+    """Return the chains of attributes that a method reads of its first parameter, `self`.
 
-    They are Unknown if the object is passed to a function inside, or the name is assigned to.
+    They are Unknown if a nested function uses `self`, or if it is assigned to.
     """
     first = code.co_varnames[:1]
     if not first or first[0] in code.co_cellvars:
         raise Unknown
     for instruction in dis.get_instructions(code):
-        # Newer Pythons load two names at a time, and it isn't determined here to which one an attribute belongs.
+        # Newer Pythons have instructions that load two names; to which of them an attribute belongs isn't analyzed.
         names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         if "FAST" in instruction.opname and instruction.opname not in _LOAD_LOCAL and first[0] in names:
             raise Unknown
@@ -295,7 +297,7 @@ def uses_of_first(code: CodeType) -> tuple[tuple[str, ...], ...]:
 
 
 def _loads(code: CodeType, operation: str) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the names that an operation loads, each with the attributes that are read of it at once."""
+    """Return the names that a bytecode operation loads, each with the chain of attributes that follows."""
     found, instructions = [], list(dis.get_instructions(code))
     for place, instruction in enumerate(instructions):
         if instruction.opname in ("IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME", "LOAD_CLASSDEREF"):

@@ -1,10 +1,11 @@
-"""Kernels as machine code: compiled by LLVM once, and then called without a compiler.
+"""Machine code of kernels: compilation by LLVM to object files, which are loaded without a compiler.
 
-A kernel takes numbers and contiguous arrays, allocates nothing and raises nothing, so it is an object file that refers to
-the C library alone. A number is passed as itself, an array as the address of its first entry and its lengths.
+A kernel takes numbers and contiguous arrays, allocates nothing and raises nothing, so its object file refers only to the C
+library. A number is passed by value, an array as the address of its first entry and its lengths.
 
-A linked kernel takes all that from a block of memory, in words of 8 bytes: first the address and the block of the kernel
-that runs next, 0 after the last one, then its arguments. So one call of Python's, with one argument, runs a chain of them.
+A linked kernel takes one argument: the address of a block of 8-byte words in memory. The first two words are the function
+and the block of the kernel that runs next (0 for none), and the others are its arguments. Thus one call from Python runs a
+chain of kernels.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ import numpy as np
 
 from mpiad.compiling.arguments import Argument, arguments_of, is_linked
 
-# llvmlite is imported when it is first needed: it takes a twentieth of a second to load.
+# llvmlite is imported when it is needed, since that takes 50 ms.
 
 
-# The first bytes of object files on Linux, macOS and Windows. LLVM ends the process if there is something else.
+# The first bytes of object files on Linux, macOS and Windows. LLVM ends the process if it reads anything else.
 _OBJECT_FILES = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"d\x86")
 
 
 def description() -> str:
-    """Return all that determines a module's machine code, besides the module: LLVM's version and the processor."""
+    """Return everything besides the module that determines its machine code: LLVM's version and the processor."""
     import llvmlite
     import llvmlite.binding as llvm
 
@@ -45,7 +46,7 @@ def _target() -> Any:
 
 
 def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
-    """Compile a module in LLVM's intermediate representation; return the object file, and the functions outside of it."""
+    """Compile a module in LLVM's intermediate representation; return the object file, and the external functions."""
     import llvmlite.binding as llvm
 
     machine = _target()
@@ -53,7 +54,7 @@ def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
     module.triple, module.data_layout = llvm.get_process_triple(), str(machine.target_data)
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization = True
-    # Lanes are already vectors; vectorization within one costs more compile time than it saves.
+    # Loops over lanes become vectors already; SLP vectorization takes more compile time than it saves.
     options.slp_vectorization = False
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
@@ -62,13 +63,13 @@ def object_file(text: str) -> tuple[bytes, tuple[str, ...]]:
 
 
 def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, Any]:
-    """Load an object file; return a function's address in it, and the owner of the memory.
+    """Load an object file; return a function's address, and the owner of its memory.
 
-    An OSError if it isn't this machine's.
+    Raises an OSError if the file can't be loaded on this machine.
     """
     import llvmlite.binding as llvm
 
-    if not file.startswith(_OBJECT_FILES) or not are_there(outside):
+    if not file.startswith(_OBJECT_FILES) or not are_in_c_library(outside):
         raise OSError("this is no machine code, or it calls functions that the C library doesn't have")
     _target()
     # The engine destroys its target together with itself.
@@ -84,8 +85,8 @@ def symbol_in(file: bytes, symbol: str, outside: Sequence[str]) -> tuple[int, An
     return address, engine
 
 
-def are_there(names: Sequence[str]) -> bool:
-    """Return whether all functions are among those of the C library; LLVM ends the process if one is missing."""
+def are_in_c_library(names: Sequence[str]) -> bool:
+    """Return whether the C library has all these functions; LLVM ends the process if one is missing."""
     process = ctypes.CDLL(None)
     return all(hasattr(process, name) for name in names)
 
@@ -98,26 +99,25 @@ class Code(NamedTuple):
 
     symbol: str  # its name in the object file
     file: bytes  # the object file
-    outside: tuple[str, ...] = ()  # names of the functions that it calls, all of the C library
+    outside: tuple[str, ...] = ()  # names of the functions of the C library that it calls
 
 
 def code_of(text: str, name: str, signature: str, fast: str = "") -> Code:
-    """Compile the kernel `name` of a text in the language of `translation`; a NotImplementedError if it is in another.
+    """Compile the kernel `name` of a source text; raise a NotImplementedError if it isn't in the kernel language.
 
-    The signature is ``void(int64, float64[:, ::1])`` or the like; of a linked kernel, no two of whose arrays share memory
-    that it writes, ``linked(float64[:, ::1])``. `fast` says how floating-point operations may be changed, as LLVM writes
-    it; not at all by default.
+    The signature is such as ``void(int64, float64[:, ::1])``; for a linked kernel, such as ``linked(float64[:, ::1])``.
+    Arrays that a linked kernel writes mustn't overlap others. `fast`: LLVM's fast-math flags, none by default.
     """
-    # A process that finds its kernels on disk never needs it.
+    # Imported late: a process that finds its kernels on disk doesn't need it.
     from mpiad.compiling.translation import translated
 
     return Code(name, *object_file(translated(text, name, arguments_of(signature), fast, is_linked(signature))))
 
 
 def function_of(code: Code, signature: str) -> Callable[..., None]:
-    """Return a compiled function, which checks its arguments and lets other threads run; an OSError for another machine's.
+    """Return a compiled function that checks its arguments and releases the GIL; raise an OSError if it can't be loaded.
 
-    That of a linked kernel takes the address of its block, and checks nothing; its own address is the attribute `address`.
+    The function of a linked kernel takes the address of a block, and checks nothing; its attribute `address` is its own.
     """
     address, owner = symbol_in(code.file, code.symbol, code.outside)
     if not is_linked(signature):
@@ -128,7 +128,7 @@ def function_of(code: Code, signature: str) -> Callable[..., None]:
 
 
 def _native(address: int, owner: object, arguments: Sequence[Argument]) -> Callable[..., None]:
-    """Return the function at an address, which stays there as long as its owner lives."""
+    """Return the function at an address, which is valid as long as the owner exists."""
     kinds: list[Any] = []
     for dtype, ndim in arguments:
         kinds += [_SCALARS[dtype.name]] if ndim is None else [ctypes.c_void_p, *[ctypes.c_int64] * ndim]
@@ -147,7 +147,7 @@ def _native(address: int, owner: object, arguments: Sequence[Argument]) -> Calla
 
 
 def _array(argument: Argument, value: object, place: int) -> list[Any]:
-    """Return an array as kernels take it; of another kind, its memory would be misread."""
+    """Return the address and lengths of an array; raise a TypeError if the kernel would misread its memory."""
     if type(value) is not np.ndarray or (value.dtype, value.ndim) != argument or not value.flags.carray:
         got = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else f"{type(value).__name__}"
         raise TypeError(

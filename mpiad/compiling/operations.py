@@ -1,10 +1,7 @@
-"""The catalogue: the form of each operation in NumPy and in the kernel language.
+"""The operations of programs, each as a NumPy function and as text in the kernel language.
 
-Texts have a place for each argument. The kernel language is a part of Python (see `mpiad.compiling.translation`), in which
-`where` computes both values: conditional expressions are branches, which may keep a loop from becoming vector instructions.
-Their constants are ``{zero}`` and ``{one}``. Those that are `simple` are single instructions of a vector unit.
-
-Derivatives are in `derivatives`, under the same names.
+The kernel language is a subset of Python (see `translation`). Its function `where` computes both alternatives; conditional
+expressions would be branches, which may prevent vectorization. The derivatives are in `derivatives`, under the same names.
 """
 
 from __future__ import annotations
@@ -18,15 +15,14 @@ import numpy as np
 
 
 class Operation(NamedTuple):
-    """One entry of the catalogue.
+    """An operation.
 
-    - `function`: the NumPy function of the same value.
-    - `text`: in the kernel language, with places {0}, {1}, {2} for the arguments.
+    - `function`: the NumPy function with the same value.
+    - `text`: in the kernel language, with {0}, {1}, {2} for the arguments, and {zero}, {one} for these constants; empty if
+      the operation is expressed by others (see `source.lowered`).
     - `boolean`: whether the value is boolean.
     - `commutes`: whether the arguments may be exchanged.
-    - `simple`: whether it is a cheap instruction that vector units have; else a call of a library.
-
-    Those without a text are expressed by others: see `source.lowered`.
+    - `simple`: whether it is a cheap instruction of vector units; otherwise it is a library call.
     """
 
     arity: int
@@ -61,7 +57,7 @@ OPERATIONS: dict[str, Operation] = {
     "negative": Operation(1, np.negative, "-{0}"),
     "absolute": Operation(1, np.absolute, "abs({0})"),
     "sqrt": Operation(1, np.sqrt, "math.sqrt({0})"),
-    # Both are NaN if either argument is, as NumPy's are: Python's and C's are not.
+    # As in NumPy, and unlike Python and C, maximum and minimum are NaN if either argument is.
     "maximum": _chosen("({0} > {1}) | ({0} != {0})", np.maximum),
     "minimum": _chosen("({0} < {1}) | ({0} != {0})", np.minimum),
     "fmax": _chosen("({0} > {1}) | ({1} != {1})", np.fmax),
@@ -82,8 +78,8 @@ OPERATIONS: dict[str, Operation] = {
     "logical_or": Operation(2, np.logical_or, "{0} | {1}", boolean=True, commutes=True),
     "logical_not": Operation(1, np.logical_not, "not {0}", boolean=True),
     "where": Operation(3, np.where, "where({0}, {1}, {2})"),
-    # Powers whose exponent is a small constant become multiplications and roots; the rest are calls that no vector unit has
-    # and that keep a loop over lanes from being vectorized.
+    # Powers with a small constant exponent become multiplications and roots; the others are calls, which prevent the
+    # vectorization of a loop over lanes.
     "power": _called(np.power, "math.pow", 2),
     "exp": _called(np.exp, "math.exp"),
     "expm1": _called(np.expm1, "math.expm1"),

@@ -1,8 +1,8 @@
-"""Straight-line arithmetic in static single assignment: each value has a number and is computed once.
+"""`Program`: straight-line arithmetic on scalars, in static single assignment form.
 
-A program has no branches and no loops: its values are scalars, real or boolean, each computed from values before it.
-Its inputs are in groups (a state, parameters, seeds), whose names and sizes are the caller's choice. Inputs and constants
-are instructions, too, so that a program is one list.
+A program is a list of instructions without branches or loops. Each instruction computes one scalar, real or boolean, from
+those of preceding instructions; its index in the list is the number of its value. Inputs and constants are instructions,
+too. Inputs belong to groups (such as a state, parameters, seeds), whose names and sizes the caller chooses.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ import numpy as np
 from mpiad._typing import Array
 from mpiad.compiling.operations import OPERATIONS
 
-# Errors for an f that can't be compiled, with the line.
-
-
-# Frames below these folders are not the user's own.
+# Code in files below these folders isn't the user's.
 _PATHS, _PACKAGES = sysconfig.get_paths(), (Path(np.__file__).parent, Path(autograd.__file__).parent)
 _FOLDERS = _PATHS["stdlib"], _PATHS["purelib"], *_PACKAGES, Path(__file__).parents[1]
 _LIBRARIES = tuple(str(Path(folder).resolve()) for folder in _FOLDERS)
 
 
 class Untraceable(TypeError):
-    """Report an f that can't be turned into straight-line arithmetic, with the user's file and line."""
+    """Raised if a function can't be turned into straight-line arithmetic; names the user's file and line."""
 
     def __init__(self, reason: str, place: str):
         super().__init__(f"{place}: {reason}")
@@ -38,11 +35,11 @@ class Untraceable(TypeError):
 
 
 class Refusal(TypeError):
-    """Leave f when it asks a symbol for something unsupported; `trace` makes an `Untraceable` of it."""
+    """Raised in a traced function by an unsupported operation on a symbol; `trace_program` turns it into `Untraceable`."""
 
 
 def where_raised(traceback: TracebackType | None, f: object) -> str:
-    """Return the innermost line of the user's in a traceback, else the place of f."""
+    """Return file and line of the innermost frame of user code in a traceback, or else of f's definition."""
     place = place_of(f)
     while traceback is not None:
         name = traceback.tb_frame.f_code.co_filename
@@ -58,27 +55,24 @@ def place_of(f: object) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else repr(f)
 
 
-# The name of a group, and a place in it.
+# The name of a group, and an index in it.
 Input: TypeAlias = "tuple[str, int]"
 
 
 class Instruction(NamedTuple):
-    """One value."""
+    """The computation of one value."""
 
-    operation: str  # a name of the catalogue, or "input" or "constant"
-    arguments: tuple[int, ...] = ()  # numbers of the values that it is computed from, all smaller than its own
-    # Value of a constant, float or bool; for an input its group and its place in it; else None.
+    operation: str  # a name in `OPERATIONS`, "input" or "constant"
+    arguments: tuple[int, ...] = ()  # numbers of the argument values, all smaller than this one's
+    # A constant's value, float or bool; an input's group and index in it; None for operations.
     value: float | bool | Input | None = None
 
 
 class Program:
-    """A computation on groups of scalars.
+    """A computation on groups of scalars, immutable and compared by content.
 
-    It can't be changed. Two programs of equal content are equal, and compute the same.
-
-    `groups`: the number of scalars in each group of inputs; they may occur or not. Groups given without their
-    names come in this order. `instructions`: in an order in which they can be computed. `outputs`: numbers of the
-    result values.
+    `groups`: the number of scalars in each group of inputs, including unused ones; their order is that of positional
+    arguments. `instructions`: each after its arguments. `outputs`: numbers of the result values.
     """
 
     def __init__(self, groups: Mapping[str, int], instructions: Iterable[Instruction], outputs: Iterable[int]):
@@ -86,13 +80,13 @@ class Program:
 
     @cached_property
     def content(self) -> tuple:
-        """Its content, by which programs are compared: 0 and -0 differ, and NaN equals NaN."""
+        """The content by which programs are compared; 0 and -0 differ, and NaN equals NaN."""
         instructions = tuple((op, arguments, exact(value)) for op, arguments, value in self.instructions)
         return tuple(self.groups.items()), self.outputs, instructions
 
     @cached_property
     def numbers(self) -> dict[int, float]:
-        """Constants that are numbers, by those of their instructions; without exponents that become products and roots."""
+        """Float constants by value number, without exponents that become products and roots."""
         exponents = {x.arguments[1] for x in self.instructions if x.operation == "power"}
         constants = ((i, x.value) for i, x in enumerate(self.instructions) if x.operation == "constant")
         found = {i: value for i, value in constants if isinstance(value, float)}
@@ -105,13 +99,13 @@ class Program:
         return tuple(self.groups.items()), self.outputs, tuple(kept)
 
     def with_inputs(self, inputs: Mapping[int, Input], groups: Mapping[str, int]) -> Program:
-        """Return the program with some `numbers` replaced by inputs, in groups that are longer by as many."""
+        """Return the program with some constants of `numbers` replaced by inputs; `groups` has the new sizes."""
         made = (Instruction("input", (), inputs[i]) if i in inputs else x for i, x in enumerate(self.instructions))
         return Program({**self.groups, **groups}, made, self.outputs)
 
     @property
     def cost(self) -> int:
-        """The number of operations, inputs and constants not counted."""
+        """The number of operations, without inputs and constants."""
         return sum(bool(instruction.arguments) for instruction in self.instructions)
 
     def reads(self, group: str) -> bool:
@@ -141,14 +135,14 @@ def is_boolean(instructions: Sequence[Instruction], number: int) -> bool:
 
 
 def exact(value: float | bool | Input | None) -> str:
-    """Return a text that two values share only if they are the same number of the same kind, the sign of 0 included."""
+    """Return a text that identifies a value, including its type and the sign of zero."""
     return value.hex() if isinstance(value, float) else repr(value)
 
 
 def evaluated(program: Program, *groups: Sequence[Any] | Array) -> list[Any]:
-    """Return the outputs of a program by NumPy, one operation after the other: the reference for compiled forms.
+    """Return the outputs of a program, computed by NumPy one operation after the other: the reference for compiled code.
 
-    Each group has one entry per input; arrays of one shape represent many evaluations.
+    `groups`: per group a sequence with a value per input; arrays evaluate the program elementwise.
     """
     inputs = dict(zip(program.groups, groups, strict=True))
     values: list[Any] = []

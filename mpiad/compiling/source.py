@@ -1,7 +1,7 @@
-"""The text of a program: one assignment to a local scalar for each operation, in the kernel language.
+"""Source text of programs, in the kernel language: one assignment to a local scalar per operation.
 
-f itself is computed as it is written, so that its values are those of the vectorized path. In tangents and adjoints
-products that are added may become `fma`.
+f itself is computed in the order of operations in which it is written, so its values are those of the vectorized
+implementation. In tangents and adjoints, a product that is added may become part of an `fma`.
 """
 
 from __future__ import annotations
@@ -15,44 +15,43 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpiad.compiling.builder import Builder, copied
+from mpiad.compiling.builder import Builder, copy_program
 from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.program import Program
 from mpiad.compiling.symbols import Symbol, choose, whole_power
 
-# Operations without a machine instruction, in terms of others.
+# Lowering of operations without a machine instruction to other operations.
 #
-# They stay whole until a program becomes text, so that derivatives are taken of f as written: those of a power by its
-# factors, or of the largest of three by pairs, would differ from autograd's at zeros and ties.
+# It happens only when a program becomes text, after differentiation: derivatives of the lowered form (of a power as a
+# product, of the largest of three as two maxima) would differ from autograd's at zeros and ties.
 
 
-# Twelve multiplications at most.
+# Takes at most twelve multiplications.
 _LARGEST_EXPONENT = 64
 
 
-# Both the text and the vector width of a kernel are derived from it.
 @lru_cache(32)
 def lowered(program: Program) -> Program:
-    """Return a program of the same values, to a few roundings, in operations that have a text."""
+    """Return an equivalent program, up to rounding, of operations that have a text in the kernel language."""
     builder = Builder()
 
     def call(operation: str, *arguments: int) -> int:
         simpler = _RULES[operation](*[Symbol(builder, i) for i in arguments]) if operation in _RULES else None
         return builder.call(operation, *arguments) if simpler is None else simpler.number
 
-    new = copied(builder, program, call=call)
+    new = copy_program(builder, program, call=call)
     return builder.program(program.groups, [new[i] for i in program.outputs])
 
 
 def are_simple(programs: Iterable[Program]) -> bool:
-    """Return whether programs have no calls, around which registers must be saved: more for wider vectors."""
+    """Return whether programs contain no calls, around which registers must be saved (slower for wide vectors)."""
     operations = {made.operation for program in programs for made in lowered(program).instructions}
     return all(OPERATIONS[operation].simple for operation in operations & OPERATIONS.keys())
 
 
 def _power(x: Symbol, y: Symbol) -> Symbol | None:
-    """Return a power of a small constant exponent by multiplications and a root; None for other exponents."""
+    """Return a power with a small constant exponent as products and a root; None for other exponents."""
     exponent = x.builder.value(y.number)
     if exponent is None or abs(exponent) > _LARGEST_EXPONENT or (2 * exponent) % 1:
         return None
@@ -60,7 +59,7 @@ def _power(x: Symbol, y: Symbol) -> Symbol | None:
     if exponent % 1:
         root = x.sqrt()
         made = root if made is None else made * root
-        # The root of -0 is -0, and a quotient by it would be -inf.
+        # The root of -0 is -0, and its reciprocal would be -inf instead of inf.
         made = abs(made) if exponent < 0 else made
     if made is None:
         return Symbol(x.builder, x.builder.constant(1.0))
@@ -76,13 +75,13 @@ def _by_pairs(operation: str) -> Callable[..., Symbol]:
     return made
 
 
-# It has the sign of the divisor, unlike C's.
+# The remainder has the sign of the divisor, unlike C's.
 def _remainder(x: Symbol, y: Symbol) -> Symbol:
     rest = x.fmod(y)
     return choose((rest != 0.0) & ((rest < 0.0) ^ (y < 0.0)), rest + y, rest)
 
 
-# A call of hypot would keep a loop over lanes from being vectorized.
+# A call of hypot would prevent the vectorization of a loop over lanes.
 def _modulus(x: Symbol, y: Symbol) -> Symbol:
     larger, smaller = abs(x).maximum(abs(y)), abs(x).minimum(abs(y))
     ratio = smaller / choose(larger == 0.0, 1.0, larger)
@@ -100,26 +99,26 @@ _RULES: dict[str, Callable[..., Symbol | None]] = {
 }
 
 
-# The expressions for the inputs of each group.
+# Per group, the expressions of its inputs.
 Names: TypeAlias = "Mapping[str, Sequence[str]]"
 
-# For values a b + c: the numbers of a, b and c, and the format of the expression.
+# Per value of the form a b + c: the numbers of a, b and c, and the format of its expression.
 _Sums = dict[int, tuple[int, int, int, str]]
 
 
 def number(value: float | bool, single: bool = False) -> str:
-    """Return a number as source, in double or single precision."""
+    """Return a literal of a number, in double or single precision."""
     if isinstance(value, bool):
         return str(value)
     text = repr(abs(float(value))) if math.isfinite(value) else f"math.{'nan' if math.isnan(value) else 'inf'}"
-    # In parentheses: the places are next to operators.
+    # In parentheses, since operators may be next to it.
     text = f"(-{text})" if math.copysign(1, value) < 0 else text
-    # Python's numbers are double, and would make the rest double.
+    # A double literal would convert the whole expression to double precision.
     return f"np.float32({text})" if single else text
 
 
 def numbered(name: str, count: int) -> list[str]:
-    """Return names with their numbers."""
+    """Return the names name0, name1, ..."""
     return [f"{name}{i}" for i in range(count)]
 
 
@@ -131,9 +130,9 @@ def indented(lines: list[str], depth: int = 1) -> list[str]:
 def lines(program: Program, names: Names, outputs: Sequence[str], dtype: DTypeLike = float, prefix: str = "v") -> list[str]:
     """Return statements, without indentation, that compute a program's outputs.
 
-    `names` has the expressions of each group's inputs, repeated at each use, so give local scalars. The outputs
-    are assigned, one after the other, after everything has been computed. The dtype is float64 or float32. The names of
-    local scalars begin with `prefix`; two programs in one function need different ones.
+    `names`: per group, the expressions of its inputs; they are repeated at each use, so they should be local scalars.
+    `outputs`: the targets of the outputs, which are assigned after everything has been computed. `dtype`: float64 or
+    float32. `prefix`: beginning of the names of local scalars; two programs in one function need different ones.
     """
     program = lowered(program)
     texts, made = _texts(program, names, np.dtype(dtype) == np.float32, prefix, {})
@@ -144,10 +143,10 @@ def function_source(
     program: Program, name: str, names: Names, arguments: Sequence[str], fused: bool = False, dtype: DTypeLike = float,
     language: str = "python",
 ) -> str:  # fmt: skip
-    """Return the text of a function of scalars that returns the outputs as a tuple; in C it gives them to references.
+    """Return the text of a function of scalars that returns the outputs as a tuple; in C, by reference parameters.
 
-    `names` gives the names of each group's inputs, and `arguments` their order in the function's signature. With `fused`
-    products that are added are rounded once. In C numbers are `real`, and the function `INLINE`.
+    `names`: the names of each group's inputs. `arguments`: the parameters of the function in their order. `fused`: whether
+    products that are added become `fma`. In C numbers have the type `real`, and the function is `INLINE`.
     """
     if language == "c":
         outputs = numbered("out", len(program.outputs))
@@ -161,7 +160,7 @@ def function_source(
 
 
 def _texts(program: Program, names: Names, single: bool, prefix: str, sums: _Sums) -> tuple[dict[int, str], list[str]]:
-    """Return the expression for each value, and the lines that compute them."""
+    """Return the expression of each value, and the lines that compute the values."""
     texts: dict[int, str] = {}
     made: list[str] = []
     for i in sorted(_needed(program, sums)):
@@ -198,7 +197,7 @@ def _sums(program: Program) -> _Sums:
 
 
 def _needed(program: Program, sums: _Sums) -> set[int]:
-    """Return the values that are computed: not products that have become a part of a sum."""
+    """Return the values that must be computed, without products that are part of an `fma`."""
     needed: set[int] = set(program.outputs)
     for i in range(len(program.instructions) - 1, -1, -1):
         if i in needed:

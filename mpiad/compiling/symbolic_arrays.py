@@ -1,7 +1,7 @@
 """Arrays of symbols, to which NumPy dispatches its functions.
 
-An array holds the numbers of its values in the program, so functions that only move values are applied by NumPy to
-these numbers, views included.
+An array holds the value numbers of its entries (see `Program`). NumPy's functions that only move entries are applied to the
+array of these numbers, so views work, too.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mpiad.compiling.builder import Builder
 from mpiad.compiling.operations import OPERATIONS
 from mpiad.compiling.symbols import BRANCHES, Symbol, choose, numbers_of
 
-# NumPy's elementwise functions on arrays of symbols, by their entries.
+# NumPy's elementwise functions.
 
 
 def of_ufunc(
     like: SymbolicArray, ufunc: np.ufunc, method: str, inputs: Sequence[Any], keywords: Mapping[str, Any]
 ) -> SymbolicArray:
-    """Return the result of a function of NumPy's, or a method of it, for arrays some of which are symbolic.
+    """Return the result of a ufunc, or of a method of it, for arguments some of which are symbolic arrays.
 
-    A Refusal if it isn't in the catalogue.
+    Raises a Refusal if it isn't supported.
     """
     if method == "reduce" and ufunc in _REDUCED:
         return reduced(like, ufunc, *inputs, **keywords)
@@ -44,12 +44,12 @@ def of_ufunc(
 
 
 def scalar_function(ufunc: np.ufunc) -> Callable[..., Symbol] | None:
-    """Return the implementation of a function of NumPy's, or of SciPy's, for symbols; None if it isn't in the catalogue."""
+    """Return the implementation of a ufunc of NumPy or SciPy for symbols; None if it isn't supported."""
     return _UFUNCS.get(ufunc) or _SPECIAL.get(ufunc.__name__)
 
 
 def entrywise(like: SymbolicArray, function: Callable[..., Symbol], *inputs: Any) -> SymbolicArray:
-    """Return a function of symbols of each entry, broadcast as NumPy does."""
+    """Apply a function of symbols to each entry of arrays, which are broadcast."""
     builder, arrays = like.builder, [numbers_of(like.builder, x) for x in inputs]
     if any(array.shape != arrays[0].shape for array in arrays):
         arrays = np.broadcast_arrays(*arrays)
@@ -67,7 +67,7 @@ def reduced(
     keepdims: bool = False,
     **others: Any,
 ) -> SymbolicArray:
-    """Return a function of two arguments over all entries along an axis, one after the other."""
+    """Return the reduction of an array along an axis by a binary function, from the first entry to the last."""
     if others:
         like.builder.refuse(f"it calls numpy.{ufunc.__name__}.reduce with {', '.join(others)}=")
     objects = _objects(like, array)
@@ -83,7 +83,7 @@ def reduced(
 
 
 def _folded(function: Callable[..., Symbol], row: Array) -> Symbol:
-    # Ties of three and more share derivatives equally, which pairs don't.
+    # In a tie of three or more entries all get equal derivatives, which pairwise maxima wouldn't give.
     if len(row) > 2 and function in _OF_MANY:
         return row[0].call(_OF_MANY[function], *row[1:])
     total = row[0]
@@ -93,7 +93,7 @@ def _folded(function: Callable[..., Symbol], row: Array) -> Symbol:
 
 
 def _objects(like: SymbolicArray, value: object) -> Array:
-    """Return an array of objects all of which are symbols."""
+    """Return an object array of symbols."""
     return like.like(numbers_of(like.builder, value)).objects()
 
 
@@ -101,7 +101,7 @@ def _direct(name: str) -> Callable[..., Symbol]:
     return lambda x, *others: x.call(name, *others)
 
 
-# Sums and products of booleans are boolean to NumPy, and numbers to its sums along an axis.
+# In NumPy the sum and product of two booleans are boolean, but the sum of a boolean array along an axis is a number.
 def _add(x: Symbol, y: Symbol) -> Symbol:
     return x | y if x.is_boolean and y.is_boolean else x + y
 
@@ -112,12 +112,12 @@ def _multiply(x: Symbol, y: Symbol) -> Symbol:
 
 def _floor_divide(x: Symbol, y: Symbol) -> Symbol:
     rest = x.fmod(y)
-    whole = (x - rest) / y  # but for rounding
+    whole = (x - rest) / y  # an integer, up to rounding
     below = (rest != 0.0) & ((rest < 0.0) ^ (y < 0.0))
     return choose(y == 0.0, (x / y).trunc(), choose(below, whole - 1.0, whole).rint())
 
 
-# Doesn't overflow; of two equal infinities the difference would be NaN.
+# Doesn't overflow. Equal arguments are a separate case, since the difference of equal infinities is NaN.
 def _logaddexp(x: Symbol, y: Symbol) -> Symbol:
     return choose(x == y, 0.5 * x + 0.5 * y + math.log(2.0), x.maximum(y) + (-abs(x - y)).exp().log1p())
 
@@ -151,7 +151,7 @@ _UFUNCS: dict[np.ufunc, Callable[..., Any]] = {
     np.invert: lambda x: ~x,
 }
 
-# SciPy's, which is not imported for them.
+# Ufuncs of SciPy, by name, so that SciPy needn't be imported.
 _SPECIAL = {name: _direct(name) for name in ("erf", "erfc", "expit", "logit")}
 
 _maximum, _minimum = _direct("maximum"), _direct("minimum")
@@ -166,24 +166,24 @@ _REDUCED: dict[np.ufunc, Callable[..., Symbol]] = {
 }
 
 
-# NumPy's functions of whole arrays on arrays of symbols.
+# NumPy's functions that aren't elementwise.
 #
-# Functions that only move entries are applied by NumPy to their numbers; functions that add and multiply, to arrays of
-# objects, whose entries record the operations.
+# Those that only move entries are applied to the array of value numbers. Those that add and multiply are applied to an
+# object array of symbols, which record the operations.
 
 
-# Each entry costs a comparison in each evaluation.
+# Interpolation takes one comparison per entry of its table.
 _LONGEST_TABLE = 64
 
 
 def _moved(function: Callable, like: SymbolicArray, array: Array, *args: Any, **kwargs: Any) -> Any:
-    """Apply a function that moves the entries of its first argument about."""
+    """Apply a function that rearranges the entries of its first argument."""
     made = function(numbers_of(like.builder, array), *args, **kwargs)
     return [like.like(part) for part in made] if isinstance(made, (list, tuple)) else like.like(made)
 
 
 def _joined(function: Callable, like: SymbolicArray, arrays: Array, *args: Any, **kwargs: Any) -> SymbolicArray:
-    """Apply a function that puts arrays together."""
+    """Apply a function that joins arrays."""
     return like.like(function([numbers_of(like.builder, array) for array in arrays], *args, **kwargs))
 
 
@@ -212,7 +212,7 @@ def _where(like: SymbolicArray, condition: object, *choices: Any) -> SymbolicArr
 
 def _select(like: SymbolicArray, conditions: Sequence[Array], choices: Sequence[Array], default: Array = 0) -> Any:
     made = default
-    # From the last to the first, since the first true condition decides.
+    # Backwards, since the first true condition decides.
     for condition, choice in zip(reversed(conditions), reversed(choices)):
         made = entrywise(like, choose, condition, choice, made)
     return made
@@ -222,7 +222,7 @@ def _clip(like: SymbolicArray, array: Array, a_min: Array = None, a_max: Array =
     least, most = others.pop("min", a_min), others.pop("max", a_max)
     if others:
         like.builder.refuse(f"it calls numpy.clip with {', '.join(others)}=")
-    # Not by maximum and minimum, which share a derivative in a tie: at a bound autograd's clip has none.
+    # Maximum and minimum would give half the derivative at a bound, but autograd's clip has derivative zero there.
     if least is not None:
         array = entrywise(like, lambda x, y: choose(x <= y, y, x), array, least)
     if most is not None:
@@ -252,7 +252,7 @@ def _angle(like: SymbolicArray, z: Array, deg: bool = False) -> SymbolicArray:
 
 def _sinc(like: SymbolicArray, x: Array) -> SymbolicArray:
     def one(x: Symbol) -> Symbol:
-        # As NumPy does it, which gives 1 at 0.
+        # As in NumPy; the result at 0 is 1.
         y = np.pi * choose(x == 0.0, 1e-20, x)
         return y.sin() / y
 
@@ -278,7 +278,7 @@ def _filled(value: float | None) -> Callable:
 def _interpolated(
     like: SymbolicArray, x: Array, xp: Array, fp: Array, left: object = None, right: object = None, period: object = None
 ) -> SymbolicArray:
-    """Implement `numpy.interp` by a choice between all lines of the table: refused if that is traced or long."""
+    """Implement `numpy.interp` by a comparison per interval; a traced or long table is refused."""
     traced = any(isinstance(part, type(like)) for part in (xp, fp, left, right, period))
     if traced or period is not None or np.size(xp) > _LONGEST_TABLE:
         like.builder.refuse(
@@ -291,7 +291,7 @@ def _interpolated(
 
     def one(x: Symbol) -> Symbol:
         made = choose(x < places[0], low, values[0])
-        # The last choice whose condition is true counts: that of the line on which x lies.
+        # The last `choose` whose condition is true decides: that of the interval that contains x.
         for place, value, slope in zip(places, values, slopes):
             made = choose(x >= place, slope * (x - place) + value, made)
         made = choose(x == places[-1], values[-1], choose(x > places[-1], high, made))
@@ -308,7 +308,7 @@ def _polynomial(like: SymbolicArray, coefficients: Iterable[Array], x: Array) ->
     return made
 
 
-# Not np.diag, np.tril and the like: they fill up with zeros, which would be taken for the number 0 of a value.
+# np.diag, np.tril etc. aren't among these: they insert zeros, which would be read as the value number 0.
 _MOVING = (
     np.reshape, np.ravel, np.transpose, np.squeeze, np.expand_dims, np.moveaxis, np.rollaxis, np.swapaxes, np.roll,
     np.flip, np.flipud, np.fliplr, np.rot90, np.repeat, np.tile, np.broadcast_to, np.take, np.delete, np.split,
@@ -325,7 +325,7 @@ _REDUCING: dict[Callable, np.ufunc] = {
     np.amin: np.minimum, np.all: np.logical_and, np.any: np.logical_or,
 }  # fmt: skip
 
-# Each takes the symbolic array, for data of the trace, and then NumPy's arguments.
+# Each function takes a symbolic array (`like`), which gives the builder and dtype, and then NumPy's arguments.
 FUNCTIONS: dict[Callable, Callable[..., Any]] = {
     **{function: partial(_moved, function) for function in _MOVING},
     **{function: partial(_joined, function) for function in _JOINING},
@@ -373,7 +373,7 @@ def _transpose(array: SymbolicArray, *axes: Any) -> SymbolicArray:
     return array.like(array.numbers.transpose(*axes))
 
 
-# Methods of arrays that are functions of NumPy's as well.
+# Methods of arrays, by name.
 METHODS: dict[str, Callable[..., Any]] = {
     name: getattr(np, name)
     for name in (
@@ -386,8 +386,8 @@ METHODS: dict[str, Callable[..., Any]] = {
 class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
     """An array of values that are unknown during the trace.
 
-    `builder`: that of their program. `numbers`: those of the values. `dtype`: that of the states; arrays of
-    conditions report a boolean dtype, and those of real numbers a real one.
+    `builder`: the program under construction. `numbers`: the value numbers of the entries. `dtype`: the dtype of complex
+    entries, or of real ones if nothing is complex; arrays of conditions report bool, and real ones a real dtype.
     """
 
     def __init__(self, builder: Builder, numbers: Array, dtype: DTypeLike):
@@ -395,7 +395,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that such an array would have."""
+        """The dtype that a NumPy array with these entries would have."""
         flat = self.numbers.ravel().tolist()
         if flat and all(map(self.builder.is_boolean, flat)):
             return np.dtype(bool)
@@ -438,31 +438,31 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.like(np.array(made, int).reshape(self.shape))
 
     def like(self, numbers: Array) -> SymbolicArray:
-        """Return an array of other values of the same program."""
+        """Return an array with other value numbers of the same program."""
         return SymbolicArray(self.builder, numbers, self._dtype)
 
     def objects(self) -> Array:
-        """Return NumPy's array of its symbols."""
-        # Filled as one row, or NumPy would look into the symbols for sequences.
+        """Return the entries as an object array of symbols."""
+        # Filled as one row, since NumPy would otherwise treat symbols as possible sequences.
         made = np.empty(self.numbers.shape, object)
         made.reshape(-1)[:] = [Symbol(self.builder, number) for number in self.numbers.ravel().tolist()]
         return made
 
     def astype(self, dtype: DTypeLike, **_: Any) -> SymbolicArray:
-        """Return itself as real or complex numbers; other kinds are refused."""
+        """Return the array as real or complex numbers; other dtypes are refused."""
         kind, own = np.dtype(dtype).kind, self.dtype
         if kind not in "fc" or (kind == "f" and own.kind == "c"):
             self.builder.refuse(f"it makes {np.dtype(dtype)} of traced values{' that are complex' * (own.kind == 'c')}")
         return self._each(Symbol.as_number if kind == "f" else lambda symbol: symbol.real.plus_i(symbol.imag))
 
     def view(self, dtype: DTypeLike | None = None) -> SymbolicArray:
-        """Return itself, as required by autograd for arrays that it has assembled."""
+        """Return the array itself; autograd requires this method."""
         if dtype not in (None, np.ndarray):
             self.builder.refuse(f"it looks at the bits of traced values as {dtype}")
         return self
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> Array:
-        # np.array([u[0], u[1]]) requests this: there is no other hook for it.
+        # Called by np.array([u[0], u[1]]), which can't be intercepted otherwise.
         if dtype is not None and np.dtype(dtype) != object:
             self.builder.refuse(
                 f"it puts traced values into an array of {np.dtype(dtype)}: return a list of the components, or begin with "
@@ -482,7 +482,7 @@ class SymbolicArray(np.lib.mixins.NDArrayOperatorsMixin):
     def _written(self, out: tuple[Any, ...], made: SymbolicArray) -> SymbolicArray:
         if not isinstance(out[0], SymbolicArray):
             self.builder.refuse("it writes traced values into an array of numbers (out=, +=)")
-        # Views of it see the new values, and an argument of f's is read-only, as in the vectorized path.
+        # In place, so that views see the new values; the arguments of f are read-only, as in the vectorized implementation.
         out[0].numbers[...] = made.numbers
         return out[0]
 

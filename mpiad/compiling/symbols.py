@@ -1,7 +1,7 @@
 """Scalars, real or complex, that record the operations applied to them.
 
-They are entries of NumPy's arrays of objects: NumPy's operations on those (a sum, a product of matrices, ``np.sin``) are
-recorded element by element. They have no values, so any request for one ends the trace.
+Object arrays of symbols support NumPy's operations (a sum, a matrix product, ``np.sin``), which are recorded element by
+element. Symbols have no values, so the trace fails if a function asks for one.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from mpiad._typing import Array
 from mpiad.compiling.builder import Builder
 from mpiad.compiling.operations import OPERATIONS
 
-# Complex numbers while f is traced: each is a pair of real values, and operations of f are applied to those.
+# Complex arithmetic. A complex symbol is a pair of real values.
 #
-# A program has real values only, and its derivatives, of holomorphic functions or not, are with respect to real and
-# imaginary parts. For finite numbers values are NumPy's to rounding. Products with a zero that is part of f, as those by
-# 1j, are left out, although NumPy computes NaN for infinities.
+# Programs have only real values, and their derivatives are with respect to real and imaginary parts, whether or not the
+# function is holomorphic. For finite numbers the results agree with NumPy's to rounding. Products with a constant zero,
+# such as the real part of 1j, are omitted, so infinities may give other results than in NumPy, where they make NaN.
 
 
-# Up to here NumPy multiplies.
+# NumPy computes powers with integer exponents up to this one by multiplication.
 _LARGEST_EXPONENT = 100
-# Beyond this, tanh is 1 to rounding, and squares might overflow.
+# For larger arguments tanh is 1 to rounding, and squares might overflow.
 _FLAT = 22.0
 
 
 def complex_value(operation: str, arguments: list[Symbol]) -> Symbol:
-    """Return the value of an operation of the catalogue at least one of whose arguments is complex.
+    """Return the value of an operation with a complex argument.
 
-    A Refusal if it isn't defined for complex numbers, or can't be compiled.
+    Raises a Refusal if it isn't defined for complex numbers, or can't be compiled.
     """
     rule = _RULES.get(operation)
     if rule is None:
@@ -48,7 +48,7 @@ def _is_zero(x: Symbol) -> bool:
 
 
 def _times(x: Symbol, y: Symbol) -> Symbol:
-    """Return the product of real values: 0 if one of them is known to be."""
+    """Return the product of real values: 0 if one of them is a constant zero."""
     return x if _is_zero(x) else y if _is_zero(y) else x * y
 
 
@@ -69,7 +69,7 @@ def _divide(x: Symbol, y: Symbol) -> Symbol:
     a, b, c, d = x.real, x.imag, y.real, y.imag
     if _is_zero(d):
         return (a / c).plus_i(b / c)
-    # Smith's, as NumPy has it: the squares of c and d might overflow, or vanish.
+    # Smith's algorithm, as in NumPy: the squares of c and d might overflow or underflow.
     steep = abs(c).call("less", abs(d))
     larger, smaller = steep.chosen(d, c), steep.chosen(c, d)
     ratio = smaller / larger
@@ -86,7 +86,7 @@ def _power(x: Symbol, y: Symbol) -> Symbol:
         made = whole_power(x, int(abs(exponent)), _multiply)
         made = _one(x) if made is None else made
         return made if exponent >= 0 else _divide(_one(x), made)
-    # 0 to the power of a number that isn't whole is 0, and the logarithm is infinite there.
+    # 0 to the power of a number that isn't an integer is 0, but its logarithm is infinite.
     nothing = _equal(x, 0.0 * _one(x))
     safe = nothing.chosen(1.0, x.real).plus_i(x.imag)
     made = _exp(_multiply(y, _log(safe)))
@@ -94,7 +94,7 @@ def _power(x: Symbol, y: Symbol) -> Symbol:
 
 
 def whole_power(x: Symbol, n: int, times: Callable[[Symbol, Symbol], Symbol]) -> Symbol | None:
-    """Return x to the power of n by products, None for 0; by squaring: n = 6 is x² · (x²)²."""
+    """Return x to the power of n by repeated squaring (for n = 6, x² · (x²)²); None for n = 0."""
     made = None
     while n:
         if n % 2:
@@ -145,7 +145,7 @@ def _sqrt(z: Symbol) -> Symbol:
 
 
 def _by_parts(first: str, second: str, third: str, fourth: str, sign: float = 1.0) -> Callable[[Symbol], Symbol]:
-    """Return the rule of a function of a + ib whose parts are first(a) second(b) and ±third(a) fourth(b)."""
+    """Return the rule of a function of a + ib with parts first(a) second(b) and sign · third(a) fourth(b)."""
 
     def rule(z: Symbol) -> Symbol:
         a, b = z.real, z.imag
@@ -202,7 +202,7 @@ _VALUES = "it asks for the number that a traced value has (float, int, math.sin 
 
 def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], Any]:
     def method(self: Symbol, other: object) -> Any:
-        # The operator of the array is called, and calls this one entry by entry.
+        # For an array operand, NumPy calls the array's operator, which calls this one for each entry.
         if not isinstance(other, (Symbol, int, float, complex, np.number, np.bool_)):
             return NotImplemented
         if swapped:
@@ -213,10 +213,7 @@ def _operator(operation: str, swapped: bool = False) -> Callable[[Symbol, Any], 
 
 
 class Symbol:
-    """A scalar of a program under construction.
-
-    `number`: of its value.
-    """
+    """A scalar of a program under construction; `number` is the number of its value."""
 
     __slots__ = ("builder", "number")
 
@@ -225,7 +222,7 @@ class Symbol:
 
     @property
     def is_boolean(self) -> bool:
-        """Whether it is true or false."""
+        """Whether its value is boolean."""
         return self.builder.is_boolean(self.number)
 
     @property
@@ -246,11 +243,11 @@ class Symbol:
         return Symbol(self.builder, self.builder.constant(0.0) if parts is None else parts[1])
 
     def plus_i(self, imag: Symbol) -> Symbol:
-        """Return the complex number of this real part and that imaginary one."""
+        """Return the complex number with this real part and the given imaginary part."""
         return Symbol(self.builder, self.builder.pair(self.number, imag.number))
 
     def as_number(self) -> Symbol:
-        """Return it as a number: true is 1."""
+        """Return it as a number: 1 if it is true."""
         if not self.is_boolean:
             return self
         one, zero = self.builder.constant(1.0), self.builder.constant(0.0)
@@ -261,7 +258,7 @@ class Symbol:
         return self if self.is_boolean else self.call("not_equal", 0.0)
 
     def call(self, operation: str, *others: Any) -> Symbol:
-        """Return an operation's value, with this as its first argument."""
+        """Return the value of an operation with this as its first argument."""
         arguments = [self, *(self._as_symbol(other) for other in others)]
         arguments = [x.truth() if operation.startswith("logical") else x.as_number() for x in arguments]
         if any(x.is_complex for x in arguments):
@@ -272,7 +269,7 @@ class Symbol:
         return other if isinstance(other, Symbol) else Symbol(self.builder, number_of(self.builder, other))
 
     def __getattr__(self, name: str) -> Callable[..., Symbol]:
-        # For an array of objects np.sin calls the method sin of each entry.
+        # For an object array, np.sin calls the method `sin` of each entry.
         if name.startswith("_") or name not in OPERATIONS:
             raise AttributeError(name)
         return lambda *others: self.call(name, *others)
@@ -320,17 +317,17 @@ class Symbol:
     __lt__, __le__ = _operator("less"), _operator("less_equal")
     __gt__, __ge__ = _operator("greater"), _operator("greater_equal")
     __eq__, __ne__ = _operator("equal"), _operator("not_equal")  # type: ignore[assignment]
-    # Equality is recorded, too, so that symbols can't be keys.
+    # Since equality is recorded, symbols can't be keys.
     __hash__ = None  # type: ignore[assignment]
 
 
 def number_of(builder: Builder, value: object) -> int:
-    """Return the number of a constant, or of a symbol; a Refusal for any other value."""
-    if isinstance(value, np.ndarray) and value.shape == ():  # as autograd's array leaves entries of arrays of objects
+    """Return the value number of a constant or a symbol; raise a Refusal for anything else."""
+    if isinstance(value, np.ndarray) and value.shape == ():  # autograd returns entries of object arrays in this form
         value = value.item()
     if isinstance(value, Symbol):
         return value.number
-    # Before numbers: Python's booleans are integers.
+    # Booleans are checked before integers, since Python's booleans are integers.
     if isinstance(value, (bool, np.bool_)):
         return builder.constant(bool(value))
     if isinstance(value, (int, float, np.integer, np.floating)):
@@ -341,16 +338,16 @@ def number_of(builder: Builder, value: object) -> int:
 
 
 def numbers_of(builder: Builder, value: object) -> Array:
-    """Return the numbers of an array, of symbols or of constants; a Refusal for anything else."""
-    held = getattr(value, "numbers", None)  # of an array of symbols
+    """Return the value numbers of an array of symbols or constants; raise a Refusal for anything else."""
+    held = getattr(value, "numbers", None)  # if it is a SymbolicArray
     if held is not None:
         return held
-    # Other containers of symbols are lists and arrays of objects; both become an array of objects here.
+    # Other containers of symbols are lists and object arrays.
     array = np.asarray(value)
     flat = array.ravel().tolist() if array.dtype.kind in "fiubc" else list(array.ravel())
     return np.array([number_of(builder, part) for part in flat], int).reshape(array.shape)
 
 
 def choose(condition: Any, x: Array, y: Array) -> Symbol:
-    """Return x if the condition, a symbol, is true, else y."""
+    """Return x if the condition is true, else y."""
     return condition.chosen(x, y)

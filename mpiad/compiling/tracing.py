@@ -1,10 +1,11 @@
-"""From a function of the user's to a program, by calls with symbols.
+"""Tracing: a user's function is called with symbols, which record it as a program.
 
-Values that the function closes over are part of the program, as constants. A reading of a clock or a random number would
-be one, too: a function is called twice, and refused if the two programs differ. A program that occurred twice is known.
+Values that the function closes over become constants of the program. So would the time of a clock or a random number:
+to exclude these, a function is traced twice, and refused if the two programs differ. Programs that passed this check are
+remembered, and aren't traced twice again.
 
-A function that checks the kinds of its arguments may compute something else with numbers than with symbols: callers compare
-a few values of both (`first_difference`) before they replace one by the other.
+A function that checks the types of its arguments may compute something else with numbers than with symbols. Callers
+therefore compare a few values of the program with the function's (`first_difference`) before they use the program.
 """
 
 from __future__ import annotations
@@ -19,39 +20,39 @@ from numpy.typing import DTypeLike
 
 from mpiad._typing import Array, Function, Shape
 from mpiad.compiling.builder import Builder
-from mpiad.compiling.function_fingerprint import fingerprint_of, kind_of
+from mpiad.compiling.function_fingerprint import fingerprint_of, without_floats
 from mpiad.compiling.program import Program, Untraceable, place_of, where_raised
 from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol
 
-# Programs of each function that were traced twice alike. Constants that vary between calls mustn't fill the memory.
-_MOST_KNOWN = 16
+# Per function, the programs confirmed by a second trace. Their number is limited, since constants may vary between calls.
+_MAX_REPEATED = 16
 _repeated: WeakKeyDictionary[Any, set[Any]] = WeakKeyDictionary()
-# Tolerance relative to the largest term that may have been canceled, in units of rounding.
-_ROUNDINGS = 1e4
+# Tolerance in units of the machine epsilon, relative to the largest number in the arguments and results.
+_TOLERANCE = 1e4
 
 
-def traced(
+def trace_program(
     fun: Function,
     arguments: Callable[[Builder], Sequence[Any]],
     outputs: Callable[[Builder, Any], Sequence[int]],
     groups: Mapping[str, int],
 ) -> Program:
-    """Return a function's computation as a program of these groups of inputs; or raise Untraceable.
+    """Return a function's computation as a program with these groups of inputs; raise Untraceable if there is none.
 
-    ``arguments(builder)`` returns its arguments (see `input_array`), ``outputs(builder, value)`` the numbers of
-    the scalars in its result.
+    ``arguments(builder)`` returns the symbolic arguments of the function (see `input_array`), and
+    ``outputs(builder, result)`` the value numbers of the scalars in its result (see `Program`).
     """
     with np.errstate(all="ignore"):
         program = _traced(fun, arguments, outputs, groups)
         known = _repeated.setdefault(identity_of(fun), set())
-        # Other values of the numbers that it reads need no second call: their sources were found constant.
-        reads = kind_of(fingerprint_of(fun))
+        # A program that differs only in the values of floats that the function reads needs no second trace.
+        reads = without_floats(fingerprint_of(fun))
         seen = program if reads is None else (reads, program.structure)
         if seen not in known:
             if _traced(fun, arguments, outputs, groups) != program:
                 raise Untraceable("it computed something else when it was called again", place_of(fun))
-            if len(known) >= _MOST_KNOWN:
+            if len(known) >= _MAX_REPEATED:
                 known.clear()
             known.add(seen)
     return program
@@ -62,16 +63,16 @@ def _traced(fun: Function, arguments: Callable, outputs: Callable, groups: Mappi
     try:
         made = outputs(builder, fun(*arguments(builder)))
     except Exception as error:
-        # The first refusal is the reason, even if NumPy or the function has raised another exception for it.
+        # The first refusal is the reason, even if NumPy or the function has replaced it by another exception.
         reason = builder.refused or f"{type(error).__name__}: {error}"
         raise Untraceable(reason, where_raised(error.__traceback__, fun)) from error
-    if builder.refused:  # and the function continued
+    if builder.refused:  # the function has caught the exception
         raise Untraceable(builder.refused, place_of(fun))
     return builder.program(groups, made)
 
 
 def identity_of(fun: Function) -> Any:
-    """Return an object that is equal for functions defined by the same lines: its code; wrappers (`wraps`) are removed."""
+    """Return the code object of a function, without its wrappers: functions defined by the same lines share it."""
     while isinstance(fun, partial) or hasattr(fun, "__wrapped__"):
         fun = fun.func if isinstance(fun, partial) else fun.__wrapped__
     return getattr(fun, "__code__", None) or type(fun)
@@ -80,21 +81,24 @@ def identity_of(fun: Function) -> Any:
 def input_array(
     builder: Builder, group: str, places: range, shape: Shape, dtype: DTypeLike, in_pairs: bool
 ) -> SymbolicArray:
-    """Return inputs of a group as an array that a function takes.
+    """Return inputs of a group as a symbolic array.
 
-    Their places in the group are those of the array's entries in C order; `in_pairs` each two of them are the real and the
-    imaginary part of an entry.
+    `places`: indices of the inputs in the group, in the C order of the array's entries. `in_pairs`: whether the array is
+    complex; then two consecutive inputs are the real and the imaginary part of an entry.
     """
     numbers = [builder.input(group, place) for place in places]
     if in_pairs:
         numbers = [builder.pair(real, imag) for real, imag in zip(numbers[::2], numbers[1::2])]
     made = np.array(numbers, int).reshape(shape)
-    made.flags.writeable = False  # as arguments of functions are elsewhere
+    made.flags.writeable = False  # as the arguments of a function that isn't traced
     return SymbolicArray(builder, made, dtype)
 
 
-def scalars(components: Sequence[Symbol], in_pairs: bool) -> list[int]:
-    """Return the numbers of real values: the components themselves, or in pairs their parts; complex ones only in pairs."""
+def output_numbers(components: Sequence[Symbol], in_pairs: bool) -> list[int]:
+    """Return the value numbers of real components; `in_pairs`, of the real and imaginary part of each component.
+
+    A complex component that isn't returned as a pair is refused.
+    """
     if in_pairs:
         return [part.number for component in components for part in (component.real, component.imag)]
     for component in components:
@@ -104,13 +108,13 @@ def scalars(components: Sequence[Symbol], in_pairs: bool) -> list[int]:
 
 
 def first_difference(found: Array, expected: Array, given: Array) -> tuple[int, ...] | None:
-    """Return the index at which a program's values differ from a function's by more than rounding, None if there is none.
+    """Return the first index at which `found` differs from `expected` by more than rounding, None if there is none.
 
-    They were computed from `given`, which is in the precision of the computation.
+    `given`: the arguments from which both were computed, in the precision of the computation.
     """
     if found.tobytes() == expected.tobytes():
-        return None  # nearly always, and each call comes here
+        return None  # the usual case; every call is checked
     largest = max(float(np.abs(x[np.isfinite(x)]).max(initial=0.0)) for x in (found, expected, given))
-    allowed = _ROUNDINGS * float(np.finfo(given.dtype).eps) * (1.0 + largest)
+    allowed = _TOLERANCE * float(np.finfo(given.dtype).eps) * (1.0 + largest)
     close = np.isclose(found, expected, rtol=0, atol=allowed, equal_nan=True)
     return None if close.all() else tuple(int(i) for i in np.argwhere(~close)[0])

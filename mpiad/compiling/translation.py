@@ -1,13 +1,13 @@
-"""Kernels, in a small typed part of Python, as LLVM's intermediate representation.
+"""Translation of kernels from the kernel language, a small typed subset of Python, to LLVM's intermediate representation.
 
-A kernel is a function of numbers and contiguous arrays: assignments, loops over ranges, `while`, `if`, entries of arrays,
-views of parts of rows, arithmetic. It calls functions of numbers that the text defines, which are inlined, and those of
-`called_function`. It allocates nothing and raises nothing: indices aren't checked, and negative ones don't count from
-the end. A range counts down if its step is a negative constant, else up. Arithmetic is IEEE's, in the order of the text:
-nothing is reassociated or contracted unless that is allowed.
+A kernel is a function of numbers and contiguous arrays. It consists of assignments, loops over ranges, `while`, `if`,
+indexing, slices of one-dimensional arrays, and arithmetic. It may call the functions of `called_function`, and functions of
+numbers in the same source text, which are inlined. It allocates nothing and raises nothing: indices aren't checked, and
+negative ones don't count from the end. A range counts down if its step is a negative constant, otherwise up. Arithmetic
+follows IEEE 754 in the order of the text; operations are reassociated or contracted only if `fast` allows it.
 
-The kind of a variable is the widest of all values assigned to it: a function is translated again if a later assignment
-has widened one.
+The type ("kind") of a variable is the widest type of the values assigned to it. If an assignment widens a variable that
+was used before, the function is translated again.
 """
 
 from __future__ import annotations
@@ -36,13 +36,11 @@ from mpiad.compiling.block_builder import (
     literal_value,
 )
 
-# The functions that a kernel may call: Python's, those of `math` and NumPy, and single machine instructions.
-#
-# Elementary functions are LLVM's intrinsics if available, which become instructions or calls of the C library; the
-# rest are calls of the C library.
+# The functions that a kernel may call: some of Python's, of `math` and of NumPy, and some machine instructions.
 
 
-# Of `math` and NumPy, by their names, which are C's: the functions with an LLVM intrinsic, and those of the C library.
+# Elementary functions of `math` and NumPy with the same name in C: those that are LLVM intrinsics, and the others, which
+# the C library provides. LLVM turns an intrinsic into instructions or into a call of the C library.
 _INTRINSIC = frozenset("sqrt exp log log2 log10 sin cos pow copysign floor ceil trunc rint fabs".split())
 _LIBRARY = frozenset("expm1 log1p cbrt tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh erf erfc hypot".split())
 _CONVERSIONS = {
@@ -52,7 +50,7 @@ _CONVERSIONS = {
 
 
 def called_function(build: BlockBuilder, name: str, given: list[Value]) -> Value:
-    """Return the value of a function of numbers; a KeyError if there is none of this name."""
+    """Return the value of a function of numbers; raise a KeyError if the name is unknown."""
     if name in _CONVERSIONS:
         return build.converted(given[0], _CONVERSIONS[name])
     if name in _FUNCTIONS:
@@ -68,18 +66,18 @@ def called_function(build: BlockBuilder, name: str, given: list[Value]) -> Value
 
 
 def _float_kind(given: Sequence[Value]) -> str:
-    """Return single precision if all are single, else double."""
+    """Return single precision if all numbers are in it, else double."""
     return SINGLE if all(x.kind == SINGLE for x in given) else DOUBLE
 
 
-def _together(build: BlockBuilder, *given: Value) -> list[Value]:
+def _promoted(build: BlockBuilder, *given: Value) -> list[Value]:
     kind = reduce(common_kind, (x.kind for x in given))
     return [build.converted(x, kind) for x in given]
 
 
-def compared(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
-    """Return whether a < b, or another comparison by `sign`; NaN is unequal to all."""
-    a, b = _together(build, a, b)
+def compare(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
+    """Return the comparison of a and b by the operator `sign`; NaN is unequal to everything."""
+    a, b = _promoted(build, a, b)
     if a.kind in (SINGLE, DOUBLE):
         condition = {"<": "olt", "<=": "ole", ">": "ogt", ">=": "oge", "==": "oeq", "!=": "une"}[sign]
         return build.value(BOOLEAN, f"fcmp {condition} {a.kind} {a.text}, {b.text}")
@@ -90,10 +88,10 @@ def compared(build: BlockBuilder, sign: str, a: Value, b: Value) -> Value:
 
 def _extreme(sign: str) -> Callable[..., Value]:
     def extreme(build: BlockBuilder, *given: Value) -> Value:
-        # As in Python: a later one counts if it is strictly beyond.
-        first, *others = _together(build, *given)
+        # As in Python, the first of several equal values is returned.
+        first, *others = _promoted(build, *given)
         for x in others:
-            first = build.selected(compared(build, sign, x, first), x, first)
+            first = build.selected(compare(build, sign, x, first), x, first)
         return first
 
     return extreme
@@ -101,7 +99,7 @@ def _extreme(sign: str) -> Callable[..., Value]:
 
 def _absolute(build: BlockBuilder, x: Value) -> Value:
     if x.kind == INTEGER:
-        negative = compared(build, "<", x, Value(INTEGER, "0"))
+        negative = compare(build, "<", x, Value(INTEGER, "0"))
         return build.selected(negative, build.value(INTEGER, f"sub i64 0, {x.text}"), x)
     return build.call(f"llvm.fabs.{'f32' if x.kind == SINGLE else 'f64'}", x.kind, x)
 
@@ -115,7 +113,7 @@ def _fma(build: BlockBuilder, a: Value, b: Value, c: Value) -> Value:
     """Return a b + c, rounded once."""
     kind = _float_kind([a, b, c])
     operands = [build.converted(x, kind) for x in (a, b, c)]
-    if not fuses():
+    if not has_fma_instruction():
         return build.floating("fadd", build.floating("fmul", *operands[:2]), operands[2])
     return build.call(f"llvm.fma.{'f32' if kind == SINGLE else 'f64'}", kind, *operands, fast=False)
 
@@ -123,17 +121,17 @@ def _fma(build: BlockBuilder, a: Value, b: Value, c: Value) -> Value:
 _FUNCTIONS: dict[str, Callable[..., Value]] = {
     "max": _extreme(">"), "min": _extreme("<"), "abs": _absolute, "np.isfinite": _is_finite, "fma": _fma,
     "np.fmod": lambda build, *given: build.floating("frem", *(build.converted(x, _float_kind(given)) for x in given)),
-    # Both values have been computed, so that a loop can become vector instructions.
-    "where": lambda build, condition, *given: build.selected(condition, *_together(build, *given)),
-    # The bits of a double as an integer, and the double of such bits.
+    # Both values are computed, which allows vectorization of loops.
+    "where": lambda build, condition, *given: build.selected(condition, *_promoted(build, *given)),
+    # The bits of a double as an integer, and the inverse.
     "bits_of": lambda build, x: build.value(INTEGER, f"bitcast double {x.text} to i64"),
     "number_of": lambda build, i: build.value(DOUBLE, f"bitcast i64 {i.text} to double"),
-    # Adds n to the first entry of a row, and returns the previous value: no other thread gets the same.
+    # Atomically adds n to the first entry of a row, and returns the previous value.
     "claimed": lambda build, row, n: build.value(INTEGER, f"atomicrmw add ptr {row.data}, i64 {n.text} monotonic"),
 }  # fmt: skip
 
 
-# Expressions of the kernel language: numbers, conditions, entries and parts of arrays.
+# Expressions of the kernel language.
 
 
 _FLOATING = {ast.Add: "fadd", ast.Sub: "fsub", ast.Mult: "fmul", ast.Div: "fdiv"}
@@ -146,22 +144,22 @@ _CONSTANTS = {"inf": math.inf, "nan": math.nan, "pi": math.pi, "e": math.e}
 
 
 def refuse(node: ast.AST) -> NoReturn:
-    """Raise an error that names a line of a kernel which isn't in the language."""
+    """Raise an error that names a line of a kernel that isn't in the language."""
     raise NotImplementedError(f"line {getattr(node, 'lineno', '?')} of a kernel: {ast.unparse(node)}")
 
 
 class Expressions:
-    """Computes expressions in the current block of a function.
+    """Translates expressions, in the current block of a function.
 
-    `inlined`: ``inlined(node)`` returns the results of a call of a function of the same text, None if it is another
-    one's.
+    `inlined`: ``inlined(node)`` returns the results of a call of a function in the same source text, None for calls of
+    other functions.
     """
 
     def __init__(self, build: BlockBuilder, variables: Variables, inlined: Callable[[ast.Call], list[Value] | None]):
         self._build, self._variables, self._inlined = build, variables, inlined
 
     def several(self, node: ast.expr) -> list[Value | ArrayValue]:
-        """Return the values of a tuple or of a call with several results; a list of one for any other expression."""
+        """Return the values of a tuple, or of a call with several results; for other expressions a list of one value."""
         if isinstance(node, ast.Tuple):
             return [self._any(one) for one in node.elts]
         results = self._inlined(node) if isinstance(node, ast.Call) else None
@@ -170,7 +168,7 @@ class Expressions:
     # ---- conditions
 
     def condition(self, node: ast.expr, yes: Block, no: Block) -> None:
-        """Continue in one of two blocks; the right operands of `and` and `or` are computed only if they decide."""
+        """Branch to one of two blocks; the right operands of `and` and `or` are evaluated only if needed."""
         build = self._build
         if isinstance(node, ast.BoolOp):
             for one in node.values[:-1]:
@@ -183,8 +181,8 @@ class Expressions:
         else:
             build.branch(build.truth(self.number(node)), yes, no)
 
-    def _chosen(self, test: ast.expr, yes: ast.expr | Value, no: ast.expr | Value) -> Value:
-        """Return one of two values, of which only that one is computed."""
+    def _conditional(self, test: ast.expr, yes: ast.expr | Value, no: ast.expr | Value) -> Value:
+        """Return one of two values; only that one is computed."""
         build = self._build
         blocks, after = (build.new_block(), build.new_block()), build.new_block()
         self.condition(test, *blocks)
@@ -226,11 +224,11 @@ class Expressions:
             case ast.BinOp():
                 return self.arithmetic(node, node.op, self.number(node.left), self.number(node.right))
             case ast.Compare(ops=[op], comparators=[right]) if type(op) in _SIGNS:
-                return compared(self._build, _SIGNS[type(op)], self.number(node.left), self.number(right))
+                return compare(self._build, _SIGNS[type(op)], self.number(node.left), self.number(right))
             case ast.BoolOp():
-                return self._chosen(node, Value(BOOLEAN, "true"), Value(BOOLEAN, "false"))
+                return self._conditional(node, Value(BOOLEAN, "true"), Value(BOOLEAN, "false"))
             case ast.IfExp():
-                return self._chosen(node.test, node.body, node.orelse)
+                return self._conditional(node.test, node.body, node.orelse)
             case ast.Call():
                 return self._called(node)
             case ast.Subscript():
@@ -297,18 +295,18 @@ class Expressions:
     # ---- arrays
 
     def array(self, node: ast.expr) -> ArrayValue:
-        """Return the array of a name."""
+        """Return the array that a name refers to."""
         value = self._variables.read(node.id) if isinstance(node, ast.Name) else None
         return value if isinstance(value, ArrayValue) else refuse(node)
 
     def index(self, node: ast.expr) -> str:
-        """Return the name of an integer."""
+        """Return an integer expression as LLVM text."""
         x = self.number(node)
         if x.kind not in (INTEGER, BOOLEAN):
             refuse(node)
         return self._build.converted(x, INTEGER).text
 
-    def place(self, node: ast.Subscript) -> tuple[ArrayValue, str]:
+    def entry_address(self, node: ast.Subscript) -> tuple[ArrayValue, str]:
         """Return an array and the address of one of its entries."""
         array = self.array(node.value)
         indices = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -327,7 +325,7 @@ class Expressions:
     def _entry(self, node: ast.Subscript) -> Value:
         if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
             return Value(INTEGER, self.array(node.value.value).shape[ast.literal_eval(node.slice)])
-        array, place = self.place(node)
+        array, place = self.entry_address(node)
         element = ELEMENTS[array.dtype]
         x = self._build.name(f"load {element}, ptr {place}")
         if array.dtype == "bool":
@@ -337,7 +335,7 @@ class Expressions:
         return Value(element, x)
 
     def _view(self, node: ast.Subscript) -> ArrayValue:
-        """Return a part of a row, which shares its memory; its bounds lie within."""
+        """Return a slice of a one-dimensional array as a view; the bounds aren't checked."""
         array, part, build = self.array(node.value), node.slice, self._build
         if not isinstance(part, ast.Slice) or part.lower is None or part.upper is None or part.step is not None:
             refuse(node)
@@ -349,19 +347,19 @@ class Expressions:
 
 
 @cache
-def fuses() -> bool:
-    """Return whether a b + c is one instruction; if it isn't, it would be a slow call of a library."""
+def has_fma_instruction() -> bool:
+    """Return whether the processor computes a b + c in one instruction; otherwise it would be a slow library call."""
     import llvmlite.binding as llvm
 
     return bool(llvm.get_host_cpu_features().get("fma", False)) or not llvm.get_process_triple().startswith("x86_64")
 
 
 @cache
-def prefers_wide() -> bool:
-    """Return whether vectors of 64 bytes are available without a lower clock frequency.
+def prefers_512_bit_vectors() -> bool:
+    """Return whether vectors of 64 bytes pay off.
 
-    LLVM uses half of Intel's widest registers, since older chips lower their clock for the rest. Those of 2023, the first
-    that compute with numbers of 16 bits, and later ones hardly do.
+    By default LLVM uses vectors of 32 bytes on Intel's processors, since older ones lower their clock frequency for longer
+    vectors. Processors with 16-bit floating-point arithmetic, from 2023 on, hardly do.
     """
     import llvmlite.binding as llvm
 
@@ -373,27 +371,27 @@ _WIDE = '"prefer-vector-width"="512"'
 
 
 def translated(text: str, name: str, arguments: Sequence[Argument], fast: str = "", linked: bool = False) -> str:
-    """Return a kernel, one of the functions of a text, as a module of LLVM's intermediate representation.
+    """Return the kernel `name`, a function in the text, as a module of LLVM's intermediate representation.
 
-    Its symbol is called `name`. `fast` are the flags of floating-point operations that may be reordered, as LLVM writes
-    them; `linked` says whether no two of its arrays share memory that it writes (see `machine_code`). A NotImplementedError
-    if the text isn't in the language.
+    `fast`: LLVM's fast-math flags for floating-point operations. `linked`: whether to make a linked kernel (see
+    `machine_code`); arrays that it writes mustn't overlap others. Raises a NotImplementedError if the text isn't in the
+    kernel language.
     """
     defined = {node.name: node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
     module = _Module(defined, fast, linked)
     if not linked:
         return module.kernel(defined[name], arguments, name)
-    # In a function of its own: LLVM's `noalias` applies to arguments, not to addresses in memory.
+    # The body is a separate function, since LLVM's `noalias` applies to arguments, not to addresses loaded from memory.
     body = module.kernel(defined[name], arguments, f"{name}.body", "ptr noalias", "internal ")
     return f"{body}\n\n{_link(name, arguments)}"
 
 
 class _Module:
-    """The functions of a text, each translated when it is called first, once for each list of types."""
+    """The functions of a source text, each translated at its first call, once per combination of argument types."""
 
     def __init__(self, defined: dict[str, ast.FunctionDef], fast: str, linked: bool):
-        # A loop over many arrays has as many rows. Choosing among sums of their addresses, steps and lengths takes LLVM
-        # longer than all else, and brings no gain.
+        # In a loop over many arrays, LLVM's optimization of address arithmetic between their rows takes most of the compile
+        # time, without a gain.
         self.defined, self.fast, self.hides_rows = defined, fast, linked
         self.declared: dict[str, str] = {}
         self._made: dict[tuple[str, tuple[str, ...]], tuple[str, tuple[str, ...]]] = {}
@@ -428,7 +426,7 @@ class _Module:
         return "\n\n".join([*self._texts, made, *self.declared.values()])
 
     def call(self, name: str, kinds: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-        """Return the symbol of a function for arguments of these kinds, and the kinds of its results."""
+        """Return the symbol of a function for these kinds of arguments, and the kinds of its results."""
         known = name, kinds
         if known not in self._made:
             node, symbol = self.defined[name], f"{name}.{len(self._made)}"
@@ -451,7 +449,7 @@ class _Module:
 
 
 class _Function:
-    """One translation of a function, with the kinds of its variables known so far."""
+    """One translation of a function; `kinds` has the kinds of variables that previous translations have found."""
 
     def __init__(
         self, module: _Module, node: ast.FunctionDef, given: Mapping[str, Value | ArrayValue], kinds: dict[str, str]
@@ -469,7 +467,7 @@ class _Function:
         self._build.leave("void")
 
     def text(self) -> str:
-        """Return its blocks as LLVM reads them."""
+        """Return the blocks as LLVM text."""
         return self._build.text()
 
     # ---- statements
@@ -509,7 +507,7 @@ class _Function:
         if name == "aligned_stack":
             self.attributes += f" {_ALIGNED}"
         elif name == "wide_vectors":
-            self.attributes += f" {_WIDE}" if prefers_wide() else ""
+            self.attributes += f" {_WIDE}" if prefers_512_bit_vectors() else ""
         elif name == "fetched":
             self._prefetch(*call.args)  # type: ignore[union-attr]
         else:
@@ -520,7 +518,7 @@ class _Function:
         for length in array.shape[1:]:
             row = self._build.name(f"mul i64 {row}, {length}")
         self._module.declared["llvm.prefetch"] = "declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"
-        # To be read, to stay in all caches, and data. If there is no such row, nothing happens.
+        # The arguments mean: for reading (0), keep in all cache levels (3), data (1). A row outside the array does no harm.
         place = self._build.name(f"getelementptr {ELEMENTS[array.dtype]}, ptr {array.data}, i64 {row}")
         self._build.do(f"call void @llvm.prefetch.p0(ptr {place}, i32 0, i32 3, i32 1)")
 
@@ -538,7 +536,7 @@ class _Function:
                 self._store(target, values[0])
 
     def _inlined(self, node: ast.Call) -> list[Value] | None:
-        """Return the results of a call of a function of this text."""
+        """Return the results of a call of a function in the same text, None for other calls."""
         if not isinstance(node.func, ast.Name) or node.func.id not in self._module.defined:
             return None
         given = [self._values.number(a) for a in node.args]
@@ -551,7 +549,7 @@ class _Function:
         if isinstance(target, ast.Name):
             self._variables.write(target.id, value)
         elif isinstance(target, ast.Subscript) and isinstance(value, Value):
-            array, place = self._values.place(target)
+            array, place = self._values.entry_address(target)
             self._store_entry(array, place, value)
         else:
             refuse(target)
@@ -618,14 +616,14 @@ class _Function:
         step = self._values.index(bounds[2]) if len(bounds) == 3 else "1"
         first = Value(INTEGER, self._values.index(bounds[0])) if len(bounds) > 1 else Value(INTEGER, "0")
         stop = Value(INTEGER, self._values.index(bounds[min(1, len(bounds) - 1)]))
-        # A counter of its own: the body may change the variable, as in Python.
+        # The loop has a separate counter, since the body may assign to the loop variable, as in Python.
         counter = build.slot(INTEGER)
         build.do(f"store i64 {first.text}, ptr {counter}")
         again, body, more, after = (build.new_block() for _ in range(4))
         build.jump(again)
         build.enter(again)
         now = build.value(INTEGER, f"load i64, ptr {counter}")
-        build.branch(compared(build, ">" if step.startswith("-") else "<", now, stop), body, after)
+        build.branch(compare(build, ">" if step.startswith("-") else "<", now, stop), body, after)
         build.enter(body)
         self._variables.write(node.target.id, now)
         inside = build.new_block()
@@ -640,7 +638,7 @@ class _Function:
 
 
 def _link(name: str, arguments: Sequence[Argument]) -> str:
-    """Return the function that takes a kernel's arguments from a block of memory, and continues with the next kernel."""
+    """Return a function that loads a kernel's arguments from a block of memory, calls it, and jumps to the next kernel."""
     kinds = [kind for dtype, ndim in arguments for kind in ([kind_of(dtype)] if ndim is None else ["ptr", *["i64"] * ndim])]
     lines = []
     for k, kind in enumerate(["ptr", "ptr", *kinds]):

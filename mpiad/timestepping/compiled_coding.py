@@ -23,7 +23,7 @@ _LARGE, _NARROWEST = 1 << 16, 32
 _RING = 8 * 512  # entries: eight rows of a range
 
 
-def are_there(dtype: np.dtype, size: int, width: int) -> bool:
+def pays_off(dtype: np.dtype, size: int, width: int) -> bool:
     """Return whether compiled passes pay for rows of this width."""
     return dtype == np.float64 and size >= _LARGE and width >= _NARROWEST
 

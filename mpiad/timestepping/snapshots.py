@@ -58,7 +58,7 @@ class Coded(NamedTuple):
         kept, kind = self.differences, np.finfo(dtype).dtype
         entries, axes = np.empty(kept.shape, kind), _axes(kept.ndim, dtype)
         before = _real(before) if self.relative and before is not None else None
-        if compiled_coding.are_there(kind, kept.size, kept.size // len(kept)):
+        if compiled_coding.pays_off(kind, kept.size, kept.size // len(kept)):
             head = kept[: max(self.order, 1)].astype(np.int32)
             self._add_up(head, axes)
             weights = compiled_coding.weights(self.order)
@@ -89,7 +89,7 @@ def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
     entries = _real(array)
     axes = _axes(entries.ndim, array.dtype)
     before = None if before is None else _real(before)
-    compiled = compiled_coding.are_there(entries.dtype, entries.size, entries.size // len(entries))
+    compiled = compiled_coding.pays_off(entries.dtype, entries.size, entries.size // len(entries))
     with np.errstate(over="ignore", invalid="ignore"):
         tops, changes = (compiled_coding.tops if compiled else _tops)(entries, entries if before is None else before)
     relative = before is not None and float(changes.max()) <= 0.5 * float(tops.max())

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from mpiad.compiling import cache
-from mpiad.compiling.cache import _PATIENCE, store
+from mpiad.compiling.cache import _LOCK_TIMEOUT, store
 
 pytestmark = pytest.mark.serial
 
@@ -132,7 +132,7 @@ def test_a_lock_that_is_not_given_back_is_not_waited_for_forever(folder, monkeyp
     entry.write_bytes(b"")
     with open(folder / f"lock-{entry.stem}", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        monkeypatch.setattr("mpiad.compiling.cache._PATIENCE", 0.05)
+        monkeypatch.setattr("mpiad.compiling.cache._LOCK_TIMEOUT", 0.05)
         assert made().origin == "compiled"
     with kept.locked("some entry"):
         assert (folder / "lock-some entry").exists()
@@ -302,7 +302,7 @@ def test_what_is_checked_is_what_is_read(folder, monkeypatch):
 def test_a_lock_of_a_stopped_process_delays_all_others_together_once(folder, monkeypatch):
     import fcntl
 
-    monkeypatch.setattr("mpiad.compiling.cache._PATIENCE", 0.5)
+    monkeypatch.setattr("mpiad.compiling.cache._LOCK_TIMEOUT", 0.5)
     folder.mkdir(mode=0o700, parents=True)
     waited = []
     with open(folder / "lock-some entry", "a") as lock:
@@ -319,7 +319,7 @@ def test_a_lock_of_a_stopped_process_delays_all_others_together_once(folder, mon
 
 
 def test_others_wait_ten_seconds_at_most():
-    assert _PATIENCE <= 10.0
+    assert _LOCK_TIMEOUT <= 10.0
 
 
 def test_the_users_own_folder_may_be_named_by_a_tilde(folder, monkeypatch, tmp_path):

@@ -64,9 +64,9 @@ def run(x, out):
 
 @pytest.mark.parametrize("fuses", [True, False])
 def test_a_product_and_a_sum_are_rounded_twice_on_processors_without_fma(fuses, monkeypatch):
-    if fuses and not translation.fuses():
+    if fuses and not translation.has_fma_instruction():
         pytest.skip("this processor has no such instruction")
-    monkeypatch.setattr(translation, "fuses", lambda: fuses)
+    monkeypatch.setattr(translation, "has_fma_instruction", lambda: fuses)
     x, out = 1 + 2.0 ** -np.arange(20.0, 40.0), np.zeros(20)
     cache.kernel_of(FUSED, "run", "void(float64[::1], float64[::1])").function(x, out)
     # (1 + h)² - 1 = 2 h + h²; 1 + 2 h + h² is rounded to 1 + 2 h if h² is too small.
@@ -210,7 +210,7 @@ def test_what_has_no_register_begins_with_a_line_of_the_cache():
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_vectors_are_as_wide_as_the_chip_has_them_where_that_costs_no_clock(wide, monkeypatch):
-    monkeypatch.setattr("mpiad.compiling.translation.prefers_wide", lambda: wide)
+    monkeypatch.setattr("mpiad.compiling.translation.prefers_512_bit_vectors", lambda: wide)
     assert ('"prefer-vector-width"="512"' in attributes_after("wide_vectors")) == wide
 
 

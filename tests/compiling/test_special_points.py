@@ -14,7 +14,7 @@ import numpy as onp
 import pytest
 from autograd.core import make_jvp
 
-from mpiad.compiling.builder import Builder, copied
+from mpiad.compiling.builder import Builder, copy_program
 from mpiad.compiling.derivatives import jvp, vjp
 from mpiad.compiling.machine_code import code_of, function_of
 from mpiad.compiling.source import lines
@@ -100,11 +100,11 @@ def all_of(functions, d):
     for function in functions.values():
         program = trace(lambda u, p, t, f=function: [first(f(u))] + [0.0 * u[0]] * (d - 1), (d,), EMPTY, float)
         back, forth = vjp(program, {"state": None}), jvp(program, {"state": None})
-        outputs.append(copied(builder, program)[program.outputs[0]])
-        new = copied(builder, back, seeds(onp.eye(d)[0]))
+        outputs.append(copy_program(builder, program)[program.outputs[0]])
+        new = copy_program(builder, back, seeds(onp.eye(d)[0]))
         outputs += [new[o] for o in back.outputs]
         for direction in onp.eye(d):
-            new = copied(builder, forth, seeds(direction))
+            new = copy_program(builder, forth, seeds(direction))
             outputs.append(new[forth.outputs[0]])
     return builder.program({"state": d}, outputs)
 

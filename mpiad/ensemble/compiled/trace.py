@@ -21,7 +21,7 @@ from mpiad.compiling.builder import Builder
 from mpiad.compiling.program import Program, Untraceable, evaluated, place_of
 from mpiad.compiling.symbolic_arrays import SymbolicArray
 from mpiad.compiling.symbols import Symbol, numbers_of
-from mpiad.compiling.tracing import first_difference, input_array, scalars, traced
+from mpiad.compiling.tracing import first_difference, input_array, output_numbers, trace_program
 from mpiad.ensemble.batch import Batch, Parameters
 from mpiad.ensemble.derivative import derivative_of
 from mpiad.ensemble.trial import MOVED
@@ -147,9 +147,11 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Sh
     groups = {"state": math.prod(shape) * width, "parameter": packing_of(p).size, "time": 1}
 
     def outputs(builder: Builder, value: object) -> list[int]:
-        return scalars(_components(builder, value, shape if result is None else result), result is None and width == 2)
+        return output_numbers(
+            _components(builder, value, shape if result is None else result), result is None and width == 2
+        )
 
-    return traced(f, lambda builder: _inputs(builder, shape, p, dtype), outputs, groups)
+    return trace_program(f, lambda builder: _inputs(builder, shape, p, dtype), outputs, groups)
 
 
 def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: DTypeLike) -> tuple[Any, Any, Any]:

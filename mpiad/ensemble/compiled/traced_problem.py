@@ -18,7 +18,7 @@ from autograd.tracer import isbox
 
 from mpiad._typing import Function, Shape
 from mpiad.compiling.arguments import is_complex, real_dtype
-from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of, kind_of
+from mpiad.compiling.function_fingerprint import Fingerprint, fingerprint_of, without_floats
 from mpiad.compiling.program import Program, Untraceable, exact, place_of
 from mpiad.compiling.tracing import identity_of
 from mpiad.ensemble.batch import Batch
@@ -97,7 +97,7 @@ def remembered(
     key = fingerprint_of(batch.f, functions, batch.p.build(forms), kinds)
     if key is not None and key in _known:
         return _known[key]
-    kind = kind_of(key)
+    kind = without_floats(key)
     made = make(kind is not None and kind in _kinds)
     if made is not None and key is not None and kind is not None:
         _known[key], _kinds[kind] = made, None
