@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpiad.ensemble.batch import Parameters
-from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec
 from mpiad.ensemble.compiled.kernel_texts import cuda_text
 from mpiad.ensemble.compiled.trace import names_of, packing_of, trace
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
@@ -36,13 +36,13 @@ class Plan(NamedTuple):
     """What the texts of kernels are made of."""
 
     traced: TracedProblem
-    form: Form
+    spec: KernelSpec
 
     def text(self, kernel):
         """Return CUDA C of a kernel that differentiates by all parameters."""
         own, common = ([j for j, name in enumerate(self.traced.names) if name[0] == kind] for kind in "ps")
-        form = self.form._replace(wanted_varying=len(own), wanted_shared=len(common))
-        return cuda_text(kernel, self.traced, form, (*own, *common))
+        spec = self.spec._replace(wanted_varying=len(own), wanted_shared=len(common))
+        return cuda_text(kernel, self.traced, spec, (*own, *common))
 
 
 def plan_of(f, p, u0, alg, events=(), **options):
@@ -50,12 +50,12 @@ def plan_of(f, p, u0, alg, events=(), **options):
     program, packing = trace(f, (len(u0),), p, u0.dtype), packing_of(p)
     traced = TracedProblem(program, tuple(event[0] for event in events), packing, names_of(packing), ())
     _, jacobian, slopes = jacobian_program(program) if alg.tableau.implicit else (None, (), ())
-    form = Form(
+    spec = KernelSpec(
         len(u0), len(packing.varying), len(packing.shared), alg.tableau, alg.controller, single=u0.dtype == np.float32,
         inside=True, record=True, tolerances=True, events=tuple(event[1:] for event in events), jacobian=jacobian,
         slopes=slopes, **options,
     )  # fmt: skip
-    return Plan(traced, form)
+    return Plan(traced, spec)
 
 
 @cache
@@ -87,7 +87,7 @@ class Kernels:
         own, common = packing_of(p).split(p.leaves, n, real)
         start, stop = (np.broadcast_to(np.asarray(x, float), n).copy() for x in (start, stop))
         times = np.asarray(times, float)
-        m, n_saved = len(plan.form.directions), times.shape[-1]
+        m, n_saved = len(plan.spec.directions), times.shape[-1]
         out = SimpleNamespace(
             u_end=np.full((d, n), np.nan, real), saved=np.full((n_saved, d, n), np.nan, real), t_reached=np.zeros(n),
             codes=np.zeros(n, np.int32), naccept=np.zeros(n, np.int32), nreject=np.zeros(n, np.int32),

@@ -23,7 +23,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents, pull_compiled
 from mpiad.ensemble.directions import Number, contracted, in_common, numbers, numbers_of, pushed
 from mpiad.ensemble.events import by_trajectory, traced_times
-from mpiad.ensemble.field_jacobian import curvature_program, derived
+from mpiad.ensemble.field_jacobian import derived, second_adjoint_program
 from mpiad.ensemble.replay import replayed, replayed_jvp, replayed_vjp
 from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.solution import EnsembleSolution, at_ends
@@ -139,7 +139,7 @@ class _SolvedRun:
     @property
     def _untraced(self) -> bool:
         """Whether only a replay can differentiate the steps: those of a Rosenbrock method without a program of f."""
-        return self._run.tableau.implicit and isinstance(derived(curvature_program, self._run.batch), str)
+        return self._run.tableau.implicit and isinstance(derived(second_adjoint_program, self._run.batch), str)
 
     # ---- reverse mode
 

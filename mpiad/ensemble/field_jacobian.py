@@ -1,7 +1,7 @@
-"""The exact Jacobian of f at columns: from the program of f if it can be traced, otherwise from tangents.
+"""The exact Jacobian of f, for many trajectories at once: a program if f can be traced, otherwise by tangents.
 
-A program's Jacobian is a program, too, in which zeros aren't computed, so it costs little more than f if each component
-depends on few others (`jacobian_program`). Tangents take one direction per component.
+The program (`jacobian_program`) computes only the entries that aren't structurally zero, so a sparse Jacobian costs little
+more than f. Tangents need one direction per component of the state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpiad.pytrees import flatten
 from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.tracing import restoring_state
 
-# Derivatives of f's program that Rosenbrock methods use: its Jacobian, and the derivatives of this along directions.
+# Derivatives of f's program for Rosenbrock methods: the Jacobian, and second derivatives for tangents and adjoints.
 
 
 _MOST_PROGRAMS = 32
@@ -37,8 +37,8 @@ _MOST_PROGRAMS = 32
 class JacobianProgram(NamedTuple):
     """The entries of the Jacobian that aren't structurally zero."""
 
-    program: Program  # its outputs are the entries, and then derivatives with respect to time
-    places: tuple[tuple[int, int], ...]  # of the entries: row and column
+    program: Program  # its outputs are the entries, followed by the derivatives with respect to time
+    places: tuple[tuple[int, int], ...]  # row and column of each entry
     slopes: tuple[int, ...]  # the components that have derivatives with respect to time
 
 
@@ -53,57 +53,58 @@ def jacobian_program(program: Program) -> JacobianProgram:
     return JacobianProgram(made, tuple(places), tuple(i for i, _ in slopes))
 
 
-def bend_program(program: Program) -> Program:
-    """Return the program of the tangents of the derivative of f along a direction of state and time.
+def second_tangent_program(program: Program) -> Program:
+    """Return the program of the tangent of f's directional derivative along a direction of state and time.
 
-    It has two more groups, "direction" (per component of the state, then of time), and "tangent" (of the state, then of the
-    parameters), and one output per component of f.
+    It has two additional groups of inputs: "direction" (the state's components, then time) and "tangent" (the state's
+    components, then the parameters). It has one output per component of f.
     """
     along = simplify(jvp(program, {"state": None, "time": None}, seeds="direction"))
     return simplify(jvp(along, {"state": None, "parameter": None}, seeds="tangent"))
 
 
-def curvature_program(program: Program, wanted: Wanted | None = None) -> Program:
-    """Return the program of the gradient of f, times cotangents, along directions of state and time.
+def second_adjoint_program(program: Program, wanted: Wanted | None = None) -> Program:
+    """Return the program of the derivative of f's vector-Jacobian product along a direction of state and time.
 
-    It has two more groups, "cotangent" and "direction" (per component of the state, then of time), and one output per
-    wanted input, by default per component of the state, per parameter, and for time.
+    It has two additional groups of inputs: "cotangent" and "direction" (the state's components, then time). It has one
+    output per input in `wanted`, by default for the state's components, the parameters and time.
     """
     gradient = vjp(program, wanted, seeds="cotangent")
     return simplify(jvp(gradient, {"state": None, "time": None}, seeds="direction"))
 
 
 _Derived = TypeVar("_Derived")
-# Number of a device's trajectories for which a program is compared with f.
-_FEW = 3
+# Number of trajectories on a device for which a program is compared with f.
+_COMPARED_TRAJECTORIES = 3
 
 
 class Jacobian(Protocol):
     """The derivatives of f with respect to the state and time."""
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
-        """Write ∂f/∂u of each column into `out`, shape (d, d, n), and return ∂f/∂t, shape (d, n); None if it is zero.
+        """Write ∂f/∂u at n states into `out`, shape (d, d, n), and return ∂f/∂t, shape (d, n), or None if it is zero.
 
-        `out` is zero, or holds an earlier result; `u` has shape (d, n), `t` (n,), and p is as f takes it.
+        `out`: zeros, or the result of a previous call; entries that are structurally zero aren't written. `u`: shape
+        (d, n). `p`: the parameters as f takes them. `t`: shape (n,).
         """
         ...
 
 
 def jacobian_of(batch: Batch) -> Jacobian:
-    """Return the Jacobian of a batch's f; raise a TypeError if f can neither be traced nor be differentiated."""
+    """Return the Jacobian of a batch's f; raise a TypeError if f can be neither traced nor differentiated."""
     found = derived(jacobian_program, batch)
     if isinstance(found, JacobianProgram):
         return _ProgramJacobian(found, packing_of(batch.p))
     if is_on_device(batch):
         raise TypeError(
-            f"solve: on a device a Rosenbrock method needs the Jacobian of what f computes, but f can't be "
+            f"solve: on a device a Rosenbrock method needs the Jacobian of f as a traced program, but f can't be "
             f"traced ({found}). "
             "Write it with the functions of autograd.numpy, and without branches on values, or bring the arrays to the "
             "host with mpiad.device.to_host."
         )
     jacobian = _TangentJacobian(Field(batch), len(batch.u0))
     if batch.size:
-        _try(jacobian, batch, str(found))
+        _check_differentiable(jacobian, batch, str(found))
     return jacobian
 
 
@@ -117,7 +118,7 @@ def derived(derivative: Callable[[Program], _Derived], batch: Batch) -> _Derived
             verify(program, batch)
             return derivative(program)
         except (Untraceable, Refusal) as error:
-            return str(error)  # as text, since the exception would keep f's frames alive
+            return str(error)  # as text, since the exception holds references to f's frames
 
     found: Any = remembered(made, batch, (), derivative.__name__)
     return found
@@ -127,13 +128,13 @@ def _on_host(batch: Batch) -> Batch:
     """Return a few trajectories of a batch of device arrays, on the host; a batch on the host is returned unchanged."""
     if not is_on_device(batch):
         return batch
-    few = batch.share(slice(0, _FEW))
+    few = batch.share(slice(0, _COMPARED_TRAJECTORIES))
     u0, *leaves = (to_host(x) if is_device_array(x) else x for x in (few.u0, *few.p.leaves))
     return few._replace(u0=u0, p=few.p._replace(leaves=leaves))
 
 
-def _try(jacobian: Jacobian, batch: Batch, untraced: str) -> None:
-    d, ids = len(batch.u0), np.zeros(2, int)  # at least two columns wherever f is called
+def _check_differentiable(jacobian: Jacobian, batch: Batch, untraced: str) -> None:
+    d, ids = len(batch.u0), np.zeros(2, int)  # f is always called with at least two columns
     p, t = batch.p.columns(ids, len(batch.shape) > 1), batch.start[ids].astype(batch.u0.dtype)
     try:
         with np.errstate(all="ignore"):
@@ -155,7 +156,7 @@ class _ProgramJacobian:
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
         """Write ∂f/∂u, and return ∂f/∂t."""
-        if p is not self._p:  # it changes with the working set only
+        if p is not self._p:  # a new object if the set of trajectories has changed
             self._p, self._rows = p, self._layout.numbers(_leaves(p), u.shape[1], u.dtype)
         values = evaluated(self._program, u, self._rows, [t])
         for (i, j), value in zip(self._places, values):

@@ -18,7 +18,7 @@ from mpiad.ensemble.compiled.kernel_choice import Compiler
 from mpiad.ensemble.compiled.reverse_sweep import carried_tangents
 from mpiad.ensemble.consistent_start import consistent_start
 from mpiad.ensemble.directions import numbers_of
-from mpiad.ensemble.field_jacobian import bend_program, derived
+from mpiad.ensemble.field_jacobian import derived, second_tangent_program
 from mpiad.ensemble.members import as_state
 from mpiad.ensemble.problem import ODEProblem
 from mpiad.ensemble.replay import replayed
@@ -100,7 +100,7 @@ class SensitivitySolve:
         solver, places = run.outcome.solver, list(along.leaves)
         # Tangents that a kernel has propagated need no second pass over the steps.
         carried = None if solver is None else carried_tangents(solver, run, along.u0 is not None, places, True)
-        if run.tableau.implicit and isinstance(derived(bend_program, run.batch), str):
+        if run.tableau.implicit and isinstance(derived(second_tangent_program, run.batch), str):
             return _replayed(run, along, m)
         if carried is None:
             nothing = np.zeros_like(run.batch.u0)

@@ -17,7 +17,7 @@ from mpiad._typing import Array
 from mpiad.compiling.program import Program, evaluated
 from mpiad.ensemble.column_lu import ColumnLU, Mass
 from mpiad.ensemble.compiled.trace import packing_of
-from mpiad.ensemble.field_jacobian import bend_program, curvature_program, derived, jacobian_of
+from mpiad.ensemble.field_jacobian import derived, jacobian_of, second_adjoint_program, second_tangent_program
 from mpiad.ensemble.run import Run
 from mpiad.ensemble.tableaus import RosenbrockTableau
 
@@ -41,11 +41,11 @@ class StageSystems:
 
     @cached_property
     def _curvature(self) -> Program:
-        return self._program(curvature_program)
+        return self._program(second_adjoint_program)
 
     @cached_property
     def _bend(self) -> Program:
-        return self._program(bend_program)
+        return self._program(second_tangent_program)
 
     def _program(self, derivative: Any) -> Program:
         found = derived(derivative, self._batch)

@@ -1,8 +1,8 @@
-"""`eigsh`: the largest eigenvalues of A u = λ B u by random directions; A and B are functions that multiply.
+"""`eigsh`: the largest eigenvalues of A u = λ B u by a randomized algorithm; A and B are given as matrix-vector products.
 
-Two passes: the range of B⁻¹A is sampled with k + p random directions and made orthonormal in B; then A is projected onto
-it. Rapidly decaying eigenvalues, such as those of data Hessians in a prior's inner product, leave little to the directions
-that aren't sampled: if each is 0.8 times the one before, 40 of them with p = 20 have an error of a thousandth.
+There are two passes: B⁻¹A is applied to k + p random directions, and the results are made orthonormal in the inner product
+of B; then A is projected onto their span. The error is small if the eigenvalues decay rapidly, as those of data Hessians do
+in the inner product of a prior: if each is 0.8 times the previous one, 40 of them have a relative error of 1e-3 for p = 20.
 
 References
 ----------
@@ -29,9 +29,9 @@ from mpiad.transport.tracing import restoring_state
 from mpiad.transport.user_failures import DeferredFailures
 
 _CALL = "linalg.eigsh"
-_ASYMMETRY = 1e-3  # of a projected matrix, relative to its norm: products depend on tolerances of solves
-_DEPENDENT = 1e-15  # of an eigenvalue of a Gram matrix, relative to the largest
-_TOGETHER = 16  # vectors per product: each takes the memory of some ten vectors
+_ASYMMETRY = 1e-3  # allowed in a projected matrix, relative to its norm, since products may contain inexact solves
+_DEPENDENT = 1e-15  # eigenvalues of a Gram matrix below this fraction of the largest indicate dependent vectors
+_TOGETHER = 16  # vectors per product, which needs memory for about ten vectors per vector
 
 Product = Callable[[LocalArray], LocalArray]
 
@@ -76,20 +76,21 @@ def eigsh(
     Parameters
     ----------
     product : callable
-        From this rank's part of a vector to its part of the product with A, symmetric.
+        ``product(v)`` returns this rank's part of A v from its part of v; A must be symmetric.
     like : array
         This rank's part of any vector, real; only its shape matters.
     k : int
+        Number of eigenvalues.
     mass, mass_solve : callable, optional
-        Products with B, symmetric and positive definite, and with B⁻¹; give both, or none for the identity.
+        Products with B, symmetric and positive definite, and with B⁻¹. Both must be given, or none; then B is the identity.
     oversample : int
-        Random directions in addition to k. There are 2 (k + oversample) products with A.
+        Number of random directions in addition to k. A is applied 2 (k + oversample) times.
     seed : int, or array of shape (k + oversample, *like.shape)
-        Seed of the random directions; or this rank's parts of them, for example from `Domain.normal`, so that results don't
-        depend on the ranks.
+        Seed of the random directions, or this rank's parts of them. With directions from `Domain.normal`, for example,
+        results don't depend on the number of ranks.
     batch : bool
-        Whether `product`, `mass` and `mass_solve` take several vectors at once, along a first axis, as products of
-        `linearize` and `make_hvp` do with ``batch=True``. They get up to 16.
+        Whether `product`, `mass` and `mass_solve` take up to 16 vectors at once, along a first axis, like the products of
+        `linearize` and `make_hvp` with ``batch=True``.
     comm : mpi4py intracommunicator, optional
 
     Returns
@@ -100,9 +101,10 @@ def eigsh(
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument on any of them is invalid or differs, A or B isn't symmetric, or B isn't positive.
+        On all ranks, if an argument is invalid on any rank or differs between ranks, A or B isn't symmetric, or B isn't
+        positive definite.
     Exception
-        On all ranks, an exception of a product on one: the exception itself there, one of the same type and text elsewhere.
+        On all ranks, if a product raises it on any rank; the other ranks raise one with the same type and text.
 
     Ranks
     -----
@@ -157,9 +159,9 @@ def ritz_pairs(
         samples = np.asarray(seed)[:size]
         images = _products(failures, "product", product, samples, batch)
         ranged = images if mass_solve is None else _products(failures, "mass_solve", mass_solve, images, batch)
-        # B times the range is known: the images themselves.
+        # `images` are B times `ranged`.
         basis = _combined(_orthonormal(used, ranged, images), ranged)
-        for _ in range(2):  # again, since Gram matrices lose half of the digits
+        for _ in range(2):  # repeated, since orthonormalization by a Gram matrix loses half of the digits
             weighed = basis if mass is None else _products(failures, "mass", mass, basis, batch)
             basis = _combined(_orthonormal(used, basis, weighed), basis)
         projected = _gram(used, basis, _products(failures, "product", product, basis, batch))
@@ -197,14 +199,14 @@ def _gram(used: Channel, one: LocalArray, other: LocalArray) -> np.ndarray:
 
 def _summed(used: Channel, local: np.ndarray) -> np.ndarray:
     total = np.array(allreduce(used, local, SUM, _CALL))
-    used.data.Bcast(total, 0)  # an all-reduction may round differently on different ranks
+    used.data.Bcast(total, 0)  # the results of an all-reduction may differ between ranks by rounding
     if not np.all(np.isfinite(total)):
         raise agreed(used, ValueError(f"{_CALL}: a product isn't finite."))
     return total
 
 
 def _orthonormal(used: Channel, vectors: LocalArray, weighed: LocalArray) -> np.ndarray:
-    """Return the coefficients that make vectors orthonormal, without dependent ones; `weighed` are B times the vectors."""
+    """Return coefficients of orthonormal combinations of vectors, fewer if these are dependent; `weighed`: B vectors."""
     gram = _gram(used, vectors, weighed)
     skew, size = np.linalg.norm(gram - gram.T), np.linalg.norm(gram)
     values, rotation = np.linalg.eigh(0.5 * (gram + gram.T))

@@ -1,10 +1,10 @@
-"""Products with a sparse matrix whose rows are distributed over the ranks, as operators that are each other's derivatives.
+"""Products with a sparse matrix A whose rows are distributed over the ranks: three operators, closed under differentiation.
 
-All derive from one number, T(v, x, y) = Σ_k v_k x_col(k) y_row(k) over the entries k of the matrix: A x is its derivative
-with respect to y, Aᵀ y that with respect to x, and the third product that with respect to the values v. T is linear in
-each of its arguments, so the derivatives of each of the three are the other two, to any order. No product is conjugated.
+They are the derivatives of the trilinear form T(v, x, y) = Σ_k v_k x_col(k) y_row(k), a sum over the entries k of A: A x
+with respect to y, Aᵀ y with respect to x, and the products x_col(k) y_row(k) with respect to the values v. Since T is
+linear in each argument, the derivatives of each operator, of any order, are the other two. Nothing is conjugated.
 
-On the host the sums are SciPy's, on a device those of `SegmentSums`.
+On the host SciPy computes the sums, on a device `SegmentSums`.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from mpiad.transport.buffers import contiguous, empty_beside
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.tracing import restoring_state
 
-# Entries of a distributed vector that a rank needs and others own: the plan of messages, found once.
+# Ghosts: the entries of a distributed vector that a rank needs and other ranks own.
 
 
-# Next to those of halos, below the 32767 that MPI guarantees.
+# Message tags, next to those of halos, below MPI's guaranteed limit of 32767.
 _TAG_INDICES, _TAG_FETCH, _TAG_GIVE = 32741, 32742, 32743
 
 
 class GhostPlan:
-    """The messages by which each rank gets its ghosts, and their transpose; all ranks make it.
+    """The messages of the exchange of ghosts and of its transpose; the constructor is collective.
 
-    - `needed`: positions in the whole vector of the entries that this rank needs and doesn't own, sorted.
-    - `offsets`, of length P + 1: rank r owns the positions from offsets[r] to offsets[r + 1].
-    - `sources`, list of (int, slice): ranks from which this one receives ghosts, and their positions among the ghosts.
-    - `destinations`, list of (int, array of int): ranks to which it sends, and the positions in its own part.
+    - `needed`: global indices of this rank's ghosts, sorted.
+    - `offsets`: length P + 1; rank r owns the global indices offsets[r] <= i < offsets[r + 1].
+    - `sources`: list of (int, slice); the ranks from which this one receives ghosts, and the indices among its ghosts.
+    - `destinations`: list of (int, array of int); the ranks to which it sends, and the indices in its own part.
     """
 
     def __init__(self, needed: np.ndarray, offsets: np.ndarray, comm: Comm):
         used = channel(comm, "DistributedMatrix")
         self.comm, self.count = comm, len(needed)
         owners = np.searchsorted(offsets, needed, side="right") - 1
-        # Sorted positions have sorted owners, so the ghosts of one owner are consecutive.
+        # Sorted indices have sorted owners, so the ghosts of one owner are consecutive.
         ranks, starts, counts = np.unique(owners, return_index=True, return_counts=True)
         self.sources: list[tuple[Rank, slice]] = [
             (int(owner), slice(int(start), int(start + count))) for owner, start, count in zip(ranks, starts, counts)
@@ -55,7 +55,7 @@ class GhostPlan:
         wanted[ranks] = counts
         with restoring_state(), suspended():
             asked = mpi_alltoall(wanted, comm=comm)
-            # Receives first, so that no rank has to buffer others' lists.
+            # Receives are posted first, so that no message has to be buffered.
             coming = [
                 (int(r), mpi_irecv(np.empty(asked[r], np.int64), int(r), _TAG_INDICES, comm)) for r in np.flatnonzero(asked)
             ]
@@ -83,51 +83,53 @@ class GhostPlan:
         for r, places in self.sources:
             mpi_send(ghosts[..., places], r, _TAG_GIVE, self.comm)
         for places, request in coming:
-            # Each rank needs a position only once, so that no addition is lost among equal positions.
+            # The indices of one message are distinct, so `+=` adds every entry.
             out[..., places] += mpi_wait(request)
 
     def _destinations(self, x: LocalArray) -> Any:
-        """Return the destinations and the positions, these on the device of `x`."""
+        """Return the destinations, with indices on the device of `x`."""
         xp = arrays_of(x)
         return self.destinations if xp is None else zip([r for r, _ in self.destinations], self._places.on(xp))
 
 
 class Pattern:
-    """Positions of the entries of this rank's rows, and their ghosts.
+    """The sparsity pattern of this rank's rows.
 
-    `rows`, `columns`, int of length nnz: each entry's row in this rank's part of y, and its column: in this rank's part
-    of x, or after it among the ghosts. `starts`: CSR's row pointers. `shape`: rows and columns of this rank's part of y
-    and x.
+    - `rows`: int, length nnz; the row of each entry in this rank's part of y.
+    - `columns`: int, length nnz; the column of each entry in this rank's part of x followed by its ghosts.
+    - `starts`: CSR row pointers.
+    - `shape`: lengths of this rank's parts of y and x.
+    - `plan`: the exchange of the ghosts of x.
     """
 
     def __init__(self, columns: np.ndarray, starts: np.ndarray, shape: tuple[int, int], plan: GhostPlan):
-        # Of one type, or SciPy would copy them for each product.
+        # SciPy would copy index arrays of different types for each product.
         kind = np.int32 if max(len(columns), shape[1] + plan.count) < 2**31 else np.int64
         self.columns, self.starts, self.shape, self.plan = columns.astype(kind), starts.astype(kind), shape, plan
         self.rows = np.repeat(np.arange(shape[0]), np.diff(starts))
 
     @cached_property
     def places(self) -> Constants:
-        """Return each entry's column and row, for use on devices."""
+        """Columns and rows for use on devices."""
         return Constants(self.columns, self.rows.astype(self.columns.dtype))
 
     @cached_property
     def by_row(self) -> SegmentSums:
-        """Return the sums over rows, for entries on a device."""
+        """The sums over rows on a device."""
         return SegmentSums(self.rows.astype(self.columns.dtype), self.shape[0])
 
     @cached_property
     def by_column(self) -> SegmentSums:
-        """Return the sums over columns, for entries on a device."""
+        """The sums over columns on a device."""
         return SegmentSums(self.columns, self.shape[1] + self.plan.count)
 
     def matrix(self, values: LocalArray) -> scipy.sparse.csr_matrix:
-        """Return this rank's rows as a matrix, with columns for its part of x and the ghosts; shares the values' memory."""
+        """Return this rank's rows as a matrix that shares the memory of the values; its columns include the ghosts."""
         shape = self.shape[0], self.shape[1] + self.plan.count
         return scipy.sparse.csr_matrix((values, self.columns, self.starts), shape, copy=False)
 
     def extended(self, x: LocalArray) -> LocalArray:
-        """Return this rank's part of x with the ghosts after it; collective."""
+        """Return this rank's part of x followed by the ghosts; collective."""
         return np.concatenate([x, self.plan.fetch(x)], axis=-1)
 
 
@@ -167,7 +169,7 @@ def values_product(x: LocalArray, y: LocalArray, pattern: Pattern) -> LocalArray
 
 
 def _entries(values: LocalArray, of_vector: LocalArray) -> LocalArray:
-    """Return the products of entries on a device with the corresponding entries of a vector, and a zero after them."""
+    """Return the elementwise product of values with vector entries on a device, followed by a zero."""
     xp: Any = arrays_of(values)
     lead, count = of_vector.shape[:-1], of_vector.shape[-1]
     out = xp.empty((*lead, count + 1), np.result_type(values.dtype, of_vector.dtype))
@@ -179,12 +181,12 @@ def _entries(values: LocalArray, of_vector: LocalArray) -> LocalArray:
 def _times(matrix: scipy.sparse.spmatrix, x: LocalArray) -> LocalArray:
     if x.ndim == 1:
         return matrix @ x
-    # All right-hand sides as columns: the entries are read once for all of them.
+    # All vectors are multiplied together, as columns, so the matrix is read once.
     flat = matrix @ x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).T
     return np.ascontiguousarray(flat.T).reshape(*x.shape[:-1], matrix.shape[0])
 
 
-# Each of the three is a derivative of Σ values_k y_row(k) x_col(k) with respect to one factor: so they are adjoints.
+# The vector-Jacobian products follow from the trilinear form (see the top of the file).
 defvjp(
     product,
     lambda ans, values, x, pattern: lambda g: values_product(x, g, pattern),
@@ -210,10 +212,7 @@ for _operator in (product, transposed_product, values_product):
 
 
 class ProductWith:
-    """A matrix in the form of an operator for `solve`, with its transpose.
-
-    `transposed`: whether the operator is the transpose.
-    """
+    """A matrix, or its transpose if `transposed`, as an operator for `solve`."""
 
     def __init__(self, pattern: Pattern, transposed: bool):
         self.pattern, self.transposed = pattern, transposed
@@ -228,14 +227,13 @@ class ProductWith:
 
 
 class SegmentSums:
-    """Sums over the segments of a vector on a device, such as the rows of a sparse matrix: each in a fixed order.
+    """Segmented sums on a device, each in a fixed order; segments are, for example, the rows of a sparse matrix.
 
-    Atomic additions would sum in an unspecified order. Here segments of similar lengths are gathered as the columns of a
-    table whose shorter ones end with zeros, and the table's rows are added. Lengths within a table differ by less than a
-    factor of two, so at most half of it is zeros; the number of tables is the number of binary digits of the longest
-    segment's length.
+    Atomic additions would sum in an unspecified order. Instead, segments of similar lengths are gathered as the columns of
+    a table, padded with zeros, and the rows of the table are added up. Lengths within a table differ by less than a factor
+    of two, so less than half of it is padding. There is at most one table per binary digit of the largest length.
 
-    `segments`, int of length n: the segment of each entry. `count`: number of segments; some may have no entry.
+    `segments`: int, length n; the segment of each entry. `count`: the number of segments; some may be empty.
     """
 
     def __init__(self, segments: np.ndarray, count: int):
@@ -248,7 +246,7 @@ class SegmentSums:
         ]
 
     def __call__(self, entries: LocalArray) -> LocalArray:
-        """Return the sums, shape (..., count), of entries on a device, shape (..., n + 1), of which the last is zero."""
+        """Return the sums, shape (..., count), of entries on a device, shape (..., n + 1); the last entry must be zero."""
         xp = arrays_of(entries)
         out = xp.full((*entries.shape[:-1], self.count), 0, entries.dtype)  # type: ignore[union-attr]
         for table in self._tables:
@@ -258,8 +256,8 @@ class SegmentSums:
 
 
 def _table(order: np.ndarray, starts: np.ndarray, lengths: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the positions of some segments' entries, a column per segment, padded with the position of the zero."""
+    """Return the indices of the entries of some segments, a column per segment, padded with the index of the zero."""
     steps = np.arange(lengths.max())[:, None]
-    # Beyond the end of a segment any position will do, since it isn't used.
+    # Indices beyond the end of a segment are valid but unused.
     places = np.minimum(starts + steps, len(order) - 1)
     return np.where(steps < lengths, order[places], len(order)).astype(dtype)

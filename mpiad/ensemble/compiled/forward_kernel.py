@@ -19,8 +19,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 from mpiad.ensemble.compiled.jump_text import jump_lines
-from mpiad.ensemble.compiled.kernel_form import Fields, Form, filled
 from mpiad.ensemble.compiled.kernel_rows import U
+from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
 from mpiad.ensemble.compiled.rosenbrock_text import lanes_of
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.jumps import LEAST
@@ -148,42 +148,42 @@ for e in range({count}):
 """
 
 
-def put_out(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
+def put_out(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
     """Return lines for a lane with something to write, in a kernel whose templates use these names."""
-    components, saved, cut, value, late = range(form.d), [], [], [], []
-    for c in components if form.inside else ():
-        saved += steps.interpolated(f"saved[i, place[l], {c}]", partial(_stage, form, c=c), f"$u[{c}]")
-        cut += steps.interpolated(f"$new[{c}]", partial(_stage, form, c=c), f"$u[{c}]")
-    for j in range(len(form.directions) if form.inside else 0):
+    components, saved, cut, value, late = range(spec.d), [], [], [], []
+    for c in components if spec.inside else ():
+        saved += steps.interpolated(f"saved[i, place[l], {c}]", partial(_stage, spec, c=c), f"$u[{c}]")
+        cut += steps.interpolated(f"$new[{c}]", partial(_stage, spec, c=c), f"$u[{c}]")
+    for j in range(len(spec.directions) if spec.inside else 0):
         for c in components:
             stage = lambda i, c=c, j=j: f"$dk[{j}, {i}, {c}]"  # noqa: E731
             saved += steps.interpolated(f"dsaved[{j}, i, place[l], {c}]", stage, f"$du[{j}, {c}]", fused=True)
-    for e in range(len(form.events)):
+    for e in range(len(spec.events)):
         value += [f"{'el' if e else ''}if e == {e}:"]
         value += [f"    {steps.condition(e, 'value', 'y', '$sign * ($now + x * $size)')}"]
         rests = f"abs($condition[{e}]) <= {LEAST} and tn - $now <= $unresolved"
-        late += [f"if $part[{e}] > first and {_changed(form, steps, e)} and not ({rests}):", f"    $part[{e}] = first"]
-    terminal = [f"e == {e}" for e, (ends, _) in enumerate(form.events) if ends]
+        late += [f"if $part[{e}] > first and {_changed(spec, steps, e)} and not ({rests}):", f"    $part[{e}] = first"]
+    terminal = [f"e == {e}" for e, (ends, _) in enumerate(spec.events) if ends]
     names = names | {"late": late, "terminal": bool(terminal), "ending": " or ".join(terminal), "first": U, "cut": cut}
     names["conditions_at_cut"] = steps.conditions("condition_new", "y", "$sign * tn")
-    names |= {"weights": steps.weights() if form.inside else [], "interpolated": saved}
-    names["located"] = steps.located(partial(_stage, form), lambda c: f"$u[{c}]", value) if form.events else []
+    names |= {"weights": steps.weights() if spec.inside else [], "interpolated": saved}
+    names["located"] = steps.located(partial(_stage, spec), lambda c: f"$u[{c}]", value) if spec.events else []
     names |= {"saving": filled(_SAVING, names), "found": filled(_EVENTS, names)}
-    if form.affects is not None:
-        names["jump"] = jump_lines(form, steps, names)
+    if spec.affects is not None:
+        names["jump"] = jump_lines(spec, steps, names)
     return filled(_PUT_OUT, names)
 
 
-def _stage(form: Form, i: int, c: int) -> str:
-    return f"$k[{c}]" if i == 0 else f"$last[{c}]" if i == form.stages else f"$inner[{i - 1}, {c}]"
+def _stage(spec: KernelSpec, i: int, c: int) -> str:
+    return f"$k[{c}]" if i == 0 else f"$last[{c}]" if i == spec.stages else f"$inner[{i - 1}, {c}]"
 
 
-def crossed(form: Form, steps: Steps) -> list[str]:
+def crossed(spec: KernelSpec, steps: Steps) -> list[str]:
     """Return lines that compute whether conditions have changed their signs as required."""
     lines = []
-    for e in range(len(form.events)):
-        lines += [f"crossed{e} = where({_changed(form, steps, e)}, accepted, 0.0)"]
-        if form.affects is not None:
+    for e in range(len(spec.events)):
+        lines += [f"crossed{e} = where({_changed(spec, steps, e)}, accepted, 0.0)"]
+        if spec.affects is not None:
             # Near its root it stays on its side: the sign after a step as short as this one is uncertain.
             rests = f"(abs($condition[{e}]) <= {LEAST}) & ($size <= $unresolved)"
             lines += [f"crossed{e} = where({rests}, 0.0, crossed{e})"]
@@ -191,10 +191,10 @@ def crossed(form: Form, steps: Steps) -> list[str]:
     return lines
 
 
-def _changed(form: Form, steps: Steps, e: int) -> str:
+def _changed(spec: KernelSpec, steps: Steps, e: int) -> str:
     """Return the expression for whether a condition has changed its sign as required."""
     values = f"$condition[{e}]", f"$condition_new[{e}]"
-    if e not in form.sided:
+    if e not in spec.sided:
         return steps.changed(e, *values)
     # A condition that leaves its root on one side returns from there.
     up, down = (steps.changed(e, *values, way) for way in (1, -1))
@@ -427,53 +427,53 @@ when affected: exact unresolved
 
 
 @lru_cache(64)
-def fields_of(form: Form) -> Fields:
+def fields_of(spec: KernelSpec) -> Fields:
     """Return the places of the numbers of the kernel's lanes."""
-    return lanes_of(form, _FIELDS)[0]
+    return lanes_of(spec, _FIELDS)[0]
 
 
-def forward_source(form: Form, wide: bool) -> str:
+def forward_source(spec: KernelSpec, wide: bool) -> str:
     """Return the source of `forward`, which calls `f`, its tangents `df0`, `df1`, ..., and `fma`."""
-    fields, steps, names = lanes_of(form, _FIELDS)
-    full = f" or row + {form.lanes} > rows.shape[0]" if form.record else ""
-    full += f" or found + {form.lanes * len(form.events)} > crossings.shape[0]" if form.events else ""
-    names |= {"wide": wide, "fields": ", ".join(fields), "full": full, "sided": form.sided}
+    fields, steps, names = lanes_of(spec, _FIELDS)
+    full = f" or row + {spec.lanes} > rows.shape[0]" if spec.record else ""
+    full += f" or found + {spec.lanes * len(spec.events)} > crossings.shape[0]" if spec.events else ""
+    names |= {"wide": wide, "fields": ", ".join(fields), "full": full, "sided": spec.sided}
     names["changed"] = "".join(f" + crossed{e}" for e in names["e"])
     names |= {"rate": steps.call("k0", "u", 0), "first_step": steps.first_step(), "rounded_step": steps.rounded_step()}
-    unit = [(j, c, kind == "u" and place == c) for j, (kind, place) in enumerate(form.directions) for c in range(form.d)]
+    unit = [(j, c, kind == "u" and place == c) for j, (kind, place) in enumerate(spec.directions) for c in range(spec.d)]
     names["unit_tangents"] = [f"$du[{j}, {c}] = {1.0 if own else 0.0}" for j, c, own in unit]
-    names |= {"stages": _stages(form, steps), "crossed": crossed(form, steps)}
+    names |= {"stages": _stages(spec, steps), "crossed": crossed(spec, steps)}
     names["conditions"] = steps.conditions("condition", "u", "t")
     names["conditions_new"] = steps.conditions("condition_new", "new", "tn")
     names["factor"] = steps.factor(power_lines, "$q2_before", "$rejected") if names["adaptive"] else []
     names |= {"next_due": filled(_NEXT_DUE, {}), "least": filled(_LEAST, {})}
     names |= {"enter": filled(_ENTER, names), "take": filled(_TAKE, names), "decide": filled(_DECIDE, names)}
-    names["put_out"] = put_out(form, steps, names)
+    names["put_out"] = put_out(spec, steps, names)
     return fields.placed(filled(_KERNEL, names))
 
 
-def _stages(form: Form, steps: Steps) -> list[str]:
-    components = range(form.d)
-    lines = steps.stages(kept=bool(form.directions))
-    for j in range(len(form.directions)):
-        lines += _tangent(form, steps, j)
+def _stages(spec: KernelSpec, steps: Steps) -> list[str]:
+    components = range(spec.d)
+    lines = steps.stages(kept=bool(spec.directions))
+    for j in range(len(spec.directions)):
+        lines += _tangent(spec, steps, j)
     lines += steps.error()
-    lines += ["$q2 = q2"] if form.tableau.error is not None else []
+    lines += ["$q2 = q2"] if spec.tableau.error is not None else []
     lines += [f"$new[{c}] = new_{c}" for c in components]
-    lines += [f"$last[{c}] = k{form.stages}_{c}" for c in components]
-    return lines + [f"$inner[{i - 1}, {c}] = k{i}_{c}" for i in range(1, form.stages) for c in components if form.inside]
+    lines += [f"$last[{c}] = k{spec.stages}_{c}" for c in components]
+    return lines + [f"$inner[{i - 1}, {c}] = k{i}_{c}" for i in range(1, spec.stages) for c in components if spec.inside]
 
 
-def _tangent(form: Form, steps: Steps, j: int) -> list[str]:
-    components = range(form.d)
-    lines, stages = [f"v_{c} = v{j}_{c}" for c in components], form.stages + form.inside
+def _tangent(spec: KernelSpec, steps: Steps, j: int) -> list[str]:
+    components = range(spec.d)
+    lines, stages = [f"v_{c} = v{j}_{c}" for c in components], spec.stages + spec.inside
     for i in range(stages):
         lines += steps.argument("w", i, "l", "v", fused=True) if i else []
         lines.append(steps.call(f"l{i}", steps.argument_of(i), i, f"df{j}", steps.state("w" if i else "v")))
-    if not form.inside:
-        lines += steps.argument("w", form.stages, "l", "v", fused=True)
+    if not spec.inside:
+        lines += steps.argument("w", spec.stages, "l", "v", fused=True)
     lines += [f"$dnew[{j}, {c}] = w_{c}" for c in components]
-    return lines + [f"$dk[{j}, {i}, {c}] = l{i}_{c}" for i in range(stages) for c in components if form.inside]
+    return lines + [f"$dk[{j}, {i}, {c}] = l{i}_{c}" for i in range(stages) for c in components if spec.inside]
 
 
 # Powers without a call, so that a loop over lanes can be vectorized.

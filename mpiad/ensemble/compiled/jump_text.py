@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from mpiad.compiling.source import numbered
-from mpiad.ensemble.compiled.kernel_form import Form, filled
 from mpiad.ensemble.compiled.kernel_rows import U
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.jumps import (
     AHEAD,
@@ -159,24 +159,24 @@ _CONSTANTS = {"ahead": AHEAD, "ahead_of_short": AHEAD_OF_SHORT, "at_once": AT_ON
 _CONSTANTS |= {"least_ahead": LEAST_AHEAD, "most_short": MOST_SHORT, "short": SHORT, "short_piece": SHORT_PIECE}
 
 
-def jump_lines(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
+def jump_lines(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
     """Return lines of the forward kernel, whose templates use these names."""
-    finite = " and ".join(f"np.isfinite(w_{c})" for c in range(form.d))
-    names = names | _CONSTANTS | {"state": filled(_STATE, names), "behind": U + form.d, "finite": finite}
+    finite = " and ".join(f"np.isfinite(w_{c})" for c in range(spec.d))
+    names = names | _CONSTANTS | {"state": filled(_STATE, names), "behind": U + spec.d, "finite": finite}
     names["conditions_there"], at_conditions, affects = [], [], []
-    for e in range(len(form.events)):
-        own = {"e": e, "value": steps.condition(e, "value", "u", "t"), "either_way": e in form.sided}
+    for e in range(len(spec.events)):
+        own = {"e": e, "value": steps.condition(e, "value", "u", "t"), "either_way": e in spec.sided}
         names["conditions_there"] += filled(_GO_ON, names | own)
-    for e, acts in enumerate(form.acting):
-        own = {"e": e, "acting": acts >= 0, "ends": acts in form.ending if acts >= 0 else form.events[e][0]}
+    for e, acts in enumerate(spec.acting):
+        own = {"e": e, "acting": acts >= 0, "ends": acts in spec.ending if acts >= 0 else spec.events[e][0]}
         if acts >= 0:
-            taken = filled(_TAKEN, names | {"following": _departure(form, steps, e, names)})
+            taken = filled(_TAKEN, names | {"following": _departure(spec, steps, e, names)})
             own |= {"taken": taken, "was": steps.condition(e, "was", "u", "t"), "affect": _affect(steps, acts)}
         at_conditions += filled(_AT_CONDITION, names | own)
-    given = form.affects or ()
+    given = spec.affects or ()
     for k, e in enumerate(given):
         affects += [f"{'el' if k else ''}if kind == {e}:", f"    {_affect(steps, e)}"]
-    following, ending = ["turn += 1"], [f"kind == {e}" for e in form.ending if e in given]
+    following, ending = ["turn += 1"], [f"kind == {e}" for e in spec.ending if e in given]
     if ending:
         following += [f"if {' or '.join(ending)}:", f"    code = {names['Terminated']}"]
     taken = filled(_TAKEN, names | {"following": following})
@@ -188,10 +188,10 @@ def _affect(steps: Steps, e: int) -> str:
     return steps.called(steps.state("w"), f"affect{e}", "u", steps.rounded("t"))
 
 
-def _departure(form: Form, steps: Steps, e: int, names: dict[str, Any]) -> list[str]:
-    direction = form.events[e][1]
+def _departure(spec: KernelSpec, steps: Steps, e: int, names: dict[str, Any]) -> list[str]:
+    direction = spec.events[e][1]
     directed = f" and side * {direction}.0 < 0.0" if direction else ""
-    names = names | {"e": e, "either_way": e in form.sided, "directed": directed}
+    names = names | {"e": e, "either_way": e in spec.sided, "directed": directed}
     names |= {"rate_now": steps.called(steps.state("k0"), "f", "u", "t"), "now": steps.condition(e, "now_", "u", "t")}
     names |= {x: steps.condition(e, x, "y", "later") for x in ("then", "there")}
     return filled(_DEPARTURE, names | {"rate_later": steps.called(steps.state("k1"), "f", "y", "later")})
@@ -262,26 +262,26 @@ if {stopped} == step[l]:
 """
 
 
-def jumps_back(form: Form, steps: Steps, names: dict[str, Any]) -> dict[str, Any]:
+def jumps_back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> dict[str, Any]:
     """Return the names of the reverse kernel's templates for events that acted, given the names defined so far.
 
     In `jump` lanes store the number of their next jump back, that of the jump at which the steps already passed ended, the
     number of their next stop, and the numbers of steps before both; -1 if there is none.
     """
-    components = range(form.d)
-    ended, stop, followed, stopped = (f"jump[{row * form.lanes} + l]" for row in range(1, 5))
-    names = names | {"jumping": form.jumps is not None, "followed": followed, "stopped": stopped}
+    components = range(spec.d)
+    ended, stop, followed, stopped = (f"jump[{row * spec.lanes} + l]" for row in range(1, 5))
+    names = names | {"jumping": spec.jumps is not None, "followed": followed, "stopped": stopped}
     names["next_jump"] = f"{followed} = jump_number[jump[l]] if jump[l] >= jump_first[i] else -1"
     names["next_stop"] = f"{stopped} = stop_number[{stop}] if {stop} >= stop_first[i] else -1"
     names |= {"ended": ended, "stop": stop, "left": filled(_LEFT, {"ended": ended})}
     time, affects = steps.rounded("jump_time[j]"), []
-    back = [*steps.state("y"), *numbered("e", form.wanted_varying + form.wanted_shared), *(["te"] if form.timed else [])]
-    for k, (e, given) in enumerate(form.jumps or ()):
+    back = [*steps.state("y"), *numbered("e", spec.wanted_varying + spec.wanted_shared), *(["te"] if spec.timed else [])]
+    for k, (e, given) in enumerate(spec.jumps or ()):
         call = steps.called(back, f"back{e}", "u", time, steps.state("z"))
         affects += [f"{'el' if k else ''}if jump_kind[j] == {e}:", f"    {call}", f"    given = {float(given)}"]
     drift = " + ".join(f"k0_{c} * $cotangent[{c}]" for c in components)
     jump = {"affects": affects, "rate": steps.called(steps.state("k0"), "f", "u", time), "drift": drift}
     gained = " + ".join(["stop_row[stop, 1] * since", *[f"stop_row[stop, {3 + c}] * $cotangent[{c}]" for c in components]])
-    stop_names = {"gained": gained, "parts": steps.weights(), "behind": 3 + form.d}
+    stop_names = {"gained": gained, "parts": steps.weights(), "behind": 3 + spec.d}
     names["jump_back"] = filled(_JUMP_BACK, names | jump)
     return names | {"stop_back": filled(_STOP_BACK, names | stop_names)}

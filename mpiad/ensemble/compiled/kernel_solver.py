@@ -15,8 +15,8 @@ from mpiad.compiling.arguments import aligned, argument, from_parts, from_row_pa
 from mpiad.compiling.cache import kernel_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import fields_of
-from mpiad.ensemble.compiled.kernel_form import Form, form_of
 from mpiad.ensemble.compiled.kernel_rows import Tape, give_back, jumps_of, note_crossings, room, room_for
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec, kernel_spec_of
 from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
@@ -43,9 +43,9 @@ class Solver:
         self.batch, self.settings, self.threads = batch, settings, threads
         self.every = settings.saveat is None
         self.times = argument(np.atleast_2d(np.empty(0) if settings.saveat is None else settings.saveat))
-        self.form = form_of(traced, batch, settings)
-        self.p, shared = traced.packing.split(batch.p.leaves, batch.size, self.form.dtype)
-        self.s = argument(np.append(shared, self._numbers), self.form.dtype) if self._numbers else shared
+        self.spec = kernel_spec_of(traced, batch, settings)
+        self.p, shared = traced.packing.split(batch.p.leaves, batch.size, self.spec.dtype)
+        self.s = argument(np.append(shared, self._numbers), self.spec.dtype) if self._numbers else shared
         self.directions: tuple[tuple[str, int], ...] = ()
         self._recorded: Outcome | None = None
 
@@ -54,13 +54,13 @@ class Solver:
         self.directions = self._directions(given) if given.traced and not self.every else ()
         # With checkpoints steps are recorded in the reverse pass, for some trajectories at a time.
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
-        outcome = self._run(self.form._replace(directions=self.directions, record=record))
+        outcome = self._run(self.spec._replace(directions=self.directions, record=record))
         if self.settings.record:
             outcome.solver = self
         return outcome
 
-    def _run(self, form: Form) -> Outcome:
-        return launch(self._function("forward", forward_text(self.traced, form)), form, self)
+    def _run(self, spec: KernelSpec) -> Outcome:
+        return launch(self._function("forward", forward_text(self.traced, spec)), spec, self)
 
     def _function(self, name: str, text: str) -> Callable[..., None]:
         """Return a kernel's function, and record its text."""
@@ -74,7 +74,7 @@ class Solver:
         asked = self.settings
         # With events the ends move, too.
         moved = isbox(given.start) or isbox(given.end) or asked.events or asked.acting is not None
-        if moved or self.form.tableau.implicit:
+        if moved or self.spec.tableau.implicit:
             return ()
         return self.traced.carried(given, asked.gradient)
 
@@ -89,21 +89,21 @@ class Solver:
 
     def record(self) -> Outcome:
         """Solve once more, and record all steps."""
-        return self._run(self.form._replace(record=True))
+        return self._run(self.spec._replace(record=True))
 
     def parts(self) -> Iterator[tuple[slice, Solver]]:
         """Return the trajectories in the number of parts given by the checkpoints, each with its own solver."""
         count = self.batch.size
         # Parts of fewer trajectories than lanes would leave some empty.
-        parts = max(1, min(self.settings.checkpoints or 1, count // self.form.lanes))
+        parts = max(1, min(self.settings.checkpoints or 1, count // self.spec.lanes))
         for first, stop in pairwise(count * i // parts for i in range(parts + 1)):
             rows = slice(first, stop)
             batch, settings = self.batch.share(rows), self.settings.share(rows)
             part = Solver(self._kernels, self.traced._replace(numbers=self._numbers), batch, settings, self.threads)
-            part.form = self.form
+            part.spec = self.spec
             yield rows, part
 
-    def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, stops: bool) -> tuple[Any, Form]:
+    def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, stops: bool) -> tuple[Any, KernelSpec]:
         """Return the reverse kernel's function for some of the program's parameters, and its form.
 
         `jumps` and `stops`: whether it goes back over events that acted, and over conditions among them.
@@ -111,7 +111,7 @@ class Solver:
         names = self.traced.names
         own, common = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
         acts = [e for e, affect in enumerate(self.traced.affects) if affect is not None]
-        form = self.form._replace(
+        spec = self.spec._replace(
             wanted_varying=len(own),
             wanted_shared=len(common),
             timed=timed,
@@ -119,35 +119,35 @@ class Solver:
             tolerances=False,
             affects=None,
             acting=(),
-            jumps=tuple((e, e in (self.form.affects or ())) for e in acts) if jumps else None,
+            jumps=tuple((e, e in (self.spec.affects or ())) for e in acts) if jumps else None,
             stops=stops,
         )
-        return self._function("reverse", reverse_text(self.traced, form, (*own, *common))), form
+        return self._function("reverse", reverse_text(self.traced, spec, (*own, *common))), spec
 
 
-def launch(function: Callable[..., None], form: Form, solver: Solver) -> Outcome:
+def launch(function: Callable[..., None], spec: KernelSpec, solver: Solver) -> Outcome:
     """Run the forward kernel, `function`, over all trajectories."""
     batch, settings = solver.batch, solver.settings
     still = batch.start == batch.end
     outcome = _unwritten(batch, settings, still)
     if settings.progress is not None and still.any():
         settings.progress(int(np.count_nonzero(still)))
-    run = _Launch(function, form, solver, outcome)
+    run = _Launch(function, spec, solver, outcome)
     try:
         done = run.all()
     except BaseException:
         give_back(run.rooms)  # no thread is running any more
         raise
-    if form.record:
+    if spec.record:
         outcome.tapes, outcome.last = done, run.last
         # The tapes are released with the outcome, which alone refers to them.
         weakref.finalize(outcome, give_back, run.rooms)
-    before = note_crossings(outcome, run.crossings, form.d) if form.events else np.empty((0, 0))
+    before = note_crossings(outcome, run.crossings, spec.d) if spec.events else np.empty((0, 0))
     if settings.acting is not None:
-        if form.record:
+        if spec.record:
             outcome.jumps = jumps_of(outcome, settings.acting, *run.at_given_times, before, batch.u0.dtype)
         complete(outcome, batch, settings.acting, settings.saveat)  # type: ignore[arg-type]
-    if form.directions:
+    if spec.directions:
         outcome.carried = run.carried(still)
     return outcome
 
@@ -168,24 +168,24 @@ def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
 
 
 class _Launch:
-    def __init__(self, function: Callable[..., None], form: Form, solver: Solver, outcome: Outcome):
-        self._function, self._form, self._solver, self._outcome = function, form, solver, outcome
+    def __init__(self, function: Callable[..., None], spec: KernelSpec, solver: Solver, outcome: Outcome):
+        self._function, self._form, self._solver, self._outcome = function, spec, solver, outcome
         batch, settings = solver.batch, solver.settings
-        d, count = form.d, batch.size
-        m, n_saved = len(form.directions), solver.times.shape[1]
+        d, count = spec.d, batch.size
+        m, n_saved = len(spec.directions), solver.times.shape[1]
         self.rooms: list[Array] = []
         self.crossings: list[Array] = []
         # The number of trajectories that threads have taken, the total, and the number taken at a time.
         self.taken = np.array([0, 0, _BLOCK])
-        self.last = np.full(count if form.record else 0, -1)  # below zero there is no step before
-        real = form.dtype
+        self.last = np.full(count if spec.record else 0, -1)  # below zero there is no step before
+        real = spec.dtype
         self._du = np.empty((m, d, count), real)
-        self._dsaved = np.zeros((m if form.inside else 0, count, n_saved, d), real)
+        self._dsaved = np.zeros((m if spec.inside else 0, count, n_saved, d), real)
         save_step = np.empty((0, n_saved), np.int32) if outcome.save_step is None else outcome.save_step
         self._more: list[Array] = []
         if settings.acting is not None:
             times, kinds = (x[:, :1] if x.strides[1] == 0 else x for x in settings.acting[1:3])
-            slots = len(times) - 1 if form.record else 0
+            slots = len(times) - 1 if spec.record else 0
             # The numbers of steps before given times, and the states then.
             self.at_given_times = np.full((count, slots), -1), np.empty((count, slots, d), real)
             self._more += [argument(times), argument(kinds, np.dtype(np.int64)), outcome.slots, outcome.resumed]
@@ -215,17 +215,17 @@ class _Launch:
 
     def _share(self, bounds: tuple[int, int], pause: Callable[[], None]) -> Tape:
         """Solve the trajectories of a share, or from the shared counter; return their steps, if they are recorded."""
-        (first, stop), form = bounds, self._form
-        lanes, size = form.lanes, (stop - first) * _STEPS if form.record else 0
+        (first, stop), spec = bounds, self._form
+        lanes, size = spec.lanes, (stop - first) * _STEPS if spec.record else 0
         rows, before = self._rows(size)
-        state, turn = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(form.events)
-        crossings = room_for(turn, form.row_of_event) if form.events else np.empty((0, 0))
+        state, turn = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events)
+        crossings = room_for(turn, spec.row_of_event) if spec.events else np.empty((0, 0))
         ids, place = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
         ids[:] = -1
-        lane = *fields_of(form).room(form.dtype), ids, place, state, self.taken
+        lane = *fields_of(spec).room(spec.dtype), ids, place, state, self.taken
         call, told = Paced(self._function, state), 0
         while True:
-            events = (crossings,) if form.events else ()
+            events = (crossings,) if spec.events else ()
             call(*lane, *self._given, *self._made, rows, before, *self._more, *events)
             waiting, vacant, row, found, end, _ = state  # at the kernel's return, from which it continues
             told = self._tell(first, waiting, lanes - vacant, told)
@@ -234,8 +234,8 @@ class _Launch:
             pause()
             # The arrays may be too small for the steps of a turn, or for its events.
             if found + turn > len(crossings):
-                crossings = room_for(turn, form.row_of_event, crossings)
-            elif form.record and row + lanes > size:
+                crossings = room_for(turn, spec.row_of_event, crossings)
+            elif spec.record and row + lanes > size:
                 longer = self._rows(2 * size + 1024)
                 longer[0][:size], longer[1][:size] = rows, before
                 (rows, before), size = longer, 2 * size + 1024
@@ -261,8 +261,8 @@ class _Launch:
 
     def carried(self, still: Array) -> tuple[Array, Array]:
         """Return the tangents of final and saved states; zero for trajectories that failed."""
-        du, dsaved, form = self._du, self._dsaved, self._form
-        unit = np.array([[kind == "u" and place == c for c in range(form.d)] for kind, place in form.directions])
+        du, dsaved, spec = self._du, self._dsaved, self._form
+        unit = np.array([[kind == "u" and place == c for c in range(spec.d)] for kind, place in spec.directions])
         if still.any():
             du[:, :, still] = unit[:, :, None]
             if len(dsaved):

@@ -11,85 +11,90 @@ from mpiad.compiling.source import are_simple, function_source, numbered
 from mpiad.ensemble.compiled.cuda.cuda_forward import cuda_forward_text, prelude
 from mpiad.ensemble.compiled.cuda.cuda_reverse import cuda_reverse_text
 from mpiad.ensemble.compiled.forward_kernel import forward_source
-from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec
 from mpiad.ensemble.compiled.reverse_kernel import reverse_source
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
-from mpiad.ensemble.field_jacobian import curvature_program, jacobian_program
+from mpiad.ensemble.field_jacobian import jacobian_program, second_adjoint_program
 
 _MOST_TEXTS = 32
 
 
 # A training loop requests the same texts in each step. The `numbers` of a problem must be left out of the key.
 @lru_cache(_MOST_TEXTS)
-def forward_text(traced: TracedProblem, form: Form) -> str:
+def forward_text(traced: TracedProblem, spec: KernelSpec) -> str:
     """Return the text of a forward kernel, and of f, its tangents and the events' conditions and affects before it."""
-    programs = _forward_programs(traced, form)
-    if form.affects is not None:
+    programs = _forward_programs(traced, spec)
+    if spec.affects is not None:
         programs |= {f"affect{e}": g for e, g in enumerate(traced.affects) if g is not None}
-    parts = [_function(one, name, form, traced.names, fused=name[0] == "d") for name, one in programs.items()]
-    return "\n\n".join([*parts, forward_source(form, are_simple(list(programs.values())))])
+    parts = [_function(one, name, spec, traced.names, fused=name[0] == "d") for name, one in programs.items()]
+    return "\n\n".join([*parts, forward_source(spec, are_simple(list(programs.values())))])
 
 
 @lru_cache(_MOST_TEXTS)
-def reverse_text(traced: TracedProblem, form: Form, wanted: tuple[int, ...]) -> str:
+def reverse_text(traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...]) -> str:
     """Return the text of a reverse kernel, and of f, its adjoint and those of the events' affects before it."""
-    programs = _reverse_programs(traced.program, form, wanted)
-    by: Wanted = {"state": None, "parameter": wanted} | ({"time": None} if form.timed else {})
-    programs |= {f"back{e}": simplify(vjp(traced.affects[e], by)) for e, _ in form.jumps or ()}  # type: ignore[arg-type]
+    programs = _reverse_programs(traced.program, spec, wanted)
+    by: Wanted = {"state": None, "parameter": wanted} | ({"time": None} if spec.timed else {})
+    programs |= {f"back{e}": simplify(vjp(traced.affects[e], by)) for e, _ in spec.jumps or ()}  # type: ignore[arg-type]
     # The stages are recomputed for their derivatives only, so here they may be rounded differently.
-    parts = [_function(one, name, form, traced.names, fused=True) for name, one in programs.items()]
-    return "\n\n".join([*parts, reverse_source(form, are_simple(list(programs.values())))])
+    parts = [_function(one, name, spec, traced.names, fused=True) for name, one in programs.items()]
+    return "\n\n".join([*parts, reverse_source(spec, are_simple(list(programs.values())))])
 
 
 @lru_cache(_MOST_TEXTS)
-def cuda_text(kernel: str, traced: TracedProblem, form: Form, wanted: tuple[int, ...] = ()) -> str:
+def cuda_text(kernel: str, traced: TracedProblem, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> str:
     """Return CUDA C of the kernel "forward", or of "reverse", which differentiates with respect to parameters `wanted`.
 
     It is complete for NVRTC and nvcc; for a C++ compiler the kernels are functions that loop over the trajectories. The
     arguments are described before each kernel; all rows are contiguous along the trajectories.
     """
     if kernel == "forward":
-        programs, text = _forward_programs(traced, form), cuda_forward_text(form)
+        programs, text = _forward_programs(traced, spec), cuda_forward_text(spec)
     else:
-        programs, text = _reverse_programs(traced.program, form, wanted, traced.conditions), cuda_reverse_text(form)
-    functions = [_function(one, name, form, traced.names, language="c") for name, one in programs.items()]
-    return "\n\n".join([prelude(form), *functions, text]) + "\n"
+        programs, text = _reverse_programs(traced.program, spec, wanted, traced.conditions), cuda_reverse_text(spec)
+    functions = [_function(one, name, spec, traced.names, language="c") for name, one in programs.items()]
+    return "\n\n".join([prelude(spec), *functions, text]) + "\n"
 
 
-def _forward_programs(traced: TracedProblem, form: Form) -> dict[str, Program]:
+def _forward_programs(traced: TracedProblem, spec: KernelSpec) -> dict[str, Program]:
     """Return f, its tangents, of the parameter that is 1, and the events' conditions, by the names that kernels use."""
     program, programs = traced.program, {"f": traced.program}
-    if form.jacobian or form.slopes:
+    if spec.jacobian or spec.slopes:
         programs["jacobian"] = jacobian_program(program).program
-    for i, (kind, place) in enumerate(form.directions):
+    for i, (kind, place) in enumerate(spec.directions):
         along = [] if kind == "u" else [traced.names.index(f"{kind}{place}")]
         tangent = jvp(program, {"state": None, "parameter": along})
-        programs[f"df{i}"] = simplify(tangent, {("seed", form.d): 1.0} if along else {})
+        programs[f"df{i}"] = simplify(tangent, {("seed", spec.d): 1.0} if along else {})
     return programs | {f"condition{e}": g for e, g in enumerate(traced.conditions)}
 
 
 def _reverse_programs(
-    program: Program, form: Form, wanted: tuple[int, ...], conditions: tuple[Program, ...] = ()
+    program: Program, spec: KernelSpec, wanted: tuple[int, ...], conditions: tuple[Program, ...] = ()
 ) -> dict[str, Program]:
     """Return f, its adjoint, and the derivatives of the events' conditions, by the names that kernels use."""
     by: Wanted = {"state": None, "parameter": wanted}
     with_time: Wanted = {**by, "time": None}
-    programs = {"f": program, "g": simplify(vjp(program, with_time if form.timed else by))}
-    if form.tableau.implicit:
+    programs = {"f": program, "g": simplify(vjp(program, with_time if spec.timed else by))}
+    if spec.tableau.implicit:
         programs["jacobian"] = jacobian_program(program).program
-        programs["curvature"] = curvature_program(program, with_time if form.timed else by)
+        programs["curvature"] = second_adjoint_program(program, with_time if spec.timed else by)
     return programs | {f"slopes{e}": vjp(g, with_time) for e, g in enumerate(conditions)}
 
 
 def _function(
-    program: Program, name: str, form: Form, parameters: tuple[str, ...], fused: bool = False, language: str = "python"
+    program: Program,
+    name: str,
+    spec: KernelSpec,
+    parameters: tuple[str, ...],
+    fused: bool = False,
+    language: str = "python",
 ) -> str:
     """Return the text of ``name(*u, *p, *s, t, *w)``; w are the seeds, if there are any."""
-    names = {"state": numbered("u", form.d), "parameter": parameters, "time": ["t"]}
-    names["seed"] = numbered("w", min(form.d, program.groups.get("seed", 0)))  # a parameter's own is 1
+    names = {"state": numbered("u", spec.d), "parameter": parameters, "time": ["t"]}
+    names["seed"] = numbered("w", min(spec.d, program.groups.get("seed", 0)))  # a parameter's own is 1
     names["cotangent"] = numbered("w", program.groups.get("cotangent", 0))
     names["direction"] = numbered("x", program.groups.get("direction", 0))
     # As kernels pass them: first those per trajectory, then the shared ones.
     order = sorted(parameters, key=lambda text: (text[0], int(text[1:])))
     arguments = [*names["state"], *order, "t", *names["seed"], *names["cotangent"], *names["direction"]]
-    return function_source(program, name, names, arguments, fused, form.dtype, language)
+    return function_source(program, name, names, arguments, fused, spec.dtype, language)

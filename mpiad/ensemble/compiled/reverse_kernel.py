@@ -14,7 +14,7 @@ from typing import Any
 
 from mpiad.compiling.source import number
 from mpiad.ensemble.compiled.jump_text import jumps_back
-from mpiad.ensemble.compiled.kernel_form import Fields, Form, filled
+from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
 from mpiad.ensemble.compiled.rosenbrock_text import lanes_of, steps_of
 from mpiad.ensemble.compiled.step_text import Steps
 
@@ -233,37 +233,37 @@ when inside:
 
 
 @lru_cache(64)
-def fields_of(form: Form) -> Fields:
+def fields_of(spec: KernelSpec) -> Fields:
     """Return the places of the numbers of the kernel's lanes."""
-    return lanes_of(form, _FIELDS)[0]
+    return lanes_of(spec, _FIELDS)[0]
 
 
-def reverse_source(form: Form, wide: bool) -> str:
+def reverse_source(spec: KernelSpec, wide: bool) -> str:
     """Return the source of `reverse`, which calls `f`, its adjoint `g`, and `fma`."""
-    fields, steps, names = lanes_of(form, _FIELDS)
-    names |= {"wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if form.single else ""}
-    names |= {"zero": steps.number(0.0), "weights": steps.weights(rates=form.timed)}
-    names["arriving"] = ["arrival", *(["rate", "rate_x"] if form.timed else [])]
+    fields, steps, names = lanes_of(spec, _FIELDS)
+    names |= {"wide": wide, "fields": ", ".join(fields), "rounded": "np.float32" if spec.single else ""}
+    names |= {"zero": steps.number(0.0), "weights": steps.weights(rates=spec.timed)}
+    names["arriving"] = ["arrival", *(["rate", "rate_x"] if spec.timed else [])]
     # The steps of Rosenbrock methods differ too little.
-    names["quiets"] = form.stops and not form.tableau.implicit
-    names |= jumps_back(form, steps, names)
+    names["quiets"] = spec.stops and not spec.tableau.implicit
+    names |= jumps_back(spec, steps, names)
     names |= {"enter": filled(_ENTER, names), "fetch": filled(_FETCH, names), "leave": filled(_LEAVE, names)}
-    names["back"] = _back(form, steps, names)
+    names["back"] = _back(spec, steps, names)
     if names["quiets"]:
-        plain = form._replace(inside=False)
+        plain = spec._replace(inside=False)
         names["quiet"] = _back(plain, steps_of(plain), names)
     return fields.placed(filled(_KERNEL, names))
 
 
-def _back(form: Form, steps: Steps, names: dict[str, Any]) -> list[str]:
-    names = names | {"inside": form.inside, "moving": steps.moving_stages}
-    pulled = {i: _pulled(form, steps, i, names) for i in steps.pulled_stages}
-    names |= {"rounded_step": steps.rounded_step(), "again": steps.again(), "pulled_last": pulled.pop(form.stages, [])}
+def _back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
+    names = names | {"inside": spec.inside, "moving": steps.moving_stages}
+    pulled = {i: _pulled(spec, steps, i, names) for i in steps.pulled_stages}
+    names |= {"rounded_step": steps.rounded_step(), "again": steps.again(), "pulled_last": pulled.pop(spec.stages, [])}
     return filled(_BACK, names | {"pulled": [line for i in reversed(pulled) for line in pulled[i]]})
 
 
-def _pulled(form: Form, steps: Steps, i: int, names: dict[str, Any]) -> list[str]:
+def _pulled(spec: KernelSpec, steps: Steps, i: int, names: dict[str, Any]) -> list[str]:
     """Return lines that pull the cotangent of stage i back to its argument, and add to those of parameters and time."""
-    time = form.tableau.c[i]
+    time = spec.tableau.c[i]
     own = {"stage": steps.pulled(i, lambda c: f"$arrival[{i}, {c}]"), "later": time, "time": number(time)}
-    return filled(_PULLED, names | own | {"i": i, "between": 0 < i < form.stages})
+    return filled(_PULLED, names | own | {"i": i, "between": 0 < i < spec.stages})

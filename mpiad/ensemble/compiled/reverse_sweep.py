@@ -240,7 +240,7 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
     own = [part for part in chosen if part.varies]
     common = [part for part in chosen if not part.varies]
     count = batch.size
-    outcome, real = solver.recorded(run.outcome), solver.form.dtype
+    outcome, real = solver.recorded(run.outcome), solver.spec.dtype
     start = kernel_seeds(run, seeds, places, solver.times)
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     found = Cotangents(start.end, np.zeros(count), np.zeros(count), leaves)
@@ -249,9 +249,9 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         note_ends(run, seeds, found, timed)
         jumps, stops = KernelJumps(run, acted, found.start, real), _stops(run, seeds, places, found.start)
         jumping = *jumps.arguments, stops.first, stops.number, stops.rows, stops.bar, stops.moved
-    inside = solver.form.inside and (seeds.saved is not None or bool(solver.form.events) or stopped)
+    inside = solver.spec.inside and (seeds.saved is not None or bool(solver.spec.events) or stopped)
     wanted = [j for part in own + common for j in part.scalars]
-    function, form = solver.reverse(wanted, timed, inside, acted is not None, stopped)
+    function, spec = solver.reverse(wanted, timed, inside, acted is not None, stopped)
     saved = np.empty((0, 0, 0)) if start.saved is None else parts(np.ascontiguousarray(start.saved.conj()))
     end_bar = argument(row_parts(start.end.conj()), real)
     # For a trajectory without steps the kernel writes nothing, and its end is its start.
@@ -263,21 +263,21 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         (outcome.last, outcome.naccept, argument(start.stop)),
         (run.live, end_bar, argument(saved, real), argument(start.save_step, np.int32)),
     )
-    p_bar = np.zeros((form.wanted_varying, count))
+    p_bar = np.zeros((spec.wanted_varying, count))
     start_bar, stop_bar = np.zeros(count), np.zeros(count)
 
     def back(tape: Tape, pause: Callable[[], None]) -> Array:
-        s_bar = np.zeros(form.wanted_shared)
+        s_bar = np.zeros(spec.wanted_shared)
         p, s, times, counts, ends = given
-        numbers = (np.zeros(form.lanes, np.int64) for _ in range(3))
-        state = np.array([tape.first, tape.stop - 1, form.lanes, 0])
-        lane, call = (*fields_of(form).room(form.dtype), np.full(form.lanes, -1), *numbers, state), Paced(function, state)
-        more = (np.empty(5 * form.lanes, np.int64), *jumping) if jumping else ()
+        numbers = (np.zeros(spec.lanes, np.int64) for _ in range(3))
+        state = np.array([tape.first, tape.stop - 1, spec.lanes, 0])
+        lane, call = (*fields_of(spec).room(spec.dtype), np.full(spec.lanes, -1), *numbers, state), Paced(function, state)
+        more = (np.empty(5 * spec.lanes, np.int64), *jumping) if jumping else ()
         while True:
             call(
                 *lane, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar, start_bar, stop_bar, *more
             )
-            if state[2] == form.lanes:  # no lane has a trajectory left
+            if state[2] == spec.lanes:  # no lane has a trajectory left
                 return s_bar
             pause()
 
@@ -372,7 +372,7 @@ def carried_tangents(
     if run.outcome.carried is None:
         return None
     known = list(solver.directions)
-    wanted = [("u", c) for c in range(solver.form.d)] if by_u0 else []
+    wanted = [("u", c) for c in range(solver.spec.d)] if by_u0 else []
     wanted += [direction for place in places for direction in solver.traced.directions_of(place)]
     if not set(wanted) <= set(known):
         return None
@@ -382,13 +382,13 @@ def carried_tangents(
         end, saved = end[chosen], saved[chosen] if len(saved) else saved
     if not saving:
         return end, None
-    return end, saved if solver.form.inside else _at_ends(solver, run, wanted, end)
+    return end, saved if solver.spec.inside else _at_ends(solver, run, wanted, end)
 
 
 def _at_ends(solver: Solver, run: Run, directions: list[tuple[str, int]], end: Array) -> Array:
     """Return the tangents of states that were all saved at the start or at the end."""
     final = np.transpose(end, (0, 2, 1))[:, :, None]
-    unit = np.array([[float(kind == "u" and place == c) for c in range(solver.form.d)] for kind, place in directions])
+    unit = np.array([[float(kind == "u" and place == c) for c in range(solver.spec.d)] for kind, place in directions])
     unit = from_parts(unit, run.batch.u0.dtype)
     where = run.save_step[None, :, :, None]
     return np.where(where == NOWHERE, 0.0, np.where(where == INITIAL, unit[:, None, None], final))

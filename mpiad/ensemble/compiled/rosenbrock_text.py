@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from mpiad.compiling.source import numbered
-from mpiad.ensemble.compiled.kernel_form import Fields, Form, filled
+from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.jumps import LEAST, UNRESOLVED
@@ -228,36 +228,36 @@ _MOST_LINES = 4000
 _MOST_ENTRIES = 100
 
 
-def steps_of(form: Form, fields: Fields | None = None, fused: bool = True) -> Steps:
+def steps_of(spec: KernelSpec, fields: Fields | None = None, fused: bool = True) -> Steps:
     """Return the lines for the steps of a form's method.
 
     They may reserve space in the lanes' buffer; in kernels without lanes, in an array `lu` per thread: see `Steps.room`.
     """
-    return RosenbrockSteps(form, fields, fused) if form.tableau.implicit else Steps(form, fused)
+    return RosenbrockSteps(spec, fields, fused) if spec.tableau.implicit else Steps(spec, fused)
 
 
-def names_of(form: Form, steps: Steps) -> dict[str, Any]:
+def names_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     """Return the names that templates of all kernels use: the fields of the form, and these."""
     return {
-        **form._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
-        "real": form.dtype.name,
+        **spec._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
+        "real": spec.dtype.name,
         # Components of states, parameters per trajectory and shared, those with respect to which an adjoint is taken.
-        "c": range(form.d), "p": range(form.varying), "s": range(form.shared),
-        "own": range(form.wanted_varying), "common": range(form.wanted_shared),
+        "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared),
+        "own": range(spec.wanted_varying), "common": range(spec.wanted_shared),
         # Directions of tangents, events, stages; the numbers of the first two.
-        "j": range(len(form.directions)), "e": range(len(form.events)), "i": range(form.stages + 1),
-        "m": len(form.directions), "count": len(form.events), "last": form.stages, "used": steps.used(),
-        "tolerance": range(len(form.numbers) if form.tolerances else 1), "room": steps.room,
-        "adaptive": form.tableau.error is not None, "remembers": form.remembers, "acts": form.acts,
-        "affected": form.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
+        "j": range(len(spec.directions)), "e": range(len(spec.events)), "i": range(spec.stages + 1),
+        "m": len(spec.directions), "count": len(spec.events), "last": spec.stages, "used": steps.used(),
+        "tolerance": range(len(spec.numbers) if spec.tolerances else 1), "room": steps.room,
+        "adaptive": spec.tableau.error is not None, "remembers": spec.remembers, "acts": spec.acts,
+        "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
     }  # fmt: skip
 
 
-def lanes_of(form: Form, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:
+def lanes_of(spec: KernelSpec, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:
     """Return the fields of lanes for a template of `Fields.add`, their steps, and the names that both templates use."""
-    made = Fields(form)
-    steps = steps_of(form, made)
-    names = names_of(form, steps)
+    made = Fields(spec)
+    steps = steps_of(spec, made)
+    names = names_of(spec, steps)
     made.add(filled(fields, names))
     return made, steps, names
 
@@ -265,15 +265,15 @@ def lanes_of(form: Form, fields: str) -> tuple[Fields, Steps, dict[str, Any]]:
 class RosenbrockSteps(Steps):
     """Lines for one step. The kernel's `jacobian` returns the nonzero entries, and then the derivatives in time."""
 
-    def __init__(self, form: Form, fields: Fields | None, fused: bool):
-        super().__init__(form, fused)
-        self._table: RosenbrockTableau = form.tableau  # type: ignore[assignment]
-        self._mass = form.mass or tuple((i, i, 1.0) for i in range(form.d))
-        places = {*form.jacobian, *((i, j) for i, j, _ in self._mass), *((i, i) for i in range(form.d))}
+    def __init__(self, spec: KernelSpec, fields: Fields | None, fused: bool):
+        super().__init__(spec, fused)
+        self._table: RosenbrockTableau = spec.tableau  # type: ignore[assignment]
+        self._mass = spec.mass or tuple((i, i, 1.0) for i in range(spec.d))
+        places = {*spec.jacobian, *((i, j) for i, j, _ in self._mass), *((i, i) for i in range(spec.d))}
         self._lu = self._factors(sorted(places), fields)
 
     def _factors(self, places: list[tuple[int, int]], fields: Fields | None) -> LU:
-        d = self.form.d
+        d = self.spec.d
         if len(places) <= _MOST_ENTRIES:
             lu = WrittenLU(d, places)
             if len(lu.factors) + len(self._table.coupling) * len(lu.solved("x")) <= _MOST_LINES:
@@ -286,34 +286,34 @@ class RosenbrockSteps(Steps):
 
     def matrix(self, u: str = "u") -> list[str]:
         """Return lines for the factors of W at a state, and for h ∂f/∂t."""
-        form, h = self.form, self.h
-        entries = [f"j{i}_{j}" for i, j in form.jacobian] + [f"slope_{i}" for i in form.slopes]
+        spec, h = self.spec, self.h
+        entries = [f"j{i}_{j}" for i, j in spec.jacobian] + [f"slope_{i}" for i in spec.slopes]
         given = [*self.state(u), *self.parameters, self.time(0)]
         lines = [f"{', '.join(entries)}, = jacobian({', '.join(given)})"] if entries else []
         lines += [f"zero = {self.number(0.0)}", f"one = {self.number(1.0)}"]
-        lines += [f"w{i}_{j} = j{i}_{j} * -{h}" for i, j in form.jacobian]
+        lines += [f"w{i}_{j} = j{i}_{j} * -{h}" for i, j in spec.jacobian]
         for i, j, value in self._mass:
             own = self.number(value / self._table.gamma)
-            lines.append(f"w{i}_{j} = w{i}_{j} + {own}" if (i, j) in form.jacobian else f"w{i}_{j} = {own}")
+            lines.append(f"w{i}_{j} = w{i}_{j} + {own}" if (i, j) in spec.jacobian else f"w{i}_{j} = {own}")
         # Pivots are compared, also structurally zero ones.
-        still = {(i, i) for i in range(form.d)} - {*form.jacobian, *((i, j) for i, j, _ in self._mass)}
+        still = {(i, i) for i in range(spec.d)} - {*spec.jacobian, *((i, j) for i, j, _ in self._mass)}
         lines += [f"w{i}_{i} = zero" for i, _ in sorted(still)]
-        lines += [f"rise_{i} = slope_{i} * {h}" for i in form.slopes]
+        lines += [f"rise_{i} = slope_{i} * {h}" for i in spec.slopes]
         return [*lines, *self._lu.factors]
 
     def stages(self, kept: bool = True) -> list[str]:
         """Return lines for all stages but the first, and for the new state."""
-        table, last = self._table, self.form.stages
+        table, last = self._table, self.spec.stages
         lines = self.matrix()
         for i in range(1, last):
             at_end = i == last - 1 and table.ends_at_new_state
             if i == 1:
-                lines += [f"k1_{c} = k0_{c}" for c in range(self.form.d)]
+                lines += [f"k1_{c} = k0_{c}" for c in range(self.spec.d)]
             else:
                 y = "new" if at_end else self.argument_of(i, kept)
                 lines += [*self.argument(y, i, "k", "u"), self.call(f"k{i}", y, i)]
             if at_end:
-                lines += [f"k{last}_{c} = k{i}_{c}" for c in range(self.form.d)]
+                lines += [f"k{last}_{c} = k{i}_{c}" for c in range(self.spec.d)]
             lines += self.right_hand_side(i)
             lines += self._lu.solved(f"k{i}")
         if not table.ends_at_new_state:
@@ -323,14 +323,14 @@ class RosenbrockSteps(Steps):
     def right_hand_side(self, i: int) -> list[str]:
         """Return lines that add the other terms of the right-hand side to f at the argument of stage i."""
         lines, slope = [], self._table.slopes[i - 1]
-        coupled, d = self._table.coupling[i - 1], self.form.d
-        if any(coupled) and self.form.mass is None:
+        coupled, d = self._table.coupling[i - 1], self.spec.d
+        if any(coupled) and self.spec.mass is None:
             lines += [f"k{i}_{c} = k{i}_{c} + ({self.weighted(coupled, 'k', c)})" for c in range(d)]
         elif any(coupled):
             lines += [f"c_{c} = {self.weighted(coupled, 'k', c)}" for c in range(d)]
             lines += [f"k{i}_{r} = k{i}_{r} + {self.number(value)} * c_{c}" for r, c, value in self._mass]
         if slope:
-            lines += [f"k{i}_{c} = k{i}_{c} + rise_{c} * {self.number(slope)}" for c in self.form.slopes]
+            lines += [f"k{i}_{c} = k{i}_{c} + rise_{c} * {self.number(slope)}" for c in self.spec.slopes]
         return lines
 
     # ---- reverse sweep: see `transposed_step`
@@ -338,44 +338,44 @@ class RosenbrockSteps(Steps):
     @property
     def pulled_stages(self) -> range:
         """The stages that the reverse sweep passes: without f at both ends of the step."""
-        return range(1, self.form.stages)
+        return range(1, self.spec.stages)
 
     moving_stages = pulled_stages
 
     def again(self) -> list[str]:
         """Return lines that recompute the stages from y0 for the reverse sweep: arguments y1, ..., then the new state."""
-        form, d = self.form, self.form.d
+        spec, d = self.spec, self.spec.d
         lines = self.matrix("y0")
-        for i in range(1, form.stages):
+        for i in range(1, spec.stages):
             if i == 1:
                 lines += [f"y1_{c} = y0_{c}" for c in range(d)]
-                lines += [f"m1_{c} = {self.number(0.0)}" for c in range(d) if form.timed]
+                lines += [f"m1_{c} = {self.number(0.0)}" for c in range(d) if spec.timed]
             else:
-                lines += self.argument(f"y{i}", i, "k", "y0", f"m{i}" if form.timed else "", fused=True)
+                lines += self.argument(f"y{i}", i, "k", "y0", f"m{i}" if spec.timed else "", fused=True)
             lines += [self.call(f"k{i}", f"y{i}", i), *self.right_hand_side(i), *self._lu.solved(f"k{i}")]
-        if form.timed:
-            lines += self.argument(f"y{form.stages}", form.stages, "k", "y0", f"m{form.stages}", fused=True)
+        if spec.timed:
+            lines += self.argument(f"y{spec.stages}", spec.stages, "k", "y0", f"m{spec.stages}", fused=True)
         return lines
 
     def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
         """Return lines that pull the cotangent of stage i back to the state and the parameters: see `Steps.pulled`."""
-        form, table, d = self.form, self._table, self.form.d
-        behind = range(form.stages - 1, i, -1)
+        spec, table, d = self.spec, self._table, self.spec.d
+        behind = range(spec.stages - 1, i, -1)
         arguments = [(j, self.number(row[i])) for j, row in enumerate(table.a, 1) if j > i and row[i]]
         coupled = [(j, self.number(table.coupling[j - 1][i])) for j in behind if table.coupling[j - 1][i]]
         lines = []
         for c in range(d):
-            lines += [f"m = {arrival(c) if form.inside else self.number(0.0)}"]
+            lines += [f"m = {arrival(c) if spec.inside else self.number(0.0)}"]
             lines += [f"m = fma({w}, z{j}_{c}, m)" for j, w in reversed(arguments)]
             lines += [f"q{i}_{c} = {self.h} * m"]
-            lines += [f"q{i}_{c} = fma({w}, {'r' if form.mass else 'q'}{j}_{c}, q{i}_{c})" for j, w in coupled]
+            lines += [f"q{i}_{c} = fma({w}, {'r' if spec.mass else 'q'}{j}_{c}, q{i}_{c})" for j, w in coupled]
         lines += self._lu.solved_transposed(f"q{i}")
-        if form.mass:
+        if spec.mass:
             # The cotangents of earlier stages from this one are multiplied by the transposed mass matrix.
             lines += [f"r{i}_{c} = {self.number(0.0)}" for c in range(d)]
-            lines += [f"r{i}_{c} = fma({self.number(value)}, q{i}_{r}, r{i}_{c})" for r, c, value in form.mass]
-        own = form.wanted_varying + form.wanted_shared
-        time = [["te"], ["tj"]] if form.timed else [[], []]
+            lines += [f"r{i}_{c} = fma({self.number(value)}, q{i}_{r}, r{i}_{c})" for r, c, value in spec.mass]
+        own = spec.wanted_varying + spec.wanted_shared
+        time = [["te"], ["tj"]] if spec.timed else [[], []]
         outputs = [*self.state(f"z{i}"), *numbered("e", own), *time[0]]
         given = [*self.state(f"y{i}"), *self.parameters, self.time(i), *self.state(f"q{i}")]
         lines.append(f"{', '.join(outputs)}, = g({', '.join(given)})")
@@ -386,11 +386,11 @@ class RosenbrockSteps(Steps):
         lines.append(f"{', '.join(outputs)}, = curvature({', '.join(given)})")
         lines += [f"e{j} = e{j} + b{j}" for j in range(own)]
         lines += [f"total_{c} = total_{c} + (z{i}_{c} + x_{c})" for c in range(d)]
-        return lines + (self._moved_by_size(i) if form.timed else [])
+        return lines + (self._moved_by_size(i) if spec.timed else [])
 
     def _moved_by_size(self, i: int) -> list[str]:
         """Return lines that add to the cotangents of h, through W and h ∂f/∂t, and of t."""
         lines, slope = ["t_bar = t_bar + tj"], self.number(self._table.slopes[i - 1])
-        for row, column in self.form.jacobian:
+        for row, column in self.spec.jacobian:
             lines.append(f"h_bar = fma(q{i}_{row} * j{row}_{column}, k{i}_{column}, h_bar)")
-        return lines + [f"h_bar = fma(q{i}_{c} * slope_{c}, {slope}, h_bar)" for c in self.form.slopes]
+        return lines + [f"h_bar = fma(q{i}_{c} * slope_{c}, {slope}, h_bar)" for c in self.spec.slopes]

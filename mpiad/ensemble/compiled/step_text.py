@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mpiad.compiling.source import indented, number, numbered
-from mpiad.ensemble.compiled.kernel_form import Form
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec
 from mpiad.ensemble.controller import LEAST_ERROR, PIController
 from mpiad.ensemble.events import EVALUATIONS, RESOLUTION, TRUNCATION
 
@@ -26,25 +26,25 @@ class Steps:
 
     room = 0
 
-    def __init__(self, form: Form, fused: bool = True):
-        self.form, self.fused = form, fused
+    def __init__(self, spec: KernelSpec, fused: bool = True):
+        self.spec, self.fused = spec, fused
         # Times are double; factors of a state have the state's precision.
-        self.h, self.rtol = ("h_", "rtol_") if form.single else ("h", "rtol")
-        self.parameters = numbered("p", form.varying) + numbered("s", form.shared)
+        self.h, self.rtol = ("h_", "rtol_") if spec.single else ("h", "rtol")
+        self.parameters = numbered("p", spec.varying) + numbered("s", spec.shared)
 
     # ---- numbers
 
     def number(self, x: float) -> str:
         """Return a number in the states' precision."""
-        return f"np.float32({x!r})" if self.form.single else number(x)
+        return f"np.float32({x!r})" if self.spec.single else number(x)
 
     def rounded(self, text: str) -> str:
         """Return a double in the states' precision."""
-        return f"np.float32({text})" if self.form.single else text
+        return f"np.float32({text})" if self.spec.single else text
 
     def doubled(self, text: str) -> str:
         """Return a number of the states' precision as a double."""
-        return f"np.float64({text})" if self.form.single else f"({text})"
+        return f"np.float64({text})" if self.spec.single else f"({text})"
 
     def quotient(self, top: str, bottom: str) -> str:
         """Return a quotient; on GPUs a product with the reciprocal, which takes fewer instructions and registers."""
@@ -52,11 +52,11 @@ class Steps:
 
     def rounded_step(self) -> list[str]:
         """Return lines that convert the step `h` to the states' precision."""
-        return [f"{self.h} = np.float32(h)"] if self.form.single else []
+        return [f"{self.h} = np.float32(h)"] if self.spec.single else []
 
     def state(self, name: str) -> list[str]:
         """Return the names of the components of a state."""
-        return [f"{name}_{c}" for c in range(self.form.d)]
+        return [f"{name}_{c}" for c in range(self.spec.d)]
 
     # ---- stages
 
@@ -71,8 +71,8 @@ class Steps:
     def argument(self, out: str, i: int, k: str, u: str, slope: str = "", fused: bool = False) -> list[str]:
         """Return lines for the argument of stage i, u + h Σ a_ij k_j, which store the sums under the name `slope`."""
         lines, fused = [], fused and self.fused
-        for c in range(self.form.d):
-            total = self.weighted(self.form.tableau.a[i - 1], k, c, fused)
+        for c in range(self.spec.d):
+            total = self.weighted(self.spec.tableau.a[i - 1], k, c, fused)
             if slope:
                 lines.append(f"{slope}_{c} = {total}")
                 total = f"{slope}_{c}"
@@ -82,7 +82,7 @@ class Steps:
 
     def time(self, i: int) -> str:
         """Return the time of stage i."""
-        c = self.form.tableau.c[i]
+        c = self.spec.tableau.c[i]
         return self.rounded("t" if c == 0 else "tn" if c == 1 else f"{number(c)} * h + t")
 
     def call(self, out: str, y: str, i: int, function: str = "f", more: Sequence[str] = ()) -> str:
@@ -95,12 +95,12 @@ class Steps:
 
     def argument_of(self, i: int, kept: bool = True) -> str:
         """Return the name of the argument of stage i; those that aren't kept share a name."""
-        return "u" if i == 0 else "new" if i == self.form.stages else f"y{i}" if kept else "y"
+        return "u" if i == 0 else "new" if i == self.spec.stages else f"y{i}" if kept else "y"
 
     def stages(self, kept: bool = True) -> list[str]:
         """Return lines for all stages but the first, and for the new state."""
         lines = []
-        for i in range(1, self.form.stages + 1):
+        for i in range(1, self.spec.stages + 1):
             y = self.argument_of(i, kept)
             lines += [*self.argument(y, i, "k", "u"), self.call(f"k{i}", y, i)]
         return lines
@@ -109,34 +109,34 @@ class Steps:
 
     def atol(self, n: int) -> str:
         """Return the absolute tolerance of a state's entry."""
-        return f"atol{n}" if self.form.tolerances else "atol0"
+        return f"atol{n}" if self.spec.tolerances else "atol0"
 
     def error(self) -> list[str]:
         """Return lines for `q2`, the mean square of error over tolerance; for fixed steps zero if all is finite."""
-        form = self.form
-        if form.tableau.error is None:
+        spec = self.spec
+        if spec.tableau.error is None:
             # x - x is then zero.
-            total = " + ".join(f"(new_{c} - new_{c})" for c in range(form.d))
+            total = " + ".join(f"(new_{c} - new_{c})" for c in range(spec.d))
             return [f"q2 = {self.doubled(total)}"]
         lines = []
-        for n, parts in enumerate(form.numbers):
+        for n, parts in enumerate(spec.numbers):
             if len(parts) > 1:
                 lines += self._modulus(n, parts)
             else:
                 lines += [f"low{n} = abs(u_{n})", f"high{n} = abs(new_{n})"]
                 lines.append(f"largest{n} = where(high{n} > low{n}, high{n}, low{n})")
             lines.append(f"scale{n} = {self.rtol} * largest{n} + {self.atol(n)}")
-            errors = [f"({self.weighted(form.tableau.error, 'k', c)}) * {self.h}" for c in parts]
+            errors = [f"({self.weighted(spec.tableau.error, 'k', c)}) * {self.h}" for c in parts]
             lines += [f"e{c} = {self.quotient(error, f'scale{n}')}" for c, error in zip(parts, errors)]
-        total = " + ".join(f"e{c} * e{c}" for c in range(form.d))
-        count = len(form.numbers)
+        total = " + ".join(f"e{c} * e{c}" for c in range(spec.d))
+        count = len(spec.numbers)
         return [*lines, f"q2 = {self.doubled(total)} {f'/ {count}.0' if self.fused else f'* {1 / count!r}'}"]
 
     def _modulus(self, n: int, parts: tuple[int, ...]) -> list[str]:
         """Return lines for the larger modulus of a complex number before and after the step."""
         names = [f"{state}_{c}" for state in ("u", "new") for c in parts]
         # Scaled by the largest part, so that no square overflows; a call of hypot would prevent vectorization of the loop.
-        lines = [f"top = {self.number(float(np.finfo(self.form.dtype).tiny))}"]
+        lines = [f"top = {self.number(float(np.finfo(self.spec.dtype).tiny))}"]
         lines += [f"top = where(abs({name}) > top, abs({name}), top)" for name in names]
         lines.append(f"over = {self.number(1.0)} / top")
         lines += [f"r_{name} = {name} * over" for name in names]
@@ -149,7 +149,7 @@ class Steps:
         ``power(x, exponent, out)`` returns lines for a power. `before` is the name of the `q2` of the last accepted step,
         `rejected` an expression for whether the previous attempt was rejected.
         """
-        controller, order = self.form.controller, self.form.tableau.error_order
+        controller, order = self.spec.controller, self.spec.tableau.error_order
         beta = controller.beta if isinstance(controller, PIController) else None
         plain = number(-0.5 / order)
         lines = [f"exponent = {plain}"]
@@ -176,9 +176,9 @@ class Steps:
 
     def first_step(self) -> list[str]:
         """Return lines for the first step `h` over an interval `span`, as chosen by `started` of the vectorized path."""
-        form, d = self.form, self.form.d
+        spec, d = self.spec, self.spec.d
         lines = []
-        for n, parts in enumerate(form.numbers):
+        for n, parts in enumerate(spec.numbers):
             modulus = f"math.hypot({', '.join(f'u_{c}' for c in parts)})" if len(parts) > 1 else f"abs(u_{n})"
             lines.append(f"w_{n} = {self.rtol} * {modulus} + {self.atol(n)}")
         for out, top in (("d0", "u_{}"), ("d1", "k0_{}")):
@@ -191,7 +191,7 @@ class Steps:
             *self.rounded_step(),
             *[f"y_{c} = {self.h} * k0_{c} + u_{c}" for c in range(d)],
             "tn = t + h",
-            self.call("k1", "y", form.stages),
+            self.call("k1", "y", spec.stages),
             *self._norm("d2", "(k1_{0} - k0_{0})"),
             "d2 = d2 / h0",
             "steepest = d1 if d1 > d2 else d2",
@@ -199,7 +199,7 @@ class Steps:
             "if d1 <= 1e-15 and d2 <= 1e-15:",
             "    h = max(1e-6, h0 * 1e-3)",
             "else:",
-            f"    h = (0.01 / steepest) ** {1 / form.tableau.error_order!r}",
+            f"    h = (0.01 / steepest) ** {1 / spec.tableau.error_order!r}",
             "h = min(min(100.0 * h0, h), span)",
             "if not np.isfinite(h):",
             "    h = span",
@@ -208,23 +208,23 @@ class Steps:
 
     def _norm(self, out: str, top: str) -> list[str]:
         lines = []
-        for n, parts in enumerate(self.form.numbers):
+        for n, parts in enumerate(self.spec.numbers):
             lines += [f"e{c} = {top.format(c)} / w_{n}" for c in parts]
             square = " + ".join(f"e{c} * e{c}" for c in parts)
             lines.append(f"norm = norm + ({square})" if n else f"norm = {square}")
-        return [*lines, f"{out} = np.sqrt({self.doubled('norm')} / {len(self.form.numbers)}.0)"]
+        return [*lines, f"{out} = np.sqrt({self.doubled('norm')} / {len(self.spec.numbers)}.0)"]
 
     # ---- states inside steps
 
     def used(self) -> list[int]:
         """Return the stages that the interpolant uses."""
-        return [i for i, row in enumerate(self.form.tableau.dense) if row.any()]
+        return [i for i, row in enumerate(self.spec.tableau.dense) if row.any()]
 
     def weights(self, rates: bool = False) -> list[str]:
         """Return lines for the stages' weights w0, ... at the part `x` of the step, and for their derivatives r0, ..."""
         lines = []
         for i in self.used():
-            row = self.form.tableau.dense[i]
+            row = self.spec.tableau.dense[i]
             lines.append(f"w{i} = {self.rounded(_polynomial(row) + ' * x')}")
             lines += [f"r{i} = {_polynomial([(j + 1) * w for j, w in enumerate(row)])}"] if rates else []
         return lines
@@ -247,13 +247,13 @@ class Steps:
 
     def conditions(self, target: str, state: str, time: str) -> list[str]:
         """Return lines that compute all conditions into fields of a lane."""
-        events = range(len(self.form.events))
+        events = range(len(self.spec.events))
         return [x for e in events for x in (self.condition(e, "value", state, time), f"${target}[{e}] = value")]
 
     def changed(self, e: int, before: str, after: str, direction: int = 0) -> str:
         """Return whether the condition of event e changed its sign as required, or by `direction`: see `Event.crossed`."""
         up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"
-        direction = direction or self.form.events[e][1]
+        direction = direction or self.spec.events[e][1]
         return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
 
     def located(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:
@@ -278,7 +278,7 @@ class Steps:
             "reach = 0.5 * reach",
             *self.weights(),
         ]
-        for c in range(self.form.d):
+        for c in range(self.spec.d):
             inner += self.interpolated(f"y_{c}", lambda i, c=c: stage(i, c), u(c))
         inner += [
             *value,
@@ -298,20 +298,20 @@ class Steps:
     @property
     def pulled_stages(self) -> range:
         """The stages that the reverse sweep passes; the last only if states inside the step depend on it."""
-        return range(self.form.stages + self.form.inside)
+        return range(self.spec.stages + self.spec.inside)
 
     @property
     def moving_stages(self) -> range:
         """The stages on which states inside the step may depend."""
-        return range(self.form.stages + 1)
+        return range(self.spec.stages + 1)
 
     def again(self) -> list[str]:
         """Return lines that recompute the stages from y0 for the reverse sweep: arguments y1, ..., then the new state."""
-        lines, form = [], self.form
-        for i in range(form.stages + 1 if form.inside or form.timed else form.stages):
+        lines, spec = [], self.spec
+        for i in range(spec.stages + 1 if spec.inside or spec.timed else spec.stages):
             if i:
-                lines += self.argument(f"y{i}", i, "k", "y0", f"m{i}" if form.timed else "", fused=True)
-            if i < form.stages or (form.inside and form.timed):
+                lines += self.argument(f"y{i}", i, "k", "y0", f"m{i}" if spec.timed else "", fused=True)
+            if i < spec.stages or (spec.inside and spec.timed):
                 lines.append(self.call(f"k{i}", f"y{i}", i))
         return lines
 
@@ -321,23 +321,23 @@ class Steps:
         The arguments are y0, y1, ..., their cotangents z0, z1, ..., those of the parameters e0, e1, ...; `arrival` returns
         the contribution of states inside the step to the cotangent of a component of the stage.
         """
-        form, table = self.form, ((), *self.form.tableau.a)
+        spec, table = self.spec, ((), *self.spec.tableau.a)
         # The term of the stage that was pulled back last is added last, so that the other additions needn't wait for it.
-        weights = [(j, self.number(table[j][i])) for j in range(form.stages, i, -1) if table[j][i]]
+        weights = [(j, self.number(table[j][i])) for j in range(spec.stages, i, -1) if table[j][i]]
         lines = []
-        for c in range(form.d):
-            more = arrival(c) if form.inside else self.number(0.0)
+        for c in range(spec.d):
+            more = arrival(c) if spec.inside else self.number(0.0)
             if self.fused:
                 lines += [f"m = {more}", *[f"m = fma({w}, z{j}_{c}, m)" for j, w in weights]]
             else:
-                terms = [f"{w} * z{j}_{c}" for j, w in weights] + ([more] if form.inside or not weights else [])
+                terms = [f"{w} * z{j}_{c}" for j, w in weights] + ([more] if spec.inside or not weights else [])
                 lines.append(f"m = {' + '.join(terms)}")
             lines.append(f"q_{c} = {self.h} * m")
-        outputs = self.state(f"z{i}") + numbered("e", form.wanted_varying + form.wanted_shared)
-        outputs += ["te"] if form.timed else []
+        outputs = self.state(f"z{i}") + numbered("e", spec.wanted_varying + spec.wanted_shared)
+        outputs += ["te"] if spec.timed else []
         given = [*self.state(f"y{i}"), *self.parameters, self.time(i), *self.state("q")]
         lines.append(f"{', '.join(outputs)}, = g({', '.join(given)})")
-        return lines + [f"total_{c} = total_{c} + z{i}_{c}" for c in range(form.d)]
+        return lines + [f"total_{c} = total_{c} + z{i}_{c}" for c in range(spec.d)]
 
 
 def _polynomial(weights: Sequence[float]) -> str:

@@ -98,8 +98,8 @@ class Record:
         """Remove failed trajectories: their steps may have led to states at which f isn't finite."""
         if not failed.any():
             return
-        home: Any = arrays_of(self.batch.u0)
-        live = home.to_device(~failed)
+        xp: Any = arrays_of(self.batch.u0)
+        live = xp.to_device(~failed)
         self.blocks = [self._survivors(block, live) for block in self.blocks]
 
     def _survivors(self, block: Block, live: Array) -> Block:

@@ -47,31 +47,31 @@ class DeviceWorkingSet(Turns):
     def __init__(self, batch: Batch, settings: Settings):
         super().__init__(settings)
         self._batch, self._alive, u0 = batch, batch.size, batch.u0
-        self._home: Any = arrays_of(u0)
+        self._xp: Any = arrays_of(u0)
         self._table, self._derivative = DeviceCoefficients(self._tableau, u0), derivative_of(batch.f, batch.shape)
         real = self._table.real.type
         atol = np.asarray(settings.atol, real)
-        self._rtol, self._atol = real(settings.rtol), self._home.to_device(atol) if atol.ndim else real(atol)
+        self._rtol, self._atol = real(settings.rtol), self._xp.to_device(atol) if atol.ndim else real(atol)
         self._signs = np.where(batch.end < batch.start, -1.0, 1.0)
         self._saves: Any = None
         if settings.saveat is None:
             self._saves = EveryStep(batch)
         elif settings.saveat.shape[-1]:
             self._saves = SaveTimes(settings.saveat, batch, self._signs, bool(settings.events))
-        self._looks = settings.saveat is not None and self._saves is not None and self._saves.looks
+        self._examines_steps = settings.saveat is not None and self._saves is not None and self._saves.examines_steps
         self._watch = EventWatch(settings.events, self._table, self._parameters) if settings.events else None
         self._record = Record(batch, self._table, self._saves, settings.checkpoints) if settings.record else None
         # Results, filled in as trajectories are dropped; all as doubles, so that one copy brings them to the host.
-        self._u_end, self._outcomes = self._home.copy(u0), self._home.full((4, batch.size), 0.0, float)
+        self._u_end, self._outcomes = self._xp.copy(u0), self._xp.full((4, batch.size), 0.0, float)
         self._saved: Array = None
         if settings.saveat is not None:
             shape = batch.size, settings.saveat.shape[-1] + 1, len(u0)  # the last slot is for values that aren't requested
-            self._saved = self._home.full(shape, np.nan, u0.dtype)
+            self._saved = self._xp.full(shape, np.nan, u0.dtype)
 
     def run(self) -> None:
         """Advance until all trajectories have ended."""
         self._enter()
-        self._tell(int(np.count_nonzero(self._batch.start == self._batch.end)))
+        self._report_progress(int(np.count_nonzero(self._batch.start == self._batch.end)))
         while self._alive:
             self._take_turn()
             # Columns of ended trajectories cost as much as others: they are dropped when they are half of all.
@@ -79,7 +79,7 @@ class DeviceWorkingSet(Turns):
                 self._drop()
         self._leave_all()
 
-    def _tell(self, ended: int) -> None:
+    def _report_progress(self, ended: int) -> None:
         self._alive -= ended
         if ended and self._settings.progress is not None:
             self._settings.progress(ended)
@@ -91,18 +91,18 @@ class DeviceWorkingSet(Turns):
 
     def _enter(self) -> None:
         batch, settings, n = self._batch, self._settings, self._batch.size
-        self.ids, self.u, self._leaves = self._home.arange(n), batch.u0, list(batch.p.leaves)
+        self.ids, self.u, self._leaves = self._xp.arange(n), batch.u0, list(batch.p.leaves)
         self.t, self.end = (spread(times * self._signs, batch.u0) for times in (batch.start, batch.end))
         self._sign = spread(self._signs, batch.u0) if (self._signs < 0).any() else None
         self._p = batch.p.of_columns(self._leaves, len(batch.shape) > 1)
         rate = lambda u, t: derivative_at(self._derivative, u, self._p, t, self._sign)  # noqa: E731
         self.h, k = started(rate, self.u, self.t, self.end, settings, self._rtol, self._atol)
         self.live = spread(batch.start != batch.end, batch.u0)
-        self.number, self.entered, self._tries = (self._home.full((n,), 0, np.int64) for _ in range(3))
+        self.number, self.entered, self._tries = (self._xp.full((n,), 0, np.int64) for _ in range(3))
         self._code = np.full_like(self.ids, ReturnCode.Success.code)
         self.q2, self.rejected = np.full_like(self.h, LEAST_ERROR), self.number > 0
         self.idle = np.where(self.live, 0.0, 1.0)
-        self._place = spread(self._saves.initial.sum(axis=1), batch.u0) if self._looks else self.number
+        self._place = spread(self._saves.initial.sum(axis=1), batch.u0) if self._examines_steps else self.number
         self._stages = stages_on_device(self._table, self._derivative, k, batch)
         self._begin()
 
@@ -157,7 +157,7 @@ class DeviceWorkingSet(Turns):
         elif most:
             self._save(step, h, count, most)
         self._place = self._place + count if most else self._place
-        self._tell(self._alive - alive)
+        self._report_progress(self._alive - alive)
 
     def _advance(self, step: Step, terminated: Array | None) -> None:
         """Take the accepted steps, and set the codes of ended trajectories."""
@@ -188,14 +188,14 @@ class DeviceWorkingSet(Turns):
         the columns that met each event.
         """
         numbers, count = [np.sum(self.live)], None
-        if self._looks:
+        if self._examines_steps:
             count = np.where(step.accepted, self._saves.passed(self.ids, self.t) - self._place, 0)
             numbers.append(np.max(count))
         numbers += [np.sum(mask) for mask in crossed]
-        told = self._home.to_host(np.stack(numbers) if len(numbers) > 1 else numbers[0]).reshape(-1).tolist()
+        counts = self._xp.to_host(np.stack(numbers) if len(numbers) > 1 else numbers[0]).reshape(-1).tolist()
         if self._settings.saveat is None:
-            return told[0], 1, step.accepted.astype(np.int64), told[1:]
-        return told[0], told[1] if self._looks else 0, count, told[1 + self._looks :]
+            return counts[0], 1, step.accepted.astype(np.int64), counts[1:]
+        return counts[0], counts[1] if self._examines_steps else 0, count, counts[1 + self._examines_steps :]
 
     def _save(self, step: Step, h: Array, count: Array, most: int) -> None:
         due = self._saves.due(step.ids, self._place, count, most, step.t, h, step.t_new)
@@ -215,24 +215,24 @@ class DeviceWorkingSet(Turns):
     def outcome(self) -> Outcome:
         """Return the results."""
         batch, events = self._batch, self._settings.events
-        t, code, number, tries = self._home.to_host(self._outcomes) if batch.size else np.zeros((4, 0))
+        t, code, number, tries = self._xp.to_host(self._outcomes) if batch.size else np.zeros((4, 0))
         codes, naccept = code.astype(np.int8), number.astype(np.int64)
         saved = None if self._saved is None else self._all_saved(codes)
         outcome = Outcome(self._u_end, t * self._signs, codes, naccept, (tries - number).astype(np.int64), saved, None)
         if self._settings.saveat is None:
             start = spread(batch.start * self._signs, batch.u0)
             outcome.saved, times = self._saves.collected(start, int(naccept.max(initial=0)))
-            outcome.saved_times = self._home.to_host(times) * self._signs[:, None]
+            outcome.saved_times = self._xp.to_host(times) * self._signs[:, None]
         rows, order = None if self._watch is None else self._watch.rows(), np.empty(0, int)
         if rows is not None:
-            table = self._home.to_host(rows)
+            table = self._xp.to_host(rows)
             order = in_order(table)
             outcome.event_table = table[:, order]
         if self._record is not None:
             self._record.close(outcome.failed)
             outcome.record = self._record
             if events:
-                rows = self._home.empty((5, 0), float) if rows is None else rows
+                rows = self._xp.empty((5, 0), float) if rows is None else rows
                 reached = self._outcomes[0] * spread(self._signs, batch.u0)
                 self._record.events = Events(reached, rows[0].astype(np.int64), rows[4], order)
         return outcome
@@ -247,6 +247,6 @@ class DeviceWorkingSet(Turns):
                 saved = np.broadcast_to(states.T[:, None], saved.shape)
             elif mask.any():
                 same = bool((mask == mask[:1]).all())
-                here = self._home.to_device(np.ascontiguousarray(mask[:1] if same else mask))
+                here = self._xp.to_device(np.ascontiguousarray(mask[:1] if same else mask))
                 saved = np.where(here[:, :, None], states.T[:, None], saved)
-        return self._home.copy(saved)
+        return self._xp.copy(saved)

@@ -1,10 +1,11 @@
-"""Conjugate gradients with V-cycles, which return the operator's product with their result at half its cost.
+"""Conjugate gradients preconditioned by multigrid V-cycles.
 
-A is applied to the preconditioned residual z, and A p follows by the recurrence of p, as in `conjugate_gradients` of
-`linalg`; the norm of the residual is known before the cycle that it may save.
+A is applied to the preconditioned residual z, which takes half a product after the V-cycle that computed z; A p follows
+from A z by the recurrence of p, as in `linalg.krylov.conjugate_gradients`. The norm of the residual is computed before the
+next V-cycle.
 
-The passes over vectors are NumPy's, on the device of the vectors, or compiled: one per reduction. Those loops are in the
-language of `mpiad.compiling.translation`, which takes them from this file's text.
+The vector updates are NumPy's, on the device of the vectors, or compiled loops, one for each reduction. The loops at the
+end of this file are in the kernel language (see `mpiad.compiling.translation`), which reads them from this file's source.
 """
 
 from __future__ import annotations
@@ -28,33 +29,33 @@ from mpiad.transport.user_failures import DeferredFailures
 
 _CALL = "linalg.Multigrid.solve"
 _RIGHT = "the right-hand side"
-_LEAST = 1e-260  # of the square of its norm: that of a residual 1e-20 times as large is still a normal number
+_SMALLEST_SQUARE = 1e-260  # of the norm of the right-hand side: with a residual 1e-20 times as large no square underflows
 
 
 class Tolerance(NamedTuple):
     """Stopping criteria."""
 
-    # `rtol`, `atol`: the residual's norm must fall to ``max(rtol * norm(b), atol)``.
+    # The iteration ends when the norm of the residual is at most ``max(rtol * norm(b), atol)``.
     rtol: float
     atol: float
     maxiter: int
     callback: Callable[[float], Any] | None
     reported: bool  # whether any rank has a callback, which may raise
-    # Returns a possible reason for slow convergence, for an error message; all ranks call it.
+    # Returns a possible reason for slow convergence, for an error message; collective.
     remark: Callable[[], str]
 
 
 def conjugate(
     level: Level, r: LocalArray, used: Channel, tolerance: Tolerance, b: LocalArray | None = None
 ) -> tuple[LocalArray, list[float]]:
-    """Solve systems of the finest level, each by its own iteration; collective.
+    """Solve systems on the finest level, each by its own iteration; collective.
 
-    `r`, shape (systems, colors, size), contains the right-hand sides, or the residuals of an initial guess, and is
-    overwritten; `b` is the reference for the relative tolerance, `r` by default. Returns the solutions, and the norm of the
-    residual at the start and after each iteration, for all systems together.
+    `r`: shape (systems, colors, size), the right-hand sides, or the residuals of an initial guess; overwritten. `b`: the
+    right-hand sides for the relative tolerance, `r` by default. Returns the solutions (corrections of the initial guess),
+    and the norm of the residuals of all systems at the start and after each iteration.
 
-    On all ranks it raises a ValueError if `r` or `b` isn't finite, an exception of the callback on one rank, and a
-    ConvergenceError if the maximum number of iterations is reached or the operator isn't positive definite.
+    Raises, on all ranks: a ValueError if `r` or `b` isn't finite on any rank; an exception that the callback raises on any
+    rank; a ConvergenceError if `maxiter` is reached or the operator isn't positive definite.
     """
     vectors = (FusedVectors if level.is_compiled else Vectors)(r)
     norms = _norms(used, r, squares_of(r), _RIGHT if b is None else "the residual of x0")
@@ -67,20 +68,20 @@ def conjugate(
                 failures.raise_together()
             found = f"the residual didn't fall to {math.hypot(*targets):.3e} within maxiter={tolerance.maxiter} iterations"
             _fail(used, f"{found}; {tolerance.remark()}", history)
-        # Both belong to the level, and are overwritten by its next cycle.
+        # Both arrays belong to the level; its next cycle overwrites them.
         z = level.cycle(r)
         w = level.product_after(r)
         mine = vectors.products(z, w) if failures.error is None else np.full((2, len(r)), np.nan)
         rz, wz = _sums(used, mine)
-        # Systems that have converged pause. As in `conjugate_gradients`: p·Ap by the recurrence of p, so that one reduction
-        # is enough.
+        # Converged systems don't change. As in `conjugate_gradients`, p·Ap follows from a recurrence, which saves a
+        # reduction.
         beta = np.where(active, rz / before, 0.0)
         curvature = wz - beta * beta * curvature
         wrong = active & ~((rz > 0.0) & (curvature > 0.0))
         if wrong.any():
             failures.raise_together()
             found = f"r·z = {rz[wrong][0]:.3e} and p·Ap = {curvature[wrong][0]:.3e} should be positive"
-            _fail(used, f"{found}: rounding has taken over. Ask for less by rtol; {tolerance.remark()}", history)
+            _fail(used, f"{found}: rounding errors dominate. Increase rtol; {tolerance.remark()}", history)
         squares = vectors.advance(z, w, beta, np.where(active, rz, 0.0) / np.where(active, curvature, 1.0))
         before, curvature = np.where(active, rz, np.inf), np.where(active, curvature, 0.0)
         norms = _norms(used, r, squares, "the residual")
@@ -88,7 +89,7 @@ def conjugate(
         if tolerance.callback is not None:
             failures.attempt("callback", tolerance.callback, history[-1])
     if tolerance.reported and len(history) > 1:
-        failures.raise_together()  # of the last callback, which no sum follows
+        failures.raise_together()  # for the last call of the callback, after which there is no further reduction
     return vectors.x, history
 
 
@@ -97,15 +98,15 @@ def _sums(used: Channel, local: np.ndarray) -> np.ndarray:
 
 
 def _norms(used: Channel, r: LocalArray, mine: np.ndarray, name: str) -> np.ndarray:
-    """Return the norms of r over all ranks, from this rank's squares of them."""
-    # NaN on one rank makes the sum NaN on all, which thus agree that there is a problem.
+    """Return the norms of r over all ranks; `mine`: the squares of this rank's parts."""
+    # NaN on one rank makes the sum NaN on all ranks, so all of them detect it.
     total = _sums(used, mine)
     if not np.isfinite(total).all():
         bad = int(on_host(np.sum(~np.isfinite(r))))
         text = f"{_CALL}: {name} is not finite: {bad} entries on rank {used.rank} are NaN or infinite."
         raise_together(used, NotFiniteError(text) if bad else None)
         raise agreed(used, ValueError(f"{_CALL}: the norm of {name} overflows. Scale the system."))
-    if name == _RIGHT and (small := total < _LEAST).any():
+    if name == _RIGHT and (small := total < _SMALLEST_SQUARE).any():
         count = _sums(used, on_host(np.sum(r != 0.0, axis=tuple(range(1, r.ndim)))).astype(np.float64))
         if (small & (count > 0.0)).any():
             norm = math.sqrt(total[small & (count > 0.0)][0])
@@ -127,10 +128,7 @@ def squares_of(blocks: LocalArray) -> np.ndarray:
 
 
 class Vectors:
-    """Solutions, residuals and directions, shape (systems, colors, size).
-
-    `x`: zeros at first.
-    """
+    """Solutions x (initially zero), residuals r, search directions, and their products with A; (systems, colors, size)."""
 
     def __init__(self, r: LocalArray):
         self.r, self.x, self._p, self._s = r, np.zeros_like(r), np.zeros_like(r), np.zeros_like(r)
@@ -141,7 +139,7 @@ class Vectors:
         return inner((r, z), (w, z))
 
     def advance(self, z: LocalArray, w: LocalArray, beta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
-        """Update the directions by z and w = A z, take the steps, and return this rank's squares of the residuals."""
+        """Update directions by z and w = A z, then solutions and residuals; return the squares of this rank's residuals."""
         scale_and_add(self._p, beta, z)
         scale_and_add(self._s, beta, w)
         step = column(self.r, alpha)
@@ -151,20 +149,20 @@ class Vectors:
 
 
 class FusedVectors(Vectors):
-    """As `Vectors`, by compiled loops."""
+    """`Vectors` with compiled loops."""
 
     def __init__(self, r: LocalArray):
         super().__init__(r)
         self._products, self._advance = _functions()
 
     def products(self, z: LocalArray, w: LocalArray) -> np.ndarray:
-        """Return this rank's part of r·z and w·z."""
+        """As `Vectors.products`."""
         out = np.empty((2, len(z)))
         self._products(*_rows(z, w), self.r.ravel(), out)
         return out
 
     def advance(self, z: LocalArray, w: LocalArray, beta: np.ndarray, alpha: np.ndarray) -> np.ndarray:
-        """Update the directions, and take the steps."""
+        """As `Vectors.advance`."""
         out = np.empty(len(z))
         vectors = (one.reshape(-1) for one in (self._p, self._s, self.x, self.r))
         self._advance(*_rows(z, w), np.stack([beta, alpha]), *vectors, out)
@@ -172,11 +170,11 @@ class FusedVectors(Vectors):
 
 
 def _rows(z: LocalArray, w: LocalArray) -> tuple[Array, Array, int]:
-    """Return the memory of two parts of a state, and the stride from one system to the next."""
+    """Return the memory of z and w as one-dimensional arrays, and the stride from one system to the next."""
     length = z.size // len(z)
     stride = z.strides[0] // z.itemsize if len(z) > 1 else length
     size = (len(z) - 1) * stride + length
-    # As one axis, which includes the rows between those of one system and the next.
+    # These views include the memory between the systems.
     z, w = (np.lib.stride_tricks.as_strided(one, (size,), (one.itemsize,)) for one in (z, w))
     return z, w, stride
 
@@ -188,7 +186,7 @@ def _functions() -> tuple:
         "inner_products": f"void({row}, {row}, int64, {row}, float64[:, ::1])",
         "conjugate_step": f"void({row}, {row}, int64, float64[:, ::1], {row}, {row}, {row}, {row}, {row})",
     }
-    # Sums may be reordered; NaN and infinities are preserved.
+    # Fast-math flags that allow reordering, but keep NaN and infinities.
     return tuple(functions_of(__name__, signatures, "reassoc contract nsz arcp"))
 
 

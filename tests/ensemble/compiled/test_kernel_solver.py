@@ -198,7 +198,7 @@ def test_steps_are_recorded_part_by_part(monkeypatch):
     first = kernel_solver.launch
     monkeypatch.setattr(
         "mpiad.ensemble.compiled.kernel_solver.launch",
-        lambda function, form, solver: (rows.append((form.record, solver.batch.size)), first(function, form, solver))[1],
+        lambda function, spec, solver: (rows.append((spec.record, solver.batch.size)), first(function, spec, solver))[1],
     )
     mpiad.grad(loss, (0, 1, 2, 3))(U0, OWN, SHARED, SPANS, saveat=TIMES, compile=True, checkpoints=2)
     assert rows == [(False, N), (True, N // 2), (True, N - N // 2)]

@@ -6,7 +6,7 @@ import pytest
 
 from mpiad.compiling.arguments import signature_in
 from mpiad.ensemble import Tsit5
-from mpiad.ensemble.compiled.kernel_form import Fields, Form, filled
+from mpiad.ensemble.compiled.kernel_spec import Fields, KernelSpec, filled
 
 pytestmark = pytest.mark.serial
 
@@ -55,10 +55,10 @@ def test_each_rule():
 
 @pytest.mark.parametrize("single", [False, True])
 def test_places_of_fields(single):
-    form = Form(2, 0, 0, Tsit5.tableau, Tsit5().controller, single=single, lanes=4)
-    fields = Fields(form)
+    spec = KernelSpec(2, 0, 0, Tsit5.tableau, Tsit5().controller, single=single, lanes=4)
+    fields = Fields(spec)
     fields.add(["# Not these.", "u[3] k[2, 3]", "exact now live"])
     now, live = ("exact[l]", "exact[4 + l]") if single else ("b[36 + l]", "b[40 + l]")
     text = fields.placed(["$u[0] $u[2] $k[1, 2] $u[e]", "$now $live"])
     assert text == f"b[l] b[8 + l] b[32 + l] b[(0 + e) * 4 + l]\n{now} {live}\n"
-    assert [len(x) for x in fields.room(form.dtype)] == ([36, 8] if single else [44, 0])
+    assert [len(x) for x in fields.room(spec.dtype)] == ([36, 8] if single else [44, 0])

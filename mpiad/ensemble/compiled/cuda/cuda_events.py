@@ -12,7 +12,7 @@ from typing import Any
 
 from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.source import numbered
-from mpiad.ensemble.compiled.kernel_form import Form, filled
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
 from mpiad.ensemble.compiled.step_text import Steps
 
 # Of the table: the trajectory, the event, its step (from 0), the part of the step before the event, and its time; then the
@@ -97,9 +97,9 @@ if (event == {e}) {
 """
 
 
-def search_names(form: Form, steps: Steps) -> dict[str, Any]:
+def search_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     """Return the names of the forward kernel's template for events, in addition to those for steps."""
-    events, terminal = range(len(form.events)), [ends for ends, _ in form.events]
+    events, terminal = range(len(spec.events)), [ends for ends, _ in spec.events]
     names: dict[str, Any] = {"declared": "", "found": [], "conditions": []}
     if not events:
         return names
@@ -112,7 +112,7 @@ def search_names(form: Form, steps: Steps) -> dict[str, Any]:
         lines = [*ends, *steps.located(lambda i, c: f"k{i}_{c}", lambda c: f"u_{c}", value)]
         located += filled(_LOCATED, {"e": e, "search": c_lines(lines, ["value"]), "terminal": terminal[e]})
     cut = ["x = cut", *steps.weights()]
-    for c in range(form.d):
+    for c in range(spec.d):
         cut += steps.interpolated(f"new_{c}", lambda i, c=c: f"k{i}_{c}", f"u_{c}")
     search: dict[str, Any] = {"e": events, "changed": changed, "located": located, "terminal": any(terminal)}
     search |= {"crossed": " || ".join(f"crossed{e}" for e in events), "cut": c_lines(cut, steps.state("new"))}
@@ -122,19 +122,19 @@ def search_names(form: Form, steps: Steps) -> dict[str, Any]:
     return names
 
 
-def crossing_names(form: Form, steps: Steps) -> dict[str, Any]:
+def crossing_names(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
     """Return the names of the reverse kernel's template for events."""
-    if not form.events:
+    if not spec.events:
         return {"declared": "", "crossed": []}
-    d, h, last, lines = form.d, steps.h, [], ["x = rows[3 * room + row]"]
-    if form.stages in steps.used():
-        last = steps.state(f"k{form.stages}")
-        lines.append(steps.call(f"k{form.stages}", f"y{form.stages}", form.stages))
+    d, h, last, lines = spec.d, steps.h, [], ["x = rows[3 * room + row]"]
+    if spec.stages in steps.used():
+        last = steps.state(f"k{spec.stages}")
+        lines.append(steps.call(f"k{spec.stages}", f"y{spec.stages}", spec.stages))
     lines += steps.weights(rates=True)
     for c in range(d):
         lines += steps.interpolated(f"at_{c}", lambda i, c=c: f"k{i}_{c}", f"y0_{c}")
     slopes = [" + ".join(f"(real)r{i} * k{i}_{c}" for i in steps.used()) for c in range(d)]
-    sums = numbered("own", form.wanted_varying) + numbered("common", form.wanted_shared)
+    sums = numbered("own", spec.wanted_varying) + numbered("common", spec.wanted_shared)
     made = [*steps.state("g"), *numbered("by", len(sums)), "by_time"]
     given = [*steps.state("at"), *steps.parameters, "(real)rows[4 * room + row]", "1", *made]
     names = {"c": range(d), "used": steps.used(), "derivatives": ", ".join(made), "given": ", ".join(given)}
@@ -142,7 +142,7 @@ def crossing_names(form: Form, steps: Steps) -> dict[str, Any]:
     names["sums"] = [f"{name} += move * by{j};" for j, name in enumerate(sums)]
     at_end = f"({' + '.join(f'total_{c} * rate_{c}' for c in range(d))} + (real)reached_bar[i] * {h})"
     bodies = []
-    for e, (terminal, _) in enumerate(form.events):
+    for e, (terminal, _) in enumerate(spec.events):
         gained = at_end if terminal else f"(real)times_bar[row] * {h}"
         asked = "ends" if terminal else "times_bar[row] != 0"
         bodies += filled(_BODY, names | {"e": e, "terminal": terminal, "gained": gained, "asked": asked})

@@ -1,21 +1,20 @@
-"""The text of the forward kernel: a whole adaptive solve in each thread, its state in registers.
+"""The CUDA source of the forward kernel: each thread solves one trajectory, with the state in registers.
 
-The step is that of `step_text`, as C. `now`, `ahead` and `size` are in the direction of the solve.
+The lines of a step come from `step_text`, translated to C++. In the source, the times `now` and `ahead` and the step size
+`size` are multiplied by the sign of the direction of integration.
 """
 
 from __future__ import annotations
 
 from mpiad.compiling.c_translation import c_lines
 from mpiad.ensemble.compiled.cuda.cuda_events import search_names
-from mpiad.ensemble.compiled.kernel_form import Form, filled
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
 from mpiad.ensemble.compiled.rosenbrock_text import names_of, steps_of
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.controller import PIController
 
-# The text before the functions of both kernels.
-
-
-# NVRTC has no headers; a compiler for CPUs loops over the trajectories.
+# Definitions at the beginning of both kernels' sources. NVRTC has no standard headers. Tests compile the sources for CPUs,
+# where `EACH` is a loop over the trajectories.
 _PRELUDE = """
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define KERNEL extern "C" __global__ void
@@ -72,9 +71,9 @@ INLINE double due_at(
 """
 
 
-def prelude(form: Form) -> str:
-    """Return definitions of a state's type, and of functions that C lacks."""
-    return "\n".join(filled(_PRELUDE, {"real": "float" if form.single else "double"}))
+def prelude(spec: KernelSpec) -> str:
+    """Return the definitions at the beginning of a source."""
+    return "\n".join(filled(_PRELUDE, {"real": "float" if spec.single else "double"}))
 
 
 _KERNEL = """
@@ -203,62 +202,62 @@ KERNEL forward(
 """
 
 
-def cuda_forward_text(form: Form) -> str:
-    """Return the text of `forward`, which calls `f`, and its tangents `df0`, `df1`, ...."""
-    steps = steps_of(form, fused=False)
-    scope: set[str] = set()  # variables that the body of the loop over steps declares
-    names = names_of(form, steps) | search_names(form, steps) | {"k0": ", ".join(steps.state("k0"))}
-    names |= {"unit_tangents": _unit_tangents(form, steps), "first_step": _first_step(form, steps)}
+def cuda_forward_text(spec: KernelSpec) -> str:
+    """Return the source of `forward`, which calls `f` and its tangents `df0`, `df1`, ..."""
+    steps = steps_of(spec, fused=False)
+    scope: set[str] = set()  # variables declared in the body of the loop over steps
+    names = names_of(spec, steps) | search_names(spec, steps) | {"k0": ", ".join(steps.state("k0"))}
+    names |= {"unit_tangents": _unit_tangents(spec, steps), "first_step": _first_step(spec, steps)}
     names |= {"stages": c_lines(steps.stages(), scope), "error": c_lines(steps.error(), scope)}
-    names |= {"tangents": _tangents(form, steps), "interpolated": _interpolated(form, steps)}
-    names["factor"] = c_lines(_factor(form, steps), ["before"]) if form.tableau.error else []
+    names |= {"tangents": _tangents(spec, steps), "interpolated": _interpolated(spec, steps)}
+    names["factor"] = c_lines(_factor(spec, steps), ["before"]) if spec.tableau.error else []
     return "\n".join(filled(_KERNEL, names))
 
 
-def _factor(form: Form, steps: Steps) -> list[str]:
+def _factor(spec: KernelSpec, steps: Steps) -> list[str]:
     """Return lines for the factor of the next step."""
 
     def power(x: str, exponent: str, out: str) -> list[str]:
-        if x == "q2" and not isinstance(form.controller, PIController):
-            return [f"{out} = inverse_root(q2, {form.tableau.error_order})"]
-        # Half the instructions of `pow`, and a few units in the last place.
+        if x == "q2" and not isinstance(spec.controller, PIController):
+            return [f"{out} = inverse_root(q2, {spec.tableau.error_order})"]
+        # Takes half as many instructions as `pow`, with an error of a few units in the last place.
         return [f"{out} = np.exp2({exponent} * np.log2({x}))"]
 
     return steps.factor(power, "before", "rejected")
 
 
-def _unit_tangents(form: Form, steps: Steps) -> list[str]:
+def _unit_tangents(spec: KernelSpec, steps: Steps) -> list[str]:
     made = []
-    for j, (kind, place) in enumerate(form.directions):
+    for j, (kind, place) in enumerate(spec.directions):
         made.append(f"real {', '.join(steps.state(f'l{j}_0'))};")
         made += [f"real {x} = {int(kind == 'u' and place == c)};" for c, x in enumerate(steps.state(f"du{j}"))]
     return made
 
 
-def _first_step(form: Form, steps: Steps) -> list[str]:
+def _first_step(spec: KernelSpec, steps: Steps) -> list[str]:
     lines, scope = [steps.call("k0", "u", 0)], {*steps.state("k0"), "h"}
-    for j in range(len(form.directions)):
+    for j in range(len(spec.directions)):
         lines.append(steps.call(f"l{j}_0", "u", 0, f"df{j}", steps.state(f"du{j}")))
         scope.update(steps.state(f"l{j}_0"))
     return c_lines([*lines, *steps.first_step()], scope)
 
 
-def _tangents(form: Form, steps: Steps) -> list[str]:
-    """Return the tangents of all stages, for steps that are accepted only."""
+def _tangents(spec: KernelSpec, steps: Steps) -> list[str]:
+    """Return lines for the tangents of all stages; the kernel computes them after a step is accepted."""
     lines = []
-    for j in range(len(form.directions)):
-        for i in range(1, form.stages + 1):
-            out = f"dnew{j}" if i == form.stages else f"z{j}_{i}"
+    for j in range(len(spec.directions)):
+        for i in range(1, spec.stages + 1):
+            out = f"dnew{j}" if i == spec.stages else f"z{j}_{i}"
             lines += steps.argument(out, i, f"l{j}_", f"du{j}", fused=True)
             lines.append(steps.call(f"l{j}_{i}", steps.argument_of(i), i, f"df{j}", steps.state(out)))
     return c_lines(lines)
 
 
-def _interpolated(form: Form, steps: Steps) -> list[str]:
+def _interpolated(spec: KernelSpec, steps: Steps) -> list[str]:
     lines = ["x = (due - now) / size", *steps.weights()]
-    for c in range(form.d):
+    for c in range(spec.d):
         lines += steps.interpolated(f"mid_{c}", lambda i, c=c: f"k{i}_{c}", f"u_{c}")
-        for j in range(len(form.directions)):
+        for j in range(len(spec.directions)):
             stage = lambda i, c=c, j=j: f"l{j}_{i}_{c}"  # noqa: E731
             lines += steps.interpolated(f"dmid{j}_{c}", stage, f"du{j}_{c}", fused=True)
     return c_lines(lines)

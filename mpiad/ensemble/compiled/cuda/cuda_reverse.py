@@ -10,7 +10,7 @@ from __future__ import annotations
 from mpiad.compiling.c_translation import c_lines
 from mpiad.compiling.source import indented, numbered
 from mpiad.ensemble.compiled.cuda.cuda_events import crossing_names
-from mpiad.ensemble.compiled.kernel_form import Form, filled
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec, filled
 from mpiad.ensemble.compiled.rosenbrock_text import names_of, steps_of
 from mpiad.ensemble.compiled.step_text import Steps
 
@@ -95,23 +95,23 @@ KERNEL reverse(
 """
 
 
-def cuda_reverse_text(form: Form) -> str:
+def cuda_reverse_text(spec: KernelSpec) -> str:
     """Return the text of `reverse`, which calls `f` and its adjoint `g`."""
-    steps, last = steps_of(form, fused=False), form.stages
+    steps, last = steps_of(spec, fused=False), spec.stages
     new = steps.state(f"z{last}")
     scope = {*new, *steps.state("total")}  # variables that the body of the loop over steps declares
-    names = names_of(form, steps) | crossing_names(form, steps) | {"new": ", ".join(new), "pulled_last": []}
+    names = names_of(spec, steps) | crossing_names(spec, steps) | {"new": ", ".join(new), "pulled_last": []}
     names["weights"] = c_lines(["x = (due - now) / size", *steps.weights()])
     names["stages"] = c_lines(steps.again(), scope)
     if last in steps.pulled_stages:
         # The stage at the new state contributes only if a state inside this step was saved.
-        names["pulled_last"] = ["if (met) {", *indented(_pulled(form, steps, last, set(scope))), "}"]
-    names["pulled"] = [line for i in reversed(steps.pulled_stages) if i < last for line in _pulled(form, steps, i, scope)]
+        names["pulled_last"] = ["if (met) {", *indented(_pulled(spec, steps, last, set(scope))), "}"]
+    names["pulled"] = [line for i in reversed(steps.pulled_stages) if i < last for line in _pulled(spec, steps, i, scope)]
     return "\n".join(filled(_KERNEL, names))
 
 
-def _pulled(form: Form, steps: Steps, i: int, scope: set[str]) -> list[str]:
+def _pulled(spec: KernelSpec, steps: Steps, i: int, scope: set[str]) -> list[str]:
     """Return lines that pull the cotangent of stage i back to its argument, and to the parameters."""
     made = c_lines(steps.pulled(i, lambda c: f"arrival{i}_{c}"), scope)
-    sums = numbered("own", form.wanted_varying) + numbered("common", form.wanted_shared)
+    sums = numbered("own", spec.wanted_varying) + numbered("common", spec.wanted_shared)
     return made + [f"{name} += e{j};" for j, name in enumerate(sums)]

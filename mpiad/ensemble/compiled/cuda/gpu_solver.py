@@ -21,7 +21,7 @@ from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.cuda.cuda_events import ROWS
 from mpiad.ensemble.compiled.cuda.gpu_inputs import inputs_of
 from mpiad.ensemble.compiled.kernel_choice import Compiler
-from mpiad.ensemble.compiled.kernel_form import Form, form_of
+from mpiad.ensemble.compiled.kernel_spec import KernelSpec, kernel_spec_of
 from mpiad.ensemble.compiled.kernel_texts import cuda_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
 from mpiad.ensemble.settings import Settings
@@ -128,8 +128,8 @@ class Solver:
         self.traced = traced._replace(numbers=())  # texts depend on the problem without its numbers
         self._forward_kernels: dict[Directions, DeviceKernel] = {}
         self._launcher = launcher_of(arrays)
-        self.form = form_of(traced, batch, settings)._replace(record=True, tolerances=True)
-        self.d, self.real = self.form.d, batch.u0.dtype
+        self.spec = kernel_spec_of(traced, batch, settings)._replace(record=True, tolerances=True)
+        self.d, self.real = self.spec.d, batch.u0.dtype
         self.inputs = inputs_of(arrays, batch, settings, traced)
         self.count = batch.size
 
@@ -138,13 +138,13 @@ class Solver:
     def kernel(self, directions: Directions = ()) -> DeviceKernel:
         """Return the forward kernel with tangents in these directions."""
         if directions not in self._forward_kernels:
-            self._forward_kernels[directions] = self._loaded("forward", self.form._replace(directions=directions))
+            self._forward_kernels[directions] = self._loaded("forward", self.spec._replace(directions=directions))
         return self._forward_kernels[directions]
 
     def solved(self, directions: Directions = ()) -> DeviceResults:
         """Solve all trajectories."""
         # Two events of each kind per trajectory at first.
-        room = _ROWS + self.count * sum(1 if terminal else 2 for terminal, _ in self.form.events)
+        room = _ROWS + self.count * sum(1 if terminal else 2 for terminal, _ in self.spec.events)
         while True:
             results = self._empty(directions)
             saved, end = self.parts(results.vector)
@@ -159,7 +159,7 @@ class Solver:
 
     def _table(self, room: int) -> tuple[tuple[Any, ...], Any]:
         """Return the forward kernel's arguments for events, and among them the counter."""
-        if not self.form.events:
+        if not self.spec.events:
             return (), None
         counter, heads = (self.arrays.full((n,), value, np.int64) for n, value in ((1, 0), (self.count, -1)))
         return (self.arrays.empty((ROWS, room), float), room, counter, heads), counter
@@ -200,9 +200,9 @@ class Solver:
         wanted_own = [j for j in self.traced.packing.varying if j in wanted]
         wanted_common = [j for j in self.traced.packing.shared if j in wanted]
         own, common = len(wanted_own), len(wanted_common)
-        form = self.form._replace(wanted_varying=own, wanted_shared=common)
+        spec = self.spec._replace(wanted_varying=own, wanted_shared=common)
         u0_bar, p_bar = [empty((rows, self.count), self.real) for rows in (self.d, own)]
-        kernel, sums = self._loaded("reverse", form, (*wanted_own, *wanted_common)), []
+        kernel, sums = self._loaded("reverse", spec, (*wanted_own, *wanted_common)), []
         shares: list[Share] = []
         if self.count:
             budget = self._gpu.tape_bytes or self._launcher.free_bytes() // 2
@@ -213,9 +213,9 @@ class Solver:
         steps = self._room(shares)
         saved_bar, end_bar = self.parts(vector_bar)
         given = *self.inputs[:8], *steps, results.naccept, results.t_reached, results.codes, end_bar, saved_bar
-        events = (results.rows, results.rows.shape[1], results.heads, *times) if self.form.events else ()
+        events = (results.rows, results.rows.shape[1], results.heads, *times) if self.spec.events else ()
         for share in shares:
-            self._forward((), share, (None,) * 9, steps, (None, 0, None, None) if self.form.events else ())
+            self._forward((), share, (None,) * 9, steps, (None, 0, None, None) if self.spec.events else ())
             s_bar = empty((common, share.count), self.real)
             self._launch(kernel, share, *given, u0_bar, p_bar, s_bar, *events)
             sums += [np.sum(s_bar, axis=1)] if common else []
@@ -229,8 +229,8 @@ class Solver:
 
     # ---- kernels
 
-    def _loaded(self, name: str, form: Form, wanted: tuple[int, ...] = ()) -> DeviceKernel:
-        self._kernels[name] = cuda_text(name, self.traced, form, wanted)
+    def _loaded(self, name: str, spec: KernelSpec, wanted: tuple[int, ...] = ()) -> DeviceKernel:
+        self._kernels[name] = cuda_text(name, self.traced, spec, wanted)
         return loaded(self._launcher, self._kernels[name], name, self._gpu.options)
 
     def _launch(self, kernel: DeviceKernel, share: Share, *arguments: Any) -> None:

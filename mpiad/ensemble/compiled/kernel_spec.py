@@ -21,7 +21,7 @@ from mpiad.ensemble.settings import Settings
 from mpiad.ensemble.tableaus import Tableau
 
 
-class Form(NamedTuple):
+class KernelSpec(NamedTuple):
     """The sizes and options of one kernel."""
 
     d: int  # components of a state; for complex ones the parts, twice as many
@@ -91,7 +91,7 @@ class Form(NamedTuple):
         return len(self.tableau.a)
 
 
-def form_of(traced: TracedProblem, batch: Batch, settings: Settings) -> Form:
+def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> KernelSpec:
     """Return the form of the kernels of a batch, without derivatives."""
     program, varying = traced.program, len(traced.packing.varying)
     events, acting = tuple((event.stops, event.direction) for event in settings.events), settings.acting
@@ -107,7 +107,7 @@ def form_of(traced: TracedProblem, batch: Batch, settings: Settings) -> Form:
     options |= {"single": real_dtype(batch.u0.dtype) == np.float32, "in_pairs": is_complex(batch.u0), "events": events}
     options |= {"inside": bool(events) or not _at_ends(batch, settings.saveat), "tolerances": np.ndim(settings.atol) > 0}
     options["mass"] = None if settings.mass is None else entries_of(settings.mass)
-    return Form(*sizes, settings.alg.tableau, settings.alg.controller, **options)
+    return KernelSpec(*sizes, settings.alg.tableau, settings.alg.controller, **options)
 
 
 def _at_ends(batch: Batch, saveat: Array | None) -> bool:
@@ -126,8 +126,8 @@ class Fields:
     single precision, times have a buffer of their own.
     """
 
-    def __init__(self, form: Form):
-        self._lanes, self._apart = form.lanes, form.single
+    def __init__(self, spec: KernelSpec):
+        self._lanes, self._apart = spec.lanes, spec.single
         self._places: dict[str, tuple[str, int, tuple[int, ...]]] = {}
         self.counts = {"b": 0, "exact": 0}
 
