@@ -10,7 +10,7 @@ Kinds of nodes, and the contents of `data`:
 - "reshape": the entries of one array in another shape.
 - "join": a concatenation of arrays; the axis.
 - "update": the first array, with a block replaced by the second; the block's first indices.
-- "reduce": an array folded along axes; (name, axes), the remaining axes in their order.
+- "reduce": a reduction of an array along axes; (name, axes).
 - "call": an untraced function, run by NumPy on whole arrays; a `Call`.
 - "communicate": a communication; a `Call`.
 - "item": one of several results of a call; its position.
@@ -30,7 +30,7 @@ from mpiad._typing import Array, Shape
 from mpiad.programs.index_maps import Axis, IndexMap, broadcast, composed, identity, is_identity, moved, shifted, within
 from mpiad.transport.calls import Site
 
-# Along axes that are at most this long, joins of arrays are split into their parts.
+# Joins along axes of at most this length are computed part by part.
 SHORT = 8
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 # The dtypes that loops compute with.
@@ -41,20 +41,20 @@ IN_MEMORY = frozenset({"input", "constant", "communicate", "call", "item"})
 
 
 class Slot(NamedTuple):
-    """The place of an input of a node among the arguments of its call."""
+    """A placeholder in the arguments of a call for an input of its node, by position."""
 
     place: int
 
 
 class Call(NamedTuple):
-    """A Python call of a program."""
+    """A Python call in a program."""
 
     kind: str  # "call", "communicate" or "operate"
     fun: Any  # callable or Operation
-    # `args`, `kwargs`: with a `Slot` for each array.
+    # In `args` and `kwargs` arrays are replaced by `Slot`.
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    # Of a communication within an adjoint or tangent: which of the two, and the name and site of its forward call.
+    # For a communication of an adjoint or tangent rule: which of the two, and the name and site of the forward call.
     rule: tuple[str, str, Site] | None = None
 
 
@@ -67,11 +67,11 @@ class Node(NamedTuple):
     dtype: np.dtype
     data: Any
     site: Site | None = None  # the user's line
-    part: int = 0  # of the program: parts for reverse passes are run later
+    part: int = 0  # part of the program; those after 0 are run later, in reverse passes
 
 
 def described(node: Node) -> str:
-    """Return the operation of an array, and the user's line."""
+    """Return a description of a node: its operation, and the user's line."""
     operation = node.data[0] if node.kind in ("elementwise", "reduce") else node.kind
     return operation if node.site is None else f"{operation} at {node.site.text}"
 
@@ -79,12 +79,12 @@ def described(node: Node) -> str:
 class ArrayProgram:
     """A program, and its builder.
 
-    - `inputs`: nodes of the arguments.
-    - `ends`: numbers of outputs that are needed before each part that is run later.
-    - `weak`: nodes that are Python scalars.
+    - `inputs`: the nodes of the arguments.
+    - `ends`: for each part but the last, the number of outputs up to its end.
+    - `weak`: the nodes that are Python scalars.
     - `logged`: the number of parts whose communications are logged for playback.
     - `contracts`: whether it contains a contraction.
-    - `componentwise`: joins whose parts were computed separately, and stay so in sums.
+    - `componentwise`: joins whose parts are computed separately; this is preserved in elementwise operations.
     """
 
     def __init__(self) -> None:
@@ -132,12 +132,12 @@ class ArrayProgram:
         return self.add("constant", (), value.shape, value.dtype, len(self.constants) - 1)
 
     def number(self, value: float | bool, shape: Shape = (), dtype: Any = np.float64) -> int:
-        """Append an array of one number."""
+        """Append an array whose entries are one number."""
         dtype = np.dtype(dtype)
         return self.add("number", (), shape, dtype, dtype.type(value).item())
 
     def view(self, x: int, map: IndexMap, shape: Shape) -> int:
-        """Append a view of an array, by an index map."""
+        """Append a view of an array, given by an index map."""
         node = self.nodes[x]
         if is_identity(map, node.shape, shape):
             return x
@@ -157,7 +157,7 @@ class ArrayProgram:
         return self.add("view", (x,), shape, node.dtype, map)
 
     def _view_of_join(self, x: int, map: IndexMap, shape: Shape) -> int:
-        """Append a view of a join: of its parts, if the view takes entries of each part in turn."""
+        """Append a view of a join; as a join of views of its parts, if possible."""
         node = self.nodes[x]
         source, stride, offset = map[node.data]
         parts, start, done = [], 0, 0
@@ -166,7 +166,7 @@ class ArrayProgram:
             if _lies(map[node.data], shape, start, stop) is True:
                 return self.view(part, shifted(map, node.data, -start), shape)
             if source is not None and stride == 1:
-                # The indices that lie in this part.
+                # The indices of the view's entries in this part.
                 first, last = max(start - offset, 0), min(stop - offset, shape[source])
                 if last > first:
                     inner = shifted(moved(map, source, first), node.data, -start)
@@ -178,7 +178,7 @@ class ArrayProgram:
         return self.add("view", (x,), shape, node.dtype, map)
 
     def elementwise(self, inputs: Sequence[int], shape: Shape, dtype: np.dtype, data: tuple[str, Any]) -> int:
-        """Append an elementwise function; part by part for joins of a few arrays."""
+        """Append an elementwise function; short joins are computed part by part."""
         for x in inputs:
             node = self.nodes[x]
             if node.kind == "join" and node.shape == tuple(shape) and node.shape[node.data] <= SHORT:
@@ -208,7 +208,6 @@ class ArrayProgram:
             return self.number(node.data, shape, node.dtype)
         long, made = ([k for k, n in enumerate(lengths) if n != 1] for lengths in (node.shape, shape))
         axes = dict(zip(long, made))
-        # Axes of length 1 are added or removed.
         is_view = [node.shape[k] for k in long] == [shape[k] for k in made]
         if node.kind == "join" and is_view and node.data in axes:
             place = axes[node.data]
@@ -243,14 +242,14 @@ class ArrayProgram:
         return made
 
     def update(self, x: int, block: int, starts: Sequence[int]) -> int:
-        """Append an array with a block replaced by another array with the same number of axes."""
+        """Append a copy of an array with a block replaced by another array of the same number of axes."""
         node, part = self.nodes[x], self.nodes[block]
         if not math.prod(part.shape):
             return x
         if part.shape == node.shape:
             return block
         for axis, (start, n, length) in enumerate(zip(starts, part.shape, node.shape)):
-            # A join of a few arrays: each separately.
+            # Along a short axis, the result is a join of the parts before, in and after the block.
             if n < length <= SHORT and len(node.shape) > 1:
 
                 def cut(first: int, last: int, axis: int = axis) -> int:
@@ -262,7 +261,7 @@ class ArrayProgram:
         return self.add("update", (x, block), node.shape, node.dtype, tuple(starts))
 
     def needed(self) -> list[int]:
-        """Return the nodes that outputs and communications need, in order."""
+        """Return the nodes on which outputs and communications depend, in order."""
         found = {*self.outputs, *self.inputs}
         for number in range(len(self.nodes) - 1, -1, -1):
             if number in found or self.nodes[number].kind == "communicate":
@@ -271,7 +270,7 @@ class ArrayProgram:
         return sorted(found)
 
     def precision(self, x: int) -> np.dtype | None:
-        """Return the precision in which a node's entries are computed; None if it is in memory, or needs none."""
+        """Return the precision in which a node's entries are computed; None if it is in memory or isn't floating-point."""
         if x not in self._precisions:
             node, found = self.nodes[x], []
             if node.kind not in IN_MEMORY and node.kind != "number":
@@ -282,16 +281,16 @@ class ArrayProgram:
         return self._precisions[x]
 
     def is_float(self, x: int) -> bool:
-        """Return whether a node holds real numbers or booleans of a dtype that loops compute with."""
+        """Return whether loops can compute with a node's dtype."""
         return self.nodes[x].dtype in COMPUTED
 
 
 class Opaque(Exception):
-    """Report that a call can't be traced, and is run as a whole."""
+    """Raised if a call can't be traced; it is then run by NumPy."""
 
 
 class Value:
-    """A node among the arguments of a call that is translated."""
+    """A node in the arguments of a call that is translated."""
 
     __slots__ = ("dtype", "number", "shape")
 
@@ -301,7 +300,7 @@ class Value:
 
 
 def _lies(axis: Axis, shape: Shape, start: int, stop: int) -> bool | None:
-    """Return whether an index is between bounds for all indices of a shape (True) or for none (False); None: for some."""
+    """Return True if an index lies in [start, stop) for all indices of a shape, False if for none, None if for some."""
     last = 0 if axis.source is None else max(shape[axis.source] - 1, 0)
     low, high = sorted((axis.offset, axis.offset + axis.stride * last))
     if start <= low and high < stop:

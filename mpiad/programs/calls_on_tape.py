@@ -1,7 +1,7 @@
-"""Calls of a compiled function within a derivative: nodes on its tape.
+"""Calls of compiled functions in a derivative: each is a node of the tape.
 
-Two calls of one program: the part before its cut is run forwards, the rest when the node is reached in the reverse
-pass. The first call traces both, and the program is complete after the reverse pass.
+The first part of the program runs in the forward pass, and the second part when the reverse pass reaches the node. The
+first call traces both, so the program is complete only after the first reverse pass.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
         key = "tangent", given.key
         if key in jitted._entries:
             return jitted.as_it_is(key, args, kwargs)
-        if not jitted.is_followed(key, args):  # objects in its closure may have tangents, too
+        if not jitted.is_followed(key, args):  # values in its closure may have tangents, too
             return jitted.fun(*args, **kwargs)
         return _called_with_tangents(jitted, tape, given, [k for k in boxed if given.leaves[k]._trace == tape.number])
     if not simple:
@@ -77,7 +77,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
     values = [getval(given.leaves[k]) for k in given.traced]
     lease = Lease(entry.replays)
     count(entry.communications)
-    counts = message_counts() if entry.replays.last_look >= 0 else None
+    counts = message_counts() if entry.replays.last_check >= 0 else None
     try:
         made = lease.replay.first(*values, *[None] * sum(entry.inside))
     except Changed as change:
@@ -85,7 +85,7 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
             return jitted.fun(*args, **kwargs)
     tape.channels |= entry.channels
     specs = [spec_like(getval(given.leaves[k])) for k in boxed]
-    # Values that aren't read any more are released; if the function may run once more, it reads all.
+    # Arguments that the reverse pass doesn't need are released, unless the function may have to run again.
     later = [x if k in entry.replays.read_later else None for k, x in enumerate(values)]
     whole = given if entry.may_change else None
 
@@ -107,11 +107,11 @@ def called_on_tape(jitted: Jitted, given: Arguments, args: tuple, kwargs: dict) 
 
 
 def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, boxed: list[int]) -> Any:
-    """Call it with tangents: the value and its tangent are computed by a compiled function of their own."""
+    """Call it with tangents: a separate compiled function computes value and tangent."""
     form = given.form, tuple(boxed)
     both = jitted.derived(form, lambda: _along(jitted.fun, given.build, boxed))
     leaves = [x._value if k in boxed else x for k, x in enumerate(given.leaves)]
-    # A trace around this one differentiates the value and the tangent alike.
+    # An enclosing trace differentiates the value and the tangent.
     with suspended(tape.outer, body=False):
         made = both(leaves, [given.leaves[k]._node.g for k in boxed])
     (values, build), (along, _) = map(flatten, made)
@@ -119,7 +119,7 @@ def _called_with_tangents(jitted: Jitted, tape: TangentTape, given: Arguments, b
 
 
 def _along(fun: Function, build: Callable, places: Sequence[int]) -> Function:
-    """Return the function from leaves and tangents of some of them to the value of a function and its tangent."""
+    """Return a function of the leaves and of tangents of some of them, which returns the value and tangent of `fun`."""
 
     def both(leaves: list[Any], tangents: list[Any]) -> tuple[Any, Any]:
         variables = Variables(leaves, list(places), build)
@@ -130,7 +130,7 @@ def _along(fun: Function, build: Callable, places: Sequence[int]) -> Function:
 
 
 def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tuple:
-    """Trace a function and its reverse pass, and return the leaves of both, and the function that builds the result."""
+    """Trace a function and its reverse pass; return the leaves of both, and the function that assembles the result."""
     with suspended(body=False):
         with trace.noting():
             run = trace.run_backwards(fun, boxed)
@@ -144,12 +144,12 @@ def _noted_by_shapes(fun: Function, boxed: Sequence[int], trace: TraceRun) -> tu
 def _traced_on_tape(
     jitted: Jitted, key: Any, given: Arguments, boxed: list[int], args: tuple, kwargs: dict, watch: Watch
 ) -> Any:
-    """Run the function on traced arrays on a tape of its own; the program is complete when the tape has run backwards."""
+    """Run the function on traced arrays, on a separate tape; the program is compiled in the reverse pass."""
     tape, trace = tracing.tape, TraceRun(given)
     try:
         with suspended(body=False), trace.noting():
             run = trace.run_backwards(jitted.fun, boxed)
-    except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
+    except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
         return jitted._run_again(trace, key, error, args, kwargs)
     tape.channels |= run.recording.channels  # type: ignore[union-attr]
     jitted._under_way[key] = trace
@@ -161,7 +161,7 @@ def _traced_on_tape(
         nonlocal done
         require_of(None, gs, jitted.__name__)
         with suspended(body=False):
-            if done or key in jitted._entries:  # a further reverse pass, with arrays that have become constants
+            if done or key in jitted._entries:  # a further reverse pass, with the traced arrays as constants
                 with trace.reread():
                     return backwards(run, inside, gs, specs)
             done = True
@@ -170,7 +170,7 @@ def _traced_on_tape(
                 with trace.noting(1):
                     seeds = [trace.recorder.input(as_value(g)) for g in gs]
                     found = backwards(run, inside, seeds, specs)
-            except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
+            except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
                 trace.raise_own(error)
                 jitted._give_up(key, error)
                 with trace.playing_back():

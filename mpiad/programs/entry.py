@@ -21,11 +21,11 @@ from mpiad.programs.trace_translation import program_of
 from mpiad.transport import calls
 from mpiad.transport.channels import Used, communications, is_watched
 
-MOST_TRACES = 32
-"""So many are made of a function at most."""
+MAX_TRACES = 32
+"""Maximum number of traces of one function."""
 
 UNKNOWN: Any = object()
-"""Stands for the entry of a signature that wasn't met before."""
+"""Placeholder for the entry of a new signature."""
 
 
 class Entry(NamedTuple):
@@ -33,15 +33,15 @@ class Entry(NamedTuple):
 
     replays: Replays
     inside: list[bool]  # whether each leaf of the result is an output of the program
-    constants: list[Any]  # the other leaves
-    build: Callable[[list[Any]], Any]  # from leaves to the result
+    constants: list[Any]  # the values of the other leaves
+    build: Callable[[list[Any]], Any]  # assembles the result from its leaves
     watch: Watch
-    communications: int  # number of steps of a call that communicate; as many in the reverse pass
-    communicates: bool  # whether it communicates, also in untraced functions
-    channels: set[Used]  # of the communications
+    communications: int  # the number of communicating steps; the reverse pass has the same number
+    communicates: bool  # whether it communicates, untraced functions included
+    channels: set[Used]  # the channels of the communications
 
     def is_current(self) -> bool:
-        """Return whether it can be run: its closure is unchanged, and no message is left over from an exception."""
+        """Return whether the program is valid: its closure is unchanged, and no exception has left messages in flight."""
         for channel, _ in self.channels:
             if channel.fault:
                 return False
@@ -51,7 +51,7 @@ class Entry(NamedTuple):
     def may_change(self) -> bool:
         """Whether a run may differ from the trace (see `Changed`)."""
         replays = self.replays
-        return replays.last_look >= 0 or any(node.kind == "call" for node in replays.schedule.program.nodes)
+        return replays.last_check >= 0 or any(node.kind == "call" for node in replays.schedule.program.nodes)
 
     def called(self, values: Sequence[Any]) -> Any:
         """Run the program, and return the function's result."""
@@ -70,31 +70,32 @@ class Entry(NamedTuple):
 def entry_of(recorder: Recorder, parts: Sequence[Sequence[Any]], build: Any, watch: Watch) -> Entry:
     """Compile a trace.
 
-    `parts`: the leaves that each part of the program returns, its values or constants; the first are the function's.
+    `parts`: per part of the program the leaves that it returns, each a traced value or a constant; those of the first part
+    are the function's result.
     """
     inside = in_program(parts[0])
     wanted = [[x for x, is_in in zip(parts[0], inside) if is_in], *parts[1:]]
     schedule = Fusion(program_of(recorder, wanted)).schedule()
     constants = [None if is_in else x for x, is_in in zip(parts[0], inside)]
-    told = recorder.communications, recorder.communicates, recorder.channels
-    return Entry(Replays(schedule), inside, constants, build, watch, *told)
+    communication = recorder.communications, recorder.communicates, recorder.channels
+    return Entry(Replays(schedule), inside, constants, build, watch, *communication)
 
 
 def entry_by_shapes(
     given: Arguments, noted: Callable[[TraceRun], tuple[Any, ...]], watch: Watch, small: bool = False
 ) -> Entry | None:
-    """Compile a function of large arrays before it is run; None if there are none, or if it needs more than shapes.
+    """Compile a function from the shapes of its arguments, without running it; None if that isn't possible or useful.
 
-    `noted` runs the trace, and returns the leaves of its parts, and the function that builds the result. `small`: do this
-    for small arrays, too.
+    It isn't useful if no argument is large, unless `small` is true. `noted(trace)` runs the trace, and returns the leaves
+    of its parts, and the function that assembles the result.
     """
     if is_shown() or not small and not any(is_large(getval(given.leaves[k])) for k in given.traced):
         return None
     trace = TraceRun(given, ShapeRecorder)
     try:
-        with np.errstate(all="ignore"):  # of uninitialized memory in place of results
+        with np.errstate(all="ignore"):  # results are replaced by uninitialized memory
             parts, build = noted(trace)
-            # Warnings on complex numbers and on obstacles come from the trace that runs the function.
+            # The trace that runs the function will warn of complex numbers.
             if trace.recorder.complex_line():
                 return None
             return entry_of(trace.recorder, parts, build, watch)
@@ -109,16 +110,16 @@ def is_shown() -> bool:
 
 
 def in_program(leaves: Sequence[Any]) -> list[bool]:
-    """Return which leaves of a trace are values of the program."""
+    """Return which leaves are traced values."""
     return [isinstance(x, Traced) for x in leaves]
 
 
 def own(leaf: Any) -> Any:
-    """Return the value of a leaf in memory of its own."""
+    """Return the value of a leaf, copied if it is an array."""
     value = leaf.value if isinstance(leaf, Traced) else leaf
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def count(number: int) -> None:
-    """Count this number of communications."""
+    """Advance the counter of communications."""
     next(islice(communications, number, number), None)

@@ -1,9 +1,9 @@
-"""`mpiad.jit`: a function, compiled for the shapes of its arguments.
+"""`mpiad.jit`: compilation of functions for the shapes of their arguments.
 
-The first call for a signature runs the function on traced arrays (`recorder`) and compiles its operations to a program,
-which later calls replay. If the trace is given up, the function is run once more on plain arrays, with the results of the
-communications made until then played back to it, and later calls of this signature are interpreted. Exceptions of the
-function itself, of a communication or of a signal handler are passed on.
+The first call with a signature runs the function on traced arrays (`recorder`) and compiles its operations to a program,
+which later calls replay. If the trace fails, the function runs once more on plain arrays; the results of the communications
+made before the failure are played back, instead of communicating again. Later calls with this signature are interpreted.
+Exceptions of the function itself, of a communication or of a signal handler propagate.
 
 Within a derivative of this library the function is one node on the tape: see `calls_on_tape`.
 """
@@ -26,7 +26,7 @@ from mpiad._typing import Function
 from mpiad.programs.array_program import Call, Node
 from mpiad.programs.calls_on_tape import called_on_tape
 from mpiad.programs.closure import HoldsTraced, Unfollowed, Watch, are_alike, closed_over_numbers, watch_of, with_numbers
-from mpiad.programs.entry import MOST_TRACES, UNKNOWN, Entry, count, entry_by_shapes, entry_of, own
+from mpiad.programs.entry import MAX_TRACES, UNKNOWN, Entry, count, entry_by_shapes, entry_of, own
 from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.recorder import Recorder
 from mpiad.programs.replay import Changed, Replays
@@ -41,8 +41,6 @@ from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 from mpiad.transport.tracing import restoring_state, tracing
 from mpiad.transport.world import level_of_repeats
 
-# A compiled program as text: its operations with the user's lines, its loops, its messages.
-
 
 class Listing:
     """The steps of a compiled function; ``print(jit(f).program(x))`` shows them.
@@ -50,9 +48,10 @@ class Listing:
     Attributes
     ----------
     operations : str
-        The arrays in the order of the source, each with its operation and operands and the user's line.
+        The arrays in the order of the user's code, each with its operation, operands and line.
     loops : str
-        The loops and calls that compute them, with the fused arrays and the numbers of bytes read and written.
+        The loops and calls that compute them, with the arrays that each loop computes and the bytes that it reads and
+        writes.
     kernels : list of str
         The code of the loops.
     """
@@ -116,11 +115,11 @@ def _name_of(node: Node) -> str:
     return f"{node.kind} {node.data}" if node.kind == "number" else node.kind
 
 
-# Calls of compiled functions with plain arguments, arrays and floats, which need no flattening.
+# Fast calls, for positional arguments that are arrays and floats.
 #
-# A small program takes a few µs, as long as the code around it. So a function is generated for a signature: it compares the
-# arguments, checks whether the program is still valid for the function, and runs it. It returns `MISSED` if the call needs
-# the general code: for other arguments, a changed closure, all replays in use, calls that are recorded or observed.
+# A small program takes a few µs, as long as the general code around it. Therefore a function is generated for a signature:
+# it compares the arguments, checks that the program is still valid, and runs it. It returns `MISSED` if the general code is
+# needed: for other arguments, a changed closure, if all replays are in use, or if calls are recorded or observed.
 
 
 MISSED: Any = object()
@@ -128,7 +127,7 @@ _PLAIN = (np.ndarray, float, np.float64)
 
 
 def short_call(entry: Entry, args: tuple, made: Any) -> Callable[[tuple], Any] | None:
-    """Return the function from positional arguments of the signature of `args` to a result; None if there is none."""
+    """Return a fast call for positional arguments with the signature of `args`; None if it isn't possible."""
     if FAULT_TOLERANT or entry.may_change or not args or not all(type(x) in _PLAIN for x in args):
         return None
     names: dict[str, Any] = {
@@ -183,16 +182,16 @@ _SHORT = 4
 
 
 def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
-    """Compile a function: its computations between communications become fused loops, in both forward and reverse passes.
+    """Compile a function: its computations between communications become fused loops, in the forward and reverse pass.
 
     Parameters
     ----------
     fun : callable
-        Written with autograd.numpy, the primitives and `Domain`; its arguments and results are pytrees of arrays and
-        numbers. It is traced once per structure, shapes and dtypes of the arguments, and per set of values of integers,
-        booleans and strings among them.
+        A function written with autograd.numpy, mpiad's primitives and `Domain`; its arguments and results are pytrees of
+        arrays and numbers. It is traced once per structure, shapes and dtypes of the arguments, and per combination of
+        values of integers, booleans and strings among them.
     strict : bool
-        Whether to raise if the function can't be compiled; by default it is interpreted after one warning.
+        Whether to raise an error if the function can't be compiled. By default it is then interpreted, after one warning.
 
     Returns
     -------
@@ -202,16 +201,15 @@ def jit(fun: Function | None = None, *, strict: bool = False) -> Any:
     Raises
     ------
     TypeError
-        With `strict`, at a call that can't be compiled: the message names the user's line and the reason.
+        With `strict`, if a call can't be compiled; the message names the user's line and the reason.
 
-    Ranks
-    -----
-    As `fun`. Each rank compiles for itself; compiled and interpreted ranks may be mixed.
+    Ranks ----- The same as for `fun`. Compilation isn't collective, and some ranks may run the compiled function while
+    others interpret.
 
     Adjoint
     -------
-    As that of `fun`, at any order. First and second derivatives are compiled, in `value_and_grad(jit(f))`, `hvp(jit(f))`
-    and `make_hvp(jit(f))` as in `jit(value_and_grad(f))`.
+    The same as that of `fun`, at any order. First and second derivatives are compiled, both in `value_and_grad(jit(f))`,
+    `hvp(jit(f))` and `make_hvp(jit(f))`, and in `jit(value_and_grad(f))`.
 
     Examples
     --------
@@ -239,22 +237,22 @@ class Jitted:
         self.fun, self.strict = fun, strict
         self.__name__ = getattr(fun, "__name__", type(fun).__name__)
         functools.update_wrapper(self, fun, updated=())
-        # The numbers in its closure that are constants of its programs.
+        # Numbers in the closure that are constants of the programs.
         self._constant: dict[str, float] = {}
-        # By signature; None if it is interpreted.
+        # Compiled programs by signature; None for signatures that are interpreted.
         self._entries: dict[Any, Entry | None] = {}
-        # The latest entries that are called without flattening the arguments, which would take longer than a small program.
+        # The last used entries with fast calls.
         self._short: list[tuple[Entry, Callable[[tuple], Any]]] = []
         self._reasons: dict[Any, str] = {}
         self._warned = False
         self._traces = 0
-        # Integers on whose values the function branches: their positions among the arguments, by the arguments' structure.
+        # Integer arguments on whose values the function branches, as pairs (structure of the arguments, position).
         self._asked: set[Any] = set()
-        # Functions derived from it: its value and its tangent, a sequence of several calls of it.
+        # Compiled functions derived from this one, for example its value and tangent.
         self._derived: dict[Any, Jitted] = {}
-        # The watch of the last call with tangents, if its closure had no traced values.
+        # The watch of the last call with tangents, None if the closure had traced values.
         self._plain_closure: Watch | None = None
-        # Traces that await their reverse pass, as long as it can be run.
+        # Traces whose reverse pass hasn't run yet.
         self._under_way: WeakValueDictionary[Any, TraceRun] = WeakValueDictionary()
 
     def __repr__(self) -> str:
@@ -273,7 +271,7 @@ class Jitted:
                     if tracing.channels is not None:
                         tracing.channels |= entry.channels
                     return made
-        # Within another trace its operations are recorded like the rest.
+        # In another trace the operations of this function are recorded there.
         if tracing.recorder is not None:
             return self.fun(*args, **kwargs)
         numbers = closed_over_numbers(self.fun)
@@ -296,7 +294,7 @@ class Jitted:
         return called_on_tape(self, given, args, kwargs)
 
     def program(self, *args: Any, **kwargs: Any) -> Listing:
-        """Return the program for these arguments, for printing: its operations, loops and messages.
+        """Return the program for these arguments, in printable form: its operations and loops.
 
         Raises
         ------
@@ -305,7 +303,7 @@ class Jitted:
 
         Ranks
         -----
-        As a call of the function, which is made if these shapes are new.
+        The same as for a call of the function, since the function is called if the signature is new.
         """
         given = arguments_of(args, kwargs, self._asked)
         if given.key not in self._entries:
@@ -319,20 +317,20 @@ class Jitted:
 
     @property
     def refused(self) -> bool:
-        """Whether some call can't be compiled, or only for given values of integers."""
+        """Whether some call can't be compiled, or only for fixed values of integers."""
         return bool(self._reasons or self._asked)
 
     @property
     def operations(self) -> int:
-        """The number of operations of its largest program; 0 if there is none yet, or if some call can't be compiled."""
+        """The number of operations of the largest program; 0 if there is none yet, or if `refused`."""
         if self.refused:
             return 0
         return max((len(entry.replays.schedule.program.nodes) for entry in self._entries.values() if entry), default=0)
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Jitted:
-        """Return a compiled function that is derived from this one, the same for equal keys.
+        """Return the compiled form of the function ``make()``, which is derived from this one; results are cached by key.
 
-        No warning is given if an `optional` one can't be compiled.
+        `optional`: whether to neither warn nor raise an error if it can't be compiled.
         """
         if key not in self._derived:
             made = self._derived[key] = Jitted(make(), self.strict and not optional)
@@ -340,7 +338,7 @@ class Jitted:
         return self._derived[key]
 
     def is_followed(self, key: Any, args: tuple) -> bool:
-        """Return whether its closure is known and free of traced values of an enclosing derivative."""
+        """Return whether the closure is known, and contains no traced values of an enclosing derivative."""
         if self._plain_closure is None or not self._plain_closure.is_the_same():
             self._plain_closure = self._read(key, args)
         return self._plain_closure is not None
@@ -354,7 +352,7 @@ class Jitted:
         return self.as_it_is(given.key, args, kwargs) if watch is None else self._traced(given, args, kwargs, watch)
 
     def _replayed(self, entry: Entry, given: Arguments, args: tuple, kwargs: dict) -> Any:
-        counts = message_counts() if entry.replays.last_look >= 0 else None
+        counts = message_counts() if entry.replays.last_check >= 0 else None
         if tracing.channels is not None:
             tracing.channels |= entry.channels
         try:
@@ -373,7 +371,7 @@ class Jitted:
         trace = TraceRun(given)
         try:
             parts, build = self._noted(trace)
-        except (Abandoned, Exception) as error:  # noqa: BLE001 (runs once more, and raises there if it is its own)
+        except (Abandoned, Exception) as error:  # noqa: BLE001 (the second run raises the function's own exceptions)
             return self._run_again(trace, given.key, error, args, kwargs)
         self._compile(given.key, trace.recorder, parts, build, watch)
         # Copies: results of a trace may be views of arguments and of one another.
@@ -387,14 +385,14 @@ class Jitted:
     def entry_or_watch(
         self, key: Any, given: Arguments, args: tuple, noted: Callable[[TraceRun], tuple]
     ) -> tuple[Entry | None, Watch | None]:
-        """Return the entry of a signature, created by `entry_by_shapes` if possible, and otherwise the watch for its trace.
+        """Return the entry of a signature, created by `entry_by_shapes` if possible, and None; or None and a watch.
 
-        Both are None if the function is interpreted.
+        The watch is for a trace that runs the function. Both are None if the function is interpreted.
         """
         entry = self._entries.get(key, UNKNOWN)
         if entry is None or entry is not UNKNOWN and entry.is_current():
             return entry, None
-        # A loop calls it again before the reverse pass has compiled the trace of the first call.
+        # If the reverse pass of an earlier trace is pending, it will compile that trace.
         watch = None if key in self._under_way else self._watch(key, given, args)
         entry = None if watch is None else entry_by_shapes(given, noted, watch)
         if entry is not None:
@@ -419,8 +417,8 @@ class Jitted:
         if watch is None:
             return None
         self._traces += 1
-        if self._traces > MOST_TRACES:
-            said = f"it was traced {MOST_TRACES} times already: shapes, integers or what it closes over change"
+        if self._traces > MAX_TRACES:
+            said = f"it was traced {MAX_TRACES} times already: shapes, integers or what it closes over change"
             self._give_up(key, said)
             return None
         return watch
@@ -428,14 +426,14 @@ class Jitted:
     def _read(self, key: Any, args: tuple, objects: Sequence[Any] = ()) -> Watch | None:
         try:
             return watch_of(self.fun, args, objects)
-        except HoldsTraced:  # in this call; others may be compiled
+        except HoldsTraced:  # other calls may be compiled
             return None
         except Unfollowed as error:
             self._give_up(key, f"the objects that it reads besides its arguments can't be followed: {error}")
             return None
 
     def _run_again(self, trace: TraceRun, key: Any, error: BaseException, args: tuple, kwargs: dict) -> Any:
-        """Run the function on plain arrays after its trace was given up."""
+        """Run the function on plain arrays after its trace has failed."""
         trace.raise_own(error)
         with trace.playing_back():
             made = self.fun(*args, **kwargs)
@@ -444,29 +442,29 @@ class Jitted:
         return made
 
     def _is_worth_another(self, trace: TraceRun) -> bool:
-        """Return whether another trace may succeed after this one was given up.
+        """Return whether another trace may succeed after this one has failed.
 
-        This is the case if the function branches on an integer, which further traces take as a constant.
+        This is the case if the function branches on an integer argument, which further traces treat as a constant.
         """
         if trace.recorder.asked is None:
             return False
         given, recorder = trace.given, trace.recorder
         whole = [k for k in given.traced if isinstance(given.leaves[k], (int, np.integer))]
-        # One that was computed from integers may depend on any of them.
+        # If the integer isn't an argument itself, it may depend on any integer argument.
         mine = [k for k, number in zip(given.traced, recorder.inputs) if number == recorder.asked]
         self._asked.update((given.form, k) for k in mine or whole)
         return bool(whole)
 
     def _changed(self, key: Any, change: Changed, counts: Any) -> PlayingBack:
-        """Return a context in which the function is interpreted, after a run of its program that can't continue."""
+        """Return a context for interpreting the function after its program couldn't continue; see `Changed`."""
         if change.log is None:
             raise change
-        # Ranks have exchanged other metadata than in the trace: the next call is traced again.
+        # The shapes or dtypes of messages differ from those of the trace, so the next call is traced again.
         self._entries.pop(key, None)
         return PlayingBack(change.log, counts)
 
     def _give_up(self, key: Any, error: Any) -> None:
-        """Interpret the function for a signature in all later calls."""
+        """Interpret all later calls with a signature."""
         if isinstance(error, (str, Abandoned)):
             reason = str(error)
         else:
@@ -486,7 +484,7 @@ class Jitted:
             _log.log(level_of_repeats(), f"jit: {text}", self.__name__, reason)
 
     def as_it_is(self, key: Any, args: tuple, kwargs: dict) -> Any:
-        """Interpret the function, also after its trace was given up: completely, as other ranks wait for its messages."""
+        """Interpret the function; with `strict` raise only afterwards, since other ranks wait for its messages."""
         made = self.fun(*args, **kwargs)
         if self.strict and key in self._reasons:
             raise TypeError(f"jit: {self.__name__} can't be compiled: {self._reasons[key]}.")
@@ -494,23 +492,27 @@ class Jitted:
 
 
 class _ByNumbers(NamedTuple):
-    """A function whose closure holds numbers that change between calls: their first values, and the derived function."""
+    """A function whose closure has numbers that change between calls.
 
-    fun: Any  # FunctionType, which as an attribute would be a method to type checkers
+    `first`: the numbers at the first call. `names`: those that have changed. `jitted`: the compiled function that takes
+    these as arguments.
+    """
+
+    fun: Any  # FunctionType; type checkers would treat an attribute of this type as a method
     first: dict[str, float]
     names: list[str]
     jitted: Jitted
 
 
-# By code object, since a function may be defined again for each value. Few: each keeps its function's closure.
+# By code object, since a function may be defined again for each value. Limited in number, since each keeps a closure alive.
 _changing: dict[CodeType, _ByNumbers] = {}
 _MOST_CHANGING = 16
 
 
 def _by_numbers(fun: FunctionType, numbers: dict[str, float]) -> _ByNumbers | None:
-    """Return a function with the numbers that changed since the first call as arguments; None if there is none.
+    """Return the function with numbers that have changed since the first call as arguments.
 
-    This is the case if no number has changed, or if Python branches on one.
+    None if no number has changed, or if the function branches on one.
     """
     known = _changing.pop(fun.__code__, None)
     if known is None or known.first.keys() != numbers.keys() or not are_alike(fun, known.fun, numbers):

@@ -1,4 +1,4 @@
-"""Affine maps from the indices of one array to those of another: slices, transposes, broadcasts, and their chains."""
+"""Affine maps from the indices of a resulting array to those of a source: slices, transposes, broadcasts, compositions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mpiad._typing import Shape
 
 
 class Axis(NamedTuple):
-    """The index along one axis of an array that is read: stride times an index of the resulting array, plus offset."""
+    """The index along one axis of the array that is read: stride times an index of the resulting array, plus offset."""
 
-    source: int | None  # axis of the resulting array; None if the index is the offset alone
+    source: int | None  # axis of the resulting array; None if the index is constant, the offset
     stride: int
     offset: int
 
@@ -31,7 +31,7 @@ def is_identity(map: IndexMap, shape: Shape, made: Shape) -> bool:
 
 
 def composed(inner: IndexMap, outer: IndexMap) -> IndexMap:
-    """Return the composition of two maps: `outer` reads an array that `inner` yields from another one."""
+    """Return the composition of two maps: `inner` reads the source, and `outer` reads the result of that."""
     axes = []
     for source, stride, offset in inner:
         if source is None:
@@ -46,12 +46,12 @@ def composed(inner: IndexMap, outer: IndexMap) -> IndexMap:
 
 
 def shifted(map: IndexMap, axis: int, by: int) -> IndexMap:
-    """Return a map whose index along an axis of the array that is read is shifted."""
+    """Return a map with the index along one axis of the source shifted."""
     return tuple([old._replace(offset=old.offset + by) if k == axis else old for k, old in enumerate(map)])
 
 
 def within(map: IndexMap, starts: Sequence[int]) -> IndexMap:
-    """Return a map into an array as a map into its block that begins at these indices."""
+    """Return a map from an array as a map from its block that begins at these indices."""
     return tuple([axis._replace(offset=axis.offset - start) for axis, start in zip(map, starts)])
 
 
@@ -63,7 +63,7 @@ def broadcast(shape: Shape, made: Shape) -> IndexMap:
 
 
 def of_key(shape: Shape, key: Sequence[int | slice | None]) -> tuple[IndexMap, Shape]:
-    """Return the map of a basic index into an array, without Ellipsis and in full, and the shape of the result."""
+    """Return the map of a basic index, without Ellipsis and with an entry for each axis, and the shape of the result."""
     axes: list[Axis] = []
     made: list[int] = []
     for part in key:
@@ -79,17 +79,17 @@ def of_key(shape: Shape, key: Sequence[int | slice | None]) -> tuple[IndexMap, S
 
 
 def axes_of(axis: Any, ndim: int) -> set[int]:
-    """Return the axes given by an integer or several, as nonnegative integers."""
+    """Return the axes given by one or several integers, as nonnegative integers."""
     return {int(k) % ndim for k in (axis if isinstance(axis, (tuple, list)) else (axis,))}
 
 
 def long_axes(shape: Shape) -> Shape:
-    """Return the lengths of the axes that have more than one entry: the index space of loops."""
+    """Return the lengths of the axes with more than one entry, which are the index space of loops."""
     return tuple([n for n in shape if n != 1])
 
 
 def to_long(shape: Shape) -> IndexMap:
-    """Return the map from the indices of an array's loops to the array's."""
+    """Return the map from the indices of loops over an array to the array's."""
     axes, place = [], 0
     for n in shape:
         axes.append(Axis(None, 0, 0) if n == 1 else Axis(place, 1, 0))
@@ -98,17 +98,17 @@ def to_long(shape: Shape) -> IndexMap:
 
 
 def beginning_at(starts: Sequence[int]) -> IndexMap:
-    """Return the map from a block's indices to those of a buffer in which it begins at these indices."""
+    """Return the map from a block's indices to those of a buffer in which the block begins at `starts`."""
     return tuple([Axis(k, 1, start) for k, start in enumerate(starts)])
 
 
 def moved(map: IndexMap, axis: int, by: int) -> IndexMap:
-    """Return a map that is shifted along an axis of the resulting array."""
+    """Return a map with the index along one axis of the resulting array shifted."""
     return tuple([old._replace(offset=old.offset + by * old.stride) if old.source == axis else old for old in map])
 
 
 def inverse(map: IndexMap, shape: Shape, made: Shape) -> IndexMap | None:
-    """Return the inverse map of a view, None if the view doesn't contain all of its source in order."""
+    """Return the inverse map of a view, None if the view doesn't contain every entry of its source, in order."""
     back: list[Axis] = [Axis(None, 0, 0)] * len(made)
     for k, (source, stride, offset) in enumerate(map):
         if source is None:

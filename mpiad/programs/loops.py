@@ -1,8 +1,8 @@
-"""The text of a loop, in the kernel language: loads at shifted indices, a scalar program as the body, stores, folds.
+"""The source of loops in the kernel language: loads at shifted indices, a scalar program as the body, stores, reductions.
 
-In joins of arrays, the expression of an entry depends on its index. In the largest box with one expression everywhere
-the body has no branches; around this box, at the edges, a second body branches on the indices. Full folds add up in sixteen
-lanes, which vector units add at once: in one order for a given shape, on any processor.
+In a concatenation of arrays, the expression of an entry depends on its index. In the largest box of indices with a single
+expression the body has no branches; a second body, for the edges around this box, branches on the indices. A full reduction
+("fold") accumulates in sixteen lanes, which are vectorized: for a given shape its order is the same on all processors.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ NAME = "loop"
 _FIRST = {"add": 0.0, "multiply": 1.0, "maximum": -math.inf, "minimum": math.inf}
 
 Box = Sequence[tuple[int, int]]
-"""First and last place along each axis."""
+"""First index, and last index plus one, along each axis."""
 
 
 class LoopText(NamedTuple):
     """A loop as a kernel."""
 
     body: str
-    arguments: tuple[tuple[str, str], ...]  # their names and kinds
-    buffers: tuple[int, ...]  # the arguments that are arrays, in their order
-    written: frozenset[int]  # those among them that the loop writes
-    # Each of shape (n, 2 d); arguments after the buffers: first and last index along each axis, of the boxes without
-    # branches if the loop is `divisible`, and of those at the edges if there are any.
+    arguments: tuple[tuple[str, str], ...]  # names and types
+    buffers: tuple[int, ...]  # the buffers among the arguments, in their order
+    written: frozenset[int]  # the buffers that the loop writes
+    # The arguments after the buffers, each of shape (n, 2 d), one box per row: the boxes without branches, if the loop is
+    # `divisible`, and the boxes at the edges, if there are any.
     boxes: tuple[Array, ...]
-    lanes: int  # length of the array of lanes, the last argument; 0 if there is none
-    loads: frozenset[tuple[int, IndexMap]]  # reads: buffers, and maps from the loop's indices to theirs
-    divisible: bool  # whether the boxes may be divided: a part of them is computed, then the others
-    # A buffer that overwrites another one, and that other one; empty if there is none.
+    lanes: int  # length of the array of lanes, which is the last argument; 0 if there is none
+    loads: frozenset[tuple[int, IndexMap]]  # the buffers that are read, and maps from the loop's indices to theirs
+    divisible: bool  # whether parts of the boxes may be computed separately
+    # The buffer that overwrites another one, and that other one; empty if nothing is overwritten.
     over: tuple[int, ...] = ()
 
     @property
@@ -55,20 +55,17 @@ class LoopText(NamedTuple):
 
     @property
     def signature(self) -> str:
-        """The kinds of its arguments."""
+        """The signature of the kernel, as `kernel_of` takes it."""
         return f"linked({', '.join(kind for _, kind in self.arguments)})"
 
 
 def text_of(schedule: Schedule, at: int, divisible: bool = False) -> LoopText:
-    """Return the text of the loop that is a step of a schedule; one whose sums have a fixed order can't be divisible."""
+    """Return the text of the loop at step `at` of a schedule; a loop with folds is never divisible."""
     return LoopWriter(schedule, at, divisible).text()
 
 
 class LoopWriter:
-    """Generates the text of one loop.
-
-    `at`: the number of its step.
-    """
+    """Generates the text of the loop at step `at`."""
 
     def __init__(self, schedule: Schedule, at: int, divisible: bool = False):
         loop: Loop = schedule.steps[at]
@@ -123,7 +120,7 @@ class LoopWriter:
     # ---- the box without branches
 
     def _boxes(self) -> tuple[Box, Array | None]:
-        """Return the largest box without branches, and the boxes around it."""
+        """Return the largest box in which no branches are needed, and the boxes around it."""
         shape = self.loop.shape
         points: list[set[int]] = [{0, n} for n in shape]
         seen: set[tuple[int, IndexMap]] = set()
@@ -164,7 +161,7 @@ class LoopWriter:
         return self.schedule.since.get(n, -1) < self.at
 
     def place_of(self, n: int) -> Place:
-        """Return the place from which a node is read: a copy in a buffer that is read anyway, if there is one."""
+        """Return the place from which a node is read; a copy is preferred if the loop reads its buffer anyway."""
         since, copy = self.schedule.copies.get(n, (math.inf, None))
         if copy is not None and self.at >= since and any(self.schedule.places[x].buffer == copy.buffer for x in self._read):
             return copy
@@ -258,7 +255,7 @@ def index_text(axis: Axis) -> str:
 
 
 def _note(points: list[set[int]], axis: Axis, at: int) -> None:
-    """Add the loop index at which an array index passes a boundary."""
+    """Add the loop index at which an array index reaches `at`."""
     if axis.source is None or not axis.stride:
         return
     # The first i with stride i + offset >= at, or < at for a negative stride.
@@ -270,7 +267,7 @@ def _note(points: list[set[int]], axis: Axis, at: int) -> None:
 
 
 def cut(box: Box, inner: Box, inside: list[Box], outside: list[Box]) -> None:
-    """Append the part of a box within another one, and the boxes around that."""
+    """Append the intersection of a box with another one to `inside`, and the rest of it as boxes to `outside`."""
     left = list(box)
     for k, ((low, high), (first, last)) in enumerate(zip(box, inner)):
         first, last = min(max(first, low), high), max(min(last, high), low)
@@ -299,7 +296,7 @@ class LoopBody:
         self._known: dict[tuple[int, IndexMap], Symbol] = {}
 
     def text(self) -> list[str]:
-        """Return the lines that load, compute and store; folds are left in f0, f1 and so on."""
+        """Return the lines that load, compute and store; the values to be folded are assigned to f0, f1 and so on."""
         loop, writer = self.writer.loop, self.writer
         outputs, targets, folds = [], [], 0
         for item in loop.items:
@@ -315,7 +312,7 @@ class LoopBody:
         writer.loads.update(self.loads)
         groups = {"x": len(self.loads), "i": len(loop.shape)}
         program = self.builder.program(groups, outputs)
-        # A variable has the same kind in the whole kernel, so each body has names of its own.
+        # A variable has one type in the whole kernel, so the two bodies use different names.
         x, v = ("y", "u") if self.edges else ("x", "v")
         names = {"x": [f"{x}{k}" for k in range(len(self.loads))], "i": [f"t{k}" for k in range(len(loop.shape))]}
         used = {value for op, _, value in program.instructions if op == "input"}
@@ -398,7 +395,10 @@ class LoopBody:
         return choose(both, inner, self.value(base, map))
 
     def _known_index(self, axis: Axis) -> int | None:
-        """Return an index that is one number, or that is on the same side of every break as in the box's first index."""
+        """Return a constant index, or in a box without branches the index at its first corner, which represents all others.
+
+        None if the index varies and the body has branches.
+        """
         if axis.source is None:
             return axis.offset
         return None if self.box is None else axis.stride * self.box[axis.source][0] + axis.offset

@@ -1,10 +1,10 @@
-"""The memory of a program's temporary buffers: buffers that aren't used at the same time share memory.
+"""Allocation of memory for a program's temporary buffers. Buffers that aren't used at the same time share memory.
 
 A loop may overwrite an array that isn't used afterwards, if it reads each entry at the index that it writes.
 
-A replay that waits for its reverse pass keeps the arrays that this pass reads. The rest is scratch memory, which the next
-replay of this or another program uses in the meantime: a loop of a hundred steps has a hundred replays, and scratch memory
-once.
+A replay that waits for its reverse pass keeps only the arrays that this pass reads. All other memory is scratch memory,
+which is shared with other replays, of any program. For example, a time loop of a hundred steps needs a hundred replays for
+its gradient, but scratch memory for one.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from mpiad.programs.loops import LoopText
 from mpiad.programs.schedule import Loop, Run, Schedule, Store, root_of
 
 SMALL = 4096
-"""Bytes of an array that is copied sooner than its address is found."""
+"""Bytes up to which copying an array is faster than looking up its address."""
 
 
-# Minimum size in bytes at which an array is worth sharing if nothing else runs in the meantime; and the maximum ratio by
-# which the memory of another program may be larger, since this program keeps it from being freed.
+# Minimum number of bytes of scratch buffers in programs without a later part. And the maximum ratio of the size of reused
+# memory to the required size, since a program keeps the memory that it uses alive.
 _SHARED, _LARGER = 1 << 20, 4
-# Cache line in bytes; and the largest row in bytes that isn't worth padding.
+# Bytes in a cache line, and in the longest rows that aren't padded.
 _LINE, _SHORT = 64, 1024
 
 
 class Layout(NamedTuple):
-    """The layout of an array in memory that is aligned to a cache line."""
+    """The layout of an array in memory that begins at a cache line."""
 
     pitch: int  # entries from one row to the next
     shift: int  # bytes before the array
@@ -45,31 +45,31 @@ class Layout(NamedTuple):
         return whole.reshape(*shape[:-1], self.pitch)[..., : shape[-1]] if shape else whole.reshape(())
 
 
-class Home(NamedTuple):
+class Allocation(NamedTuple):
     """The memory of a temporary buffer."""
 
-    memory: int
+    memory: int  # number of the memory; buffers with the same number share it
     nbytes: int
-    is_scratch: bool  # whether replays share it
+    is_scratch: bool  # whether it is in scratch memory
     layout: Layout
 
 
 class Scratch:
-    """Scratch memory of a program, used by one run at a time; allocated if no free memory has about its size."""
+    """The scratch memory of a program, used by one run at a time."""
 
-    # Of all programs. Memory is freed with the last replay that has used it.
+    # The free scratch memory of all programs. Memory is released with the last replay that has used it.
     _free: ClassVar[list[ReferenceType[Array]]] = []
 
-    def __init__(self, homes: dict[int, Home]):
+    def __init__(self, allocations: dict[int, Allocation]):
         self._places: dict[int, int] = {}
         self._size = 0
-        for home in homes.values():
-            if home.is_scratch and home.memory not in self._places:
-                self._places[home.memory] = self._size
-                self._size += home.nbytes + -home.nbytes % _LINE
+        for allocation in allocations.values():
+            if allocation.is_scratch and allocation.memory not in self._places:
+                self._places[allocation.memory] = self._size
+                self._size += allocation.nbytes + -allocation.nbytes % _LINE
 
     def take(self) -> Array:
-        """Return free memory of about the size; the last used one, which is likeliest to be in a cache."""
+        """Return the last used free memory of suitable size, which is most likely in a cache, or allocate some."""
         others = []
         try:
             while True:
@@ -79,7 +79,7 @@ class Scratch:
                     return memory
                 others += [reference] * (memory is not None)
         except IndexError:
-            # Pages that nobody writes to cost only addresses; a larger program can use this memory.
+            # Twice the required size, so that larger programs can use it, too; unused pages take no physical memory.
             return aligned(2 * self._size)
         finally:
             self._free.extend(others[::-1])
@@ -88,13 +88,13 @@ class Scratch:
         """Return memory to the free list."""
         self._free.append(ref(memory))
 
-    def part(self, memory: Array, home: Home) -> Array:
-        """Return the part of the scratch memory that belongs to a home."""
-        return memory[self._places[home.memory] :][: home.nbytes]
+    def part(self, memory: Array, allocation: Allocation) -> Array:
+        """Return the part of scratch memory for an allocation."""
+        return memory[self._places[allocation.memory] :][: allocation.nbytes]
 
 
-def homes_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, Home]:
-    """Return the memory of temporary buffers; buffers that aren't used at the same time share memory."""
+def allocate(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, Allocation]:
+    """Return the memory of each temporary buffer."""
     spans = spans_of(schedule, texts)
     # A buffer that overwrites another one is in use from the first use of the other.
     first = {}
@@ -105,15 +105,16 @@ def homes_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
             spans[first[b]] += spans.pop(b)
     layouts = _layouts(schedule, spans, first)
     last = len(schedule.steps)
-    free: list[tuple[int, int, int, bool]] = []  # (from which step on, bytes, memory, whether it is scratch)
-    homes: dict[int, Home] = {}
+    free: list[tuple[int, int, int, bool]] = []  # (last step that uses it, bytes, memory, whether it is scratch)
+    allocations: dict[int, Allocation] = {}
     memories = 0
     ends: list[tuple[int, int, int, bool]] = []
     for buffer in sorted((b for b in spans if schedule.buffers[b].kind == "temporary"), key=lambda b: spans[b][0]):
         found, layout = schedule.buffers[buffer], layouts[buffer]
         nbytes = math.prod(found.shape[:-1]) * layout.pitch * found.dtype.itemsize + layout.shift
         start, end = spans[buffer][0], spans[buffer][-1]
-        # Buffers that a later part reads of an earlier one stay as long as it may run again. Small ones aren't shared.
+        # Buffers that a later part reads from an earlier one are never reused, since the later part may run again. Small
+        # buffers aren't scratch.
         is_scratch = nbytes > (SMALL if schedule.part(last - 1) > 0 else _SHARED)
         if schedule.part(start) < schedule.part(end):
             end, is_scratch = last, False
@@ -123,16 +124,16 @@ def homes_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
             free.append(entry)
         fitting = [entry for entry in free if nbytes <= entry[1] <= 2 * nbytes and entry[3] == is_scratch]
         if fitting:
-            # The last used one is the likeliest to be in a cache.
+            # The last used memory is most likely in a cache.
             entry = max(fitting, key=lambda entry: (entry[1] == nbytes, entry[0]))
             free.remove(entry)
             size, memory = entry[1], entry[2]
         else:
             size, memory = nbytes, memories
             memories += 1
-        homes[buffer] = Home(memory, size, is_scratch, layout)
+        allocations[buffer] = Allocation(memory, size, is_scratch, layout)
         ends.append((end, size, memory, is_scratch))
-    return homes | {b: homes[c] for b, c in first.items()}
+    return allocations | {b: allocations[c] for b, c in first.items()}
 
 
 def aligned(nbytes: int) -> Array:
@@ -142,9 +143,9 @@ def aligned(nbytes: int) -> Array:
 
 
 def _layouts(schedule: Schedule, spans: Iterable[int], first: dict[int, int]) -> dict[int, Layout]:
-    """Return layouts in which loops write rows that are aligned to cache lines."""
+    """Return layouts in which the rows that loops write begin at cache lines."""
     buffers, shifts = schedule.buffers, {}
-    # Arguments of calls, other than in place, and buffers with aliases of another shape are contiguous.
+    # Arguments of calls that don't work in place, and buffers with aliases of another shape, must be contiguous.
     dense = {first.get(found.data, found.data) for found in buffers if found.kind == "alias"}
     for step in schedule.steps:
         if isinstance(step, Run):
@@ -160,7 +161,7 @@ def _layouts(schedule: Schedule, spans: Iterable[int], first: dict[int, int]) ->
         pitch = shape[-1] if shape else 1
         if len(shape) > 1 and b not in dense and pitch * itemsize > _SHORT:
             pitch += -pitch % (_LINE // itemsize)
-            # Rows at the same offset of their pages would evict one another from the cache.
+            # Rows at the same offset in their pages would evict one another from the cache.
             pitch += _LINE // itemsize * (pitch * itemsize % SMALL == 0)
         made[b] = Layout(pitch, shifts.get(b, 0))
     return made
@@ -175,10 +176,10 @@ def spans_of(schedule: Schedule, texts: Sequence[LoopText | None]) -> dict[int, 
     return spans
 
 
-def written_over(schedule: Schedule, texts: Sequence[LoopText | None]) -> list[LoopText | None]:
-    """Return the texts of loops in which a buffer that is overwritten is replaced by the buffer that overwrites it.
+def with_overwriting(schedule: Schedule, texts: Sequence[LoopText | None]) -> list[LoopText | None]:
+    """Return the texts of loops, changed to overwrite input buffers that aren't used afterwards, if possible.
 
-    The new field of a time step overwrites the one before the last, so that the loop accesses one array less.
+    For example, the new field of a time step overwrites the field before the last, so the loop accesses one array less.
     """
     spans = spans_of(schedule, texts)
     has_other_shapes = {found.data for found in schedule.buffers if found.kind == "alias"}
@@ -190,11 +191,11 @@ def written_over(schedule: Schedule, texts: Sequence[LoopText | None]) -> list[L
         for item in step.items:
             b, map = item.place
             several = sum(other.place.buffer == b for other in step.items) > 1
-            # A store writes each entry once; a fold updates the same ones repeatedly.
+            # A store writes each entry once, but a fold updates entries repeatedly.
             if not isinstance(item, Store) or several or b not in own or spans[b][0] != at:
                 continue
             for c in own & set(text.buffers) - text.written:
-                # A later part may run again, and needs the buffers that it reads of an earlier one.
+                # A later part may run again, and needs the buffers that it reads from an earlier one.
                 same_part = schedule.part(spans[c][0]) == schedule.part(at)
                 alike = schedule.buffers[b] == schedule.buffers[c]
                 if alike and same_part and spans[c][-1] == at and {m for x, m in text.loads if x == c} == {map}:

@@ -1,8 +1,8 @@
-"""The numbers of a replay's messages: new ones in each run, and the same for a message and its answer.
+"""Message numbers in replays.
 
-The number of a point-to-point message is part of its adjoint's address, and both sides count alike. So the addresses of a
-trace, which hold the numbers of that call, are created again when the program runs; or they stay, and get new numbers, if
-communications are prepared.
+Point-to-point messages are numbered on both sides, and the number identifies the adjoint message (see
+`transport.messages.Envelope`). Each run of a program needs new numbers: the envelopes of the trace are replaced by new
+ones, or, for prepared communications, kept and renumbered. A message and its adjoint have the same number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOTHING = np.empty(0)
 
 
 class MessageNumbers:
-    """Addresses of one replay, which replace those of the trace."""
+    """The envelopes of one replay, which replace those of the trace."""
 
     def __init__(self) -> None:
         self._made: dict[Envelope, Envelope] = {}
@@ -33,7 +33,7 @@ class MessageNumbers:
         self._numbers.clear()
 
     def addressed(self, params: Any) -> Any:
-        """Return an operation's parameters with the addresses of this run."""
+        """Return an operation's parameters with the envelopes of this run."""
         if isinstance(params, Envelope):
             return self._of(params)
         if hasattr(params, "numbered"):
@@ -56,7 +56,7 @@ class MessageNumbers:
         return Envelope(made.channel, made.peer, made.tag, envelope.outgoing, made.number, made)
 
     def kept(self, params: Any) -> tuple[Any, list[Envelope]]:
-        """Return an operation's parameters with addresses that the replay keeps, and those to renew before each run."""
+        """Return an operation's parameters with envelopes that the replay keeps, and those to renew before each run."""
         renewed: list[Envelope] = []
         own = {name: self._kept_of(x, renewed) for name, x in zip(params._fields, params) if isinstance(x, Envelope)}
         return params._replace(**own), renewed
@@ -73,12 +73,12 @@ class MessageNumbers:
 
 
 def _copy(of: Envelope, answers: Envelope | None) -> Envelope:
-    # A number that is given isn't counted.
+    # An envelope with a given number isn't counted.
     return Envelope(of.channel, of.peer, of.tag, of.outgoing, 0, answers)
 
 
 def envelopes_of(params: Any) -> list[Envelope]:
-    """Return the addresses among the parameters of an operation."""
+    """Return the envelopes among the parameters of an operation."""
     parts = params if isinstance(params, tuple) else (params,)
     return [part for part in parts if isinstance(part, Envelope)]
 
@@ -96,7 +96,7 @@ def channels_of(params: Any) -> set[Used]:
 
 
 class Answer(NamedTuple):
-    """A message received from any rank, and the address of its sender."""
+    """A message received from any rank or with any tag, with its actual sender and tag."""
 
     value: Any
     peer: int
@@ -104,7 +104,7 @@ class Answer(NamedTuple):
 
 
 class Uncounted(NamedTuple):
-    """A result whose messages are counted only when it is computed, and the numbers of messages after it."""
+    """A logged result, with the message counts after it; in a playback its messages aren't counted again."""
 
     made: Any
     counts: list[tuple[Channel, Counts]]
@@ -116,13 +116,13 @@ def message_counts() -> list[tuple[Channel, Counts]]:
 
 
 def logged(made: Any, params: Any = None) -> Any:
-    """Return the entry of a step in the log for playback; `params`: of a communication."""
+    """Return the log entry of a step, for playback; `params`: its parameters if it is a communication."""
     kept = made.copy() if isinstance(made, np.ndarray) else made
     envelopes = envelopes_of(params)
     for envelope in envelopes:
         if min(envelope.asked) < 0:
             return Answer(kept, envelope.peer, envelope.tag)
-    # In a playback addresses are made again, and count; the messages inside of operators, solves and exchanges don't.
+    # A playback creates envelopes again, which counts their messages, but not those inside operators and solves.
     return kept if envelopes or channels_of(params) else Uncounted(kept, message_counts())
 
 
@@ -131,13 +131,13 @@ def prepared_steps(
 ) -> tuple[set[int], set[int]]:
     """Return the steps that can be prepared, and those whose messages have numbers.
 
-    Communications from one buffer into another can be prepared if both are small and stay. `made` returns the buffers that
-    a step writes, and `is_large` whether a buffer's memory may differ between runs; kernels read or write those of
-    `in_kernels`.
+    A communication from one buffer into another can be prepared if both are small and at fixed addresses. `made(at)`: the
+    buffers that a step writes. `is_large(b)`: whether the address of a buffer may differ between runs. `in_kernels`: the
+    buffers that kernels read or write.
     """
     found: set[int] = set()
     numbered: set[int] = set()
-    staying: set[int] = set()  # buffers of results
+    staying: set[int] = set()  # result buffers at fixed addresses
     for at, step in enumerate(schedule.steps):
         if isinstance(step, Loop) or step.in_place:
             continue
@@ -156,5 +156,5 @@ def prepared_steps(
         if call.fun.prepared(call.args[1], _NOTHING, _NOTHING) is not None:
             found.add(at)
             staying.add(results[0])
-    # Either all messages are counted by prepared communications, or none is.
+    # Numbered communications are prepared only if all of them can be.
     return (found if numbered <= found else found - numbered), numbered

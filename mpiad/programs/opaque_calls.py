@@ -1,9 +1,9 @@
-"""Functions of this library that a compiled program calls untraced: solves, and loops in time with checkpoints.
+"""Opaque calls: functions of this library that compiled programs call untraced, such as solves and checkpointed loops.
 
-While a function is traced, such a call is one step, run on plain arrays with all its communications and agreements. On
-the tape of a derivative it is one node: the step runs the function on a tape of its own and returns the tape's record
-together with the results, and a second step, in the reverse pass, runs backwards along the record. So the rules of solves
-and loops are those of the interpreted function, at each run of the program.
+In a trace, such a call is one step, which runs on plain arrays with all its communications. In a derivative it is one node
+of the tape: the step runs the function on a separate tape and returns its record together with the results; a second step,
+in the reverse pass, runs backwards along this record. So each run of the program uses the derivative rules of the
+interpreted function.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _boxes = Box.types
 
 
 class _Outcome(NamedTuple):
-    """The result of a call apart from its arrays: their structure, and on a tape its record."""
+    """The structure of a call's result, and in a derivative its record."""
 
-    build: Callable[[list[Any]], Any]
+    build: Callable[[list[Any]], Any]  # assembles the result from its arrays
     traced: Traced | None
-    communicates: bool = False  # on a tape; set when the call runs, since a playback communicates nothing
+    communicates: bool = False  # whether the call has communicated on its tape
 
 
 class _Call:
-    """A function and the structure of its arguments, with which they are rebuilt from their leaves."""
+    """A function that takes the leaves of its arguments; `build` assembles the arguments."""
 
     def __init__(self, fun: Function, build: Callable[[list[Any]], tuple[tuple, dict]]):
         self._fun, self._build = fun, build
@@ -49,12 +49,12 @@ class _Call:
     def __call__(
         self, leaves: list[Any], places: list[int] | None = None, tangents: list[Any] | None = None
     ) -> tuple[Any, ...]:
-        """Return the results, their tangents if given, and the outcome.
+        """Return the results, their tangents in forward mode, and the outcome.
 
-        `places`, of the variables, may be empty on this rank; None outside of derivatives. Without `tangents` of the
-        variables the tape is to be run backwards.
+        `places`: positions of the variables, possibly none on this rank; None outside of derivatives. `tangents`: tangents
+        of the variables in forward mode; None in reverse mode.
         """
-        # Arrays that it keeps or returns mustn't be memory of the program, which is reused.
+        # Copies, since the function may keep or return its arguments, but the program reuses their memory.
         leaves = [x.copy() if type(x) is np.ndarray else x for x in leaves]
         if places is None:
             values, build = flatten(self._called(self._build(leaves)))
@@ -86,7 +86,7 @@ class _Adjoint:
         made: Any = outcome.traced
         seeds = [(place, g) for place, g in zip(made.places, gs) if place >= 0]
         with suspended(body=False):
-            # A program may be run backwards more than once.
+            # The record is kept, since the reverse pass of a program may run more than once.
             found = run_backward(made.recording, seeds, len(self._specs), True)
         return *[spec.zeros() if g is None else conform(g, *spec) for g, spec in zip(found, self._specs)], None
 
@@ -96,9 +96,9 @@ def _as_array(x: Any) -> Any:
 
 
 def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an untraced function as one step, or two on the tape of a derivative.
+    """Run an untraced function as one step, or in a derivative as two.
 
-    The recorder may be a `Playback`. The function's results are arrays, in any pytree.
+    `recorder`: a recorder or a `Playback`. The function returns a pytree of arrays.
     """
     leaves, build = flatten((args, kwargs))
     call, tape = _Call(fun, build), tracing.tape
@@ -111,7 +111,7 @@ def opaque_call(recorder: Any, fun: Function, args: tuple, kwargs: dict[str, Any
         return outcome.build(values)
     if not is_simple(tape, [leaves[k] for k in places]):
         recorder.refuse(f"it calls {fun.__name__} in a derivative of higher order, and that isn't compiled yet")
-        return fun(*args, **kwargs)  # played back
+        return fun(*args, **kwargs)  # reached in a playback only
     nodes = [leaves[k]._node for k in places]
     made = _with_tangents if type(tape) is TangentTape else _on_tape
     return made(recorder, call, tape, plain, places, nodes)

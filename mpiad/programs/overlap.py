@@ -1,8 +1,8 @@
-"""The order in which a program's steps are begun and ended, and divided, so that loops run while messages are in flight.
+"""Overlap of communication and computation: loops run while messages are in flight, and large loops run in threads.
 
-An exchange in a buffer changes the buffer's edges. The loops after it that read none of these come before its end, and the
-first loop that does is cut in two: its interior is computed while the messages are in flight, the rest afterwards. The
-communications of a program stay in their order, since only loops are moved.
+An exchange of halos in a buffer changes only the buffer's edges. The loop after it is divided: its interior, which doesn't
+read the edges, is computed while the messages are in flight, and the rest afterwards. The order of the communications isn't
+changed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from mpiad.programs.loops import Box, LoopText, as_rows, cut
 from mpiad.programs.schedule import Loop, Schedule, root_of
 from mpiad.transport.threads import loop_threads
 
-# Multithreaded loops, if a rank has more than one core to itself.
+# Multithreaded loops, if a rank has more than one core.
 #
-# A large loop is divided along its first axis, and each thread computes its part with the same machine code: entries don't
-# depend on the number of threads. Sums aren't divided, since their order is fixed.
+# A large loop is divided along its first axis, and the threads run the same machine code, so the results don't depend on
+# the number of threads. Loops with sums aren't divided, since the order of summation is fixed.
 
 
 LARGE = 1 << 20
-"""Entries of a loop from which on it is divided: below, a thread may wait longer for a core than it computes."""
+"""Minimum number of entries of a multithreaded loop; in smaller ones, starting threads takes longer than the loop."""
 
 
 class _Team:
-    """Threads that wait for parts of loops."""
+    """A pool of threads that compute parts of loops."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -53,7 +53,7 @@ class _Team:
             try:
                 self._done.get()
                 left -= 1
-            except KeyboardInterrupt as error:  # the others write to arrays that must stay alive until they end
+            except KeyboardInterrupt as error:  # the arrays must stay alive until the other threads end
                 interrupt = error
         if interrupt is not None:
             raise interrupt
@@ -78,7 +78,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_together(kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
-    """Run a linked kernel on several blocks concurrently; one after the other, if another user thread is using the team."""
+    """Run a linked kernel on several blocks, in threads unless another user thread is using the pool."""
     team = _team
     if team.lock.acquire(blocking=False):
         try:
@@ -91,10 +91,9 @@ def run_together(kernel: Callable[[int], None], blocks: Sequence[int]) -> None:
 
 
 def shares_of(boxes: tuple[Array, ...], entries: int) -> tuple[tuple[Array, ...], ...]:
-    """Return the boxes of each thread; all of them for one thread if the loop has too few entries.
+    """Return the boxes of a divisible loop for each thread, or for one thread if the loop has too few entries.
 
-    The boxes, each of shape (n, 2 d), are those of a divisible loop: boxes without branches, and boxes at the edges, which
-    the last thread computes.
+    `boxes`: the boxes without branches, shape (n, 2 d), and optionally those at the edges, which the last thread computes.
     """
     threads = loop_threads()
     if entries < LARGE or threads < 2:
@@ -109,7 +108,7 @@ def shares_of(boxes: tuple[Array, ...], entries: int) -> tuple[tuple[Array, ...]
     return tuple(shares)
 
 
-# Number of entries of a loop below which dividing it costs more than the messages take.
+# Minimum number of entries of a loop that is divided to overlap with messages.
 _SMALL = 1 << 13
 
 
@@ -118,14 +117,14 @@ class Action(NamedTuple):
 
     kind: str  # "loop", "call", "begin" or "end"
     at: int  # number of the step
-    # Of a loop: the boxes that its kernel computes, per thread; all of them, or a part.
+    # For a loop: per thread, the boxes that its kernel computes in this action.
     shares: tuple[tuple[Array, ...], ...] = ()
 
 
 def is_divided(schedule: Schedule, at: int) -> bool:
-    """Return whether a loop may be computed in parts: one after an exchange, or a large one.
+    """Return whether a loop may be computed in parts: it follows an exchange, or is large.
 
-    The result, and so the loop's text, doesn't depend on the number of threads.
+    This doesn't depend on the number of threads, so neither does the loop's text.
     """
     step = schedule.steps[at]
     if not isinstance(step, Loop) or math.prod(step.shape) < _SMALL:
@@ -158,7 +157,7 @@ def actions_of(schedule: Schedule, texts: Sequence[LoopText | None], overlaps: b
 
 
 def _still(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] | None:
-    """Return the block of its buffer that an exchange leaves unchanged; None if the step isn't one or sends nothing."""
+    """Return the block of the buffer that an exchange doesn't change; None if the step is no exchange or sends nothing."""
     step = schedule.steps[at]
     if isinstance(step, Loop) or not step.in_place:
         return None
@@ -167,7 +166,10 @@ def _still(schedule: Schedule, at: int) -> Sequence[tuple[int, int]] | None:
 
 
 def _parts(schedule: Schedule, at: int, text: LoopText | None) -> tuple[tuple[Array, ...], tuple[Array, ...]] | None:
-    """Return the boxes of the loop after an exchange that don't need its messages, and the others; None if most do."""
+    """Return the boxes of the loop after an exchange that don't need its messages, and those that do.
+
+    None if more than half of the entries need the messages.
+    """
     if text is None or not text.divisible or at + 1 in schedule.cuts:
         return None
     still, buffer = _still(schedule, at), schedule.steps[at].inputs[0]
@@ -190,7 +192,7 @@ def _inner(
 ) -> list[tuple[int, int]] | None:
     """Return the box of a loop in which it reads only unchanged entries of a buffer; None if it is unknown."""
     roots = {root_of(schedule.buffers, b) for b in text.written}
-    # If the loop doesn't read the buffer, the buffer's memory may be shared with another one by then.
+    # If the loop doesn't read the buffer, another buffer may already use the same memory.
     if buffer in roots or buffer not in {root_of(schedule.buffers, b) for b, _ in text.loads}:
         return None
     inner = [(0, n) for n in schedule.steps[at].shape]

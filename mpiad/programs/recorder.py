@@ -294,7 +294,7 @@ class Recorder:
 
     def once(self, fun: Callable, args: tuple) -> Any:
         """Run the initialization at the first use of a communicator, which replays skip."""
-        return self._untold(fun, *args)
+        return self._untraced(fun, *args)
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an operator of `mpiad.extend` on plain arrays, and record it."""
@@ -365,14 +365,14 @@ class Recorder:
         return self._run(operator.body, args, kwargs)
 
     def _run(self, fun: Callable, *args: Any, params: Any = None) -> Any:
-        made = self._untold(fun, *args)
+        made = self._untraced(fun, *args)
         self.log.append(logged(made, params))
         # Raised here, after the communication is complete and logged.
         if self.refused is not None:
             raise self.refused
         return made
 
-    def _untold(self, fun: Callable, *args: Any) -> Any:
+    def _untraced(self, fun: Callable, *args: Any) -> Any:
         tracing.recorder, self._inside = None, True
         start = next(communications)
         try:

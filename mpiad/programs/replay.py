@@ -1,8 +1,8 @@
-"""A scheduled program, run: kernels that are compiled once, and buffers that are allocated once per replay.
+"""Execution of scheduled programs by replays: executable instances of a program, each with its own buffers.
 
-The functions of a replay are generated Python, one line per step. The operands of a step are bound to names beforehand, so
-that a step costs only its call. Small arguments and results are copied into and out of buffers, which is cheaper than
-looking up their addresses; large ones are used in place.
+The kernels are compiled once per program; a replay allocates its buffers once. Its functions are generated Python code with
+one line per step, in which the operands are bound to names beforehand. Small arguments and results are copied into and out
+of buffers, which is faster than looking up their addresses; large ones are used in place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpiad.primitives.catalogue import BCAST
 from mpiad.primitives.operation import Operation
 from mpiad.programs.array_program import Call, Node, Slot, described
 from mpiad.programs.loops import NAME, LoopText, text_of
-from mpiad.programs.memory_plan import SMALL, Scratch, aligned, homes_of, spans_of, written_over
+from mpiad.programs.memory_plan import SMALL, Scratch, aligned, allocate, spans_of, with_overwriting
 from mpiad.programs.message_numbers import MessageNumbers, envelopes_of, is_numbered, logged, prepared_steps
 from mpiad.programs.overlap import Action, actions_of, is_divided, run_together
 from mpiad.programs.schedule import Loop, Run, Schedule, root_of
@@ -32,19 +32,20 @@ from mpiad.transport.calls import Site
 from mpiad.transport.channels import is_watched
 from mpiad.transport.fault_tolerance import FAULT_TOLERANT
 
-# Products that are added may be rounded once, and a quotient may become a product with the reciprocal.
+# Fast-math flags: a product and a sum may become an fma, and a quotient a product with the reciprocal.
 _FAST = "contract arcp"
 
 
 class Replays:
-    """A program ready to run, by several replays at a time, each with buffers of its own.
+    """The replays of a program, and what they share. Several replays may be in use at a time.
 
-    - `texts`: those of the steps, None for calls.
-    - `results`: the buffers that each call returns.
+    - `texts`: the kernel text of each step, None for calls.
+    - `results`: the result buffers of each call.
     - `uses`: the steps that use each buffer.
-    - `logged`: the number of parts whose communications are logged.
+    - `logged`: the number of parts of the program whose communications are logged.
     - `read_later`: the inputs that are read after the first part.
-    - `last_look`: the last step whose result may differ from the trace, so that the program can't continue; -1 for none.
+    - `last_check`: the last step whose result is compared with that of the trace, since the program can't continue if they
+      differ; -1 if there is none.
     - `free`: unused replays, by whether their communications are prepared.
     """
 
@@ -54,10 +55,10 @@ class Replays:
             text_of(schedule, at, is_divided(schedule, at)) if isinstance(step, Loop) else None
             for at, step in enumerate(schedule.steps)
         ]
-        self.texts: list[LoopText | None] = written_over(schedule, texts)
+        self.texts: list[LoopText | None] = with_overwriting(schedule, texts)
         self.kernels = list(map(self._kernel, schedule.steps, self.texts))
-        self.homes = homes_of(schedule, self.texts)
-        self.scratch = Scratch(self.homes)
+        self.allocations = allocate(schedule, self.texts)
+        self.scratch = Scratch(self.allocations)
         self.results: dict[int, list[int]] = {}
         for b, found in enumerate(schedule.buffers):
             if found.kind == "result":
@@ -67,21 +68,21 @@ class Replays:
         last = {schedule.buffers[b].data: at[-1] for b, at in self.uses.items() if schedule.buffers[b].kind == "input"}
         self.read_later = {place for place, at in last.items() if schedule.part(at) > 0}
         self.logged = schedule.program.logged
-        self.last_look = max((at for at in range(len(schedule.steps)) if is_looked_at(schedule, at)), default=-1)
+        self.last_check = max((at for at in range(len(schedule.steps)) if is_checked(schedule, at)), default=-1)
         self.free: dict[bool, list[Replay]] = {False: [], True: []}
 
     def _kernel(self, step: Any, text: LoopText | None) -> Kernel | None:
         try:
             return None if text is None else kernel_of(text.text, NAME, text.signature, _FAST)
-        except NotImplementedError as error:  # whose message refers to the kernel's text
+        except NotImplementedError as error:  # replaced, since its message refers to the kernel's text
             nodes = [self.schedule.program.nodes[item.node] for item in step.items]
             said = ", ".join(dict.fromkeys(map(described, nodes)))
             raise NotImplementedError(f"no kernel can compute {said}") from error
 
     def take(self) -> Replay:
         """Return an unused replay."""
-        # Prepared communications aren't logged, recorded, observed or interrupted.
-        prepared = self.last_look < 0 and not (calls.is_noting() or is_watched() or FAULT_TOLERANT)
+        # Prepared communications can't be logged, recorded, observed or interrupted.
+        prepared = self.last_check < 0 and not (calls.is_noting() or is_watched() or FAULT_TOLERANT)
         try:
             return self.free[prepared].pop()
         except IndexError:
@@ -93,7 +94,7 @@ class Replays:
 
 
 class Replay:
-    """A program with its buffers: ``first(*inputs)`` runs its first part, ``later[k](*inputs)`` the others."""
+    """A program with its buffers: ``first(*inputs)`` runs its first part, and ``later[k](*inputs)`` one of the others."""
 
     def __init__(self, replays: Replays, prepared: bool):
         self.prepared = prepared
@@ -102,13 +103,13 @@ class Replay:
         self.log: list[Any] = writer.names["log"]
 
 
-# Results of a replay that differ from those the program was compiled for: how they are detected, and the exception.
+# Detection of results whose shapes or dtypes differ from those that the program was compiled for.
 
 
 class Changed(TypeError):
     """Report a call whose result differs in shape or dtype from the program's."""
 
-    # Results of the communications of this run, this call's result the last; None if they aren't known.
+    # Results of the communications of this run, the last of which is this call's; None if they aren't known.
     log: list[Any] | None = None
 
 
@@ -126,7 +127,7 @@ def raise_changed(made: Any, node: Node, log: list[Any] | None = None) -> None:
     raise error
 
 
-def is_looked_at(schedule: Schedule, at: int) -> bool:
+def is_checked(schedule: Schedule, at: int) -> bool:
     """Return whether the result of a communication must be compared with that of the trace."""
     step = schedule.steps[at]
     if isinstance(step, Loop) or step.in_place:
@@ -143,9 +144,9 @@ def is_looked_at(schedule: Schedule, at: int) -> bool:
 
 
 def condition_of(node: Node, made: str, bound: Callable[[Any], str]) -> str:
-    """Return the expression of the condition under which a result differs from that of the trace.
+    """Return a Python expression that is true if a result differs from that of the trace.
 
-    The result is named `made`; `bound` gives a value a name.
+    `made`: the expression of the result. `bound`: returns a name for a value.
     """
     if node.data.kind == "settle":
         return f"{made} != {bound(node.data.kwargs['expected'])}"
@@ -154,22 +155,22 @@ def condition_of(node: Node, made: str, bound: Callable[[Any], str]) -> str:
     return f"{made}.shape != {node.shape} or {made}.dtype != {bound(node.dtype)}"
 
 
-# The memory from which the kernels of a replay read their arguments (see `compiling.machine_code`).
+# The blocks of memory from which kernels read their arguments (see `compiling.machine_code`).
 #
-# Kernels between two Python calls are linked: calling the first runs them all.
+# The kernels between two Python calls are linked: a call of the first runs all of them.
 
 
 _WORD = 8
 
 
 class KernelBlocks:
-    """An argument block per loop among actions, and per thread that computes a part of it.
+    """The argument blocks: one for each loop and each thread that computes a part of it.
 
-    `words`: all blocks, one after the other.
+    `words`: the memory of all blocks.
     """
 
     def __init__(self, replays: Replays, actions: Sequence[Action]):
-        schedule, homes = replays.schedule, replays.homes
+        schedule, allocations = replays.schedule, replays.allocations
         self._places: dict[int, list[int]] = {}
         self._starts: dict[tuple[int, int], int] = {}
         self._held: list[Array] = []
@@ -182,7 +183,7 @@ class KernelBlocks:
                 for b in text.buffers:  # type: ignore[union-attr]
                     self._places.setdefault(root_of(schedule.buffers, b), []).append(len(words))
                     shape = schedule.buffers[b].shape
-                    words += [0, *shape[:-1], homes[b].layout.pitch if b in homes else (shape or (1,))[-1]]
+                    words += [0, *shape[:-1], allocations[b].layout.pitch if b in allocations else (shape or (1,))[-1]]
                 for array in (*boxes, *([np.empty(text.lanes)] if text.lanes else [])):  # type: ignore[union-attr]
                     self._held.append(np.ascontiguousarray(array))
                     words += [self._held[-1].ctypes.data, *array.shape]
@@ -199,7 +200,7 @@ class KernelBlocks:
         return ctypes.addressof(self.words) + _WORD * self._starts[k, thread]
 
     def is_called(self, k: int) -> bool:
-        """Return whether a loop is called, rather than run by the one before it."""
+        """Return whether a loop is called from Python; otherwise the previous kernel continues with it."""
         return k not in self._linked
 
     def bind(self, b: int, address: int) -> None:
@@ -208,7 +209,7 @@ class KernelBlocks:
             self.words[place] = address
 
     def assignment(self, b: int, address: str) -> str:
-        """Return the statement that stores the address of a buffer in the blocks, with `words` named t."""
+        """Return the statement that stores the address of a buffer in the blocks; `words` is called t there."""
         targets = "".join(f"t[{place}] = " for place in self._places.get(b, ()))
         return f"{targets}{address}" if targets else ""
 
@@ -218,38 +219,39 @@ def address_of(array: Array) -> int:
     return array.__array_interface__["data"][0]
 
 
-def as_kernels_take(x: Any, dtype: np.dtype) -> Array:
-    """Return an array with the given dtype, contiguous and aligned, as kernels require it."""
+def as_kernel_argument(x: Any, dtype: np.dtype) -> Array:
+    """Return an array as a contiguous, aligned one of the given dtype, as kernels require."""
     if type(x) is np.ndarray and x.flags.c_contiguous and x.flags.aligned and x.dtype == dtype:
         return x
     return np.require(x, dtype, ["C", "A"])
 
 
-# Calls of communications from a replay, as if from the user's line that made them in the trace.
+# Attribution of communications to the user's lines.
 #
-# Reports, timeouts and traces of calls name the innermost frame of user code. So each communication of a replay is called
-# from a function of its own, whose code object carries the user's file, line and function name.
+# Reports and timeouts name the innermost frame of user code. Each communication of a replay is therefore called from a
+# generated function whose code object has the file, line and function name of the user's call in the trace.
 
 
-def called_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
-    """Return a function that calls an operation or operator in a frame of the user's line, if it is known.
+def call_at(site: Site | None, kind: str, rule: tuple[str, str, Site] | None = None) -> Callable[..., Any]:
+    """Return a function that calls an operation or operator, in a frame with the user's line if it is known.
 
-    Its parameters are listed in `_CALLS`; "begin" runs the first part of an iterator of parts, and "end" all that are left.
+    `_CALLS` has its parameters by `kind`: "begin" runs the first part of an iterator of parts, and "end" the remaining
+    ones.
     """
     made: Any = _CALLS[kind]
     if rule is not None:
-        return _within(made, rule)
+        return _in_rule(made, rule)
     if site is None or not site.file:
         return made
-    # With the site itself among the constants, `site_of` needn't find out which function of the library the user called.
+    # The site is stored among the code's constants, where `site_of` finds it without inspecting the stack.
     name, code = site.function, made.__code__
     consts = (*code.co_consts, site)
     code = code.replace(co_filename=site.file, co_firstlineno=site.line, co_name=name, co_qualname=name, co_consts=consts)
     return FunctionType(code, {}, name)
 
 
-def _within(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
-    """Return a call that belongs to an adjoint or tangent while calls are recorded: its line is that of the gradient."""
+def _in_rule(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[..., Any]:
+    """Return a call that is recorded as part of an adjoint or tangent rule; its line is that of the gradient."""
 
     def call(operation: Any, x: Any, *rest: Any) -> Any:
         if not calls.is_noting():
@@ -264,7 +266,7 @@ def _within(made: Callable[..., Any], rule: tuple[str, str, Site]) -> Callable[.
     return call
 
 
-# Each on one line, since a code object stores its lines relative to the first.
+# Each function is on one line, since a code object stores line numbers relative to its first line.
 _CALLS: dict[str, Any] = {
     "communicate": lambda operation, x, params: operation.forward(x, params),
     "operate": lambda operator, args, kwargs: operator.body(args, kwargs),
@@ -278,25 +280,25 @@ _CALLS: dict[str, Any] = {
 
 
 class ReplayWriter:
-    """Generates the functions of a replay, and the objects that they refer to.
+    """Generates the functions of a replay.
 
-    `prepared`: whether communications are prepared, if possible, and loops run while messages are in flight.
+    `prepared`: whether communications are prepared, if possible, and overlapped with loops. `names`: the globals of the
+    generated functions.
     """
 
     def __init__(self, replays: Replays, prepared: bool):
         self.replays, self.schedule = replays, replays.schedule
         self.nodes: list[Node] = self.schedule.program.nodes
-        # The records of calls show an exchange as one call.
         self._prepares = prepared
         self._actions = actions_of(self.schedule, replays.texts, overlaps=prepared)
         self._blocks = KernelBlocks(replays, self._actions)
         self._numbers = MessageNumbers()
         self.names: dict[str, Any] = {
-            "empty": np.empty, "address": address_of, "as_array": as_kernels_take, "own": _own, "together": run_together,
+            "empty": np.empty, "address": address_of, "as_array": as_kernel_argument, "own": _own, "together": run_together,
             "begin": self._numbers.begin, "addressed": self._numbers.addressed, "t": self._blocks.words,
-            # The results of communications, as long as the run may turn out to differ from the trace.
+            # The results of communications are logged as long as the run may differ from the trace.
             "log": [], "logged": logged, "changed": raise_changed,
-            "blocks": self._blocks,  # which own the memory that the words point to
+            "blocks": self._blocks,  # a reference that keeps the memory alive
         }  # fmt: skip
         self._memories: dict[int, Array] = {}
         self._arrays: dict[int, str] = {}
@@ -306,31 +308,31 @@ class ReplayWriter:
         }
         self._preparable, numbered = prepared_steps(self.schedule, self._made, self._is_large, self._as_memory)
         self._preparable &= set(range(len(self.schedule.steps)) if prepared else ())
-        self._counts_anew = bool(numbered - self._preparable)
+        self._renumbers = bool(numbered - self._preparable)
 
     def functions(self) -> list[Callable]:
         """Return the functions of the program's parts."""
         schedule, steps = self.schedule, self.schedule.steps
         uses = self.replays.uses
-        # Arrays that calls have returned in one part, and that are used in a later one.
+        # Arrays that calls return in one part, and that a later part uses.
         made = {b: schedule.part(at) for at in range(len(steps)) for b in self._made(at)}
         kept = [b for b, part in made.items() if b in uses and schedule.part(uses[b][-1]) > part]
         names = ", ".join(f"r{b}, m{b}" for b in kept)
-        has_scratch = any(home.is_scratch for home in self.replays.homes.values())
+        has_scratch = any(allocation.is_scratch for allocation in self.replays.allocations.values())
         self.names |= {"take": self._scratch(), "give_back": self.replays.scratch.give_back}
         parts = []
         ends = pairwise([0, *schedule.program.ends, len(schedule.outputs)])
         for part, (start, end) in enumerate(ends):
             self._lines = [f"global {names}"] if kept else []
-            if self._counts_anew and not part:
+            if self._renumbers and not part:
                 self._lines.append("begin()")
-            if (self.replays.last_look >= 0 or self.replays.logged) and not part:
+            if (self.replays.last_check >= 0 or self.replays.logged) and not part:
                 self._lines.append("log.clear()")
             outputs = schedule.outputs[start:end]
             self._begin({b for b, found in uses.items() if part in map(schedule.part, found)} | set(outputs))
             for k, action in enumerate(self._actions):
                 if schedule.part(action.at) == part:
-                    self._act(k, action)
+                    self._append_action(k, action)
             self._lines.append(f"made = [{', '.join(self._result(b) for b in outputs)}]")
             if has_scratch:
                 self._lines = ["scratch = take()", *self._lines, "give_back(scratch)"]
@@ -345,19 +347,19 @@ class ReplayWriter:
         return [self.names[f"part{k}"] for k in range(len(parts))]
 
     def _made(self, at: int) -> list[int]:
-        """Return the buffers that are results of a call."""
+        """Return the result buffers of a step that is a call."""
         step = self.schedule.steps[at]
         return [] if isinstance(step, Loop) or step.in_place else self.replays.results.get(step.node, [])
 
     # ---- buffers
 
     def _begin(self, touched: set[int]) -> None:
-        """Append lines that read the arguments and create the outputs; bind all other buffers."""
+        """Append lines that read the inputs and create the outputs; bind the other buffers."""
         buffers = self.schedule.buffers
         for b in sorted({root_of(buffers, b) for b in touched}):
             found = buffers[b]
             if found.kind == "input":
-                self._take_in(b, f"n{found.data}")
+                self._read_argument(b, f"n{found.data}")
             elif found.kind == "output" and self._is_large(b):
                 self._arrays[b] = f"o{b}"
                 self.names[f"d{b}"] = found.dtype
@@ -375,14 +377,14 @@ class ReplayWriter:
         found = self.schedule.buffers[b]
         if found.kind == "constant":
             array = np.require(self.schedule.program.constants[found.data], found.dtype, ["C", "A"])
-        elif b in self.replays.homes:
-            home = self.replays.homes[b]
-            if home.is_scratch:
+        elif b in self.replays.allocations:
+            allocation = self.replays.allocations[b]
+            if allocation.is_scratch:
                 self._arrays[b] = f"b{b}"
                 return
-            if home.memory not in self._memories:
-                self._memories[home.memory] = aligned(home.nbytes)
-            array = self._in_memory(b, self._memories[home.memory])
+            if allocation.memory not in self._memories:
+                self._memories[allocation.memory] = aligned(allocation.nbytes)
+            array = self._in_memory(b, self._memories[allocation.memory])
         else:
             array = np.empty(found.shape, found.dtype)
         self._arrays[b], self.names[f"b{b}"] = f"b{b}", array
@@ -390,11 +392,11 @@ class ReplayWriter:
 
     def _in_memory(self, b: int, memory: Array) -> Array:
         found = self.schedule.buffers[b]
-        return self.replays.homes[b].layout.of(memory, found.shape, found.dtype)
+        return self.replays.allocations[b].layout.of(memory, found.shape, found.dtype)
 
     def _scratch(self) -> Callable[[], Any]:
-        """Return the function that provides scratch memory for a run; mostly it is that of the replay's previous run."""
-        buffers = [b for b, home in self.replays.homes.items() if home.is_scratch]
+        """Return a function that provides scratch memory for a run, and binds buffers if it isn't that of the last run."""
+        buffers = [b for b, allocation in self.replays.allocations.items() if allocation.is_scratch]
         in_place = [(at, step) for at, step in enumerate(self.schedule.steps) if isinstance(step, Run) and step.in_place]
         exchanged = [at for at, step in in_place if self._prepares and step.inputs[0] in buffers]
         scratch = self.replays.scratch
@@ -404,7 +406,7 @@ class ReplayWriter:
             memory = scratch.take()
             if memory is not bound["memory"]:
                 for b in buffers:
-                    part = scratch.part(memory, self.replays.homes[b])
+                    part = scratch.part(memory, self.replays.allocations[b])
                     self.names[f"b{b}"] = array = self._in_memory(b, part)
                     self._blocks.bind(b, address_of(array))
                 for at in exchanged:
@@ -414,8 +416,8 @@ class ReplayWriter:
 
         return taken
 
-    def _take_in(self, b: int, name: str) -> None:
-        """Append lines that make an array from outside readable by kernels."""
+    def _read_argument(self, b: int, name: str) -> None:
+        """Append lines that make an input or a call's result available to kernels."""
         if self._is_large(b):
             self.names[f"d{b}"] = self.schedule.buffers[b].dtype
             self._lines += [f"m{b} = as_array({name}, d{b})", self._blocks.assignment(b, f"address(m{b})")]
@@ -431,7 +433,7 @@ class ReplayWriter:
         return f"{self._arrays[root]}.reshape({self.schedule.buffers[b].shape})"
 
     def _result(self, b: int) -> str:
-        """Return the expression of an output: an array of its own, or a NumPy scalar."""
+        """Return the expression of an output: a new array, or a NumPy scalar."""
         found = self.schedule.buffers[b]
         name = self._arrays[b]
         if found.kind == "result" and name != f"b{b}":
@@ -442,7 +444,7 @@ class ReplayWriter:
 
     # ---- steps
 
-    def _act(self, k: int, action: Action) -> None:
+    def _append_action(self, k: int, action: Action) -> None:
         at, step = action.at, self.schedule.steps[action.at]
         if action.kind == "loop":
             blocks = [self._blocks.address(k, thread) for thread in range(len(action.shares))]
@@ -452,7 +454,7 @@ class ReplayWriter:
             elif self._blocks.is_called(k):
                 self._lines.append(f"k{at}({blocks[0]})")
         elif action.kind == "end":
-            self.names[f"h{at}"] = called_at(self.nodes[step.node].site, "end")
+            self.names[f"h{at}"] = call_at(self.nodes[step.node].site, "end")
             self._lines.append(f"h{at}(x{at})")
         elif step.in_place:
             self._in_place(at, step, action.kind == "begin")
@@ -467,21 +469,21 @@ class ReplayWriter:
             self._lines.append(f"log.append(logged({self._array(step.inputs[0])}[..., {cut}]))")
 
     def _in_place(self, at: int, step: Run, is_begun: bool) -> None:
-        """Append the lines that run an operator in its buffer, or those that begin it."""
+        """Append lines that run an operator in its buffer, or only begin it."""
         node, buffer = self.nodes[step.node], self._array(step.inputs[0])
         call: Call = node.data
         if self._prepares:
-            if buffer in self.names:  # otherwise when there is scratch memory
+            if buffer in self.names:  # otherwise it is in scratch memory, and prepared when that is known
                 self._prepare(at)
-            self.names[f"f{at}"] = called_at(node.site, "begin" if is_begun else "end")
+            self.names[f"f{at}"] = call_at(node.site, "begin" if is_begun else "end")
             self._lines += [f"x{at} = q{at}()", f"f{at}(x{at})"]
             return
-        self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, "in place", call.rule), call.fun
+        self.names[f"f{at}"], self.names[f"q{at}"] = call_at(node.site, "in place", call.rule), call.fun
         rest = map(self._constant, call.args[1:])
         self._lines.append(f"f{at}({', '.join([f'q{at}', buffer, *rest])})")
 
     def _is_logged(self, at: int) -> bool:
-        return at <= self.replays.last_look or self.schedule.part(at) < self.replays.logged
+        return at <= self.replays.last_check or self.schedule.part(at) < self.replays.logged
 
     def _prepare(self, at: int) -> None:
         """Prepare an operator in its current buffer."""
@@ -514,10 +516,10 @@ class ReplayWriter:
         return f"own({', '.join([call, *[self._arrays[b] for b in given]])})" if given else call
 
     def _communicate(self, at: int, step: Run, node: Node) -> None:
-        """Append lines that communicate, and that stop if the result isn't the one that the program was compiled for."""
+        """Append lines that communicate, and raise `Changed` if the result has another shape or dtype than in the trace."""
         call: Call = node.data
-        last_look = self.replays.last_look
-        self.names[f"f{at}"], self.names[f"q{at}"] = called_at(node.site, call.kind, call.rule), call.fun
+        last_check = self.replays.last_check
+        self.names[f"f{at}"], self.names[f"q{at}"] = call_at(node.site, call.kind, call.rule), call.fun
         parts = {"communicate": call.args, "operate": (call.args, call.kwargs)}.get(call.kind, (call.args,))
         given = [self._argument(step, part) for part in parts]
         numbered = call.kind == "communicate" and is_numbered(call.args[1])
@@ -529,14 +531,14 @@ class ReplayWriter:
         if self._is_logged(at):
             entry = f"logged(v{at}, a{at})" if numbered else f"v{at}" if call.kind == "communicate" else f"logged(v{at})"
             self._lines.append(f"log.append({entry})")
-        if is_looked_at(self.schedule, at):
+        if is_checked(self.schedule, at):
             condition = condition_of(node, f"v{at}", self._bound)
             self._lines.append(f"if {condition}: changed(v{at}, {self._bound(node)}, log)")
-        if at == last_look:
+        if at == last_check:
             self._lines.append("log.clear()")
 
     def _bound(self, value: Any) -> str:
-        """Return a new name of a value."""
+        """Return a new name for a value."""
         name = f"N{len(self.names)}"
         self.names[name] = value
         return name
@@ -552,7 +554,7 @@ class ReplayWriter:
             self._lines.append(f"e{at}_{k}()")
         self._bind(made)
         x, out = self.names[self._array(step.inputs[0])], self.names[f"b{made}"]
-        self.names[f"f{at}"] = called_at(node.site, "prepared")
+        self.names[f"f{at}"] = call_at(node.site, "prepared")
         self.names[f"q{at}"] = node.data.fun.prepared(params, x, out)
         self._lines.append(f"f{at}(q{at})")
         if self._is_logged(at):
@@ -564,11 +566,11 @@ class ReplayWriter:
         node = self.nodes[found.data]
         made = self.nodes[node.inputs[0]] if node.kind == "item" else node
         if made.kind == "call":
-            # Kernels are compiled for a shape: they would read beyond the end of a smaller array.
+            # Kernels are compiled for one shape, and would read beyond the end of a smaller array.
             log = "None" if any(node.kind == "communicate" for node in self.nodes) else "log"
             self._lines.append(f"if r{b}.shape != {found.shape}: changed(r{b}, {self._bound(made)}, {log})")
         if b in self._as_memory:
-            self._take_in(b, f"r{b}")
+            self._read_argument(b, f"r{b}")
         else:
             self._arrays[b] = f"r{b}"
 

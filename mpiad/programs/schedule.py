@@ -1,4 +1,4 @@
-"""The steps of a program in order: loops over arrays, and Python calls, on numbered buffers."""
+"""`Schedule`: the steps of a program in order, which are loops over arrays and Python calls, on numbered buffers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mpiad.programs.index_maps import IndexMap
 class Buffer(NamedTuple):
     """The memory of an array."""
 
-    # "input", "constant", "temporary", "result", "output" or "alias"; a result comes from a Python call; outputs are
-    # allocated at each call of the program; an alias is another buffer in another shape.
+    # "input", "constant", "temporary", "result" (of a Python call), "output" (allocated at each call of the program), or
+    # "alias" (another buffer with another shape).
     kind: str
     shape: Shape
     dtype: np.dtype
@@ -25,14 +25,14 @@ class Buffer(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of an array: a buffer, and an index map from the buffer's axes to the array's."""
+    """The place of an array in memory: a buffer, and an index map that reads from it."""
 
     buffer: int
     map: IndexMap
 
 
 class Store(NamedTuple):
-    """An array that a loop writes, over its index space."""
+    """An array that a loop writes."""
 
     node: int
     reads: IndexMap  # map from the loop's indices to the node's
@@ -41,7 +41,7 @@ class Store(NamedTuple):
 
     @property
     def of(self) -> int:
-        """The node whose entries the loop reads: this one."""
+        """The node whose entries the loop computes."""
         return self.node
 
 
@@ -52,9 +52,9 @@ class Fold(NamedTuple):
     of: int  # the array that is folded
     reads: IndexMap  # map from the loop's indices to the array's
     name: str  # of the operation
-    place: Place  # map from the loop's indices to the buffer's; a folded axis occurs in none
+    place: Place  # map from the loop's indices to the buffer's, without the folded axes
 
-    copies = False  # it is computed in any case
+    copies = False
 
     @property
     def is_full(self) -> bool:
@@ -67,7 +67,7 @@ class Loop(NamedTuple):
 
     shape: Shape
     items: tuple[Store | Fold, ...]
-    inside: frozenset[int]  # nodes that are computed in this loop, and read from registers rather than memory
+    inside: frozenset[int]  # nodes that this loop computes, and uses from registers instead of memory
 
 
 class Run(NamedTuple):
@@ -75,7 +75,7 @@ class Run(NamedTuple):
 
     node: int
     inputs: tuple[int, ...]  # buffers of its array arguments
-    in_place: bool  # whether it works in a buffer that holds its argument already
+    in_place: bool  # whether it works in place, in the buffer of its argument
 
 
 class Schedule(NamedTuple):
@@ -84,12 +84,12 @@ class Schedule(NamedTuple):
     program: ArrayProgram
     buffers: list[Buffer]
     places: dict[int, Place]  # of nodes in memory
-    # Copies of the program's arguments in other buffers: the step from which on they exist, and their places.
+    # Copies of the program's arguments in other buffers: the step from which they exist, and their places.
     copies: dict[int, tuple[int, Place]]
-    since: dict[int, int]  # the steps after which computed nodes are in memory; loops before them compute them again
-    steps: list[Any]  # of Loop or Run
+    since: dict[int, int]  # the step that stores each computed node; loops before that compute the node themselves
+    steps: list[Any]  # list of Loop and Run
     outputs: list[int]  # buffers
-    cuts: list[int]  # numbers of steps before each part that is run later
+    cuts: list[int]  # the first step of each part but the first
 
     def part(self, at: int) -> int:
         """Return the part of the program that a step belongs to."""
@@ -97,7 +97,7 @@ class Schedule(NamedTuple):
 
 
 def root_of(buffers: Sequence[Buffer], b: int) -> int:
-    """Return the buffer that owns a buffer's memory: the aliased one for an alias."""
+    """Return the buffer that owns a buffer's memory, which differs for an alias."""
     while buffers[b].kind == "alias":
         b = buffers[b].data
     return b

@@ -38,7 +38,7 @@ from mpiad.differentiation.tape import OrderedTape, TangentTape
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.primitives.operation import suspended
 from mpiad.programs.closure import HoldsTraced, Unfollowed, watch_of
-from mpiad.programs.entry import MOST_TRACES, UNKNOWN, Entry, count, entry_by_shapes, in_program, is_shown
+from mpiad.programs.entry import MAX_TRACES, UNKNOWN, Entry, count, entry_by_shapes, in_program, is_shown
 from mpiad.programs.message_numbers import message_counts
 from mpiad.programs.shape_recorder import like
 from mpiad.programs.signature import Arguments
@@ -71,9 +71,9 @@ def _entry_by_shapes(
     except Unfollowed:
         watch = None
     jitted._traces += 1
-    entry = entry_by_shapes(given, noted, watch, True) if watch is not None and jitted._traces <= MOST_TRACES else None
+    entry = entry_by_shapes(given, noted, watch, True) if watch is not None and jitted._traces <= MAX_TRACES else None
     # If a run could differ from the trace, it would have to be continued by interpreting, amid the messages of four passes.
-    jitted._entries[key] = None if entry is None or entry.replays.last_look >= 0 else entry
+    jitted._entries[key] = None if entry is None or entry.replays.last_check >= 0 else entry
     return jitted._entries[key]
 
 

@@ -90,7 +90,7 @@ class ShapeRecorder(Recorder):
         made = tuple(operator.in_place.made(*args[1:]))
         return np.empty(x.shape[: x.ndim - len(made)] + made, x.dtype)
 
-    def _untold(self, fun: Callable, *args: Any) -> NoReturn:
+    def _untraced(self, fun: Callable, *args: Any) -> NoReturn:
         self.refuse(f"the result of {getattr(fun, '__name__', fun)} is known only in a run")
 
 

@@ -1,4 +1,4 @@
-"""The properties of its arguments on which a trace depends: structure, shapes and dtypes, and all that aren't numbers."""
+"""Signatures of calls: structure, shapes and dtypes of the arguments, and the values of those that aren't traced."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Arguments(NamedTuple):
     """The arguments of a call, flattened."""
 
     leaves: list[Any]
-    build: Any  # from leaves to the arguments, as (args, kwargs)
-    traced: list[int]  # positions of the leaves that are values of the program; the others are constants of the trace
-    key: tuple[Any, ...]  # equal for calls that can use the same trace
-    form: Any  # hashable; structure of the pytree
+    build: Any  # returns (args, kwargs) for given leaves
+    traced: list[int]  # positions of the leaves that are traced; the others are constants of the trace
+    key: tuple[Any, ...]  # the signature; calls with equal keys can use the same program
+    form: Any  # the structure of the pytree, hashable
 
     def constants(self) -> list[Any]:
-        """Return those leaves that are constants of a trace."""
+        """Return the leaves that are constants of a trace."""
         return [leaf for place, leaf in enumerate(self.leaves) if place not in self.traced]
 
     def values(self) -> list[Any]:
-        """Return the leaves without enclosing traces."""
+        """Return the leaves without autograd's boxes."""
         return [getval(leaf) for leaf in self.leaves]
 
 
 class _Object:
-    """An object in a key: equal to the same object only, regardless of its `__eq__`."""
+    """An object in a key, compared by identity."""
 
     __slots__ = ("value",)
 
@@ -52,11 +52,11 @@ _COMPARED = (type(None), bool, int, str, bytes, np.generic, np.dtype, type, type
 
 
 def arguments_of(args: tuple, kwargs: dict[str, Any], asked: Collection[Any] = ()) -> Arguments:
-    """Flatten arguments; raises TypeError for a leaf that can't be compared with that of another call.
+    """Flatten arguments; raises a TypeError if that is impossible.
 
-    `asked`: the integers on which the function branches, as pairs of the arguments' structure and their position.
+    `asked`: the integers on which the function branches, as pairs (structure of the arguments, position).
     """
-    if not kwargs and all(type(x) is np.ndarray for x in args):  # the commonest case
+    if not kwargs and all(type(x) is np.ndarray for x in args):  # the most common case
         return Arguments(
             list(args), _only_positional, list(range(len(args))), tuple([(x.shape, x.dtype) for x in args]), None
         )

@@ -1,4 +1,4 @@
-"""The records of a trace: steps with their arguments, in which numbers represent values; and arrays with such numbers."""
+"""The data of a trace: steps, whose arguments refer to values by number, and the traced arrays."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from mpiad.transport.calls import Site
 
 
 class Ref(NamedTuple):
-    """The number of a value, among the arguments of a step."""
+    """A reference to a traced value in the arguments of a step."""
 
     number: int
 
 
 class Constant(NamedTuple):
-    """The number of an array that isn't traced, among the arguments of a step."""
+    """A reference to an array that isn't traced in the arguments of a step."""
 
     number: int
 
 
 class Step(NamedTuple):
-    """A call of the program."""
+    """A step of the trace."""
 
     kind: str  # "call", "communicate", "operate", "opaque" or "settle"
     fun: Any  # callable or Operation
-    # `args`, `kwargs`: with `Ref` and `Constant` for arrays.
+    # In `args` and `kwargs` arrays are replaced by `Ref` and `Constant`.
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outs: tuple[int, ...]  # numbers of the results, in the order of a tuple or list of them
+    outs: tuple[int, ...]  # numbers of the results
     site: Site  # the user's line
-    part: int = 0  # of the program: the reverse pass of an outer derivative is the second
-    # Of a communication within an adjoint or tangent: which of the two, and the name and site of its forward call.
+    part: int = 0  # part of the program; 1 for the reverse pass of an enclosing derivative
+    # For a communication of an adjoint or tangent rule: which of the two, and the name and site of the forward call.
     rule: tuple[str, str, Site] | None = None
 
 
 class Abandoned(BaseException):
-    """Leave a trace that can't become a program; not an Exception, so that the function's own handlers don't catch it.
+    """Raised to leave a trace that can't be compiled, because of the user's `line`.
 
-    `line`: the user's line that can't be compiled.
+    It isn't an Exception, so that handlers in the user's function don't catch it.
     """
 
     def __init__(self, reason: str, line: str):
@@ -51,19 +51,19 @@ class Abandoned(BaseException):
 
 
 class Traced:
-    """The data of an array of a trace; `TracedArray` has the operations."""
+    """The data of a traced array; the subclass `TracedArray` adds the operations."""
 
     __slots__ = ("number", "recorder", "stale", "value", "weak")
 
     def __init__(self, recorder: Any, number: int, value: Any):
         self.recorder, self.number, self.value = recorder, number, value
         self.stale: Any = None
-        # A Python number takes the precision of the array that it is combined with; a NumPy scalar has its own.
+        # Whether it is a Python number, which takes the precision of the array that it is combined with.
         self.weak = False
 
 
 def plain(x: Any) -> Any:
-    """Return arguments in which traced arrays are replaced by their values."""
+    """Return arguments with traced arrays replaced by their values."""
     return mapped(x, _plain)
 
 
@@ -74,7 +74,7 @@ def _plain(x: Any) -> Any:
 
 
 def mapped(x: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Return arguments with a function applied to each leaf, that is, to all but tuples, lists, dicts and slices."""
+    """Return arguments with a function applied to each leaf; tuples, lists, dicts and slices are mapped recursively."""
     kind = type(x)
     if kind is tuple or kind is list:
         return kind([mapped(part, leaf) for part in x])
@@ -98,7 +98,7 @@ def hides_traced(x: Any, depth: int = 4) -> bool:
         parts = [*getattr(x, "__dict__", {}).values(), *(cell.cell_contents for cell in cells if _is_filled(cell))]
         parts += [getattr(x, name, None) for name in getattr(type(x), "__slots__", ())]
     nest = isinstance(x, (tuple, list, dict))
-    # Also a part that carries a derivative.
+    # `getval` removes autograd's boxes.
     plain_parts = [getval(part) for part in parts]
     return any(isinstance(part, Traced) and not nest or hides_traced(part, depth - 1) for part in plain_parts)
 
@@ -111,7 +111,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def on_host(params: Any) -> Any:
-    """Return the parameters of an operation with shapes of NumPy's arrays in place of those of traced ones."""
+    """Return the parameters of an operation with specs of NumPy arrays instead of traced arrays."""
     if isinstance(params, Spec):
         return params._replace(arrays=None)
     named: Any = params

@@ -1,4 +1,4 @@
-"""One call of a function on traced arrays, with or without a tape of its own, and the same call without a trace."""
+"""Traces of calls on traced arrays, and playback: the same call on plain arrays after a failed trace."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from mpiad.transport import calls
 from mpiad.transport.channels import Channel, Counts, tell_recorders
 from mpiad.transport.tracing import tracing
 
-# A function that has left its trace, run once more without repeating its communications.
+# Playback: a second run of a function after its trace has failed, without repeating its communications.
 
 
 class Playback:
-    """Replaces the recorder when a function that has left its trace is run once more, on plain arrays.
+    """Replaces the recorder when a function runs again, on plain arrays, after its trace has failed.
 
-    Its communications until then aren't repeated: the results are those of the first time.
+    Communications made before the failure return the logged results.
 
-    `log`: of a recorder, or of a replay that couldn't continue.
+    `log`: the log of a recorder, or of a replay that couldn't continue.
     """
 
     def __init__(self, log: Sequence[Any]):
@@ -56,18 +56,18 @@ class Playback:
         return self._next(operator.body, plain(args), plain(kwargs))
 
     def settle(self, fun: Callable, args: tuple) -> Any:
-        """Return the logged result of a settled call, or run it."""
+        """Return the logged result of a call, or run it."""
         return self._next(fun, *plain(args))
 
     opaque, call_as_it_is = settle, opaque_call
 
     def once(self, fun: Callable, args: tuple) -> Any:
-        """Run the initialization at the first use of a communicator, which isn't in the log."""
-        return self._untold(fun, *args)
+        """Run the initialization of a communicator at its first use, which isn't logged."""
+        return self._untraced(fun, *args)
 
     def _next(self, fun: Callable, *args: Any) -> Any:
         if not self._rest:
-            return self._untold(fun, *args)
+            return self._untraced(fun, *args)
         made = self._rest.pop()
         if not isinstance(made, Uncounted):
             return made
@@ -75,7 +75,7 @@ class Playback:
             channel.count_from(counts)
         return made.made
 
-    def _untold(self, fun: Callable, *args: Any) -> Any:
+    def _untraced(self, fun: Callable, *args: Any) -> Any:
         tracing.recorder = None
         try:
             return fun(*args)
@@ -86,10 +86,10 @@ class Playback:
         """Allow operations that can't be traced."""
 
     def looked_up(self, call: str) -> None:
-        """Allow it to look up channels."""
+        """Allow lookups of channels."""
 
     def entered_body(self) -> None:
-        """Allow it to run bodies: all traced operations came before them."""
+        """Allow bodies of operators, and end the playback: the log contains only operations before them."""
         tracing.recorder = None
 
     def communicated_by_itself(self) -> None:
@@ -101,10 +101,7 @@ class Playback:
 
 
 class TraceRun:
-    """A trace of one call.
-
-    `recorder`: `Recorder` or `ShapeRecorder`.
-    """
+    """The trace of one call; `recorder` is the class `Recorder` or `ShapeRecorder`."""
 
     def __init__(self, given: Arguments, recorder: type[Recorder] = Recorder):
         self.given, self.recorder = given, recorder()
@@ -116,7 +113,7 @@ class TraceRun:
         return fun(*args, **kwargs)
 
     def run_backwards(self, fun: Function, boxed: Sequence[int], leaves: list[Any] | None = None) -> Any:
-        """Call the function on a tape, with these leaves of its arguments, or with traced ones."""
+        """Call the function on a tape, with the given leaves of its arguments, by default with traced ones."""
         variables = Variables(self.leaves() if leaves is None else leaves, list(boxed), self.given.build)
         return trace_backwards(lambda given: fun(*given[0], **given[1]), variables)
 
@@ -133,9 +130,9 @@ class TraceRun:
         return Noting(self.recorder, part)
 
     def raise_own(self, error: BaseException) -> None:
-        """Raise the current exception if a communication, the function or a signal handler has raised it.
+        """Raise the current exception if it comes from a communication, the user's function or a signal handler.
 
-        All others end only the trace: the function runs once more, and raises its own with plain values.
+        Any other exception only ends the trace, and the function runs again on plain arrays.
         """
         has_traced = any(isinstance(getval(part), Traced) for part in error.args)
         if error is self.recorder.failed or not has_traced and calls.is_raised_by_user(error):
@@ -143,11 +140,11 @@ class TraceRun:
             raise error
 
     def reread(self) -> PlayingBack:
-        """Return a context in which its arrays are constants, for another reverse pass along its tape."""
+        """Return a context in which the traced arrays are constants, for another reverse pass along the tape."""
         return PlayingBack([], reread=self.recorder)
 
     def playing_back(self) -> PlayingBack:
-        """Return a context in which the function runs again without a second communication."""
+        """Return a context in which the function runs again without repeating communications."""
         return PlayingBack(self.recorder.log, self.counts)
 
 
@@ -161,17 +158,17 @@ class Noting:
         recorder = self._recorder
         recorder.open, recorder.part = True, self._part
         self.around, tracing.contexts = tracing.contexts, self
-        calls.note(recorder)  # so that each communicating adjoint can be attributed to its forward call
+        calls.note(recorder)  # to attribute the communications of adjoints to their forward calls
         with _lock:
             _recorders.add(recorder)
-            _tell(True)
+            _report_recording(True)
         tracing.recorder = recorder
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         tracing.recorder = None
         self.end(error, trace)
         tracing.contexts, self.around = self.around, None
-        # If the function has caught the exception itself.
+        # The function may have caught the exception.
         if error is None and self._recorder.refused is not None:
             raise self._recorder.refused
 
@@ -182,10 +179,10 @@ class Noting:
         calls.forget(recorder)
         with _lock:
             if _recorders == {recorder}:
-                _tell(False)
+                _report_recording(False)
             _recorders.discard(recorder)
         recorder.close()
-        if not isinstance(error, (Abandoned, Exception, type(None))):  # isn't caught: the function doesn't run once more
+        if not isinstance(error, (Abandoned, Exception, type(None))):  # such as KeyboardInterrupt: it won't run again
             recorder.mark()
 
 
@@ -193,7 +190,7 @@ _lock = threading.Lock()
 _recorders: set[Recorder] = set()
 
 
-def _tell(on: bool) -> None:
+def _report_recording(on: bool) -> None:
     """Notify channels and autograd.numpy whether there are traces in any thread."""
     tell_recorders(on)
     let_arrays_be_traced(on)
@@ -202,8 +199,8 @@ def _tell(on: bool) -> None:
 class PlayingBack:
     """A context in which communications return their logged results, until the log is exhausted.
 
-    `log`: of its recorder. `counts`: the message counts of each channel before the trace; messages are counted from there
-    again, since partners have counted them once.
+    `counts`: the message counts of each channel before the trace. They are restored, since the messages that are played
+    back are counted again.
     """
 
     def __init__(
@@ -219,7 +216,7 @@ class PlayingBack:
             self._reread.reread = True
         if self._before is not None:
             before = dict(self._before)
-            for channel, _ in self._later:  # one that was made in the trace had none
+            for channel, _ in self._later:  # channels that were created in the trace had counts of zero
                 channel.count_from(before.get(channel, Counts({}, {}, 0)))
         tracing.recorder = self._playback
 
@@ -229,7 +226,7 @@ class PlayingBack:
         tracing.contexts, self.around = self.around, None
 
     def end(self, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Count the messages again, as often as this is called."""
+        """Set the message counts to at least those at the entry; a second call has no effect."""
         if self._reread is not None:
             self._reread.reread = False
         for channel, counts in self._later:

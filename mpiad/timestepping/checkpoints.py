@@ -9,12 +9,12 @@ from math import comb
 from numbers import Integral
 from typing import Any, NamedTuple
 
-# The order of running, storing, rerunning and reversing the steps of a loop: binomial checkpointing.
+# Binomial checkpointing: the order in which the steps of a loop are run, stored, run again and reversed.
 #
 # With s stored states, including the first, and no step run more than r times, at most β(s, r) = (s + r)! / (s! r!) steps
 # can be reversed. For β(s, r - 1) < n ≤ β(s, r) the least number of steps run is r n - β(s + 1, r - 1): Griewank and
-# Walther, Algorithm 799: revolve (ACM TOMS 26, 2000). The states are a stack, whose least often accessed places are on
-# disk: Stumm and Walther (SIAM J. Sci. Comput. 31, 2009).
+# Walther, Algorithm 799: revolve (ACM TOMS 26, 2000). The stored states form a stack; its least often accessed levels are
+# on disk: Stumm and Walther (SIAM J. Sci. Comput. 31, 2009).
 
 
 class Keep(NamedTuple):
@@ -25,31 +25,31 @@ class Keep(NamedTuple):
 
 
 class Advance(NamedTuple):
-    """Run the steps from `first` up to, not including, `stop`."""
+    """Run the steps first, ..., stop - 1."""
 
     first: int
     stop: int
 
 
 class Reverse(NamedTuple):
-    """Run the steps from `first` up to, not including, `stop` again, recorded, and then their adjoints."""
+    """Run the steps first, ..., stop - 1 with a record, and then their adjoints."""
 
     first: int
     stop: int
 
 
 class Restore(NamedTuple):
-    """Take the state before step `number` from the stored ones; `last`: it isn't needed again."""
+    """Restore the stored state before step `number`; `last`: whether it isn't needed again."""
 
     number: int
     last: bool
 
 
 def actions(steps: int, kept: CheckpointSchedule) -> Iterator[Keep | Advance | Reverse | Restore]:
-    """Yield the actions from the first step to the adjoint of the first step, with at least one stored state."""
+    """Yield the actions from the first step to the adjoint of the first step; at least one state may be stored."""
     length = kept.recorded
     blocks = -(-steps // length)
-    # A schedule of blocks recorded together is a schedule of steps, with longer steps.
+    # Blocks of steps that are recorded together are scheduled like single steps.
     for action in _binomial(blocks, _places(blocks, kept)):
         if isinstance(action, (Advance, Reverse)):
             yield type(action)(action.first * length, min(action.stop * length, steps))
@@ -58,7 +58,7 @@ def actions(steps: int, kept: CheckpointSchedule) -> Iterator[Keep | Advance | R
 
 
 def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Keep | Advance | Reverse | Restore]:
-    """Yield the schedule of a stack of states, each place of which is in memory or on disk."""
+    """Yield the schedule for a stack of states; `on_disk`: whether each level of the stack is on disk."""
     at, stack = 0, []
     for end in range(steps, 0, -1):
         while at < end - 1:
@@ -77,13 +77,14 @@ def _binomial(steps: int, on_disk: Sequence[bool]) -> Iterator[Keep | Advance | 
 
 
 def _farthest(steps: int, states: int) -> int:
-    """Return the number of steps from a stored state to the next one, for at least two steps and one state.
+    """Return the number of steps m from a stored state to the next one, of n = `steps` >= 2 steps with s = `states` >= 1.
 
-    Any m is optimal with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r): the steps before the
-    next state run at most r - 1 times more, those after it r times with one state less. This m stores the fewest states.
+    Any m with β(s, r - 2) ≤ m ≤ β(s, r - 1) and β(s - 1, r - 1) ≤ n - m ≤ β(s - 1, r) is optimal: the steps before the next
+    state run at most r - 1 more times, and those after it at most r more times, with one state less. The m returned stores
+    the fewest states.
     """
     repeats = 1
-    # The number of steps that can be reversed with these states, if none runs more often than `repeats` times.
+    # The smallest number of repetitions with which these states suffice.
     while comb(states + repeats, states) < steps:
         repeats += 1
     most = comb(states + repeats - 1, states)
@@ -93,12 +94,12 @@ def _farthest(steps: int, states: int) -> int:
 
 
 def _places(steps: int, kept: CheckpointSchedule) -> list[bool]:
-    """Return for each place of the stack whether it is on disk."""
+    """Return for each level of the stack whether it is on disk."""
     # The state before the last step is available when the reverse pass begins, and needn't be stored.
     states = min(kept.memory + kept.disk, steps - 1)
     if not 0 < kept.memory < states:
         return [kept.memory == 0] * states
-    # The most frequently accessed places of the stack belong in memory; accesses are counted on a run without states.
+    # The most frequently accessed levels are in memory; the accesses are counted in a dry run of the schedule.
     accesses, depth = Counter(), -1
     for action in _binomial(steps, [False] * states):
         if isinstance(action, (Keep, Restore)):
@@ -119,23 +120,23 @@ class CheckpointSchedule(NamedTuple):
     disk : int
         Further states stored in files: those accessed least often.
     directory : path, optional
-        Folder for the files: each loop on each rank makes its own folder in it, which is removed with the gradient. By
-        default the system's folder for temporary files, which may be in memory itself.
+        Folder for the files. Each loop on each rank creates a subfolder, which is removed after the gradient. By default
+        the system's folder for temporary files, which may itself be in memory.
     recorded : int
-        Number of steps whose whole record, starting from one stored state, may be in memory at once in the reverse pass.
-        With √n states and √n recorded steps each step runs only twice.
+        Number of consecutive steps whose records may be in memory at once in the reverse pass. With √n stored states and √n
+        recorded steps, each step runs only twice.
     dtype : str, optional
-        ``"float32"``: states in double precision are stored in single precision, complex ones in complex64, in half the
-        memory. In the reverse pass the steps run again from states of seven digits; the loop itself is unaffected.
+        ``"float32"``: states in double precision are stored in single precision (complex ones in complex64), in half the
+        memory. The reverse pass runs the steps again from states with seven digits; the forward run is unaffected.
     compress : bool
-        Whether states are stored in 16 bits per entry, a quarter of the memory of double precision, as differences between
-        neighbors: smooth fields keep five to seven digits, rough ones four.
+        Whether states are stored in 16 bits per entry, a quarter of the memory of double precision, as differences of
+        neighboring entries. Smooth fields keep five to seven digits, rough ones four.
     host : bool
-        Whether stored arrays of devices are in the host's memory; with `compress` they always are.
+        Whether states on devices are stored in the host's memory; with `compress` they always are.
 
     Examples
     --------
-    A state stored every ten of 100 steps, and ten steps recorded at a time: each step runs twice.
+    For 100 steps, a state is stored every ten steps, and ten steps are recorded at a time. Each step runs twice.
 
     >>> mpiad.timestepping.CheckpointSchedule(memory=10, recorded=10)
     CheckpointSchedule(memory=10, disk=0, directory=None, recorded=10, dtype=None, compress=False, host=False)
@@ -151,9 +152,9 @@ class CheckpointSchedule(NamedTuple):
 
 
 def checkpoints_of(given: Any, call: str) -> CheckpointSchedule | None:
-    """Return the user's `checkpoints`, a number or `CheckpointSchedule`, in one form.
+    """Return the user's `checkpoints`, an integer, a `CheckpointSchedule` or None, as a validated schedule or None.
 
-    A TypeError or ValueError if it is something else, or no state may be stored.
+    Raises a TypeError or ValueError if it is invalid, or allows no stored state.
     """
     if given is None:
         return None

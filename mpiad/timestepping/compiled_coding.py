@@ -1,12 +1,13 @@
-"""The compiled passes over a field stored in 16 bits per entry: each reads it once.
+"""Compiled loops for fields stored in 16 bits per entry, each of which reads the field once.
 
-NumPy makes a dozen passes over a field, which take as long as one or two steps of a wave. The loops are in the language of
-`mpiad.compiling.translation`, which takes them from this file's text. A field consists of rows of `width` entries. They are
-processed by ranges of columns, so that the few rounded rows from which differences are computed, the ring, stay in cache.
+NumPy would make a dozen passes over a field, which take as long as one or two time steps of the wave equation. The loops
+are in the kernel language (see `mpiad.compiling.translation`), which reads them from this file's source. A field consists
+of rows of `width` entries. The loops process blocks of columns, so that the last eight rounded rows, from which differences
+are computed, stay in the cache: they are stored in a ring buffer.
 
-Numbers are integers in doubles, which are exact. Adding 1.5 * 2^52 rounds them to the nearest integer, ties to even, as
-NumPy does, and leaves them in the last bits of the sum: many processors have vector instructions for that, but none that
-convert doubles to integers of 64 bits.
+Integers are represented by doubles, exactly. Adding 1.5 * 2^52 rounds a double to the nearest integer, ties to even as in
+NumPy, and leaves it in the last bits of the sum. Many processors have vector instructions for this, but none for the
+conversion of doubles to 64-bit integers.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ import numpy as np
 
 from mpiad.compiling.cache import functions_of
 
-# Below, NumPy takes a few milliseconds, and compiling the loops takes half a second.
-_LARGE, _NARROWEST = 1 << 16, 32
-_RING = 8 * 512  # entries: eight rows of a range
+# Minimum number of entries, below which NumPy takes only a few ms but compilation half a second, and minimum row width.
+_MIN_ENTRIES, _MIN_WIDTH = 1 << 16, 32
+_RING = 8 * 512  # entries of the ring buffer: eight rows of a block
 
 
 def pays_off(dtype: np.dtype, size: int, width: int) -> bool:
-    """Return whether compiled passes pay for rows of this width."""
-    return dtype == np.float64 and size >= _LARGE and width >= _NARROWEST
+    """Return whether the compiled loops are faster than NumPy for a field."""
+    return dtype == np.float64 and size >= _MIN_ENTRIES and width >= _MIN_WIDTH
 
 
 def weights(order: int) -> np.ndarray:
-    """Return the factors of the four preceding numbers in a number's difference."""
+    """Return the coefficients of the four preceding numbers in the difference of this order."""
     return np.array([(-1.0) ** k * comb(order, k) for k in range(1, 5)])
 
 
-def tops(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's largest absolute value, and that of its change from another field; NaN if the row has one."""
+def row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the largest absolute value of each row, and of its change from `before`; NaN if the row contains NaN."""
     found = np.zeros((2, len(field)), np.int64)
     _functions()[0](field.reshape(-1), before.reshape(-1), field.size // len(field), found[0], found[1])
     return found[0].view(np.float64), found[1].view(np.float64)
@@ -43,7 +44,7 @@ def tops(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def write_differences(
     field: np.ndarray, before: np.ndarray | None, step: float, weights: np.ndarray, out: np.ndarray
 ) -> int:
-    """Write the differences of the rows that have as many predecessors as there are weights; return the largest."""
+    """Write the differences of all rows but the first few, which lack predecessors; return the largest absolute value."""
     largest, flat, order = np.zeros(1, np.int64), field.reshape(-1), np.count_nonzero(weights)
     relative = (flat, 0) if before is None else (before.reshape(-1), 1)
     width, ring = field.size // len(field), np.zeros(_RING)
@@ -73,13 +74,13 @@ def _functions() -> tuple:
 
 
 def largest_of_rows(field: np.ndarray, before: np.ndarray, width: int, most: np.ndarray, change: np.ndarray) -> None:
-    """Compute the bits of each row's largest absolute value and largest absolute change."""
+    """Compute the largest absolute value and change of each row, as the bits of doubles."""
     row = 0
     for begin in range(0, field.size, width):
         a, b = field[begin : begin + width], before[begin : begin + width]
         m = n = 0
         for i in range(width):
-            # Without their sign, doubles are in the order of their bits, and NaN comes after infinity.
+            # The bits of absolute values, as integers, have the order of the values; NaN is larger than infinity.
             m = max(m, bits_of(a[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
             n = max(n, bits_of(a[i] - b[i]) & 0x7FFFFFFFFFFFFFFF)  # type: ignore  # noqa: F821
         most[row] = m

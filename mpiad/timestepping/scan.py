@@ -1,4 +1,4 @@
-"""`scan`: a loop whose gradient stores a few states and recomputes the others."""
+"""`scan`: a loop over time steps whose gradient stores a few states and recomputes the others."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from mpiad.timestepping.stepping import Arguments, Span, Stepping, TangentSteppi
 from mpiad.transport import Spec
 from mpiad.transport.tracing import opaque, tracing
 
-# A loop that runs forwards, and backwards from states that the forward run has stored.
+# The forward and reverse pass of a loop with checkpoints, on plain arrays.
 
 
 class Loop:
-    """Successive steps of plain arrays.
+    """A loop of time steps on plain arrays, with its reverse pass.
 
-    `steps`: their number, at least one. `seen`: the specs of the arrays observed in one step; None before the first run.
+    `steps`: the number of steps, at least one. `kept`: the schedule of stored states. `seen`: the specs of the arrays that
+    are observed after each step; None before the first run.
     """
 
     def __init__(self, stepping: Stepping, steps: int, kept: CheckpointSchedule):
@@ -41,22 +42,22 @@ class Loop:
     def forwards(self, args: Arguments, recorded: bool) -> tuple[list[Array], list[Array]]:
         """Run all steps; return the last state and the observed arrays, with one entry per step along the first axis.
 
-        `recorded` says whether to store states for a gradient.
+        `recorded`: whether to store states for a gradient.
         """
         observed = _Observed(self)
         if not recorded:
             return self.run(Span(0, self.steps), args, _own(args.state), observed), observed.arrays
-        # The states from which the reverse pass starts are stored in this run, not in another one.
+        # This run also stores the states for the reverse pass, so that no additional run is needed.
         self._stored = run = _CheckpointedRun(self, args, observed)
         state = self.run(Span(run.last.first, self.steps), args, _own(run.state), observed)
         return state, observed.arrays
 
     def backwards(self, args: Arguments, active: Sequence[int], state: list[Any], observed: list[Any]) -> list[Any]:
-        """Return the cotangents of the arguments at the positions `active` among all leaves.
+        """Return the cotangents of the leaves of the arguments at the positions `active`.
 
-        `state` and `observed` are the cotangents of the last state and of the observed arrays.
+        `state` and `observed`: the cotangents of the last state and of the observed arrays.
         """
-        # The first gradient consumes the stored states; a second one runs the loop again.
+        # The first reverse pass consumes the stored states; a second one runs the loop again.
         run = self._stored or _CheckpointedRun(self, args, None)
         self._stored = None
         cotangents = _Cotangents(args, active)
@@ -66,17 +67,17 @@ class Loop:
         return cotangents.of_arguments(state)
 
     def run(self, span: Span, args: Arguments, state: list[Any], observed: _Observed | None) -> list[Array]:
-        """Run some steps of plain arrays, store the observed arrays, and return the last state.
+        """Run some steps on plain arrays, store the observed arrays, and return the last state.
 
-        A TypeError if a step uses a traced value that isn't among its arguments.
+        Raises a TypeError if a step uses a traced value that isn't among its arguments.
         """
         for part in spans(self.stepping, *span):
             state, seen = self.stepping.run(part, args.at(part, state))
             if any(map(isbox, state)) or any(isbox(leaf) for each in seen for leaf in each):
                 raise TypeError(
-                    "timestepping.scan: step uses a traced variable from outside itself, through which no derivative can "
-                    "flow. Pass it to scan among the params, and take it as an argument; mpiad.stop_gradient(x) gives its "
-                    "plain value if no derivative is needed."
+                    "timestepping.scan: step uses a traced variable from outside, with respect to which scan can't "
+                    "differentiate. Pass it to scan among the params, and take it as an argument; mpiad.stop_gradient(x) "
+                    "returns its plain value if no derivative is needed."
                 )
             if observed is not None:
                 for number, each in zip(range(*part), seen if seen else [[]] * (part.stop - part.first)):
@@ -84,7 +85,7 @@ class Loop:
         return state
 
     def traced(self, args: Arguments, span: Span, state: list[Any]) -> tuple[list[int], Traced]:
-        """Run some steps with traced arguments; return the positions of the variables among them, and the trace."""
+        """Run some steps with traced arguments; return the positions of the traced leaves among all, and the trace."""
         now = args.at(span, state)
         leaves = now.all()
         places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
@@ -107,7 +108,7 @@ class _Observed:
         self.arrays: list[Array] = []
 
     def note(self, number: int, seen: list[Any]) -> None:
-        # Allocated at the first step, which determines shapes and dtypes; those of later steps must agree.
+        # The first step determines the shapes and dtypes.
         specs = [spec_like(leaf) for leaf in seen]
         if number == 0:
             self._loop.seen = specs
@@ -127,28 +128,27 @@ def _described(specs: list[Spec]) -> str:
 
 
 def _own(state: list[Any]) -> list[Array]:
-    """Return copies: a step may write into its argument, or return the same buffer each time."""
+    """Return copies, since a step may write into its argument, or return the same buffer each time."""
     return [own(leaf) for leaf in state]
 
 
 class _CheckpointedRun:
-    """One pass through the schedule: it first runs forwards up to the last steps, then backwards.
+    """One pass through the checkpoint schedule: forward up to the last steps, then backward in `reversed`.
 
-    It holds no reference to its loop, which refers to it, so that stored states and files are released as soon as possible.
+    It has no reference to the loop that owns it: without a reference cycle, stored states and files are released at once.
     """
 
     def __init__(self, loop: Loop, args: Arguments, observed: _Observed | None):
-        # Owned by this pass: a second gradient runs the loop again and stores its states again.
         self._snapshots = Snapshots(loop.kept)
         self._actions = actions(loop.steps, loop.kept)
         self.state = _own(args.state)
-        self.last = Reverse(0, loop.steps)  # the last steps, with which `reversed` begins
+        self.last = Reverse(0, loop.steps)  # the first action of `reversed`
         for action in self._actions:
             if isinstance(action, Reverse):
                 self.last = action
                 break
             self._perform(action, loop, args, observed)
-        # A copy: the last steps run from here twice, first plain, later recorded.
+        # A copy, since the last steps run twice from this state: in the forward pass, and recorded in `reversed`.
         self.state = _own(self.state)
 
     def reversed(self, loop: Loop, args: Arguments) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
@@ -161,10 +161,10 @@ class _CheckpointedRun:
                 self._perform(action, loop, args, None)
 
     def _recorded(self, action: Reverse, loop: Loop, args: Arguments) -> Iterator[tuple[Span, tuple[list[int], Traced]]]:
-        """Run some steps with their record, and yield the last of them first."""
+        """Run some steps with a record, and yield them in reverse order."""
         state, found = self.state, []
         for span in spans(loop.stepping, action.first, action.stop):
-            # Records of all steps of the block are in memory together; `recorded` bounds their number.
+            # The records of all these steps are in memory at once; `CheckpointSchedule.recorded` limits their number.
             found.append((span, loop.traced(args, span, state)))
             state = found[-1][1][1].values[: len(state)]
         while found:
@@ -198,7 +198,7 @@ class _Cotangents:
         for k, g in zip(places, run_backward(found.recording, seeds, len(places))):
             if k < self._states:
                 before[k] = g
-            # All floats are variables of a step's record, but only those traced outside the loop need a cotangent.
+            # A step's record has all floats as variables, but only those traced outside the loop need a cotangent.
             elif g is not None and k in self._active:
                 self._add(k, span, g)
         return [spec_like(leaf).zeros() if g is None else g for g, leaf in zip(before, self._leaves)]
@@ -208,12 +208,12 @@ class _Cotangents:
         if k < self._states + self._inputs:
             if k not in self._sums:
                 self._sums[k] = np.zeros_like(leaf)
-            # Each step has its own entry, so nothing is added.
+            # Each step has its own entry of the inputs, so there is nothing to add up.
             self._sums[k][slice(*span)] = g
         elif k in self._sums:
             self._sums[k] += conform(g, *spec_like(leaf))
         else:
-            # A copy, since later additions are in place, and a cotangent may be shared or a view.
+            # A copy, since later additions are in place, and the cotangent's memory may be shared.
             self._sums[k] = own(conform(g, *spec_like(leaf)))
 
     def of_arguments(self, state: list[Any]) -> list[Any]:
@@ -222,35 +222,32 @@ class _Cotangents:
         return [found[k] if k in found else spec_like(self._leaves[k]).zeros() for k in sorted(self._active)]
 
 
-# A loop as one operator of its first state, its inputs and its parameters, differentiable to any order.
+# A loop as one operator of its first state, its inputs and its parameters (together x), differentiable to any order.
 #
-# Its adjoint is another operator, L(x)ᵀ g, which runs the loop backwards from stored states. To differentiate it, let
-# T(x, w) = L(x) w be the tangent of the loop along w, which is also a loop, of the state together with its tangent. Then
-# L(x)ᵀ g is the gradient of ⟨g, T(x, w)⟩ with respect to w. So its derivative along directions is L(x)ᵀ ġ + ∂ₓ⟨g, T(x, ẋ)⟩,
-# and a cotangent w of it gives T(x, w) to g and ∂ₓ⟨g, T(x, w)⟩ to x: one loop run forwards and backwards, with as few
-# stored states as the first.
+# Let L(x) be the Jacobian of the loop. The adjoint L(x)ᵀ g is another operator, which runs the loop backwards from stored
+# states. The tangent T(x, w) = L(x) w along w is a loop, too, over the state together with its tangent. Since L(x)ᵀ g is
+# the gradient of ⟨g, T(x, w)⟩ with respect to w, the tangent of the adjoint is L(x)ᵀ ġ + ∂ₓ⟨g, T(x, ẋ)⟩; and a cotangent w
+# of the adjoint contributes T(x, w) to the cotangent of g, and ∂ₓ⟨g, T(x, w)⟩ to that of x. The latter two come from one
+# forward and reverse pass of the tangent loop, with the same number of stored states.
 
 
 class LoopOperator:
-    """A loop with its operators.
-
-    `args`: arguments, which give the number of leaves of each kind.
-    """
+    """A loop as a differentiable operator; `args` has the structure of its arguments."""
 
     def __init__(self, stepping: Stepping, steps: int, kept: CheckpointSchedule, args: Arguments):
         self._stepping, self._steps, self._kept, self._like = stepping, steps, kept, args
         self._loop = Loop(stepping, steps, kept)
         leaves = args.all()
         self.active = [k for k, leaf in enumerate(leaves) if isbox(leaf)]
-        # Recorded even without a traced argument: communication in the steps has a reverse pass on other ranks too.
+        # Without a traced argument, too: if a step communicates, its reverse pass is needed for other ranks.
         self._recorded = bool(self.active) or tracing.tape is not None
         self._state = [spec_like(leaf) for leaf in args.state]
-        # Of the active arguments only: cotangents of all would be as large as the inputs of all steps.
+        # Only for active arguments, since the inputs of all steps may be large.
         self._cotangents = Concatenation([spec_like(leaves[k]) for k in self.active])
 
     def __call__(self, args: Arguments) -> tuple[list[Array], list[Array]]:
         """Return the last state and the observed arrays."""
-        # One node with one vector: an operator of the tape returns one array, and its cotangent is one vector.
+        # One vector, since a custom operator returns one array.
         vector = _run(*args.all(), loop=self)  # the observed arrays are known only after this call
         parts = self._results.parts(vector)
         return parts[: len(self._state)], parts[len(self._state) :]
@@ -273,11 +270,11 @@ class LoopOperator:
         return self._cotangents.vector(found)
 
     def tangent(self, leaves: Sequence[Any], directions: Sequence[Any]) -> Array:
-        """Return the tangent of the results along directions of the leaves (None: constant), visible to outer traces."""
+        """Return the tangent of the results along directions of the leaves (None: constant); enclosing traces record it."""
         args, along = self._like.like(leaves), self._like.like(directions)
         inputs = [k for k, direction in enumerate(along.inputs) if direction is not None]
         params = [k for k, direction in enumerate(along.params) if direction is not None]
-        # A loop with a state of twice the length; constant inputs and parameters have no tangent.
+        # A loop over states and their tangents; constant inputs and parameters have no tangents.
         both = Arguments(
             [*args.state, *map(tangent_of, args.state, along.state)],
             [*args.inputs, *[tangent_of(args.inputs[k], along.inputs[k]) for k in inputs]],
@@ -302,7 +299,7 @@ class LoopOperator:
         tangent, place = traced.values[0], traced.places[0]
         seeds = [(place, conform(g, *spec_like(tangent)))] if place >= 0 else []
         found = run_backward(traced.recording, seeds, len(self.active))
-        # In the shape of each leaf, zeros if nothing depends on it: the vector has an entry for each.
+        # Leaves on which nothing depends have zero cotangents.
         return tangent, self._cotangents.vector([tangent_of(leaves[k], part) for k, part in zip(self.active, found)])
 
 
@@ -318,7 +315,7 @@ def _reversed(g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) 
 
 def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
     def vjp(g: Array) -> list:
-        # Decided by the tape, identically on all ranks; a surrounding autograd trace is the exception.
+        # This depends only on the tape, so it is identical on all ranks, except in a plain autograd trace.
         linear = tracing.tape is not None and tracing.tape.of_cotangents and not any(map(isbox, leaves))
         return loop.directions(_reversed(g, *leaves, loop=loop, linear=linear))
 
@@ -327,7 +324,7 @@ def _run_adjoint(ans: Array, *leaves: Any, loop: LoopOperator) -> Callable:
 
 def _reversed_adjoint(ans: Array, g: Array, *leaves: Any, loop: LoopOperator, linear: bool = False) -> Callable:
     def vjp(w: Array) -> list:
-        if linear:  # linear in g alone: the tangent of the loop, without a reverse pass
+        if linear:  # only the derivative with respect to g is needed: the tangent of the loop, without a reverse pass
             return [loop.tangent(leaves, loop.directions(w))]
         tangent, found = loop.curvature(g, leaves, loop.directions(w))
         return [tangent, *loop.directions(found)]
@@ -346,7 +343,7 @@ defvjp_together(_reversed, _reversed_adjoint)
 defjvp_together(_reversed, _reversed_tangent)
 
 
-_MOST_UNROLLED = 50  # steps, in a function that is being compiled
+_MAX_UNROLLED = 50  # steps of a loop without checkpoints in a function that is being compiled
 
 
 def scan(
@@ -363,28 +360,30 @@ def scan(
     Parameters
     ----------
     step : callable
-        ``step(u, k, *params)`` returns the state after step k, counted from 0, in the form of `u`; with `inputs`,
-        ``step(u, k, x, *params)``. It may communicate. The same arguments must always give the same state, because the
-        gradient calls it again. Variables to differentiate with respect to must be among its arguments, not in its closure.
+        ``step(u, k, *params)`` returns the state after step k = 0, 1, ..., with the same structure as `u`. With `inputs` it
+        is called as ``step(u, k, x, *params)``. It may communicate. The same arguments must always give the same state,
+        because the gradient calls it again. Variables with respect to which to differentiate must be among its arguments,
+        not in its closure.
     u0 : pytree of arrays of floats
-        The first state; its shapes and dtypes must stay the same.
+        The initial state. All states have its shapes and dtypes.
     n_steps : int
+        Number of steps.
     *params : pytree of arrays
-        Constants of all steps; derivatives flow to all of them.
+        Parameters, the same for all steps. The loop is differentiable with respect to them.
     inputs : pytree of arrays of shape (n_steps, ...), optional
-        Step k gets their entries k. Derivatives flow to them at the cost of one entry per step; those of an array among the
-        params cost its whole length per step.
+        Step k gets their entries k. The loop is differentiable with respect to them; the reverse pass of a step handles
+        only its own entries, whereas a cotangent of an array in `params` has its full length in every step.
     observe : callable, optional
         ``observe(u, k, *params)`` is called with the result of step k, and returns a pytree of arrays of floats.
     checkpoints : int or CheckpointSchedule, optional
-        Number of states stored for the gradient, including the first; `CheckpointSchedule` also allows files. Steps between
-        them are run again, as few as possible. By default all intermediate values of the steps are stored, and nothing is
-        run again. With `n_steps` or more, every state is stored, and every step runs twice.
+        Number of states stored for the gradient, including the initial one; a `CheckpointSchedule` has more options. The
+        steps between them are run again, as few times as possible. With `n_steps` or more states, every step runs twice. By
+        default all intermediate values of the steps are stored, and nothing is run again.
 
     Returns
     -------
     pytree of arrays, or (pytree of arrays, pytree of arrays)
-        The last state; with `observe`, also its results, stacked along a new first axis.
+        The last state; with `observe`, also the results of `observe`, stacked along a new first axis.
 
     Raises
     ------
@@ -400,8 +399,9 @@ def scan(
 
     Adjoint
     -------
-    That of the steps taken, with respect to `u0`, `inputs` and `params`, to any order and in forward mode, with equally few
-    stored states: binomial checkpointing (Griewank and Walther, Algorithm 799: revolve, ACM TOMS 26, 2000).
+    The derivative of the discrete steps with respect to `u0`, `inputs` and `params`, in reverse and forward mode and to any
+    order, with the same number of stored states: binomial checkpointing (Griewank and Walther, Algorithm 799: revolve, ACM
+    TOMS 26, 2000).
 
     Examples
     --------
@@ -436,22 +436,22 @@ _opaque_scan = opaque(_scan)
 
 
 def _in_a_trace(step: Any, u0: Tree, n_steps: int, params: tuple, inputs: Tree, observe: Any, checkpoints: Any) -> Any:
-    """Run the loop as one call of a compiled program, its steps compiled; a short one without checkpoints is unrolled."""
-    # Imported when tracing; a program that compiles nothing needn't wait for it.
+    """Run the loop in a function that is being compiled: as one call with compiled steps, or unrolled if it is short."""
+    # Imported late, since programs that don't use jit don't need it.
     from mpiad.programs import Jitted, jit
     from mpiad.programs.steps import Traced
 
     n_steps = operator.index(n_steps) if isinstance(n_steps, Traced) else n_steps
-    if checkpoints is None and not (isinstance(n_steps, Integral) and n_steps > _MOST_UNROLLED):
+    if checkpoints is None and not (isinstance(n_steps, Integral) and n_steps > _MAX_UNROLLED):
         return _scan(step, u0, n_steps, params, inputs, observe, checkpoints)
     compiled = [jit(fun) if callable(fun) and not isinstance(fun, Jitted) else fun for fun in (step, observe)]
     return _opaque_scan(compiled[0], u0, n_steps, params, inputs, compiled[1], checkpoints)
 
 
 def _on_the_tape(stepping: UserStepping, steps: int) -> tuple[list[Any], list[Any]]:
-    """Run the loop so that the surrounding tape records every step."""
+    """Run the loop such that the surrounding tape records every step."""
     args, rows = stepping.args, []
-    # If nothing is traced, a step may write into its state, which mustn't be the caller's array.
+    # Copies, since a step may write into its state, which mustn't be the caller's array.
     state = list(map(own, args.state))
     for span in spans(stepping, 0, steps):
         state, seen = stepping.run(span, args.at(span, state))
@@ -472,7 +472,7 @@ def _check_arguments(step: object, u0: Tree, n_steps: object, inputs: Tree, obse
         if not is_variable(leaf):
             kind = f"dtype {leaf.dtype}" if hasattr(leaf, "dtype") else f"{type(leaf).__name__} {leaf!r:.40}"
             raise TypeError(
-                f"timestepping.scan: the state must be made of real or complex floats, but {name} is of {kind}. Convert "
+                f"timestepping.scan: the state must consist of real or complex floats, but {name} is of {kind}. Convert "
                 "it; step gets the number of the step as an argument, so the state needs no counter."
             )
     for name, leaf in [] if inputs is None else named_leaves(inputs, "inputs"):

@@ -91,18 +91,19 @@ def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
     before = None if before is None else _real(before)
     compiled = compiled_coding.pays_off(entries.dtype, entries.size, entries.size // len(entries))
     with np.errstate(over="ignore", invalid="ignore"):
-        tops, changes = (compiled_coding.tops if compiled else _tops)(entries, entries if before is None else before)
-    relative = before is not None and float(changes.max()) <= 0.5 * float(tops.max())
+        row_maxima, changes = (compiled_coding.row_maxima if compiled else _row_maxima)(entries, entries if before is None
+        else before)
+    relative = before is not None and float(changes.max()) <= 0.5 * float(row_maxima.max())
     if not relative:
         before = None
-    largest = float((changes if relative else tops).max())
+    largest = float((changes if relative else row_maxima).max())
     if not np.isfinite(largest):
         return None
     if largest < np.finfo(float).tiny * _RANGE:
         return Coded(
             np.zeros(entries.shape, np.int16), np.zeros_like(entries[_corner(0, axes)], np.int32), 0.0, 0, relative
         )
-    step, order = _best_order(entries, before, int(np.argmax(changes if relative else tops)), largest / _RANGE)
+    step, order = _best_order(entries, before, int(np.argmax(changes if relative else row_maxima)), largest / _RANGE)
     take = _by_compiled_passes if compiled else _by_numpy
     while True:
         numbers, corner, found = take(entries, before, step, order, axes)
@@ -139,7 +140,7 @@ def _by_numpy(
     return numbers, corner, int(max(numbers.max(), -numbers.min()))
 
 
-def _tops(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return each row's largest absolute value, and that of its change from another field; NaN if the row has one."""
     sizes = np.abs(field), np.abs(field - before)
     top, change = (each.reshape(len(field), -1).max(1) if field.ndim > 1 else each for each in sizes)

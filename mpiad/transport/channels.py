@@ -173,7 +173,7 @@ class Channel:
         self.derived: list[Comm] = []
         # MPI promises this attribute on the world alone.
         self.tag_limit = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1)
-        self.tag_stride = int(self.tag_limit * _GOLDEN_SECTION)  # see `envelopes`
+        self.tag_stride = int(self.tag_limit * _GOLDEN_SECTION)  # see `messages.Envelope`
         self.sent: dict[tuple[int, int], int] = {}
         self.received: dict[tuple[int, int], int] = {}
         # Halo exchanges in two halves: how many were begun, and by tag weak references to the last of them.

@@ -10,7 +10,7 @@ import pytest
 
 import mpiad
 from mpiad.domain import Domain
-from mpiad.programs.memory_plan import homes_of
+from mpiad.programs.memory_plan import allocate
 from mpiad.programs.schedule import Loop, Run, Store, root_of
 
 pytestmark = pytest.mark.serial
@@ -56,7 +56,7 @@ def test_sums_end_the_loop_that_computes_what_they_add():
     replays = replays_of(lambda u: anp.sum(laplacian(u) ** 2) + anp.max(laplacian(u)), U)
     loops, calls, copies = counts(replays)
     assert (loops, calls, copies) in ((1, 0, 0), (2, 0, 0))  # the second one adds two numbers
-    assert not [b for b in replays.homes if np.prod(replays.schedule.buffers[b].shape) > 1]  # no array is kept
+    assert not [b for b in replays.allocations if np.prod(replays.schedule.buffers[b].shape) > 1]  # no array is kept
 
 
 def test_a_field_is_computed_into_the_buffer_of_its_exchange():
@@ -79,7 +79,7 @@ def test_the_reverse_pass_of_a_stencil_reads_at_mirrored_places():
     replays = replays_of(mpiad.grad(lambda u: anp.sum(anp.sin(laplacian(u)))), U)
     loops, calls, copies = counts(replays)
     assert calls <= 1 and copies == 0 and loops <= 3
-    large = [b for b in replays.homes if np.prod(replays.schedule.buffers[b].shape) > 1]
+    large = [b for b in replays.allocations if np.prod(replays.schedule.buffers[b].shape) > 1]
     assert len(large) <= 1  # the cotangent, which five places read
 
 
@@ -139,20 +139,20 @@ def test_buffers_that_are_live_at_once_share_no_memory():
     mpiad.grad(jitted)(U)
     (entry,) = jitted._entries.values()
     for replays in (forward, entry.replays):
-        schedule, homes = replays.schedule, homes_of(replays.schedule, replays.texts)
+        schedule, allocations = replays.schedule, allocate(replays.schedule, replays.texts)
         spans = {}
         for at, (step, text) in enumerate(zip(schedule.steps, replays.texts)):
             for b in step.inputs if text is None else text.buffers:
                 spans.setdefault(root_of(schedule.buffers, b), []).append(at)
-        for b in homes:
-            assert homes[b].nbytes >= np.prod(schedule.buffers[b].shape) * schedule.buffers[b].dtype.itemsize
-            for c in homes:
-                if b < c and homes[b].memory == homes[c].memory:
+        for b in allocations:
+            assert allocations[b].nbytes >= np.prod(schedule.buffers[b].shape) * schedule.buffers[b].dtype.itemsize
+            for c in allocations:
+                if b < c and allocations[b].memory == allocations[c].memory:
                     first, second = sorted((spans[b], spans[c]))
                     assert max(first) < min(second)
                     # What the later part reads may be read again, when other arguments have been here.
                     assert schedule.part(min(first)) == schedule.part(max(first))
-    assert len({home.memory for home in homes.values()}) < len(homes)
+    assert len({allocation.memory for allocation in allocations.values()}) < len(allocations)
 
 
 def test_the_listing_names_lines_loops_and_messages():

@@ -184,9 +184,9 @@ def test_what_cannot_be_used_is_refused(wrong, kind, text):
 
 
 def test_a_traced_value_from_around_the_step_is_refused():
-    with pytest.raises(TypeError, match="from outside itself.*among the params"):
+    with pytest.raises(TypeError, match="from outside.*among the params"):
         mpiad.grad(lambda c: anp.sum(scan(lambda u, k: u * c, np.ones(3), 4, checkpoints=2)))(0.5)
-    with pytest.raises(TypeError, match="from outside itself.*among the params"):
+    with pytest.raises(TypeError, match="from outside.*among the params"):
         mpiad.grad(lambda c: scan(lambda u, k: u, 1.0, 4, observe=lambda u, k: u * c, checkpoints=2)[1][0])(0.5)
 
 

@@ -222,7 +222,7 @@ def test_random_numbers_are_refused():
 
 
 def test_too_large_a_program_is_refused(monkeypatch):
-    monkeypatch.setattr(builder, "_MOST", 300)
+    monkeypatch.setattr(builder, "_MAX_OPERATIONS", 300)
 
     def f(u, p, t):
         for i in range(200):
