@@ -668,7 +668,7 @@ NAMED = {
     recorder: "Recorder.call Recorder._run Recorder._untold Recorder.close Recorder._step",
     calls: "begin begin_rule _pushed end note forget",
     traced_array: "let_arrays_be_traced",
-    channels: "tell_recorders Channel.begin Channel.leave Channel.keep",
+    channels: "report_to_recorders Channel.begin Channel.leave Channel.keep",
     messages: "post_send post_receive finish_send finish_receive receive send _await",
     collectives: "start_allreduce Summation.finish",
     "mpiad.ensemble.solve": "solve",

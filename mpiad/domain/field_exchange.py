@@ -21,7 +21,7 @@ from mpiad.primitives.addresses import point_to_point
 from mpiad.primitives.operation import Operation, communicate, suspended
 from mpiad.primitives.request import Request, claim, started
 from mpiad.transport import Channel, Spec
-from mpiad.transport.buffers import copied, empty_beside
+from mpiad.transport.buffers import copied, empty_like
 from mpiad.transport.tracing import restoring_state
 
 # Halo exchange in two halves, which overlaps messages with computation, forwards and backwards.
@@ -139,7 +139,7 @@ def _start(x: LocalArray, exchange: Exchange) -> Begun:
         values = copied(x)
         fold_local(values, local, exchange.sides, len(halo.shape))
     else:
-        values = empty_beside(x, x.shape[: x.ndim - len(halo.shape)] + halo.padded)
+        values = empty_like(x, x.shape[: x.ndim - len(halo.shape)] + halo.padded)
         values[halo.interior] = x
     with restoring_state(), suspended():
         coming = post(values, stage.routes, exchange.backwards, exchange.tag, halo.comm)

@@ -18,7 +18,7 @@ from mpiad.domain.halo_messages import PreparedStage, add, post, put
 from mpiad.domain.partition import Partition
 from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, custom_operator, defjvp, defvjp
-from mpiad.transport.buffers import copied, empty_beside
+from mpiad.transport.buffers import copied, empty_like
 
 # Far from usual tags of users, and below the 32767 that MPI guarantees.
 _TAG = 32750
@@ -91,7 +91,7 @@ def fill_halo(u: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
 
     All ranks of the domain call it. The adjoint is `fold_halo`.
     """
-    out = empty_beside(u, u.shape[: u.ndim - len(halo.shape)] + halo.padded)
+    out = empty_like(u, u.shape[: u.ndim - len(halo.shape)] + halo.padded)
     out[halo.interior] = u
     fill_in_place(out, halo, sides, scheme)
     return out

@@ -13,7 +13,7 @@ from mpiad.domain.routes import Index, Route
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.request import Request
 from mpiad.transport import channel
-from mpiad.transport.buffers import empty_beside
+from mpiad.transport.buffers import empty_like
 from mpiad.transport.prepared_messages import PreparedMessages
 
 
@@ -63,7 +63,7 @@ def _received(values: LocalArray, coming: list[Coming]) -> Any:
 
 
 def _room(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
-    return empty_beside(values, (sum(values[index].size for index in parts),))
+    return empty_like(values, (sum(values[index].size for index in parts),))
 
 
 def _packed(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:

@@ -13,7 +13,7 @@ from mpiad.domain.decomposition import Decomposition, checked_block
 from mpiad.domain.partition import Partition, lengths
 from mpiad.primitives import mpi_gather, mpi_scatter
 from mpiad.transport.agreement import raising_together
-from mpiad.transport.buffers import empty_beside
+from mpiad.transport.buffers import empty_like
 
 
 def scatter(domain: Decomposition, u: RootArray, root: Rank) -> LocalArray:
@@ -110,7 +110,7 @@ def _ranges(block: tuple[slice, ...]) -> str:
 def into_blocks(u: RootArray, partition: Partition) -> RootArray:
     """Reorder a whole array (..., *partition.shape) by ranks: (cells, ...), the cells of rank 0's block first."""
     lead = u.shape[: u.ndim - len(partition.shape)]
-    out = empty_beside(u, (math.prod(partition.shape), *lead))
+    out = empty_like(u, (math.prod(partition.shape), *lead))
     start = 0
     for rank in range(math.prod(partition.dims)):
         block = u[(..., *partition.block(rank))].reshape(*lead, -1)
@@ -125,7 +125,7 @@ def into_blocks(u: RootArray, partition: Partition) -> RootArray:
 def from_blocks(cells: RootArray, partition: Partition) -> RootArray:
     """Put the blocks of all ranks, as `into_blocks` returns them, together: an array (..., *partition.shape)."""
     lead = cells.shape[1:]
-    out = empty_beside(cells, lead + partition.shape)
+    out = empty_like(cells, lead + partition.shape)
     start = 0
     for rank in range(math.prod(partition.dims)):
         block = partition.block(rank)

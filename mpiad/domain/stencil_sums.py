@@ -20,7 +20,7 @@ from mpiad.domain.halo import Halo, fill_local, fold_in_place
 from mpiad.domain.halo_messages import post, put
 from mpiad.domain.routes import FACES, TOGETHER
 from mpiad.extend import custom_operator, defjvp, defvjp
-from mpiad.transport.buffers import empty_beside, zeros_beside
+from mpiad.transport.buffers import empty_like, zeros_like
 
 _TAG = 32749
 
@@ -75,7 +75,7 @@ class StencilSums:
         if room is not None and room.shape == shape and room.dtype == u.dtype and type(room) is type(u):
             return room
         # Halo cells are added up before they have come, and the sums dropped: NumPy must not warn of them.
-        return zeros_beside(u, shape)
+        return zeros_like(u, shape)
 
     def give_back(self, room: Array) -> None:
         """Keep an array for the next call."""
@@ -86,7 +86,7 @@ class StencilSums:
         halo, stage = self.halo, self._stage
         padded = self.room(u)
         padded[halo.interior] = u
-        out = empty_beside(u, u.shape)
+        out = empty_like(u, u.shape)
         # Cells whose neighbors are all in the block are summed during the exchange.
         coming = post(padded, stage.routes, False, _TAG, halo.comm)
         if self._inside is not None:
@@ -103,9 +103,9 @@ class StencilSums:
         halo, ndim = self.halo, len(self.halo.shape)
         lead = g.shape[: g.ndim - ndim]
         # Around it as many zeros as the mirrored stencil reaches from the outermost halo cell.
-        framed = zeros_beside(g, lead + tuple(n + 4 * r for n, r in zip(halo.shape, self.radius)))
+        framed = zeros_like(g, lead + tuple(n + 4 * r for n, r in zip(halo.shape, self.radius)))
         framed[(..., *[slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, self.radius)])] = g
-        total = empty_beside(g, lead + halo.padded)
+        total = empty_like(g, lead + halo.padded)
         weighted_sum(framed, self.mirrored.terms, total, _all_of(halo.padded))
         for ghost in self._stage.empty:
             total[ghost] = 0
@@ -128,7 +128,7 @@ def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box) ->
         target[...] = 0
     if not target.size:
         return
-    scratch = empty_beside(out, target.shape)
+    scratch = empty_like(out, target.shape)
     for number, (weight, offsets) in enumerate(terms):
         shifted = [[slice(cells.start + o, cells.stop + o) for cells, o in zip(box, offset)] for offset in offsets]
         pieces, part = [source[(..., *index)] for index in shifted], scratch if number else target

@@ -15,7 +15,7 @@ from autograd.extend import defjvp, defvjp, primitive
 from autograd.tracer import getval
 
 from mpiad._typing import LocalArray, Shape
-from mpiad.transport.buffers import empty_beside, zeros_beside
+from mpiad.transport.buffers import empty_like, zeros_like
 
 
 @primitive
@@ -23,7 +23,7 @@ def varying_sum(padded: LocalArray, weights: LocalArray) -> LocalArray:
     """Return the sums (..., *cells) of an array (..., *padded) by weights (*lengths, *cells) of odd lengths."""
     lengths, cells = _shapes(weights)
     like, shape = _wider(padded, weights), padded.shape[: padded.ndim - len(cells)] + cells
-    total = zeros_beside(like, shape)
+    total = zeros_like(like, shape)
     # One array for all products, instead of a new one for each offset.
     room = np.empty_like(total)
     for offset, piece in _pieces(lengths, cells):
@@ -37,8 +37,8 @@ def spread(g: LocalArray, weights: LocalArray) -> LocalArray:
     """Return the transpose of the weighted sums: an array of shape (..., *padded)."""
     lengths, cells = _shapes(weights)
     padded = tuple(n + length - 1 for n, length in zip(cells, lengths))
-    total = zeros_beside(_wider(g, weights), g.shape[: g.ndim - len(cells)] + padded)
-    room = empty_beside(total, g.shape)
+    total = zeros_like(_wider(g, weights), g.shape[: g.ndim - len(cells)] + padded)
+    room = empty_like(total, g.shape)
     for offset, piece in _pieces(lengths, cells):
         np.multiply(g, weights[offset], out=room)
         total[piece] += room
@@ -50,7 +50,7 @@ def products(g: LocalArray, padded: LocalArray, ndim: int) -> LocalArray:
     """Return the derivative with respect to the weights: the grid has the last `ndim` dimensions."""
     cells = g.shape[g.ndim - ndim :]
     lengths = tuple(m - n + 1 for m, n in zip(padded.shape[padded.ndim - ndim :], cells))
-    total = empty_beside(_wider(g, padded), lengths + cells)
+    total = empty_like(_wider(g, padded), lengths + cells)
     for offset, piece in _pieces(lengths, cells):
         # Fields along leading axes share the weights, so their cotangents add up.
         total[offset] = (g * padded[piece]).reshape(-1, *cells).sum(axis=0)

@@ -22,7 +22,7 @@ from mpiad.extend import custom_operator, defjvp, defvjp
 from mpiad.primitives import mpi_alltoall, mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
 from mpiad.transport import channel
-from mpiad.transport.buffers import contiguous, empty_beside
+from mpiad.transport.buffers import contiguous, empty_like
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.tracing import restoring_state
 
@@ -66,7 +66,7 @@ class GhostPlan:
 
     def fetch(self, x: LocalArray) -> LocalArray:
         """Return the ghosts of a vector, shape (..., count), from this rank's part, shape (..., n); collective."""
-        ghosts = empty_beside(x, (*x.shape[:-1], self.count))
+        ghosts = empty_like(x, (*x.shape[:-1], self.count))
         coming = [(places, mpi_irecv(ghosts[..., places], r, _TAG_FETCH, self.comm)) for r, places in self.sources]
         for r, places in self._destinations(x):
             mpi_send(x[..., places], r, _TAG_FETCH, self.comm)
@@ -78,7 +78,7 @@ class GhostPlan:
         """Add ghosts to the entries of their owners in `out`: the transpose of `fetch`; collective."""
         coming = []
         for r, places in self._destinations(out):
-            buffer = empty_beside(out, (*out.shape[:-1], len(places)))
+            buffer = empty_like(out, (*out.shape[:-1], len(places)))
             coming.append((places, mpi_irecv(buffer, r, _TAG_GIVE, self.comm)))
         for r, places in self.sources:
             mpi_send(ghosts[..., places], r, _TAG_GIVE, self.comm)

@@ -20,7 +20,7 @@ from mpiad.programs.signature import Arguments
 from mpiad.programs.steps import Abandoned, Traced, on_host, plain
 from mpiad.programs.traced_array import let_arrays_be_traced
 from mpiad.transport import calls
-from mpiad.transport.channels import Channel, Counts, tell_recorders
+from mpiad.transport.channels import Channel, Counts, report_to_recorders
 from mpiad.transport.tracing import tracing
 
 # Playback: a second run of a function after its trace has failed, without repeating its communications.
@@ -192,7 +192,7 @@ _recorders: set[Recorder] = set()
 
 def _report_recording(on: bool) -> None:
     """Notify channels and autograd.numpy whether there are traces in any thread."""
-    tell_recorders(on)
+    report_to_recorders(on)
     let_arrays_be_traced(on)
 
 

@@ -91,8 +91,9 @@ def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
     before = None if before is None else _real(before)
     compiled = compiled_coding.pays_off(entries.dtype, entries.size, entries.size // len(entries))
     with np.errstate(over="ignore", invalid="ignore"):
-        row_maxima, changes = (compiled_coding.row_maxima if compiled else _row_maxima)(entries, entries if before is None
-        else before)
+        row_maxima, changes = (compiled_coding.row_maxima if compiled else _row_maxima)(
+            entries, entries if before is None else before
+        )
     relative = before is not None and float(changes.max()) <= 0.5 * float(row_maxima.max())
     if not relative:
         before = None

@@ -133,13 +133,13 @@ def contiguous(array: Array) -> Array:
     return np.ascontiguousarray(array) if arrays is None else arrays.contiguous(array)
 
 
-def empty_beside(u: Array, shape: Shape) -> Array:
+def empty_like(u: Array, shape: Shape) -> Array:
     """Return a C-contiguous array without values, with the dtype and device of `u`."""
     arrays = arrays_of(u)
     return np.empty(shape, u.dtype) if arrays is None else arrays.empty(shape, u.dtype)
 
 
-def zeros_beside(u: Array, shape: Shape) -> Array:
+def zeros_like(u: Array, shape: Shape) -> Array:
     """Return a C-contiguous array of zeros, with the dtype and device of `u`."""
     arrays = arrays_of(u)
     return np.zeros(shape, u.dtype) if arrays is None else arrays.full(shape, 0, u.dtype)

@@ -1,6 +1,6 @@
-"""Collectives on large arrays, cut alike on all ranks: on devices one piece is copied while another one travels.
+"""Collectives on large arrays in pieces, which overlap copies between device and host with communication.
 
-A rank whose array lies on the host makes the same calls on parts of it, so the ranks' arrays may lie anywhere.
+Each rank's array may be on the host or on a device, since all ranks make the same calls of MPI.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from mpiad.transport.channels import Channel
 from mpiad.transport.chunked_staging import (
     ChunkedTransfer,
     Ranges,
-    arriving,
-    departing,
+    in_place_transfer,
+    incoming_transfer,
     of_block,
     of_blocks,
     of_whole,
-    passing,
+    outgoing_transfer,
 )
 from mpiad.transport.device_arrays import arrays_of
 
@@ -34,25 +34,25 @@ def _like(array: Array) -> Spec:
 
 
 def compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
-    """Have the ranks compare the whole under watch: MPI sees pieces, and would wait for those that others don't have."""
+    """Compare the ranks' calls in debug mode: if sizes differ, so does the number of pieces, and MPI would wait forever."""
     if getattr(comm, "agreement", None) is not None:
         comm.agree(step, array, op, root)
 
 
-def _passed(passage: ChunkedTransfer, count: int, call: Callable[[int], object]) -> Array:
-    """Make `count` calls, one for each piece, which MPI writes, and return their array."""
+def _passed(transfer: ChunkedTransfer, count: int, call: Callable[[int], object]) -> Array:
+    """Call a function for each of `count` pieces that MPI writes, and return the complete array."""
     for number in range(count):
         call(number)
-        passage.take(number)
-    return passage.home()
+        transfer.take(number)
+    return transfer.received()
 
 
 def allreduce(channel: Channel, array: Array, op: Op) -> Array:
     """Combine every rank's array, with the result on all ranks."""
     compare(channel.data, "Allreduce", array, op)
     pieces = _cut(array)
-    passage = passing(array, pieces)
-    return _passed(passage, len(pieces), lambda k: channel.data.Allreduce(MPI.IN_PLACE, passage.piece(k), op))
+    transfer = in_place_transfer(array, pieces)
+    return _passed(transfer, len(pieces), lambda k: channel.data.Allreduce(MPI.IN_PLACE, transfer.piece(k), op))
 
 
 def reduce(channel: Channel, array: Array, root: int) -> Array:
@@ -60,87 +60,90 @@ def reduce(channel: Channel, array: Array, root: int) -> Array:
     compare(channel.data, "Reduce", array, MPI.SUM, root)
     pieces = _cut(array)
     if channel.rank != root:
-        going = departing(array, pieces)
+        outgoing = outgoing_transfer(array, pieces)
         for number in range(len(pieces)):
-            channel.data.Reduce(going.piece(number), None, MPI.SUM, root)
+            channel.data.Reduce(outgoing.piece(number), None, MPI.SUM, root)
         return _like(array).zeros()
-    passage = passing(array, pieces)
-    return _passed(passage, len(pieces), lambda k: channel.data.Reduce(MPI.IN_PLACE, passage.piece(k), MPI.SUM, root))
+    transfer = in_place_transfer(array, pieces)
+    return _passed(transfer, len(pieces), lambda k: channel.data.Reduce(MPI.IN_PLACE, transfer.piece(k), MPI.SUM, root))
 
 
 def bcast_from_here(channel: Channel, array: Array, chunk: int) -> None:
     """Copy this rank's array to all ranks, in pieces of `chunk` bytes."""
     pieces = _cut(array, chunk)
-    going = departing(array, pieces)
+    outgoing = outgoing_transfer(array, pieces)
     for number in range(len(pieces)):
-        channel.data.Bcast(going.piece(number), channel.rank)
+        channel.data.Bcast(outgoing.piece(number), channel.rank)
 
 
 def bcast_to_here(channel: Channel, spec: Spec, root: int, chunk: int) -> Array:
-    """Return the root's array, which comes in pieces of `chunk` bytes, on the device of the spec."""
+    """Return the root's array, received in pieces of `chunk` bytes, on the device of the spec."""
     pieces = _cut(spec, chunk)
-    coming = arriving(spec, pieces)
-    return _passed(coming, len(pieces), lambda k: channel.data.Bcast(coming.piece(k), root))
+    incoming = incoming_transfer(spec, pieces)
+    return _passed(incoming, len(pieces), lambda k: channel.data.Bcast(incoming.piece(k), root))
 
 
 def scan(comm: Comm, array: Array, exclusive: bool) -> Array:
-    """Sum over the ranks of `comm` before this one, with its own unless `exclusive`: then the first rank's isn't used."""
+    """Return the sum over the ranks of `comm` up to this one, without this one if `exclusive`."""
     compare(comm, "Scan", array)
     pieces = _cut(array)
-    passage = passing(array, pieces)
-    # MPI leaves the first rank's exclusive sum as it is, or writes to it all the same.
-    nothing = exclusive and comm.rank == 0
+    transfer = in_place_transfer(array, pieces)
+    # The first rank's exclusive sum is undefined in MPI; here it is zero.
+    is_zero = exclusive and comm.rank == 0
     call = comm.Exscan if exclusive else comm.Scan
     for number in range(len(pieces)):
-        call(MPI.IN_PLACE, passage.piece(number), MPI.SUM)
-        if not nothing:
-            passage.take(number)
-    return _like(array).zeros() if nothing else passage.home()
+        call(MPI.IN_PLACE, transfer.piece(number), MPI.SUM)
+        if not is_zero:
+            transfer.take(number)
+    return _like(array).zeros() if is_zero else transfer.received()
 
 
 def alltoall(channel: Channel, array: Array) -> Array:
     """Transpose blocks: block s of rank r becomes block r of rank s."""
     compare(channel.data, "Alltoall", array)
-    # Cut within each block, so that a piece has as many entries for every rank and all send at once.
+    # A piece has the same number of entries for every rank.
     counts = [array.size // channel.size] * channel.size
     pieces = of_blocks(counts, array.dtype.itemsize)
-    going, coming = departing(array, pieces), arriving(_like(array), pieces)
-    return _passed(coming, len(pieces), lambda k: channel.data.Alltoallv(going.blocks(k), coming.blocks(k)))
+    outgoing, incoming = outgoing_transfer(array, pieces), incoming_transfer(_like(array), pieces)
+    return _passed(incoming, len(pieces), lambda k: channel.data.Alltoallv(outgoing.blocks(k), incoming.blocks(k)))
 
 
 def gather(channel: Channel, array: Array, root: int | None, counts: list[int], whole: Spec) -> Array:
-    """Concatenate all ranks' arrays, of `counts` entries, on the root, or on all ranks.
+    """Concatenate all ranks' arrays on the root, or on all ranks if `root` is None.
 
-    `whole` is the spec of the result, which is empty on ranks that get nothing.
+    `counts`: the numbers of entries of the ranks' arrays. `whole`: the spec of the result; empty on ranks without one.
     """
     own, pieces = of_block(counts, channel.rank, whole.dtype.itemsize), of_blocks(counts, whole.dtype.itemsize)
-    going = departing(array, own)
+    outgoing = outgoing_transfer(array, own)
     if root is not None and channel.rank != root:
         for number in range(len(own)):
-            channel.data.Gatherv(going.piece(number), None, root)
+            channel.data.Gatherv(outgoing.piece(number), None, root)
         return whole.empty()
-    coming = arriving(whole, pieces)
+    incoming = incoming_transfer(whole, pieces)
     if root is None:
-        return _passed(coming, len(own), lambda k: channel.data.Allgatherv(going.piece(k), coming.blocks(k)))
-    return _passed(coming, len(own), lambda k: channel.data.Gatherv(going.piece(k), coming.blocks(k), root))
+        return _passed(incoming, len(own), lambda k: channel.data.Allgatherv(outgoing.piece(k), incoming.blocks(k)))
+    return _passed(incoming, len(own), lambda k: channel.data.Gatherv(outgoing.piece(k), incoming.blocks(k), root))
 
 
 def scatter(channel: Channel, array: Array | None, root: int | None, counts: list[int], block: Spec) -> Array:
-    """Give each rank its block of the root's array, which is None elsewhere."""
+    """Return this rank's block of the root's array; `array` is None on other ranks."""
     own = of_block(counts, channel.rank, block.dtype.itemsize)
-    coming = arriving(block, own)
-    going = None if array is None else departing(array, of_blocks(counts, block.dtype.itemsize))
-    sent = (lambda k: None) if going is None else going.blocks
-    return _passed(coming, len(own), lambda k: channel.data.Scatterv(sent(k), coming.piece(k), root))
+    incoming = incoming_transfer(block, own)
+    outgoing = None if array is None else outgoing_transfer(array, of_blocks(counts, block.dtype.itemsize))
+    sent = (lambda k: None) if outgoing is None else outgoing.blocks
+    return _passed(incoming, len(own), lambda k: channel.data.Scatterv(sent(k), incoming.piece(k), root))
 
 
 def reduce_scatter(channel: Channel, array: Array, counts: list[int], block: Spec) -> Array:
-    """Sum every rank's array and give each rank its block of the sum."""
+    """Sum the ranks' arrays, and return this rank's block of the sum."""
     compare(channel.data, "Reduce_scatter", array)
     pieces = of_blocks(counts, block.dtype.itemsize)
-    going, coming = departing(array, pieces), arriving(block, of_block(counts, channel.rank, block.dtype.itemsize))
-    # The ranks' parts of a piece may differ in length, zero included: blocks needn't be equal.
+    outgoing = outgoing_transfer(array, pieces)
+    incoming = incoming_transfer(block, of_block(counts, channel.rank, block.dtype.itemsize))
+    # Blocks may have different lengths, so the ranks' ranges of a piece may differ, and may be empty.
     lengths = [[end - start for start, end in ranges] for ranges in pieces]
     return _passed(
-        coming, len(pieces), lambda k: channel.data.Reduce_scatter(going.piece(k), coming.piece(k), lengths[k], MPI.SUM)
+        incoming,
+        len(pieces),
+        lambda k: channel.data.Reduce_scatter(outgoing.piece(k), incoming.piece(k), lengths[k], MPI.SUM),
     )

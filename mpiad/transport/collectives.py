@@ -15,11 +15,11 @@ from mpiad.transport import chunked_collectives, exchanged_sums
 from mpiad.transport.agreement import agreed, fingerprint, raise_first
 from mpiad.transport.buffers import Spec, contiguous, copied, outgoing
 from mpiad.transport.channels import Channel
-from mpiad.transport.chunked_staging import of_whole, passing
+from mpiad.transport.chunked_staging import in_place_transfer, of_whole
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.device_settings import LEAST_CHUNK, divides, exchanges, present
 from mpiad.transport.mpi_operations import name_of
-from mpiad.transport.staging import way_of
+from mpiad.transport.staging import transfer_of
 
 # Sums over the ranks that are started, and waited for later; and sums of host arrays in their own memory.
 
@@ -27,12 +27,12 @@ from mpiad.transport.staging import way_of
 class Summation:
     """A sum under way: MPI's requests, one per chunk, the function for a complete chunk, and the one for the result."""
 
-    __slots__ = ("_channel", "_home", "_requests", "_take")
+    __slots__ = ("_channel", "_requests", "_result", "_take")
 
     def __init__(
-        self, channel: Channel, requests: list[Any], home: Callable[[], Array], take: Callable[[int], Any] | None = None
+        self, channel: Channel, requests: list[Any], result: Callable[[], Array], take: Callable[[int], Any] | None = None
     ):
-        self._channel, self._requests, self._home, self._take = channel, requests, home, take
+        self._channel, self._requests, self._result, self._take = channel, requests, result, take
 
     def finish(self) -> Array:
         """Wait for the sum and return it."""
@@ -41,7 +41,7 @@ class Summation:
             self._channel.release(requests)
             if self._take is not None:
                 self._take(number)
-        return self._home()
+        return self._result()
 
 
 def start_allreduce(channel: Channel, array: Array) -> Summation:
@@ -49,21 +49,21 @@ def start_allreduce(channel: Channel, array: Array) -> Summation:
     if divides(array.nbytes):
         return _start_in_pieces(channel, array)
     arrays = arrays_of(array)
-    way = way_of(arrays, nonblocking=True)
-    room = way.room(array.shape, array.dtype)
-    sent, into = array if arrays is None else way.copied(array), way.buffer(room)
-    requests = channel.begin("reduction", (sent, into, room), channel.data.Iallreduce, sent, into, MPI.SUM)
-    return Summation(channel, [requests], partial(way.home, room))
+    transfer = transfer_of(arrays, nonblocking=True)
+    destination = transfer.destination(array.shape, array.dtype)
+    sent, into = array if arrays is None else transfer.send_copy(array), transfer.recv_buffer(destination)
+    requests = channel.begin("reduction", (sent, into, destination), channel.data.Iallreduce, sent, into, MPI.SUM)
+    return Summation(channel, [requests], partial(transfer.received, destination))
 
 
 def _start_in_pieces(channel: Channel, array: Array) -> Summation:
     """Start one reduction for each piece: MPI adds up the first ones while the others are copied, here and at the end."""
     pieces = of_whole(array.size, array.dtype.itemsize)
-    passage, requests = passing(array, pieces, private=True), []
+    transfer, requests = in_place_transfer(array, pieces, private=True), []
     for number in range(len(pieces)):
-        piece = passage.piece(number)
+        piece = transfer.piece(number)
         requests.append(channel.begin("reduction", piece, channel.data.Iallreduce, MPI.IN_PLACE, piece, MPI.SUM))
-    return Summation(channel, requests, passage.home, passage.take)
+    return Summation(channel, requests, transfer.received, transfer.take)
 
 
 def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
@@ -161,10 +161,10 @@ def _combined(channel: Channel, array: Array, op: Op) -> Array:
         out = np.empty(array.shape, array.dtype)
         channel.data.Allreduce(array, out, op)
         return out if array.ndim else out[()]
-    way = way_of(arrays_of(array))
-    room = way.room(array.shape, array.dtype)
-    channel.data.Allreduce(way.lent(array), way.buffer(room), op)
-    return way.home(room)
+    transfer = transfer_of(arrays_of(array))
+    destination = transfer.destination(array.shape, array.dtype)
+    channel.data.Allreduce(transfer.send_buffer(array), transfer.recv_buffer(destination), op)
+    return transfer.received(destination)
 
 
 def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
@@ -183,14 +183,14 @@ def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
 
 def _reduce_on_device(channel: Channel, array: Array, root: int) -> Array:
     arrays = arrays_of(array)
-    way = way_of(arrays)
+    transfer = transfer_of(arrays)
     # Memory on the device is allocated on the root alone.
     if channel.rank != root:
-        channel.data.Reduce(way.lent(array), None, MPI.SUM, root)
+        channel.data.Reduce(transfer.send_buffer(array), None, MPI.SUM, root)
         return Spec(array.shape, array.dtype, arrays).zeros()
-    room = way.room(array.shape, array.dtype)
-    channel.data.Reduce(way.lent(array), way.buffer(room), MPI.SUM, root)
-    return way.home(room)
+    destination = transfer.destination(array.shape, array.dtype)
+    channel.data.Reduce(transfer.send_buffer(array), transfer.recv_buffer(destination), MPI.SUM, root)
+    return transfer.received(destination)
 
 
 def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array:
@@ -201,13 +201,13 @@ def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array
             return chunked_collectives.bcast_to_here(channel, spec, root, present().chunk)
         chunked_collectives.bcast_from_here(channel, array, present().chunk)
         return copied(array)
-    way = way_of(spec.arrays)
+    transfer = transfer_of(spec.arrays)
     if array is not None:
-        channel.data.Bcast(way.lent(array), root)
+        channel.data.Bcast(transfer.send_buffer(array), root)
         return copied(array)
-    room = way.room(spec.shape, spec.dtype)
-    channel.data.Bcast(way.buffer(room), root)
-    return way.home(room)
+    destination = transfer.destination(spec.shape, spec.dtype)
+    channel.data.Bcast(transfer.recv_buffer(destination), root)
+    return transfer.received(destination)
 
 
 def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str) -> Array:
@@ -217,13 +217,13 @@ def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str
     comm = channel.backwards() if backwards else channel.data
     if divides(array.nbytes):
         return chunked_collectives.scan(comm, array, exclusive)
-    way = way_of(arrays_of(array))
-    room = way.room(array.shape, array.dtype)
-    (comm.Exscan if exclusive else comm.Scan)(way.lent(array), way.buffer(room), MPI.SUM)
+    transfer = transfer_of(arrays_of(array))
+    destination = transfer.destination(array.shape, array.dtype)
+    (comm.Exscan if exclusive else comm.Scan)(transfer.send_buffer(array), transfer.recv_buffer(destination), MPI.SUM)
     if exclusive and comm.rank == 0:
         # MPI leaves the first rank's exclusive sum undefined, and some write to it all the same.
         return Spec(array.shape, array.dtype, arrays_of(array)).zeros()
-    return way.home(room)
+    return transfer.received(destination)
 
 
 def alltoall(channel: Channel, x: Array, call: str) -> Array:
@@ -231,10 +231,10 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
     array = outgoing(x, call)
     if divides(array.nbytes):
         return chunked_collectives.alltoall(channel, array)
-    way = way_of(arrays_of(array))
-    room = way.room(array.shape, array.dtype)
-    channel.data.Alltoall(way.lent(array), way.buffer(room))
-    return way.home(room)
+    transfer = transfer_of(arrays_of(array))
+    destination = transfer.destination(array.shape, array.dtype)
+    channel.data.Alltoall(transfer.send_buffer(array), transfer.recv_buffer(destination))
+    return transfer.received(destination)
 
 
 def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
@@ -271,13 +271,15 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
     counts = [length * _count(rest) for length in lengths]
     if divides(sum(counts) * array.dtype.itemsize):
         return _back(chunked_collectives.gather(channel, array, root, counts, whole), axis)
-    way = way_of(whole.arrays)
-    room = way.room(whole.shape, whole.dtype)
+    transfer = transfer_of(whole.arrays)
+    destination = transfer.destination(whole.shape, whole.dtype)
     if root is None:
-        channel.data.Allgatherv(way.lent(array), [way.buffer(room), counts])
+        channel.data.Allgatherv(transfer.send_buffer(array), [transfer.recv_buffer(destination), counts])
     else:
-        channel.data.Gatherv(way.lent(array), [way.buffer(room), counts] if mine else None, root)
-    return _back(way.home(room), axis)
+        channel.data.Gatherv(
+            transfer.send_buffer(array), [transfer.recv_buffer(destination), counts] if mine else None, root
+        )
+    return _back(transfer.received(destination), axis)
 
 
 def scatter(
@@ -289,11 +291,11 @@ def scatter(
     counts = [length * _count(shape if axis is None else shape[1:]) for length in lengths]
     if divides(sum(counts) * piece.dtype.itemsize):
         return _back(chunked_collectives.scatter(channel, array, root, counts, piece._replace(shape=shape)), axis)
-    way = way_of(piece.arrays)
-    room = way.room(shape, piece.dtype)
-    whole = None if array is None else [way_of(arrays_of(array)).lent(array), counts]
-    channel.data.Scatterv(whole, way.buffer(room), root)
-    return _back(way.home(room), axis)
+    transfer = transfer_of(piece.arrays)
+    destination = transfer.destination(shape, piece.dtype)
+    whole = None if array is None else [transfer_of(arrays_of(array)).send_buffer(array), counts]
+    channel.data.Scatterv(whole, transfer.recv_buffer(destination), root)
+    return _back(transfer.received(destination), axis)
 
 
 def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[int], call: str) -> Array:
@@ -306,10 +308,10 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
         return _back(chunked_collectives.reduce_scatter(channel, array, counts, block), axis)
     if exchanges(array.nbytes):
         return _back(exchanged_sums.reduce_scatter(channel, array, counts, block), axis)
-    way = way_of(block.arrays)
-    room = way.room(block.shape, block.dtype)
-    channel.data.Reduce_scatter(way.lent(array), way.buffer(room), counts, MPI.SUM)
-    return _back(way.home(room), axis)
+    transfer = transfer_of(block.arrays)
+    destination = transfer.destination(block.shape, block.dtype)
+    channel.data.Reduce_scatter(transfer.send_buffer(array), transfer.recv_buffer(destination), counts, MPI.SUM)
+    return _back(transfer.received(destination), axis)
 
 
 def _front(array: Array, axis: int | None) -> Array:

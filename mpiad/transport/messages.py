@@ -12,9 +12,9 @@ from mpiad.errors import DeadlockError, MessageMismatchError
 from mpiad.transport import device_settings
 from mpiad.transport.buffers import Spec, result
 from mpiad.transport.channels import ABANDONED, Channel, is_watched
-from mpiad.transport.chunked_staging import arriving, bounds, departing, of_whole
+from mpiad.transport.chunked_staging import bounds, incoming_transfer, of_whole, outgoing_transfer
 from mpiad.transport.device_arrays import arrays_of
-from mpiad.transport.staging import HOST, Staged, Way, way_of
+from mpiad.transport.staging import HOST, Staged, Transfer, transfer_of
 
 # Who sends to whom, under which tag and number: the address of a message and of the adjoint's answer to it.
 #
@@ -134,11 +134,11 @@ class Announcement(list):
 def _send_in_chunks(array: Array, envelope: Envelope, chunk: int, kind: str) -> list[Request]:
     channel = envelope.channel
     pieces = of_whole(array.size, array.dtype.itemsize, chunk)
-    going = departing(array, pieces)
+    outgoing = outgoing_transfer(array, pieces)
     announcement = Announcement(array, chunk)
     announced = channel.begin(kind, announcement, envelope.comm.Isend, announcement, envelope.peer, envelope.mpi_tag)
     for number in range(len(pieces)):
-        piece = going.piece(number)
+        piece = outgoing.piece(number)
         given = piece.view(np.uint8), envelope.peer, envelope.tag_of_chunks
         channel.leave(channel.begin("blocking send", piece, channel.reverse.Isend, *given))
     return announced
@@ -190,26 +190,39 @@ class Receipt:
     Without a `kind` it is begun when it is waited for, by one call of MPI's that also sends `sent`: array, rank and tag.
     """
 
-    __slots__ = ("buffer", "envelope", "requests", "room", "sent", "spec", "way")
+    __slots__ = ("buffer", "destination", "envelope", "requests", "sent", "spec", "transfer")
 
     def __init__(
-        self, spec: Spec, way: Way, room: Array, buffer: Buffer, envelope: Envelope, kind: str, sent: tuple | None = None
+        self,
+        spec: Spec,
+        transfer: Transfer,
+        destination: Array,
+        buffer: Buffer,
+        envelope: Envelope,
+        kind: str,
+        sent: tuple | None = None,
     ):
-        self.spec, self.way, self.room, self.buffer, self.envelope = spec, way, room, buffer, envelope
+        self.spec, self.transfer, self.destination, self.buffer, self.envelope = (
+            spec,
+            transfer,
+            destination,
+            buffer,
+            envelope,
+        )
         self.sent, self.requests = sent, list[Request]()
         if kind:
             begin, call = envelope.channel.begin, envelope.comm.Irecv
-            self.requests = begin(kind, (buffer, room), call, buffer, envelope.peer, envelope.mpi_tag)
+            self.requests = begin(kind, (buffer, destination), call, buffer, envelope.peer, envelope.mpi_tag)
 
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
     """Start a send; an array of the host is memory that nobody changes before `finish_send`. Return MPI's request."""
     if type(array) is not np.ndarray:
-        way, chunk = way_of(arrays_of(array)), device_settings.present().chunk
+        transfer, chunk = transfer_of(arrays_of(array)), device_settings.present().chunk
         # An array of the size of an announcement would be mistaken for one.
-        if isinstance(way, Staged) and array.nbytes > max(chunk, ANNOUNCEMENT_BYTES):
+        if isinstance(transfer, Staged) and array.nbytes > max(chunk, ANNOUNCEMENT_BYTES):
             return _send_in_chunks(array, envelope, chunk, kind)
-        array = way.copied(array)
+        array = transfer.send_copy(array)
     return envelope.channel.begin(kind, array, envelope.comm.Isend, array, envelope.peer, envelope.mpi_tag)
 
 
@@ -228,9 +241,9 @@ def post_receive(spec: Spec, envelope: Envelope, kind: str = "receive") -> Recei
     if spec.arrays is None:
         buffer = np.empty(spec.shape, spec.dtype)
         return Receipt(spec, HOST, buffer, buffer, envelope, kind)
-    way = way_of(spec.arrays)
-    room = way.room(spec.shape, spec.dtype)
-    return Receipt(spec, way, room, way.buffer(room), envelope, kind)
+    transfer = transfer_of(spec.arrays)
+    destination = transfer.destination(spec.shape, spec.dtype)
+    return Receipt(spec, transfer, destination, transfer.recv_buffer(destination), envelope, kind)
 
 
 def finish_receive(receipt: Receipt, call: str) -> Array:
@@ -246,8 +259,8 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
     # MPI reports a message that is too long; it receives one that is too short without an error.
     got = status.Get_count(MPI.BYTE)
     if got != receipt.buffer.nbytes:
-        return _receive_chunks(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.room, call)
-    return receipt.way.home(receipt.room)
+        return _receive_chunks(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.destination, call)
+    return receipt.transfer.received(receipt.destination)
 
 
 def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
@@ -266,15 +279,15 @@ def _answered(envelope: Envelope, status: Status) -> None:
 
 def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
     """Receive a message after checking its size; one of another size is received and dropped."""
-    way, status = way_of(spec.arrays), MPI.Status()
-    room = way.room(spec.shape, spec.dtype)
-    buffer = way.buffer(room)
+    transfer, status = transfer_of(spec.arrays), MPI.Status()
+    destination = transfer.destination(spec.shape, spec.dtype)
+    buffer = transfer.recv_buffer(destination)
     message = envelope.comm.Mprobe(envelope.peer, envelope.mpi_tag, status)
     got = status.Get_count(MPI.BYTE)
     _answered(envelope, status)
     if got == spec.nbytes:
         message.Recv(buffer)
-        return way.home(room)
+        return transfer.received(destination)
     dropped = np.empty(got, dtype=np.uint8)
     if isinstance(message, MPI.Message):
         message.Recv(dropped)
@@ -284,7 +297,7 @@ def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
         except MessageMismatchError:
             _drop_chunks(dropped, got, spec, envelope)
             raise
-    return _receive_chunks(dropped, got, spec, envelope, room, call)
+    return _receive_chunks(dropped, got, spec, envelope, destination, call)
 
 
 def _drop_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> None:
@@ -311,18 +324,20 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
     return value
 
 
-def too_long(error: MPI.Exception, room: np.ndarray, back: Envelope, call: str) -> ValueError | None:
+def too_long(error: MPI.Exception, destination: np.ndarray, back: Envelope, call: str) -> ValueError | None:
     """Return the exception for MPI's error while an array was received, None if its cause isn't the message's length."""
     if error.Get_error_class() != MPI.ERR_TRUNCATE:
         return None
-    return ValueError(_mismatch(Spec(room.shape, room.dtype), "more bytes", back, call))
+    return ValueError(_mismatch(Spec(destination.shape, destination.dtype), "more bytes", back, call))
 
 
-def require_whole(room: np.ndarray, status: Status, back: Envelope, call: str) -> None:
+def require_whole(destination: np.ndarray, status: Status, back: Envelope, call: str) -> None:
     """Receive announced chunks, if the message is an announcement; a ValueError if it is shorter than the array."""
     got = status.Get_count(MPI.BYTE)
-    if got != room.nbytes:
-        room[...] = _receive_chunks(room, got, Spec(room.shape, room.dtype), back, np.empty_like(room), call)
+    if got != destination.nbytes:
+        destination[...] = _receive_chunks(
+            destination, got, Spec(destination.shape, destination.dtype), back, np.empty_like(destination), call
+        )
 
 
 def _await(receipt: Receipt, status: Status, call: str) -> None:
@@ -348,7 +363,7 @@ def _await(receipt: Receipt, status: Status, call: str) -> None:
     _answered(receipt.envelope, status)
 
 
-def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, room: Array, call: str) -> Array:
+def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, destination: Array, call: str) -> Array:
     """Receive into `room` the chunks that a message of another size announces, and return the array.
 
     A ValueError if it announces none, or another array than the expected one.
@@ -361,15 +376,15 @@ def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, ro
         discard(total, chunk, envelope)
         raise ValueError(_mismatch(spec, f"{total} bytes", envelope, call))
     if spec.arrays is None:
-        for _ in _received(room.reshape(-1).view(np.uint8), envelope, chunk):
+        for _ in _received(destination.reshape(-1).view(np.uint8), envelope, chunk):
             pass
-        return result(room)
+        return result(destination)
     # This applies also to an array that MPI could write to the device, if its sender can't send from one.
     pieces = of_whole(spec.nbytes // spec.dtype.itemsize, spec.dtype.itemsize, chunk)
-    coming = arriving(spec, pieces, getattr(room, "loan", None))
-    for number, _ in enumerate(_received(coming.memory.view(np.uint8), envelope, chunk)):
-        coming.take(number)
-    return coming.home()
+    incoming = incoming_transfer(spec, pieces, getattr(destination, "loan", None))
+    for number, _ in enumerate(_received(incoming.memory.view(np.uint8), envelope, chunk)):
+        incoming.take(number)
+    return incoming.received()
 
 
 def _mismatch(spec: Spec, got: str, envelope: Envelope, call: str) -> str:

@@ -26,10 +26,12 @@ def prepared_sum(channel: Channel, array: np.ndarray, out: np.ndarray) -> Callab
     return lambda: channel.data.Allreduce(going, coming)
 
 
-def prepared_swap(array: np.ndarray, there: Envelope, room: np.ndarray, back: Envelope, call: str) -> Callable[[], object]:
+def prepared_swap(
+    array: np.ndarray, there: Envelope, destination: np.ndarray, back: Envelope, call: str
+) -> Callable[[], object]:
     """Return the function that swaps two arrays by addresses of one tag that are renewed before."""
-    going, coming, status, channel = as_message(array), as_message(room), MPI.Status(), there.channel
-    dest, source, reverse, size, byte = there.peer, back.peer, there.reverse, room.nbytes, MPI.BYTE
+    going, coming, status, channel = as_message(array), as_message(destination), MPI.Status(), there.channel
+    dest, source, reverse, size, byte = there.peer, back.peer, there.reverse, destination.nbytes, MPI.BYTE
     # That of both forward messages, which have one; those of adjoints have the message's number in them.
     tag = there.tag
 
@@ -41,18 +43,18 @@ def prepared_swap(array: np.ndarray, there: Envelope, room: np.ndarray, back: En
                 channel.data.Sendrecv(going, dest, tag, coming, source, tag, status)
         except MPI.Exception as error:
             _ABANDONED.append((going, coming))  # MPI may still use them
-            raise too_long(error, room, back, call) or error from None
+            raise too_long(error, destination, back, call) or error from None
         if status.Get_count(byte) != size:  # asked here, since a call costs a tenth of all
-            require_whole(room, status, back, call)
+            require_whole(destination, status, back, call)
 
     to_itself = dest == source == channel.rank
-    if not to_itself or (array.shape, array.dtype) != (room.shape, room.dtype):
+    if not to_itself or (array.shape, array.dtype) != (destination.shape, destination.dtype):
         return swap
 
     def copied() -> None:
         # Messages from a rank to itself come in their order: this one next, unless an earlier one hasn't been received.
         if there.number == back.number:
-            room[...] = array
+            destination[...] = array
         else:
             swap()
 
@@ -93,12 +95,12 @@ class PreparedMessages:
         Each peer receives before it waits, and waits for this rank's messages: so these waits end, too.
         """
         status = self._status
-        for request, (envelope, room, _) in zip(self._receives, self._coming):
+        for request, (envelope, destination, _) in zip(self._receives, self._coming):
             try:
                 request.Wait(status)
             except MPI.Exception as error:
-                raise too_long(error, room, envelope, call) or error from None
-            require_whole(room, status, envelope, call)
+                raise too_long(error, destination, envelope, call) or error from None
+            require_whole(destination, status, envelope, call)
         for request in self._sends:
             request.Wait()
         self._receives.clear()
@@ -106,9 +108,9 @@ class PreparedMessages:
 
     def leave(self, reason: str) -> None:
         """Give up in the middle: the channel is refused until it is renewed, which ends pending messages."""
-        for request, (_, room, _) in zip(self._receives, self._coming):
+        for request, (_, destination, _) in zip(self._receives, self._coming):
             if request != MPI.REQUEST_NULL:
-                self._channel.hold("receive", request, room)
+                self._channel.hold("receive", request, destination)
         for request, (_, array, _) in zip(self._sends, self._going):
             self._channel.hold("send", request, array)
         self._receives.clear()

@@ -1,12 +1,16 @@
-"""Access of MPI to the memory of an array: directly, or through page-locked memory of the host.
+"""Access of MPI to the memory of arrays: directly, or through page-locked memory on the host.
 
-There are three classes with the same methods. `lent` returns the buffer that MPI reads for a C-contiguous array, which
-mustn't change until then, and `copied` the same in private memory; `room` makes the array that MPI writes to, `buffer`
-returns MPI's view of it, and `home` returns the received array, on the device of the input. An array of the host is its
-own buffer. So is one on a device, if MPI takes device memory; the current stream is then waited for before MPI sees any
-of it, since the device may still be writing there (also to new memory: it may have been another array's). Otherwise it is
-staged: copied to the host, waited for, and received data are copied back by a copy queued on the current stream, so
-that later computations on the stream use them.
+There are three classes with the same methods:
+
+- `send_buffer(array)`: the buffer from which MPI reads a C-contiguous array, which mustn't change until then.
+- `send_copy(array)`: the same for a private copy.
+- `destination(shape, dtype)`: memory for a received array, `recv_buffer(destination)`: the buffer to which MPI writes, and
+  `received(destination)`: the received array, on the device.
+
+MPI accesses host arrays directly (`_Host`), and also device arrays, if it is CUDA-aware (`Direct`). In that case the
+current stream is synchronized before MPI gets a buffer, since the device may still be writing there, even to newly
+allocated memory. Other device arrays are staged (`Staged`): they are copied to the host before they are sent; received data
+are copied to the device by a copy that is queued on the current stream, so that later computations on the stream use them.
 """
 
 from __future__ import annotations
@@ -21,112 +25,115 @@ from mpiad.transport.cuda_aware import takes_directly
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.pinned import Loan, pool_of
 
-Room: TypeAlias = Any
-"""Where an array comes to: what one of the ways has made, and takes itself."""
+Destination: TypeAlias = Any
+"""The result of `destination`, for the methods of the same class."""
 
 
 class _Host:
-    """Arrays of the host."""
+    """Transfers of host arrays."""
 
-    def lent(self, array: np.ndarray) -> np.ndarray:
+    def send_buffer(self, array: np.ndarray) -> np.ndarray:
         """Return the array."""
         return array
 
-    def copied(self, array: np.ndarray) -> np.ndarray:
+    def send_copy(self, array: np.ndarray) -> np.ndarray:
         """Return a copy."""
         return array.copy()
 
-    def room(self, shape: Shape, dtype: DTypeLike) -> Room:
+    def destination(self, shape: Shape, dtype: DTypeLike) -> Destination:
         """Make an array."""
         return np.empty(shape, dtype)
 
-    def buffer(self, room: np.ndarray) -> np.ndarray:
+    def recv_buffer(self, destination: np.ndarray) -> np.ndarray:
         """Return the array."""
-        return room
+        return destination
 
-    def home(self, room: np.ndarray) -> Array:
-        """Return the array; a NumPy scalar if it has no dimensions, as NumPy's own functions do."""
-        return room if room.ndim else room[()]
+    def received(self, destination: np.ndarray) -> Array:
+        """Return the array; a NumPy scalar if it has no dimensions, as NumPy's functions do."""
+        return destination if destination.ndim else destination[()]
 
 
 HOST = _Host()
 
 
 class Direct:
-    """Arrays of a device whose memory MPI takes."""
+    """Transfers of device arrays by a CUDA-aware MPI."""
 
     def __init__(self, arrays: ArrayModule):
         self.arrays = arrays
 
-    def lent(self, array: Array) -> Buffer:
-        """Return the array for MPI, when the device has finished it."""
+    def send_buffer(self, array: Array) -> Buffer:
+        """Return the buffer of an array after the device has computed it."""
         self.arrays.synchronize()
         return self.arrays.message(array)
 
-    def copied(self, array: Array) -> Buffer:
-        """Return a copy on the device for MPI."""
-        return self.lent(self.arrays.copy(array))
+    def send_copy(self, array: Array) -> Buffer:
+        """Return the buffer of a copy on the device."""
+        return self.send_buffer(self.arrays.copy(array))
 
-    def room(self, shape: Shape, dtype: DTypeLike) -> Room:
-        """Make an array on the device."""
+    def destination(self, shape: Shape, dtype: DTypeLike) -> Destination:
+        """Allocate an array on the device."""
         return self.arrays.empty(shape, dtype)
 
-    def buffer(self, room: Array) -> Buffer:
-        """Return it for MPI, when nothing else is written there."""
+    def recv_buffer(self, destination: Array) -> Buffer:
+        """Return its buffer after previous writes of the device to this memory have ended."""
         self.arrays.synchronize()
-        return self.arrays.message(room)
+        return self.arrays.message(destination)
 
-    def home(self, room: Array) -> Array:
+    def received(self, destination: Array) -> Array:
         """Return the array."""
-        return room
+        return destination
 
 
-class Landing(NamedTuple):
-    """Host memory for a received array that is then copied to a device."""
+class StagedDestination(NamedTuple):
+    """Host memory for a received array, which is then copied to a device."""
 
     loan: Loan
     array: np.ndarray
 
 
 class Staged:
-    """Arrays of a device whose memory MPI can't read."""
+    """Transfers of device arrays by an MPI that isn't CUDA-aware."""
 
     def __init__(self, arrays: ArrayModule):
         self.arrays, self._pool = arrays, pool_of(arrays)
 
-    def lent(self, array: Array) -> np.ndarray:
-        """Return a copy on the host, complete."""
-        return self.copied(array)
+    def send_buffer(self, array: Array) -> np.ndarray:
+        """Return a copy on the host after the copy has completed."""
+        return self.send_copy(array)
 
-    def copied(self, array: Array) -> np.ndarray:
-        """Return a copy on the host, complete."""
+    def send_copy(self, array: Array) -> np.ndarray:
+        """Return a copy on the host after the copy has completed."""
         host = self._pool.lend(array.nbytes).array(array.shape, array.dtype)
         self.arrays.copy_to_host(array, host)
-        self.arrays.wait(self.arrays.record())  # MPI reads it at once, ignoring streams
+        self.arrays.wait(self.arrays.record())  # since MPI ignores streams
         return host
 
-    def room(self, shape: Shape, dtype: DTypeLike) -> Room:
-        """Borrow memory on the host."""
+    def destination(self, shape: Shape, dtype: DTypeLike) -> Destination:
+        """Allocate memory on the host, from a pool."""
         loan = self._pool.lend(np.dtype(dtype).itemsize * int(np.prod(shape)))
-        return Landing(loan, loan.array(shape, dtype))
+        return StagedDestination(loan, loan.array(shape, dtype))
 
-    def buffer(self, room: Landing) -> np.ndarray:
+    def recv_buffer(self, destination: StagedDestination) -> np.ndarray:
         """Return that memory."""
-        return room.array
+        return destination.array
 
-    def home(self, room: Landing) -> Array:
-        """Queue the copy to the device, and return its array."""
-        out = self.arrays.empty(room.array.shape, room.array.dtype)
-        self.arrays.copy_to_device(room.array, out)
-        room.loan.read = self.arrays.record()  # the next user of the memory waits for this copy
+    def received(self, destination: StagedDestination) -> Array:
+        """Queue the copy to the device, and return the array there."""
+        out = self.arrays.empty(destination.array.shape, destination.array.dtype)
+        self.arrays.copy_to_device(destination.array, out)
+        destination.loan.read = self.arrays.record()  # the memory is reused after this copy
         return out
 
 
-Way = _Host | Direct | Staged
+Transfer = _Host | Direct | Staged
 
 
-def way_of(arrays: ArrayModule | None, nonblocking: bool = False) -> Way:
-    """Return the class of transfers to MPI, or to its nonblocking collectives; `arrays` is None on the host."""
+def transfer_of(arrays: ArrayModule | None, nonblocking: bool = False) -> Transfer:
+    """Return the transfers for arrays of a device, or of the host if `arrays` is None.
+
+    `nonblocking`: whether they are for nonblocking collectives, for which an MPI may be less CUDA-aware.
+    """
     if arrays is None:
         return HOST
     return Direct(arrays) if takes_directly(arrays, nonblocking) else Staged(arrays)

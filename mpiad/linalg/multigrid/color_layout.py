@@ -19,7 +19,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray, Rank, Shape
 from mpiad.domain.partition import Partition
-from mpiad.transport.buffers import Spec, empty_beside
+from mpiad.transport.buffers import Spec, empty_like
 from mpiad.transport.device_arrays import arrays_of
 
 # Distribution of the points of one level over the ranks: finer levels over all, coarser ones over fewer.
@@ -204,7 +204,7 @@ class Layout:
 
     def join(self, split: LocalArray, rim: int = 0) -> LocalArray:
         """Return the block from arrays of all colors, with `rim` points of the halo around it."""
-        out = empty_beside(split, split.shape[:-2] + self.box.grown(rim).shape)
+        out = empty_like(split, split.shape[:-2] + self.box.grown(rim).shape)
         whole = self.whole(split)
         for row, color in enumerate(self.colors):
             entries, points = self.places(color, rim)

@@ -35,7 +35,7 @@ from mpiad.linalg.multigrid.weighted_sums import CompiledSums, Step, Sums, Term,
 from mpiad.linalg.vectors import through_host
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
-from mpiad.transport.buffers import copied, empty_beside
+from mpiad.transport.buffers import copied, empty_like
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.tracing import restoring_state
 
@@ -80,7 +80,7 @@ class Agglomeration:
             if self.box is None:
                 return None
             lead = block.shape[: block.ndim - len(self.box.low)]
-            whole, coming = empty_beside(block, lead + self.box.shape), []
+            whole, coming = empty_like(block, lead + self.box.shape), []
             for member, box in self._members:
                 there = (..., *box.within(self.box))
                 if member == self._rank:
@@ -104,7 +104,7 @@ class Agglomeration:
         mine = self._mine.grown(1)
         with restoring_state(), suspended():
             if self.box is None:
-                buffer = empty_beside(block, block.shape[: block.ndim - len(mine.low)] + mine.shape)
+                buffer = empty_like(block, block.shape[: block.ndim - len(mine.low)] + mine.shape)
                 return mpi_wait(mpi_irecv(buffer, self._leader, _TAG_SCATTER, self._comm))
             for member, box in self._members:
                 if member != self._rank:

@@ -26,7 +26,7 @@ from mpiad.primitives import stop_gradient
 from mpiad.primitives.operation import suspended
 from mpiad.transport import MAX, SUM, Channel, channel
 from mpiad.transport.agreement import agreed, raising_together
-from mpiad.transport.buffers import empty_beside
+from mpiad.transport.buffers import empty_like
 from mpiad.transport.collectives import allreduce
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array
 from mpiad.transport.tracing import restoring_state
@@ -233,7 +233,7 @@ class Multigrid:
         level = self._level_beside(r)
         with restoring_state(), suspended():
             systems = self._systems(r)
-            out = empty_beside(r, systems.shape)
+            out = empty_like(r, systems.shape)
             for start in range(0, len(systems), _TOGETHER):
                 some = slice(start, start + _TOGETHER)
                 # Only right-hand sides with mean zero have a solution, whose own mean is then arbitrary: zero is chosen.
@@ -304,7 +304,7 @@ class Multigrid:
             settings = agree_on(settings, error)
             if not b.size:
                 self.history = [0.0]
-                return empty_beside(b, b.shape)
+                return empty_like(b, b.shape)
             # In double precision whatever b's dtype: a residual of 1e-8 is below the resolution of single precision.
             wide = self._centred(self._systems(b).astype(np.float64))
             start = None if x0 is None else self._centred(self._systems(x0).astype(np.float64))

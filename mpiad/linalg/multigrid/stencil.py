@@ -24,7 +24,7 @@ from mpiad.linalg.multigrid.color_layout import Color, Distribution, Layout, rea
 from mpiad.linalg.multigrid.weighted_sums import Term
 from mpiad.primitives import mpi_irecv, mpi_send, mpi_wait
 from mpiad.primitives.operation import suspended
-from mpiad.transport.buffers import empty_beside
+from mpiad.transport.buffers import empty_like
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.tracing import restoring_state
 
@@ -86,7 +86,7 @@ class LevelHalo:
         for side in away:
             ghosts = _layers(whole, side.axis, side.ghost, side.ghost_parity)
             if ghosts:
-                like = empty_beside(ghosts[0], (sum(layer.size for layer in ghosts),))
+                like = empty_like(ghosts[0], (sum(layer.size for layer in ghosts),))
                 coming.append((ghosts, mpi_irecv(like, side.rank, side.tag_back, self._comm)))
         for side in away:
             own = _layers(whole, side.axis, side.own, side.own_parity)

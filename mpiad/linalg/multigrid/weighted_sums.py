@@ -19,7 +19,7 @@ import numpy as np
 from mpiad._typing import LocalArray
 from mpiad.compiling.cache import functions_of
 from mpiad.linalg.multigrid.color_layout import Layout
-from mpiad.transport.buffers import empty_beside, zeros_beside
+from mpiad.transport.buffers import empty_like, zeros_like
 
 # Points of a block below which loading the kernel takes longer than it saves.
 _LARGE = 1 << 13
@@ -61,7 +61,7 @@ class Sums:
 
     def __init__(self, layout: Layout, coefficients: LocalArray, rows: int):
         self._layout, self._coefficients, self._rows = layout, coefficients, rows
-        self._memory = zeros_beside(coefficients, (1, rows, layout.size))
+        self._memory = zeros_like(coefficients, (1, rows, layout.size))
         self.allocate(1)
 
     def step(self, sums: Sequence[WeightedSum]) -> Step:
@@ -81,9 +81,9 @@ class Sums:
     def allocate(self, systems: int) -> None:
         """Allocate the states of `systems` right-hand sides."""
         if systems > len(self._memory):
-            self._memory = zeros_beside(self._coefficients, (systems, self._rows, self._layout.size))
+            self._memory = zeros_like(self._coefficients, (systems, self._rows, self._layout.size))
         self.state, inner = self._memory[:systems], self._layout.inner
-        self._part = empty_beside(self._coefficients, (systems, inner.stop - inner.start))
+        self._part = empty_like(self._coefficients, (systems, inner.stop - inner.start))
 
     def _at(self, shift: int) -> slice:
         inner = self._layout.inner
