@@ -659,13 +659,13 @@ NAMED = {
     tracing: "restoring_state.__enter__ restoring_state.__exit__ restore_state",
     bundles: "Bundle.__enter__ Bundle.__exit__ Bundle.variable",
     trace_run: "TraceRun.run TraceRun.run_backwards TraceRun.raise_own TraceRun.leaves Noting.__enter__ Noting.__exit__ "
-    "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _tell message_counts "
-    "Playback.communicate Playback._next Playback._untold",
+    "Noting.end PlayingBack.__enter__ PlayingBack.__exit__ PlayingBack.end _report_recording message_counts "
+    "Playback.communicate Playback._next Playback._untraced",
     function: "Jitted.__call__ Jitted._called_by_signature Jitted._called Jitted._replayed Jitted._traced Jitted._noted "
     "Jitted.entry_or_watch Jitted._run_again Jitted.as_it_is",
     calls_on_tape: "_traced_on_tape",
     entry: "Entry.called Entry.is_current entry_of count",
-    recorder: "Recorder.call Recorder._run Recorder._untold Recorder.close Recorder._step",
+    recorder: "Recorder.call Recorder._run Recorder._untraced Recorder.close Recorder._step",
     calls: "begin begin_rule _pushed end note forget",
     traced_array: "let_arrays_be_traced",
     channels: "report_to_recorders Channel.begin Channel.leave Channel.keep",

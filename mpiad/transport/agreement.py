@@ -1,4 +1,4 @@
-"""Exceptions raised on all ranks: an error found or raised on one rank is sent to the others."""
+"""Raising exceptions on all ranks: an error on one rank is sent to the others."""
 
 from __future__ import annotations
 
@@ -29,15 +29,12 @@ _KINDS |= {kind.__name__: kind for kind in (ConvergenceError, NotFiniteError)}
 class Failure(NamedTuple):
     """A rank's exception as it is sent to the others."""
 
-    # `kind`, `text`: name of its class, and its message.
-    kind: str
-    text: str
-    # `summary`, `trace`: as Python shows it at the end of a traceback, and with all of it.
-    summary: str
-    trace: str
-    exit_code: int = 1  # with which it would end a program
-    # Name of the nearest class of Python's own, or of our solvers', that other ranks can construct.
-    builtin: str = "RuntimeError"
+    kind: str  # name of its class
+    text: str  # its message
+    summary: str  # the last lines of its traceback
+    trace: str  # its traceback
+    exit_code: int = 1  # exit code of a program that it ends
+    builtin: str = "RuntimeError"  # name of its nearest base class that other ranks can construct
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -53,13 +50,13 @@ Failures = dict[int, Failure]
 
 
 def first_of(failures: Failures) -> tuple[int, str]:
-    """Return the first rank that failed, and a text for the number of others."""
+    """Return the first failed rank, and a text with the number of others."""
     others = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
     return min(failures), others
 
 
 def error_of(failures: Failures, call: str, kind: type[RemoteError]) -> RemoteError:
-    """Return the exception for ranks that haven't failed, or for all: the first failure, with its rank's traceback."""
+    """Return an exception that describes the first failure, with the traceback of its rank."""
     rank, others = first_of(failures)
     failure = failures[rank]
     text = f"{call}: rank {rank}{others} raised {failure.summary}"
@@ -67,34 +64,34 @@ def error_of(failures: Failures, call: str, kind: type[RemoteError]) -> RemoteEr
 
 
 def failures_among(comm: Comm, error: BaseException | None) -> Failures:
-    """Return the ranks on which something was raised, each with the first one's failure; all ranks of `comm` call it."""
-    # Flags first: only one traceback travels, and only once something has failed.
+    """Return the failed ranks, each with the failure of the first of them; collective."""
+    # Only one traceback is sent, after flags, and only if a rank has failed.
     failed = [rank for rank, has in enumerate(comm.allgather(error is not None)) if has]
     first: Failure = comm.bcast(None if error is None else Failure.of(error), failed[0])  # type: ignore[assignment]
     return dict.fromkeys(failed, first)
 
 
 class Group(Protocol):
-    """Ranks that can agree, such as a channel."""
+    """A group of ranks, such as a channel."""
 
     members: tuple[int, ...]
 
 
 def agreed(group: Group, error: Exception) -> Exception:
-    """Return an exception that all ranks of a group raise, so that none waits for another: noted as such."""
+    """Return the exception, marked as one that all ranks of a group raise together, so that none waits for another."""
     error.__dict__["_agreed_among"] = frozenset(group.members)
     return error
 
 
 def agreed_among(error: BaseException) -> frozenset[int]:
-    """Return the ranks of the world that raise this exception, or one like it, by agreement; none for others."""
+    """Return the ranks in the world that raise this exception, or an equivalent one, together; empty if not marked."""
     return getattr(error, "_agreed_among", frozenset())
 
 
 def mark_left(used: Iterable[Used], error: BaseException, what: str) -> None:
-    """Refuse the further use of channels on which an exception may have left ranks at different communications.
+    """Mark channels as unusable on which an exception may have left pending communication.
 
-    If all ranks of a channel raise it by agreement, collectives have ended, and only messages may be left.
+    If all ranks of a channel raise the exception together, no collective is pending, but messages may be.
     """
     agreed = agreed_among(error)
     for channel, messages in used:
@@ -103,23 +100,22 @@ def mark_left(used: Iterable[Used], error: BaseException, what: str) -> None:
 
 
 def forget_agreement(error: BaseException) -> None:
-    """Undo the effect of `agreed`."""
+    """Remove the mark of `agreed`."""
     error.__dict__.pop("_agreed_among", None)
 
 
 def raise_together(channel: Channel, error: Exception | None) -> None:
-    """Raise on all ranks if one has an error: its own exception there, one of the same kind and text elsewhere.
+    """Raise an exception on all ranks if any rank has one; collective. Each rank passes its own error, or None.
 
-    For a kind other than Python's own and our solvers', the nearest base class that is one of these, so that `except
-    ValueError` catches it on all ranks or none; else a RuntimeError. All ranks of the channel call it, each with its own
-    error, or None.
+    Ranks with an error raise it. The others raise one with the same text and the same type, or the nearest base class among
+    Python's exceptions and the solvers', else a RuntimeError; so `except ValueError` catches it on all ranks or on none.
     """
     settled(_raised_together, channel, error)
 
 
 def _raised_together(channel: Channel, error: Exception | None) -> None:
     note_use(channel)
-    # Always one number; texts are pickled, and sent only if there is an error.
+    # Texts are sent only if there is an error.
     if on_any_rank(channel.data, error is not None):
         raise_first(channel, error)
 
@@ -128,7 +124,7 @@ def _raised_together(channel: Channel, error: Exception | None) -> None:
 def raising_together(
     channel: Channel, kinds: type[Exception] | tuple[type[Exception], ...] = (TypeError, ValueError)
 ) -> Iterator[None]:
-    """Raise on all ranks an exception of these kinds raised inside on one: see `raise_together`. All ranks enter it."""
+    """Return a context that raises an exception of these types on all ranks if any rank raises it inside; collective."""
     error = None
     try:
         yield
@@ -138,7 +134,7 @@ def raising_together(
 
 
 def raise_first(channel: Channel, error: Exception | None) -> NoReturn:
-    """Raise on all ranks the error of the first rank that has one; its own on each rank that has one. All ranks call it."""
+    """Raise on all ranks the error of the first rank that has one, or the rank's own if it has one; collective."""
     failures = failures_among(channel.data, error)
     if error is not None:
         raise agreed(channel, error)  # with its own traceback
@@ -147,10 +143,7 @@ def raise_first(channel: Channel, error: Exception | None) -> NoReturn:
 
 
 def require_same(channel: Channel, described: str, call: str) -> None:
-    """Raise on all ranks if they were called with different arguments, which the error shows as `described`.
-
-    All ranks of the channel call it; the ValueError has the first two that differ.
-    """
+    """Raise a ValueError on all ranks if their arguments differ; collective. `described`: the arguments as text."""
     settled(_required_same, channel, described, call)
 
 
@@ -160,7 +153,7 @@ def _differing(channel: Channel, call: str, difference: str) -> Exception:
 
 def _required_same(channel: Channel, described: str, call: str) -> None:
     note_use(channel)
-    # The texts themselves, and no hash: arguments are short, and the error shows them.
+    # The texts are exchanged instead of hashes, since they are short, and the error shows them.
     found = channel.data.allgather(described)
     for rank, other in enumerate(found):
         if other != found[0]:
@@ -168,8 +161,8 @@ def _required_same(channel: Channel, described: str, call: str) -> None:
 
 
 def fingerprint(*parts: Any) -> int:
-    """Return a number, in 64 bits with a sign, that is the same on all ranks for the same texts and arrays."""
-    # Python's own hash of texts differs from process to process.
+    """Return a hash of texts and arrays as a signed 64-bit integer; it is the same on all ranks."""
+    # Python's hash of texts differs between processes.
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part.tobytes() if isinstance(part, np.ndarray) else str(part).encode())
@@ -177,26 +170,26 @@ def fingerprint(*parts: Any) -> int:
 
 
 def require_alike(channel: Channel, error: Exception | None, call: str, described: str, *compared: Any) -> None:
-    """Do in one message what `raise_together` and `require_same` do in three, if there is no error; all ranks call it.
+    """Combine `raise_together` and `require_same` in one message if there is no error; collective.
 
-    Errors show the arguments as `described`; texts and arrays to compare follow, if they differ from that text.
+    `described`: the arguments as text. `compared`: the texts and arrays to compare, by default `described`.
     """
     settled(_required_alike, channel, error, fingerprint(*(compared or [described])), described, call)
 
 
 def alike_on_all(channel: Channel, make: Callable[[], T], describe: Callable[[T], Sequence[Any]], call: str) -> T:
-    """Return the result of `make`; raise on all ranks if it raises on one, or if the ranks' results differ.
+    """Return ``make()``; raise on all ranks if it raises on any rank, or if the results differ; collective.
 
-    `describe` returns a text for the result, and the values to compare, as `require_alike` takes them. All ranks call it.
+    `describe`: returns the arguments `described` and `compared` of `require_alike` for a result.
     """
     error, made, described = None, None, [""]
     try:
         made = make()
         described = list(describe(made))
-    except Exception as found:  # noqa: BLE001 whatever it is, the other ranks must not wait on
+    except Exception as found:  # noqa: BLE001 the other ranks mustn't wait
         error = found
     require_alike(channel, error, call, *described)
-    return made  # type: ignore[return-value]  without one, all have raised
+    return made  # type: ignore[return-value]  if it is missing, all ranks have raised
 
 
 def _required_alike(channel: Channel, error: Exception | None, fingerprint: int, described: str, call: str) -> None:
@@ -206,6 +199,6 @@ def _required_alike(channel: Channel, error: Exception | None, fingerprint: int,
     if every[:, 0].any():
         raise_first(channel, error)
     if (every[:, 1] != every[0, 1]).any():
-        # The texts are more detailed than the fingerprints, but may be shortened: they can be equal nevertheless.
+        # The texts may be shortened, so they may be equal although the fingerprints differ.
         _required_same(channel, described, call)
         raise _differing(channel, call, f"they differ in parts that aren't shown here: {described}")

@@ -1,11 +1,11 @@
-"""Which call of the user's program a communication belongs to: its name, its line, and backwards that of its forward call.
+"""Records of communications with the user's calls that caused them, for debugging, error messages and tracing.
 
-A thread-local stack of `Call` records, the innermost last. Nothing is noted until it is requested: `note(owner)`
-has the registered switches swap the functions of all operations for ones that push and pop a record, and
-`forget(owner)` puts the bare ones back, so that there is no cost without owners.
+Each thread has a stack of `Call` records, linked by `outer`. Nothing is recorded until an owner requests it: `note(owner)`
+replaces the functions of all operations by ones that push and pop a record, and `forget(owner)` restores the original ones,
+so there is no overhead without owners.
 
-`observers` see every record begin and end: objects with ``began(call)`` and ``ended(call)``. An adjoint's record may
-have others inside it (linked by `outer`), since adjoints consist of the same operations.
+`observers` are notified when a call begins and ends. The record of an adjoint may contain others, since adjoints consist
+of the same operations.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from mpiad.transport.tracing import tracing
 
 
 class Site:
-    """A place in the user's program; there is one object for each, so that they are compared by identity.
+    """A place in the user's program. There is one object per place, so places are compared by identity.
 
-    `file`: path, as Python knows it. `entry`: the function of this library's that was called there. `text`: as messages
-    show it: ``"program.py:12 in main"``.
+    `file`: the path in the code object. `entry`: the function of this library that was called there. `text`: for messages,
+    such as ``"program.py:12 in main"``.
     """
 
     __slots__ = ("entry", "file", "function", "line", "text")
@@ -39,21 +39,21 @@ class Site:
         self.text = f"{os.path.basename(file)}:{line}{where}"
 
     def named(self, operation: str) -> str:
-        """Return the public function that the user called, if an operation serves several of them."""
+        """Return the name of the public function that the user called, or of the operation if that is more specific."""
         return self.entry if self.entry.startswith("mpi_") and self.entry not in _COMPOSITES else operation
 
     def __str__(self) -> str:
         return self.text
 
 
-# They make many communications, and messages should name the particular one.
+# Functions that make many communications; messages name the particular one.
 _COMPOSITES = ("mpi_optimize", "mpi_map")
-# Entries that name no function: another library's, and that of a custom operator, whose name is more informative.
+# Entries that aren't shown: those of other libraries, and of custom operators, whose own names are more informative.
 _OPERATORS = ("", "extend")
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call, as far as it has them."""
+    """The arguments of a call; those that it doesn't have are None or empty."""
 
     communicator: str | None = None
     root: int | None = None
@@ -70,12 +70,12 @@ class Arguments(NamedTuple):
 class Call:
     """One communication of the user's program, while it runs.
 
-    - `name`: the public function, as ``"mpi_bcast"``.
-    - `direction`: {"forward", "adjoint", "tangent"}.
-    - `site`: the user's line being executed: for an adjoint that of the gradient.
-    - `forward_site` (or None): for an adjoint: the call that it belongs to, noted when it was recorded.
-    - `outer` (or None): the one around it.
-    - `began`, `ended`: `time.perf_counter()`; `ended` is 0 until then.
+    - `name`: the public function, such as ``"mpi_bcast"``.
+    - `direction`: "forward", "adjoint" or "tangent".
+    - `site`: the user's line being executed; for an adjoint, that of the gradient.
+    - `forward_site`: for an adjoint or tangent, the site of the forward call; otherwise None.
+    - `outer`: the enclosing call, or None.
+    - `began`, `ended`: values of `time.perf_counter()`; `ended` is 0 until the end.
     """
 
     __slots__ = (
@@ -83,7 +83,7 @@ class Call:
         "site",
     )  # fmt: skip
 
-    # The reader of an operation's arguments is defined in a higher layer: primitives.noting installs it.
+    # The reader of an operation's arguments; installed by primitives.noting, in a higher layer.
     read: Callable[[Any, Any], Arguments] = staticmethod(lambda x, params: Arguments())
 
     def __init__(
@@ -121,7 +121,7 @@ class Call:
 
     @property
     def called(self) -> str:
-        """The same by the library's function that the user called: ``"exchange"``, ``"adjoint of exchange"``."""
+        """As `described`, for the library's function that the user called: ``"exchange"``, ``"adjoint of exchange"``."""
         entry = (self.forward_site or self.site).entry
         if entry in _OPERATORS:
             return self.described
@@ -129,13 +129,13 @@ class Call:
 
 
 class Observer(Protocol):
-    """The functions called for every call."""
+    """The interface of observers."""
 
     def began(self, call: Call) -> None:
-        """Take note of a call before it communicates."""
+        """Handle the beginning of a call, before it communicates."""
 
     def ended(self, call: Call) -> None:
-        """Take note of its end, whether or not by an exception."""
+        """Handle the end of a call, with or without an exception."""
 
 
 observers: list[Observer] = []
@@ -146,14 +146,14 @@ _switches: list[Callable[[bool], None]] = []
 
 
 def register(switch: Callable[[bool], None]) -> None:
-    """Add a function that swaps operations for noting ones, or back; it is called at once if calls are noted."""
+    """Register a function that turns the recording of calls on or off; it is called at once if they are recorded."""
     _switches.append(switch)
     if _owners:
         switch(True)
 
 
 def note(owner: Hashable) -> None:
-    """Have all calls noted, until `forget`."""
+    """Record all calls until `forget`."""
     _owners.add(owner)
     if len(_owners) == 1:
         for switch in _switches:
@@ -161,16 +161,16 @@ def note(owner: Hashable) -> None:
 
 
 def forget(owner: Hashable) -> None:
-    """End the effect of `note`; the last owner switches it off."""
+    """End the effect of `note`; recording stops with the last owner."""
     if owner in _owners:
         if len(_owners) == 1:
             for switch in _switches:
                 switch(False)
-        _owners.remove(owner)  # last: after an interrupt this can be done again
+        _owners.remove(owner)  # last, so that the function can be repeated after an interrupt
 
 
 def is_noting() -> bool:
-    """Return whether calls are noted."""
+    """Return whether calls are recorded."""
     return bool(_owners)
 
 
@@ -180,10 +180,10 @@ def current() -> Call | None:
 
 
 def begin(name: str, x: Array, params: object) -> Call:
-    """Note a call; the caller ends it with `end`."""
+    """Record a call; the caller ends it with `end`."""
     outer = tracing.call
     if outer is not None and outer.direction != "forward":
-        # Part of an adjoint or tangent: it stands for the same line.
+        # Part of an adjoint or tangent, with the same line.
         call = Call(name, outer.direction, outer.site, outer.forward_name, outer.forward_site, x, params)
     else:
         site = site_of(sys._getframe(1))
@@ -192,7 +192,7 @@ def begin(name: str, x: Array, params: object) -> Call:
 
 
 def begin_rule(direction: str, name: str, forward_site: Site, x: Array, params: object) -> Call:
-    """Note an adjoint or tangent, with the name and site of its forward call; the caller ends it with `end`."""
+    """Record an adjoint or tangent, with the name and site of its forward call; the caller ends it with `end`."""
     return _pushed(Call(name, direction, site_of(sys._getframe(1)), name, forward_site, x, params))
 
 
@@ -206,13 +206,13 @@ def _pushed(call: Call) -> Call:
 
 
 def end(call: Call) -> None:
-    """End a call, with all that an exception left open inside it."""
+    """End a call, and calls inside it that an exception has left open."""
     tracing.call = call.outer
     call.ended = perf_counter()
     if observers:
         for observer in tuple(observers):
             observer.ended(call)
-    call._x = call._params = None  # observers that keep the record mustn't keep the arrays alive
+    call._x = call._params = None  # the record may outlive the arrays
 
 
 def _folder(path: str) -> str:
@@ -220,13 +220,13 @@ def _folder(path: str) -> str:
 
 
 _OURS = _folder(os.path.dirname(os.path.dirname(__file__)))
-# The runner of a compiled function lies between the user and the called function: the user didn't call it.
+# Frames of compiled programs aren't functions that the user has called.
 _BETWEEN = _folder(os.path.join(_OURS, "programs"))
 _STANDARD = tuple({_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")})
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("autograd", "scipy", "numpy", "mpi4py"))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
-# By code object, since the same frames come again and again: 0 the user's, 1 this library's, 2 another library's.
+# Cached by code object: 0 for the user's code, 1 for this library, 2 for other libraries.
 _kinds: dict[CodeType, int] = {}
 _sites: dict[tuple[CodeType, int, CodeType | None], Site] = {}
 
@@ -244,7 +244,7 @@ def _kind_of_file(name: str) -> int:
     path = os.path.realpath(name) if os.path.exists(name) else name
     if path.startswith(_OURS):
         return 2 if path.startswith(_BETWEEN) else 1
-    # Any other installed package may be the user's own, or call us on the user's behalf: its line is shown.
+    # Other installed packages may be the user's own.
     installed = any(mark in path for mark in _INSTALLED)
     if installed:
         return 2 if any(mark in path for mark in _PACKAGES) else 0
@@ -252,7 +252,7 @@ def _kind_of_file(name: str) -> int:
 
 
 def user_frame(frame: FrameType | None) -> tuple[FrameType | None, CodeType | None]:
-    """Return the innermost frame of the user's, and the code of this library's that it called (None: another's)."""
+    """Return the innermost frame of user code, and the code of this library that it called, or None."""
     called = None
     while frame is not None:
         kind = _kind(frame.f_code)
@@ -265,16 +265,16 @@ def user_frame(frame: FrameType | None) -> tuple[FrameType | None, CodeType | No
 
 
 def site_of(frame: FrameType | None) -> Site:
-    """Return the user's place in a stack of frames, innermost first."""
+    """Return the innermost place of user code in a stack of frames."""
     found, called = user_frame(frame)
     if found is None:
         return _NOWHERE
-    # The line is determined once for each instruction: that takes longer than all the rest.
+    # Cached by instruction, since determining the line is slow.
     key = found.f_code, found.f_lasti, called
     site = _sites.get(key)
     if site is None:
         code = found.f_code
-        known = code.co_consts[-1] if code.co_consts else None  # a compiled program's frame, which stands for a line
+        known = code.co_consts[-1] if code.co_consts else None  # a Site if the frame is generated: see programs.replay
         if not isinstance(known, Site):
             known = Site(code.co_filename, found.f_lineno or 0, code.co_name, entry(called))
         site = _sites[key] = known
@@ -282,7 +282,7 @@ def site_of(frame: FrameType | None) -> Site:
 
 
 def site_of_trace(trace: TracebackType | None) -> Site:
-    """Return the user's innermost place in a traceback."""
+    """Return the innermost place of user code in a traceback."""
     found = _NOWHERE
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -293,9 +293,10 @@ def site_of_trace(trace: TracebackType | None) -> Site:
 
 
 def is_raised_by_user(error: BaseException) -> bool:
-    """Return whether a signal handler has raised an exception, or a `raise` in the user's program.
+    """Return whether an exception was raised by a signal handler, or by a `raise` statement in user code.
 
-    Errors by which code refuses an array of another kind than it knows (TypeError and the like) count for a handler only.
+    For the latter, a TypeError, AttributeError, AssertionError or NotImplementedError doesn't count, since user code may
+    raise it because a traced array has an unexpected type.
     """
     trace = error.__traceback__
     while trace is not None:
@@ -315,7 +316,7 @@ def entry(code: CodeType | None) -> str:
     """Return the name of the library's function that the user called, "" for none."""
     if code is None:
         return ""
-    # A function that the library returned (a gradient) is named by its file; gradient.py's by its first function.
+    # A function that the library has returned, such as a gradient, is named after its file.
     name, file = code.co_name, os.path.basename(code.co_filename)[:-3]
     if name in _NAMES:
         return _NAMES[name]

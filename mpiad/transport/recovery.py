@@ -1,13 +1,14 @@
-"""After an exception on one rank, bring all ranks of a collective call together, even out of a communication.
+"""Recovery of a collective call after an exception on one rank, with an MPI that can revoke communicators (ULFM).
 
-This needs an MPI that can revoke a communicator (`fault_tolerance`); elsewhere nothing here is ever called, and a
-composite is the bare function. With it a composite ends by an agreement on its channel, which works on revoked
-communicators too: either all ranks report success, or none leaves it. A rank that fails goes there at once. If
-the others don't come within a moment, it revokes the duplicates of the channel and of all channels among its ranks, so
-that ranks waiting in one are interrupted, and come too. Then the ranks exchange their exceptions, and renew
-the duplicates. Those that failed raise their own exception, and the others a `RemoteError`.
+A "composite" is a public function that consists of many communications and that all ranks of a communicator call. It ends
+with an agreement on its channel, which also works on revoked communicators: all ranks leave it with success, or none. A
+rank that fails goes to the agreement at once. If the others don't arrive within a moment, it revokes the duplicates of the
+channel and of all channels among its ranks. This interrupts ranks that wait in a communication, and they go to the
+agreement, too. Then the ranks exchange their exceptions and renew the duplicates. The ranks that failed raise their own
+exceptions, the others a `RemoteError`.
 
-In nested composites the outermost one recovers: messages around the inner one would be lost with its duplicates.
+Of nested composites only the outermost recovers, since renewing duplicates would lose the messages of those around it.
+Without such an MPI (see `fault_tolerance`), composites are the bare functions.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from mpiad.transport.uncaught import end_by
 
 F = TypeVar("F", bound=Callable[..., Any])
 _BY_KEYWORD: Any = object()
-_UNTIL_REVOKED = 0.05  # seconds in which ranks that fail alike come by themselves
-_UNTIL_NOTICED = 0.05  # revocations of several communicators come one after the other
-_UNTIL_LOGGED = 1.0
+_UNTIL_REVOKED = 0.05  # seconds for which a failed rank waits before it revokes, since others may fail in the same way
+_UNTIL_NOTICED = 0.05  # seconds for which an interrupted rank waits for the revocation of larger communicators
+_UNTIL_LOGGED = 1.0  # seconds after which a waiting failed rank logs its exception
 _DEATH_WITHIN = 2.0
 _log = logging.getLogger("mpiad")
 
@@ -44,7 +45,7 @@ Verdict = Callable[[Failures], BaseException]
 
 
 class _Current(threading.local):
-    """The channel whose composite would recover; None outside of all."""
+    """The channel of this thread's outermost composite, None outside of composites."""
 
     place: Channel | None = None
 
@@ -53,11 +54,11 @@ _current = _Current()
 
 
 def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = None) -> Callable[[F], F]:
-    """Make the decorator of a collective composite, which all ranks of a communicator call; `call` is its public name.
+    """Return the decorator of composites; without ULFM it returns the function itself.
 
-    The communicator is by default the composite's keyword argument `comm`. ``verdict(failures)`` returns the exception that
-    all ranks raise; the composite then recovers inside of others too. By default ranks that failed raise their own error,
-    and the others a RemoteError. If the MPI can't revoke, the decorator returns the function itself.
+    `call`: the public name. `comm`: the communicator, by default the keyword argument `comm` of the call. `verdict`:
+    ``verdict(failures)`` returns the exception that all ranks raise; a composite with a verdict recovers inside of others,
+    too. By default ranks that failed raise their own error, and the others a RemoteError.
     """
 
     def decorate(fun: F) -> F:
@@ -67,7 +68,7 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = N
         @functools.wraps(fun)
         def run(*args: Any, **kwargs: Any) -> Any:
             outer = _current.place
-            # An inner composite leaves recovery to the outermost one, whose ranks include all that may wait.
+            # The outermost composite recovers, since its ranks include all that may wait.
             if outer is not None and verdict is None:
                 return fun(*args, **kwargs)
             _current.place = used = channel(kwargs.get("comm") if comm is _BY_KEYWORD else comm, call)
@@ -87,12 +88,12 @@ def recoverable(call: str, comm: Comm = _BY_KEYWORD, verdict: Verdict | None = N
 
 
 def recovers() -> bool:
-    """Return whether an exception that leaves this rank's composite brings all its ranks together."""
+    """Return whether an exception of this rank will be recovered by a composite."""
     return FAULT_TOLERANT and _current.place is not None
 
 
 def interruptible(name: str, forward: F) -> F:
-    """Return a communication that recovers if it is interrupted outside of all composites; `forward` without ULFM."""
+    """Return a communication that recovers from interruptions outside of composites; without ULFM `forward` itself."""
     if not FAULT_TOLERANT:
         return forward
 
@@ -109,7 +110,7 @@ def interruptible(name: str, forward: F) -> F:
 
 
 def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
-    """Leave a composite together with all its ranks; if it failed on another, raise a RemoteError or the `verdict`'s."""
+    """End a composite together with all its ranks; raise a RemoteError, or the `verdict`'s error, if another failed."""
     place = None if used.size == 1 else _trouble(used)
     if place is None:
         return
@@ -119,14 +120,14 @@ def conclude(used: Channel, call: str, verdict: Verdict | None = None) -> None:
 
 
 def recover(used: Channel | None, error: BaseException, call: str, verdict: Verdict | None = None) -> None:
-    """Meet the other ranks after an exception; return if this rank is to raise its own.
+    """Synchronize with the other ranks after an exception; return if this rank must raise its own exception.
 
-    `used` is the channel of the composite, None outside of all; `verdict` as in `recoverable`, and its result is raised. A
-    RemoteError is raised if another rank has failed and this one was interrupted, or if one has died. All
-    ranks of the channel come here or to `conclude`, each with its own exception or with MPI's interruption.
+    `used`: the channel of the composite, None outside of composites. `error`: this rank's exception, or MPI's interruption.
+    Raises a RemoteError if another rank has failed and this one was interrupted, or if a process has died; or the error of
+    `verdict` (see `recoverable`). All ranks of the channel call this function or `conclude`.
     """
     interrupted = is_interruption(error)
-    # If all ranks of the channel raise the same by agreement, none waits, and nothing is under way.
+    # If all ranks of the channel raise the exception by agreement, none waits, and no message is in flight.
     if used is not None and (used.size == 1 or not interrupted and set(used.members) <= agreed_among(error)):
         return
     place = _meeting_place(used, interrupted)
@@ -148,17 +149,20 @@ def _raise_verdict(
     if verdict is not None and place is used and found:
         raise verdict(found) from (error if mine else None)
     if found and not mine:
-        # The interruption's traceback shows this rank's place in the program.
+        # The cause, an interruption, shows where this rank was.
         raise error_of(found, call, RemoteError) from error
 
 
 def _meeting_place(used: Channel | None, interrupted: bool) -> Channel | None:
-    """Return the largest channel around this one that was revoked, else this one; any, outside of all composites."""
+    """Return the largest revoked channel that includes the ranks of this one, else this one.
+
+    Outside of composites (`used` is None), all channels are considered.
+    """
     patience = Backoff()
     while True:
         revoked = [found for found in _around(used) if _is_given_up(found)]
         if not interrupted or patience.seconds > _UNTIL_NOTICED:
-            # The largest: its ranks include those of all others, and each of them comes there.
+            # All ranks of the others go to the largest one, too.
             return max(revoked, key=lambda found: found.size, default=used)
         if revoked and max(found.size for found in revoked) == MPI.COMM_WORLD.size:
             return max(revoked, key=lambda found: found.size)
@@ -175,7 +179,7 @@ def _is_given_up(found: Channel) -> bool:
 
 
 def _trouble(used: Channel) -> Channel | None:
-    """Wait for all ranks of the channel; return the channel to meet on if one has failed, in it or around it."""
+    """Wait for all ranks of the channel; return the channel for recovery if one of them, or of a larger channel, failed."""
     flag = np.ones(1, np.int32)
     request, patience = used.data.Iagree(flag), Backoff()
     while not _is_complete(request, flag):
@@ -186,12 +190,12 @@ def _trouble(used: Channel) -> Channel | None:
 
 
 def _assemble(place: Channel, mine: BaseException | None, call: str) -> None:
-    """Wait until all ranks of the channel have come, interrupting them if necessary; `mine` is this rank's exception."""
+    """Wait until all ranks of the channel have arrived, interrupting them if necessary; `mine`: this rank's exception."""
     flag = np.zeros(1, np.int32)
     request, patience = place.data.Iagree(flag), Backoff()
     revoked = logged = False
     while not _is_complete(request, flag):
-        # An interrupted rank passes it on at once: ranks may wait in communicators that no other rank revokes.
+        # An interrupted rank revokes at once, since ranks may wait in communicators that no other rank has.
         if not revoked and (mine is None or patience.seconds > _UNTIL_REVOKED):
             for comm in [comm for found in _within(place) for comm in found.duplicates()]:
                 if not is_revoked(comm):
@@ -212,13 +216,13 @@ def _larger_is_given_up(place: Channel) -> bool:
 def _is_complete(request: Request, flag: np.ndarray) -> bool:
     try:
         return request.Test()
-    except MPI.Exception:  # a rank has died; the others have come
+    except MPI.Exception:  # a rank has died, and the others have arrived
         flag[0] = 0
         return True
 
 
 def _within(place: Channel) -> list[Channel]:
-    """Return the channel and, in the order in which they were made, those among its ranks."""
+    """Return the channel and those whose members are among its ranks, in the order of their creation."""
     members = set(place.members)
     return [place, *(found for found in live_channels() if found is not place and members >= set(found.members))]
 
@@ -228,7 +232,7 @@ def _renewed(place: Channel, mine: Failure | None) -> Failures:
     fresh = place.data.Shrink()
     ranks = ranks_within(place, fresh)
     told = fresh.allgather(mine)
-    # In the same order on all ranks, so that no two wait for each other in different channels.
+    # In the same order on all ranks, to avoid deadlocks.
     for found in _within(place):
         data = fresh if found is place else found.data.Shrink()
         lost = sorted(set(range(found.size)) - set(ranks_within(found, data)))
@@ -240,12 +244,12 @@ def _renewed(place: Channel, mine: Failure | None) -> Failures:
 
 
 def ranks_within(place: Channel, comm: Comm) -> list[int]:
-    """Return the ranks in a channel of a communicator's members."""
+    """Return the ranks that a communicator's members have in a channel."""
     return [place.members.index(rank) for rank in world_ranks(comm)]
 
 
 def _end_job(mine: BaseException | None, call: str) -> None:
-    error = RemoteError(f"{call} can't recover: meanwhile a call of more ranks has failed as well.")
+    error = RemoteError(f"{call} can't recover: in the meantime a call on a larger communicator has failed, too.")
     error.__cause__ = mine
     end_by(error)
     time.sleep(_DEATH_WITHIN)

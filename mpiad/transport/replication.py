@@ -1,10 +1,10 @@
-"""Whether a value of which every rank holds a copy is the same on all of them, bit for bit.
+"""The check that a replicated value, of which every rank has a copy, is bitwise the same on all ranks.
 
-Equal copies cost one reduction of a hash, whatever their size. Only if the hashes differ do the ranks exchange
-descriptions of their copies, leaf by leaf, and look for the first entry that differs.
+If the copies are equal, the check takes one reduction of a hash. Otherwise the ranks exchange descriptions of their copies,
+leaf by leaf, and search for the first entry that differs.
 
-Equality is that of bits: ``-0.0`` isn't ``0.0`` (they divide differently), and a NaN equals a NaN of the same bits and no
-other. Copies that were broadcast, and updated alike, are equal in this sense; those that are only nearly equal drift apart.
+Values are compared by their bits: ``-0.0`` differs from ``0.0``, and a NaN equals only a NaN with the same bits. Copies
+that are broadcast and then updated in the same way are equal in this sense; copies that are only nearly equal drift apart.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from mpiad.transport.device_arrays import arrays_of
 
 _SHOWN = 8
 _HUGE = 2**1023  # integers from here on have no float
-# Ten of the 16 bytes of a long double on x86 hold its 80 bits; the others hold arbitrary earlier contents of the memory.
+# A long double on x86 has 80 bits, in ten of its 16 bytes; the other bytes are arbitrary.
 _MEANT = 10 if np.finfo(np.longdouble).nmant == 63 else np.dtype(np.longdouble).itemsize
 
 
 class Difference(NamedTuple):
-    """How one rank's copy differs from another's."""
+    """The difference of one rank's copy from the reference."""
 
     path: str  # of the first leaf that differs
     index: tuple[int, ...]  # of its first entry that differs
-    # `absolute`, `relative`: the largest difference of that leaf's entries, and relative to the larger of both; NaN if
-    # it isn't defined (a NaN, a string, another shape).
+    # The largest absolute and relative difference of that leaf's entries; NaN if it isn't defined (for a NaN, a string, or
+    # different shapes).
     absolute: float
     relative: float
     text: str
@@ -47,7 +47,7 @@ class Difference(NamedTuple):
 
 
 def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, others: int) -> Difference:
-    """Compare values whose bits differ; rank `reference` holds `theirs`, and `others` more leaves differ."""
+    """Return the difference of two values; rank `reference` has `theirs`, and `others` is the number of other leaves."""
     more = f"; {others} more differ" if others else ""
     if not isinstance(mine, np.ndarray):
         text = f"{path} is {mine!r:.60} instead of rank {reference}'s {theirs!r:.60}{more}"
@@ -70,12 +70,11 @@ def compare(path: str, kind: str, mine: Array, theirs: Array, reference: int, ot
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:
-    """Return the bytes that determine an array's values, shape (size, bytes of an entry), without padding bytes."""
+    """Return the bytes of an array's entries without padding, shape (size, bytes per entry)."""
     if not array.size:
         return np.empty((0, 1), np.uint8)
     if array.dtype.names:  # there may be gaps between the fields
         return np.concatenate([bits_of(array[name]).reshape(array.size, -1) for name in array.dtype.names], axis=1)
-    # A view of the memory copies nothing.
     whole = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     if array.dtype.char not in "gG":
         return whole.reshape(array.size, -1)
@@ -98,7 +97,7 @@ def _largest(mine: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
     """Return the largest absolute and relative difference; NaN if no two entries are numbers."""
     if mine.dtype.kind not in "biufc":
         return float("nan"), float("nan")
-    # In their own type, integers wrap and halves overflow.
+    # In their own type, integers would wrap, and half-precision floats overflow.
     wide = np.clongdouble if mine.dtype.kind == "c" else np.longdouble
     a, b = mine.astype(wide), theirs.astype(wide)
     with np.errstate(all="ignore"):
@@ -110,7 +109,7 @@ def _largest(mine: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
 
 
 class _Held(NamedTuple):
-    """A leaf as the ranks describe it to each other: its path, the kind of its value, and a hash of its bits."""
+    """The description of a leaf: its path, the type of its value, and a hash of its bits."""
 
     path: str
     kind: str
@@ -135,10 +134,10 @@ def require_replicated(channel: Channel, leaves: Sequence[tuple[str, Any]], said
             held.append(_Held(path, *_described(values[-1])))
     except TypeError as error:
         wrong = str(error)
-    # The hash covers paths and kinds too: the same bits under other names are another value.
+    # The hash includes paths and types.
     digest = hashlib.blake2b(repr(held).encode(), digest_size=16).digest()
     words = np.frombuffer(digest, dtype=np.uint64)
-    # The least of the complements is the complement of the greatest: one reduction finds both.
+    # The minimum of the complements is the complement of the maximum, so one reduction finds both.
     mine = np.concatenate([words, ~words, np.array([not wrong], dtype=np.uint64)])
     least = np.empty_like(mine)
     channel.data.Allreduce(mine, least, MPI.MIN)

@@ -52,22 +52,21 @@ from mpiad.transport.signals import requested
 from mpiad.transport.tracing import tracing
 from mpiad.transport.uncaught import end_by
 
-# Termination of a job in which a failed rank waits to report its failure, and the other ranks don't come.
+# Termination of a job in which a failed rank waits at an agreement that the other ranks never reach.
 #
-# They may wait for a message that this rank never sends. This can't be distinguished from a long computation, since a wait
-# inside MPI can't be inspected. An exception that one rank raises alone ends the job unless it is caught; so does one that
-# all ranks should raise if they never meet.
+# They may wait for a message that the failed rank would have sent. This can't be distinguished from a long computation,
+# since a wait inside MPI can't be inspected.
 #
-# `DeferredFailures` end it after some time, measured by a thread that only failed ranks start.
+# `DeferredFailures` end the job after some time, measured by a thread that only failed ranks start.
 #
-# A `FailureDetector` finds out whether ranks wait in a communication for one that has failed. A waiting rank can't
-# answer, so each has a second thread, which wakes up five times a second. After a failed rank's notice, this thread
-# notifies that rank whenever its main thread begins to wait, moves on, or arrives at the agreement. When some wait and
-# none moves, nobody ever will; but a rank that waited may have moved on since its notice. So the failed rank then asks
-# all ranks once more, and believes only notices of one round: a rank that waits in it has waited for half a second since
-# it was asked. (Detection of termination by two rounds: F. Mattern, Distributed Computing 2, 1987.) A call of the user's
-# own, into a compiled solver or another program, may be long, or may be a communication by bare mpi4py: from outside they
-# look alike. So it counts as waiting only after minutes, or after `MPIAD_TIMEOUT`.
+# A `FailureDetector` finds out whether ranks wait in a communication for one that has failed. Each rank has a second
+# thread, which wakes up five times per second. After a notice from a failed rank, it reports to that rank whenever its own
+# main thread begins to wait, moves on, or reaches the agreement. If some ranks wait and none moves, the ranks are
+# deadlocked. But a waiting rank may have moved on after its report. Therefore the failed rank asks all ranks again, and
+# uses only reports from one such round: a rank that reports waiting has then waited for half a second since it was asked.
+# (Detection of termination by two rounds: F. Mattern, Distributed Computing 2, 1987.) A call from user code into a compiled
+# solver, say, can't be distinguished from a communication by bare mpi4py. It counts as waiting only after minutes, or after
+# `MPIAD_TIMEOUT`.
 
 
 SOON, LATE = 10.0, 300.0  # seconds: if others probably wait for this rank, and if that would be unexpected
@@ -75,63 +74,64 @@ SOON, LATE = 10.0, 300.0  # seconds: if others probably wait for this rank, and 
 _PROCESS_FAILED, _MOVES, _WAITS, _ARRIVED = range(1, 5)
 _TICK = 0.2
 _WAITS_AFTER = 0.5
-# Without MPIAD_TIMEOUT: a communication by bare mpi4py in user code can't be distinguished from a long computation.
+# The limit for calls from user code if MPIAD_TIMEOUT isn't set.
 _STUCK_AFTER = 300.0
 _COMMUNICATES = ("mpiad.transport", "mpiad.primitives", "mpiad.differentiation", "mpiad.domain", "mpiad.linalg")
-# These poll; the state is determined by their caller.
+# Polling functions, for which the state is that of the caller.
 _POLLS = ("mpiad.transport.guarded", "mpiad.transport.polling", "mpiad.transport.user_failures")
-# Without a second thread the failed rank can only wait for a limited time.
+# Seconds for which a failed rank waits if MPI doesn't allow a second thread.
 _PATIENCE = 1.5
-# MPI's abort may return some time before the launcher kills this process.
+# Seconds within which the launcher kills this process after MPI's abort has returned.
 _DEATH_WITHIN = 2.0
 
 
 class FailureDetector:
-    """Monitors the states of ranks during a call; `close` ends it. It listens only if waiting ranks can't be interrupted.
+    """Monitors the states of ranks during a call, until `close`.
 
-    `call`: name of the public function; `room`: module of the functions that take part in agreements.
+    `call`: name of the public function. `room`: name of the module whose functions take part in agreements. `listens`:
+    whether to answer failed ranks; it isn't needed if waiting ranks can be interrupted.
     """
 
     def __init__(self, comm: Comm, call: str, room: str, listens: bool = True):
         self._call, self._room, self._notices = call, room, Notices(comm)
         self._watched = threading.get_ident()
-        self._told: dict[int, int] = {}  # failed ranks, and the state of this rank last reported to each
+        self._reported: dict[int, int] = {}  # failed ranks, and the state of this rank last reported to each
         self._others = set(range(comm.size)) - {comm.rank}
-        self._states: dict[int, int] = {}  # of the other ranks, as they have reported since they were asked
-        self._moved = False  # whether one that waited has moved on since then
-        self._ear = threading.Lock()
+        self._states: dict[int, int] = {}  # the states that other ranks have reported since they were asked
+        self._moved = False  # whether any rank has reported since then that it moves
+        self._receiving = threading.Lock()
         self._place: tuple[FrameType, int, float] | None = None
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
         if listens and comm.size > 1 and threads_may_communicate():
-            self._thread = threading.Thread(target=self._look_out, name="mpiad-watch", daemon=True)
+            self._thread = threading.Thread(target=self._monitor, name="mpiad-watch", daemon=True)
             self._thread.start()
 
-    def _look_out(self) -> None:
+    def _monitor(self) -> None:
         while not self._done.wait(_TICK):
-            self._hear()
-            if self._told:
-                self._tell(self._state())
+            self._receive_notices()
+            if self._reported:
+                self._report(self._state())
 
-    def _hear(self) -> None:
-        """Take all notices that have come, in their order, from any thread."""
-        with self._ear:
+    def _receive_notices(self) -> None:
+        """Receive all pending notices, in their order; may be called by any thread."""
+        with self._receiving:
             while (notice := self._notices.take()) is not None:
                 source, kind = notice
                 if kind == _PROCESS_FAILED:
-                    self._told[source], self._place = _MOVES, None
+                    self._reported[source], self._place = _MOVES, None
                 else:
                     self._states[source] = kind
                     self._moved |= kind == _MOVES
 
-    def _tell(self, state: int) -> None:
-        for rank in list(self._told):
-            if self._told[rank] != state:
-                self._told[rank] = state
+    def _report(self, state: int) -> None:
+        for rank in list(self._reported):
+            if self._reported[rank] != state:
+                self._reported[rank] = state
                 self._notices.post(rank, state)
 
     def _state(self) -> int:
-        """Return the main thread's state, one of the constants above; it waits if it stays at one instruction for long."""
+        """Return the main thread's state, one of the constants above; it waits if it stays at one instruction too long."""
         frame, now = sys._current_frames().get(self._watched), time.monotonic()
         # A polling function doesn't stay at one instruction, but its caller does.
         while frame is not None and frame.f_globals.get("__name__", "").startswith(_POLLS):
@@ -142,7 +142,7 @@ class FailureDetector:
         if module.startswith(self._room):
             return _ARRIVED
         if self._place is None or self._place[0] is not frame or self._place[1] != frame.f_lasti:
-            self._place = frame, frame.f_lasti, now  # the frame is kept, so that no other frame can have its identity
+            self._place = frame, frame.f_lasti, now  # a reference to the frame, so that its identity isn't reused
         limit = _WAITS_AFTER
         if not module.startswith(_COMMUNICATES):
             given = os.environ.get("MPIAD_TIMEOUT")
@@ -150,10 +150,10 @@ class FailureDetector:
         return _WAITS if now - self._place[2] >= limit else _MOVES
 
     def wait_as_failed(self, request: Request, error: BaseException) -> None:
-        """Wait until all ranks have reached an agreement; end the job if one never will."""
+        """Wait until all ranks have reached an agreement; end the job if they never will."""
         start, rounds = time.monotonic(), 0
         while not request.Test():
-            self._hear()
+            self._receive_notices()
             waiting = [rank for rank, state in self._states.items() if state == _WAITS]
             stands = len(self._states) == len(self._others) and _MOVES not in self._states.values() and waiting
             if stands and rounds > 1 and not self._moved:
@@ -170,12 +170,12 @@ class FailureDetector:
 
     def _end(self, error: BaseException, reason: str) -> None:
         sys.stderr.write(f"mpiad: {self._call} can't raise this exception on all ranks: {reason}.\n")
-        end_by(error)  # under MPIAD_ABORT=0 it only shows it, and this rank raises alone
+        end_by(error)  # with MPIAD_ABORT=0 this only prints the error, and this rank raises alone
         time.sleep(_DEATH_WITHIN)
         raise error
 
     def close(self, failed: bool = False) -> None:
-        """Stop listening; `failed`, the same on all ranks, says whether any failed, so that notices may be pending."""
+        """Stop the monitor; `failed`: whether any rank has failed, so that notices may be pending."""
         self._done.set()
         if self._thread is not None:
             self._thread.join()
@@ -202,11 +202,11 @@ _FAILED, _UNREACHED, _END_REQUESTED, _TERM = range(4)
 
 
 class Unreached(Exception):  # noqa: N818 - no error, as StopIteration is none
-    """Leave a stage on all ranks, since a solver in it hasn't converged on some: the call continues after it."""
+    """Raised on all ranks to leave a stage in which a solver hasn't converged on some rank; the call then continues."""
 
 
 class WrongValueError(TypeError):
-    """Report that a function returned an invalid value: raised on all ranks as a TypeError."""
+    """Raised if a user function returns an invalid value; all ranks raise it as a TypeError."""
 
 
 def verdict(failures: Failures, call: str = "minimize") -> Exception:
@@ -218,18 +218,17 @@ def verdict(failures: Failures, call: str = "minimize") -> Exception:
 
 
 class StageFailures:
-    """Failures of ranks in a call of many stages, known to all of its ranks.
+    """Agreements on failures in a call that consists of stages.
 
-    - `comm`: the call's own.
+    - `comm`: the communicator of the call.
     - `call`: name of the public function.
-    - `room`: module of the stages: a rank whose innermost frame is in it has reached an agreement.
+    - `room`: name of the module of the stages; a rank whose innermost frame is in it has reached an agreement.
     - `complete`: ``complete(error, trace)`` completes the text of an exception before it is sent to all ranks.
-    - `error` (or None): the exception that all ranks have raised; there are no further agreements after it.
-    - `broken`: whether this rank's stage has failed while the ranks that wait for it can be interrupted.
-    - `end_requested`: whether any rank had received SIGTERM when it came to an agreement: the same on all
-      ranks.
-    - `tolerates`: whether a ConvergenceError isn't a failure: `Unreached` is then raised on all ranks, and the call may
-      continue. The same on all ranks.
+    - `error`: the exception that all ranks have raised, after which there are no further agreements; or None.
+    - `broken`: whether this rank's stage has failed while waiting ranks can be interrupted.
+    - `end_requested`: whether any rank had received SIGTERM at the last agreements; the same on all ranks.
+    - `tolerates`: whether to raise `Unreached` on all ranks instead of a ConvergenceError, so that the call may continue;
+      the same on all ranks.
     """
 
     def __init__(self, comm: Comm, call: str, room: str, complete: Callable[[BaseException, Any], None]):
@@ -257,17 +256,17 @@ class StageFailures:
         try:
             result = stage()
             own = term(result)
-        except Unreached:  # of a stage inside this one: all ranks have met
+        except Unreached:  # raised on all ranks by a nested stage
             raise
         except (Exception, SystemExit) as failure:
-            self._complete(failure, failure.__traceback__)  # sent to all ranks before it leaves the trace
-            # An exception that all ranks raise together leaves no rank waiting.
+            self._complete(failure, failure.__traceback__)
+            # If all ranks raise the exception together, none waits.
             alike = self._tolerated(failure) and len(agreed_among(failure)) >= self._comm.size
             if self._interrupts and not alike:
                 self.broken = True
-                forget_agreement(failure)  # the call raises another, so all must meet
+                forget_agreement(failure)  # since the call raises another exception
                 raise
-            if self.error is None:  # else a stage inside this one has agreed already
+            if self.error is None:  # otherwise a nested stage has already agreed
                 self._conclude(failure)
             raise
         return result, self._conclude(None, own)
@@ -286,7 +285,7 @@ class StageFailures:
                 self._detector.wait_as_failed(request, failure)
         self.end_requested |= bool(self._sums[_END_REQUESTED])
         if self._sums[_FAILED]:
-            # Its notices use the same communicator: all ranks receive theirs before anything else is received there.
+            # All notices must be received first, since they use the same communicator.
             self._detector.close(failed=True)
             self.error = verdict(failures_among(self._comm, failure), self._call)
             if not self._interrupts:
@@ -300,7 +299,7 @@ class StageFailures:
         return float(self._sums[_TERM])
 
     def _lift(self) -> None:
-        """Let channels be used again on which a rank's own exception may have left collectives: all ranks have met."""
+        """Remove the faults of channels on which exceptions may have left collectives, since all ranks have agreed."""
         for found in live_channels():
             if found.fault and not found.has_messages and found not in self._refused:
                 found.fault = None
@@ -309,19 +308,19 @@ class StageFailures:
         return self.tolerates and isinstance(failure, ConvergenceError)
 
     def raise_if_failed(self) -> None:
-        """Raise the exception that all ranks have raised, if a method continues in spite of it."""
+        """Raise the exception that all ranks have raised, if there is one."""
         if self.error is not None:
             raise self.error
 
     def clear(self, members: tuple[int, ...]) -> None:
-        """End pending communication of an unreached stage on communicators among these ranks; all of them call this.
+        """Drop pending messages of an unreached stage on communicators whose members are among these; all of them call it.
 
-        Ranks may have left the stage at different messages, and old ones mustn't be taken for new.
+        The ranks may have left the stage at different messages, and old messages mustn't be received later.
         """
         inside = {(found.members, found.number): found for found in live_channels() if set(found.members) <= set(members)}
         every = self._comm.allgather(list(inside))
         held = dict(zip(members, map(set, every)))
-        # In the same order on all ranks; only channels that all of their ranks still have.
+        # In the same order on all ranks, and only channels that are open on all of their ranks.
         for key in sorted(set().union(*held.values())):
             if key in inside and all(key in held[rank] for rank in key[0]):
                 inside[key].renew_beneath()

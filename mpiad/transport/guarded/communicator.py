@@ -1,8 +1,8 @@
-"""A communicator whose waits end: the methods that the library uses of mpi4py's, each with a deadline.
+"""`Guarded`: the communicators of debug mode, with those of mpi4py's methods that the library uses, each with a deadline.
 
-The ranks agree on a collective before they enter it, since MPI's nonblocking forms don't see that lengths differ, and add
-up mismatched data. Then these are polled: a rank that has agreed may be interrupted or reach its deadline before it enters.
-A wait is described only if it takes longer than a moment.
+Before a collective the ranks compare their calls, since MPI doesn't detect different lengths and would combine mismatched
+data. Then the nonblocking form of the collective is polled until its deadline. A wait is described for reports only if it
+takes longer than a moment.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from mpiad.transport.guarded.descriptions import describe, fingerprint, raise_mi
 from mpiad.transport.guarded.requests import Gathering, GuardedRequest, Letter, StartedReduction, begin
 from mpiad.transport.guarded.timed_waits import poll, poll_for
 
-# The thread that answers other ranks reads it while the program adds to it: a weak set can't be copied in one step.
+# A dictionary instead of a weak set, since another thread may copy it while the program adds to it.
 _all: weakref.WeakValueDictionary[int, Guarded] = weakref.WeakValueDictionary()
 
 
 def counts() -> dict[str, int]:
-    """Return the number of collectives that this rank has begun, by the key under which they are counted."""
+    """Return the numbers of collectives that this rank has begun, by the label of the communicator or agreement."""
     every = [comm for reference in _all.valuerefs() if (comm := reference()) is not None]
     found = {comm.label: comm.started for comm in every}
     for agreement in {comm.agreement for comm in every if comm.agreement is not None}:
@@ -36,7 +36,7 @@ def counts() -> dict[str, int]:
 
 
 def _collective(name: str, compared: Callable[..., tuple[Any, Any, Any]]) -> Any:
-    """Make the guarded form of a collective; `compared` takes its arguments and returns array, reduction and root."""
+    """Return the guarded form of a collective; ``compared(*args)`` returns array, reduction and root for the comparison."""
     nonblocking = _nonblocking("I" + name.lower())
 
     def method(self: Guarded, *args: Any) -> None:
@@ -72,14 +72,14 @@ _iallreduce = _nonblocking("Iallreduce")
 
 
 class Guarded:
-    """A communicator of mpi4py's under watch.
+    """An mpi4py communicator in debug mode.
 
-    - `label`: the same on all its ranks.
-    - `members`: its ranks' numbers in the world.
-    - `agreement`: with which its ranks compare collectives.
-    - `owner`: returns the channel that is marked when a wait is given up, or None if there is none, or not any more.
-    - `number`: of the channel, among those of the same ranks.
-    - `reverse`: whether it carries the messages of adjoints.
+    - `label`: its name, the same on all ranks.
+    - `members`: the ranks of its members in the world.
+    - `agreement`: compares the ranks' collectives; None if they aren't compared.
+    - `owner`: returns the channel that is marked when a wait is given up; None if there is none or it was deleted.
+    - `number`: the channel's number among those with the same members.
+    - `reverse`: whether it is used for the messages of adjoints.
     - `post`: the communicator for descriptions of calls.
     """
 
@@ -95,7 +95,7 @@ class Guarded:
         _all[id(self)] = self
 
     def agree(self, step: str, array: Array = None, op: Op | None = None, root: int | None = None) -> None:
-        """Raise on all ranks if they are about to make different calls."""
+        """Raise an error on all ranks if they are about to make different calls."""
         if self.size == 1:
             return
         agreement: Agreement = self.agreement  # type: ignore[assignment]
@@ -104,7 +104,7 @@ class Guarded:
         lane = lane_of(self.number)
 
         def make() -> Gathering:
-            # Made only after a moment of waiting: it inspects the stack, which most calls needn't.
+            # Called only after a moment of waiting, since it inspects the stack.
             return Gathering(self, *agreement.begun(lane), describe(*said))
 
         if not agreement.agree(fingerprint(*said), lane, make):
@@ -112,13 +112,13 @@ class Guarded:
             raise_mismatch(agreement.descriptions(mine, lane, make), agreement)
 
     def give_up(self, reason: str) -> None:
-        """Refuse the further use of the channel."""
+        """Mark the channel as unusable."""
         channel = self.owner()
         if channel is not None:
             channel.mark(f"{reason.splitlines()[0].rstrip(':')}.")
 
     def retire(self) -> None:
-        """Stop counting: another communicator replaces it, under its name."""
+        """Stop counting its collectives, since a communicator with the same label replaces it."""
         _all.pop(id(self), None)
 
     # ---- collectives of arrays
@@ -131,7 +131,7 @@ class Guarded:
     Allgather = _collective("Allgather", lambda send, recv: (send, None, None))
     Alltoall = _collective("Alltoall", lambda send, recv: (send, None, None))
     Alltoallv = _collective("Alltoallv", lambda send, recv: (None, None, None))
-    # The lengths of pieces may differ.
+    # The ranks' lengths may differ, so arrays aren't compared.
     Allgatherv = _collective("Allgatherv", lambda send, recv: (None, None, None))
     Gatherv = _collective("Gatherv", lambda send, recv, root=0: (None, None, root))
     Scatterv = _collective("Scatterv", lambda send, recv, root=0: (None, None, root))
@@ -143,7 +143,7 @@ class Guarded:
         start = _iallreduce if self.agreement is None else StartedReduction
         return start(self, array, out, op)
 
-    # ---- collectives of pickled objects: small and rare, so those of arrays serve, each with its deadline
+    # ---- collectives of pickled objects, based on those of arrays
     def allgather(self, value: object) -> list[Any]:
         """Return every rank's value on all ranks."""
         mine = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
@@ -167,7 +167,7 @@ class Guarded:
         packed = np.frombuffer(pickle.dumps(value), dtype=np.uint8) if self.rank == root else None
         length = np.array([0 if packed is None else packed.size], dtype=np.int64)
         self.Bcast(length, root)
-        # Not the bytes of a pickle themselves: MPI takes writable memory for both ends.
+        # A copy, since MPI requires writable memory on the root, too.
         packet = np.empty(int(length[0]), dtype=np.uint8) if packed is None else packed.copy()
         self.Bcast(packet, root)
         return value if self.rank == root else pickle.loads(packet.tobytes())
@@ -195,25 +195,25 @@ class Guarded:
         return poll_for(lambda: self.bare.Improbe(source, tag, status), lambda: Letter(self, False, source, tag))
 
     def until(self, found: Callable[[], bool], source: int) -> None:
-        """Wait for a message as long as it takes, shown in tables of waits."""
+        """Wait for a message without a deadline; deadlock reports show this wait."""
         poll(found, lambda: Letter(self, False, source, MPI.ANY_TAG), endless=True)
 
     # ---- communicators
     def Dup(self) -> Guarded:
-        """Make a duplicate under the same watch, whose collectives aren't compared."""
+        """Return a guarded duplicate whose collectives aren't compared."""
         self._together("Dup")
         self._made += 1
         return Guarded(self.bare.Dup(), f"{self.label}, duplicate {self._made}", self.members)
 
     def Split(self, color: int, key: int) -> Guarded:
-        """Put all ranks in another order."""
+        """Return a guarded communicator with the ranks in another order."""
         self._together("Split")
         made = self.bare.Split(color, key)
         order = made.allgather(self.members[self.rank])
         return Guarded(made, f"{self.label}, reordered", tuple(order), self.agreement, self.owner(), self.number)
 
     def _together(self, step: str) -> None:
-        # MPI makes communicators in blocking calls; they don't wait once all ranks are there.
+        # MPI's blocking calls that create communicators don't wait if all ranks have arrived.
         if self.agreement is not None:
             self.agree(step)
         else:
@@ -226,8 +226,8 @@ class Guarded:
         return id(self)
 
     def __getattr__(self, name: str) -> Any:
-        # The rest (probing, freeing, names, attributes, revoking) doesn't wait.
-        # Before `bare` is set, its lookup would call this method recursively.
+        # Other methods (probing, freeing, names, attributes, revoking) don't wait. Before `bare` is set, its lookup would
+        # call this method recursively.
         if name == "bare":
             raise AttributeError(name)
         return getattr(self.bare, name)

@@ -1,7 +1,7 @@
-"""Each rank's current call, reported to a rank that asks: by a thread of each rank, over a communicator of its own.
+"""Deadlock reports: a thread of each rank answers questions about the rank's current call, on a separate communicator.
 
-A rank whose wait has expired asks all others, makes the table of the answers and sends it to those that wait with it,
-which raise the same. If MPI allows no second thread, ranks answer from inside their own waits only.
+A rank whose wait has exceeded its deadline asks all others, makes a table of the answers, and sends it to the ranks that
+wait with it, which raise the same error. If MPI doesn't allow a second thread, ranks answer only during their own waits.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mpiad.transport.guarded.descriptions import rank_ranges, table_of_ranks
 from mpiad.transport.guarded.timed_waits import Departure, Waiting, departed
 from mpiad.transport.notices import threads_may_communicate
 
-# The wait-for table: the waiting ranks, those they wait for, the call, the time, and the cycle if there is one.
+# The wait-for graph of the ranks, and its table.
 
 
 State = dict[str, Any]
-_LONGEST = 10  # ranks of a cycle in a sentence
+_LONGEST = 10  # maximum number of ranks of a cycle that a message lists
 
 
 class Finding(NamedTuple):
@@ -38,18 +38,18 @@ class Finding(NamedTuple):
 
     text: str
     table: str
-    ranks: tuple[int, ...]  # those that raise: they wait, and for each other
+    ranks: tuple[int, ...]  # the ranks that raise: those connected by waits
     cycle: tuple[int, ...]
 
 
 def finding_of(states: list[State | None], asker: int) -> Finding:
-    """Make the table from the states of all ranks of the world."""
+    """Return the finding for the states of all ranks of the world; `asker`: the rank whose wait took too long."""
     edges = _edges(states)
     cycle = _from_first(_cycle(edges, asker))
     ranks = _together(edges, asker)
     rows = [_row(rank, state, edges.get(rank, [])) for rank, state in enumerate(states)]
     table = table_of_ranks(("state", "call", "where", "waits for"), rows)
-    # The sentence doesn't depend on the rank whose wait expired first.
+    # The headline doesn't depend on the asking rank.
     lines = [_headline(states, min(cycle or ranks), cycle, edges), table]
     lines += [f"Rank {rank}: {state['hint']}." for rank, state in enumerate(states) if state and state.get("hint")]
     lines += message_counts.unreceived([state and state["ledger"] for state in states])
@@ -58,9 +58,9 @@ def finding_of(states: list[State | None], asker: int) -> Finding:
 
 
 def _edges(states: list[State | None]) -> dict[int, list[int]]:
-    """Return the ranks that each one waits for: its partner, or those that haven't come to a collective.
+    """Return the ranks for which each waiting rank waits: its partner, or those that haven't reached the collective.
 
-    Ranks that wait in the same collective share one list, which makes the searches below linear in the number of ranks.
+    Ranks that wait in the same collective share one list, so the searches below are linear in the number of ranks.
     """
     here: dict[tuple[str, int], list[int]] = defaultdict(list)
     edges: dict[int, list[int]] = {}
@@ -85,15 +85,18 @@ def _has_come(state: State | None, key: str, number: int) -> bool:
 
 def _cycle(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
     """Return a cycle of waits that can be reached from a rank; empty if there is none."""
-    path, ahead = {start: None}, [iter(edges.get(start, ()))]  # not by recursion: a ring may have thousands of ranks
+    path, ahead = (
+        {start: None},
+        [iter(edges.get(start, ()))],
+    )  # without recursion, since a cycle may have thousands of ranks
     done: set[int] = set()
     while ahead:
         for other in ahead[-1]:
-            # It is on the current search path, so the path from it on is a cycle.
+            # The end of the current search path is a cycle.
             if other in path:
                 ranks = list(path)
                 return (*ranks[ranks.index(other) :], other)
-            # Lists are shared by all ranks that wait together, so each is searched once: by identity.
+            # Each shared list is searched once.
             if other in edges and id(edges[other]) not in done:
                 path[other] = None
                 ahead.append(iter(edges[other]))
@@ -106,7 +109,7 @@ def _cycle(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
 
 
 def _together(edges: dict[int, list[int]], start: int) -> tuple[int, ...]:
-    """Return the waiting ranks that are joined to one by waits: in either direction, or for the same missing rank."""
+    """Return the waiting ranks in the connected component of a rank in the wait-for graph."""
     waiters, awaited, lists = defaultdict(list), defaultdict(set), {id(ranks): ranks for ranks in edges.values()}
     for rank, ranks in edges.items():
         waiters[id(ranks)].append(rank)
@@ -138,7 +141,7 @@ def _row(rank: int, state: State | None, awaited: list[int]) -> tuple[str, ...]:
 
 
 def _shown(state: State) -> str:
-    """Return a state's age as text: without tenths of a second for a long one."""
+    """Return the seconds since the beginning of a state as text."""
     seconds = state["seconds"]
     return f"{seconds:.0f}" if seconds >= 1 else f"{seconds:.1f}"
 
@@ -148,7 +151,7 @@ def _listed(ranks: list[int]) -> str:
 
 
 def _from_first(cycle: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a cycle that begins, and ends, with its lowest rank."""
+    """Return a cycle rotated to begin, and end, with its lowest rank."""
     if not cycle:
         return cycle
     start = cycle.index(min(cycle))
@@ -174,19 +177,19 @@ def _arrows(cycle: tuple[int, ...]) -> str:
 
 
 _ASK, _TOLD, _VERDICT, _LEFT = 1, 2, 3, 4
-_TICK = 0.02  # seconds between two looks of the thread
-_PATIENCE = 1.0  # seconds for an answer, besides those for the number of ranks
-_APART = 1e-3  # seconds between the ranks' questions
+_TICK = 0.02  # seconds between two polls of the thread
+_PATIENCE = 1.0  # seconds to wait for answers, to which _APART is added for each rank
+_APART = 1e-3  # seconds between the questions of consecutive ranks
 
 
 class Responder:
-    """Answers questions about this rank, and asks about the others; made by all ranks together."""
+    """Answers questions about this rank, and asks the others; the constructor is collective."""
 
     def __init__(self, comm: Comm):
         self._comm = comm
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._patience = _PATIENCE + _APART * comm.size
-        self._sends: list[list[Any]] = []  # for each a buffer, then its request
+        self._sends: list[list[Any]] = []  # each a buffer and, once started, its request
         self._asked = 0
         self._asking = False
         self._leaving_since: float | None = None
@@ -196,7 +199,7 @@ class Responder:
         self.start()
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start to answer."""
         self._done.clear()
         if threads_may_communicate() and self._comm.size > 1:
             self._thread = threading.Thread(target=self._respond, name="mpiad-status", daemon=True)
@@ -204,7 +207,7 @@ class Responder:
         timed_waits.set_reporter(self.expire, None if self._thread is not None else self.answer)
 
     def stop(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self._done.set()
         if self._thread is not None:
             self._thread.join()
@@ -234,16 +237,16 @@ class Responder:
             self._post(self._others, _LEFT, (communicator.counts(), sends, *farewell()))
 
     def hear_departures(self) -> None:
-        """Receive the notices of all others, which have been sent: some MPIs complain of unreceived messages."""
+        """Receive the other ranks' notices, since some MPIs report unreceived messages."""
         until = perf_counter() + self._patience
-        # With a limit: a rank may have been ended from outside, without a notice.
+        # The time is limited, since a rank may have been killed before its notice.
         while len(departed) < len(self._others) and perf_counter() < until:
             self.answer()
             time.sleep(_TICK / 20)
 
     def expire(self, waiting: Waiting) -> Exception:
-        """Return the exception of a wait that has taken too long, and notify the ranks that wait with it."""
-        # One after the other: with the first one's verdict the others needn't ask all ranks.
+        """Return the exception for a wait that has taken too long, and notify the ranks that wait with it."""
+        # Ranks ask one after the other, since the first one's verdict may make the other questions unnecessary.
         self._await_verdict(waiting, _APART * self._comm.rank)
         if waiting.verdict is not None:
             return waiting.verdict
@@ -283,7 +286,7 @@ class Responder:
             come = self._taken(_TOLD)
             if come is None:
                 time.sleep(_TICK / 10)
-            # An answer to an earlier question may come late, and is outdated.
+            # Late answers to earlier questions are ignored.
             elif come[1][0] == self._asked:
                 states[come[0]] = come[1][1]
                 missing.discard(come[0])
@@ -313,7 +316,7 @@ class Responder:
             self._sends = [held for held in self._sends if len(held) < 2 or not held[1].Test()]
             for rank in ranks:
                 self._sends.append(held := [buffer])
-                # In one step: at an interrupt the buffer is held as long as MPI may use it.
+                # `extend` with `map` can't be interrupted between the send and its registration.
                 held.extend(map(self._comm.Isend, (buffer,), (rank,), (tag,)))
 
     def _taken(self, tag: int) -> tuple[int, Any] | None:
@@ -327,7 +330,7 @@ class Responder:
 
 
 def _departure(rank: int) -> dict[str, Any] | None:
-    """Return a rank's notice of its leaving, if it answers no more; None if it hasn't left."""
+    """Return the state of a rank that has left the program; None if it hasn't left."""
     gone = departed.get(rank)
     if gone is None:
         return None
