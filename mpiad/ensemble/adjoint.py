@@ -104,7 +104,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
         # Without an earlier event, the time that was reached is the end of tspan itself.
         found.end += np.where(run.placed(run.live & ~run.terminated), seeds.reached, 0)
     if seeds.saved is not None:
-        run.take_up(found.u0, seeds.saved, at_start=True)
+        run.add_saved(found.u0, seeds.saved, at_start=True)
     if jumps is not None:
         to_start(found, jumps)
     return found
@@ -142,7 +142,7 @@ def of_ends(run: Run, seeds: Seeds) -> Array:
     """Return the cotangents of the final states; zero for failed trajectories."""
     end = run.masked(seeds.end)
     if seeds.saved is not None:
-        run.take_up(end, seeds.saved, at_start=False)
+        run.add_saved(end, seeds.saved, at_start=False)
     return end
 
 

@@ -21,12 +21,12 @@ def same_for_all(x: Array) -> bool:
 
 def spread(values: np.ndarray, like: Array) -> Array:
     """Return one number per trajectory on the device of `like`, or the host's array itself if `like` is on the host."""
-    home = arrays_of(like)
-    if home is None:
+    xp = arrays_of(like)
+    if xp is None:
         return values
     if same_for_all(values) and len(values):
-        return home.full(values.shape, values.dtype.type(values[0]), values.dtype)
-    return home.to_device(np.ascontiguousarray(values))
+        return xp.full(values.shape, values.dtype.type(values[0]), values.dtype)
+    return xp.to_device(np.ascontiguousarray(values))
 
 
 class Parameters(NamedTuple):
@@ -183,19 +183,19 @@ def is_on_device(batch: Batch) -> bool:
 
 def placed(batch: Batch) -> Batch:
     """Return a batch with the initial states moved to the device of the parameters, if these are on one."""
-    home = next((arrays_of(leaf) for leaf in batch.p.leaves if is_device_array(leaf)), None)
-    if home is None or is_device_array(batch.u0):
+    xp = next((arrays_of(leaf) for leaf in batch.p.leaves if is_device_array(leaf)), None)
+    if xp is None or is_device_array(batch.u0):
         return batch
-    return batch._replace(u0=home.to_device(np.ascontiguousarray(batch.u0)))
+    return batch._replace(u0=xp.to_device(np.ascontiguousarray(batch.u0)))
 
 
 def check_place(batch: Batch) -> None:
     """Raise a TypeError if the parameters and the states aren't on the same device."""
-    home = arrays_of(batch.u0)
+    xp = arrays_of(batch.u0)
     for place, leaf in enumerate(batch.p.leaves):
         # A number of the host can be passed to any call, and needn't be on the device.
         array = is_device_array(leaf) or np.ndim(leaf) > 0
-        if array and arrays_of(leaf) != home:
+        if array and arrays_of(leaf) != xp:
             raise TypeError(
                 f"solve: u0 is {_place(batch.u0)}, but part {place} of p is {_place(leaf)}, of shape {np.shape(leaf)}. "
                 "Bring both to one place first, with mpiad.device.to_device or mpiad.device.to_host."

@@ -94,8 +94,8 @@ class DeviceCoefficients(Coefficients):
         pieces = [*tableau.a, *columns, tableau.error or (), tableau.dense.reshape(-1)]
         cuts = np.cumsum([0, *[len(piece) for piece in pieces]]).tolist()
         # In one copy: each copy costs as much as computing a thousand numbers.
-        home: Any = arrays_of(like)
-        exact = home.to_device(np.concatenate(pieces))
+        xp: Any = arrays_of(like)
+        exact = xp.to_device(np.concatenate(pieces))
         found = [exact.astype(like.dtype)[a:b] for a, b in zip(cuts, cuts[1:])]
         self.rows, self._behind = found[:last], found[last : 2 * last]
         self.error: Any = None if tableau.error is None else found[-2]

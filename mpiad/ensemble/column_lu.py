@@ -18,13 +18,13 @@ class ColumnLU:
 
     def __init__(self, matrices: Array):
         self._factors = lu = matrices  # the diagonal of U is stored as reciprocals
-        home = arrays_of(matrices)
+        xp = arrays_of(matrices)
         # For each row with exchanges: its index, the rows exchanged with it, and their columns.
         self._swaps: list[tuple[int, Array, Array]] = []
         for k in range(len(lu)):
             below = np.argmax(np.abs(lu[k:, k]), axis=0)
             # On a device the indices aren't inspected, and rows may be exchanged with themselves.
-            columns = np.flatnonzero(below) if home is None else home.arange(lu.shape[-1])
+            columns = np.flatnonzero(below) if xp is None else xp.arange(lu.shape[-1])
             if columns.shape[0]:
                 rows = k + below[columns]
                 self._swaps.append((k, rows, columns))

@@ -124,7 +124,7 @@ class _Weighed(SavedTangents):
         """Add the products of initial and final states."""
         for states, at_start in ((start, True), (end, False)):
             bars = np.zeros_like(self._cotangents, shape=states.shape[1:])
-            self._run.take_up(bars, self._cotangents, at_start)
+            self._run.add_saved(bars, self._cotangents, at_start)
             self.total += _sum_of_products(bars, states)
 
 
@@ -148,11 +148,11 @@ def in_common(
 
 def _by_trajectory(ids: Array, values: Array, like: Array) -> Array:
     """Return the sums of values per trajectory, which may have several."""
-    home = arrays_of(like)
-    if home is None:
+    xp = arrays_of(like)
+    if xp is None:
         return np.bincount(ids, values, len(like))
     total = np.zeros_like(like)
-    home.add_at(total, ids, values)
+    xp.add_at(total, ids, values)
     return total
 
 

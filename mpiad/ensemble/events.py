@@ -212,10 +212,10 @@ def _projected(low: Array, high: Array, before: Array, after: Array, reach: floa
     # Interpolate, truncate, project: as few evaluations as the secant method, and never more than one beyond bisection.
     width, middle = high - low, 0.5 * (low + high)
     x = (after * low - before * high) / (after - before)
-    away, room = middle - x, reach - 0.5 * width
+    away, allowed = middle - x, reach - 0.5 * width
     shift = np.maximum(TRUNCATION * width * width, 0.5 * RESOLUTION)
     x = np.where(np.abs(away) <= shift, middle, np.where(away > 0, x + shift, x - shift))
-    return np.where(np.abs(x - middle) <= room, x, np.where(away > 0, middle - room, middle + room))
+    return np.where(np.abs(x - middle) <= allowed, x, np.where(away > 0, middle - allowed, middle + allowed))
 
 
 def by_trajectory(ids: np.ndarray, events: np.ndarray, times: Array) -> dict[int, list[tuple[int, Any]]]:

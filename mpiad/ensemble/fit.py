@@ -1,4 +1,4 @@
-"""`fit`: an independent least-squares fit per trajectory of an ensemble, all of them at once."""
+"""`fit`: independent least-squares fits of all trajectories of an ensemble, which run together."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class FitResult:
     Attributes
     ----------
     p : array, shape (N, m)
+        The fitted variables.
     cost : array, shape (N,)
-        Half the sum of squared residuals; NaN if a fit couldn't begin.
+        Half the sum of squared residuals; NaN if the first solve failed.
     optimality : array, shape (N,)
         Largest absolute entry of the gradient of the cost, among the variables that aren't held by a bound.
     active_mask : array of int, shape (N, m)
@@ -107,7 +108,6 @@ class FitResult:
         free = self.active_mask == 0
         columns, norms = scaled_factor(self._factor, free)
         _, values, rows = np.linalg.svd(columns, full_matrices=False)
-        # Variables held by a bound give zeros.
         place = np.arange(values.shape[1]) < np.count_nonzero(free, axis=1)[:, None]
         with np.errstate(all="ignore"):
             root = np.where(place[..., None], rows / values[..., None], 0.0) / norms[:, None]
@@ -134,9 +134,6 @@ def joined_fits(parts: Sequence[FitResult]) -> FitResult:
     return FitResult(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
-# Calls the user's residuals with columns: from saved states and their tangents to the triangular factor of [J r].
-
-
 _CALLED = (
     "They are called with columns, u of shape (n_saved, d, n), p of shape (m, n), and data with the trajectories along the "
     "last axis; a constant array needs an axis for them (c[:, None]), and a sum an axis to go over (np.sum(u, axis=0))."
@@ -158,18 +155,17 @@ class Residuals:
         self._data = [None if leaf is None else np.ascontiguousarray(np.moveaxis(leaf, 0, -1)) for leaf in leaves]
 
     def evaluated(self, x: Array, states: States, ids: Array) -> Evaluation:
-        """Return half the sums of squares and the factors at variables of shape (n, m), for the trajectories `ids`.
+        """Return half the sums of squares, and the triangular factors of [J r], at variables x, (n, m), for trajectories `ids`.
 
         Raises a TypeError or ValueError if the residuals are invalid.
         """
         count, m = x.shape
-        # At least two columns wherever the user's functions are called: NumPy then takes sums over other axes in the same
-        # order.
+        # The user's functions are called with at least two columns, for which NumPy's sums over other axes have one order.
         columns = two_at_least(count)
         u = self._by_columns(states.u[columns])
         tangents = [self._by_columns(tangent[columns]) for tangent in states.tangents]
         with np.errstate(all="ignore"):
-            # Once, at the first call, since it costs two more calls.
+            # Only at the first call, since the check takes two more calls.
             if not self.count:
                 self._check(x, u, ids, columns)
             r, jacobian = self._linearised(np.ascontiguousarray(x[columns].T), u, tangents, ids[columns])
@@ -178,17 +174,16 @@ class Residuals:
         table[:, :, m] = r.T[:count]
         for j, column in enumerate(jacobian):
             table[:, :, j] = column.T[:count]
-        # If the solve failed at a point, its cost is infinite, so that the step to it is rejected; LAPACK needs finite
-        # numbers.
+        # If the solve failed, the cost is infinite, so the step is rejected; LAPACK needs finite numbers.
         good = np.isfinite(cost) & np.isfinite(table).all(axis=(1, 2))
         table[~good] = 0.0
         factor = np.zeros((count, m + 1, m + 1))
-        # By a QR factorization of [J r] instead of JᵀJ, whose condition number is that of J squared.
+        # The condition number of JᵀJ would be the square of that of J.
         factor[:, : min(len(r), m + 1)] = np.linalg.qr(table, mode="r")
         return Evaluation(np.where(good, cost, np.inf), factor)
 
     def _by_columns(self, u: Array) -> Array:
-        """Return saved states, shape (n, n_saved, d), with the axes of f and the trajectories last."""
+        """Return saved states, shape (n, n_saved, d), with each state in the shape of u0, and the trajectories last."""
         return np.ascontiguousarray(np.moveaxis(u.reshape(*u.shape[:2], *self._shape), 0, -1))
 
     def _called(self, u: Array, x: Array, ids: Array) -> list[Any]:
@@ -215,8 +210,8 @@ class Residuals:
         return np.concatenate(values), along
 
     def _check(self, x: Array, u: Array, ids: Array, columns: Array) -> None:
-        """Call the residuals with all columns, and with copies of the first: columns must not depend on each other."""
-        # Not with as many copies as there are columns, which may all be equal.
+        """Check that columns don't depend on each other, by calls with all columns, and with copies of the first."""
+        # With another number of columns, since all columns may be equal.
         alone = np.zeros(3 if len(columns) == 2 else 2, int)
         first = self._plain(x[columns], u, ids[columns])[:, 0]
         again = self._plain(x[columns[alone]], u[..., alone], ids[columns[alone]])[:, 0]
@@ -252,23 +247,20 @@ class Residuals:
 
 
 def _rows(value: Array) -> Array:
-    """Return residuals as rows of columns, shape (k, n)."""
+    """Return residuals in shape (k, n)."""
     return np.asarray(value, float).reshape(-1, np.shape(value)[-1])
 
 
-# The arguments of `fit`, checked before anything is computed.
-
-
-# Arguments that are shown in full in an error if ranks differ.
+# Arguments that an error shows in full if they differ between ranks.
 _SHORT = "alg ensemblealg ftol xtol gtol x_scale max_nfev rtol dt dtmax max_steps batch_size compile".split()
 
 
-# The arguments of `fit`, by name: one object, which all parts of a fit get.
+# The arguments of `fit`, by name.
 FitArguments: TypeAlias = SimpleNamespace
 
 
 class FitPlan(NamedTuple):
-    """The checked arguments, with one row per trajectory for those that may differ."""
+    """The checked arguments; start, bounds and scale have one row per trajectory."""
 
     options: SolveOptions
     start: Array
@@ -279,7 +271,7 @@ class FitPlan(NamedTuple):
 
 
 def planned_together(used: Channel, given: FitArguments) -> FitPlan:
-    """Return `planned` of the arguments, which must be the same on all ranks; an error on one rank is raised on all."""
+    """As `planned`, collective: errors are raised on all ranks, also if the arguments differ."""
 
     def described(plan: FitPlan) -> list[Any]:
         said = ", ".join(f"{name}={getattr(given, name)}" for name in _SHORT)
@@ -292,9 +284,9 @@ def planned_together(used: Channel, given: FitArguments) -> FitPlan:
 
 
 def planned(given: FitArguments) -> FitPlan:
-    """Check the arguments and return them in the form that the fits need.
+    """Return the checked arguments.
 
-    Raises a NotImplementedError if one is traced or lives on a device, a TypeError or ValueError if one is invalid.
+    Raises a NotImplementedError if one is traced or on a device, a TypeError or ValueError if one is invalid.
     """
     start = _start(given.p0)
     ensemble = EnsembleProblem(given.ensemble) if isinstance(given.ensemble, ODEProblem) else given.ensemble
@@ -443,7 +435,7 @@ def fit(
         p=x[2:])``; written for one trajectory with the functions of autograd.numpy, and called with columns. By default x
         are the parameters p.
     bounds : tuple of two arrays
-        Lower and upper bounds, each a number or of shape (m,) or (N, m).
+        Lower and upper bounds, each a number or an array of shape (m,) or (N, m).
     ftol, xtol, gtol : float
         Tolerances for termination: a fit ends if the cost changes by less than ``ftol * cost`` and the model predicted no
         larger change; if a step is shorter than ``xtol`` times x, both scaled; or if no entry of the gradient, except for
@@ -456,7 +448,7 @@ def fit(
         Options of the solves, as for `solve`. A trial point far from the data may need any number of steps; if it needs
         more than `max_steps`, it is rejected like one whose solve fails.
     batch_size : int, optional
-        Number of fits that run at once, which bounds memory; all by default.
+        Number of fits that run at once, which limits the memory; all by default.
     compile : {"auto", True, False}
         As for `solve`; "auto" compiles if N (m + 1) is at least 1,000.
 
@@ -501,7 +493,7 @@ def fit(
 
 def _compiler(plan: FitPlan, together: bool = False) -> Compiler:
     count, m = plan.start.shape
-    # The number of columns of the states and their m tangents: "auto" compares it with the cost of compiling a kernel.
+    # The number of columns of states and their m tangents, from which "auto" decides whether to compile.
     return Compiler(plan.options, count * (1 + m), together)
 
 
@@ -514,7 +506,7 @@ def _over_ranks(given: FitArguments, mpi: EnsembleMPI, used: Channel) -> FitResu
     said, parts = zip(*used.data.allgather((compiler.warnings, mine)))
     compiler.log_warnings(said, used.rank)
     every = joined_fits(parts)
-    # A trajectory's fit takes many solves: its cost in the next fit is estimated from all their steps.
+    # The cost of a trajectory in the next fit is estimated from the steps of all its solves.
     mpi.remember(every._tries, 1, bool(compiler.kernels), traced=True)
     if used.rank == 0:
         report("fit", "fits", every.retcode)

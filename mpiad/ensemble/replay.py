@@ -1,8 +1,8 @@
-"""Repeats the accepted steps of a solve in traceable functions, for derivatives of derivatives.
+"""Replay of the accepted steps of a solve by traceable functions, for derivatives of second and higher order.
 
-Steps are fixed, except for the last one of each trajectory, which ends at the end of tspan, those that end at given times
-of events, and those cut short by events that end trajectories or act, whose times are roots that depend on the inputs. The
-first derivatives of plain arrays (`adjoint`, `tangents`) are those of this function.
+The sizes of steps are constant, except for those of steps that end at the end of tspan, at given times of events, or at
+events that are terminal or act, whose times are roots that depend on the inputs. `adjoint` and `tangents` compute the first
+derivatives of the same function.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ from mpiad.ensemble.run import Run
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, StepSweep, Visit
 from mpiad.primitives.cotangents import conform, spec_like
 from mpiad.transport.device_arrays import is_device_array
-
-# One step of a solve, repeated in traceable functions: see `replay`.
-
 
 # Number of Newton steps at an event: derivatives are correct up to third order.
 _ROOT_STEPS = 2
@@ -60,7 +57,7 @@ class StepReplay:
         return total * _like(self.h, self._u) + self._u
 
     def inside(self, x: Array, columns: Columns) -> Array:
-        """Return states at the fractions x of the step, of shape (m,), or (s, m) for several per column."""
+        """Return states inside the step, at its fractions x, of shape (m,), or (s, m) for several per column."""
         if len(self._k) < self._run.tableau.stages:
             self._evaluate(len(self._k))
         weights = [_like(_polynomial(row, x), self._u)[..., None, :] for row in self._run.tableau.dense.tolist()]
@@ -68,14 +65,14 @@ class StepReplay:
         return total * _like(self.h[columns], self._u) + self._u[:, columns]
 
     def root(self, condition: Function, x: Array, columns: Array) -> Array:
-        """Return the root of an event's condition, whose value is known, as a differentiable function of the inputs."""
+        """Return the root of an event's condition as a differentiable function of the inputs; its value x is known."""
         leaves = self._run.columns(self._leaves, columns)
 
         def value(x: Array) -> Array:
             t = self.t[columns] + x * self.h[columns]
             return condition(self.inside(x, columns), self._run.batch.p.build(leaves), t)
 
-        # Newton's steps don't change the value, and each doubles the order up to which the root's derivatives are correct.
+        # A Newton step doesn't change the value, but doubles the order up to which derivatives are correct.
         for _ in range(_ROOT_STEPS):
             found, slope = jvp(value, x, np.ones_like(getval(x)))
             x = x - (found - getval(found)) / slope
@@ -122,7 +119,7 @@ def _polynomial(row: Sequence[float], x: Array) -> Array:
 
 
 def _like(x: Array, u: Array) -> Array:
-    """Return real numbers in the precision of the states."""
+    """Return real numbers in the precision of the states u."""
     real = np.zeros(0, u.dtype).real.dtype
     return x if x.dtype == real else x.astype(real)
 
@@ -133,10 +130,10 @@ Replay = Callable[[list], Array]
 def replayed(run: Run, u0: Array, start: Array, end: Array, leaves: Sequence[Any], due: Array | None = None) -> list[Array]:
     """Return the results of a run as functions of its inputs, which may be traced.
 
-    The inputs are u0, shape (d, N), start and end, shape (N,), on the host, all leaves of the parameters, and the given
-    times at which events act, shape (slots, N). The results are saved states (N, n_saved, d), zero if a trajectory failed
-    or didn't reach the time; final states (N, d); and with events the times at which trajectories ended (N,), and those of
-    events (m,).
+    `u0`: shape (d, N). `start`, `end`: shape (N,), on the host. `leaves`: all leaves of the parameters. `due`: the given
+    times at which events act, shape (slots, N). The results are the saved states, (N, n_saved, d), zero for times that
+    weren't reached and failed trajectories; the final states, (N, d); and with events the times at which trajectories
+    ended, (N,), and those of events, (m,).
     """
     replay = _Replay(run, start, end, leaves, due)
     with np.errstate(all="ignore"):
@@ -157,10 +154,10 @@ class _Replay:
         self._run, self._leaves, self._due, d = run, leaves, due, len(run.batch.u0)
         self._timed = any(map(isbox, (start, end, due))) or run.times_move
         if self._timed:
-            # Zeros that carry the traces of both ends: steps shift with them, and keep their accepted values. After an
-            # event they shift with the time of the event.
+            # Zeros in value, but with the derivatives of both ends of tspan. Adding them to the constant times of steps
+            # gives these the right derivatives. After an event, times depend on that of the event.
             self._shift, self._lengthening = (run.moved(x - getval(x)) for x in (start, end))
-        # Saved values as rows, and the row of each value; the first row is for values that weren't reached.
+        # The saved values as rows, and the number of rows; row 0 is for values that weren't reached.
         self._rows, self._count = [np.zeros_like(run.batch.u0, shape=(1, d))], 1
         self._index = np.zeros_like(run.batch.u0, shape=(run.batch.size, run.slots), dtype=np.int64)
         self._crossings: list[tuple[LocatedEvent, Array, Array]] = []
@@ -171,7 +168,7 @@ class _Replay:
         for visit in sweep.forwards():
             before, width = u.shape[1], len(visit.t)
             if before < width:
-                # Visits are counted from the ends, so in forward order shorter trajectories enter later.
+                # Visits are aligned at the ends of trajectories, so in forward order shorter ones begin later.
                 entering = states[:, sweep.ids[before:width]]
                 u = concatenate([u, entering], axis=1) if before else entering
             u = self._visited(sweep, visit, u, leaves)
@@ -180,7 +177,7 @@ class _Replay:
     def _visited(self, sweep: StepSweep, visit: Visit, u: Array, leaves: list[Any]) -> Array:
         """Return the states after a visit, and store saved values and events in it."""
         run, width = self._run, len(visit.t)
-        # At least two columns, as in the solve, whose arithmetic is repeated here.
+        # At least two columns, as in the solve.
         columns = run.doubled(width)
         t, h = (time[columns] for time in self._times(sweep, visit))
         kind = RosenbrockReplay if run.tableau.implicit else StepReplay
@@ -209,8 +206,7 @@ class _Replay:
         """Return the starts of the steps and their sizes; the last steps end at the end of tspan."""
         if not self._timed:
             return visit.t, visit.h
-        # The controller's sizes are fixed, so a later end lengthens only the last step, and no step of a trajectory that
-        # ended at a terminal event.
+        # The end of tspan affects only the size of the last step, unless the trajectory ended at a terminal event.
         ids = sweep.ids[: len(visit.t)]
         longer = anp.where(sweep.moves(visit), self._lengthening[ids] - self._shift[ids], 0.0)
         for rows, own in sweep.jumps(visit)[:1]:
@@ -218,11 +214,11 @@ class _Replay:
         return visit.t + self._shift[ids], visit.h + longer
 
     def _stayed(self, part: Saved, visit: Visit, t: Array, h: Array) -> Array:
-        """Return the fractions of steps at which saved times lie; these times are fixed while the steps move."""
+        """Return the fractions of steps at which the constant saved times lie; they depend on the times of the steps."""
         own = part.columns
         made = visit.h[own] != 0
         gone = visit.t[own] + part.x * visit.h[own] - t[own]
-        # A value saved at the time of an event that acts is the state after it, at whatever time the event acts.
+        # A value saved at the time of an event that acts is the state after it, whenever that is.
         made = made & (part.x != 0) if self._run.jumps else made
         return anp.where(made, gone / anp.where(made, h[own], 1.0), 0.0)
 
@@ -236,7 +232,7 @@ class _Replay:
         return u0
 
     def ended(self, states: Array) -> Array:
-        """Return the final states, given those after the last events that coincided with the end of tspan."""
+        """Return the final states, given the states after events at the end of tspan."""
         run = self._run
         ids = np.flatnonzero(run.cut & ~run.terminated) if run.jumps and self._timed else np.empty(0, int)
         if not ids.size:
@@ -245,19 +241,19 @@ class _Replay:
         return self._put(states, ids, moved)
 
     def _moved(self, rows: Array) -> Array:
-        """Return the shifts of jumps: those of given times are their own, others are the shift of the preceding steps."""
+        """Return zeros with the derivatives of the times of jumps: of the given times, or of the preceding steps."""
         jumps: Any = self._run.jumps
         ids, slot = jumps.ids[rows], jumps.slot[rows]
         due = self._due[np.maximum(slot, 0), ids]
         return anp.where(slot == FOUND, self._shift[ids], due - getval(due))
 
     def _jumped(self, rows: Array, u: Array) -> Array:
-        """Return the states after jumps, one per trajectory, given those before."""
+        """Return the states after jumps, given those before; at most one jump per trajectory."""
         run, jumps = self._run, self._run.jumps
         ids, t = jumps.ids[rows], jumps.time[rows]  # type: ignore[union-attr]
         if self._timed:
             moved = self._moved(rows)
-            # For other columns f may not be finite, and no derivative may depend on it.
+            # Only these columns, since f may not be finite in others, and would make their derivatives NaN.
             still = np.flatnonzero(jumps.still[rows])  # type: ignore[union-attr]
             if still.size:
                 u = self._put(u, still, self._drifted(u[:, still], ids[still], t[still], moved[still]))
@@ -272,7 +268,7 @@ class _Replay:
         return u
 
     def _drifted(self, u: Array, ids: Array, t: Array, moved: Array) -> Array:
-        """Return states shifted by u' times the difference of two coinciding times: zero in value, but with derivatives."""
+        """Return states advanced by the difference of two coinciding times, which is zero but has derivatives."""
         since = self._shift[ids]
         between = moved - since
         if not isbox(between):
@@ -281,7 +277,7 @@ class _Replay:
         leaves, now, between = run.columns(self._leaves, ids[twice]), (t + since)[twice], between[twice]
         rate_at = partial(rates_of_change, run.batch, run.settings.mass)
         rate = rate_at(u[:, twice], leaves, now)
-        # A step of second order, whose derivatives are correct to that order.
+        # A step of second order, so derivatives are correct up to second order.
         rate = 0.5 * (rate + rate_at(u[:, twice] + between * rate, leaves, now + between))
         return u + (between * rate)[:, : len(ids)].astype(u.dtype)
 
@@ -297,7 +293,7 @@ class _Replay:
         self._count += len(rows)
 
     def _put(self, old: Array, columns: Array, new: Array) -> Array:
-        """Return an array with some of its columns replaced, by an indexing operation that can be differentiated."""
+        """Return an array with some columns replaced, by a differentiable operation."""
         order = self._run.arange(old.shape[-1])
         order[columns] = old.shape[-1] + self._run.arange(len(columns))
         return concatenate([old, new], axis=-1)[..., order]
@@ -320,7 +316,7 @@ class _Replay:
         run = self._run
         reached = run.reached
         if self._timed:
-            # Trajectories that no event ended, ended at the end of tspan.
+            # The times of trajectories that ended at the end of tspan.
             reached = reached + anp.where(run.placed(run.live & ~run.terminated), self._lengthening, 0.0)
         if self._timed and run.jumps:
             reached = reached + anp.where(run.live & run.terminated, self._shift, 0.0)
@@ -337,13 +333,13 @@ class _Replay:
 
 
 def replayed_jvp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
-    """Return the tangent of the results of `replay` for a list of all arguments, given those of the arguments `argnums`."""
+    """Return the tangent of the results of `replay`; `args`: all arguments, `gs`: the tangents of those in `argnums`."""
     tangents = [conform(g, *spec_like(args[k])) for k, g in zip(argnums, gs)]
     return trace_forwards(*_of_some(replay, argnums, args), tangents)[1]
 
 
 def replayed_vjp(replay: Replay, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
-    """Return the cotangents of some arguments, given that of the results, `g`; otherwise as `replayed_jvp`."""
+    """Return the cotangents of the arguments `argnums`, given that of the results, `g`; otherwise as `replayed_jvp`."""
     fun, variables = _of_some(replay, argnums, args)
     traced = trace_backwards(fun, variables)
     seeds = [(place, conform(g, *spec_like(value))) for place, value in zip(traced.places, traced.values) if place >= 0]

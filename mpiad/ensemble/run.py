@@ -1,4 +1,4 @@
-"""A solve that is to be differentiated: its inputs, and its steps."""
+"""`Run`: a solve that is to be differentiated, with its inputs, its recorded steps, saved values and events."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mpiad.ensemble.stages import Stages, stages_for
 from mpiad.ensemble.step_sweep import Columns, LocatedEvent, Saved, SavedInStep, StepSweep, Visit
 from mpiad.transport.device_arrays import arrays_of
 
-# Saved values, sorted by the steps that contain them, as a sweep over the steps needs them.
+# Saved values, sorted by the steps that contain them.
 #
-# Inside a step the saved value is u + h Σ w_i(x) k_i at the fraction x of the step. The last stage k is the first one of
-# the next step, so its contribution is added there; after a trajectory's last step no step follows, or after an event that
-# changes the state a different one, and the stage is computed separately.
+# A saved value inside a step is u + h Σ w_i(x) k_i at the fraction x of the step. The last stage is the first stage of the
+# next step, where its contribution is added. If no step follows, or one from a state that an event has changed, this stage
+# is computed separately.
 
 
 def starts_of_runs(*keys: Array) -> Array:
@@ -37,9 +37,9 @@ def starts_of_runs(*keys: Array) -> Array:
 
 
 def grouped(visits: Array, kinds: Array, *arrays: Array, rows: Array | None = None) -> dict[int, list[tuple[Array, ...]]]:
-    """Return for each visit its entries of arrays, grouped by kind; the last axis of the arrays counts them.
+    """Return for each visit the entries of arrays along their last axis that belong to it, grouped by kind.
 
-    `rows`: the entries that the visits and kinds belong to; all by default.
+    `rows`: the entries to which `visits` and `kinds` refer; all by default.
     """
     order = np.lexsort((kinds, visits))
     own = order if rows is None else rows[order]
@@ -60,15 +60,15 @@ class Seeds(NamedTuple):
     crossed: Array | None = None  # shape (m,), or None if all are zero; of the times of non-terminal events
 
     def share(self, rows: slice) -> Seeds:
-        """Return those of some of the trajectories, for a solve without events."""
+        """Return the seeds of some trajectories, for a solve without events."""
         parts = (None if part is None else part[rows] for part in (self.saved, self.reached))
         return Seeds(self.end[:, rows], *parts)
 
 
 class Entries(NamedTuple):
-    """Values that are saved in some step of some trajectory, sorted by trajectory."""
+    """The values saved in steps, sorted by trajectory."""
 
-    # `ids`, `place`: int, shape (m,). The trajectories, and the indices of the values among their saved ones.
+    # `ids`, `place`: int, shape (m,). The trajectory of each value, and its index among the trajectory's saved values.
     ids: Array
     place: Array
     number: Array  # int, shape (m,); the step that contains it, from 0
@@ -76,7 +76,7 @@ class Entries(NamedTuple):
     h: Array  # shape (m,); the size of the step
 
     def scheduled(self, sweep: SortedSweep, coefficients: Coefficients) -> Schedule:
-        """Return the entries of a sweep's trajectories by its visits."""
+        """Return the entries of a sweep's trajectories, organized by its visits."""
         starts = np.searchsorted(self.ids, sweep.ids)
         counts = np.searchsorted(self.ids, sweep.ids, side="right") - starts
         column = np.repeat(np.arange(len(sweep.ids)), counts)
@@ -86,7 +86,7 @@ class Entries(NamedTuple):
 
 
 class Schedule:
-    """The entries of a block of columns, by the visits of a sweep over its steps; `column`: their columns in the block."""
+    """The entries of a block of columns, organized by the visits of a sweep over its steps; `column`: their columns."""
 
     def __init__(self, entries: Entries, column: Array, sweep: SortedSweep, coefficients: Coefficients):
         final, inside = sweep.is_last(column, entries.number), entries.x != 1
@@ -99,31 +99,31 @@ class Schedule:
         self._handed_on = _by_visits(inside & ~final, following, column, *own, *step, weights[-1:])
 
     def at_visit(self, visit: int) -> SavedInStep:
-        """Return the values saved in the step of a visit, given its number."""
+        """Return the values saved in the step of visit number `visit`."""
         parts = (groups.get(visit, ()) for groups in (self._at_end, self._inside, self._handed_on))
         return SavedInStep._make([Saved(*own) for own in part] for part in parts)
 
 
 def _by_visits(chosen: Array, visit: Array, column: Array, *arrays: Array) -> dict[int, list[tuple[Array, ...]]]:
-    """Return chosen entries, which are sorted by column, for each visit in groups with at most one per column."""
+    """Return the chosen entries, sorted by column, for each visit in groups that have at most one entry per column."""
     order = np.flatnonzero(chosen)
     order = order[np.argsort(visit[order], kind="stable")]
     v, starts = visit[order], starts_of_runs(visit[order], column[order])
-    # The number of earlier entries of the same visit and column. No column occurs twice with equal turns: += by index adds
-    # once.
+    # The number of earlier entries with the same visit and column. It separates equal columns, for which `+=` with an index
+    # array would add only once.
     turn = np.arange(len(order)) - np.repeat(starts, np.diff(np.append(starts, len(order))))
     return grouped(v, turn, *arrays, rows=order)
 
 
-# Sweeps over the steps of trajectories on the host, which were sorted at the end of the solve.
+# Sweeps over the steps of trajectories on the host.
 #
-# The columns of a block are sorted by their numbers of steps, in descending order, and visit v is the (v+1)-th step from
-# the end of the first few. If only some states were kept, all steps of a visit have the same number, counted from the
-# start, so that all columns begin their segments together.
+# The columns of a block are sorted by their numbers of steps, in descending order. Visit v contains the (v+1)-th step from
+# the end of each column that has so many. If only some states were kept, visits are aligned at the start instead: all steps
+# of a visit have the same number, so all columns begin their segments between kept states together.
 
 
 def columns_of(sweep: SortedSweep, ids: Array) -> tuple[Array, Array]:
-    """Return which of the trajectories `ids` belong to a sweep, and their columns."""
+    """Return the indices of those `ids` that belong to a sweep, and their columns."""
     order = np.argsort(sweep.ids)
     place = np.minimum(np.searchsorted(sweep.ids, ids, sorter=order), max(0, len(order) - 1))
     mine = np.flatnonzero(sweep.ids[order[place]] == ids) if len(order) else np.empty(0, int)
@@ -139,7 +139,7 @@ class Crossings(NamedTuple):
     order: Array
     event: Array
     number: Array
-    # `x`, `time`: shape (m,). The fraction of the step at which it lies, and its time.
+    # `x`, `time`: shape (m,). The fraction of the step at which the event lies, and its time.
     x: Array
     time: Array
 
@@ -147,9 +147,9 @@ class Crossings(NamedTuple):
 class SortedSweep(StepSweep):
     """The visits of a block of trajectories on the host.
 
-    - `start`, `stop`: the bounds of the block in the order of the steps.
-    - `first`: the trajectory from which the steps count.
-    - `every`: one of this number of states was kept, and the others are computed again; None if all were, or aren't needed.
+    - `start`, `stop`: the bounds of the block in the sorted order of trajectories.
+    - `first`: the first trajectory of the steps.
+    - `every`: if not None, only every `every`-th state was kept, and the others are computed again.
     """
 
     def __init__(self, run: Run, steps: Steps, start: int, stop: int, first: int, every: int | None):
@@ -157,7 +157,6 @@ class SortedSweep(StepSweep):
         self._own = steps.order[start:stop]
         self.counts, self.ids = steps.counts[self._own], self._own + first
         self._every = every
-        # Read in each visit if there are events.
         self._cut = run.cut[self.ids] if run.settings.events else None
 
     @cached_property
@@ -178,7 +177,7 @@ class SortedSweep(StepSweep):
 
     def visit_of(self, column: Array, number: Array) -> Array:
         """Return the visits, counted backwards, that contain the steps of these numbers."""
-        # With kept states segments begin together, so all steps of a visit have the same number.
+        # If only some states were kept, all steps of a visit have the same number.
         return (len(self) if self._every else self.counts[column]) - 1 - number
 
     def _visit(self, s: int) -> Visit:
@@ -215,7 +214,7 @@ class SortedSweep(StepSweep):
     # ---- values and events in a step
 
     def is_last(self, column: Array, number: Array) -> Array:
-        """Return for which steps the last stage isn't the first of a next one: there is none, or its state differs."""
+        """Return whether the last stage of steps isn't the first one of a next step: none follows, or the state has changed."""
         last, jumps = number == self.counts[column] - 1, self._run.jumps
         if jumps:
             most = int(self._run.counts.max()) + 1
@@ -247,7 +246,8 @@ class SortedSweep(StepSweep):
         for crossings, visits, ends in ((run.crossings, self._passings, False), (run.stops, self._stops, True)):
             for chosen, columns in visits.get(visit.number, ()):
                 x, time, event = crossings.x[chosen], crossings.time[chosen], int(crossings.event[chosen[0]])
-                # Times of events that act come after those of other events; that of an end is its trajectory's.
+                # The row of the event's time: events that act come after other ones; the time of an end has its
+                # trajectory's.
                 row = run.acting_row[chosen] if ends and run.jumps else self.ids[columns] if ends else chosen
                 found.append(LocatedEvent(event, ends, columns, x, time, row))
         return found
@@ -283,16 +283,16 @@ _LEAST_COLUMNS = 1024
 
 
 class Run:
-    """A solve and its record. Everything here is a plain array.
+    """A solve and its record, in plain arrays.
 
-    - `live`: bool, shape (N,), on the host. Which trajectories didn't fail.
-    - `home`: the array module of the states' device; None on the host.
+    - `live`: bool, shape (N,), on the host; which trajectories didn't fail.
+    - `xp`: the array module of the states' device; None on the host.
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         self.batch, self.settings, self.outcome = batch, settings, outcome
         self.tableau, self.field = settings.alg.tableau, Field(batch)
-        self.live, self.home = ~outcome.failed, arrays_of(batch.u0)
+        self.live, self.xp = ~outcome.failed, arrays_of(batch.u0)
 
     @cached_property
     def coefficients(self) -> Coefficients:
@@ -309,8 +309,8 @@ class Run:
         """Steps to differentiate, array of int, shape (N,)."""
         return np.where(self.live, self.outcome.naccept, 0)
 
-    # Up to this number of directions tangents cost at most as much as the adjoint. (If the choice depended on the number of
-    # trajectories as well, a trajectory's last bits would depend on it.)
+    # Up to this number of directions, tangents are at most as expensive as the adjoint. (The choice doesn't depend on the
+    # number of trajectories, since the last bits of the results would then depend on it, too.)
     few = 2
     # Whether tangents of saved states are stored; otherwise they are contracted during the sweep.
     keeps_tangents = True
@@ -332,7 +332,7 @@ class Run:
 
     @property
     def crossed(self) -> Array:
-        """The times of events, at least all whose times have derivatives, shape (m,), on the device of the states."""
+        """The times of the events whose times have derivatives, shape (m,), on the device of the states."""
         return self._with_acting("time")
 
     @property
@@ -342,7 +342,7 @@ class Run:
 
     @cached_property
     def save_step(self) -> Array:
-        """The step of each saved value, shape (N, n_saved), or INITIAL, NOWHERE (not reached, or failed), FINAL."""
+        """The step of each saved value, shape (N, n_saved), or INITIAL, FINAL, or NOWHERE (not reached, or failed)."""
         live, count = self.live[:, None], self.counts[:, None]
         if self.settings.saveat is not None:
             still = (self.batch.start == self.batch.end)[:, None]
@@ -356,34 +356,34 @@ class Run:
     # ---- trajectories
 
     def masked(self, x: Array) -> Array:
-        """Return a new array, whose last axis counts trajectories, with zeros for those that failed."""
-        if self.home is not None and self.live.all():
+        """Return a copy with zeros for failed trajectories, which the last axis counts."""
+        if self.xp is not None and self.live.all():
             return x.copy()
         return np.where(self._survivors, x, 0)
 
     @cached_property
     def _survivors(self) -> Array:
-        # Copied to a device once: each gradient masks several arrays.
+        # Cached, since each gradient masks several arrays.
         return self.placed(self.live)
 
     def placed(self, mask: np.ndarray) -> Array:
-        """Return an array of the host on the device of the states."""
-        return mask if self.home is None else self.home.to_device(np.ascontiguousarray(mask))
+        """Return a host array on the device of the states."""
+        return mask if self.xp is None else self.xp.to_device(np.ascontiguousarray(mask))
 
     def moved(self, x: Array) -> Array:
-        """Return an array of the host, which may be traced, on the device of the states."""
-        return x if self.home is None else array_to_device(x, self.home)
+        """Return a host array, possibly traced, on the device of the states."""
+        return x if self.xp is None else array_to_device(x, self.xp)
 
     def arange(self, stop: int) -> Array:
         """Return the integers from 0 on, on the device of the states."""
-        return np.arange(stop) if self.home is None else self.home.arange(stop)
+        return np.arange(stop) if self.xp is None else self.xp.arange(stop)
 
     def on_host(self, x: Array) -> np.ndarray:
         """Return an array on the host, as a copy if it lives on a device."""
-        return x if self.home is None else self.home.to_host(x)
+        return x if self.xp is None else self.xp.to_host(x)
 
     def chosen(self, mask: np.ndarray) -> Array:
-        """Return the numbers of some trajectories on the device of the states, without a copy if these are all."""
+        """Return the indices of the trajectories in a mask, on the device of the states."""
         return self.arange(len(mask)) if mask.all() else self.placed(np.flatnonzero(mask))
 
     def numbers(self, *shape: int) -> Array:
@@ -391,8 +391,8 @@ class Run:
         return np.zeros_like(self.batch.u0, shape=shape, dtype=float)
 
     def doubled(self, width: int) -> Columns:
-        """Return the columns with which f is called: all, and on the host a single one twice."""
-        alone = width == 1 and self.home is None and not self.field.one_by_one
+        """Return the columns with which f is called: all, but a single one twice on the host."""
+        alone = width == 1 and self.xp is None and not self.field.one_by_one
         return np.zeros(2, int) if alone else slice(0, width)
 
     def columns(self, leaves: Sequence[Any], ids: Columns) -> list[Any]:
@@ -403,8 +403,7 @@ class Run:
 
     @cached_property
     def shares(self) -> list[tuple[int, Steps]]:
-        """The first trajectory of each share, and the steps of its trajectories that didn't fail."""
-        # Failed trajectories are left out; f may overflow along their steps.
+        """The first trajectory of each share, and the steps of its trajectories, without failed ones (f may overflow)."""
         recorded = self.outcome.recorded()
         return [(first, steps.chosen(self.live[first : first + len(steps.counts)])) for first, steps in recorded]
 
@@ -412,7 +411,7 @@ class Run:
         """Return the sweeps over all steps, block by block, in a valid order.
 
         - `backwards`: from the last step to the first.
-        - `whole`: blocks may be as wide as the number of trajectories; visits have no states if these weren't kept.
+        - `whole`: one block for all trajectories of a share; visits have no states if these weren't kept.
         """
         width = max(_LEAST_COLUMNS, _BLOCK // max(1, len(self.batch.u0)))
         for first, steps in self.shares:
@@ -469,7 +468,7 @@ class Run:
         due = self.due(ids, place)
         if due is None:
             return Entries(ids, place, number, np.ones(len(ids)), h)
-        # The last step ends there by definition, and t + h may miss it by rounding.
+        # The last step ends at the end of tspan by definition, though t + h may differ by rounding.
         last = (number == self.counts[ids] - 1) & (due == self.batch.end[ids])
         x = np.where(last | (due == t + h), 1.0, (due - t) / h)
         return Entries(ids, place, number, x, h)
@@ -479,22 +478,22 @@ class Run:
         return self.save_step == (INITIAL if at_start else FINAL)
 
     def saved_at(self, at_start: bool) -> Array | None:
-        """Return which values are initial or final states, shape (N, slots), on the states' device; None if none are."""
+        """Return which values are initial (or final) states, shape (N, slots), on the states' device; None if none are."""
         mask = self._saved_at(at_start)
         return self.placed(np.pad(mask, ((0, 0), (0, self.slots - self.n_saved)))) if mask.any() else None
 
-    def take_up(self, total: Array, saved: Array, at_start: bool) -> None:
-        """Add the cotangents of the values that are the initial states, or final ones, to those of these states, (d, N)."""
+    def add_saved(self, total: Array, saved: Array, at_start: bool) -> None:
+        """Add the cotangents of saved values that are initial (or final) states to `total`, those of these states, (d, N)."""
         for slot, ids in self._slots_at(at_start):
             total[:, ids] += saved[ids, slot].T
 
-    def put_down(self, saved: Array, states: Array, at_start: bool) -> None:
-        """Write initial or final states, (m, d, N), to the values that equal them, (m, N, slots, d)."""
+    def write_saved(self, saved: Array, states: Array, at_start: bool) -> None:
+        """Write initial (or final) states, (m, d, N), to the saved values that equal them, (m, N, slots, d)."""
         for slot, ids in self._slots_at(at_start):
             saved[:, ids, slot] = np.swapaxes(states[:, :, ids], 1, 2)
 
     def _slots_at(self, at_start: bool) -> Iterator[tuple[int, Columns]]:
-        """Return the saved values that are initial or final states, slot by slot, and their trajectories."""
+        """Yield the slots with values that are initial (or final) states, and the trajectories of these values."""
         mask = self._saved_at(at_start)
         for slot in np.flatnonzero(mask.any(axis=0)).tolist():
             own = mask[:, slot]
@@ -504,7 +503,7 @@ class Run:
 
     @cached_property
     def _event_columns(self) -> list[Array]:
-        """The columns of the table of events, and a mask of the terminal ones: see `Outcome.event_table`."""
+        """The rows of `Outcome.event_table`, and a mask of the events that are terminal or act."""
         rows = np.empty((5, 0)) if self.outcome.event_table is None else self.outcome.event_table
         ids, event, number = rows[:3].astype(int)
         ends = np.array([event.stops for event in self.settings.events], bool)[event]
@@ -512,12 +511,12 @@ class Run:
 
     @cached_property
     def crossings(self) -> Crossings:
-        """All events of trajectories that didn't fail, except those that ended one or acted."""
+        """The events of trajectories that didn't fail, without those that are terminal or act."""
         return self._crossings(self.live[self._event_columns[0]] & ~self._event_columns[-1])
 
     @cached_property
     def stops(self) -> Crossings:
-        """Events at which a step was cut short, since they ended a trajectory or acted; the later one if two coincide."""
+        """The events at which a step was cut short, since they are terminal or act; the later one if two coincide."""
         return self._crossings(self.stop_rows)
 
     @cached_property
@@ -535,13 +534,13 @@ class Run:
 
     @cached_property
     def acting_row(self) -> Array:
-        """For each stop at which an event acted, the index of its time in `crossed`."""
+        """For each stop, the index of its time in `crossed` if the event acted, else -1."""
         acts = np.array([event.acts for event in self.settings.events], bool)[self.stops.event]
         return np.where(acts, len(self.crossings.ids) + np.cumsum(acts) - 1, -1)
 
     @cached_property
     def crossed_row(self) -> Array:
-        """For each row of the table of events, the index of its time in `crossed`; -1 if a trajectory ended or failed."""
+        """For each event of the table, the index of its time in `crossed`; -1 if it ended a trajectory that, or failed."""
         ids, *_, ends = self._event_columns
         live, found = self.live[ids], np.full(len(ids), -1)
         found[live & ~ends] = np.arange(len(self.crossings.ids))
@@ -566,12 +565,12 @@ class Run:
 
     @property
     def times_move(self) -> bool:
-        """Whether steps begin at times that depend on every input of the solve: the times at which conditions vanish."""
+        """Whether steps begin at roots of conditions, which depend on all inputs of the solve."""
         return self.jumps is not None and bool((self.jumps.slot == FOUND).any())
 
     @cached_property
     def cut(self) -> Array:
-        """The trajectories whose last steps end at an event and not at the end of tspan, array of bool, shape (N,)."""
+        """Which trajectories' last steps end at an event instead of the end of tspan: array of bool, shape (N,)."""
         if self.jumps is None:
             return self.terminated
         ids, number = self.jumps.ids, self.jumps.number

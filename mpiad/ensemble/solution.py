@@ -1,4 +1,4 @@
-"""The results of a solve."""
+"""The solutions returned by `solve`, and their statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mpiad.ensemble.saving import times_of
 from mpiad.ensemble.settings import Settings
 from mpiad.transport.device_arrays import arrays_of, is_device_array
 
-# Statistics over the trajectories of an ensemble, as numbers, texts and plots.
+# Statistics over the trajectories of an ensemble, summary and plot.
 
 
 def mean(u: Array) -> Array:
@@ -40,24 +40,24 @@ def spread(u: Array) -> Array:
 
 
 def squared_distance(u: Array, center: Array) -> Array:
-    """Return |u - center|², NaN if u is; no derivative flows from there to the center."""
+    """Return |u - center|², NaN if u is NaN; in that case the derivative with respect to the center is zero."""
     known = ~np.isnan(getval(u))
-    # NaN are replaced inside as well: otherwise the outer derivative, zero, times NaN would remain NaN.
+    # NaN is replaced inside, too: otherwise the derivative, zero times NaN, would be NaN.
     return anp.where(known, anp.abs(anp.where(known, u, 0.0) - anp.where(known, center, 0.0)) ** 2, np.nan)
 
 
 def root(x: Array) -> Array:
-    """Return the square root; its derivative is defined as 0 at x = 0, when all trajectories are equal."""
+    """Return the square root, with derivative 0 at x = 0, where all trajectories are equal."""
     still = getval(x) == 0
-    # The root of one for x = 0: the root's derivative at 0 is infinite, and times zero it would be NaN.
+    # For x = 0 the root of 1 is computed instead, since the infinite derivative at 0, times zero, would be NaN.
     return anp.where(still, 0.0, anp.sqrt(anp.where(still, 1.0, x)))
 
 
 def quantile(u: Array, q: float | list[float]) -> Array:
     """Return quantiles over the first axis, ignoring NaN.
 
-    The adjoint flows to the two trajectories next to a quantile, with their interpolation weights; the choice of these
-    trajectories is taken as fixed.
+    A cotangent flows to the two trajectories between which a quantile lies, with their interpolation weights; the choice of
+    these trajectories is considered constant.
     """
     if (isbox(u) or is_device_array(u)) and len(u):
         return _between(u, np.asarray(q, float))
@@ -65,7 +65,7 @@ def quantile(u: Array, q: float | list[float]) -> Array:
 
 
 def _between(u: Array, q: np.ndarray) -> Array:
-    """Return "linear" quantiles, as NumPy defines them, of states that are traced or on a device."""
+    """Return quantiles by NumPy's method "linear", for states that are traced or on a device."""
     if q.size and not (q.min() >= 0 and q.max() <= 1):
         raise ValueError(f"quantile: q must lie between 0 and 1, but got {q.tolist()}.")
     values = getval(u)
@@ -78,7 +78,7 @@ def _between(u: Array, q: np.ndarray) -> Array:
     arrays = arrays_of(values)
     each = np.arange(columns.shape[1]) if arrays is None else arrays.arange(columns.shape[1])
     found = []
-    for part in q.ravel().tolist():  # one by one: numbers can be passed to any call on a device, arrays must be copied
+    for part in q.ravel().tolist():  # as numbers, since an array would have to be copied to the device
         place = part * last
         below = np.floor(place).astype(int)
         ends = (np.take_along_axis(order, end[None], 0)[0] for end in (below, np.minimum(below + 1, last)))
@@ -88,7 +88,7 @@ def _between(u: Array, q: np.ndarray) -> Array:
 
 
 def summary(sol: EnsembleSolution) -> str:
-    """Describe a solution: its survivors, the return codes of the others, its steps, its final states."""
+    """Describe a solution: the survivors, the return codes of other trajectories, the steps and the final states."""
     alive = sol.survivors
     names, counts = np.unique(sol.retcode, return_counts=True)
     codes = ", ".join(f"{count} {name}" for name, count in zip(names, counts))
@@ -244,18 +244,18 @@ class EnsembleSolution(FactorizationCounts):
     problem: Any = field(default=None, repr=False)
     dense: Any = field(default=None, repr=False)
     alg: Any = field(default=None, repr=False)
-    # The numbers of the return codes, if known; and a function that returns the initial states as columns, shape (d, N), if
-    # these and the final states are the only saved ones.
+    # The numbers of the return codes, if known; and, if only initial and final states are saved, a function that returns
+    # the initial states, shape (d, N).
     _codes: Any = field(default=None, repr=False, compare=False)
     _start: Any = field(default=None, repr=False, compare=False)
-    # Functions that compute fields on first access, by name: most programs read one or two of ten. None of them refers to
-    # the solution, since a reference cycle would keep its memory until garbage collection.
+    # Functions that compute fields on first access, by name. None of them refers to the solution, since a reference cycle
+    # would keep its memory alive until garbage collection.
     _later: ClassVar[dict[str, Callable[[], Any]]] = {}
 
     @classmethod
     def lazy(cls, later: dict[str, Callable[[], Any]], **made: Any) -> Any:
-        """Return a solution some of whose fields are computed when they are first read."""
-        # Not by the constructor, which requires all fields.
+        """Return a solution with some fields that are computed on first access."""
+        # Without the constructor, which requires all fields.
         sol = object.__new__(cls)
         others = {"events": {}, "converged": False, **dict.fromkeys(("problem", "dense", "alg", "_codes", "_start"))}
         sol.__dict__.update({name: value for name, value in others.items() if name not in later}, **made, _later=later)
@@ -274,7 +274,7 @@ class EnsembleSolution(FactorizationCounts):
         Parameters
         ----------
         t : number, or array of shape (n,) or (N, n)
-            In any order; the rows of shape (N, n) are the trajectories' own times.
+            In any order. With shape (N, n), row i has the times of trajectory i.
 
         Returns
         -------
@@ -304,7 +304,6 @@ class EnsembleSolution(FactorizationCounts):
         return len(self.u_end)
 
     def __getstate__(self) -> dict[str, Any]:
-        # All deferred fields are computed before pickling.
         names = [name for name in (*self.__dict__, *self._later) if name not in ("_start", "_later")]
         return {name: getattr(self, name) for name in names}
 
@@ -426,8 +425,8 @@ def solution_of(outcome: Outcome, batch: Batch, settings: Settings) -> EnsembleS
 
 
 def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> EnsembleSolution:
-    """Return a solution with only both ends saved, with other ends: `u0()` (d, N) and `u_end` (N, ...)."""
-    # Not by dataclasses.replace, which would read, and so compute, deferred fields.
+    """Return a solution of which only the ends are saved with other ends: ``u0()``, (d, N), and `u_end`, (N, ...)."""
+    # Without dataclasses.replace, which would compute the deferred fields.
     made, codes = object.__new__(type(sol)), sol._codes
     later = {**sol._later, "u": lambda: _both_ends(u0(), u_end, codes)}
     made.__dict__.update(sol.__dict__, u_end=u_end, _start=u0, _later=later)
@@ -436,7 +435,7 @@ def at_ends(sol: EnsembleSolution, u0: Callable[[], Array], u_end: Array) -> Ens
 
 
 def unshared(sol: EnsembleSolution) -> EnsembleSolution:
-    """Return a solution whose deferred saved states don't change if the user writes into its final states."""
+    """Return the solution with deferred saved states that don't share memory with its final states."""
     if "u" in sol.__dict__ or type(sol.u_end) is not np.ndarray:
         return sol
     made = at_ends(sol, sol._start, sol.u_end)
@@ -445,7 +444,7 @@ def unshared(sol: EnsembleSolution) -> EnsembleSolution:
 
 
 def _both_ends(u0: Array, u_end: Array, codes: Array) -> Array:
-    """Return the states at both ends, shape (N, 2, ...); failed trajectories have NaN at the end, and no derivative."""
+    """Return the states at both ends, shape (N, 2, ...); the ends of failed trajectories are NaN, without derivatives."""
     start, end = anp.reshape(anp.transpose(u0), u_end.shape), u_end
     alive = came_through(codes)
     if not alive.all():

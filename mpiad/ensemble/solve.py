@@ -1,4 +1,4 @@
-"""`solve`: one ODE, or an ensemble of them."""
+"""`solve`: the solution of an ODE, or of an ensemble of ODEs."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from mpiad.pytrees import flatten, is_variable
 from mpiad.transport import Channel, channel
 from mpiad.transport.agreement import raise_first, raising_together
 
-# Gathers each rank's results, which are pytrees with any leaves, on all ranks; derivatives flow through their numbers.
+# Differentiable gathering of pytrees on all ranks.
 
 
 def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
-    # Pickled before the message: a rank that fails must report that to the ranks that have nothing to pickle.
+    # Pickled before the communication, so that a failure is raised on all ranks.
     try:
         mine, error = pickle.dumps(skeleton, pickle.HIGHEST_PROTOCOL), None
     except Exception as found:  # noqa: BLE001 raised on all ranks together
@@ -60,7 +60,7 @@ def _skeletons(used: Channel, skeleton: Tree) -> list[Tree]:
 
 
 class _Place:
-    """Placeholder for numbers that are sent as part of one array."""
+    """Placeholder for a leaf whose numbers are sent in one array together with those of others."""
 
     def __init__(self, leaf: Array):
         value = np.asarray(getval(leaf))
@@ -68,7 +68,7 @@ class _Place:
 
 
 def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
-    """Return the pytrees of all ranks; collective. A TypeError on all ranks if one has a leaf that can't be pickled."""
+    """Return the pytrees of all ranks; collective. Raises a TypeError on all ranks if a leaf can't be pickled."""
     leaves, build = flatten(tree)
     numbers = [leaf for leaf in leaves if is_variable(leaf)]
     places = [_Place(leaf) if is_variable(leaf) else leaf for leaf in leaves]
@@ -77,7 +77,7 @@ def trees_of_all(used: Channel, comm: Comm, tree: Tree) -> list[Tree]:
     dtypes = {place.dtype for parts, _ in flat for place in parts if isinstance(place, _Place)}
     dtype = np.result_type(*dtypes) if dtypes else np.dtype(float)
     mine = [_as(anp.ravel(number), dtype) for number in numbers]
-    # The empty array is for ranks without numbers, whose dtype must be that of the others.
+    # The empty array gives ranks without numbers the same dtype.
     everything = mpi_allgather(anp.concatenate([np.empty(0, dtype), *mine]), axis=0, comm=comm)
     trees, at = [], 0
     for parts, make in flat:
@@ -224,7 +224,7 @@ def solve(
     else:
         sol = _ensemble(options, compiler, range(1, count + 1), progress)
     _report(sol.outcomes if isinstance(sol, ShardedSolution) else sol, throw, together is None or together.rank == 0)
-    # Its problem holds the kernels of this solve, not those of a solution from which the problem was taken.
+    # The solution's problem has the kernels of this solve; the given problem may come from another solution.
     solved = problem.read_from(compiler.kernels) if compiler.kernels or problem._kernels else problem
     sol.problem, sol.alg = solved, alg
     return sol[0] if single else unshared(sol)
@@ -233,9 +233,9 @@ def solve(
 def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> EnsembleSolution:
     """Solve an ensemble over the ranks of a communicator; all of them call it, with equal arguments.
 
-    While the trajectories advance, nothing is communicated. Afterwards the ranks exchange their outcomes (through which no
-    derivative flows), and gather states by `mpi_allgather`, whose adjoint returns to each rank the cotangents of its own
-    share. An exception on one rank is raised on all.
+    Nothing is communicated while trajectories are solved. Afterwards the ranks exchange their outcomes, and gather states
+    by `mpi_allgather`, whose adjoint returns to each rank the cotangents of its share. An exception on one rank is raised
+    on all.
     """
     problem, mpi, count = options.problem, options.ensemblealg, options.trajectories
     bounds = mpi.bounds(count, used.size)
@@ -250,7 +250,7 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
     given = digests_of(problem, options.events)
     share, outcomes = outcomes_of_all(used, share, bool(compiler.kernels), traced, evaluated, compiler.warnings, given)
     compiler.log_warnings(outcomes.said, used.rank)
-    # For all trajectories, the same on all ranks: they divide the next solve by it without a message.
+    # The steps of all trajectories, from which all ranks compute the same shares for the next solve.
     components = int(np.prod(share.u_end.shape[1:]))
     mpi.remember(outcomes.tries, components, outcomes.any("compiled"), outcomes.any("traced"))
     makes = problem.output_func is not None or problem.reduction is not None
@@ -262,7 +262,7 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
         with raising_together(used, Exception):
             parts = [tree for tree, a, b in zip(trees, bounds, bounds[1:]) if a < b or count == 0]
             made = combined(problem, parts, count)
-    # Initial states of all trajectories that each rank knows needn't be sent.
+    # Without a prob_func each rank knows the initial states of all trajectories.
     start = None if problem.prob_func else partial(initial_states, problem, range(1, count + 1))
     return gathered(used, share, outcomes, start, bool(options.events), made)
 
@@ -270,7 +270,7 @@ def _over_ranks(options: SolveOptions, compiler: Compiler, used: Channel) -> Ens
 def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progress: bool) -> EnsembleSolution:
     """Solve some trajectories, numbered from 1."""
     problem = options.problem
-    # One seed for all batches and repeats, so that a trajectory's generator doesn't depend on the division into batches.
+    # One seed for all batches, so that the generator of a trajectory doesn't depend on the batches.
     seed = master_seed(problem.seed) if problem.prob_func else 0
 
     def ended(count: int) -> None:
@@ -282,7 +282,7 @@ def _ensemble(options: SolveOptions, compiler: Compiler, numbers: range, progres
         batch, typical = own_members(problem, numbers, repeat, seed, options.trajectories)
         sol = _solved(options, compiler, batch, shown, numbers.start - 1)
         if typical is not batch and not options.save_everystep and np.ndim(options.saveat) < 2:
-            # So that ranks needn't exchange their saved times if all have the same.
+            # The saved times as given, which needn't be gathered if they are the same for all trajectories.
             sol.t = save_times(options.saveat, typical.plain())
         return sol
 
@@ -301,13 +301,13 @@ def _solved(
 ) -> EnsembleSolution:
     """Solve a batch, whose first trajectory has the number `first`, counted from 0."""
     record = options.save_everystep or options.dense_output or given.traced
-    # Derivatives of the steps are computed later, and need the same parameters.
+    # Copies, since derivatives are computed later from the same parameters.
     given = given.own() if record else given
     batch = given.plain()
     on_gpu = isinstance(options.backend, EnsembleGPU)
     hosted = not (on_gpu or is_on_device(batch))
     check_place_of(options, hosted)
-    # If only both ends are saved, they are known: no saved time has to be searched for in the steps.
+    # If only both ends are saved, steps needn't be searched for saved times.
     ends = hosted and options.saveat is None and not options.save_everystep and not options.events
     times = None if options.save_everystep else _NO_TIMES if ends else save_times(options.saveat, batch, first)
     settings = settings_of(options, batch, times, record, ends, shown)
@@ -329,7 +329,7 @@ def _solved(
 def _by_arrays(
     options: SolveOptions, compiler: Compiler, given: Batch, batch: Batch, settings: Settings
 ) -> EnsembleSolution:
-    """Solve a batch on the device of its arrays; on the host by a kernel if that is chosen."""
+    """Solve a batch on the device of its arrays, or on the host, by a kernel if `compiler` has one."""
     if options.acting:
         plan = compiler.plan(batch, settings, given)
         return solved_with_events(partial(compiler.run_planned, plan, given=given), batch, settings, given)

@@ -35,33 +35,30 @@ from mpiad.transport.tracing import restoring_state
 
 # Newton's method for the roots of f of many trajectories at once, each damped by its own pseudo-time step.
 #
-# A step is one of the linearly implicit Euler method, (1/τ - J) Δ = f, which follows the flow to a steady state; as τ grows
-# it becomes Newton's. It is accepted if the estimated contraction of the implicit Euler equation is small enough, a test
-# that doesn't depend on the scaling of the components, and τ is chosen from that contraction. In each round every active
-# trajectory tries one step; if the step is accepted, the Jacobian is computed again.
+# A step solves (1/τ - J) Δ = f: it is a step of the linearly implicit Euler method of length τ, and for large τ one of
+# Newton's method. It is accepted if the estimated contraction factor of Newton's method for the implicit Euler equation is
+# small enough, a test that doesn't depend on the scaling of components; τ is chosen from this factor. In each round every
+# active trajectory tries one step. After an accepted step the Jacobian is computed again.
 #
 # References
 # ----------
 # Deuflhard, "Newton methods for nonlinear problems" (2004), section 6.4.
 
 
-# A step is accepted up to the first contraction; the next step size is chosen for the second.
+# The largest contraction factor of an accepted step, and the one for which the next step size is chosen.
 _MOST_CONTRACTION, _AIM = 0.5, 0.25
 _MOST_GROWTH = 10.0
-# The first step, as a fraction of the time in which the largest component would change by its own size.
+# The first step size, as a fraction of the time in which the largest component would change by its own size.
 _FIRST = 0.1
-# Threshold of the smallest singular value relative to the largest, for matrices whose rows and columns are scaled to one.
+# Matrices with a smaller ratio of the smallest to the largest singular value, after scaling, count as singular.
 _SINGULAR = 1e-13
 
 _UNDER_WAY = -1
-_LARGEST = 1e200  # of 1/τ and of τ
+_LARGEST = 1e200  # limit of 1/τ
 
 
 class Equations:
-    """f of a batch's trajectories at the ends of their tspans, and its Jacobian.
-
-    `batch`: holds plain arrays.
-    """
+    """The function f of a batch of plain arrays, at the ends of tspan, and its Jacobian."""
 
     def __init__(self, batch: Batch):
         self._batch, self._field, self._tracing = batch, Field(batch), Tracing(Field(batch), (), False)
@@ -101,9 +98,9 @@ class Roots(NamedTuple):
 
 
 def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float, max_iters: int) -> Roots:
-    """Find a root for each trajectory by Newton's method from u0, shape (d, N); no search begins if it isn't finite.
+    """Find a root for each trajectory by Newton's method from u0, shape (d, N), if that is finite.
 
-    The last of at most `max_iters` steps is at most ``atol + rtol * abs(u)`` in each component.
+    A search ends successfully if a step of Newton's method is at most ``atol + rtol * abs(u)`` in each component.
     """
     search = _Search(equations, u0, rtol, atol)
     for _ in range(max_iters):
@@ -114,15 +111,15 @@ def find_roots(equations: Equations, u0: Array, rtol: float, atol: Array | float
 
 
 def solved_each(matrices: Array, right: Array) -> Array:
-    """Return the solutions of n small systems, shape (n, d); if singular, the least-squares one of minimum norm."""
-    # Rows may differ by powers of ten, as those of reaction rates do, and are scaled to a common size.
+    """Return the solutions of n small systems, shape (n, d); for singular ones the least-squares solution of minimum norm."""
+    # Rows are scaled, since they may differ by powers of ten, for example in reaction networks.
     rows = np.abs(matrices).max(axis=2, keepdims=True, initial=0.0)
     rows[rows == 0] = 1.0
     matrices, right = matrices / rows, right[..., None] / rows
     try:
         return np.linalg.solve(matrices, right)[..., 0]
     except np.linalg.LinAlgError:
-        # One after the other, so that a singular system doesn't change how the others are solved.
+        # The systems are solved one by one, so that a singular one doesn't affect the others.
         return np.array([_solved_best(*system) for system in zip(matrices, right[..., 0])]).reshape(right.shape[:2])
 
 
@@ -134,7 +131,7 @@ def _solved_best(matrix: Array, right: Array) -> Array:
 
 
 class _Search:
-    """The trajectories and the state of each one's search."""
+    """The searches of all trajectories."""
 
     def __init__(self, equations: Equations, u0: Array, rtol: float, atol: Array | float):
         (d, count), self._equations = u0.shape, equations
@@ -157,13 +154,13 @@ class _Search:
         ids = self.under_way
         u, f, rate = self._u[:, ids], self._f[:, ids], self._rate[ids]
         with np.errstate(all="ignore"):
-            # Pseudo-transient continuation: an implicit Euler step of length 1 / rate, Newton's as the rate goes to zero.
+            # Pseudo-transient continuation: an implicit Euler step of length 1 / rate.
             matrix = rate[:, None, None] * np.eye(len(u)) - self._jacobian[ids]
             step = solved_each(matrix, f.T).T
             there = self._equations.values(u + step, ids)
             good = np.isfinite(there).all(axis=0)
-            # Natural monotonicity: the ratio of the next step with the same matrix to this one shows whether this step
-            # leads closer to the root, independently of the scales of the equations.
+            # Natural monotonicity test: the ratio of the next simplified Newton step, with the same matrix, to this step.
+            # It is independent of the scaling of the equations.
             following = solved_each(matrix, np.where(good, there - rate * step, 0.0).T).T
             contraction = np.where(good, self._size(following, u) / self._size(step, u), np.inf)
         better = contraction <= _MOST_CONTRACTION
@@ -172,7 +169,7 @@ class _Search:
         with np.errstate(divide="ignore"):
             growth = np.clip(_AIM / contraction, 1 / _MOST_GROWTH, _MOST_GROWTH)
         self._rate[ids] = rate / growth
-        # The steps have become so short that no shorter one would be better.
+        # Even the shortest steps aren't accepted.
         self._codes[ids[self._rate[ids] > _LARGEST]] = ConvergenceCode.ConvergenceFailure.code
         self._linearise(ids[better], ConvergenceCode.ConvergenceFailure)
 
@@ -189,7 +186,7 @@ class _Search:
         return Roots(u, jacobian, codes, self._niter)
 
     def _linearise(self, ids: Array, failure: ConvergenceCode) -> None:
-        """Compute f and its Jacobian; if Newton's own step is short enough, it is the last one."""
+        """Compute f and its Jacobian; if the Newton step is short enough, take it as the last one."""
         if not ids.size:
             return
         with np.errstate(all="ignore"):
@@ -212,7 +209,7 @@ class _Search:
 
 
 def _singular(jacobian: Array, weight: Array) -> Array:
-    """Return which Jacobians are singular, whatever the units of components and rates: array of bool, shape (n,)."""
+    """Return which Jacobians are singular, independently of units: array of bool, shape (n,)."""
     scaled = jacobian * weight.T[:, None]
     rows = np.abs(scaled).max(axis=2, keepdims=True)
     rows[rows == 0] = 1.0
@@ -220,10 +217,11 @@ def _singular(jacobian: Array, weight: Array) -> Array:
     return values[:, -1] <= _SINGULAR * values[:, 0]
 
 
-# Steady states as one differentiable function of the parameters, by the implicit function theorem.
+# Derivatives of steady states, by the implicit function theorem.
 #
-# If f(u, p) = 0 and J = ∂f/∂u is nonsingular, du = -J⁻¹ ∂f/∂p dp. So a tangent takes one solve per trajectory, and a
-# cotangent one with the transposed matrix. Trajectories without a steady state have no derivative.
+# If f(u, p) = 0 and J = ∂f/∂u is nonsingular, then du = -J⁻¹ ∂f/∂p dp. A tangent takes the solution of one linear system
+# per trajectory, and a cotangent that of one with the transposed matrix. Trajectories without a steady state have no
+# derivative.
 
 
 class SteadyStates:
@@ -235,7 +233,6 @@ class SteadyStates:
     def __init__(self, batch: Batch, roots: Roots):
         self._batch, self._jacobian, self.vector = batch, roots.jacobian, np.ascontiguousarray(roots.u.T)
         self._ids = np.flatnonzero(np.isfinite(self.vector).all(axis=1))
-        # At least two columns wherever f is called.
         self._columns = two_at_least(len(self._ids))
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> dict[int, Array]:
@@ -244,9 +241,9 @@ class SteadyStates:
         found = {place: np.zeros_like(args[place]) for place in argnums}
         if not ids.size:
             return found
-        # The implicit function theorem: f(u, p) = 0 gives du/dp = -J⁻¹ ∂f/∂p, so p̄ = (∂f/∂p)ᵀ (-J⁻ᵀ ū).
+        # p̄ = (∂f/∂p)ᵀ (-J⁻ᵀ ū), the transpose of du = -J⁻¹ ∂f/∂p dp.
         bars = -solved_each(np.swapaxes(self._jacobian[ids], 1, 2), g[ids]).T
-        # f is called with at least two columns; a padding column contributes nothing.
+        # f is called with at least two columns; the seed of a duplicated one is zero.
         seeds = np.zeros((g.shape[1], len(self._columns)), g.dtype)
         seeds[:, : len(ids)] = bars
         u, own, t = self._given()
@@ -295,7 +292,7 @@ _RK45, _VECTORIZED = RK45(), EnsembleVectorized()
 
 @dataclass(frozen=True, repr=False)
 class SteadyStateSolution:
-    """The steady states of N trajectories; for a single problem all attributes lack their first axes.
+    """The steady states of N trajectories; for a single problem attributes have no first axis.
 
     Attributes
     ----------
@@ -306,7 +303,7 @@ class SteadyStateSolution:
     niter : array of int, shape (N,)
         Number of Newton steps.
     jacobian : array, shape (N, d, d)
-        Jacobian of f with respect to u, at u. (For states that are matrices, of the flattened ones.)
+        Jacobian of f with respect to u, at u; states that are matrices are flattened.
     indices : array of int, shape (N,)
         The numbers of the trajectories, from 0; this rank's share with ``EnsembleMPI(gather=False)``.
 
@@ -339,7 +336,6 @@ class SteadyStateSolution:
         A steady state is stable if all real parts are negative.
         """
         found = np.full(self.jacobian.shape[:-1], np.nan, complex)
-        # At a state that isn't steady the eigenvalues would say nothing about stability.
         found[self.success] = np.linalg.eigvals(self.jacobian[self.success])
         return found
 
@@ -365,8 +361,8 @@ def steady_state(
     """Find the steady state of each trajectory, f(u, p, t) = 0.
 
     Each trajectory is solved to the end of its tspan. Newton's method continues from there, with damping and termination
-    per trajectory: the longer tspan is, the closer the start is to the steady state that the trajectory tends to. With
-    ``tspan=(t, t)`` Newton's method begins at u0.
+    per trajectory. The longer tspan, the closer its starting point is to the steady state that the trajectory approaches.
+    With ``tspan=(t, t)`` Newton's method begins at u0.
 
     Parameters
     ----------
@@ -386,12 +382,12 @@ def steady_state(
     Returns
     -------
     SteadyStateSolution
-        ``u`` is traced if the parameters are. It has no derivative with respect to initial states: that is zero.
+        ``u`` is traced if the parameters are. Its derivative with respect to initial states is zero.
 
     Raises
     ------
     NotImplementedError
-        If tspan is traced, states are complex, or arrays live on a device; and for second derivatives.
+        If tspan is traced, states are complex, or arrays are on a device; and for second derivatives.
     TypeError, ValueError
         If an argument is invalid.
 
@@ -430,7 +426,7 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
     bounds = mpi.bounds(options.trajectories, used.size)
     with raising_together(used, Exception):
         mine = _found(given, options, compiler, range(bounds[used.rank], bounds[used.rank + 1]))
-    # Ranks without trajectories take part, too: the gathering that follows needs the same shape and dtype on all.
+    # Gathering requires the same shape and dtype on all ranks, including those without trajectories.
     kind = mine.u.shape[1:], mine.u.dtype
     parts = used.data.allgather((compiler.warnings, mine.retcode, mine.niter, mine.jacobian, kind))
     said, retcode, niter, jacobian, kinds = zip(*parts)
@@ -454,15 +450,14 @@ def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: ra
     # Newton's method starts at the end of the solve, near the stable state that the trajectory approaches.
     started = consistent_start(batch, settings.mass, settings.rtol, settings.atol).batch
     outcome = compiler.run(started, settings, started)
-    # NaN if the solve failed: the search from there ends at once without a root.
+    # If the solve failed, a NaN ends the search.
     start = np.where(outcome.failed, np.nan, outcome.u_end)
     if batch.size:
-        # f is traced once before the search, so that an error can still describe the problem with f; two columns, as
-        # everywhere.
+        # f is traced once before the search, for a better error message.
         both = np.zeros(2, int)
         leaves, t = Equations(batch).columns(both)
         check_traceable(Field(batch), batch.u0[:, both], leaves, t)
-    # Below this tolerance a step would consist of rounding errors only.
+    # For smaller tolerances a step would consist of rounding errors.
     least = 100 * np.finfo(start.dtype).eps
     roots = find_roots(Equations(batch), start, max(options.rtol, least), settings.atol, given.max_iters)
     found = SteadyStates(batch, roots)
@@ -515,7 +510,7 @@ def _checked(given: _Given) -> SolveOptions:
 
 
 def _checked_together(used: Channel, given: _Given) -> SolveOptions:
-    """Return `_checked` of the arguments, which must be the same on all ranks; an error on one rank is raised on all."""
+    """As `_checked`, collective: errors are raised on all ranks, also if the arguments differ."""
 
     def described(options: SolveOptions) -> list[Any]:
         said = ", ".join(f"{name}={getattr(given, name)}" for name in vars(given) if name not in ("problem", "atol"))

@@ -19,13 +19,14 @@ from mpiad.ensemble.record import Log, Step
 from mpiad.ensemble.saving import SavePoints
 from mpiad.ensemble.settings import MOVING, Acting, Settings
 
-# Events that act: steps that end at an event are held; then the events act on all held columns at once, which continue.
+# Events that act.
 #
-# Finding the roots of conditions and applying affects takes a hundred calls of NumPy, however few the columns are. So a
-# column whose step ends at an event waits, with its step, until enough columns are held (`WorkingSet` decides when).
+# Locating the roots of conditions and applying affects takes a hundred calls of NumPy, even for few columns. Therefore a
+# column whose step ends at an event is held, with its step, until enough columns are held (`WorkingSet` decides when); then
+# the events act on all of them.
 #
-# If the affect leaves a condition at its root, the next event is its return to the root, and the next step is so short that
-# it ends before that (`jumps.departure`).
+# If an affect leaves a condition at its root, the next event of this condition is its return to the root. The next step is
+# made short enough to end before that (`jumps.departure`).
 
 
 NONE = np.empty(0, np.int64)
@@ -35,7 +36,7 @@ class Resumed(NamedTuple):
     """Columns in which events have acted; times are in the direction of the solve."""
 
     columns: Array  # int, shape (n,)
-    # Int, shape (n,). The return codes of columns that have ended, else MOVING; and the number of steps that each has made.
+    # Int, shape (n,). The return codes of columns that have ended, else MOVING; and the number of steps of each.
     codes: Array
     number: Array
     # `t`, `end`, `h`: shape (n,). Times, upper bounds on the ends of the next steps, and their sizes.
@@ -56,7 +57,7 @@ class _Held(NamedTuple):
 
 
 class ActingEvents:
-    """The data about acting events for the columns of a working set; `watch` evaluates conditions, None without any."""
+    """The state of acting events for the columns of a working set; `watch`: evaluates conditions, None without any."""
 
     def __init__(
         self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization, watch: EventWatch | None
@@ -67,12 +68,12 @@ class ActingEvents:
         self._slots, self._resumed = outcome.slots, outcome.resumed
         self._events, self._adaptive = settings.events, settings.alg.tableau.error is not None
         self._held: dict[bool, list[_Held]] = {False: [], True: []}  # at given times, and at roots of conditions
-        # The times when columns began or each event acted last, and when they met a condition last; the number of short
-        # intervals in a row.
+        # Per column: the time at which it began or each event last acted; that of the last root of a condition; the number
+        # of successive short intervals between such roots.
         self._begun = {e: np.empty(0) for e, event in enumerate(self._events) if event.acts}
         self._met, self._short = np.empty(0), np.empty(0, int)
         self._limit = np.empty(0)  # upper bound on the end of the next step, if that lies ahead
-        # The sides on which conditions are, for those that act in both directions.
+        # The signs of conditions of events that act in both directions.
         self.sides = {e: np.empty(0) for e, event in enumerate(self._events) if event.sided}
 
     def enter(self, new: Entrants, joined: Joint) -> None:
@@ -104,7 +105,7 @@ class ActingEvents:
         return np.flatnonzero(np.any(masks, axis=0)) if masks else NONE
 
     def at_given_times(self, step: Step, done: Array) -> Array:
-        """Return which of the columns in a mask have reached a given time, and not only the end of tspan."""
+        """Return which of the columns in the mask `done` have reached a given time of an event."""
         if not np.count_nonzero(done):
             return NONE
         columns = np.flatnonzero(done)
@@ -115,7 +116,8 @@ class ActingEvents:
     def hold(self, columns: Array, step: Step, h: Array, crossed: Sequence[Array], at_roots: bool = False) -> None:
         """Hold the steps of some columns; h, shape (n,), are the sizes of the next steps of all columns.
 
-        They end at given times or, with `at_roots`, at roots of conditions; `crossed` has the sign changes of all columns.
+        The steps end at given times or, with `at_roots`, at roots of conditions. `crossed`: the sign changes of all
+        columns.
         """
         if self._watch is None:
             nothing = np.empty((0, len(columns)))
@@ -125,9 +127,9 @@ class ActingEvents:
         self._held[at_roots].append(_Held(columns, h[columns], kept))
 
     def release(self) -> Iterator[tuple[Resumed, Step]]:
-        """Let events act at the ends of the held steps, and return how the columns continue, and the steps.
+        """Let events act at the ends of the held steps; yield how the columns continue, and the steps.
 
-        These end in the states after the events.
+        The final states of these steps are those after the events.
         """
         for at_roots in (False, True):
             held, self._held[at_roots] = self._held[at_roots], []
@@ -144,7 +146,7 @@ class ActingEvents:
         reached = kept.after
         if found is not None:
             reached = np.array([there.condition(event, every) for event in self._events])
-        # The values of conditions that are near their roots, to be used if affects leave them there; NaN elsewhere.
+        # Values to be assigned to conditions that affects leave near their roots; NaN for other conditions.
         signs, resting = np.sign(kept.before), np.abs(kept.before) <= LEAST
         unresolved = step.t_new - step.t <= UNRESOLVED * span
         decreed = np.where(unresolved & (resting | (np.sign(reached) != signs)), LEAST * signs, np.nan)
@@ -175,9 +177,8 @@ class ActingEvents:
     ) -> list[tuple[int, Array]]:
         """Return the events that have occurred in steps that were cut short, and their rows.
 
-        The roots of several conditions may be closer to each other than the resolution of the search or the accuracy of a
-        condition. A condition that has changed its sign in the state `reached` wouldn't be seen to do so afterwards, so its
-        event occurs there.
+        The roots of several conditions may be closer than the resolution of the search. If another condition has changed
+        its sign in the state `reached`, too, its event also occurs there, since the sign change couldn't be detected later.
         """
         step, happened = kept.step, []
         located = {e: rows[x <= found.part[rows]] for e, rows, x in found.found}
@@ -189,7 +190,7 @@ class ActingEvents:
             if late.any():
                 more = np.flatnonzero(late)
                 self._watch.note(step, e, more, found.part[more], step.actual(step.t_new)[more])  # type: ignore[union-attr]
-                rows = np.union1d(rows, more)  # sorted, as rows are everywhere
+                rows = np.union1d(rows, more)  # sorted
             happened.append((e, rows))
         return happened
 
@@ -197,7 +198,7 @@ class ActingEvents:
         return np.abs(self._batch.end[ids] - self._batch.start[ids])
 
     def _meet_conditions(self, there: EventColumns, columns: Array, happened: list[tuple[int, Array]], span: Array) -> None:
-        """Let the events act whose conditions have vanished, in all rows."""
+        """Let the events in `happened` act."""
         now = there.t * self._initialization.signs[there.ids]
         ending = np.zeros(len(columns), bool)
         for e, rows in happened:
@@ -208,7 +209,7 @@ class ActingEvents:
                 finite = there.act(self._acting.found[e], rows)
                 self._look_ahead(there, e, columns, rows[finite], before[finite], now, span)
             ending[rows] |= event.terminal
-        # Trajectories with too many events in immediate succession.
+        # Trajectories with too many events in immediate succession end.
         moving = np.flatnonzero(there.codes == MOVING)
         own = columns[moving]
         short = np.abs(now[moving] - self._met[own]) <= SHORT * span[moving]
@@ -219,7 +220,7 @@ class ActingEvents:
     def _look_ahead(
         self, there: EventColumns, e: int, columns: Array, rows: Array, before: Array, now: Array, span: Array
     ) -> None:
-        """Find the side of its root on which a condition continues if the affect has left it there, and when it returns."""
+        """Determine the sign with which a condition leaves the root at which an affect has left it, and when it returns."""
         if not rows.size:
             return
         event, (u, t), own, now, span = self._events[e], there.at(rows), columns[rows], now[rows], span[rows]
@@ -231,7 +232,7 @@ class ActingEvents:
         values = [there.condition(event, rows, at) for at in ((u, t), (straight, later), (bent, later))]
         found = departure((before, *values), event.direction, gone, span)
         if self._adaptive:  # fixed steps all have the same size
-            # The next step must not end later, since the sign change and return would go unnoticed.
+            # The next step must end earlier, since it wouldn't show a sign change and return.
             limit = np.where(self._limit[own] > now, self._limit[own], np.inf)
             self._limit[own] = np.minimum(limit, now + 0.25 * found.back)
         if e in self.sides:
@@ -239,10 +240,10 @@ class ActingEvents:
         there.codes[rows[found.endless]] = ReturnCode.Zeno.code
 
     def _go_on(self, there: EventColumns, columns: Array, rows: Array, reached: Array, decreed: Array) -> None:
-        """Store the starting points of some rows, whose columns are `columns[rows]`, and the values of conditions there.
+        """Store the states from which some rows continue, and the values of conditions there; the columns: `columns[rows]`.
 
-        `reached` are the values before events have acted; if events don't change them, they become `decreed`, unless that
-        is NaN.
+        `reached`: the values of conditions before events acted. If events haven't changed them, they are set to `decreed`,
+        unless that is NaN.
         """
         own = columns[rows]
         self._resumed[there.ids[rows]] += 1
@@ -258,7 +259,7 @@ class ActingEvents:
 
 
 class Stopped(NamedTuple):
-    """The columns whose steps end at an event, each array int of shape (m,)."""
+    """The columns whose steps end at an event: int, shape (m,)."""
 
     terminated: Array = NONE  # trajectories that end there
     # Columns that are held until events act on them in `StepObservers.release`: at roots of conditions, and at given times.
@@ -267,7 +268,7 @@ class Stopped(NamedTuple):
 
 
 class StepObservers:
-    """Everything that is kept of the steps besides the final state; `outcome` is filled in."""
+    """The observers of a solve: record, events and saved times; they write to `outcome`."""
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, initialization: Initialization):
         self._outcome, self._batch, self._settings = outcome, batch, settings
@@ -291,10 +292,10 @@ class StepObservers:
             self._acting.enter(new, joined)
 
     def see(self, step: Step, p: Tree, done: Array, h: Array) -> Stopped:
-        """Process a step, and return the columns that an event has ended, whose steps are cut short there, and those held.
+        """Process a step; return the columns that events have ended, whose steps are cut short, and those that are held.
 
-        `done`, bool, shape (n,): which have reached the end of tspan or a given time; h, shape (n,), are the sizes of the
-        next steps.
+        `done`: bool, shape (n,); which columns have reached the end of tspan or a given time. `h`: shape (n,); the sizes of
+        the next steps.
         """
         if self._log is not None:
             self._log.note(step)
@@ -343,7 +344,7 @@ class StepObservers:
             return NONE
         kept = watch.kept(step, terminated, crossed)
         watch.cut(kept)
-        # The end and its state, so that no saved time lies beyond it.
+        # The step is cut short, so that no saved time lies after the end.
         step.t_new[terminated], step.new[:, terminated] = kept.step.t_new, kept.step.new
         return terminated
 

@@ -155,8 +155,8 @@ class SavedTangents:
 
     def close(self, start: Array, end: Array) -> None:
         """Store initial and final states, (m, d, N), for the saved values that equal them."""
-        self._run.put_down(self.saved, start, at_start=True)
-        self._run.put_down(self.saved, end, at_start=False)
+        self._run.write_saved(self.saved, start, at_start=True)
+        self._run.write_saved(self.saved, end, at_start=False)
 
 
 def push_run(run: Run, directions: Directions, taker: SavedTangents | None = None) -> Array:

@@ -1,12 +1,12 @@
-"""The adjoint of one step of several columns.
+"""The adjoint of one step, for several columns.
 
-In a Runge-Kutta step, with y_i = u + h Σ_{j<i} a_ij k_j, k_i = f(y_i) and the new state y_s of the same form, the cotangent
-λ of the new state is propagated from the last stage to the first:
+In a Runge-Kutta step, y_i = u + h Σ_{j<i} a_ij k_j and k_i = f(y_i), and the new state is y_s, given by the same formula.
+The cotangent λ of the new state is propagated from the last stage to the first:
 
     k̄_j = Σ_{i>j} a_ij h ȳ_i,    ȳ_s = λ,    ȳ_j = f'(y_j)ᵀ k̄_j,    ū = λ + Σ_j ȳ_j.
 
-The stages are computed again from the state before the step. All operations are sums of products, column by column: a
-trajectory's cotangent doesn't depend on the others.
+The stages are computed again from the state before the step. All operations are elementwise over columns, so the cotangent
+of a trajectory doesn't depend on other trajectories.
 
 In a Rosenbrock step W k_i = r_i, with r_i = f(y_i) + Σ C_ij k_j + d_i h T (see `tableaus`). The cotangent of stage i is
 propagated through the transposed matrix, r̄_i = W⁻ᵀ k̄_i, and from there to the argument, as above, and to the earlier
@@ -34,7 +34,7 @@ from mpiad.ensemble.step_sweep import Columns, Visit
 
 
 def over_slots(x: Array) -> Array:
-    """Return the sum over several values per column in one step, as devices have them; shape (d, n)."""
+    """Return the sum over several values per column of one step, which occur on devices; shape (d, n)."""
     return x if x.ndim == 2 else np.sum(x, axis=0)
 
 
@@ -43,11 +43,11 @@ class Arrival(NamedTuple):
 
     columns: Columns  # int, shape (m,); each at most once
     value: Array  # shape (d, m), or (s, d, m) for several per column
-    # From stages to arrays of shape (m,), or (s, 1, m): `value` times this is added to the cotangent of the stage.
+    # By stage: `value` times this array, of shape (m,) or (s, 1, m), is added to the cotangent of the stage.
     weights: dict[int, Array]
 
 
-def _take_up(k_bar: Array, j: int, arrivals: Sequence[Arrival]) -> None:
+def _add_arrivals(k_bar: Array, j: int, arrivals: Sequence[Arrival]) -> None:
     for arrival in arrivals:
         if j in arrival.weights:
             k_bar[:, arrival.columns] += over_slots(arrival.value * arrival.weights[j])
@@ -90,27 +90,26 @@ class TransposedStep:
         self.k.append(k)
 
     def add_last_stage(self) -> None:
-        """Compute the stage at the new state, too, if no step follows that would; once."""
+        """Compute the stage at the new state, unless it has been computed; it is needed if no step follows."""
         if len(self.k) == self.last:
             self._evaluate(self.argument(self.last), self.last)
 
     def pull(self, cotangent: Array, arrivals: Sequence[Arrival], gains: Callable) -> Array:
-        """Return the cotangent of the state before the step, shape (d, n), given that of the state after it; only once.
+        """Return the cotangent of the state before the step, shape (d, n); may be called only once.
 
-        The given array is overwritten. ``gains(j, parts, y_bar)`` gets, stage by stage, the cotangents of the leaves (and
-        of time) and of the stage's argument.
+        `cotangent`: that of the state after the step; overwritten. ``gains(j, parts, y_bar)`` is called for each stage with
+        the cotangents of the leaves (and of time) and of the stage's argument.
         """
         total, last = cotangent, self.last
-        bars, room = self._coefficients.bars(total), np.empty_like(total)
-        # With the last stage, which is evaluated at the new state, the new state's cotangent is complete only after that
-        # stage.
+        bars, scratch = self._coefficients.bars(total), np.empty_like(total)
+        # The last stage, which is evaluated at the new state, contributes to the new state's cotangent.
         if len(self.k) == last:
             bars[last] = total * self.h
         for j in range(len(self.k) - 1, -1, -1):
-            # The transpose of y_i = u + h Σ a_ij k_j: stage j gets h a_ij ȳ_i from later arguments and the new state.
-            k_bar = self._coefficients.column(j, bars, room, self._term)
-            _take_up(k_bar, j, arrivals)
-            # Removed from the list, so that the memory of each stage's trace is freed at once.
+            # The transpose of y_i = u + h Σ a_ij k_j: stage j gets h a_ij ȳ_i from the arguments of later stages.
+            k_bar = self._coefficients.column(j, bars, scratch, self._term)
+            _add_arrivals(k_bar, j, arrivals)
+            # `pop` releases the memory of each stage's trace immediately.
             y_bar, *parts = self._pulls.pop()(k_bar)
             gains(j, parts, y_bar)
             # Each argument contains u.
@@ -124,7 +123,7 @@ class TransposedStep:
 
 
 class _TransposedRosenbrockStep(TransposedStep):
-    """The stages of one step, and the backward pass through them: see `TransposedStep`. f at its ends isn't computed."""
+    """`TransposedStep` for Rosenbrock methods; f at the ends of the step isn't computed."""
 
     def __init__(self, run: Run, tracing: Tracing, systems: StageSystems, visit: Visit, leaves: Sequence[Any]):
         self._systems, self._table, real = systems, systems.table, run.coefficients.real
@@ -158,15 +157,15 @@ class _TransposedRosenbrockStep(TransposedStep):
     def pull(self, cotangent: Array, arrivals: Sequence[Arrival], gains: Callable) -> Array:
         """Return the cotangent of the state before the step; only once. See `TransposedStep.pull`."""
         total, h, slopes = cotangent, self.h, self._table.slopes
-        bars, room = self._coefficients.bars(total), np.empty_like(total)
+        bars, scratch = self._coefficients.bars(total), np.empty_like(total)
         bars[self.last] = total * h
         rights: dict[int, Array] = {}
         for j in range(self.last - 1, 0, -1):
-            right = self._coefficients.column(j, bars, room, self._term).copy()
+            right = self._coefficients.column(j, bars, scratch, self._term).copy()
             for i, behind in rights.items():
                 if self._table.coupling[i - 1][j]:
                     right += self._systems.mass.times(self._table.coupling[i - 1][j] * behind, transposed=True)
-            _take_up(right, j, arrivals)
+            _add_arrivals(right, j, arrivals)
             self._lu.solve_transposed(right)
             rights[j] = right
             y_bar, *parts = self._pulls.pop()(right)
@@ -209,8 +208,8 @@ class Inside(NamedTuple):
     value: Array  # shape (d, m), or (s, d, m) for several per column
     x: Array  # shape (m,), or (s, m)
     weights: Sequence[Array]  # sequence of array, shape (m,), or (s, 1, m)
-    # Bool, shape (m,), or None. Whether the last stage's contribution is added here; otherwise it is added in the next
-    # step. None: everywhere.
+    # Bool, shape (m,), or None for all. Whether the last stage's contribution is added here; otherwise it is added in the
+    # next step.
     whole: Array | None = None
 
     def arrival(self, step: TransposedStep) -> Arrival:
@@ -223,12 +222,12 @@ class Inside(NamedTuple):
 
 
 class StepCotangents:
-    """The cotangents to which one step adds.
+    """Accumulates the contributions of one step to cotangents.
 
     - `step`: the step.
-    - `parts`: from indices of leaves to their cotangents, which are updated.
+    - `parts`: the cotangents of leaves by their indices; updated.
     - `timed`: whether to differentiate with respect to times.
-    - `width`: the number of columns; the others are copies.
+    - `width`: the number of columns without duplicates.
     - `t_bar`, `h_bar`: shape (n,); cotangents of the time before the step and of its size.
     """
 
@@ -236,7 +235,7 @@ class StepCotangents:
         self.step, self.parts, self._varies, self._width, self.timed = step, parts, varies, width, timed
         if timed:
             self.t_bar, self.h_bar = (np.zeros_like(step.h, dtype=float) for _ in range(2))
-            self._divisor = np.where(step.h == 0, 1, step.h)  # a column without a step doesn't depend on its size
+            self._divisor = np.where(step.h == 0, 1, step.h)  # columns without a step don't depend on its size
 
     def note_stage(self, j: int, parts: list[Any], y_bar: Array | None) -> None:
         """Add the cotangents of the leaves, of time, and of the argument of stage j."""
@@ -247,17 +246,17 @@ class StepCotangents:
             self.t_bar += parts[-1]
             self.h_bar += self.step.tableau.c[j] * parts[-1]
         if j and y_bar is not None:
-            # y_j = u + h Σ a k, so its derivative with respect to h is (y_j - u) / h; the same holds for the new state.
+            # The derivative of y_j = u + h Σ a k with respect to h is (y_j - u) / h, for the new state, too.
             self.h_bar += _dot(y_bar, self.step.y[j] - self.step.y[0]) / self._divisor
 
     def note_leaves(self, parts: Sequence[Any], columns: Columns, count: int) -> None:
-        """Add to the cotangents of the leaves, those of the trajectories `columns`; `count` is their number."""
+        """Add the cotangents of leaves for the trajectories `columns`; `count`: their number."""
         for (place, total), part in zip(self.parts.items(), parts):
             if part is None:
                 continue
             if self._varies[place]:
                 total[..., columns] += part[..., :count]
-            elif np.ndim(total):  # numbers can't be updated in place
+            elif np.ndim(total):  # scalars can't be updated in place
                 total += part
             else:
                 self.parts[place] = total + part

@@ -36,8 +36,8 @@ def try_once(batch: Batch, events: Sequence[Event], traced: bool) -> None:
         raise ValueError(f"solve: u0 must have one component at least, but has shape {batch.shape}.")
     # Numbers of columns that no other axis has as its length, so that axes can't be confused.
     width, more = _widths(batch)
-    home = arrays_of(batch.u0)
-    numbers = np.arange if home is None else home.arange
+    xp = arrays_of(batch.u0)
+    numbers = np.arange if xp is None else xp.arange
     derivative = derivative_of(batch.f, batch.shape)
     with np.errstate(all="ignore"):
         first = _columns(batch, numbers(width) % batch.size)
@@ -85,9 +85,9 @@ def _elsewhere(x: Array, size: Array) -> Array:
     """Return floating-point columns, perturbed by a fraction of a size, except the last."""
     if x.dtype.kind not in "fc":
         return x
-    home = arrays_of(x)
+    xp = arrays_of(x)
     # Each entry by a different factor: with equal ones a sum over columns might not change.
-    way = np.abs(np.cos((np.arange if home is None else home.arange)(x.size).reshape(x.shape)))
+    way = np.abs(np.cos((np.arange if xp is None else xp.arange)(x.size).reshape(x.shape)))
     others = (x + MOVED * size * way).astype(x.dtype)
     others[..., -1] = x[..., -1]
     return locked(others)
@@ -113,9 +113,9 @@ def _check_uncoupled(fun: Callable[..., Array], first: tuple, moved: list[Callab
             break
     if other is None:
         return
-    alone, beside, home = value[..., 0], other[..., -1], arrays_of(value)
-    if home is not None:  # in one copy
-        value = home.to_host(np.stack([alone, beside, np.max(np.abs(value), axis=-1).astype(value.dtype)]))
+    alone, beside, xp = value[..., 0], other[..., -1], arrays_of(value)
+    if xp is not None:  # in one copy
+        value = xp.to_host(np.stack([alone, beside, np.max(np.abs(value), axis=-1).astype(value.dtype)]))
         alone, beside, other = value[0], value[1], value[:0]
     if alone.tobytes() == beside.tobytes():
         return  # the usual case, checked in each solve

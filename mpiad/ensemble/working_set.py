@@ -1,17 +1,17 @@
-"""Many trajectories that advance together, each with its own time, step and error control.
+"""The vectorized solver: many trajectories that advance together, each with its own time, step size and error control.
 
-In an iteration, called a turn, each column tries one step. `Turns` is the same on the host and on a device
-(`on_device.rounds`), and so is everything that decides on steps and codes. Ended trajectories stay, with steps of length
-zero, and nothing is gathered or scattered between turns. The host may look at any mask, so it acts only on columns with
-something to do, in place, and stores a trajectory's results as it ends. A device is synchronized once per turn, so
-everything is masked there, and states are new arrays, which the record keeps.
+Each iteration, called a turn, tries one step in every column. The class `Turns`, which decides on steps and return codes,
+is shared by the host and devices (`on_device.rounds`). Ended trajectories remain in their columns, with steps of length
+zero, so nothing is gathered or scattered between turns. The host can inspect masks, so it works in place on the columns
+concerned, and stores the results of a trajectory when it ends. A device is synchronized only once per turn, so there all
+operations are masked, and states are new arrays, which the record keeps.
 
-On the host the working set is a block of columns that stays in the cache. All arithmetic is elementwise over columns, so a
-trajectory's numbers don't depend on its neighbors. When enough trajectories have ended, they are replaced by waiting ones
-(or dropped, if none wait), so that a long one doesn't slow down all the others. There are at least two columns, as norms
-need them (see `controller`): a single trajectory is doubled.
+On the host the working set is a block of columns that fits into the cache. All arithmetic is elementwise over columns, so
+the results of a trajectory don't depend on its neighbors. When enough trajectories have ended, they are replaced by waiting
+ones (or dropped, if none wait), so that a long trajectory doesn't slow down the others. There are at least two columns,
+which norms require (see `controller`): a single trajectory is duplicated.
 
-Times run in the direction of the solve; they are negated if it goes backwards.
+Times are multiplied by the sign of the direction of the solve.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from mpiad.ensemble.settings import MOVING, Settings
 from mpiad.ensemble.stages import stages_for
 from mpiad.ensemble.step_observers import StepObservers, Stopped
 
-# Number of entries in one array of the working set: large enough to amortize NumPy's cost per call, and small enough that
-# about fifteen such arrays stay in the cache.
+# Number of entries of one array of the working set: large enough to amortize NumPy's overhead per call, and small enough
+# for about fifteen such arrays to fit into the cache.
 _BLOCK = 32_768
 _LEAST_COLUMNS = 512
-# Ended columns are replaced after this number of wasted entries, about the cost of the replacement.
+# Ended columns are replaced when this number of entries has been computed in vain, which costs as much as the replacement.
 _IDLE = 10_000
-# Number of turns that columns wait for others before events act on them: NumPy's calls take about as long for few columns
-# as for more.
+# Number of turns for which columns wait for others before events act on them, since NumPy's calls take about the same time
+# for few columns and for many.
 _WAITING = 3
-# With fixed steps: a remainder of tspan up to this fraction of a step is added to the last one.
+# With fixed steps, a remainder of tspan of up to this fraction of a step is added to the last one.
 _ROUNDING = 1e-9
 _ONE_MORE = np.array(1)
 _NOWHERE, _TIRED = Stopped(), ReturnCode.MaxIters.code
@@ -52,7 +52,7 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
     still = np.count_nonzero(batch.start == batch.end)
     if still and settings.progress is not None:
         settings.progress(int(still))
-    # Overflow or NaN in one trajectory is reported by its return code.
+    # Overflow and NaN are reported by return codes.
     with np.errstate(all="ignore"):
         WorkingSet(batch, settings, outcome).run()
     if settings.acting is not None:
@@ -74,17 +74,17 @@ class Turns:
     end: Array
     h: Array
     q2: Array
-    # `live`, `rejected`: bool, shape (n,). Which are still active; whether the last try was rejected.
+    # `live`, `rejected`: bool, shape (n,). Whether the trajectory is active, and whether its last try was rejected.
     live: Array
     rejected: Array
     idle: Array  # shape (n,); 1 for columns that have ended, else 0
     u: Array  # shape (d, n)
-    _one: Array | float = np.array(1.0)  # the form that ufuncs process fastest
+    _one: Array | float = np.array(1.0)  # an array, which ufuncs process faster than a float
 
     def __init__(self, settings: Settings):
         self._settings = settings
         self._tableau, self._controller = settings.alg.tableau, settings.alg.controller
-        # All columns take part in each turn: the number of tries of each is the turn, minus that in which it entered.
+        # The number of tries of a column is the number of turns since it entered.
         self._turn, self._alive, self._last_turn = 0, 0, settings.max_steps
         self._stages: Any = None
         self._sign: Array | None = None
@@ -116,8 +116,8 @@ class Turns:
         """Return the times after the next steps, and the sizes of these."""
         t_new = self.t + self.h
         if self._tableau.error is None:
-            # Many equal steps don't sum up to the span exactly; a remainder of the size of rounding errors is no step of
-            # its own.
+            # Equal steps don't add up to the span exactly; a remainder of the size of rounding errors isn't a separate
+            # step.
             np.copyto(t_new, self.end, where=t_new > self.end - _ROUNDING * self.h)
         np.minimum(t_new, self.end, out=t_new)
         return t_new, t_new - self.t
@@ -158,7 +158,7 @@ class Turns:
 
 
 class WorkingSet(Turns):
-    """The working set of a solve on the host; `outcome` is filled in."""
+    """The working set of a solve on the host; results are written to `outcome`."""
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome):
         super().__init__(settings)
@@ -173,7 +173,7 @@ class WorkingSet(Turns):
         self.t = self.end = self.h = self.idle = self.q2 = none
         self.live = self.rejected = np.empty(0, bool)
         self.u = batch.u0[:, :0]
-        # The number of columns that wait for events to act, and the number of turns that the first of them has waited.
+        # The number of columns that wait for events to act, and for how many turns the first of them has waited.
         self._held = self._waited = 0
 
     def run(self) -> None:
@@ -200,7 +200,7 @@ class WorkingSet(Turns):
         if not count:
             return False
         if count == before and len(keep):
-            # If as many come as have left, they are written into those columns, and no others move.
+            # If as many trajectories enter as have ended, they are written into those columns.
             joined = Joint(np.flatnonzero(~self.live), in_place=True)
         else:
             order = np.concatenate([keep, np.arange(before, before + len(new.ids))])
@@ -225,8 +225,8 @@ class WorkingSet(Turns):
         self._sign, self._p = self._initialization.sign(self.ids), self._initialization.parameters(self.ids)
         if self._observers is not None:
             self._observers.enter(new, joined, self.u, self._p, self.t if self._sign is None else self.t * self._sign)
-        # Before this turn no column can have used up its steps, and above this size no step is too small: only then they
-        # are checked.
+        # Limits for cheap checks: before this turn no column can have used up its steps, and above this size no step is too
+        # small.
         self._last_turn = int(self.entered.min()) + self._settings.max_steps
         goal = self._initialization.goal(self.ids)
         self._least_step = np.array(least_step(np.maximum(np.abs(self.t), np.abs(goal)).max()))
@@ -242,7 +242,7 @@ class WorkingSet(Turns):
             step = Step(self.ids, self.number, accepted, self.t, h, t_new, self.u, stages.new, stages.k, self._sign)
             stopped = self._observers.see(step, self._p, done, self.h)
         if np.count_nonzero(accepted) == self._alive:
-            # Ended columns may move, too: by zero, or, after a failure, to states that are never read.
+            # All columns are advanced: ended ones by zero, or after a failure to states that are never read.
             self.u, self.t = stages.advance(self.u, None), t_new
             np.add(self.number, _ONE_MORE, self.number)
         else:
@@ -251,7 +251,7 @@ class WorkingSet(Turns):
             self.number += accepted
         for columns in (stopped.at_roots, stopped.at_times):
             if columns.size:
-                # They wait until events act on them, and make no tries in between.
+                # These columns wait until events act on them.
                 done[columns] = False
                 self._retire(columns)
                 self.entered[columns] -= self._turn
@@ -267,7 +267,7 @@ class WorkingSet(Turns):
     # ---- events that act
 
     def _resume(self) -> None:
-        """Let events act on the waiting columns; these continue or end."""
+        """Let events act on the waiting columns, which then continue or end."""
         self._held = self._waited = 0
         for resumed in self._observers.release():  # type: ignore[union-attr]
             columns, codes = resumed.columns, resumed.codes
@@ -310,6 +310,6 @@ class WorkingSet(Turns):
 
     def _retire(self, columns: Array) -> None:
         self.live[columns] = False
-        # So the next steps have length zero, and the proposed sizes are never the smallest of all.
+        # The next steps have length zero, and the proposed sizes don't affect their minimum over columns.
         self.end[columns] = self.t[columns]
         self.h[columns] = self.idle[columns] = 1.0

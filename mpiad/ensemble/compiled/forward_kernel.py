@@ -1,4 +1,4 @@
-"""The source of the forward kernel: lanes of trajectories that advance together.
+"""The source of the CPU's forward kernel, which advances trajectories in lanes.
 
 Each turn is one loop over the lanes without branches and calls, so that the compiler can vectorize it. It accepts the
 previous step if its error allows, computes the next one and its error, decides on its acceptance, and chooses the size of
@@ -25,13 +25,13 @@ from mpiad.ensemble.compiled.rosenbrock_text import lanes_of
 from mpiad.ensemble.compiled.step_text import Steps
 from mpiad.ensemble.jumps import LEAST
 
-# The part of the forward kernel that visits lanes one by one: saved times, events, ends.
+# The part of the forward kernel that handles lanes one by one: saved times, events, ends.
 #
-# At the end of a step the events' conditions are computed in the loop over all lanes. If one has changed its sign, the part
-# of the step at which it did is located.
+# The conditions of events at the end of a step are computed in the loop over all lanes. If one has changed its sign, the
+# fraction of the step at which it vanishes is located.
 
 
-# For a lane in which a state is to be saved, or the trajectory ends.
+# For a lane with a state to save, or with an ended trajectory.
 _PUT_OUT = """
 i = ids[l]
 took = $accepted > 0.0
@@ -104,8 +104,8 @@ if save_step.shape[0] > 0:
 @next_due
 """
 
-# A step's events are located and written (see `kernel_rows`), and it is cut short at the first terminal one. `first` is
-# set to the part of the step before that event, if there is one.
+# The events of a step are located and stored (see `kernel_rows`), and the step is cut short at the first terminal one.
+# `first` is set to the fraction of the step at which that event lies.
 _EVENTS = """
 h = $sign * $size
 @rounded_step
@@ -149,7 +149,7 @@ for e in range({count}):
 
 
 def put_out(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
-    """Return lines for a lane with something to write, in a kernel whose templates use these names."""
+    """Return the lines for a lane with something to write; `names`: the names of the kernel's templates."""
     components, saved, cut, value, late = range(spec.d), [], [], [], []
     for c in components if spec.inside else ():
         saved += steps.interpolated(f"saved[i, place[l], {c}]", partial(_stage, spec, c=c), f"$u[{c}]")
@@ -184,7 +184,7 @@ def crossed(spec: KernelSpec, steps: Steps) -> list[str]:
     for e in range(len(spec.events)):
         lines += [f"crossed{e} = where({_changed(spec, steps, e)}, accepted, 0.0)"]
         if spec.affects is not None:
-            # Near its root it stays on its side: the sign after a step as short as this one is uncertain.
+            # After a very short step near the root the sign is uncertain, and counts as unchanged.
             rests = f"(abs($condition[{e}]) <= {LEAST}) & ($size <= $unresolved)"
             lines += [f"crossed{e} = where({rests}, 0.0, crossed{e})"]
         lines += [f"$crossed[{e}] = crossed{e}"]
@@ -196,7 +196,7 @@ def _changed(spec: KernelSpec, steps: Steps, e: int) -> str:
     values = f"$condition[{e}]", f"$condition_new[{e}]"
     if e not in spec.sided:
         return steps.changed(e, *values)
-    # A condition that leaves its root on one side returns from there.
+    # A condition that left its root on one side can only return from that side.
     up, down = (steps.changed(e, *values, way) for way in (1, -1))
     return f"(({up} & ($side[{e}] <= 0.0)) | ({down} & ($side[{e}] >= 0.0)))"
 
@@ -338,7 +338,7 @@ if place[l] < n_saved:
     $due = $sign * times[i if by_row else 0, place[l]]
 """
 
-# `most` is 10 times the resolution of time over the interval; shorter steps are examined more closely.
+# `most` is 10 times the largest resolution of time in the interval; only shorter steps are compared with the exact limit.
 _LEAST = """
 most = max(abs(t), abs(goal))
 most = 10.0 * (number_of(bits_of(most + 0.0) + (1 if most >= 0.0 else -1)) - most)
@@ -428,7 +428,7 @@ when affected: exact unresolved
 
 @lru_cache(64)
 def fields_of(spec: KernelSpec) -> Fields:
-    """Return the places of the numbers of the kernel's lanes."""
+    """Return the fields of the kernel's lanes."""
     return lanes_of(spec, _FIELDS)[0]
 
 
@@ -476,8 +476,8 @@ def _tangent(spec: KernelSpec, steps: Steps, j: int) -> list[str]:
     return lines + [f"$dk[{j}, {i}, {c}] = l{i}_{c}" for i in range(stages) for c in components if spec.inside]
 
 
-# Powers without a call, so that a loop over lanes can be vectorized.
-# For x = m 2^n with m near 1: log2 m = r q(r²), r = (m - 1) / (m + 1), and 2^f, for |f| <= 1/2, by their series.
+# Powers without calls, which would prevent the vectorization of a loop over lanes.
+# For x = m 2^n with m near 1, series give log2 m = r q(r²) with r = (m - 1) / (m + 1), and 2^f for |f| <= 1/2.
 _LOG2 = [2 / math.log(2) / (2 * k + 1) for k in range(11)]
 _EXP2 = [math.log(2) ** k / math.factorial(k) for k in range(14)]
 _ROOT_HALF = 0x3FE6A09E667F3BCD  # the bits of √½: m lies between it and √2
@@ -492,14 +492,14 @@ def power_lines(x: str, exponent: str, out: str) -> list[str]:
         f"x = where({x} < 1e30, {x}, 1e30)",
         "x = where(x > 1e-30, x, 1e-30)",
         f"i = bits_of(x) - {_ROOT_HALF}",
-        # The exponent, from a double's bits: no vector unit before AVX-512 converts integers of 64 bits.
-        # 0x433 is the exponent of 2^52, from which on doubles are integers: the bits of n + 1024 become a number.
+        # The exponent from the double's bits. No vector unit before AVX-512 converts 64-bit integers; instead, n + 1024
+        # becomes the last bits of a double with the exponent of 2^52 (0x433), in which the last bit is 1.
         "n = number_of(((i + 0x4000000000000000) >> 52) | 0x4330000000000000) - 4503599627371520.0",
         f"m = number_of((i & 0xFFFFFFFFFFFFF) + {_ROOT_HALF})",
         "r = (m - 1.0) / (m + 1.0)",
         "r2 = r * r",
         f"y = {exponent} * fma({_series('r2', _LOG2)}, r, n)",
-        "w = y + 6755399441055744.0",  # 1.5 · 2^52: a number is rounded to an integer when it is added to it
+        "w = y + 6755399441055744.0",  # adding 1.5 · 2^52 rounds to an integer
         "r = y - (w - 6755399441055744.0)",
         f"{out} = number_of(bits_of({_series('r', _EXP2)}) + (bits_of(w) << 52))",
     ]

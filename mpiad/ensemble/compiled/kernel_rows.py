@@ -50,7 +50,7 @@ class Tape(NamedTuple):
         return steps
 
 
-def room_for(turn: int, width: int, before: Array | None = None) -> Array:
+def event_rows(turn: int, width: int, before: Array | None = None) -> Array:
     """Return a table for events, with rows for at least one turn; after `before`, a longer one that begins with it.
 
     A turn can produce `turn` events, whose rows have `width` entries of states.
@@ -109,7 +109,7 @@ _lock = threading.Lock()
 _spare: list[Array] = []
 
 
-def room(size: int) -> Array:
+def allocate(size: int) -> Array:
     """Return an uninitialized array of at least this size."""
     with _lock:
         for i, array in enumerate(_spare):
@@ -118,7 +118,7 @@ def room(size: int) -> Array:
     return np.empty(size)
 
 
-def give_back(arrays: list[Array]) -> None:
+def release(arrays: list[Array]) -> None:
     """Keep arrays from `room` for reuse; there must be no views of them."""
     with _lock:
         for array in arrays:

@@ -15,7 +15,7 @@ from mpiad.compiling.arguments import aligned, argument, from_parts, from_row_pa
 from mpiad.compiling.cache import kernel_of
 from mpiad.ensemble.batch import Batch
 from mpiad.ensemble.compiled.forward_kernel import fields_of
-from mpiad.ensemble.compiled.kernel_rows import Tape, give_back, jumps_of, note_crossings, room, room_for
+from mpiad.ensemble.compiled.kernel_rows import Tape, allocate, event_rows, jumps_of, note_crossings, release
 from mpiad.ensemble.compiled.kernel_spec import KernelSpec, kernel_spec_of
 from mpiad.ensemble.compiled.kernel_texts import forward_text, reverse_text
 from mpiad.ensemble.compiled.traced_problem import TracedProblem
@@ -136,12 +136,12 @@ def launch(function: Callable[..., None], spec: KernelSpec, solver: Solver) -> O
     try:
         done = run.all()
     except BaseException:
-        give_back(run.rooms)  # no thread is running any more
+        release(run.allocated)  # no thread is running any more
         raise
     if spec.record:
         outcome.tapes, outcome.last = done, run.last
         # The tapes are released with the outcome, which alone refers to them.
-        weakref.finalize(outcome, give_back, run.rooms)
+        weakref.finalize(outcome, release, run.allocated)
     before = note_crossings(outcome, run.crossings, spec.d) if spec.events else np.empty((0, 0))
     if settings.acting is not None:
         if spec.record:
@@ -169,11 +169,11 @@ def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
 
 class _Launch:
     def __init__(self, function: Callable[..., None], spec: KernelSpec, solver: Solver, outcome: Outcome):
-        self._function, self._form, self._solver, self._outcome = function, spec, solver, outcome
+        self._function, self._spec, self._solver, self._outcome = function, spec, solver, outcome
         batch, settings = solver.batch, solver.settings
         d, count = spec.d, batch.size
         m, n_saved = len(spec.directions), solver.times.shape[1]
-        self.rooms: list[Array] = []
+        self.allocated: list[Array] = []
         self.crossings: list[Array] = []
         # The number of trajectories that threads have taken, the total, and the number taken at a time.
         self.taken = np.array([0, 0, _BLOCK])
@@ -204,7 +204,7 @@ class _Launch:
     def all(self) -> list[Tape]:
         """Solve all trajectories, and return their steps, if they are recorded."""
         count, threads = self._solver.batch.size, self._solver.threads
-        if self._form.record or self._solver.settings.progress is not None:
+        if self._spec.record or self._solver.settings.progress is not None:
             # The record of a share should stay small, and the progress bar move often.
             return each(self._share, shares_of(count, threads), threads)
         if threads == 1:
@@ -215,26 +215,26 @@ class _Launch:
 
     def _share(self, bounds: tuple[int, int], pause: Callable[[], None]) -> Tape:
         """Solve the trajectories of a share, or from the shared counter; return their steps, if they are recorded."""
-        (first, stop), spec = bounds, self._form
+        (first, stop), spec = bounds, self._spec
         lanes, size = spec.lanes, (stop - first) * _STEPS if spec.record else 0
         rows, before = self._rows(size)
         state, turn = np.array([first, lanes, 0, 0, stop, 0]), lanes * len(spec.events)
-        crossings = room_for(turn, spec.row_of_event) if spec.events else np.empty((0, 0))
+        crossings = event_rows(turn, spec.row_of_event) if spec.events else np.empty((0, 0))
         ids, place = aligned(lanes, np.dtype(np.int64)), aligned(lanes, np.dtype(np.int64))
         ids[:] = -1
-        lane = *fields_of(spec).room(spec.dtype), ids, place, state, self.taken
-        call, told = Paced(self._function, state), 0
+        lane = *fields_of(spec).buffers(spec.dtype), ids, place, state, self.taken
+        call, reported = Paced(self._function, state), 0
         while True:
             events = (crossings,) if spec.events else ()
             call(*lane, *self._given, *self._made, rows, before, *self._more, *events)
             waiting, vacant, row, found, end, _ = state  # at the kernel's return, from which it continues
-            told = self._tell(first, waiting, lanes - vacant, told)
+            reported = self._report_progress(first, waiting, lanes - vacant, reported)
             if vacant == lanes and waiting == end:
                 break
             pause()
             # The arrays may be too small for the steps of a turn, or for its events.
             if found + turn > len(crossings):
-                crossings = room_for(turn, spec.row_of_event, crossings)
+                crossings = event_rows(turn, spec.row_of_event, crossings)
             elif spec.record and row + lanes > size:
                 longer = self._rows(2 * size + 1024)
                 longer[0][:size], longer[1][:size] = rows, before
@@ -242,26 +242,26 @@ class _Launch:
         self.crossings.append(crossings[:found])
         return Tape(first, stop, rows[:row], before[:row])
 
-    def _tell(self, first: int, waiting: int, busy: int, told: int) -> int:
+    def _report_progress(self, first: int, waiting: int, busy: int, reported: int) -> int:
         """Update the progress bar with the trajectories of a share that have ended; return their number."""
         progress, batch = self._solver.settings.progress, self._solver.batch
         if progress is None:
             return 0
         ended = int(np.count_nonzero(batch.start[first:waiting] != batch.end[first:waiting])) - busy
-        progress(ended - told)
+        progress(ended - reported)
         return ended
 
     def _rows(self, size: int) -> tuple[Array, Array]:
         if not size:
-            return np.empty((0, self._form.d + 2)), np.empty(0, np.int64)
-        width = self._form.d + 2
-        rows, before = room(size * width), room(size)
-        self.rooms += [rows, before]
+            return np.empty((0, self._spec.d + 2)), np.empty(0, np.int64)
+        width = self._spec.d + 2
+        rows, before = allocate(size * width), allocate(size)
+        self.allocated += [rows, before]
         return rows[: size * width].reshape(size, width), before[:size].view(np.int64)
 
     def carried(self, still: Array) -> tuple[Array, Array]:
         """Return the tangents of final and saved states; zero for trajectories that failed."""
-        du, dsaved, spec = self._du, self._dsaved, self._form
+        du, dsaved, spec = self._du, self._dsaved, self._spec
         unit = np.array([[kind == "u" and place == c for c in range(spec.d)] for kind, place in spec.directions])
         if still.any():
             du[:, :, still] = unit[:, :, None]

@@ -147,7 +147,7 @@ class Fields:
         self.add([f"{name}[{-(-size // self._lanes)}]"])
         return self._places[name][1] * self._lanes
 
-    def room(self, dtype: np.dtype) -> tuple[Array, Array]:
+    def buffers(self, dtype: np.dtype) -> tuple[Array, Array]:
         """Return the buffers: b, of the states' dtype, and `exact`."""
         b, exact = (self.counts[buffer] * self._lanes for buffer in ("b", "exact"))
         return aligned(b, dtype), aligned(exact, np.dtype(float))

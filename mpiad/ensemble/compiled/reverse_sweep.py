@@ -24,23 +24,23 @@ from mpiad.ensemble.run import Run, Seeds
 from mpiad.ensemble.step_sweep import LocatedEvent
 from mpiad.ensemble.transposed_step import StepCotangents
 
-# The seeds of the reverse kernel: cotangents of the ends of trajectories, and of states inside their steps.
+# The seeds of the reverse kernel: cotangents of final states, and of states inside steps.
 #
-# The state at an event is one inside a step, like a saved one. By the implicit function theorem (`crossing`) the cotangent
-# of the event's time becomes a cotangent of that state and of the parameters. So the kernel treats an event as one more
-# saved time, and needs no conditions.
+# By the implicit function theorem (`crossing`), the cotangent of an event's time becomes a cotangent of the state at the
+# event and of the parameters. This state lies inside a step, so the kernel treats an event like a saved time, and doesn't
+# need its condition.
 
 
 class KernelSeeds(NamedTuple):
-    """The cotangents with which a reverse kernel is seeded."""
+    """The cotangents that a reverse kernel starts from."""
 
-    end: Array  # shape (d, N); at the end of the last step
-    saved: Array | None  # shape (N, n_saved, d)
-    save_step: Array  # int, shape (N, n_saved); the step that contains each of them; those in no step come last
+    end: Array  # shape (d, N); of the states at the end of the last steps
+    saved: Array | None  # shape (N, n_saved, d); of saved states
+    save_step: Array  # int, shape (N, n_saved); the step that contains each saved state; those in no step come last
     times: Array  # shape (1, n_saved) or (N, n_saved)
     stop: Array  # shape (N,); end time of the last step
-    leaves: dict[int, Array]  # from places of leaves of the parameters to additional cotangents
-    # Shape (N,), or a number; additional cotangents of the start of tspan, with which terminal events move.
+    leaves: dict[int, Array]  # additional cotangents of leaves of the parameters, by index of the leaf
+    # Shape (N,), or a number; additional cotangents of the start of tspan, on which terminal events depend.
     start: Array | float = 0.0
 
 
@@ -61,7 +61,7 @@ def kernel_seeds(run: Run, seeds: Seeds, places: Sequence[int], times: Array) ->
 
 
 def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelSeeds) -> KernelSeeds:
-    """Return `plain` with the cotangents of states at events among those of saved ones."""
+    """Return `plain` with the cotangents of states at events inserted into those of saved states."""
     table = run.outcome.crossings[run.live[run.outcome.crossings[:, 0].astype(int)]]
     ids, event = table[:, 0].astype(int), table[:, 1].astype(int)
     leaves = {place: np.zeros_like(run.batch.p.leaves[place]) for place in places}
@@ -74,7 +74,7 @@ def _with_events(run: Run, seeds: Seeds, places: tuple[int, ...], plain: KernelS
     if run.jumps is not None:  # the kernel itself handles the conditions that ended steps, by `KernelStops`
         terminal[:] = False
     stop[ids[terminal]] = (table[:, T] + table[:, H])[terminal]
-    # Two terminal events may occur at once; the trajectory was ended by one of them.
+    # If two terminal events coincide, only one of them has ended the trajectory.
     ending = np.flatnonzero(terminal & (event == run.ending_events[ids]))
     passing = np.flatnonzero(crossed)
     with np.errstate(all="ignore"):
@@ -94,8 +94,8 @@ def _pulled(
 ) -> tuple[Array, Array]:
     """Return the cotangents of states at one event, shape (m, d), and of the start of tspan, (m,).
 
-    The cotangents of the leaves are added to `leaves`. The kernel takes the times of the states for fixed, but a terminal
-    event moves with the start.
+    The cotangents of leaves are added to `leaves`. The kernel considers the times of the states constant, but the time of a
+    terminal event depends on the start.
     """
     count, varies, ids = len(rows), run.batch.p.varies, rows[:, 0].astype(int)
     columns = two_at_least(count)
@@ -118,10 +118,10 @@ def _pulled(
 
 
 class KernelJumps:
-    """Events that acted during a run, for the reverse kernel.
+    """The events that acted during a run, for the reverse kernel.
 
-    `since`, shape (N,), is that of `LinearJumps.pull` after the last jumps of trajectories, for those that no step
-    follows. Entries that are passed to the kernel are set to zero.
+    `since`: shape (N,), as in `LinearJumps.pull`, for jumps that no step follows. Entries that are passed to the kernel are
+    set to zero.
     """
 
     def __init__(self, run: Run, jumps: Jumps, since: Array, dtype: np.dtype):
@@ -132,7 +132,7 @@ class KernelJumps:
         last = self._first[ids + 1] - 1
         mine = last >= self._first[ids]
         number = jumps.number[last[mine]]
-        # Those before the first step are handled by `LinearJumps`.
+        # `LinearJumps` handles the jumps before the first step.
         mine[mine] = (jumps.slot[last[mine]] != FOUND) & (number == run.counts[ids[mine]]) & (number > 0)
         self.due[last[mine]] = since[ids[mine]]
         since[ids[mine]] = 0.0
@@ -140,13 +140,13 @@ class KernelJumps:
 
     @property
     def arguments(self) -> tuple[Array, ...]:
-        """The kernel's arguments; the last one, to which it adds, is the cotangents of the events' times."""
+        """The kernel's arguments; the kernel adds to the last one, the cotangents of the events' times."""
         jumps, whole = self._jumps, np.dtype(np.int64)
         number, event, time = argument(jumps.number, whole), argument(jumps.event, whole), argument(jumps.time)
         return self._first, number, event, time, self._state, self.due
 
     def add_due(self, due: Array) -> None:
-        """Add to the cotangents of all given times, shape (slots, N)."""
+        """Add the cotangents of given times to `due`, shape (slots, N)."""
         jumps = self._jumps
         met = jumps.slot != FOUND
         due[jumps.slot[met], jumps.ids[met]] += self.due[met]
@@ -155,13 +155,13 @@ class KernelJumps:
 class KernelStops:
     """The conditions whose roots ended steps of a run with events that act, linearized for the reverse kernel.
 
-    With λ the cotangent of the state there and σ that of its time, the part x of the step moves by
-    -(h σ + λ·U') / (g_u U' + g_t h), as in `pull_event`. This times g_u, g_t and g_p is added to the cotangents of
-    the state, the time and the parameters.
+    Let λ be the cotangent of the state at the root, and σ that of its time. As in `pull_event`, the cotangent of the
+    fraction x of the step gives the factor -(h σ + λ·U') / (g_u U' + g_t h). This factor times g_u, g_t and g_p is added to
+    the cotangents of the state, the time and the parameters.
 
-    - `places`: of the leaves to differentiate with respect to.
-    - `bar`, of shape (m,): cotangents of these times, in addition to those from later steps.
-    - `rows`, of shape (m, 3 + 2 d): x; h over the denominator, and g_t; h U' over the denominator, and g_u.
+    - `places`: indices of the leaves with respect to which to differentiate.
+    - `bar`: shape (m,); cotangents of the times of the roots, in addition to those from later steps.
+    - `rows`: shape (m, 3 + 2 d); x, h / denominator, g_t, h U' / denominator, g_u.
     """
 
     def __init__(self, run: Run, places: tuple[int, ...], bar: Array):
@@ -191,7 +191,7 @@ class KernelStops:
         self._conditions.append((own, pull))
 
     def add_leaves(self, leaves: dict[int, Array]) -> None:
-        """Add to the cotangents of the leaves, with the factors that the kernel has computed."""
+        """Add the contributions to the cotangents of the leaves, with the factors that the kernel has computed."""
         for own, pull in self._conditions:
             _, *parts, _ = pull(self.moved[own])
             add_leaves(self._run, leaves, dict(zip(self._places, parts)), self._run.stops.ids[own])
@@ -206,7 +206,7 @@ def _step(run: Run, rows: Array) -> _Step:
 
 
 def _merged(plain: KernelSeeds, rows: Array, value: Array) -> KernelSeeds:
-    """Insert cotangents at events into the rows of those of saved states, each row in the order of steps."""
+    """Insert cotangents of states at events into those of saved states; each row is in the order of steps."""
     ids, (count, width) = rows[:, 0].astype(int), plain.save_step.shape
     order = np.argsort(ids, kind="stable")
     ids, rows, value = ids[order], rows[order], value[order]
@@ -229,7 +229,7 @@ def _merged(plain: KernelSeeds, rows: Array, value: Array) -> KernelSeeds:
 def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
     """Return the cotangents of a run's inputs, by a reverse kernel; the arguments are those of `pull_run`."""
     if run.settings.events and solver.every:
-        return pull_run(run, seeds, places, timed)  # saved times aren't known
+        return pull_run(run, seeds, places, timed)  # the saved times aren't known in advance
     if solver.settings.checkpoints is not None and run.outcome.last is None:
         return _in_parts(solver, run, seeds, places, timed)
     if timed and run.settings.mass is not None and run.jumps is not None and (run.jumps.turn > 0).any():
@@ -271,13 +271,16 @@ def pull_compiled(solver: Solver, run: Run, seeds: Seeds, places: Sequence[int],
         p, s, times, counts, ends = given
         numbers = (np.zeros(spec.lanes, np.int64) for _ in range(3))
         state = np.array([tape.first, tape.stop - 1, spec.lanes, 0])
-        lane, call = (*fields_of(spec).room(spec.dtype), np.full(spec.lanes, -1), *numbers, state), Paced(function, state)
+        lane, call = (
+            (*fields_of(spec).buffers(spec.dtype), np.full(spec.lanes, -1), *numbers, state),
+            Paced(function, state),
+        )
         more = (np.empty(5 * spec.lanes, np.int64), *jumping) if jumping else ()
         while True:
             call(
                 *lane, p, s, times, tape.rows, tape.before, *counts, *ends, u0_bar, p_bar, s_bar, start_bar, stop_bar, *more
             )
-            if state[2] == spec.lanes:  # no lane has a trajectory left
+            if state[2] == spec.lanes:  # all lanes have finished
                 return s_bar
             pause()
 
@@ -319,7 +322,7 @@ def _stops(run: Run, seeds: Seeds, places: Sequence[int], since: Array) -> Kerne
 
 
 def _in_parts(solver: Solver, whole: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Record the steps of some trajectories, go back over them and discard them, before those of the next."""
+    """Compute the cotangents for groups of trajectories, one after the other, to limit the memory of recorded steps."""
     batch = solver.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     nothing = np.empty((0, batch.size))
@@ -353,7 +356,7 @@ def _add_still(run: Run, seeds: Seeds, u0_bar: Array) -> None:
 
 
 def _move_ends(run: Run, seeds: Seeds, start_bar: Array, stop_bar: Array) -> None:
-    """Correct the cotangents of the ends: the last step ends with tspan, but keeps its size if an event ended it."""
+    """Correct the cotangents of the ends of tspan: the last step ends there, or has a fixed size if an event ended it."""
     ended = run.live & run.terminated
     start_bar[ended] += stop_bar[ended]
     stop_bar[ended] = 0.0
@@ -366,8 +369,9 @@ def carried_tangents(
 ) -> tuple[Array, Array | None] | None:
     """Return the tangents of final and saved states in the directions of the variables of a run.
 
-    Their shapes are (m, d, N) and, if `saving`, (m, N, n_saved, d); None instead of both if others were propagated.
-    The components of the initial states, `by_u0`, come first, followed by those of the leaves at `places`.
+    Their shapes are (m, d, N) and, if `saving`, (m, N, n_saved, d). The directions are the components of the initial
+    states, if `by_u0`, followed by those of the leaves at `places`. Returns None if the kernel has propagated other
+    directions.
     """
     if run.outcome.carried is None:
         return None

@@ -1,4 +1,4 @@
-"""One step of a Rosenbrock method in the kernel language: see `step_text`; for columns, see `stages`."""
+"""One step of a Rosenbrock method in the kernel language (see `step_text`); `stages` has the vectorized implementation."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from mpiad.ensemble.jumps import LEAST, UNRESOLVED
 from mpiad.ensemble.outcome import ReturnCode
 from mpiad.ensemble.tableaus import RosenbrockTableau
 
-# LU factors of one small matrix in the kernel language, with partial pivoting: see `column_lu`.
+# LU factorization of one small matrix in the kernel language, with partial pivoting (see `column_lu`).
 #
-# Factors of few entries are written out, operation by operation, so that all lanes of a kernel run the same instructions,
-# in vector registers. A long text would take minutes to compile, so those of larger matrices are loops over a part of the
-# lanes' buffer: then the lanes run one after the other, and vector instructions operate along the matrix's columns.
+# For small matrices the factorization is unrolled, so that all lanes run the same instructions on vector registers. For
+# larger matrices this text would take minutes to compile. They are factorized by loops over a part of the lanes' buffer:
+# then the lanes run one after the other, and vector instructions operate along the columns of the matrix.
 #
 # The entries of the matrix are the scalars w0_0, w0_1, ...
 
 
 class WrittenLU:
-    """The factors as scalars; after factorization, the diagonal holds its reciprocals.
+    """An unrolled factorization, with the factors as scalars; the diagonal contains reciprocals.
 
-    Structural zeros aren't computed, and unknowns are eliminated in an order that preserves many of them: next is always
-    the one that takes the fewest operations. Rows are exchanged by selections: each row below that may have a larger entry
-    is compared with the pivot row, one after the other. An exchange fills both rows.
+    Structural zeros aren't computed. To preserve them, the next unknown to be eliminated is always the one that takes the
+    fewest operations. Rows are exchanged by selections, without branches: the pivot row is compared with each row below in
+    which the entry may be nonzero, one after the other. An exchange unites the sparsity patterns of both rows.
 
-    `places`: of the entries that may be nonzero, including the diagonal.
+    `places`: (row, column) of the entries that may be nonzero, including the diagonal.
     """
 
     def __init__(self, d: int, places: Iterable[tuple[int, int]]):
@@ -38,7 +38,7 @@ class WrittenLU:
         self._rows: list[set[int]] = [set() for _ in range(d)]
         for i, j in places:
             self._rows[i].add(j)
-        # Per column, the rows that are compared with the pivot row, and from which it is subtracted.
+        # Per column, the rows that are compared with the pivot row, and from which multiples of it are subtracted.
         self._compared: list[list[int]] = []
         self.factors: list[str] = []
         self._left = set(range(d))
@@ -70,7 +70,7 @@ class WrittenLU:
                 upper, lower = (f"w{n}_{j}" if j in rows[n] else "zero" for n in (k, i))
                 lines.append(f"v = {upper}")
                 lines += [f"w{k}_{j} = where({choice}, {lower}, v)", f"w{i}_{j} = where({choice}, v, {lower})"]
-            # The entries of a row in earlier columns are its factors, which stay.
+            # The entries in earlier columns are factors, which aren't exchanged.
             both = (rows[k] | rows[i]) & left
             rows[k] |= both
             rows[i] |= both
@@ -151,7 +151,7 @@ if best_ != k_:
     $x[best_] = v
 """
 
-# The right-hand side is copied from scalars, and the solution back to them.
+# The right-hand side is copied from scalars to the buffer, and the solution back.
 _SOLVED = """
 each c: {b}[{rhs+c}] = {x}_{c}
 for k_ in range({d}):
@@ -187,9 +187,9 @@ each c: {x}_{c} = {b}[{rhs+c}]
 
 
 class LoopedLU:
-    """The factors in a buffer, column by column, followed by the right-hand side and the exchanges of rows.
+    """A factorization by loops. A buffer contains the factors, column by column, a right-hand side, and the row exchanges.
 
-    `places`: of the entries that are given as scalars. `start`: the offset in the buffer of `room(d)` numbers.
+    `places`: (row, column) of the entries that are given as scalars. `start`: the offset in the buffer.
     """
 
     def __init__(self, d: int, places: Iterable[tuple[int, int]], buffer: str, start: int):
@@ -200,7 +200,7 @@ class LoopedLU:
         self.factors = self._lines(_FACTORED)
 
     @staticmethod
-    def room(d: int) -> int:
+    def buffer_length(d: int) -> int:
         """Return the length of the buffer."""
         return d * d + 2 * d
 
@@ -223,31 +223,33 @@ class LoopedLU:
 LU: TypeAlias = "WrittenLU | LoopedLU"
 
 
-# Limit for written-out factors and solutions: text that compiles in ten seconds, and runs several times as fast as loops.
+# Maximum number of lines of an unrolled factorization and solution: it compiles in ten seconds, and is several times as
+# fast as loops.
 _MOST_LINES = 4000
 _MOST_ENTRIES = 100
 
 
 def steps_of(spec: KernelSpec, fields: Fields | None = None, fused: bool = True) -> Steps:
-    """Return the lines for the steps of a form's method.
+    """Return the steps of a spec's method.
 
-    They may reserve space in the lanes' buffer; in kernels without lanes, in an array `lu` per thread: see `Steps.room`.
+    They may reserve space in the lanes' buffer, or in kernels without lanes in an array `lu` per thread
+    (`Steps.lu_length`).
     """
     return RosenbrockSteps(spec, fields, fused) if spec.tableau.implicit else Steps(spec, fused)
 
 
 def names_of(spec: KernelSpec, steps: Steps) -> dict[str, Any]:
-    """Return the names that templates of all kernels use: the fields of the form, and these."""
+    """Return the names for the templates of all kernels: the fields of the spec, and those below."""
     return {
         **spec._asdict(), **{code.name: code.code for code in ReturnCode}, "least_error": LEAST_ERROR,
         "real": spec.dtype.name,
-        # Components of states, parameters per trajectory and shared, those with respect to which an adjoint is taken.
+        # Components of states, parameters per trajectory, shared parameters, and those that an adjoint differentiates.
         "c": range(spec.d), "p": range(spec.varying), "s": range(spec.shared),
         "own": range(spec.wanted_varying), "common": range(spec.wanted_shared),
-        # Directions of tangents, events, stages; the numbers of the first two.
+        # Directions of tangents, events, stages.
         "j": range(len(spec.directions)), "e": range(len(spec.events)), "i": range(spec.stages + 1),
         "m": len(spec.directions), "count": len(spec.events), "last": spec.stages, "used": steps.used(),
-        "tolerance": range(len(spec.numbers) if spec.tolerances else 1), "room": steps.room,
+        "tolerance": range(len(spec.numbers) if spec.tolerances else 1), "room": steps.lu_length,
         "adaptive": spec.tableau.error is not None, "remembers": spec.remembers, "acts": spec.acts,
         "affected": spec.affects is not None, "least_value": LEAST, "unresolved": UNRESOLVED,
     }  # fmt: skip
@@ -263,7 +265,7 @@ def lanes_of(spec: KernelSpec, fields: str) -> tuple[Fields, Steps, dict[str, An
 
 
 class RosenbrockSteps(Steps):
-    """Lines for one step. The kernel's `jacobian` returns the nonzero entries, and then the derivatives in time."""
+    """The lines of one step. The kernel's `jacobian` returns the nonzero entries, then the time derivatives of f."""
 
     def __init__(self, spec: KernelSpec, fields: Fields | None, fused: bool):
         super().__init__(spec, fused)
@@ -278,9 +280,9 @@ class RosenbrockSteps(Steps):
             lu = WrittenLU(d, places)
             if len(lu.factors) + len(self._table.coupling) * len(lu.solved("x")) <= _MOST_LINES:
                 return lu
-        size = LoopedLU.room(d)
+        size = LoopedLU.buffer_length(d)
         if fields is None:
-            self.room = size
+            self.lu_length = size
             return LoopedLU(d, places, "lu", 0)
         return LoopedLU(d, places, "b", fields.part("lu", size))
 
@@ -295,7 +297,7 @@ class RosenbrockSteps(Steps):
         for i, j, value in self._mass:
             own = self.number(value / self._table.gamma)
             lines.append(f"w{i}_{j} = w{i}_{j} + {own}" if (i, j) in spec.jacobian else f"w{i}_{j} = {own}")
-        # Pivots are compared, also structurally zero ones.
+        # Structurally zero pivots are needed, too.
         still = {(i, i) for i in range(spec.d)} - {*spec.jacobian, *((i, j) for i, j, _ in self._mass)}
         lines += [f"w{i}_{i} = zero" for i, _ in sorted(still)]
         lines += [f"rise_{i} = slope_{i} * {h}" for i in spec.slopes]
@@ -337,7 +339,7 @@ class RosenbrockSteps(Steps):
 
     @property
     def pulled_stages(self) -> range:
-        """The stages that the reverse sweep passes: without f at both ends of the step."""
+        """The stages in the reverse sweep, without f at both ends of the step."""
         return range(1, self.spec.stages)
 
     moving_stages = pulled_stages
@@ -358,7 +360,7 @@ class RosenbrockSteps(Steps):
         return lines
 
     def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
-        """Return lines that pull the cotangent of stage i back to the state and the parameters: see `Steps.pulled`."""
+        """Return lines that propagate the cotangent of stage i to the state and the parameters: see `Steps.pulled`."""
         spec, table, d = self.spec, self._table, self.spec.d
         behind = range(spec.stages - 1, i, -1)
         arguments = [(j, self.number(row[i])) for j, row in enumerate(table.a, 1) if j > i and row[i]]
@@ -371,7 +373,7 @@ class RosenbrockSteps(Steps):
             lines += [f"q{i}_{c} = fma({w}, {'r' if spec.mass else 'q'}{j}_{c}, q{i}_{c})" for j, w in coupled]
         lines += self._lu.solved_transposed(f"q{i}")
         if spec.mass:
-            # The cotangents of earlier stages from this one are multiplied by the transposed mass matrix.
+            # The contribution to the cotangents of earlier stages is multiplied by the transposed mass matrix.
             lines += [f"r{i}_{c} = {self.number(0.0)}" for c in range(d)]
             lines += [f"r{i}_{c} = fma({self.number(value)}, q{i}_{r}, r{i}_{c})" for r, c, value in spec.mass]
         own = spec.wanted_varying + spec.wanted_shared

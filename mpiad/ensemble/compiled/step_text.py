@@ -20,11 +20,11 @@ from mpiad.ensemble.events import EVALUATIONS, RESOLUTION, TRUNCATION
 class Steps:
     """Lines on one step.
 
-    `fused`: whether sums of products in derivatives use `fma`. `room`: the length of the array `lu` in kernels without
+    `fused`: whether sums of products in derivatives use `fma`. `lu_length`: the length of the array `lu` in kernels without
     lanes.
     """
 
-    room = 0
+    lu_length = 0
 
     def __init__(self, spec: KernelSpec, fused: bool = True):
         self.spec, self.fused = spec, fused

@@ -1,7 +1,7 @@
-"""The solve on a device in rounds: one step of all trajectories that still move, and one small copy to the host.
+"""The vectorized solver on a device: per turn, one step of all trajectories, and one small copy to the host.
 
-Steps that aren't accepted are masked, and the host reads only a few numbers: of trajectories that still move, of saved
-times in the longest step, and of columns with an event. Ended trajectories stay until half of all have ended.
+Rejected steps are masked. The host reads only a few numbers: of active trajectories, of saved times in the step with the
+most of them, and of columns with an event. Ended trajectories are dropped when they are half of all.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mpiad.transport.device_arrays import arrays_of
 
 
 def integrate(batch: Batch, settings: Settings) -> Outcome:
-    """Solve all trajectories of a batch whose states are device arrays, start and end on the host.
+    """Solve all trajectories of a batch whose states are device arrays; its start and end times are on the host.
 
-    In the outcome states and saved states are on the device; the rest is on the host, copied there in one transfer.
+    In the outcome, states and saved states are on the device, and everything else is copied to the host in one transfer.
     """
     pool = DeviceWorkingSet(batch, settings)
     with np.errstate(all="ignore"):
@@ -40,7 +40,7 @@ def integrate(batch: Batch, settings: Settings) -> Outcome:
 
 
 class DeviceWorkingSet(Turns):
-    """The working set of a solve: all trajectories, less those that ended long ago."""
+    """The working set of a solve: all trajectories without those that were dropped after their end."""
 
     _one = 1.0
 
@@ -61,7 +61,7 @@ class DeviceWorkingSet(Turns):
         self._examines_steps = settings.saveat is not None and self._saves is not None and self._saves.examines_steps
         self._watch = EventWatch(settings.events, self._table, self._parameters) if settings.events else None
         self._record = Record(batch, self._table, self._saves, settings.checkpoints) if settings.record else None
-        # Results, filled in as trajectories are dropped; all as doubles, so that one copy brings them to the host.
+        # Results, written when trajectories are dropped; all are doubles, so that one copy to the host is enough.
         self._u_end, self._outcomes = self._xp.copy(u0), self._xp.full((4, batch.size), 0.0, float)
         self._saved: Array = None
         if settings.saveat is not None:
@@ -74,7 +74,7 @@ class DeviceWorkingSet(Turns):
         self._report_progress(int(np.count_nonzero(self._batch.start == self._batch.end)))
         while self._alive:
             self._take_turn()
-            # Columns of ended trajectories cost as much as others: they are dropped when they are half of all.
+            # Columns of ended trajectories cost as much as others, and are dropped when they are half of all.
             if 2 * self._alive <= len(self.ids) and self._alive:
                 self._drop()
         self._leave_all()
@@ -107,7 +107,7 @@ class DeviceWorkingSet(Turns):
         self._begin()
 
     def _drop(self) -> None:
-        """Store the results of all columns, and continue with those that still move."""
+        """Store the results of all columns, and continue with active ones."""
         self._leave_all()
         keep, varies = np.flatnonzero(self.live), self._batch.p.varies
         per_column = "ids t end h q2 number entered _tries _place _code live rejected idle u _sign".split()
@@ -142,7 +142,7 @@ class DeviceWorkingSet(Turns):
             found = self._watch.located(step, columns, self._watch.pairs)  # type: ignore[union-attr]
             located, ended = found.located, found.ended
             if ended is not None:
-                # Once more, with steps cut short, and a second copy to the host.
+                # Repeat with steps cut short, and a second copy to the host.
                 reached = step.t + np.where(ended, found.part, 0.0) * (step.t_new - step.t)
                 step = step._replace(t_new=np.where(ended, reached, step.t_new), new=found.states)
                 self.live, self.end, self.h, self.idle, self._code, self._tries = before
@@ -177,15 +177,15 @@ class DeviceWorkingSet(Turns):
     def _end(self, mask: Array, code: ReturnCode) -> None:
         """End the trajectories of a mask."""
         self.live, self._code = self.live & ~mask, np.where(mask, code.code, self._code)
-        # So their next steps have length zero, and their proposed sizes are never the smallest of all.
+        # Their next steps have length zero, and their proposed sizes don't affect the minimum over columns.
         self.end, self._tries = np.where(mask, self.t, self.end), np.where(mask, self._turn, self._tries)
         self.h, self.idle = (np.where(mask, 1.0, x) for x in (self.h, self.idle))
 
     def _look(self, step: Step, crossed: list[Array]) -> tuple[int, int, Any, list[int]]:
         """Return the numbers that the host reads in a turn.
 
-        They count the trajectories that still move; the saved times in the longest step; those in each, on the device; and
-        the columns that met each event.
+        These are the number of active trajectories; the largest number of saved times in any step; the numbers of saved
+        times per step, on the device; and the numbers of columns with each event.
         """
         numbers, count = [np.sum(self.live)], None
         if self._examines_steps:
@@ -207,7 +207,7 @@ class DeviceWorkingSet(Turns):
     # ---- results
 
     def _leave_all(self) -> None:
-        """Store the results of all columns, finally or until they change."""
+        """Store the current results of all columns."""
         self._u_end[:, self.ids] = self.u
         outcomes = self.t, self._code, self.number, self._tries
         self._outcomes[:, self.ids] = np.stack([outcome.astype(float) for outcome in outcomes])

@@ -76,8 +76,8 @@ class Solved:
             bar, times = self._parted(g)
             bar = self._place(bar)
             rows = self._contracted(argnums, bar) if self.by_tangent else self._adjoint(argnums, bar, times)
-            home = {k: rows[k] if is_device_array(args[k]) else solver.arrays.to_host(rows[k]) for k in argnums}
-            return {k: row.reshape(np.shape(args[k])) for k, row in home.items()}
+            own = {k: rows[k] if is_device_array(args[k]) else solver.arrays.to_host(rows[k]) for k in argnums}
+            return {k: row.reshape(np.shape(args[k])) for k, row in own.items()}
 
     def _parted(self, bar: Array) -> tuple[Array, list[Array]]:
         """Split the cotangent of all results into those of the states and, on the device, those of times."""
