@@ -155,7 +155,7 @@ class Residuals:
         self._data = [None if leaf is None else np.ascontiguousarray(np.moveaxis(leaf, 0, -1)) for leaf in leaves]
 
     def evaluated(self, x: Array, states: States, ids: Array) -> Evaluation:
-        """Return half the sums of squares, and the triangular factors of [J r], at variables x, (n, m), for trajectories `ids`.
+        """Return half the sums of squares and the triangular factors of [J r] for trajectories `ids`; x: shape (n, m).
 
         Raises a TypeError or ValueError if the residuals are invalid.
         """

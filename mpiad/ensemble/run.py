@@ -214,7 +214,7 @@ class SortedSweep(StepSweep):
     # ---- values and events in a step
 
     def is_last(self, column: Array, number: Array) -> Array:
-        """Return whether the last stage of steps isn't the first one of a next step: none follows, or the state has changed."""
+        """Return whether the last stage of steps isn't the first of a next step: none follows, or from another state."""
         last, jumps = number == self.counts[column] - 1, self._run.jumps
         if jumps:
             most = int(self._run.counts.max()) + 1
@@ -483,7 +483,7 @@ class Run:
         return self.placed(np.pad(mask, ((0, 0), (0, self.slots - self.n_saved)))) if mask.any() else None
 
     def add_saved(self, total: Array, saved: Array, at_start: bool) -> None:
-        """Add the cotangents of saved values that are initial (or final) states to `total`, those of these states, (d, N)."""
+        """Add the cotangents of saved values that are initial (or final) states to those of these states, (d, N)."""
         for slot, ids in self._slots_at(at_start):
             total[:, ids] += saved[ids, slot].T
 
