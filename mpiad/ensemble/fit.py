@@ -168,7 +168,7 @@ class Residuals:
             # Only at the first call, since the check takes two more calls.
             if not self.count:
                 self._check(x, u, ids, columns)
-            r, jacobian = self._linearised(np.ascontiguousarray(x[columns].T), u, tangents, ids[columns])
+            r, jacobian = self._linearized(np.ascontiguousarray(x[columns].T), u, tangents, ids[columns])
             cost = 0.5 * np.add.reduce(r * r, axis=0)[:count]
         table = np.empty((count, len(r), m + 1))
         table[:, :, m] = r.T[:count]
@@ -191,7 +191,7 @@ class Residuals:
         value = self._fun(u, x, self._build(data))
         return list(value) if isinstance(value, (list, tuple)) else [value]
 
-    def _linearised(self, x: Array, u: Array, tangents: list[Array], ids: Array) -> tuple[Array, list[Array]]:
+    def _linearized(self, x: Array, u: Array, tangents: list[Array], ids: Array) -> tuple[Array, list[Array]]:
         """Return the residuals, shape (k, n), and their derivatives with respect to each variable."""
         with restoring_state(), Bundle() as bundle:
             try:

@@ -126,8 +126,8 @@ def draw(sol: EnsembleSolution, ax: Any, component: int, band: tuple[float, floa
     filled = ax.fill_between(sol.t, low[:, component], high[:, component], alpha=0.25, label=f"{band[0]:g} to {band[1]:g}")
     for u in drawn:
         ax.plot(sol.t, u if single else u[:, component], color="0.6", linewidth=0.6, zorder=1)
-    colour = filled.get_facecolor()[0][:3]
-    ax.plot(sol.t, mean[:, component], color=colour, label=f"mean of {int(sol.survivors.sum())}")
+    color = filled.get_facecolor()[0][:3]
+    ax.plot(sol.t, mean[:, component], color=color, label=f"mean of {int(sol.survivors.sum())}")
     ax.set_xlabel("t")
     ax.legend()
     return ax

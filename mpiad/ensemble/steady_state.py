@@ -74,7 +74,7 @@ class Equations:
         both = two_at_least(len(ids))
         return np.asarray(self._field.array(u[:, both], *self.columns(ids[both])), u.dtype)[:, : len(ids)]
 
-    def linearised(self, u: Array, ids: Array) -> tuple[Array, Array]:
+    def linearized(self, u: Array, ids: Array) -> tuple[Array, Array]:
         """Return f, shape (d, n), and its Jacobian with respect to the states, shape (n, d, d)."""
         (d, n), both = u.shape, two_at_least(len(ids))
         leaves, t = self.columns(ids[both])
@@ -140,7 +140,7 @@ class _Search:
         self._jacobian = np.full((count, d, d), np.nan, u0.dtype)
         self._f, self._rate = np.zeros_like(u0), np.zeros(count)
         self._codes[~np.isfinite(u0).all(axis=0)] = ConvergenceCode.InitialFailure.code
-        self._linearise(self.under_way, ConvergenceCode.InitialFailure)
+        self._linearize(self.under_way, ConvergenceCode.InitialFailure)
         ids = self.under_way
         size, rise = (np.abs(x[:, ids]).max(axis=0, initial=0.0).astype(float) for x in (u0, self._f))
         size[size == 0] = 1.0
@@ -171,7 +171,7 @@ class _Search:
         self._rate[ids] = rate / growth
         # Even the shortest steps aren't accepted.
         self._codes[ids[self._rate[ids] > _LARGEST]] = ConvergenceCode.ConvergenceFailure.code
-        self._linearise(ids[better], ConvergenceCode.ConvergenceFailure)
+        self._linearize(ids[better], ConvergenceCode.ConvergenceFailure)
 
     def roots(self) -> Roots:
         """Return the results; trajectories that are still active get the code MaxIters."""
@@ -179,18 +179,18 @@ class _Search:
         found = np.flatnonzero(codes == ConvergenceCode.Success.code)
         jacobian, u = np.full_like(self._jacobian, np.nan), np.full_like(self._u, np.nan)
         if found.size:
-            _, jacobian[found] = self._equations.linearised(self._u[:, found], found)
+            _, jacobian[found] = self._equations.linearized(self._u[:, found], found)
             codes[found[_singular(jacobian[found], self._weight(self._u[:, found]))]] = ConvergenceCode.Singular.code
             found = found[codes[found] == ConvergenceCode.Success.code]
         u[:, found] = self._u[:, found]
         return Roots(u, jacobian, codes, self._niter)
 
-    def _linearise(self, ids: Array, failure: ConvergenceCode) -> None:
+    def _linearize(self, ids: Array, failure: ConvergenceCode) -> None:
         """Compute f and its Jacobian; if the Newton step is short enough, take it as the last one."""
         if not ids.size:
             return
         with np.errstate(all="ignore"):
-            f, jacobian = self._equations.linearised(self._u[:, ids], ids)
+            f, jacobian = self._equations.linearized(self._u[:, ids], ids)
             finite = np.isfinite(f).all(axis=0) & np.isfinite(jacobian).all(axis=(1, 2))
             self._codes[ids[~finite]] = failure.code
             ids, f, jacobian = ids[finite], f[:, finite], jacobian[finite]

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpiad._typing import LocalArray
 from mpiad.inverse.gaussian_prior import GaussianPrior, own_block
-from mpiad.linalg.randomised_eigenpairs import ritz_pairs
+from mpiad.linalg.randomized_eigenpairs import ritz_pairs
 
 # Ritz values above minus these count as zero: `_ZERO` compared with 1, the prior's; `_ROUNDING` times the largest value.
 _ZERO, _ROUNDING = 1e-3, 1e-6

@@ -5,7 +5,7 @@ from mpiad.linalg.additive_schwarz import AdditiveSchwarz
 from mpiad.linalg.distributed_matrix import DistributedMatrix
 from mpiad.linalg.multigrid import Elliptic, Multigrid, solve_elliptic
 from mpiad.linalg.newton import newton
-from mpiad.linalg.randomised_eigenpairs import EigenPairs, eigsh
+from mpiad.linalg.randomized_eigenpairs import EigenPairs, eigsh
 from mpiad.linalg.solve import solve
 
 __all__ = [

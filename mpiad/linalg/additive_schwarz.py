@@ -1,10 +1,10 @@
-"""`AdditiveSchwarz`: each rank solves its part of a sparse system exactly, by SciPy's factors, and the solutions are added.
+"""`AdditiveSchwarz`: a domain decomposition preconditioner for sparse matrices, with exact local solves by SciPy.
 
-A part consists of a rank's rows and some layers of its neighbors' rows around them. The more parts, the slower global
-components of the error are reduced: therefore one unknown per rank, constant on its rows, is also solved for exactly.
+Each rank solves the system of its own rows and some layers of its neighbors' rows around them; the solutions are added. The
+convergence of global components of the error becomes slower with the number of ranks. Therefore a coarse problem, with one
+unknown per rank that is constant on its rows, is also solved.
 
-SciPy's factors are on the host. A residual on a device is copied there, and the correction back; the messages between the
-ranks in between are on the host.
+Factors and messages are on the host. A residual on a device is copied to the host, and the correction back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CALL = "linalg.AdditiveSchwarz"
 
 
 class AdditiveSchwarz:
-    """Precondition by the sum of exact solves on each rank's rows and some layers around them.
+    """Preconditioner: the sum of exact solves on each rank's rows and some layers around them.
 
     Parameters
     ----------
@@ -37,11 +37,11 @@ class AdditiveSchwarz:
     overlap : int
         Layers of the neighbors' rows in each part; 0 is block Jacobi.
     restricted : bool
-        Whether each rank uses the solution on its own rows only: fewer iterations and messages, but not symmetric, and so
-        only for "gmres" and "bicgstab".
+        Whether each rank uses the solution on its own rows only. This takes fewer iterations and messages, but isn't
+        symmetric, so it is for "gmres" and "bicgstab" only.
     coarse : bool
-        Whether to solve also for one number per rank: iterations then grow less with the number of ranks. Each rank stores
-        a small matrix with one row per rank.
+        Whether to solve a coarse problem with one unknown per rank, with which the number of iterations grows less with the
+        number of ranks. Each rank stores a dense matrix with one row per rank.
 
     Raises
     ------
@@ -94,7 +94,7 @@ class AdditiveSchwarz:
                 self._factors = factors_of(part, said) if part.shape[0] else None
             self._coarse = None
             if coarse:
-                # The matrix on fields that are constant on each rank; its pseudoinverse if it is singular.
+                # The coarse matrix; its pseudoinverse is used if it is singular.
                 sums = np.zeros(used.size, rows.dtype)
                 np.add.at(sums, np.searchsorted(matrix.offsets[1], matrix.indices[1], side="right") - 1, rows.data)
                 self._coarse = np.linalg.pinv(mpi_allgather(sums, comm=matrix.comm))
@@ -112,7 +112,7 @@ class AdditiveSchwarz:
         Parameters
         ----------
         r : array of shape (..., n)
-            n is the number of this rank's rows.
+            The residual; n is the number of this rank's rows.
 
         Raises
         ------
@@ -129,7 +129,7 @@ class AdditiveSchwarz:
         return through_host(self._corrected, r)
 
     def _corrected(self, r: LocalArray) -> LocalArray:
-        # If only one side is restricted, transposition exchanges the restrictions of input and output.
+        # The restricted variant restricts only the output; its transpose restricts only the input.
         enters, leaves = (not self.restricted or not self._transposed), (not self.restricted or self._transposed)
         outside = self._plan.fetch(r) if enters else np.zeros((*r.shape[:-1], self._plan.count), r.dtype)
         extended = np.concatenate([r, outside], axis=-1)
@@ -141,7 +141,7 @@ class AdditiveSchwarz:
             self._plan.give(extended[..., r.shape[-1] :], out)
         if self._coarse is not None:
             sums = mpi_allgather(r.sum(axis=-1), comm=self.comm)
-            # Each rank needs only its own row of the small system: the number that it adds to all of its rows.
+            # Each rank needs only its own entry of the coarse solution.
             inverse = self._coarse.T if self._transposed else self._coarse
             out += np.tensordot(inverse[self.rank], sums, 1)[..., None]
         return out
@@ -161,7 +161,7 @@ def _overlapping_part(matrix: DistributedMatrix, rows: LocalArray, overlap: int,
     own = np.arange(matrix.owned_rows.start, matrix.owned_rows.stop)
     around, plan = np.zeros(0, np.int64), GhostPlan(np.zeros(0, np.int64), matrix.offsets[0], matrix.comm)
     whole: Any = rows
-    # Layer by layer: the columns in the rows become rows too. All ranks do the same number, since each is collective.
+    # For each layer, the rows of all columns that occur are added; this is collective.
     for _ in range(overlap):
         touched = np.unique(whole.indices)
         around = np.union1d(around, np.setdiff1d(touched, own)).astype(np.int64)
@@ -177,6 +177,6 @@ def _rows_of_others(rows: LocalArray, plan: GhostPlan, used: Channel) -> Any:
         sent[rank] = rows[places]
     received = used.data.alltoall(sent)
     found: list[Any] = [scipy.sparse.csr_matrix((0, rows.shape[1]), dtype=rows.dtype)]
-    # A plan's ghosts are sorted by position, and so by owner.
+    # A plan's ghosts are sorted by index, and so by owner.
     found.extend(received[rank] for rank, _ in plan.sources)
     return scipy.sparse.vstack(found, format="csr")

@@ -1,4 +1,4 @@
-"""`DistributedMatrix`: a sparse matrix whose rows are distributed over the ranks, with SciPy's matrices on each."""
+"""`DistributedMatrix`: a sparse matrix whose rows are distributed over the ranks; each rank uses SciPy's matrices."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.tracing import restoring_state
 from mpiad.transport.user_failures import DeferredFailures
 
-# The matrix of an operator on a domain, found by products with a few fields.
+# Probing: the matrix of an operator on a domain, from products with a few fields.
 #
-# An operator whose stencil is no wider than the halo couples a point with at most one of two points that are more than two
-# halos apart. So a field that is one at many such points, and zero elsewhere, reveals as many columns at once: the product
-# of 2 halo + 1 over the dimensions is a sufficient number of operator products, whatever the size of the grid.
+# If the stencil isn't wider than the halo, no point couples with two points that are more than two halos apart. So a field
+# that is one at many such points, and zero elsewhere, gives as many columns of the matrix. The required number of products
+# is 2 halo + 1 per dimension, independently of the size of the grid.
 
 
 _CALL = "DistributedMatrix.from_operator"
 
 
 def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any, int]:
-    """Return this rank's rows of an operator's matrix, with points numbered block by block, and their number.
+    """Return this rank's rows of an operator's matrix, with points numbered block by block, and the number of columns.
 
-    A TypeError or ValueError on all ranks if the operator doesn't return an array of the block's shape, or its
+    Raises a TypeError or ValueError on all ranks if the operator doesn't return an array of the block's shape, or its
     stencil is wider than the halo; or if a periodic dimension is too short to check that.
     """
     used = channel(domain.comm, _CALL)
     count = math.prod(domain.local_shape)
     counts = mpi_allgather(np.array(count), comm=domain.comm)
     numbers = (sum(counts[: used.rank]) + np.arange(count, dtype=float)).reshape(domain.local_shape)
-    # Each halo cell gets the number of the point of which it is a copy, or -1 if there is none.
+    # Each halo cell gets the number of the point that it copies, or -1 if there is none.
     around = domain.exchange(numbers, -1.0)
     steps = tuple(_apart(n, h, p) for n, h, p in zip(domain.shape, domain.halo, domain.periodic))
     found: list[tuple[np.ndarray, ...]] = []
@@ -61,7 +61,7 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
         rest = image != 0.0
         for offset in itertools.product(*[range(-h, h + 1) for h in domain.halo]):
             window = tuple(slice(h + d, h + d + n) for h, d, n in zip(domain.halo, offset, domain.local_shape))
-            # The only point of this color in the operator's stencil at this offset.
+            # In these rows, the point of this color in the stencil is the one at this offset.
             taken = rest & (around[window] >= 0.0) & _has_color(domain, steps, color, offset)
             found.append((numbers[taken] - numbers.flat[0], around[window][taken], image[taken]))
             rest &= ~taken
@@ -72,7 +72,7 @@ def operator_rows(matvec: Function, domain: Domain, params: tuple) -> tuple[Any,
 
 
 def _has_color(domain: Domain, steps: tuple[int, ...], color: tuple[int, ...], offset: tuple[int, ...]) -> np.ndarray:
-    """Return a mask of this rank's points whose neighbor at an offset has a color."""
+    """Return a mask of this rank's points whose neighbor at an offset has the given color."""
     masks = []
     for cells, d, n, wraps, step, c in zip(domain.owned, offset, domain.shape, domain.periodic, steps, color):
         places = np.arange(cells.start, cells.stop) + d
@@ -84,7 +84,7 @@ def _apart(n: int, halo: int, periodic: bool) -> int:
     least = 2 * halo + 1
     if not periodic:
         return min(n, least)
-    # Around a ring the number of colors must divide the number of points.
+    # In a periodic dimension the number of colors must divide the number of points.
     return next((k for k in range(least, n + 1) if n % k == 0), n)
 
 
@@ -93,7 +93,7 @@ def _image(matvec: Function, field: np.ndarray, params: tuple, failures: Deferre
     if not isinstance(image, np.ndarray) or image.shape != field.shape or image.dtype.kind not in "fc":
         shown = f"{image.shape} {image.dtype}" if isinstance(image, np.ndarray) else type(image).__name__
         text = f"{_CALL}: matvec must return an array of floats of shape {field.shape}, but returned {shown}."
-        failures.note(TypeError(text))  # after an exception only that counts
+        failures.note(TypeError(text))  # ignored after an exception
     failures.raise_together()
     return image
 
@@ -108,13 +108,13 @@ def _too_far(rest: np.ndarray, domain: Domain) -> Exception | None:
     )
 
 
-# The rows of a matrix that each rank stores: given by each rank, or cut from the root's matrix.
+# The rows of a matrix that each rank stores: given by each rank, or taken from the root's matrix.
 
 
 def local_rows(used: Channel, rows: object, columns: int | None) -> tuple:
     """Return this rank's rows in CSR form, its slices of rows and columns, all ranks' offsets, and the row pointers.
 
-    Raises on all ranks as `DistributedMatrix`.
+    Raises the errors of `DistributedMatrix`, on all ranks.
     """
     with raising_together(used):
         _require_matrix(rows, "DistributedMatrix: rows")
@@ -122,7 +122,7 @@ def local_rows(used: Channel, rows: object, columns: int | None) -> tuple:
             raise ValueError(f"DistributedMatrix: columns must be zero or more, but got {columns!r}.")
     matrix: Any = scipy.sparse.csr_matrix(rows)
     if not matrix.has_canonical_format:
-        # A copy, because duplicate entries are added in place, and the matrix is the caller's.
+        # A copy of the caller's matrix, because duplicate entries are added in place.
         matrix = matrix.copy()
         matrix.sum_duplicates()
     mine = np.array([matrix.shape[0], matrix.shape[0] if columns is None else columns, matrix.shape[1]], np.int64)
@@ -181,7 +181,7 @@ def rows_of(used: Channel, matrix: Any, root: Rank, counts: Sequence[int] | None
 def _require_counts(counts: Sequence[int], size: int, total: int) -> None:
     try:
         rows = [operator.index(count) for count in counts]
-    except TypeError:  # whatever it is, the other ranks wait to hear of it
+    except TypeError:  # raised below, with a better message
         rows = []
     if not (len(rows) == size and min(rows) >= 0 and sum(rows) == total):
         raise ValueError(
@@ -191,16 +191,15 @@ def _require_counts(counts: Sequence[int], size: int, total: int) -> None:
 
 
 class DistributedMatrix:
-    """Hold this rank's rows of a sparse matrix, and multiply and solve with the whole matrix.
+    """A sparse matrix, of which each rank has some rows; it can be multiplied with vectors, and solved with.
 
     Parameters
     ----------
     rows : SciPy sparse matrix or sparse array of shape (m, N)
-        This rank's rows, consecutive in the order of ranks; N columns on all ranks. Their numbers may differ by rank.
-        Duplicate entries are added.
+        This rank's rows; rows are numbered in the order of ranks, and m may differ between ranks. Duplicate entries are
+        added.
     columns : int, optional
-        Number of columns, in the order of ranks, that belong to this rank's part of x; for a square matrix the number of
-        rows by default.
+        Length of this rank's part of x, that is, its number of columns; for a square matrix the number of rows by default.
     comm : mpi4py intracommunicator, optional
 
     Attributes
@@ -245,7 +244,7 @@ class DistributedMatrix:
         self.indices = own[0].start + np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr)), matrix.indices
         mine = (matrix.indices >= own[1].start) & (matrix.indices < own[1].stop)
         ghosts = np.unique(matrix.indices[~mine])
-        # Columns of this rank come first, followed by the ghosts: so x with its ghosts is one vector for SciPy.
+        # This rank's columns come first, followed by the ghosts, as in `Pattern`.
         numbers = np.where(
             mine, matrix.indices - own[1].start, self.local_shape[1] + np.searchsorted(ghosts, matrix.indices)
         )
@@ -263,8 +262,8 @@ class DistributedMatrix:
             Only the root's is used; other ranks may pass None.
         root : int
         counts : sequence of int, optional
-            Rows per rank; as even as possible by default, the first ranks with one more. The columns of a square matrix are
-            distributed in the same way, those of others evenly.
+            Rows per rank. By default they are divided evenly, and the first ranks may have one more. The columns of a
+            square matrix are distributed like its rows, those of other matrices evenly.
         comm : mpi4py intracommunicator, optional
 
         Returns
@@ -293,7 +292,7 @@ class DistributedMatrix:
             ``matvec(u, *params)``, linear in u, with a stencil no wider than the domain's halo.
         domain : Domain
         *params : pytree of arrays
-            No derivative flows to them.
+            Not differentiable.
 
         Returns
         -------
@@ -343,7 +342,7 @@ class DistributedMatrix:
                 f"DistributedMatrix.with_values: values must have shape {expected}, one for each entry of the rows of rank "
                 f"{self._channel.rank}, but got {found}."
             )
-        other = object.__new__(type(self))  # not by the constructor: it would find the pattern again, with messages
+        other = object.__new__(type(self))  # without the constructor, which would communicate to set up the pattern
         other.__dict__.update(self.__dict__, values=values)
         return other
 
@@ -404,7 +403,7 @@ class DistributedMatrix:
         row, column = self.indices
         found = np.full(self.local_shape[0], len(row))
         on_diagonal = np.flatnonzero(row == column)
-        # Rows without an entry on the diagonal point to the zero after the values.
+        # Rows without a diagonal entry refer to the zero after the values.
         found[row[on_diagonal] - self.owned_rows.start] = on_diagonal
         return Constants(found)
 
@@ -418,9 +417,9 @@ class DistributedMatrix:
         b : array of shape (..., local_shape[0])
             This rank's part.
         method : {"gmres", "bicgstab", "cg", "direct"}
-            "direct" gathers the matrix on rank 0 and factorizes it there: for small ones.
+            "direct", for small matrices, gathers the matrix on rank 0 and factorizes it there.
         preconditioner : callable, optional
-            ``preconditioner(r)``, as `AdditiveSchwarz` of this matrix.
+            ``preconditioner(r)``, such as `AdditiveSchwarz` of this matrix.
         **settings
             As in `solve`.
 
@@ -447,18 +446,18 @@ class DistributedMatrix:
         self, matvec: ProductWith, b: LocalArray, method: str, preconditioner: Function | None, settings: dict
     ) -> LocalArray:
         self._require_square("solve")
-        # A product would raise only here, while the others wait for entries.
+        # Checked together, since in a product only this rank would raise, while others wait for its messages.
         with raising_together(self._channel):
             self._checked(b, 0, "solve")
         if method == "direct":
-            # Exact factors need one or two iterations, which also correct rounding errors.
+            # With exact factors, one or two iterations suffice, which also correct rounding errors.
             method, preconditioner = "gmres", GatheredFactors(self)
             preconditioner = preconditioner.T if matvec.transposed else preconditioner
             settings = {"rtol": 1e-12, **settings}
         return solve(matvec, b, self.values, method=method, preconditioner=preconditioner, comm=self.comm, **settings)
 
     def operator(self, transposed: bool = False) -> ProductWith:
-        """Return ``operator(u, values)``, the product in the form that `solve` takes, with its transpose."""
+        """Return the product as ``operator(u, values)`` with a method `transpose`, as `solve` requires."""
         return ProductWith(self._pattern, transposed)
 
     def local_rows(self) -> Any:
@@ -472,7 +471,7 @@ class DistributedMatrix:
         return None if pieces is None else scipy.sparse.vstack(pieces, format="csr")
 
     def _require_square(self, call: str) -> None:
-        if self.shape[0] != self.shape[1] or (self.offsets[0] != self.offsets[1]).any():  # all know them, so all raise
+        if self.shape[0] != self.shape[1] or (self.offsets[0] != self.offsets[1]).any():  # the same on all ranks
             raise ValueError(
                 f"DistributedMatrix.{call}: the matrix must be square, with rows and columns divided alike, but has shape "
                 "{}, and rank {} has {} rows and {} columns.".format(self.shape, self._channel.rank, *self.local_shape)
@@ -522,15 +521,15 @@ class Transposed:
 
 
 class GatheredFactors:
-    """Factorize a whole matrix on rank 0, and solve with the factors for all ranks: a preconditioner that is the inverse.
+    """A preconditioner that is the inverse: the matrix is factorized on rank 0, which solves for all ranks.
 
-    All ranks make it together; a ValueError on all if the matrix is singular.
+    The constructor is collective, and raises a ValueError on all ranks if the matrix is singular.
     """
 
     def __init__(self, matrix: DistributedMatrix):
         self.comm, self.counts = matrix.comm, np.diff(matrix.offsets[0]).tolist()
         whole, self._factors, self._kind = matrix.gathered(), None, "N"
-        # Only rank 0 can detect that there are no factors, and the others would wait for its solutions.
+        # Only rank 0 detects a singular matrix; the others would wait for its solutions.
         with raising_together(channel(matrix.comm, "DistributedMatrix.solve")):
             if whole is not None:
                 self._factors = factors_of(whole.tocsc(), f"DistributedMatrix.solve: the matrix {matrix.shape}")
@@ -547,7 +546,7 @@ class GatheredFactors:
         return through_host(self._solved, r)
 
     def _solved(self, r: LocalArray) -> LocalArray:
-        # The distributed axis first, and all right-hand sides as columns: one call of SciPy for all of them.
+        # With the distributed axis first, right-hand sides are columns, and one call of SciPy solves for all of them.
         whole = mpi_gather(np.moveaxis(r, -1, 0), 0, axis=0, comm=self.comm)
         if self._factors is not None:
             columns = whole.reshape(len(whole), math.prod(whole.shape[1:]))
@@ -556,8 +555,8 @@ class GatheredFactors:
 
 
 def factors_of(matrix: object, said: str) -> Any:
-    """Return SciPy's factors of a sparse matrix; a ValueError if it is singular."""
+    """Return SciPy's factors of a sparse matrix; raise a ValueError if it is singular."""
     try:
         return splu(matrix)
     except RuntimeError as error:
-        raise ValueError(f"{said} can't be factorised: {error}.") from error
+        raise ValueError(f"{said} can't be factorized: {error}.") from error

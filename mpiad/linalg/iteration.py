@@ -1,9 +1,10 @@
-"""The part common to all iterations: a start, the true residual at the end, and a restart if the two residuals differ.
+"""The driver of all iterative methods: start, check of the true residual at the end, restarts, and diagnosis of failures.
 
-The residual of a recurrence drifts from the true one by rounding, and an operator without the properties required by its
-method can make it meaningless. So a result is accepted only after one more product with the operator: the true residual
-must be within ten times the tolerance, or within the effect of rounding the solution. If there is none, a few products with
-the operator tell why: it is singular, not linear or not symmetric, or its rows differ in size by more than is resolved.
+The residual of a recurrence differs from the true one by rounding errors, and is meaningless if the operator lacks
+properties that the method requires. Therefore a solution is accepted only after one more product with the operator: its
+true residual must be within ten times the tolerance, or within the effect of rounding the solution. If the iteration fails,
+a few products with the operator find the reason: it is singular, not linear or not symmetric, or the sizes of its rows
+differ too much.
 """
 
 from __future__ import annotations
@@ -26,31 +27,32 @@ own residuals meet their targets; the others are to be restarted from the true r
 each iteration as its history. On all ranks it raises a ValueError where a product with operator or preconditioner isn't
 finite, a ConvergenceError where the iterations are used up or (conjugate gradients) one of them isn't positive definite."""
 
-_SLACK = 10.0  # times the tolerance: allowed drift of recurrences
-_PATIENCE = 3  # restarts in a row without progress, before the iteration counts as stalled
+_SLACK = 10.0  # allowed true residual, as a multiple of the tolerance
+_PATIENCE = 3  # number of successive restarts without progress after which the iteration fails
 
 
 def iterate(method: Method, system: System, b: LocalArray, x0: LocalArray | None) -> LocalArray:
-    """Return the solution of a system, of the shape and dtype of `b`, starting from `x0` or zero; all ranks call it.
+    """Return the solution of a system, of the shape and dtype of `b`, starting from `x0` or zero; collective.
 
-    On all ranks it raises as `solve`.
+    Raises the errors of `solve`, on all ranks.
     """
     b = system.rows(b)
     targets, norms = system.start(b)
     if not targets.any():
         return system.block(np.zeros_like(b))
     units = column(b, system.units.astype(b.real.dtype))
-    # Largest residual accepted as rounding: a larger one means that the operator is singular to working precision.
+    # The largest residual that may be due to rounding; a larger one shows that the operator is singular to working
+    # precision.
     most = np.finfo(b.dtype).eps ** 0.25 * norms
     if x0 is None:
         x, r = np.zeros_like(b), b.copy()
     else:
-        # With a zero right-hand side the solution is known.
+        # For a zero right-hand side the solution is zero.
         usable = beside(b, np.where(norms > 0.0, 1.0, 0.0))[:, None] > 0.0
         x = np.where(usable, system.rows(x0) / units, 0.0).astype(b.dtype)
         r, norms = _true_residual(system, b, x)
     system.note(norms)
-    # With left preconditioning the method has used another residual, so only the true one is decisive.
+    # With left preconditioning the method uses another residual, so the true one must meet the tolerance itself.
     idle, slack = 0, 1.0 if system.settings.side == "left" else _SLACK
     while True:
         arrived = method(system, x, r, norms, targets)
@@ -92,7 +94,7 @@ def _stalled(system: System, norms: np.ndarray, targets: np.ndarray, arrived: bo
     system.fail(f"{problem}: {found}" if found else f"{problem}. {advice}")
 
 
-# Diagnosis of an operator, from a solution or from a failure.
+# Diagnosis of an operator.
 
 _SEED = 20250101
 _MARGIN = 100.0  # multiple of the rounding error of a product with the operator
@@ -116,10 +118,10 @@ def require_iterations(system: System, targets: np.ndarray) -> None:
 
 
 def rounding_floor(system: System, x: LocalArray, targets: np.ndarray) -> np.ndarray:
-    """Return the smallest norm that the residual of a rounded solution can have, for each system.
+    """Return an estimate of the smallest norm that the residual of a rounded solution can have, for each system.
 
-    Rounding x moves each entry up or down by up to half a unit in its last place: A (±x) eps, with random signs, has the
-    size of the effect on the residual. An iteration adds up a number of such errors.
+    Rounding changes each entry of x by up to half a unit in the last place. The effect on the residual is of the size of
+    eps A (±x), with random signs, times a factor, since an iteration adds up several such errors.
     """
     image = system.apply((_signs(x, 0) * x).astype(x.dtype))
     return np.maximum(targets, _MARGIN * np.finfo(x.dtype).eps * system.norms(image))
@@ -128,11 +130,11 @@ def rounding_floor(system: System, x: LocalArray, targets: np.ndarray) -> np.nda
 def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> None:
     """Raise on all ranks if the solution isn't unique because the operator maps constants to zero.
 
-    One product shows whether x plus a constant as large as x also meets the tolerance. A loose tolerance allows that too;
-    only then another product decides whether the constant's image is more than rounding.
+    One product shows whether x plus a constant of the size of x also meets the tolerance. With a loose tolerance this may
+    happen for a nonsingular operator, too; another product then shows whether the constant's image is only rounding.
     """
     image = system.apply(np.ones_like(x))
-    # The number of entries too, so that the mean square of the solution follows from the same reduction.
+    # The number of entries is included, for the mean square of the solution.
     own = np.array([*inner((x, x), (image, image)).ravel(), *[x.shape[1]] * len(x)])
     squares, of_image, total = np.real(system.sums(own)).reshape(3, -1)
     change = np.sqrt(squares * of_image / np.maximum(total, 1.0))
@@ -145,10 +147,10 @@ def require_determined(system: System, x: LocalArray, targets: np.ndarray) -> No
 
 
 def diagnosis(system: System) -> str:
-    """Return the problem with the operator of an unsolved system, as the end of a message; empty if unknown."""
+    """Return a description of what is wrong with the operator of an unsolved system, for a message; empty if unknown."""
     like = system.full(0.0)
     one, other = _signs(like, 0).astype(system.dtype), _signs(like, 1).astype(system.dtype)
-    # For zero, a constant, and two fields and their sum: a linear operator maps the sum to the images' sum.
+    # The images of zero, a constant, two fields, and their sum, which a linear operator maps to the sum of their images.
     images = [system.apply(v) for v in (like, np.ones_like(like), one, other, one + other)]
     squares = np.real(system.dots(*[(v, v) for v in images]))
     gap = images[4] - images[2] - images[3]
@@ -159,7 +161,7 @@ def diagnosis(system: System) -> str:
     if not squares[1:3].any():
         return "the operator maps all fields to zero. Check the coefficients; if it is a derivative, start from another u."
     constant = (squares[1] <= _rounding_squared(system.dtype) * squares[2]).any()
-    # If some rows are so small, neither a constant's image nor a product's sign says anything about them.
+    # If some rows are very small, the image of a constant and the sign of a product don't show singularity or definiteness.
     contrast = _contrast(system, images[2], images[3], scale / system.length)
     if constant and not contrast:
         return _SINGULAR + "."
@@ -179,7 +181,7 @@ def _contrast(system: System, one: LocalArray, other: LocalArray, mean: np.ndarr
     low = (squares > 0.0) & (squares < _CONTRAST**2 * mean.reshape(-1, 1))
     local = [on_host(np.sum(rows, axis=1)) for rows in (low, np.where(low, squares, 0.0))]
     count, total = np.real(system.sums(np.array(local, float)))
-    # Random signs cancel in one row of sixteen at most.
+    # With random signs, the entries of at most about one row in sixteen cancel.
     found = np.sqrt(mean * count / np.where(total > 0.0, total, np.inf))
     return float(np.max(np.where(count > 0.2 * system.length, found, 0.0)))
 
@@ -189,5 +191,5 @@ def _rounding_squared(dtype: np.dtype) -> float:
 
 
 def _signs(like: LocalArray, number: int) -> LocalArray:
-    # The same signs on all ranks would also do: only constants and smooth fields would not.
+    # The signs needn't differ between ranks.
     return beside(like, np.random.default_rng(_SEED + number).integers(0, 2, like.shape) * 2 - 1)

@@ -1,9 +1,9 @@
-"""Krylov methods on blocks: conjugate gradients, GMRES and BiCGStab; the last two are described above their code.
+"""Krylov methods for distributed vectors: conjugate gradients, GMRES and BiCGStab.
 
-Preconditioned conjugate gradients take one reduction per iteration. The inner products of an iteration are collected in one
-reduction: A is applied to the preconditioned residual z, and A p follows by the recurrence of p. On many ranks a reduction
-costs more than the two additional vector updates. Near the end the norm of the residual is computed before the
-preconditioner runs, which costs a reduction and saves a multigrid cycle.
+The preconditioned conjugate gradient method takes one reduction per iteration, for all inner products: A is applied to the
+preconditioned residual z, and A p follows from A z by the recurrence of p. On many ranks a reduction costs more than the
+two additional vector updates. Near the end the norm of the residual is computed before the preconditioner is applied, which
+takes an additional reduction, but avoids an unnecessary application of the preconditioner.
 
 References
 ----------
@@ -20,14 +20,14 @@ from mpiad.linalg.iteration import diagnosis, require_iterations
 from mpiad.linalg.system import System, preconditioned_product, preconditioned_start
 from mpiad.linalg.vectors import add_scaled, column, combined, on_host, products, scale_and_add
 
-# GMRES on blocks, restarted, with one reduction per iteration.
+# Restarted GMRES with one reduction per iteration.
 #
-# Orthogonalization is classical Gram-Schmidt, done twice in one reduction: besides the products of the basis with the new
-# vector it includes those with the newest vector of the basis, which complete the Gram matrix G of the basis. The
-# correction by the second pass, s - G s for the products s of the first one, then needs no separate message. The norm of
-# the remainder follows from the same numbers; if too much of it cancels, it is computed, together with a usual pass.
+# Orthogonalization is classical Gram-Schmidt with two passes in one reduction. The reduction contains the inner products s
+# of the basis with the new vector, and those of the basis with its last vector, which complete the Gram matrix G of the
+# basis. The correction of the second pass, s - G s, then needs no further reduction. The norm of the remainder follows from
+# the same numbers; if too many digits cancel, it is computed directly, with another pass.
 #
-# The basis need not be orthonormal beyond rounding: A V = V H holds for any basis made in this way.
+# The basis needn't be exactly orthonormal: A V = V H holds for any basis computed in this way.
 #
 # References
 # ----------
@@ -53,13 +53,13 @@ class _Basis:
         known = self.vectors[:, : j + 1]
         last = known[:, j]
         s, square = self._products(system, known, last, w)
-        # Two passes of Gram-Schmidt in one: s - (G s - s), by the Gram matrix of the basis instead of a second product.
+        # Both passes of Gram-Schmidt: s + (s - G s).
         h = 2.0 * s - np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], s)
         w = w - combined(known, h)
         seen = np.einsum("kij,kj->ki", self.gram[:, : j + 1, : j + 1], h)
-        # |w - V h|² by Pythagoras, from known sums.
+        # |w - V h|² from known sums.
         rest = square - 2.0 * np.sum(h.conj() * s, axis=1).real + np.sum(h.conj() * seen, axis=1).real
-        # Below this fraction of the square the result of Pythagoras has lost half of its digits.
+        # Below this fraction of |w|², half of the digits are lost by cancellation.
         if (active & (rest <= np.sqrt(np.finfo(w.dtype).eps) * square)).any():
             w, h, rest = self._again(system, known, w, h, square)
         norm = np.sqrt(np.maximum(rest, 0.0))
@@ -68,7 +68,7 @@ class _Basis:
         inverse = np.where(active & (norm > 0.0), 1.0 / np.where(norm > 0.0, norm, 1.0), 0.0)
         self.vectors[:, j + 1] = w * column(w, inverse)
         self.steps[active] = j + 1
-        # With a zero remainder the space can't grow; the true residual shows whether it contains the solution.
+        # If the remainder is zero, the space can't grow; the true residual shows whether it contains the solution.
         self.complete |= active & (norm == 0.0)
 
     def _products(self, system: System, known: LocalArray, last: LocalArray, w: LocalArray) -> tuple:
@@ -88,18 +88,18 @@ class _Basis:
         s, left = total[: -len(w)].reshape(len(w), -1), np.real(total[-len(w) :])
         w = w - combined(known, s)
         rest = left - np.sum(np.abs(s) ** 2, axis=1)
-        # Only rounding is left if the space contains the solution.
+        # A remainder below this consists of rounding errors.
         floor = (10.0 * np.finfo(w.dtype).eps) ** 2 * square
         return w, h + s, np.where(rest > floor, rest, 0.0)
 
     def residuals(self, j: int, active: np.ndarray, before: np.ndarray) -> np.ndarray:
-        """Return the least norm of each residual after step j; inactive ones are unchanged."""
+        """Return the minimal norm of each residual after step j; inactive ones are unchanged."""
         found = before.copy()
-        # The last column of Q is orthogonal to all columns of H: the first unit vector's component along it remains.
+        # The residual is the component of the first unit vector along the last column of Q, which is orthogonal to H.
         q = np.linalg.qr(self.hessenberg[active, : j + 2, : j + 1], mode="complete")[0]
         found[active] = np.abs(q[:, 0, -1]) * self.norms[active]
         for c in np.flatnonzero(active & self.complete).tolist():
-            # With a singular operator the columns may be dependent, and Q is useless.
+            # For a singular operator the columns of H may be dependent, and Q can't be used.
             found[c] = self._least(c)[1]
         return found
 
@@ -107,12 +107,12 @@ class _Basis:
         steps = self.steps[c]
         known, right = self.hessenberg[c, : steps + 1, :steps], np.zeros(steps + 1, self.hessenberg.dtype)
         right[:1] = self.norms[c]
-        # By singular values, since the columns are dependent if the space could grow no further.
+        # By singular values, since the columns may be dependent.
         y = np.linalg.lstsq(known, right, rcond=None)[0]
         return y, float(np.linalg.norm(right - known @ y))
 
     def combination(self) -> LocalArray:
-        """Return the vectors with the least residuals, of shape (k, n)."""
+        """Return the vectors in the Krylov spaces with minimal residuals, shape (k, n)."""
         out = np.zeros_like(self.vectors[:, 0])
         for c, steps in enumerate(self.steps):
             out[c] = combined(self.vectors[c : c + 1, :steps], self._least(c)[0].astype(out.dtype)[None])[0]
@@ -120,14 +120,14 @@ class _Basis:
 
 
 def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
-    """Improve the solution of any nonsingular systems by one cycle: a `Method`."""
+    """Improve the solutions of nonsingular systems by one cycle: a `Method`."""
     require_iterations(system, targets)
     first, norms, scale = preconditioned_start(system, r, norms)
     targets = targets * scale
     length = max(1, min(system.settings.restart, system.limit - system.iterations, system.unknowns))
     basis = _Basis(first, norms, length)
     for j in range(length):
-        # Systems that have converged, or whose space can't grow, pause while the others continue.
+        # Systems that have converged, or whose space can't grow, don't change any more.
         active = (norms > targets) & (basis.steps == j) & ~basis.complete
         if not active.any():
             break
@@ -136,15 +136,15 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
         norms = basis.residuals(j, active, norms)
         system.note(norms / scale)
     step = basis.combination()
-    # From the right the preconditioner is still to be applied to the combination of basis vectors.
+    # With the right side the preconditioner is applied to the combination of basis vectors.
     x += step if system.settings.side == "left" else system.precondition(step)
     return bool((norms <= targets).all())
 
 
-# BiCGSTAB on blocks: two products and two reductions per iteration, and no stored basis.
+# BiCGStab: two products and two reductions per iteration, without a stored basis.
 #
-# The product of the next residual with the shadow residual is computed from the second reduction, which saves a third one;
-# so is its norm.
+# The norm of the next residual and its inner product with the shadow residual follow from the second reduction, which saves
+# a third one.
 #
 # References
 # ----------

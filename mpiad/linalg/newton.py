@@ -1,4 +1,4 @@
-"""`newton`: a distributed nonlinear system, differentiated by the implicit function theorem.
+"""`newton`: the solution of a distributed nonlinear system, differentiated by the implicit function theorem.
 
 From F(u, p) = 0 follows J u̇ = -∂F/∂p ṗ, where J is the Jacobian with respect to u. A tangent takes one linear solve, and
 so does a cotangent, with Jᵀ λ = ū and p̄ = -(∂F/∂p)ᵀ λ. Both use the operator of linear solves, with J's products as its
@@ -29,18 +29,18 @@ from mpiad.transport.recovery import recoverable
 from mpiad.transport.tracing import opaque
 from mpiad.transport.user_failures import DeferredFailures
 
-# Newton's method on blocks: inexact linear solves, with steps shortened until the residual falls.
+# Inexact Newton method with a line search.
 #
-# A step that reduces the residual of the linear model to a fraction η must achieve at least a small part of the predicted
-# decrease; otherwise it is shortened to the minimum of the parabola through the known values. Near the root full steps are
-# taken, and η falls with the square of the residual's ratio, so that convergence stays quadratic.
+# A step reduces the residual of the linear model to a fraction η. It must achieve a small part of the predicted decrease of
+# the residual; otherwise it is shortened to the minimum of a parabola through the known values. Near the root full steps
+# are taken, and η is proportional to the square of the ratio of residuals, so convergence remains quadratic.
 
 
 _FIRST_FORCING, _LARGEST_FORCING = 0.5, 0.9  # η₀ and η_max of Eisenstat and Walker
 _SUFFICIENT = 1e-4  # fraction of the decrease that the linear model predicts
 _SHORTEST = 1e-8
 _FAR = 1e6
-_PATIENCE, _SLOW = 5, 0.99  # number of steps, and the fraction to which they must reduce the residual
+_PATIENCE, _SLOW = 5, 0.99  # the iteration fails if this number of steps doesn't reduce the residual to this fraction
 
 Linear = Callable[[LocalArray, float], System]
 """``linear(u, rtol)``: the system with the Jacobian at u, to be solved to a tolerance."""
@@ -49,10 +49,10 @@ Linear = Callable[[LocalArray, float], System]
 def find_root(
     residual: Function, linear: Linear, u0: LocalArray, settings: Settings, failures: DeferredFailures
 ) -> LocalArray:
-    """Return u, of the form of `u0`, at which the residual is zero; collective. Raises as `newton`.
+    """Return the root of the residual, an array like `u0`; collective. Raises the errors of `newton`.
 
-    ``linear(u, rtol)`` makes the system with the Jacobian at u, for the settings' method to solve. `failures` are shared
-    with the linear systems: the next sum reports a failure that one of them hasn't reported.
+    `linear`: ``linear(u, rtol)`` returns the linear system with the Jacobian at u. `failures`: shared with the linear
+    systems, so that the next sum reports a failure in one of them.
     """
     system = System(residual, None, u0, settings._replace(method="newton"), "residual", failures)
     u = system.rows(u0)
@@ -64,7 +64,7 @@ def find_root(
     while norm > target:
         if system.iterations >= int(settings.maxiter or 0):
             system.fail(f"the residual didn't fall to {target:.3e} within maxiter={settings.maxiter} steps")
-        # Not more accurate than the target requires: the last step would do needless work.
+        # The last linear system isn't solved more accurately than the target requires.
         within = max(forcing, 0.5 * target / norm)
         system.usable = system.block(u)
         step = _newton_step(system, linear(system.block(u), within), METHODS[settings.method], u, f)
@@ -76,7 +76,7 @@ def find_root(
         since = system.history[-1 - _PATIENCE :][0]
         stalled = len(system.history) > _PATIENCE and norm > target and norm > _SLOW * since
         if found is None or stalled:
-            # The residual may be larger than the target by the effect of rounding u to its precision, but not more.
+            # The residual may exceed the target by the effect of rounding u.
             if norm <= rounding_floor(linear(system.block(u), 1.0), u, np.array([target]))[0]:
                 break
             if found is None:
@@ -90,7 +90,7 @@ def find_root(
                 f"it to {norm:.3e}, to fall to {target:.3e}. mpiad.testing.check_grads(residual, u0) shows whether its "
                 "derivative is right; if it is, start nearer to the solution"
             )
-        # Choice 2 with γ = 0.9 and α = 2, and its safeguard, which isn't to be too demanding too early.
+        # Choice 2 with γ = 0.9 and α = 2, with a safeguard against a premature small tolerance.
         kept, forcing = 0.9 * forcing**2, 0.9 * (norm / before) ** 2
         forcing = min(max(forcing, kept) if kept > 0.1 else forcing, _LARGEST_FORCING)
     system.settle()
@@ -107,7 +107,7 @@ def _newton_step(system: System, linear: System, method: Method, u: LocalArray, 
             raise
         system.fail(f"{failure} ({error})")
     lengths = np.sqrt(np.real(system.dots((step, step), (u, u), (f, f))[:, 0]))
-    # Such a long step may come from a Jacobian that maps it to zero up to rounding: one product decides.
+    # A very long step may be due to a Jacobian that is singular to working precision; one product decides this.
     if lengths[0] > _FAR * (lengths[1] + lengths[2]):
         if rounding_floor(linear, step, np.zeros(1))[0] > lengths[2]:
             system.fail(f"{failure}: the Jacobian is singular to working precision. {diagnosis(linear)}")
@@ -125,7 +125,7 @@ def _search(
         found = float(system.norms(f)[0])
         if found <= (1.0 - _SUFFICIENT * length * (1.0 - within)) * norm:
             return new, f, found
-        # From the parabola through the squared norms at 0 and here, with the slope of Newton's direction.
+        # The minimum of the parabola through the squared norms at 0 and here, with the known slope at 0.
         shorter = 0.1 if not np.isfinite(found) else norm**2 * length / (found**2 + (2.0 * length - 1.0) * norm**2)
         length *= float(np.clip(shorter, 0.1, 0.5))
     return None
@@ -155,8 +155,8 @@ def newton(
 ) -> LocalArray:
     """Solve residual(u, params) = 0 by Newton's method, each rank holding a block of u.
 
-    The linear systems are solved only as accurately as the next step needs (Eisenstat and Walker's second choice), with
-    Jacobian products by forward mode, and each step is shortened until the residual falls.
+    The linear systems are solved only as accurately as needed (Eisenstat and Walker's second choice), with Jacobian
+    products by forward mode. Each step is shortened until the residual decreases.
 
     Parameters
     ----------
@@ -195,8 +195,8 @@ def newton(
     TypeError, ValueError
         On all ranks, if an argument is invalid, or `residual` doesn't return an array like `u0` or isn't finite at `u0`.
     Exception
-        On all ranks, an exception of a user function on one: the exception itself there, one of the same type and text
-        elsewhere. If other ranks are left waiting for its messages, the job ends: see the chapter on faults.
+        On all ranks, if a user function raises it on any rank; the other ranks raise one with the same type and text. If
+        other ranks wait for messages of the failed rank, the job ends: see the chapter on faults.
     ConvergenceError
         On all ranks, with the residual after each step, if no step along Newton's direction reduces the residual, a linear
         system isn't solved, or the maximum number of steps is reached.
@@ -220,7 +220,7 @@ def newton(
     [2. 2.]
     """
     settings = Settings(method, rtol, atol, maxiter, comm, callback, restart, side, call=_CALL, probe=False)
-    # The tolerance is that of derivatives; steps have their own (see `Problem.step`).
+    # This tolerance is for the solves of derivatives; those of Newton steps have their own.
     linear = settings._replace(rtol=rtol or _OF_DERIVATIVES, atol=0.0, maxiter=linear_maxiter, callback=None)
     settings = agree_on(settings, _mistake(residual, stop_gradient(u0), preconditioner, linear, settings), preconditioner)
     linear = linear._replace(preconditioned=settings.preconditioned)
@@ -240,23 +240,23 @@ class NonlinearProblem(NamedTuple):
     """A nonlinear system without the values of its parameters."""
 
     residual: Function
-    build: Callable[[Any], Any]  # from the leaves of the parameters to the parameters
+    build: Callable[[Any], Any]  # assembles the parameters from their leaves
     settings: Settings
     start: LocalArray
     jacobian: Problem  # the linear system with the Jacobian, whose leaves are u and those of the parameters
 
     def at(self, all_leaves: Tree) -> LocalArray:
-        """Return the residual at u and the leaves, as part of the surrounding program."""
+        """Return the residual at u and the leaves; the enclosing trace records it."""
         return self.residual(all_leaves[0], *self.build(all_leaves[1:]))
 
 
 @custom_operator
 def root(*leaves: Any, problem: NonlinearProblem) -> LocalArray:
-    """Return u with residual zero: `newton` as one operator of the leaves of its parameters, with the same adjoint."""
+    """Return the root as one differentiable operator of the leaves of the parameters."""
     failures = problem.jacobian.new_failures()
 
     def linear(u: LocalArray, rtol: float) -> System:
-        # A Newton step evaluates the nonlinear residual anyway; the exact linear one isn't worth its product.
+        # The linear solution needn't be verified, since the nonlinear residual is evaluated next.
         settings = problem.jacobian.settings._replace(rtol=rtol, verify=False)
         return problem.jacobian._replace(settings=settings, failures=failures).system([u, *leaves], u)
 
@@ -272,7 +272,7 @@ def _adjoint(ans: LocalArray, *leaves: Any, problem: NonlinearProblem) -> Callab
             "residual", lambda u: make_vjp(problem.at)([u, *leaves])[0], ans, again=lambda: problem.start
         )
         multiplier = solution_of_adjoint(g, [ans, *leaves], problem.jacobian, failures)
-        # The cotangent of u is Jᵀ λ, which equals g; it is checked if J was assumed to be symmetric.
+        # The cotangent of u is Jᵀ λ, which must be g; this is checked if J was assumed to be symmetric.
         of_leaves = pulled_back(pull, multiplier, g, problem.jacobian, failures)
         return [None if part is None else -part for part in of_leaves]
 

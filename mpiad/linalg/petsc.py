@@ -1,7 +1,7 @@
-"""`petsc.solve`: PETSc's Krylov methods and preconditioners, chosen by PETSc's options, differentiated like `solve`.
+"""`petsc.solve`: linear systems by PETSc's Krylov methods and preconditioners, with the derivatives of `linalg.solve`.
 
-PETSc solves for corrections: its result is checked by the true residual, and it is called again if that isn't small enough,
-so that its results meet the same tolerances as those of the library's own methods. petsc4py is imported on first use.
+PETSc is called by the same driver as the library's own methods (see `iteration`): it solves for corrections, and is called
+again until the true residual meets the tolerance. petsc4py is imported on first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpiad.transport import Channel, channel
 from mpiad.transport.recovery import recoverable
 
 _CALL = "linalg.petsc.solve"
-_prefixes = itertools.count()  # one prefix per solve: PETSc's options are one table for the whole process
+_prefixes = itertools.count()  # each solve has its own prefix, since PETSc has one table of options per process
 
 
 @recoverable(_CALL)
@@ -46,14 +46,14 @@ def solve(
     Parameters
     ----------
     operator : callable or DistributedMatrix
-        ``operator(u, *params)`` as in `solve`, used as a shell matrix; or a sparse matrix, which every preconditioner of
-        PETSc can use.
+        ``operator(u, *params)`` as in `solve`, used as a shell matrix; or a sparse matrix, with which all of PETSc's
+        preconditioners work.
     b : array
-        Of PETSc's scalar type: float64 or complex128, depending on its build.
+        This rank's block of the right-hand side, of PETSc's scalar type: float64 or complex128, depending on the build.
     *params : pytree of arrays
         Arguments of the operator; none with a DistributedMatrix, whose values take their place.
     options : dict, optional
-        As on PETSc's command line, without the dash: ``{"ksp_type": "gmres", "pc_type": "gamg"}``.
+        PETSc's command line options without dashes, such as ``{"ksp_type": "gmres", "pc_type": "gamg"}``.
     rtol, atol, maxiter, x0, verify, comm
         As in `solve`.
 
@@ -66,7 +66,7 @@ def solve(
     ImportError
         If petsc4py isn't installed.
     Exception
-        On all ranks, an exception of `operator` on one, as in `solve`.
+        On all ranks, if `operator` raises it on any rank, as in `solve`.
     TypeError, ValueError, ConvergenceError
         On all ranks, as in `solve`; if PETSc fails, with the name of its reason.
 
@@ -128,7 +128,7 @@ def _method(
             operator = (
                 _shell(petsc, used, system) if matrix is None else _assembled(petsc, used, matrix, params[0], transposed)
             )
-            # PETSc may measure residuals by their preconditioned norm: only ratios are comparable.
+            # A relative tolerance, since PETSc may use the preconditioned norm of residuals.
             rtol = max(0.5 * float(targets[0] / norms[0]), 1e-13)
             prefix, database = f"mpiad_{next(_prefixes)}_", petsc.Options()
             for name, value in options.items():
@@ -140,7 +140,7 @@ def _method(
                 ksp.setTolerances(rtol=rtol, atol=0.0, max_it=system.limit)
                 ksp.setConvergenceHistory()
                 ksp.setFromOptions()
-                # A copy: the vector uses the given memory, and r belongs to the iteration.
+                # A copy, since the vector uses the given memory.
                 right = petsc.Vec().createWithArray(np.array(r[0]), comm=used.user)
                 step = right.duplicate()
                 ksp.solve(right, step)
@@ -154,7 +154,7 @@ def _method(
             for norm in history[1:]:
                 system.note(np.array([norm]))
             if reason < 0:
-                system.settle()  # for a NaN that signals an exception
+                system.settle()  # raises if a NaN has signaled an exception
                 names = [
                     name for name, value in vars(petsc.KSP.ConvergedReason).items() if value == reason and name[0] != "_"
                 ]
@@ -169,11 +169,11 @@ def _method(
 def _shell(petsc: ModuleType, used: Channel, system: System) -> Any:
     class Context:
         def mult(self, matrix: Array, x: Array, y: Array) -> None:
-            # A copy: the vector's memory is PETSc's, and the user's operator may keep its argument.
+            # A copy, since the memory is PETSc's, and the user's operator may keep its argument.
             y.setArray(system.apply(np.array(x.getArray())[None])[0])
 
     size = system.length, None
-    # The user's communicator, here and below: PETSc makes a duplicate itself, and accepts none that is watched.
+    # The user's communicator, which PETSc duplicates; the wrapped ones of debug mode can't be passed to PETSc.
     return petsc.Mat().createPython((size, size), Context(), comm=used.user)
 
 

@@ -1,4 +1,4 @@
-"""`solve`: a distributed linear system whose operator is a function."""
+"""`solve`: the solution of a distributed linear system whose operator is a function."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from mpiad.transport.user_failures import DeferredFailures
 # is λ, and that of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at the solution. The iteration
 # itself is never traced. Both rules are composed of this operator and the user's, so they can be differentiated again.
 #
-# The adjoint of the transposed system is the original system, and λᵀ A u has the same value for both. So the cotangent of p
-# in the transposed system also comes from the operator, with u and λ interchanged.
+# The adjoint of the transposed system is the original system, and λᵀ A u is the same number in both. So the cotangent of p
+# in the transposed system also comes from a reverse pass through A, with u and λ interchanged.
 #
-# An operator is linear in u, so one trace of it serves all products with its transpose in a solve. The transpose of a
+# An operator is linear in u, so one trace is enough for all products with its transpose in a solve. The transpose of a
 # preconditioner is its attribute `T`, the result of its method `transpose()`, given separately, or derived like that of the
-# operator. Otherwise the preconditioner is assumed to be symmetric; if it isn't, the only cost is more iterations.
+# operator. Otherwise the preconditioner is assumed to be symmetric; if it isn't, more iterations are needed.
 
 
 DERIVED = "derived"
@@ -51,25 +51,25 @@ class Problem(NamedTuple):
 
     matvec: Function
     preconditioner: Function | None
-    build: Callable[[Any], Any]  # from the leaves of the parameters to the parameters
+    build: Callable[[Any], Any]  # assembles the parameters from their leaves
     settings: Settings
     start: LocalArray | None = None  # initial guess
     preconditioner_transpose: Any = None  # callable, "derived" or None
     transposed: bool = False  # whether the system is that of the transposed operator
-    # ``solver(params, transposed)`` makes the method if it isn't one of this library's.
+    # ``solver(params, transposed)`` returns the method if it isn't one of this library's.
     solver: Callable[..., Method] | None = None
-    # Failures of this rank before the solve, in the call that contains it.
+    # Failures of this rank before the solve, in the enclosing call.
     failures: DeferredFailures | None = None
     talkers: set[str] | None = None  # as `DeferredFailures` takes it, for this problem and those of its derivatives
 
     def derived(self, failures: DeferredFailures) -> Problem:
-        """Return the problem of a tangent: the same operator, started from zero."""
+        """Return the problem of a tangent: the same operator, with the initial guess zero."""
         settings = self.settings._replace(callback=None, reported=False, probe=False)
         return self._replace(start=None, settings=settings, failures=failures)
 
     @property
     def hermitian(self) -> bool:
-        """Whether the method is for operators that are their own (conjugate) transpose."""
+        """Whether the method requires a symmetric or Hermitian operator."""
         return self.settings.method == "cg"
 
     def adjoint(self, failures: DeferredFailures) -> Problem:
@@ -78,7 +78,7 @@ class Problem(NamedTuple):
         return derived if self.hermitian else derived._replace(transposed=not self.transposed)
 
     def product(self, all_leaves: Tree) -> LocalArray:
-        """Return the product of the operator and u, the first leaf, as part of the surrounding program."""
+        """Return the product of the operator and u, the first leaf; the enclosing trace records it."""
         return self.matvec(all_leaves[0], *self.build(all_leaves[1:]))
 
     def own_product(self, all_leaves: Tree) -> LocalArray:
@@ -99,7 +99,7 @@ class Problem(NamedTuple):
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
-            # Traced here, not in the first product: an exception is known before any reverse pass runs.
+            # The operator is traced here, so that an exception is known before a reverse pass.
             apply = failures.attempt("matvec", lambda like: self.transposed_matvec(params, like), b, again=lambda: b)
         if self.preconditioner is not None and self.transposed:
             precondition = failures.attempt(
@@ -140,9 +140,9 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
             zero = spec_like(stop_gradient(u)).zeros()
             return failures.attempt("matvec", lambda u: make_vjp(problem.product)([u, *leaves])[0], u, again=lambda: zero)
 
-        # λᵀ A u is the same number from both sides: the user's operator is differentiated in either case.
+        # In both cases λᵀ A u is differentiated through the user's operator.
         if not problem.transposed:
-            # Before the solve, whose first sum reports an exception of the operator to the other ranks.
+            # Traced before the solve, whose first sum reports an exception of the operator to the other ranks.
             pull = pull_at(ans)
             left = multiplier = solution_of_adjoint(g, leaves, problem, failures)
         else:
@@ -156,22 +156,22 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
 
 
 def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures) -> list:
-    """Return the cotangents of all arguments but the first of a traced function of the user.
+    """Return the cotangents of all arguments but the first of a traced user function, for the cotangent `left`.
 
-    An exception in the user's adjoint on one rank is raised on all. A ValueError if the first cotangent isn't `g` although
-    the operator was assumed to be its own transpose.
+    An exception in the user's adjoint on one rank is raised on all. If the operator was assumed to be symmetric, but the
+    first cotangent isn't `g`, a ValueError is raised.
     """
     found = failures.attempt("adjoint", pull, left) or [None]
     if problem.hermitian:
         require_transpose(stop_gradient(found[0]), stop_gradient(g), problem.settings, failures)
     else:
-        failures.raise_together()  # no sum follows that could inform the other ranks
+        failures.raise_together()  # since no reduction follows
     return list(found[1:])
 
 
 def solution_of_adjoint(g: LocalArray, leaves: Tree, problem: Problem, failures: DeferredFailures) -> LocalArray:
-    """Return λ with Aᵀ λ = g, where A is the operator of the problem; collective, and differentiable."""
-    # Aᵀ is the conjugate of a Hermitian A: Aᵀ λ = g if A λ* = g*.
+    """Return the solution λ of Aᵀ λ = g, where A is the operator of the problem; collective and differentiable."""
+    # For Hermitian A, Aᵀ λ = g is equivalent to A λ* = g*.
     if problem.hermitian and g.dtype.kind == "c":
         return anp.conj(solution(anp.conj(g), *leaves, problem=problem.adjoint(failures)))
     return solution(g, *leaves, problem=problem.adjoint(failures))
@@ -191,8 +191,8 @@ def _tangent(gs: list, ans: LocalArray, b: LocalArray, *leaves: Any, problem: Pr
 
 
 def direction_of(leaf: Array, tangent: Array) -> Array:
-    """Return the tangent of a leaf of the parameters in the form that `make_jvp` takes; zero if there is none."""
-    # A number without a tangent gets a plain zero, since it has no dtype.
+    """Return the tangent of a leaf of the parameters for `make_jvp`; zero if there is none."""
+    # A Python number has no dtype, so its zero tangent is a Python number, too.
     return tangent_of(leaf, tangent) if np.ndim(stop_gradient(leaf)) or tangent is not None else 0.0
 
 
@@ -201,7 +201,7 @@ defjvp_together(solution, _tangent)
 
 
 def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Settings, failures: DeferredFailures) -> None:
-    """Raise on all ranks an exception of one; a ValueError if A λ is g but Aᵀ λ isn't: A isn't its own transpose."""
+    """Raise a ValueError on all ranks if A isn't symmetric: Aᵀ λ isn't g, but A λ is; or an exception of any rank."""
     gap = (np.nan if transposed is None else transposed) - g
     with restoring_state(), suspended():
         own = inner(*[(v.reshape(1, -1), v.reshape(1, -1)) for v in (gap, g)])
@@ -209,7 +209,7 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Se
     if not np.isfinite(squares).all():
         failures.raise_together()
     found, norm = np.sqrt(squares).tolist()
-    # Beyond the tolerance, rounding keeps the true residual of an ill-conditioned system above that of the iteration.
+    # For ill-conditioned systems rounding errors may exceed the tolerance.
     if found > 10 * max(settings.rtol * norm, settings.atol) + np.finfo(g.dtype).eps ** 0.25 * norm:
         text = (
             f"{settings.call}: {settings.method} needs a symmetric operator, but in the derivative A λ = g was solved and "
@@ -220,15 +220,16 @@ def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Se
 
 
 def transposed_function(fun: Function, like: LocalArray) -> Callable[[Any], Any]:
-    """Return the transpose of a linear function of arrays of one shape and dtype; the function is traced here."""
-    # At zero: the function is linear, so its derivative is the same everywhere.
+    """Return the transpose of a linear function, from a trace; `like` has the shape and dtype of argument and result."""
+    # Since the function is linear, it can be traced at zero.
     return make_vjp(fun)(spec_like(like).zeros())[0]
 
 
 def transposed_preconditioner(preconditioner: Function, given: Any, rest: tuple, like: LocalArray) -> Function:
-    """Return the transpose of a preconditioner as a function of the residual, which has the shape and dtype of `like`.
+    """Return the transpose of a preconditioner as a function of the residual.
 
-    `given` is the user's `preconditioner_transpose`: a function, "derived" or None; `rest` are the params.
+    `given`: the user's `preconditioner_transpose`, a function, "derived" or None. `rest`: the params. `like`: an array like
+    the residual.
     """
     if given is None:
         given = getattr(preconditioner, "T", None)
@@ -240,7 +241,7 @@ def transposed_preconditioner(preconditioner: Function, given: Any, rest: tuple,
 
 
 def taking(fun: Function, params: tuple) -> Function:
-    """Return `fun` as a function of its first argument, with the params bound if it requires that many arguments."""
+    """Return `fun` as a function of its first argument, with the params bound if it requires them."""
     rest = params if _takes(fun, len(params)) else ()
     return lambda r: fun(r, *rest)
 
@@ -253,7 +254,7 @@ def _takes(fun: Function, extra: int) -> bool:
     if any(p.kind is p.VAR_POSITIONAL for p in kinds):
         return True
     required = [p for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
-    # Only required ones: an argument with a default isn't meant for the params.
+    # Arguments with a default aren't counted.
     return len(required) == 1 + extra
 
 
@@ -292,7 +293,7 @@ def solve(
         The arguments of the operator; derivatives flow to all of them.
     method : {"cg", "gmres", "bicgstab"}
         Conjugate gradients, for a symmetric (complex: Hermitian) positive definite operator; the others for any nonsingular
-        one. Reductions over all ranks per iteration: one; two, with two products, for "bicgstab".
+        one. An iteration takes one reduction over all ranks; of "bicgstab" two, and two products.
     preconditioner : callable, optional
         ``preconditioner(r, *params)`` or ``preconditioner(r)``, according to the number of required arguments, returns an
         approximation of this rank's block of A⁻¹ r, linear in r; symmetric positive definite for "cg". No derivative
@@ -307,18 +308,17 @@ def solve(
         The 2-norm of the residual, over all ranks, must fall to ``max(rtol * norm(b), atol)``; also in the solves of
         derivatives, with their own right-hand sides.
     maxiter : int, optional
-        10 times the number of unknowns by default, at most 10,000.
+        Maximum number of iterations; by default 10 times the number of unknowns, at most 10,000.
     restart : int
         Iterations of "gmres" before a restart; it stores as many blocks.
     x0 : array of the shape of `b`, optional
         Initial guess; zero by default. No derivative flows through it.
     batch : int
-        Number of leading axes of `b` that count systems with the same operator. Each system is solved to its own tolerance
-        by its own iteration; all share the reductions, and `matvec` gets all blocks at once. With 0 (the default) leading
-        axes are unknowns like others.
+        Number of leading axes of `b` that count systems with the same operator. Each system has its own iteration and
+        tolerance; the reductions are shared, and `matvec` gets all blocks at once. With 0 (the default), `b` is one system.
     verify : bool
-        Whether to check the true residual at the end, which must be within 10 times the tolerance (or within rounding),
-        and to test whether the operator maps constants to zero: one product each.
+        Whether to check at the end that the true residual is within 10 times the tolerance (or within rounding), and that
+        the operator doesn't map constants to zero; each check takes one product.
     comm : mpi4py intracommunicator, optional
         The ranks that hold the system.
     callback : callable, optional
@@ -338,8 +338,8 @@ def solve(
         On all ranks, if ranks give different settings, `method` is unknown, a tolerance can't be met, an array has another
         shape than `b`, or `b` or the operator isn't finite; in the derivative, if the operator isn't symmetric with "cg".
     Exception
-        On all ranks, an exception of a user function on one: the exception itself there, one of the same type and text
-        elsewhere. If other ranks are left waiting for its messages, the job ends: see the chapter on faults.
+        On all ranks, if a user function raises it on any rank; the other ranks raise one with the same type and text. If
+        other ranks wait for messages of the failed rank, the job ends: see the chapter on faults.
     ConvergenceError
         On all ranks, with the residual after each iteration, if the tolerance isn't reached or the iteration breaks down:
         with "cg" if the operator isn't positive definite, with all methods if it is singular or not linear.
@@ -391,7 +391,7 @@ def _mistake(problem: Problem, b: Array) -> Exception | None:
 
 
 def wrong_function(call: str, functions: dict[str, Any]) -> Exception | None:
-    """Return the error if one of the functions, of which only the first is required, can't be called."""
+    """Return an error if one of the functions isn't callable; all but the first may be None."""
     for number, (name, fun) in enumerate(functions.items()):
         if not callable(fun) and (fun is not None or number == 0):
             return TypeError(f"{call}: {name} must be a function, but got {type(fun).__name__} {fun!r}.")

@@ -1,8 +1,8 @@
-"""A linear system during its solution: the user's operator on plain blocks, checked, and sums over all ranks.
+"""`System`: a linear system during its solution, with checked calls of the user's operator, and sums over all ranks.
 
-Methods work on k systems at once, as rows of arrays of shape (k, n); the user's functions get arrays of the shape of b. A
-failure on one rank (an operator that raises, or returns another shape, or NaN) makes that rank's next sum NaN, and so the
-sum on all ranks. They thus agree on it without a separate message, and only then exchange the reasons: see
+Methods work on k systems at once, as rows of arrays of shape (k, n); the user's functions get arrays of the shape of b. If
+the operator fails on one rank (it raises, or returns another shape, or NaN), the rank adds NaN to the next sum, so the sum
+is NaN on all ranks. In this way all ranks learn of the failure without a separate message, and exchange the reasons: see
 `transport.user_failures`.
 """
 
@@ -33,36 +33,34 @@ class Settings(NamedTuple):
     """Settings of a solve; the same on all ranks."""
 
     method: str
-    # `rtol`, `atol`: the residual's norm must fall to ``max(rtol * norm(b), atol)``.
+    # The iteration ends when the norm of the residual is at most ``max(rtol * norm(b), atol)``.
     rtol: float
     atol: float
     maxiter: int | None
     comm: Comm
     callback: Callable[[float], Any] | None
     restart: int = 30  # length of a cycle of GMRES
-    side: str | None = None  # {"left", "right"} or None; side of the preconditioner
+    side: str | None = None  # side of the preconditioner: "left", "right" or None
     batch: int = 0  # number of leading axes of b that count systems
-    verify: bool = True  # whether to spend products on checks at the end
-    call: str = "linalg.solve"  # start of error messages
-    probe: bool = True  # whether to check for constants in the operator's null space: not in the systems of derivatives
-    with_x0: bool = False  # whether there is an x0: its residual takes a collective product
-    # `reported`, `preconditioned`: whether any rank has a callback, or a preconditioner, that may raise: known after
-    # `agree_on`.
+    verify: bool = True  # whether to check the result by additional products
+    call: str = "linalg.solve"  # name of the public function, for error messages
+    probe: bool = True  # whether to check for constants in the operator's null space; not in systems of derivatives
+    with_x0: bool = False  # whether there is an initial guess, whose residual takes a product
+    # `reported`, `preconditioned`: whether any rank has a callback or a preconditioner, which may raise; set by `agree_on`.
     reported: bool = False
     preconditioned: bool = False
 
 
 def agree_on(settings: Settings, error: Exception | None, preconditioner: Function | None = None) -> Settings:
-    """Return the settings, completed by those of other ranks' functions; one reduction.
+    """Return the settings with `reported` and `preconditioned`, after a check that all ranks agree; one reduction.
 
-    Raises this rank's `error`, or one like another's; a ValueError if ranks would solve in different ways, and wait for
-    each other.
+    Raises this rank's `error`, or one like another rank's; a ValueError if the settings differ between ranks.
     """
     used = channel(settings.comm, settings.call)
     # The `repr` of communicators and functions differs between processes.
     given = settings._replace(comm=None, callback=None)
     number = zlib.crc32(repr(given).encode())
-    # The maximum of the negative is minus the minimum: if maximum and minimum are equal, so are all numbers.
+    # The maxima of a number and of its negative show whether it is the same on all ranks.
     functions = settings.callback is not None, preconditioner is not None
     mine, most = np.array([error is not None, number, -number, *functions], np.int64), np.empty(5, np.int64)
     used.data.Allreduce(mine, most, MAX)
@@ -99,9 +97,9 @@ def _is_count(value: Any, least: int = 1, most: float = math.inf) -> bool:
 
 
 def unfit_preconditioner(functions: Iterable[Any], b: object) -> Exception | None:
-    """Return why a preconditioner doesn't fit blocks like `b`; None if each does, or is the user's own function.
+    """Return an error if one of this library's preconditioners doesn't fit blocks like `b`, None otherwise.
 
-    Checked here and not in its call: if it fits on some ranks, those would wait in it for the others.
+    This is checked before its call, in which ranks on which it fits would wait for the others.
     """
     refusals = [fun.refusal(b) for fun in functions if hasattr(fun, "refusal")]
     return next((error for error in refusals if error is not None), None)
@@ -114,10 +112,10 @@ class System:
     """The operator and the preconditioner of one solve, with parameters bound.
 
     - `apply`: ``apply(u)`` returns this rank's block of the product.
-    - `like`: has the shape and dtype of this rank's block of the right-hand side.
-    - `name`: of the function that `apply` stands for, in errors.
-    - `failures`: failures on this rank in the call that contains the system.
-    - `usable`: an argument that `apply` is known to accept; zeros if it is None.
+    - `like`: an array like this rank's block of the right-hand side.
+    - `name`: the name of the user's function behind `apply`, for errors.
+    - `failures`: collects failures on this rank in the enclosing call.
+    - `usable`: an argument that `apply` is known to accept; None for zeros.
     """
 
     def __init__(
@@ -136,7 +134,7 @@ class System:
         self.limit = self.unknowns = 0
         self.units = np.ones(self.count)
         self._name = name
-        self._unsaid = False  # whether a function may have raised since the last sum: the same on all ranks
+        self._unsaid = False  # whether a function may have raised since the last sum; the same on all ranks
 
     @property
     def iterations(self) -> int:
@@ -144,7 +142,7 @@ class System:
         return max(0, len(self.history) - 1)
 
     def rows(self, block: LocalArray) -> LocalArray:
-        """Return a block as rows, one per system, in new memory."""
+        """Return a copy of a block as rows, one per system."""
         if self._xp is not None:
             return self._xp.copy(block.astype(self.dtype)).reshape(self.count, self.length)
         return np.array(block, self.dtype, order="C").reshape(self.count, self.length)
@@ -154,7 +152,7 @@ class System:
         return rows.reshape(self._shape)
 
     def apply(self, u: LocalArray) -> LocalArray:
-        """Return the operator's product with this rank's rows; NaN if it is unusable."""
+        """Return the operator's product with this rank's rows; NaN if the operator fails."""
         self._unsaid = True
         return self._called(self._apply, u, self._name)
 
@@ -168,7 +166,7 @@ class System:
         again = (lambda: self.block(self.full(0.0))) if known is None else (lambda: known)
         out, there = self.failures.attempt(name, fun, rows.reshape(self._shape), again=again), self._xp is not None
         usable = (arrays_of(out) == self._xp if there else isinstance(out, np.ndarray)) and out.shape == self._shape
-        # A real product can be converted to a complex one, but not conversely: the imaginary part would be lost.
+        # A complex product of a real system is an error, since its imaginary part would be lost.
         if usable and (out.dtype.kind == "f" or out.dtype.kind == self.dtype.kind == "c"):
             rows = out.astype(self.dtype, copy=False)
             rows = self._xp.contiguous(rows) if there else np.ascontiguousarray(rows)
@@ -203,22 +201,22 @@ class System:
         return TypeError(f"{subject} must return floats, but returned dtype {out.dtype}.")
 
     def full(self, value: float) -> LocalArray:
-        """Return new rows filled with one number, on the device of b."""
+        """Return rows filled with one number, on the device of b."""
         shape = self.count, self.length
         return np.full(shape, value, self.dtype) if self._xp is None else self._xp.full(shape, value, self.dtype)
 
     def dots(self, *pairs: tuple[LocalArray, LocalArray]) -> np.ndarray:
         """Return the inner products of pairs of rows over all ranks, shape (pairs, k), the first conjugated; one reduction.
 
-        An exception of `matvec`, `preconditioner` or the callback on one rank is raised on all ranks; so is a TypeError or
-        ValueError if their result is unusable.
+        An exception of `matvec`, `preconditioner` or the callback on any rank is raised on all ranks, and also a TypeError
+        or ValueError if their result is invalid.
         """
         return self.sums(inner(*pairs))
 
     def sums(self, local: np.ndarray) -> np.ndarray:
-        """Return the sums of numbers over all ranks, in double precision; raises as `dots`."""
+        """Return the sums of numbers over all ranks, in double precision; raises the errors of `dots`."""
         wide = np.array(local, np.complex128 if local.dtype.kind == "c" else np.float64)
-        # Signaled by NaN: without failures no separate message is needed.
+        # Failures are signaled by NaN, so no separate message is needed without them.
         if self.failures.error is not None:
             wide[...] = np.nan
         with self.failures:
@@ -229,7 +227,7 @@ class System:
         return sums
 
     def settle(self) -> None:
-        """Raise on all ranks an exception of one after the last sum; sends no message if none is possible."""
+        """Raise on all ranks an exception of any rank after the last sum; communicates only if there may be one."""
         if self._unsaid:
             self.failures.raise_together()
 
@@ -237,14 +235,14 @@ class System:
         """Return the norm of each row over all ranks."""
         if self.dtype.char in "dD":
             return np.sqrt(self.dots((rows, rows))[0].real)
-        # Squares in single precision underflow from 1e-23 on: a residual of that size would appear to be zero.
+        # In double precision, since in single precision the square of a number below 1e-23 is zero.
         return np.sqrt(self.sums(np.square(lengths(rows))))
 
     def start(self, b: LocalArray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the targets of the residuals (0 if the row of `b` is zero) and the norms of `b`; set the iteration limit.
+        """Return the target norms of the residuals (0 for zero rows of `b`) and the norms of `b`; set the iteration limit.
 
-        If the squares of a row or of its residuals would leave the range of the dtype, the row is first divided by a power
-        of two near its norm, one of `units`: this changes `b`, and so the solution. A ValueError on all ranks if `b`
+        If squares of a row of `b` or of its residuals would overflow or underflow, the row is divided by a power of two
+        near its norm, stored in `units`; this changes `b`, and scales the solution. Raises a ValueError on all ranks if `b`
         isn't finite.
         """
         own = np.array([*np.real(inner((b, b))[0]), *lengths(b), self.length])
@@ -252,7 +250,7 @@ class System:
         self.require_finite(float(size.sum()), b, "the right-hand side (b, or a cotangent)")
         s, self.unknowns = self.settings, int(unknowns[0])
         self.limit = min(10 * self.unknowns * self.count, _MOST_ITERATIONS) if s.maxiter is None else s.maxiter
-        # Far from the values at which squares of residuals leave the range of the dtype, also after they have fallen.
+        # A safe distance from overflow and underflow, since the residuals become smaller.
         edge = float(np.finfo(self.dtype).tiny) ** 0.25
         if ((size > 0.0) & ((size < edge) | (size > 1.0 / edge))).any():
             # Powers of two scale numbers without rounding.
@@ -263,7 +261,7 @@ class System:
         return np.where(norms > 0.0, np.maximum(s.rtol * norms, s.atol / self.units), 0.0), norms
 
     def note(self, norms: np.ndarray) -> None:
-        """Add the norm of all residuals to the history, and call the user's callback."""
+        """Append the norm of all residuals to the history, and call the user's callback."""
         norm = math.hypot(*(norms * self.units).tolist())
         self.history.append(norm)
         if len(self.history) > 1:
@@ -272,10 +270,10 @@ class System:
                 self.failures.attempt("callback", self.settings.callback, norm)
 
     def require_finite(self, value: complex, array: LocalArray, name: str) -> None:
-        """Raise on all ranks if a sum over an array isn't finite, with the rank on which the array isn't."""
+        """Raise a ValueError on all ranks if a sum over an array isn't finite; it names the rank with the wrong array."""
         if np.isfinite(value):
             return
-        # The sum is the same on all ranks, so all get here, and some rank has a reason.
+        # The sum is the same on all ranks, so all of them raise.
         used = channel(self.settings.comm, self.settings.call)
         bad = int(array.size - on_host(np.sum(np.isfinite(array))))
         text = (
@@ -286,7 +284,7 @@ class System:
         self.fail(f"a sum over {name} overflows")
 
     def fail(self, what: str) -> NoReturn:
-        """Raise a ConvergenceError with the residuals so far; called on all ranks alike."""
+        """Raise a ConvergenceError with the history of residuals; all ranks call it."""
         what = what if what.endswith("?") else what.rstrip(".") + "."
         start = f"{self.history[0]:.3e}" if self.history else "unknown"
         last = f"{self.history[-1]:.3e}" if self.history else "unknown"
@@ -298,13 +296,13 @@ class System:
         raise agreed(channel(self.settings.comm, self.settings.call), error)
 
 
-# Side of the preconditioner M in a method without symmetry: A M (right) or M A (left). With the usual right side the
-# residual is the true one. With the left side it is M r, whose target is scaled by the ratio of the norms of M r and r at
-# the start; the true residual is checked after M r has met its target.
+# The side of the preconditioner M in methods for nonsymmetric operators: A M (right, the default) or M A (left). With the
+# right side the iteration computes the true residual r. With the left side it computes M r, whose target is scaled by the
+# initial ratio of the norms of M r and r; the true residual is checked at the end.
 
 
 def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, LocalArray]:
-    """Return the update of the solution for v, and the product of v with operator and preconditioner."""
+    """Return the direction for the solution that belongs to v, and the product of v with operator and preconditioner."""
     if system.settings.side == "left":
         return v, system.precondition(system.apply(v))
     z = system.precondition(v)
@@ -312,7 +310,7 @@ def preconditioned_product(system: System, v: LocalArray) -> tuple[LocalArray, L
 
 
 def preconditioned_start(system: System, r: LocalArray, norms: np.ndarray) -> tuple[LocalArray, np.ndarray, np.ndarray]:
-    """Return the residual that the method sees, its norms, and their ratios to the true norms."""
+    """Return the residual that the method uses, its norms, and their ratios to the true norms."""
     if system.settings.side != "left" or not system.settings.preconditioned:
         return r, norms, np.ones_like(norms)
     seen = system.precondition(r)

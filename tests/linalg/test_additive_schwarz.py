@@ -113,7 +113,7 @@ def test_what_is_refused(rank_rng, rank, size):
     ):
         rows = 3 if last else 0
         AdditiveSchwarz(DistributedMatrix(sp.csr_matrix((rows, 5)), columns=5 if last else 0))
-    with pytest.raises(ValueError, match=r"the part of rank \d, .* can't be factorised"):
+    with pytest.raises(ValueError, match=r"the part of rank \d, .* can't be factorized"):
         AdditiveSchwarz(a.with_values(0 * a.values), overlap=0)
     with pytest.raises(ValueError, match="right-hand side|must return an array of the shape of b"):
         a.solve(np.ones(a.local_shape[0]), preconditioner=lambda r: r[1:])

@@ -237,6 +237,6 @@ def test_what_is_refused(rank_rng, rank, size):
     with pytest.raises(ValueError, match="solve: the matrix must be square, .* but has shape"):
         Case(rank_rng, rank, size, shape=(N, 5)).matrix.solve(np.ones(case.counts[rank]))
     singular = DistributedMatrix(sp.csr_matrix(good.shape))
-    with pytest.raises(ValueError, match=r"the matrix \(23, 23\) can't be factorised"):
+    with pytest.raises(ValueError, match=r"the matrix \(23, 23\) can't be factorized"):
         singular.solve(case.part(case.y, 0), method="direct")
     assert mpiad.mpi_allreduce(1) == size

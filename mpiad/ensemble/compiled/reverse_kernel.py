@@ -148,7 +148,7 @@ while place[l] >= 0 and save_step[i, place[l]] == step[l]:
     place[l] -= 1
 when quiets: quiet = quiet and $touched == 0.0
 row[l] = before_rows[now]
-# While this step is taken back memory brings the one before, which isn't always its neighbour.
+# While this step is taken back memory brings the one before, which isn't always its neighbor.
 fetched(rows, row[l])
 # For a row that begins in one line of the cache and ends in another.
 fetched(rows, row[l] + 1)

@@ -1,4 +1,4 @@
-"""The operator -∇·(κ∇u) + c u on a domain, composed of the library's operations: differentiable in u, κ and c."""
+"""`Elliptic`: the operator -∇·(κ∇u) + c u on a domain, differentiable with respect to u, κ and c."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _ALLOWED = '"dirichlet" or "neumann"; or, in a tuple, one of these or a pair (be
 
 
 class Sides(NamedTuple):
-    """The grid's data that an elliptic operator needs."""
+    """The spacing and boundary conditions of a grid."""
 
-    spacing: tuple[float, ...]  # between neighboring points along each dimension
-    # For each dimension, whether the value is given beyond its first point and after its last.
+    spacing: tuple[float, ...]  # distance of neighboring points along each dimension
+    # For each dimension, whether the value is given on the side before the first point, and on that after the last.
     fixed: tuple[tuple[bool, bool], ...]
-    centred: bool  # whether given values are half a spacing beyond the last points instead of a whole one
+    centred: bool  # whether sides with given values are half a spacing from the last points instead of a full one
 
 
 def sides_of(domain: Domain, spacing: object, boundary: object, centred: bool, call: str) -> Sides:
-    """Return the sides of a domain; a TypeError or ValueError if an argument is invalid for `Elliptic`."""
+    """Return the sides of a domain; raise a TypeError or ValueError if an argument of `Elliptic` is invalid."""
     ndim = len(domain.shape)
     try:
         steps = tuple(float(step) for step in per_dimension(spacing, ndim, "spacing"))
@@ -56,14 +56,14 @@ def _fixed(domain: Domain, boundary: object, call: str) -> tuple[tuple[bool, boo
         if len(pair) != 2 or any(kind not in _KINDS for kind in pair):
             raise ValueError(f"{call}: boundary must be {_ALLOWED}, but got {boundary!r}.")
     return tuple(
-        # A ring has no sides, whatever the argument.
+        # Periodic dimensions have no sides.
         (False, False) if wraps else (low == _KINDS[0], high == _KINDS[0])
         for (low, high), wraps in zip(pairs, domain.periodic)
     )
 
 
 class Elliptic:
-    """Apply -∇·(κ∇u) + c u to the blocks of a domain; κ on a face is the mean of the two adjacent points.
+    """The operator -∇·(κ∇u) + c u on the blocks of a domain; κ on a face is the mean of the two adjacent points.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class Elliptic:
         with raising_together(used):
             self.sides = sides_of(domain, spacing, boundary, centred, "Elliptic")
         require_same(used, f"spacing={spacing!r}, boundary={boundary!r}, centred={centred!r}", "Elliptic")
-        # Its halo may be wider than the operator needs.
+        # A domain with a halo of one point, which may be narrower than that of the given one.
         self.domain = Domain(domain.shape, periodic=domain.periodic, dims=domain.dims, comm=domain.comm)
         self.walls = _walls(self.domain, self.sides)
         self._walls = Constants(self.walls)
@@ -151,22 +151,22 @@ class Elliptic:
             kappa = kappa * (np.ones(shape) if xp is None else xp.full(shape, 1, np.float64))
         if stop_gradient(kappa).dtype != stop_gradient(u).dtype:
             kappa = kappa.astype(stop_gradient(u).dtype)
-        # Next to a given value the flux is κ u over the spacing: a multiple of u at the last points.
+        # The flux through a side with a given value is κ u divided by the distance: a multiple of u at the last points.
         (walls,) = self._walls.on(xp)
         total = (walls.astype(stop_gradient(u).dtype) * kappa + c) * u
-        # Beyond a side without flux u is constant; given values contribute through the walls.
+        # u is constant across sides without flux; sides with given values contribute through `walls`.
         padded, medium = self.domain.exchange([u, kappa], "edge", corners=False)
         ndim = len(self.sides.spacing)
         for axis, step in enumerate(self.sides.spacing):
             along, across = _along(padded, axis, ndim), _along(medium, axis, ndim)
-            # κ on a face is the mean of both sides; one spacing comes from the gradient, the other from the divergence.
+            # The mean of κ on both sides of a face times the difference of u, divided by the square of the spacing.
             flux = (across(1, None) + across(0, -1)) * (along(1, None) - along(0, -1)) * (0.5 / step**2)
             faces = _along(flux, axis, ndim, cut=False)
             total = total + faces(0, -1) - faces(1, None)
         return total
 
     def couplings(self, kappa: LocalArray) -> list[tuple[LocalArray, LocalArray]]:
-        """Return, for each dimension, the coupling of each point with the one before and the one after.
+        """Return for each dimension the couplings of each point with the previous and with the next one.
 
         Parameters
         ----------
@@ -183,7 +183,7 @@ class Elliptic:
             across = _along(medium, axis, ndim)
             faces = (across(1, None) + across(0, -1)) * (0.5 / step**2)
             inside = _along(faces, axis, ndim, cut=False)
-            # No coupling across a physical side: the contribution of a given value is on the diagonal.
+            # There is no coupling across physical sides; a given value contributes to the diagonal.
             for place, rank in zip((slice(0, 1), slice(-1, None)), pair):
                 if rank is None:
                     inside(place.start, place.stop)[...] = 0.0
@@ -192,7 +192,7 @@ class Elliptic:
 
 
 def _along(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
-    """Return a function that takes layers along a dimension, without the halo of the others."""
+    """Return a function that takes layers along a dimension, without the halos of the other dimensions."""
     rest = slice(1, -1) if cut else slice(None)
 
     def layers(start: int, stop: int | None) -> LocalArray:
@@ -202,12 +202,12 @@ def _along(array: LocalArray, axis: int, ndim: int, cut: bool = True) -> Any:
 
 
 def _walls(domain: Domain, sides: Sides) -> np.ndarray:
-    """Return the factor of κ at each point from adjacent sides on which u is given."""
+    """Return the factor of κ in the diagonal at each point, from adjacent sides on which u is given."""
     walls = np.zeros(domain.local_shape)
     for axis, (step, pair, fixed) in enumerate(zip(sides.spacing, domain.neighbours, sides.fixed)):
         layers = _along(walls, axis, len(sides.spacing), cut=False)
         for start, stop_, rank, given in zip((0, -1), (1, None), pair, fixed):
             if rank is None and given:
-                # Half a spacing makes the difference quotient twice as large.
+                # With half the distance, the difference quotient is twice as large.
                 layers(start, stop_)[...] += (2.0 if sides.centred else 1.0) / step**2
     return walls

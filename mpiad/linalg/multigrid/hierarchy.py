@@ -1,13 +1,13 @@
 """The V-cycle over all levels, from the finest to the coarsest.
 
-On a level: smooth, restrict the residual, add the correction of the coarser level, smooth in reverse order. A Gauss-Seidel
-sweep over the colors is followed, after the correction, by one in the reverse order: its transpose, so that
-the whole cycle is a symmetric operator. After the first sweep the last group's equations hold, so none of its residuals
-are restricted; in the second sweep that group comes first and is computed from the others, so nothing is interpolated
-to it. The fine level has two groups of colors: there this halves the work.
+On each level: smoothing, restriction of the residual, correction by the coarser level, smoothing in reverse order. The
+smoother is a Gauss-Seidel sweep over groups of colors. The second sweep, in the reverse order, is the transpose of the
+first, so the cycle is a symmetric operator. After the first sweep the equations of the last group hold, so its residuals
+aren't restricted. The second sweep begins with this group, and computes it from the others, so nothing is interpolated to
+it. On the finest level, which has two groups, this halves the work.
 
-A V-cycle visits each level once. If the coefficient jumps, the errors of all levels add up and the number of iterations
-grows with the grid; visiting the two levels below the finest twice keeps it constant.
+A V-cycle visits each level once. If the coefficient jumps, the errors of all levels add up, and the number of iterations
+grows with the size of the grid. Visiting the two levels below the finest one twice keeps it constant.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from mpiad.transport.buffers import copied, empty_like
 from mpiad.transport.device_arrays import ArrayModule
 from mpiad.transport.tracing import restoring_state
 
-# Coarse points are gathered on fewer ranks, and the correction is scattered: one message each way per rank.
+# Agglomeration: coarse points are gathered on fewer ranks, and the correction is scattered, by one message per rank each.
 
 
-# Unlikely to be used by users, and below the 32767 that MPI guarantees.
+# Message tags, below MPI's guaranteed limit of 32767.
 _TAG_GATHER, _TAG_SCATTER = 32754, 32755
 
 
 class Agglomeration:
-    """The blocks of one `Distribution` as parts of those of another, whose owners own some of them already.
+    """The transition from one `Distribution` of points to another one on some of the same ranks.
 
-    `rank`: one that owns a block before. `box` (or None): the points that this rank owns afterwards.
+    `rank`: this rank, which owns a block before. `box`: the points that it owns afterwards, or None.
     """
 
     def __init__(self, before: Distribution, after: Distribution, rank: Rank, comm: Comm):
@@ -73,7 +73,7 @@ class Agglomeration:
         if self._same:
             return block
         with restoring_state(), suspended():
-            # A block of the level above may own no coarse point at all.
+            # A block of the finer level may contain no coarse point.
             # Sends first: they don't wait, and a leader receives from its members in any order.
             if self._leader != self._rank and block.size:
                 mpi_send(copied(block), self._leader, _TAG_GATHER, self._comm)
@@ -92,15 +92,15 @@ class Agglomeration:
             return whole
 
     def scatter(self, whole: Array, block: LocalArray) -> LocalArray:
-        """Return this rank's points before, with one layer around them, of an array on those afterwards.
+        """Return an array on the points that this rank owns before, with one layer around them.
 
-        `whole` has shape (..., *points), for the points that this rank owns afterwards with one layer around them, or is
-        None; the result is on the device of `block`, a block of this rank's points before. All ranks that own a block
-        before call it.
+        `whole`: array of shape (..., *points) on the points that this rank owns afterwards, with one layer around them, or
+        None. `block`: a block of this rank's points before, which determines the device. All ranks that own a block before
+        call it.
         """
         if self._same:
             return whole
-        # With the layer around it, which saves the exchange that interpolation would need.
+        # The layer is included, so that interpolation needs no exchange.
         mine = self._mine.grown(1)
         with restoring_state(), suspended():
             if self.box is None:
@@ -114,30 +114,30 @@ class Agglomeration:
 
 
 def _leader(before: Distribution, after: Distribution, position: tuple[int, ...]) -> Rank:
-    """Return the owner of a block afterwards: the last of the new owners that isn't beyond it, along each dimension."""
+    """Return the rank that owns a block afterwards: along each dimension the last new owner at or before its position."""
     shares = [along[place] for along, place in zip(before.ranks, position)]
     return sum(max(kept for kept in along if kept <= share) for along, share in zip(after.ranks, shares))
 
 
-# The coarsest level, on one rank: a sparse factorization by SciPy, and so on the host.
+# The coarsest level, on one rank: a sparse factorization by SciPy, on the host.
 #
-# On a device a small level is solved by a product with its inverse, which is copied there once. For larger ones each solve
-# copies the right-hand side to the host and the solution back.
+# For arrays on a device a small level is solved by a product with its inverse, which is copied there once. For a larger
+# one, each solve copies the right-hand side to the host and the solution back.
 
 
-_DENSE = 512  # points: an inverse of 2 MiB, read in less time than a copy to the host and back takes
+_DENSE = 512  # largest number of points for which the inverse (2 MiB) is used
 
 
 class Coarsest:
     """A factorized operator.
 
-    `stack`, of shape (1 + offsets, *shape): its diagonal and its couplings. `singular`: whether constants are in its
-    kernel; the last point's value is then fixed.
+    `stack`: shape (1 + offsets, *shape); its diagonal and its couplings. `singular`: whether constants are in its kernel;
+    the value at the last point is then set to zero.
     """
 
     def __init__(self, stack: np.ndarray, periodic: tuple[bool, ...], singular: bool):
         self._shape, self._periodic = stack.shape[1:], periodic
-        # A singular operator of this kind without one row and column isn't singular.
+        # If only constants are in the kernel, the operator without one row and column is nonsingular.
         self._kept = stack[0].size - singular
         self._factors = splu(_matrix(stack, periodic)[: self._kept, : self._kept]) if self._kept else None
         self._inverse: Any = None
@@ -156,7 +156,7 @@ class Coarsest:
         return through_host(lambda f: self._surrounded(self._solved(f.reshape(len(f), -1).T).T), f)
 
     def _solved(self, f: np.ndarray) -> np.ndarray:
-        # The omitted point is zero: any constant may be added, and `Multigrid` subtracts the mean.
+        # The omitted point is zero; `Multigrid` subtracts the mean.
         u = np.zeros(f.shape)
         if self._factors is not None:
             u[: self._kept] = self._factors.solve(f[: self._kept])
@@ -182,7 +182,8 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
             if periodic[axis]:
                 there[axis] = there[axis] % n
             inside &= (there[axis] >= 0) & (there[axis] < n)
-        # On a ring of one or two points an offset leads to the point itself, or two to the same: entries are added.
+        # In a periodic dimension of one or two points, an offset may lead to the point itself, or two offsets to one point.
+        # Duplicate entries are added.
         inside &= coupling != 0
         rows.append(here.reshape(shape)[inside])
         columns.append(np.ravel_multi_index([along[inside] for along in there], shape))
@@ -191,9 +192,9 @@ def _matrix(stack: np.ndarray, periodic: tuple[bool, ...]) -> Any:
     return sp.coo_array(triplets, (here.size, here.size)).tocsc()
 
 
-# A factorization of this many points costs less than the levels that it saves.
+# Number of points, by number of dimensions, up to which a factorization is cheaper than further levels.
 _FACTORISED = {1: 4096, 2: 400, 3: 216}
-# Sending the sides of shorter blocks takes longer than computing several of them on one rank.
+# Shortest side of a block, by number of dimensions; shorter blocks are agglomerated, since their exchanges take too long.
 _SHORTEST = {1: 4096, 2: 64, 3: 16}
 
 
@@ -203,7 +204,7 @@ class Plan(NamedTuple):
     rank: Rank
     comm: Comm
     singular: bool  # whether constants are in the operator's kernel
-    doubled: int  # number of levels, below the current one, that are visited twice
+    doubled: int  # number of levels below the current one that are visited twice
     compiled: bool  # whether cycles on the host are compiled
 
 
@@ -211,7 +212,7 @@ class Coarser:
     """The next coarser problem: a level of the same ranks or of fewer, or the factorized operator on one."""
 
     def __init__(self, stack: np.ndarray, distribution: Distribution, plan: Plan):
-        # Colors need an even number of points around a ring.
+        # Colors require an even number of points in periodic dimensions.
         odd = any(wraps and n % 2 for wraps, n in zip(distribution.periodic, distribution.shape))
         last = odd or math.prod(distribution.shape) <= _FACTORISED[len(distribution.cuts)]
         after = distribution.alone() if last else distribution.merged(_SHORTEST[len(distribution.cuts)])
@@ -226,7 +227,7 @@ class Coarser:
             self._coarsest = Coarsest(whole, distribution.periodic, plan.singular)
         else:
             layout = layout_of(self._gathering.box)  # type: ignore[arg-type]
-            # With all neighbors: a coarse operator has couplings across corners, even if the finest one doesn't.
+            # With diagonal neighbors, since a coarse operator couples them even if the finest one doesn't.
             stencil = stencil_of(layout, offsets(len(distribution.cuts)), whole)
             self._level = hierarchy(stencil, after, plan._replace(doubled=max(0, plan.doubled - 1)))
 
@@ -238,7 +239,7 @@ class Coarser:
         return other
 
     def correct(self, residual: LocalArray) -> LocalArray:
-        """Return the correction on this rank's coarse points and the layer around them, for the residual on the points."""
+        """Return the correction on this rank's coarse points and one layer around them, for the residual on the points."""
         f = self._gathering.gather(residual)
         if self._level is not None:
             layout = self._level.layout
@@ -249,14 +250,14 @@ class Coarser:
         u = level.cycle(f)
         if not self._twice:
             return u
-        # With B for a cycle, 2 B - B A B: symmetric like B.
+        # Two cycles B are the operator 2 B - B A B, which is symmetric like B.
         first = u.copy()
         f -= level.product_after(f)
         return first + level.cycle(f)
 
 
 def hierarchy(stencil: Stencil, distribution: Distribution, plan: Plan) -> Level:
-    """Return a level with all coarser ones; all ranks that own a block call it."""
+    """Return a level, with all coarser ones; all ranks that own a block call it."""
     halo = LevelHalo(stencil.layout, distribution, plan.rank, plan.comm)
     find_interpolation(stencil, halo)
     stack = coarse_operator(stencil, halo)
@@ -264,18 +265,19 @@ def hierarchy(stencil: Stencil, distribution: Distribution, plan: Plan) -> Level
 
 
 class Level:
-    """A level on a rank that takes part in it."""
+    """A level, on a rank that owns a block of it."""
 
     def __init__(self, stencil: Stencil, halo: LevelHalo, below: Coarser, compiled: bool = False):
         self.layout, self._stencil, self._halo, self._below = stencil.layout, stencil, halo, below
         self._count = count = len(self.layout.colors)
-        # Rows of the state: for each color u, its residual and its product with the operator; the restricted residual.
+        # Rows of the state: per color u, the residual, and the product of u with the operator; then the restricted
+        # residual.
         self._coarse, self.is_compiled = 3 * count, compiled
         self.sums = (CompiledSums if compiled else Sums)(self.layout, stencil.memory, 3 * count + 1)
         step, done = self.sums.step, list[Color]()
         self._before: list[tuple[Step, list[Color]]] = []
         for group in stencil.sweep:
-            # Starting from zero, only computed colors contribute.
+            # In the first sweep, which starts from zero, only colors that were already computed contribute.
             self._before.append((step([self._relaxed(color, done) for color in group]), group))
             done = done + group
         # The colors whose equations don't hold after a sweep.
@@ -284,19 +286,19 @@ class Level:
         self._residuals = step([self._residual(color, later.get(color)) for color in left])
         self._restriction = step([self._restricted(left)])
         self._interpolation = step([self._interpolated(color) for color in left])
-        # In reverse, so that the cycle is symmetric; all neighbors contribute, since none is zero.
+        # The second sweep, in reverse order; all neighbors contribute.
         self._after = [(step([self._relaxed(c, None) for c in group]), group) for group in reversed(stencil.sweep)]
         self._product = step([self._multiplied(color) for color in self.layout.colors])
 
     def on(self, xp: ArrayModule) -> Level:
-        """Return the same level, and all below, on a device: copies of the host's data, made here."""
+        """Return a copy of this and all coarser levels on a device."""
         return Level(self._stencil.on(xp), self._halo, self._below.on(xp))
 
     def cycle(self, f: LocalArray) -> LocalArray:
-        """Return the result of one V-cycle from zero for right-hand sides, shape (systems, colors, size); collective.
+        """Return the result of one V-cycle from zero for right-hand sides f, shape (systems, colors, size); collective.
 
-        They are contiguous, and zero outside of the block. The result, of the same shape, has its halo filled, and is
-        overwritten by the next cycle.
+        f must be contiguous, and zero outside of the block. The result has the same shape, with a filled halo; the next
+        cycle overwrites it.
         """
         if len(f) != len(self.sums.state):
             self.sums.allocate(len(f))
@@ -305,7 +307,7 @@ class Level:
             self._fill(group)
         coarse = self.layout.whole(self.sums.state[:, self._coarse])
         self._residuals(f)
-        # Restriction reads the residuals of neighboring points; those of color 0 aren't sent.
+        # Restriction reads the residuals of neighboring points, except for those of color 0.
         self._fill([color for color in self._unfinished if any(color)], self._count)
         self._restriction(f)
         coarse[(..., *self.layout.coarse(rim=1))] = self._below.correct(coarse[(..., *self.layout.coarse())])
@@ -317,9 +319,9 @@ class Level:
         return self.sums.state[:, : self._count]
 
     def product_after(self, f: LocalArray) -> LocalArray:
-        """Return the operator's product with the last result of `cycle`, which was for `f`; equal to `f` in the last group.
+        """Return the operator's product with the last result of `cycle`; `f`: the argument of that cycle.
 
-        The next product overwrites it.
+        In the last group of colors the product equals `f`. The next product overwrites the result.
         """
         self._product(f)
         return self.sums.state[:, 2 * self._count : self._coarse]
@@ -331,9 +333,9 @@ class Level:
     # ---- the sums
 
     def _relaxed(self, color: Color, among: list[Color] | None) -> WeightedSum:
-        """Return the solution of a color's equations for its own points."""
+        """Return the solution of a color's equations for its points."""
         row = self.layout.row[color]
-        # Entries that are no points of this rank have a zero inverse: they become zero, until the halo is filled.
+        # Entries that aren't points of this rank become zero, by a zero inverse, until the halo is filled.
         return WeightedSum(row, self._stencil.terms(color, among), base=row, scale=self._count + row)
 
     def _residual(self, color: Color, later: list[Color] | None) -> WeightedSum:
@@ -341,7 +343,8 @@ class Level:
         terms = self._stencil.terms(color, later)
         if later is None:
             return WeightedSum(self._count + row, terms, base=row, diagonal=Term(row, row))
-        # Its equations held when it was relaxed: the residual comes from later updates of points that were zero.
+        # Its equations held when it was relaxed, so the residual comes from later updates of points, which were zero
+        # before.
         return WeightedSum(self._count + row, terms)
 
     def _multiplied(self, color: Color) -> WeightedSum:
@@ -358,13 +361,13 @@ class Level:
         return WeightedSum(self._coarse, terms, base=self._count if self.layout.colors[0] in left else None, of_right=False)
 
     def _interpolated(self, color: Color) -> WeightedSum:
-        """Return the sum of weights times the coarse values around a point: the transpose of restriction."""
+        """Return the interpolation to a color, the transpose of restriction: weighted sums of neighboring coarse values."""
         row = self.layout.row[color]
         found = self._corners(color) if any(color) else [(None, 0)]
         return WeightedSum(row, [Term(weights, self._coarse, shift) for weights, shift in found], base=row, of_right=False)
 
     def _corners(self, color: Color) -> list[tuple[int, int]]:
-        """Return the rows of a color's weights, and the distances to the coarse points."""
+        """Return the rows of a color's weights, and the offsets of the coarse points."""
         start, first = self.layout.inner.start, self._stencil.weights[color]
         return [(first + k, self.layout.shifted(corner).start - start) for k, corner in enumerate(corners(color))]
 

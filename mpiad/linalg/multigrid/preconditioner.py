@@ -1,4 +1,4 @@
-"""`Multigrid`: the levels of an elliptic operator with its coefficients, as a preconditioner and as a solver."""
+"""`Multigrid`: geometric multigrid for an elliptic operator, as a preconditioner and as a solver."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from mpiad.transport.collectives import allreduce
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array
 from mpiad.transport.tracing import restoring_state
 
-# The coefficients of an elliptic operator, checked on all ranks, and their consequences for the cycle.
+# Checks of the coefficients of an elliptic operator, on all ranks.
 
 
 _CALL = "linalg.Multigrid"
 
 
 def coefficients(domain: Domain, kappa: object, c: object, used: Channel) -> tuple[LocalArray, LocalArray]:
-    """Return κ and c on this rank's points, in double precision on the host, by one copy of each from a device. Collective.
+    """Return κ and c on this rank's points, in double precision on the host; collective.
 
-    A TypeError or ValueError on all ranks if one is traced, isn't real, has the wrong shape, isn't finite, or is negative
-    (with the point at which); if they are on different devices; or if a periodic dimension can't be coarsened.
+    Raises a TypeError or ValueError on all ranks if one is traced, isn't real, has the wrong shape, isn't finite, or is
+    negative; if they are on different devices; or if a periodic dimension can't be coarsened.
     """
     with raising_together(used):
         require_together(_CALL, kappa=getval(kappa), c=getval(c))
@@ -58,10 +58,10 @@ def coefficients(domain: Domain, kappa: object, c: object, used: Channel) -> tup
 def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -> bool:
     """Return whether constants are in the operator's kernel; collective.
 
-    A ValueError on all ranks if they are and `mean_zero` isn't given, or vice versa; or if only some ranks give it.
+    Raises a ValueError on all ranks if that contradicts `mean_zero`, or if `mean_zero` differs between ranks.
     """
     given = any(side for pair in sides.fixed for side in pair)
-    # Sides are arguments that have been compared, but c is local to each rank: its largest value decides for all.
+    # The sides are the same on all ranks, but c isn't.
     largest, with_it, without_it = allreduce(used, np.array([c.max(), mean_zero, not mean_zero], float), MAX, _CALL)
     if with_it and without_it:
         raise agreed(used, ValueError(f"{_CALL}: mean_zero must be the same on all ranks, but is True on some only."))
@@ -80,8 +80,8 @@ def has_constants(sides: Sides, c: LocalArray, mean_zero: bool, used: Channel) -
 
 
 def contrast(kappa: LocalArray, used: Channel) -> float:
-    """Return the largest κ divided by the smallest; all ranks of the domain call it."""
-    # One reduction for both: the minimum is minus the maximum of the negatives.
+    """Return the ratio of the largest κ to the smallest; collective."""
+    # The minimum is computed as minus the maximum of -κ, in the same reduction.
     highest, lowest = allreduce(used, np.array([kappa.max(), -kappa.min()]), MAX, _CALL)
     with np.errstate(over="ignore"):
         return float(highest / -lowest)
@@ -90,8 +90,8 @@ def contrast(kappa: LocalArray, used: Channel) -> float:
 def _field(domain: Domain, value: object, name: str, zero_allowed: bool) -> LocalArray:
     if isbox(value):
         raise TypeError(
-            f"{_CALL}: {name} is traced, and no derivative flows through a preconditioner: give it "
-            f"mpiad.stop_gradient({name}). linalg.solve_elliptic differentiates by it."
+            f"{_CALL}: {name} is traced, but a preconditioner isn't differentiated. Pass mpiad.stop_gradient({name}), or "
+            f"use linalg.solve_elliptic, which is differentiable with respect to {name}."
         )
     found = np.asarray(on_host(value))
     if found.dtype.kind not in "fiu":
@@ -120,18 +120,18 @@ def _wrong(domain: Domain, field: LocalArray, usable: np.ndarray, name: str, zer
     )
 
 
-# Number of levels visited twice if κ varies by more than this factor.
+# The number of levels that are visited twice if κ varies by more than a factor, and this factor.
 _DOUBLED, _SMOOTH = 2, 100.0
-# Right-hand sides per cycle: each takes the memory of three more. A solve for many needs at least that per right-hand side.
+# Maximum number of right-hand sides per cycle, which needs memory for three more arrays per right-hand side.
 _TOGETHER = 8
-_EXTREME = 1e8  # contrast of κ above which an error mentions it
+_EXTREME = 1e8  # contrast of κ from which error messages mention it
 
 
 class Multigrid:
-    """Prepare geometric multigrid for -∇·(κ∇u) + c u on a domain, with interpolation that follows jumps of κ.
+    """Geometric multigrid for -∇·(κ∇u) + c u on a domain, with interpolation that depends on κ, so that κ may jump.
 
-    The levels are found on the host, from one copy of κ and c if these are on a device. Cycles run on the device of their
-    argument: at the first one on a device all levels are copied there.
+    The levels are computed on the host. Cycles run on the device of their argument; before the first cycle on a device, all
+    levels are copied there.
 
     Parameters
     ----------
@@ -151,9 +151,9 @@ class Multigrid:
     ----------
     operator : Elliptic
     kappa, c : array of shape local_shape
-        In double precision, on the host.
+        The coefficients, in double precision on the host.
     history : list of float
-        The norm of the residual at the start and after each iteration of the last `solve`; for several systems their total.
+        The norm of the residual at the start and after each iteration of the last `solve`, over all its systems.
 
     Raises
     ------
@@ -203,16 +203,16 @@ class Multigrid:
         self.history: list[float] = []
 
     def matvec(self, u: LocalArray) -> LocalArray:
-        """Return the operator's product with this rank's block; differentiable with respect to `u`."""
+        """Return this rank's block of the product of the operator with `u`; differentiable with respect to `u`."""
         return self.operator(u, *self._medium.on(arrays_of(stop_gradient(u))))
 
     def __call__(self, r: LocalArray) -> LocalArray:
-        """Return an approximation of the solution for a right-hand side: one symmetric V-cycle.
+        """Return an approximate solution for a right-hand side, by one symmetric V-cycle.
 
         Parameters
         ----------
         r : array of shape (..., *local_shape)
-            Not traced, on the host or on a device; both parts of a complex array take a cycle.
+            Not traced, on the host or on a device. A complex array takes two cycles.
 
         Returns
         -------
@@ -224,10 +224,10 @@ class Multigrid:
 
         Adjoint
         -------
-        It is its own transpose, and isn't traced: a preconditioner needs no derivative.
+        None; the cycle is its own transpose, but a preconditioner isn't differentiated.
         """
         if is_array(r) and r.dtype.kind == "c":
-            # The operator is real, so both parts are solved separately.
+            # The operator is real, so real and imaginary parts are independent.
             return (self(r.real) + 1j * self(r.imag)).astype(r.dtype)
         r = self._checked(r, "linalg.Multigrid")
         level = self._level_beside(r)
@@ -236,14 +236,15 @@ class Multigrid:
             out = empty_like(r, systems.shape)
             for start in range(0, len(systems), _TOGETHER):
                 some = slice(start, start + _TOGETHER)
-                # Only right-hand sides with mean zero have a solution, whose own mean is then arbitrary: zero is chosen.
+                # Only right-hand sides with mean zero have a solution; of all solutions, the one with mean zero is
+                # returned.
                 split = self._layout.split(self._centred(systems[some]))
                 out[some] = self._centred(self._layout.join(level.cycle(split)))
             return out.reshape(r.shape)
 
     @property
     def T(self) -> Multigrid:
-        """Itself: a cycle is symmetric."""
+        """The transpose: the same object, since a cycle is symmetric."""
         return self
 
     def solve(
@@ -261,11 +262,12 @@ class Multigrid:
         Parameters
         ----------
         b : array of shape (..., *local_shape)
-            Not traced, on the host or on a device; `solve_elliptic` has derivatives. Several systems along leading axes are
-            solved together, each to its own tolerance.
+            Right-hand side, not traced, on the host or on a device (`solve_elliptic` is differentiable). Several systems
+            along leading axes are solved together, each to its own tolerance.
         rtol, atol : float
-            The residual's norm, over all ranks, must fall to ``max(rtol * norm(b), atol)``.
+            The norm of the residual over all ranks must fall to ``max(rtol * norm(b), atol)``.
         maxiter : int
+            Maximum number of iterations.
         x0 : array of the shape of `b`, optional
             Initial guess, on the device of `b`; zero by default.
         callback : callable, optional
@@ -281,7 +283,7 @@ class Multigrid:
             On all ranks, if `b` or `x0` has the wrong shape or isn't finite, they are on different devices, or a tolerance
             can't be met or differs between ranks.
         Exception
-            On all ranks, an exception of the callback on one.
+            On all ranks, if the callback raises it on any rank.
         ConvergenceError
             On all ranks, with the history of the residual, if the maximum number of iterations is reached.
 
@@ -305,7 +307,7 @@ class Multigrid:
             if not b.size:
                 self.history = [0.0]
                 return empty_like(b, b.shape)
-            # In double precision whatever b's dtype: a residual of 1e-8 is below the resolution of single precision.
+            # Always in double precision, since single precision doesn't resolve a relative residual of 1e-8.
             wide = self._centred(self._systems(b).astype(np.float64))
             start = None if x0 is None else self._centred(self._systems(x0).astype(np.float64))
             r = wide if start is None else self._centred(wide - self.matvec(start))
@@ -317,7 +319,7 @@ class Multigrid:
             return (u if start is None else u + start).reshape(b.shape).astype(b.dtype)
 
     def _remark(self) -> str:
-        """Return a possible reason for slow convergence; all ranks call it."""
+        """Return a possible reason for slow convergence; collective."""
         found = contrast(self.kappa, self._used)
         if found < _EXTREME:
             return "spacings that differ much take more of them"
@@ -348,7 +350,7 @@ class Multigrid:
         return block.reshape(-1, *self.domain.local_shape)
 
     def _centred(self, blocks: LocalArray) -> LocalArray:
-        """Return blocks of several systems without their means over the grid if constants are in the kernel."""
+        """Return blocks of several systems, with their means over the grid subtracted if constants are in the kernel."""
         if not self.mean_zero:
             return blocks
         own = np.array(on_host(blocks.reshape(len(blocks), -1).sum(axis=1, dtype=np.float64)))
@@ -365,7 +367,7 @@ class Multigrid:
 
     def _levels(self, distribution: Distribution) -> Level:
         ndim = len(self.domain.shape)
-        # The row sums of the operator come from the sides and c.
+        # The row sums of the operator are the contributions of sides and c.
         diagonal, couplings = self.operator.walls * self.kappa + self.c, {}
         for axis, (before, after) in enumerate(self.operator.couplings(self.kappa)):
             diagonal = diagonal + before + after

@@ -163,10 +163,10 @@ class Stencil:
         """Return the terms of a color's neighbors, or only those in the colors `among`."""
         terms, row, count = [], self.layout.row[color], len(self.layout.colors)
         for k, offset in enumerate(self._found, 2):
-            neighbour, steps = reach(color, offset)
-            if among is None or neighbour in among:
+            neighbor, steps = reach(color, offset)
+            if among is None or neighbor in among:
                 shift = self.layout.shifted(steps).start - self.layout.inner.start
-                terms.append(Term(k * count + row, self.layout.row[neighbour], shift))
+                terms.append(Term(k * count + row, self.layout.row[neighbor], shift))
         return terms
 
 
@@ -211,11 +211,11 @@ def _find_weights(stencil: Stencil, color: Color) -> None:
         if not any(along):
             centre -= coupling
             continue
-        neighbour, steps = reach(color, along)
+        neighbor, steps = reach(color, along)
         there = layout.shifted(steps)
-        for k, corner in enumerate(corners(neighbour)):
+        for k, corner in enumerate(corners(neighbor)):
             target = at[tuple(s + t for s, t in zip(steps, corner))]
-            inner[target] += coupling * stencil.weights_of(neighbour)[k, there] if any(neighbour) else coupling
+            inner[target] += coupling * stencil.weights_of(neighbor)[k, there] if any(neighbor) else coupling
     # Points without couplings (outside of the block) have no weights; a nonpositive center means the same.
     inner *= np.divide(1.0, centre, out=np.zeros_like(centre), where=centre > 0)
 
@@ -268,9 +268,9 @@ def _product(stencil: Stencil, color: Color) -> tuple[np.ndarray, dict[tuple[int
     # A row of A, with each neighbor's value replaced by its interpolation.
     terms = [(zero, stencil.diagonal, np.add), *[(o, n, np.subtract) for o, n in stencil.couplings.items()]]
     for offset, coefficient, gather in terms:
-        neighbour, steps = reach(color, offset)
+        neighbor, steps = reach(color, offset)
         there, factor = layout.shifted(steps), coefficient[number, layout.inner]
-        for k, corner in enumerate(corners(neighbour)):
+        for k, corner in enumerate(corners(neighbor)):
             row = inner[at[tuple(s + t for s, t in zip(steps, corner))]]
-            gather(row, factor * stencil.weights_of(neighbour)[k, there] if any(neighbour) else factor, out=row)
+            gather(row, factor * stencil.weights_of(neighbor)[k, there] if any(neighbor) else factor, out=row)
     return rows, at
