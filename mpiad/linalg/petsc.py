@@ -173,7 +173,7 @@ def _shell(petsc: ModuleType, used: Channel, system: System) -> Any:
             y.setArray(system.apply(np.array(x.getArray())[None])[0])
 
     size = system.length, None
-    # The user's communicator, which PETSc duplicates; the wrapped ones of debug mode can't be passed to PETSc.
+    # The user's communicator, which PETSc duplicates; guarded ones can't be passed to PETSc.
     return petsc.Mat().createPython((size, size), Context(), comm=used.user)
 
 

@@ -1,4 +1,4 @@
-"""States stored temporarily, in memory or in files."""
+"""`Snapshots`: the stored states of a loop, in memory or in files, optionally compressed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from mpiad.timestepping import compiled_coding
 from mpiad.timestepping.checkpoints import CheckpointSchedule
 from mpiad.transport.device_arrays import arrays_of
 
-# Fields in 16 bits per entry: rounded to multiples of a step, and stored as differences between neighbors.
+# Fields in 16 bits per entry: values are rounded to multiples of a step, and differences of neighbors are stored.
 #
-# Two bytes for the values themselves leave errors like noise, which a loop step that takes differences of a restored field
-# magnifies: for a wave resolved by 25 cells per wavelength the gradient is then accurate to 1e-3 only. A smooth field has
-# small differences, and so a small step suffices for them to fit into 16 bits. Integers are added and subtracted exactly,
-# so the errors are half a step everywhere, whatever the order of the differences; the order with the smallest step is
-# chosen.
+# If the values themselves were rounded to 16 bits, the errors would be like noise, which finite differences of the field
+# magnify: for a wave with 25 cells per wavelength, the gradient would be accurate only to 1e-3. The differences of a smooth
+# field are small, so they fit into 16 bits with a smaller step. Since integers are added and subtracted exactly, the error
+# is at most half a step, for differences of any order; the order with the smallest step is chosen.
 #
-# Large fields take compiled passes, with bitwise the same results: see `compiled_coding`.
+# Large fields are processed by compiled loops, with bitwise the same results: see `compiled_coding`.
 #
 # References
 # ----------
@@ -33,28 +32,28 @@ from mpiad.transport.device_arrays import arrays_of
 # .. [3] N. Kukreja et al., "Lossy checkpoint compression in full waveform inversion", Geosci. Model Dev. 15 (2022).
 
 
-SMALLEST = 256  # smallest number of entries for which coding pays
-_LARGEST, _FULL = 32767, 10000  # largest difference, and the value from which 16 bits are used well
-_HIGHEST = 4  # highest order
-_RANGE = 2.0**24  # largest multiple of the step in an entry: single precision is accurate enough
-_WIDE = 2000  # smallest number of entries per layer that is worth a call
-_NEAR = 8  # cells around the largest entry that determine the order
+SMALLEST = 256  # smallest number of entries for which compression is worthwhile
+_LARGEST, _FULL = 32767, 10000  # largest difference in 16 bits, and the value from which the step needn't be reduced
+_HIGHEST = 4  # highest order of differences
+_RANGE = 2.0**24  # limit of an entry as a multiple of the step: the accuracy of single precision
+_WIDE = 2000  # smallest number of entries per layer for which layers are added one by one
+_NEAR = 8  # number of cells around the largest entry from which the order is determined
 
 
 class Coded(NamedTuple):
     """An array in 16 bits per entry."""
 
-    # Array of int16. In the shape of the array; a complex one has a last axis for both parts.
+    # Array of int16, in the shape of the array; for a complex array, the last axis has real and imaginary parts.
     differences: np.ndarray
-    corner: np.ndarray  # array of int32; the first entries, which have too few preceding neighbors, in full
+    corner: np.ndarray  # array of int32; the values of the first entries, which have too few preceding neighbors
     step: float
     # Order of the differences along the first dimension. The first entries along it, which have no such differences, are
     # differenced along the next dimension, and so on.
     order: int
-    relative: bool  # whether the difference to the preceding array was coded
+    relative: bool  # whether the difference from the preceding array was coded
 
     def array(self, dtype: np.dtype, before: np.ndarray | None) -> np.ndarray:
-        """Return the array, with an error of at most half a step per entry; `before` is the preceding array."""
+        """Return the array, with an error of at most half a step per entry; `before`: the preceding array."""
         kept, kind = self.differences, np.finfo(dtype).dtype
         entries, axes = np.empty(kept.shape, kind), _axes(kept.ndim, dtype)
         before = _real(before) if self.relative and before is not None else None
@@ -83,8 +82,8 @@ class Coded(NamedTuple):
 def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
     """Return an array of real or complex floats in 16 bits per entry; None if it isn't finite.
 
-    If it is close to the preceding array, of the same shape and dtype, their difference is stored. This applies to the two
-    states of a leapfrog scheme, so that velocities also keep their digits.
+    If it is close to `before`, the preceding array of the same shape and dtype, their difference is stored: for example for
+    the two fields of a leapfrog scheme, whose difference is the velocity.
     """
     entries = _real(array)
     axes = _axes(entries.ndim, array.dtype)
@@ -111,14 +110,14 @@ def coded(array: np.ndarray, before: np.ndarray | None = None) -> Coded | None:
         finest = step <= largest / _RANGE
         if found <= _LARGEST and (found >= _FULL or finest):
             return Coded(numbers.astype(np.int16, copy=False), corner, step, order, relative)
-        # The contribution of rounding to the differences doesn't decrease with the step: leave room for it.
+        # With a margin, since the contribution of rounding to the differences doesn't decrease with the step.
         step = max(step * max(found, 1) / (0.9 * _LARGEST), largest / _RANGE)
 
 
 def _by_compiled_passes(
     entries: np.ndarray, before: np.ndarray | None, step: float, order: int, axes: range
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the results of `_by_numpy`; only the first few rows are computed by NumPy."""
+    """Return the results of `_by_numpy`, of which NumPy computes only the first few rows."""
     numbers, rows = np.empty(entries.shape, np.int16), max(order, 1)
     found = compiled_coding.write_differences(entries, before, step, compiled_coding.weights(order), numbers)
     first, corner, most = _by_numpy(entries[:rows], None if before is None else before[:rows], step, order, axes)
@@ -129,7 +128,7 @@ def _by_compiled_passes(
 def _by_numpy(
     entries: np.ndarray, before: np.ndarray | None, step: float, order: int, axes: range
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the differences, the corner in full, and the largest difference, which may exceed 16 bits."""
+    """Return the differences, the values of the corner, and the largest difference, which may exceed 16 bits."""
     scaled = (entries if before is None else entries - before) * (1.0 / step)
     numbers = np.rint(scaled, out=scaled).astype(np.int32)
     for axis in axes:
@@ -142,16 +141,16 @@ def _by_numpy(
 
 
 def _row_maxima(field: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's largest absolute value, and that of its change from another field; NaN if the row has one."""
+    """Return the largest absolute value of each row, and of its change from `before`; NaN if the row contains NaN."""
     sizes = np.abs(field), np.abs(field - before)
     top, change = (each.reshape(len(field), -1).max(1) if field.ndim > 1 else each for each in sizes)
     return top, change
 
 
 def _best_order(entries: np.ndarray, before: np.ndarray | None, row: int, least: float) -> tuple[float, int]:
-    """Return the smallest step, at least `least`, and its order of differences, by the values near the largest entry.
+    """Return the smallest step, at least `least`, and the order of differences with which it is possible.
 
-    The largest entry is in row `row`.
+    They are estimated from the values near the largest entry, which is in row `row`.
     """
     top = np.abs(entries[row] if before is None else entries[row] - before[row])
     place = row, *np.unravel_index(np.argmax(top), top.shape)
@@ -166,7 +165,7 @@ def _best_order(entries: np.ndarray, before: np.ndarray | None, row: int, least:
 
 
 def _real(array: np.ndarray) -> np.ndarray:
-    """Return the entries as compiled passes take them; a complex array has a last axis for both parts."""
+    """Return a real view of an array; for a complex array, the last axis has real and imaginary parts."""
     entries = np.require(array, None, ["C", "A", "W"])
     return entries[..., None].view(np.finfo(array.dtype).dtype) if array.dtype.kind == "c" else entries
 
@@ -191,7 +190,7 @@ _SINGLE = {np.dtype(np.float64): np.float32, np.dtype(np.complex128): np.complex
 
 
 def own(leaf: Array) -> Any:
-    """Return a copy of an array, on the same device; a number unchanged."""
+    """Return a copy of an array on the same device; numbers are returned unchanged."""
     arrays = arrays_of(leaf)
     if arrays is not None:
         return arrays.copy(leaf)
@@ -199,22 +198,22 @@ def own(leaf: Array) -> Any:
 
 
 class Packed(NamedTuple):
-    """A leaf of a state in its stored form."""
+    """A stored leaf of a state."""
 
     arrays: list[Any]  # the leaf, or its coded form
-    dtype: Any = None  # the leaf's dtype, if it is stored in a smaller one
-    code: tuple[float, int, bool] | None = None  # the fields of `Coded` after its arrays, which are stored
+    dtype: Any = None  # the leaf's dtype, if the stored one is smaller
+    code: tuple[float, int, bool] | None = None  # `step`, `order` and `relative` of its coded form
     device: Any = None  # the leaf's device, if it is stored on the host or in a file
 
     def leaf(self, before: Any) -> Any:
-        """Return the leaf in its own precision, on the device of its storage; `before` is the preceding leaf."""
+        """Return the leaf in its own precision and on its device; `before`: the preceding leaf."""
         if self.code is not None:
             return Coded(self.arrays[0], self.arrays[1], *self.code).array(self.dtype, before)
         return self.arrays[0] if self.dtype is None else self.arrays[0].astype(self.dtype)
 
 
 def _packed(leaf: Array, before: Any, kept: CheckpointSchedule) -> Packed:
-    """Return a leaf in the form to be stored: itself, or a smaller copy; compressed leaves are on the host."""
+    """Return a leaf in its stored form: itself, or a smaller copy; compressed leaves are on the host."""
     dtype = getattr(leaf, "dtype", None)
     if kept.compress and isinstance(leaf, np.ndarray) and leaf.size >= SMALLEST:
         alike = isinstance(before, np.ndarray) and (before.shape, before.dtype) == (leaf.shape, leaf.dtype)
@@ -222,7 +221,7 @@ def _packed(leaf: Array, before: Any, kept: CheckpointSchedule) -> Packed:
         if found is not None:
             return Packed([found.differences, found.corner], dtype, found[2:])
     if kept.dtype is not None and dtype in _SINGLE:
-        # A number too large for single precision would be restored as infinity, and the gradient would be NaN.
+        # Overflow is an error, since infinities would make the gradient NaN.
         with np.errstate(over="raise"):
             return Packed([leaf.astype(_SINGLE[dtype])], dtype)
     return Packed([leaf])
@@ -240,14 +239,13 @@ class Snapshots:
     def keep(self, number: int, state: Sequence[Array], on_disk: bool) -> None:
         """Store a copy of a state.
 
-        An OSError if a file can't be written; a FloatingPointError if the state is too large for the precision of its
-        stored form.
+        Raises an OSError if a file can't be written; a FloatingPointError if an entry overflows in single precision.
         """
         moved = self._where.host or self._where.compress
         devices = [arrays_of(leaf) if moved else None for leaf in state]
         given = [leaf if device is None else to_host(leaf) for leaf, device in zip(state, devices)]
         try:
-            # Each is coded relative to the leaf before it: two fields of one wave are alike, and differ in few bits.
+            # Each leaf may be coded relative to the preceding one: the two fields of a wave, for example, are similar.
             leaves = [_packed(leaf, before, self._where) for leaf, before in zip(given, [None, *given])]
         except FloatingPointError as error:
             raise FloatingPointError(
@@ -258,7 +256,7 @@ class Snapshots:
         if on_disk:
             self._files[number] = self._written(number, leaves)
         else:
-            # Copies: a step may return the same buffer each time.
+            # Copies, since a step may return the same buffer each time.
             self._memory[number] = [
                 each._replace(arrays=[own(leaf)]) if each.arrays[0] is leaf else each for each, leaf in zip(leaves, state)
             ]
@@ -272,7 +270,7 @@ class Snapshots:
         leaves: list[Any] = []
         before = None
         for each in found:
-            # In the order of packing, since each may be coded as a difference to the preceding one.
+            # In order, since each may be coded as a difference from the preceding one.
             before = each.leaf(before)
             leaves.append(before if each.device is None else each.device.to_device(before))
         return leaves
@@ -288,7 +286,7 @@ class Snapshots:
         """Write the arrays of a state to a file; return its name, and the remaining data of the state."""
         try:
             if self._folder is None:
-                # It is removed with this object at the latest, even if no gradient is ever computed.
+                # The folder is removed with this object at the latest, even if no gradient is computed.
                 self._folder = tempfile.TemporaryDirectory(prefix="mpiad-steps-", dir=self._where.directory)
             name = os.path.join(self._folder.name, f"{number}.npy")
             with open(name, "wb") as file:

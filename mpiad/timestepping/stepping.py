@@ -1,8 +1,8 @@
-"""Steps of a loop on lists of arrays: the user's, checked, and the same with tangents.
+"""Steps of a loop on lists of arrays: the user's steps with checks, and the same steps with tangents.
 
-If the step is compiled, several steps may run as one program. A program writes its results into arrays of its own, which
-the next one copies into the halos that it exchanges. Within one program a field is computed directly into the memory that
-the next step reads, cotangents of parameters are accumulated in loops, and Python's overhead is paid once for all steps.
+If the step function is compiled, several steps may run as one program. This saves copies: separate programs copy fields
+into the buffers in which halos are exchanged, but within one program a field is computed directly in the memory that the
+next step reads. Also, cotangents of parameters are accumulated in loops, and Python's overhead occurs only once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mpiad.pytrees import flatten, is_variable, named_leaves
 from mpiad.transport import Spec
 from mpiad.transport.tracing import tracing
 
-# Steps in one program. More gain little, and take long to compile.
+# Maximum numbers of steps and operations in one program; larger programs gain little, and take long to compile.
 _MOST, _MOST_OPERATIONS = 32, 600
 
 
 class Span(NamedTuple):
-    """Steps that run as one, from `first` up to, not including, `stop`."""
+    """The steps first, ..., stop - 1, which run together."""
 
     first: int
     stop: int
@@ -32,8 +32,8 @@ class Span(NamedTuple):
 class Arguments(NamedTuple):
     """The arguments of a loop, as lists of leaves."""
 
-    state: list[Any]  # of the first step
-    inputs: list[Any]  # each with one entry per step along its first axis
+    state: list[Any]  # the state before the first step
+    inputs: list[Any]  # with one entry per step along the first axis
     params: list[Any]  # the same in all steps
 
     def all(self) -> list[Any]:
@@ -41,14 +41,14 @@ class Arguments(NamedTuple):
         return [*self.state, *self.inputs, *self.params]
 
     def like(self, leaves: Sequence[Any]) -> Arguments:
-        """Return other leaves, given as one list, in the form of these arguments."""
+        """Return other leaves, given in one list, as arguments of the same structure."""
         a, b = len(self.state), len(self.state) + len(self.inputs)
         return Arguments(list(leaves[:a]), list(leaves[a:b]), list(leaves[b:]))
 
     def at(self, span: Span, state: list[Any]) -> Arguments:
-        """Return the arguments of some steps: for one step its entries of the inputs, for several all of theirs."""
+        """Return the arguments of some steps, with their entries of the inputs."""
         first, stop = span
-        # One step gets its entry, as the user's function takes it; several get an axis of entries.
+        # The entries of a single step have no axis for steps.
         entries = first if stop == first + 1 else slice(first, stop)
         return Arguments(state, [leaf[entries] for leaf in self.inputs], self.params)
 
@@ -58,10 +58,10 @@ Stepping: TypeAlias = "UserStepping | TangentStepping"
 
 
 def spans(stepping: Stepping, first: int, stop: int) -> Iterator[Span]:
-    """Yield spans of steps that run as one, from the first to the last."""
+    """Yield spans of steps that run together, from the first to the last."""
     while first < stop:
         count = stepping.together
-        # The remainder runs step by step: a program for each remainder would have to be compiled.
+        # The remaining steps run one by one, since another number of steps would need another program.
         span = Span(first, first + count if count <= stop - first else first + 1)
         yield span
         first = span.stop
@@ -75,11 +75,11 @@ class CompiledFunction(Protocol):
 
     @property
     def operations(self) -> int:
-        """Number of operations of its largest program; 0 if there is none yet, or some call can't be compiled."""
+        """The number of operations of the largest program; 0 if there is none yet, or some call can't be compiled."""
         ...
 
     def derived(self, key: Any, make: Callable[[], Function], optional: bool = False) -> Any:
-        """Return a compiled function derived from this one, the same for equal keys; `optional`: without a warning."""
+        """Return the compiled form of ``make()``, cached by key; `optional`: whether to ignore failures of compilation."""
         ...
 
 
@@ -87,17 +87,17 @@ class UserStepping:
     """The user's step and observation.
 
     - `advance`: ``advance(state, number, *input, *params)``.
-    - `observe`: ``observe(state, number, *params)``.
-    - `state`, `inputs`, `params`: as the user gave them; `inputs` None if steps have none.
-    - `length`: largest number of consecutive steps.
-    - `args`: their leaves.
-    - `build_state`: from leaves to the user's pytree.
-    - `build_seen` (or None): the same for observed values; known after a step.
+    - `observe`: ``observe(state, number, *params)``, or None.
+    - `state`, `inputs`, `params`: as given by the user; `inputs` may be None.
+    - `length`: the largest number of consecutive steps.
+    - `args`: the leaves of the arguments.
+    - `build_state`: assembles a state from its leaves.
+    - `build_seen`: the same for observed values; None before the first step.
     """
 
     def __init__(self, advance: Any, observe: Any, state: Tree, inputs: Tree, params: tuple, length: int):
         self._advance, self._observe, self._has_inputs, self._length = advance, observe, inputs is not None, length
-        # Whether steps may become one program, immediately or once one of them is compiled.
+        # Whether several steps may become one program.
         self._compiled = all(isinstance(fun, CompiledFunction) for fun in (advance, observe) if fun is not None)
         leaves, self.build_state = flatten(state)
         entries, self._build_input = flatten(inputs) if self._has_inputs else ([], list)
@@ -105,31 +105,31 @@ class UserStepping:
         self.args = Arguments(leaves, entries, rest)
         self.build_seen: Callable[[list[Any]], Any] | None = None
         self._specs = [_spec(leaf) for leaf in leaves]
-        # Their paths in the user's pytree, for errors: one of many leaves may be wrong.
+        # The paths of the state's leaves in the user's pytree, for errors.
         self._names = [name for name, _ in named_leaves(state, "u0")]
 
     @property
     def together(self) -> int:
-        """Number of steps that can run as one: 1 if there is no program of several, or before the first step."""
+        """The number of steps that can run together; 1 if there is no program of several, or before the first step."""
         if not self._compiled or tracing.recorder is not None or not self._advance.operations:
             return 1
         length, most = self._length, min(_MOST, self._length, max(_MOST_OPERATIONS // self._advance.operations, 1))
-        # The number with the smallest remainder, whose steps run one by one.
+        # The number with the smallest remainder, since the remaining steps run one by one.
         count = min(range(most, most // 2, -1), key=lambda count: length % count)
         return count if count > 1 and not self._several(count).refused else 1
 
     def _several(self, count: int) -> Any:
         """Return a compiled function that runs `count` steps of the loop.
 
-        It maps the state, the first step's number, a pytree of inputs with `count` entries (or None) and all params to the
-        last state and a list of the values observed after each step.
+        Its arguments are the state, the number of the first step, a pytree of inputs with `count` entries or None, and all
+        params. It returns the last state and a list of the values observed after each step.
         """
         advance, observe, has_inputs = self._advance, self._observe, self._has_inputs
         key = observe, has_inputs, count
         return advance.derived(key, lambda: _steps(advance.fun, observe and observe.fun, has_inputs, count), True)
 
     def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
-        """Return the state after some steps, and the values observed after each; raise if the state's form has changed."""
+        """Return the state after some steps, and the values observed after each; raise an error if states don't match."""
         params = self._build_params(now.params)
         entry = (self._build_input(now.inputs),) if self._has_inputs else ()
         first, stop = span
@@ -141,7 +141,7 @@ class UserStepping:
             observed = [] if self._observe is None else [self._observe(state, first, *params)]
         rows = []
         for each in observed:
-            # Stored at each step, because only a step determines the observed values.
+            # Assigned at each step, since the structure of observed values is known only after a step.
             leaves, self.build_seen = flatten(each)
             rows.append(leaves)
         return self._checked(flatten(state)[0], stop - 1), rows
@@ -154,14 +154,14 @@ class UserStepping:
             )
         for leaf, spec, name in zip(leaves, self._specs, self._names):
             if not is_variable(leaf) or _spec(leaf) != spec:
-                # Its plain value: a trace in a message would say nothing to the user.
+                # The plain value, since a trace would be uninformative in the message.
                 raise _wrong_state(stop_gradient(leaf), spec, name, number)
         return leaves
 
 
 def _spec(leaf: Array) -> Spec:
     spec = spec_like(leaf)
-    # In a compiled function a traced array stands for one of the host: a constant state becomes traced, or the reverse.
+    # In a function that is being compiled, traced arrays have the spec of host arrays, so states may become traced.
     return spec._replace(arrays=None) if spec.arrays is not None and spec.arrays.takes_host_arrays else spec
 
 
@@ -178,26 +178,23 @@ def _wrong_state(leaf: Array, spec: Spec, name: str, number: int) -> Exception:
 
 
 class TangentStepping(NamedTuple):
-    """Steps with tangents of the state, of some inputs and of some parameters.
-
-    In each of the lists the tangents follow the values.
-    """
+    """Steps with tangents of the state, some inputs and some parameters; in each list the tangents follow the values."""
 
     plain: Stepping
-    counts: tuple[int, int, int]  # numbers of leaves without the tangents, for state, inputs and params
-    # `inputs`, `params`: positions of those with tangents.
+    counts: tuple[int, int, int]  # numbers of leaves of state, inputs and params, without tangents
+    # `inputs`, `params`: positions of the leaves with tangents.
     inputs: list[int]
     params: list[int]
 
     @property
     def together(self) -> int:
-        """Number of steps that can run as one."""
+        """The number of steps that can run together."""
         return self.plain.together
 
     def run(self, span: Span, now: Arguments) -> tuple[list[Array], list[list[Array]]]:
         """Return the state after some steps and the values observed after each, each followed by its tangents."""
         a, b, c = self.counts
-        # Values first, then tangents: so a loop with tangents is an ordinary loop, checkpoints included.
+        # Values first, then tangents: in this form a loop with tangents is an ordinary loop.
         leaves = [*now.state[:a], *now.inputs[:b], *now.params[:c]]
         places = [*range(a), *[a + k for k in self.inputs], *[a + b + k for k in self.params]]
         tangents = [*now.state[a:], *now.inputs[b:], *now.params[c:]]

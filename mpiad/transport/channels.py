@@ -215,7 +215,7 @@ class Channel:
 
     def aside(self) -> Comm:
         """Return a duplicate for operations in the middle of other communication; the first call is collective."""
-        # A new one is made when debug mode has been turned on or off, which all ranks detect.
+        # A new one is made when the watch has been turned on or off, which all ranks detect.
         if self._aside is None or self._aside[0] is not self.data:
             if self._aside is not None:
                 self._aside[1].Free()
@@ -296,7 +296,7 @@ class Channel:
 
     def end(self) -> None:
         """Complete or drop all pending messages; collective. It may be called again after an exception."""
-        # In debug mode an interrupt may have come in the middle of a send, which is then repeated.
+        # A guarded send may have been interrupted, and is repeated.
         self.unended |= any(len(sending) < self.size for sending, _ in self._drained.values())
         for kind, requests, _ in self.started.values():
             for request in requests if kind.endswith("receive") else ():
@@ -459,7 +459,7 @@ def _set(name: str, self: Channel, comm: Comm) -> None:
 
 
 class Watch(NamedTuple):
-    """Functions of debug mode, which wrap the communicators of channels; `guarded.switch` installs them."""
+    """Functions that wrap the communicators of channels while the watch is on; `guarded.switch` installs them."""
 
     duplicate: Callable[[Channel], Comm]  # duplicates the user's communicator
     put_on: Callable[[Channel], None]  # wraps a channel's communicators
@@ -477,7 +477,7 @@ def set_watch(watch: Watch | None) -> None:
 
 
 def is_watched() -> bool:
-    """Return whether debug mode is on."""
+    """Return whether the watch is on: waits have deadlines, or ranks compare their calls."""
     return _watch is not None
 
 

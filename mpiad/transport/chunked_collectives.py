@@ -34,7 +34,7 @@ def _like(array: Array) -> Spec:
 
 
 def compare(comm: Comm, step: str, array: Array, op: Op | None = None, root: int | None = None) -> None:
-    """Compare the ranks' calls in debug mode: if sizes differ, so does the number of pieces, and MPI would wait forever."""
+    """Compare the ranks' calls under the watch: for different sizes the numbers of calls would differ, too."""
     if getattr(comm, "agreement", None) is not None:
         comm.agree(step, array, op, root)
 

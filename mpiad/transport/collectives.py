@@ -1,4 +1,4 @@
-"""Collectives on arrays, without derivatives: shapes are agreed on if the caller can't know them."""
+"""Collectives on arrays, without derivatives; the ranks agree on shapes that a caller can't know."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mpiad.transport.device_settings import LEAST_CHUNK, divides, exchanges, pre
 from mpiad.transport.mpi_operations import name_of
 from mpiad.transport.staging import transfer_of
 
-# Sums over the ranks that are started, and waited for later; and sums of host arrays in their own memory.
+# Nonblocking sums, and in-place sums of host arrays.
 
 
 class Summation:
-    """A sum under way: MPI's requests, one per chunk, the function for a complete chunk, and the one for the result."""
+    """A pending sum: MPI's requests, one per chunk, a function to be called for each chunk, and one for the result."""
 
     __slots__ = ("_channel", "_requests", "_result", "_take")
 
@@ -45,7 +45,7 @@ class Summation:
 
 
 def start_allreduce(channel: Channel, array: Array) -> Summation:
-    """Start to add up arrays; host arrays must be unused otherwise, device arrays are copied."""
+    """Start to sum arrays; a host array mustn't be used in the meantime, a device array is copied."""
     if divides(array.nbytes):
         return _start_in_pieces(channel, array)
     arrays = arrays_of(array)
@@ -57,7 +57,7 @@ def start_allreduce(channel: Channel, array: Array) -> Summation:
 
 
 def _start_in_pieces(channel: Channel, array: Array) -> Summation:
-    """Start one reduction for each piece: MPI adds up the first ones while the others are copied, here and at the end."""
+    """Start one reduction per piece, so that MPI sums some pieces while others are copied."""
     pieces = of_whole(array.size, array.dtype.itemsize)
     transfer, requests = in_place_transfer(array, pieces, private=True), []
     for number in range(len(pieces)):
@@ -67,35 +67,34 @@ def _start_in_pieces(channel: Channel, array: Array) -> Summation:
 
 
 def start_sum_in_place(channel: Channel, array: np.ndarray) -> Summation:
-    """Start to add up arrays of the host, on all ranks, in their own memory, which nobody uses meanwhile."""
+    """Start to sum host arrays in place; they mustn't be used in the meantime."""
     requests = channel.begin("reduction", array, channel.data.Iallreduce, MPI.IN_PLACE, array, MPI.SUM)
     return Summation(channel, [requests], lambda: array)
 
 
 def sum_in_place(channel: Channel, array: np.ndarray) -> None:
-    """Add up arrays of the host, on all ranks, in their own memory."""
+    """Sum host arrays in place."""
     channel.data.Allreduce(MPI.IN_PLACE, array, MPI.SUM)
 
 
-# Maxima and minima of floating-point numbers as NumPy's: a NaN on any rank is the result on all.
+# Maxima and minima of floating-point numbers, as in NumPy: a NaN on any rank gives NaN on all.
 #
-# MPI leaves the result of MAX and MIN for a NaN open. Its libraries keep it or lose it by the order in which they compare,
-# and that order differs between the ranks. So a NaN is sent as the dominant infinity: inf for a maximum, -inf for a
-# minimum. If no such infinity results, as is usual, there was no NaN on any rank, and one reduction suffices. Otherwise a
-# second one finds the entries that were NaN, and all ranks write NaN there: all have the same result, so all reduce again
-# or none. Results that are zero are 0.0: -0.0 compares equal, and the order would decide which of them it is.
+# In MPI the result of MAX and MIN for NaN is undefined, and depends on the order of comparisons, which differs between
+# ranks. Therefore a NaN is replaced by the dominant infinity: inf for a maximum, -inf for a minimum. If the result contains
+# no such infinity, there was no NaN, and one reduction is enough. Otherwise, on all ranks, a second reduction finds the
+# entries that were NaN. Zeros in the result are set to 0.0, since the order of comparisons decides between 0.0 and -0.0.
 
 
 _HOST = (np.ndarray, np.generic)
 
 
 def are_meant(array: Array, op: Op) -> bool:
-    """Return whether a reduction is one that could lose a NaN, the same on all ranks."""
+    """Return whether a reduction is a maximum or minimum of floats, which needs this treatment."""
     return op is not MPI.SUM and array.dtype.kind == "f" and op in (MPI.MAX, MPI.MIN)
 
 
 def without_nan(array: Array, op: Op) -> Array:
-    """Return a contiguous array itself, or if it may have NaN a copy with infinities for these."""
+    """Return a contiguous array with NaN replaced by infinities; the array itself if it is known to have none."""
     if _is_clearly_finite(array):
         return array
     arrays = arrays_of(array)
@@ -113,7 +112,7 @@ def may_be_nan(found: Array, op: Op) -> bool:
 
 
 def finished(found: Array, nan: Array | None) -> Array:
-    """Return a reduced array with NaN at the places of a flat mask, and with its zeros as 0.0; may overwrite it."""
+    """Return a reduced array with NaN where the flat mask is true, and with zeros set to 0.0; may overwrite the array."""
     found += found.dtype.type(0)  # -0.0 + 0.0 is 0.0
     if nan is None:
         return found
@@ -127,13 +126,13 @@ def _unbeaten(op: Op) -> float:
 
 
 def _is_clearly_finite(array: Array) -> bool:
-    """Return True for most host arrays without NaN and infinities, at low cost; if False, they may have some."""
+    """Return True only for finite host arrays, by a fast test that may return False for finite arrays, too."""
     if not isinstance(array, _HOST):
         return False
     if array.size == 1:
         return math.isfinite(array.item() if array.ndim else array)
-    # Squares don't cancel. One product takes a third of the time of NumPy's isnan and any; and vdot, unlike dot, says
-    # nothing of squares that overflow.
+    # The sum of squares is finite only if all entries are. It takes a third of the time of NumPy's isnan and any, and vdot,
+    # unlike dot, doesn't warn of overflow.
     return math.isfinite(np.vdot(array, array))
 
 
@@ -142,7 +141,7 @@ _NOTHING = Spec((0,), np.dtype(float))
 
 
 def allreduce(channel: Channel, x: Array, op: Op, call: str) -> Array:
-    """Combine every rank's array, with the result on all ranks; a NaN among floats is their maximum, and their minimum."""
+    """Reduce the ranks' arrays, with the result on all ranks; maximum and minimum of floats propagate NaN."""
     array = outgoing(x, call)
     if not are_meant(array, op):
         return _combined(channel, array, op)
@@ -168,7 +167,7 @@ def _combined(channel: Channel, array: Array, op: Op) -> Array:
 
 
 def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
-    """Add up every rank's array on the root; zeros elsewhere."""
+    """Sum the ranks' arrays on the root; return zeros on other ranks."""
     array = outgoing(x, call)
     if divides(array.nbytes):
         return chunked_collectives.reduce(channel, array, root)
@@ -184,7 +183,7 @@ def reduce(channel: Channel, x: Array, root: int, call: str) -> Array:
 def _reduce_on_device(channel: Channel, array: Array, root: int) -> Array:
     arrays = arrays_of(array)
     transfer = transfer_of(arrays)
-    # Memory on the device is allocated on the root alone.
+    # Memory for the result is allocated only on the root.
     if channel.rank != root:
         channel.data.Reduce(transfer.send_buffer(array), None, MPI.SUM, root)
         return Spec(array.shape, array.dtype, arrays).zeros()
@@ -194,7 +193,7 @@ def _reduce_on_device(channel: Channel, array: Array, root: int) -> Array:
 
 
 def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array:
-    """Copy the root's array, of a spec that all ranks know, to all ranks."""
+    """Return the root's array on all ranks, which know its spec."""
     array = outgoing(x, call) if channel.rank == root else None
     if divides(spec.nbytes):
         if array is None:
@@ -211,9 +210,9 @@ def bcast(channel: Channel, x: Array, spec: Spec, root: int, call: str) -> Array
 
 
 def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str) -> Array:
-    """Sum over the ranks before this one (after it, if `backwards`), with its own unless `exclusive`."""
+    """Return the sum over the ranks up to this one (from this one on, if `backwards`), without it if `exclusive`."""
     array = outgoing(x, call)
-    # MPI has no suffix sums: on the ranks in reverse order they are prefix sums.
+    # Suffix sums are prefix sums over the ranks in reverse order.
     comm = channel.backwards() if backwards else channel.data
     if divides(array.nbytes):
         return chunked_collectives.scan(comm, array, exclusive)
@@ -221,7 +220,7 @@ def scan(channel: Channel, x: Array, exclusive: bool, backwards: bool, call: str
     destination = transfer.destination(array.shape, array.dtype)
     (comm.Exscan if exclusive else comm.Scan)(transfer.send_buffer(array), transfer.recv_buffer(destination), MPI.SUM)
     if exclusive and comm.rank == 0:
-        # MPI leaves the first rank's exclusive sum undefined, and some write to it all the same.
+        # In MPI the first rank's exclusive sum is undefined.
         return Spec(array.shape, array.dtype, arrays_of(array)).zeros()
     return transfer.received(destination)
 
@@ -238,13 +237,13 @@ def alltoall(channel: Channel, x: Array, call: str) -> Array:
 
 
 def lengths_of_all(channel: Channel, like: Spec, axis: int | None, call: str, wrong: Exception | None = None) -> list[int]:
-    """Agree on the blocks of a gather: each rank's length along `axis`, 1 each if they are stacked.
+    """Return the ranks' lengths along `axis` for a gather, 1 each if arrays are stacked; collective.
 
-    A ValueError on all ranks, if their other dimensions or their dtypes, here those of `like`, differ. An error found
-    by one rank, `wrong`, is raised on all: the others must not wait for it.
+    `like`: the spec of this rank's array. `wrong`: an error of this rank, which is raised on all ranks. Raises a ValueError
+    on all ranks if other dimensions or dtypes differ between ranks.
     """
     if wrong is not None:
-        like, axis = _NOTHING, None  # it takes part nevertheless: the others will make the same call
+        like, axis = _NOTHING, None  # a rank with an error takes part in the communication, too
     shape, dtype = like.shape, like.dtype
     piece = (shape if axis is None else shape[:axis] + shape[axis + 1 :], dtype.str)
     mine = np.array([1 if axis is None else shape[axis], fingerprint(*piece)], dtype=np.int64)
@@ -285,7 +284,7 @@ def gather(channel: Channel, x: Array, root: int | None, axis: int | None, lengt
 def scatter(
     channel: Channel, x: Array, root: int | None, axis: int | None, lengths: list[int], piece: Spec, call: str
 ) -> Array:
-    """Give each rank its piece of the root's array; every rank knows the spec of its own piece."""
+    """Return this rank's piece of the root's array; every rank knows the spec of its own piece."""
     shape = piece.shape if axis is None else (piece.shape[axis], *piece.shape[:axis], *piece.shape[axis + 1 :])
     array = _front(outgoing(x, call), axis) if channel.rank == root else None
     counts = [length * _count(shape if axis is None else shape[1:]) for length in lengths]
@@ -299,7 +298,7 @@ def scatter(
 
 
 def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[int], call: str) -> Array:
-    """Sum every rank's array and give each rank its piece of the sum."""
+    """Sum the ranks' arrays, and return this rank's piece of the sum."""
     array = _front(outgoing(x, call), axis)
     rest = array.shape[1:]
     block = Spec(rest if axis is None else (lengths[channel.rank], *rest), array.dtype, arrays_of(array))
@@ -315,7 +314,7 @@ def reduce_scatter(channel: Channel, x: Array, axis: int | None, lengths: list[i
 
 
 def _front(array: Array, axis: int | None) -> Array:
-    # MPI counts in contiguous entries, so the divided axis comes first while it travels.
+    # MPI counts contiguous entries, so the divided axis must come first.
     return array if not axis else contiguous(np.moveaxis(array, axis, 0))
 
 

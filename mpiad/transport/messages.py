@@ -1,4 +1,4 @@
-"""Point-to-point messages: Isend, Irecv and Wait, with every buffer kept until MPI is done with it."""
+"""Point-to-point messages: Isend, Irecv and Wait, with references to buffers until MPI has finished with them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from mpiad.transport.chunked_staging import bounds, incoming_transfer, of_whole,
 from mpiad.transport.device_arrays import arrays_of
 from mpiad.transport.staging import HOST, Staged, Transfer, transfer_of
 
-# Who sends to whom, under which tag and number: the address of a message and of the adjoint's answer to it.
+# The tags of messages and of the corresponding messages of adjoints.
 #
-# Forward messages carry the user's tag, and MPI matches them in the order of their start. The messages of adjoints may be
-# started in another order on either side (requests are waited for in any order), so their tag combines the user's tag
-# and the message's number: multiples of the golden section of the number of tags, plus the number. Two messages that are
-# under way between the same ranks at the same time then differ in their tag, as long as the product of their distance in
-# user tags and in number is below 0.38 times the number of tags (half of MPI's: 10⁸ with MPICH and more with Open MPI).
+# Forward messages have the user's tag, and MPI matches them in the order of their start. The messages of adjoints may be
+# started in another order on either side, since requests are waited for in any order. Therefore their tag combines the
+# user's tag and the message's number: a multiple of the golden section of the number of tags, plus the number. Two messages
+# that are in flight between the same ranks then have different tags, if the product of the differences of their user tags
+# and numbers is below 0.38 times the number of tags (half of MPI's: 10⁸ with MPICH and more with Open MPI).
 #
-# A large array on a device is sent in chunks after a short message that announces it. The chunks have tags of
-# the same kind in the other half, a quarter for each direction, so they are never taken for another message.
+# A large array on a device is sent in chunks after a short message that announces it. Chunks have tags of the same form in
+# the other half of MPI's tags, a quarter for each direction, so they differ from those of other messages.
 
 
 class Envelope:
-    """Address of one point-to-point message, seen from this rank.
+    """The address of one point-to-point message, seen from this rank.
 
     - `peer`: the other rank.
     - `tag`: the user's tag.
     - `outgoing`: whether this rank sends it.
-    - `number`: its place among the messages of that peer, tag and direction; the next one if it isn't given, and
-      unknown until it has come if it may come from any rank (negative `peer` or `tag`).
-    - `answers`: of the message of an adjoint: the envelope of the forward message, whose number this one has.
+    - `number`: its index among the messages with this peer, tag and direction; the next one if it isn't given. None for a
+      receive with wildcards (negative `peer` or `tag`) until the message has arrived.
+    - `answers`: for the message of an adjoint, the envelope of the forward message, which has the same number.
     - `reverse`: whether it is the message of an adjoint.
-    - `asked`, (int, int): peer and tag as passed by the caller, possibly wildcards.
+    - `asked`: (int, int); peer and tag as passed by the caller, possibly wildcards.
     """
 
     __slots__ = ("answers", "asked", "channel", "number", "outgoing", "peer", "reverse", "tag")
@@ -59,35 +59,35 @@ class Envelope:
         return number
 
     def give_back(self) -> None:
-        """Give the number back if nothing is sent or received."""
+        """Undo the counting of a message that isn't sent or received after all."""
         if not self.reverse and self.number is not None:
             counts = self.channel.sent if self.outgoing else self.channel.received
-            # Else the partner's next message would have another number than ours, and its adjoint another tag.
+            # Otherwise the numbers of later messages, and the tags of their adjoints, would differ between both sides.
             counts[self.peer, self.tag] -= 1
 
     def renew(self) -> None:
-        """Take the next number, or that of the message which this one answers: for a program that runs once more."""
+        """Take the next number, or that of the message that this one answers, for another run of a compiled program."""
         self.number = self._next() if self.answers is None else self.answers.number
 
     @property
     def mpi_tag(self) -> int:
-        """Tag that the message has for MPI."""
+        """The tag of the message in MPI."""
         return self._spread(2) if self.reverse else self.tag
 
     @property
     def tag_of_chunks(self) -> int:
-        """Tag that the chunks of the message have for MPI, on the channel's duplicate for adjoints."""
+        """The tag of the message's chunks in MPI, on the channel's duplicate for adjoints."""
         quarter = self.channel.tag_limit // 4
         return (3 if self.reverse else 2) * quarter + 1 + self._spread(4)
 
     def _spread(self, parts: int) -> int:
-        """Return a tag of the message's own in one part of MPI's tags."""
+        """Return a tag from the user's tag and the number, in one of `parts` equal parts of MPI's tags."""
         number = 0 if self.number is None else self.number
         return (self.tag * (self.channel.tag_stride // parts) + number) % (self.channel.tag_limit // parts)
 
     @property
     def comm(self) -> Comm:
-        """Duplicate that the message travels on."""
+        """The duplicate on which the message is sent."""
         return self.channel.reverse if self.reverse else self.channel.data
 
     def answered_from(self, peer: int, tag: int) -> None:
@@ -96,25 +96,24 @@ class Envelope:
         self.number = self._next()
 
     def back(self) -> Envelope:
-        """Return the address of the message that carries the cotangent back."""
-        # With the number of the forward message: both sides know it, independently of the order of their adjoints.
+        """Return the envelope of the message with the cotangent, in the opposite direction."""
+        # It has the number of the forward message, which both sides know.
         return Envelope(self.channel, self.peer, self.tag, not self.outgoing, self.number, self.answers or self)
 
     def along(self) -> Envelope:
-        """Return the address of the message that carries the tangent, right after this one."""
+        """Return the envelope of the message with the tangent, which follows this one."""
         if self.reverse:
             return self
-        # A number of its own: tangents travel among forward messages, in the order of the program.
+        # It has the next number, since tangents are sent among the forward messages.
         return Envelope(self.channel, self.peer, self.tag, self.outgoing)
 
 
-# Messages with arrays of a device: the sender's copies, and large arrays that are sent in chunks.
+# Device arrays in chunks.
 #
-# The first message of an array has the address of any other message. If a sender copies a large array through the host,
-# this message is short and announces that the array follows in chunks, on the channel's duplicate for adjoints, under a tag
-# of its own. A chunk is sent while the next one is copied. Receivers expect both forms: they allocate the whole array, and
-# check the number of bytes received. So the two ends needn't agree in advance, and either may hold its array on a device or
-# on the host.
+# If a sender stages a large device array through the host, the first message is short: it announces that the array follows
+# in chunks, on the channel's duplicate for adjoints, with another tag. A chunk is sent while the next one is copied. A
+# receiver allocates the whole array, and recognizes an announcement by the number of bytes received. So the two ranks
+# needn't agree in advance, and each may have its array on a device or on the host.
 
 
 _SAYING = b"mpiad: in pieces"
@@ -122,7 +121,7 @@ ANNOUNCEMENT_BYTES = len(_SAYING) + 16
 
 
 class Announcement(list):
-    """The buffer and type passed to MPI for a message that represents an array, with the array's form."""
+    """The message that announces an array in chunks, as passed to MPI, with the array's shape and dtype."""
 
     def __init__(self, array: Array, chunk: int):
         said = np.frombuffer(_SAYING + np.array([array.nbytes, chunk], np.int64).tobytes(), np.uint8)
@@ -145,13 +144,13 @@ def _send_in_chunks(array: Array, envelope: Envelope, chunk: int, kind: str) -> 
 
 
 def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] | None:
-    """Return the bytes of the announced array, and of a chunk; None if the message isn't an announcement.
+    """Return the numbers of bytes of the announced array and of a chunk; None if the message isn't an announcement.
 
-    A message of `got` bytes is in `buffer`, on a device if MPI has written to one; an array like `spec` was expected.
+    `buffer`: contains the message of `got` bytes, possibly on a device. `spec`: that of the expected array.
     """
     if got != ANNOUNCEMENT_BYTES:
         return None
-    # On a device: the announcement lies in its first entries, of which the last may be filled in part only.
+    # On a device, the first entries are copied to the host; the last of them may be filled only partly.
     if type(buffer) is not np.ndarray:
         buffer = spec.arrays.to_host(buffer.reshape(-1)[: -(-got // spec.dtype.itemsize)])  # type: ignore[union-attr]
     said = buffer.reshape(-1).view(np.uint8)[:got].tobytes()
@@ -162,7 +161,7 @@ def read_announcement(buffer: Buffer, got: int, spec: Spec) -> tuple[int, int] |
 
 
 def _received(memory: np.ndarray, envelope: Envelope, chunk: int) -> Iterator[None]:
-    """Receive all chunks, one at each step of the iteration."""
+    """Receive all chunks, one per step of the iteration."""
     channel, posted = envelope.channel, []
     for start, end in bounds(memory.size, 1, chunk):
         given = memory[start:end], envelope.peer, envelope.tag_of_chunks
@@ -174,20 +173,21 @@ def _received(memory: np.ndarray, envelope: Envelope, chunk: int) -> Iterator[No
 
 
 def discard(total: int, chunk: int, envelope: Envelope) -> None:
-    """Receive and drop the chunks of an array that isn't the expected one, which nobody else receives."""
+    """Receive and drop the chunks of an unexpected array."""
     dropped = np.empty(total, np.uint8)
     for _ in _received(dropped, envelope, chunk):
         pass
 
 
-# Open MPI 5 writes a message that is too long past the end of the buffer before it reports it.
+# Open MPI 5 writes beyond the end of the buffer before it reports that a message is too long.
 _LOOKS_FIRST = MPI.get_vendor()[0] == "Open MPI"
 
 
 class Receipt:
-    """A receive under way: the memory for its array, MPI's buffer and request, and its address.
+    """A pending receive: the destination of its array, MPI's buffer and request, and its envelope.
 
-    Without a `kind` it is begun when it is waited for, by one call of MPI's that also sends `sent`: array, rank and tag.
+    Without a `kind` it is started when it is waited for, by a blocking call of MPI that may also send `sent`: array, rank
+    and tag.
     """
 
     __slots__ = ("buffer", "destination", "envelope", "requests", "sent", "spec", "transfer")
@@ -216,7 +216,7 @@ class Receipt:
 
 
 def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Request]:
-    """Start a send; an array of the host is memory that nobody changes before `finish_send`. Return MPI's request."""
+    """Start a send, and return MPI's request; a host array mustn't be changed before `finish_send`."""
     if type(array) is not np.ndarray:
         transfer, chunk = transfer_of(arrays_of(array)), device_settings.present().chunk
         # An array of the size of an announcement would be mistaken for one.
@@ -227,7 +227,7 @@ def post_send(array: Array, envelope: Envelope, kind: str = "send") -> list[Requ
 
 
 def finish_send(requests: list[Request], envelope: Envelope) -> None:
-    """End a send without waiting for its receiver, which may arrive only after this rank's next operations."""
+    """Let a send complete in the background, since its receive may depend on this rank's next operations."""
     envelope.channel.leave(requests)
 
 
@@ -247,16 +247,16 @@ def post_receive(spec: Spec, envelope: Envelope, kind: str = "receive") -> Recei
 
 
 def finish_receive(receipt: Receipt, call: str) -> Array:
-    """Wait for a receive and return its array; a ValueError if the message has another number of bytes."""
+    """Wait for a receive and return its array; raise a ValueError if the message has another number of bytes."""
     status = MPI.Status()
     try:
         _await(receipt, status, call)
-    # After other exceptions, as an interrupt, MPI may still write.
+    # After other exceptions, such as an interrupt, MPI may still write to the buffer, so it isn't released.
     except (MPI.Exception, ValueError, MessageMismatchError, DeadlockError):
         receipt.envelope.channel.release(receipt.requests)
         raise
     receipt.envelope.channel.release(receipt.requests)
-    # MPI reports a message that is too long; it receives one that is too short without an error.
+    # MPI reports an error if a message is too long, but not if it is too short.
     got = status.Get_count(MPI.BYTE)
     if got != receipt.buffer.nbytes:
         return _receive_chunks(receipt.buffer, got, receipt.spec, receipt.envelope, receipt.destination, call)
@@ -264,15 +264,15 @@ def finish_receive(receipt: Receipt, call: str) -> Array:
 
 
 def receive(spec: Spec, envelope: Envelope, call: str) -> Array:
-    """Receive an array; the envelope of a receive from any rank is updated with the sender."""
-    # MPICH 5, over UCX, loses messages of other nodes for which a receive from any rank is posted, but finds them.
+    """Receive an array; the envelope of a receive with wildcards is updated with the sender and tag."""
+    # MPICH 5 over UCX loses messages from other nodes to receives from any rank, but finds them by probing.
     if _LOOKS_FIRST or envelope.peer == MPI.ANY_SOURCE:
         return _matched(spec, envelope, call)
     return finish_receive(post_receive(spec, envelope, "" if spec.arrays is None else "blocking receive"), call)
 
 
 def _answered(envelope: Envelope, status: Status) -> None:
-    # Also for a message that is refused: its sender has counted it.
+    # For a refused message, too, since its sender has counted it.
     if envelope.number is None and status.source >= 0:
         envelope.answered_from(status.source, status.tag)
 
@@ -301,7 +301,7 @@ def _matched(spec: Spec, envelope: Envelope, call: str) -> Array:
 
 
 def _drop_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope) -> None:
-    """Receive and drop the chunks announced by an unwanted message, which nobody else receives."""
+    """Receive and drop the chunks that an unexpected message announces."""
     announced = read_announcement(buffer, got, spec)
     if announced is not None:
         discard(*announced, envelope)
@@ -317,7 +317,7 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
     try:
         value = finish_receive(receipt, call)
     except BaseException:
-        there.channel.leave(sending)  # it may be under way still, and its receiver may not come
+        there.channel.leave(sending)  # it may still be in flight
         raise
     sending[0].Wait()
     there.channel.release(sending)
@@ -325,14 +325,14 @@ def swap(array: Array, there: Envelope, spec: Spec, back: Envelope, call: str) -
 
 
 def too_long(error: MPI.Exception, destination: np.ndarray, back: Envelope, call: str) -> ValueError | None:
-    """Return the exception for MPI's error while an array was received, None if its cause isn't the message's length."""
+    """Return the exception for MPI's error in a receive if the message was too long, None otherwise."""
     if error.Get_error_class() != MPI.ERR_TRUNCATE:
         return None
     return ValueError(_mismatch(Spec(destination.shape, destination.dtype), "more bytes", back, call))
 
 
 def require_whole(destination: np.ndarray, status: Status, back: Envelope, call: str) -> None:
-    """Receive announced chunks, if the message is an announcement; a ValueError if it is shorter than the array."""
+    """Receive announced chunks if a received message is an announcement; raise a ValueError if it is too short."""
     got = status.Get_count(MPI.BYTE)
     if got != destination.nbytes:
         destination[...] = _receive_chunks(
@@ -355,7 +355,7 @@ def _await(receipt: Receipt, status: Status, call: str) -> None:
         raise
     except MPI.Exception as error:
         if receipt.sent is not None:
-            ABANDONED.append(receipt.sent)  # it may be under way still
+            ABANDONED.append(receipt.sent)  # it may still be in flight
         _answered(receipt.envelope, status)
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
             raise ValueError(_mismatch(receipt.spec, "more bytes", receipt.envelope, call)) from None
@@ -364,9 +364,9 @@ def _await(receipt: Receipt, status: Status, call: str) -> None:
 
 
 def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, destination: Array, call: str) -> Array:
-    """Receive into `room` the chunks that a message of another size announces, and return the array.
+    """Receive the chunks that a message of unexpected size announces, and return the array.
 
-    A ValueError if it announces none, or another array than the expected one.
+    Raises a ValueError if it isn't an announcement, or announces another array than the expected one.
     """
     announced = read_announcement(buffer, got, spec)
     if announced is None:
@@ -379,7 +379,7 @@ def _receive_chunks(buffer: Buffer, got: int, spec: Spec, envelope: Envelope, de
         for _ in _received(destination.reshape(-1).view(np.uint8), envelope, chunk):
             pass
         return result(destination)
-    # This applies also to an array that MPI could write to the device, if its sender can't send from one.
+    # Chunks are staged even with a CUDA-aware MPI, since the sender has sent chunks.
     pieces = of_whole(spec.nbytes // spec.dtype.itemsize, spec.dtype.itemsize, chunk)
     incoming = incoming_transfer(spec, pieces, getattr(destination, "loan", None))
     for number, _ in enumerate(_received(incoming.memory.view(np.uint8), envelope, chunk)):

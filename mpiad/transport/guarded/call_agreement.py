@@ -1,8 +1,8 @@
-"""The ranks of a group agree on their next call, over a communicator of their own.
+"""Agreements of the ranks of a group on their next call, on a separate communicator.
 
-Each rank has a number that identifies its call. In log2(P) rounds of one small message all learn the minimum and the
-maximum: if these are equal, all calls are. Descriptions are sent only if they differ. Channels of the same ranks share
-one communicator for this, so that a call on the wrong one of two is found, too.
+Each rank has a number that identifies its call. In log2(P) rounds of one small message per rank, all ranks compute the
+minimum and maximum of the numbers. If these differ, descriptions of the calls are exchanged. Channels with the same ranks
+share one communicator for this, so calls on different channels are detected, too.
 """
 
 from __future__ import annotations
@@ -19,49 +19,48 @@ from mpi4py import MPI
 from mpiad._typing import Array, Comm
 from mpiad.transport.guarded.timed_waits import Awaited, poll, poll_for
 
-_LANES = 256  # of threads: one for the main thread, the others share the rest
+_LANES = 256  # separate agreements for threads: one for the main thread, and the others for other threads
 _abandoned: list[Any] = []  # MPI may still use these buffers and communicators
 
 
 class Agreement:
-    """The communicators and counters by which the ranks of one group agree.
+    """The communicators and counters for the agreements of one group.
 
-    `members`: their ranks in the world, by their rank in its communicator. `epoch`: the number of restarts.
-    `starts`: by lane, the number of nonblocking reductions begun: they must come at the same place among the other
-    calls.
+    `members`: the ranks in the world of the ranks of the group. `epoch`: the number of restarts. `starts`: by lane, the
+    number of nonblocking reductions begun, which must have the same position among the other calls on all ranks.
     """
 
     def __init__(self, comm: Comm, members: tuple[int, ...], label: str):
         self.comm, self.members, self.label = comm, members, label
-        # Messages never received must not match a later epoch's receives: as many epochs as MPI's tags allow.
+        # Each epoch has its own tags, so that messages of an earlier epoch aren't received; their number is limited by MPI.
         self._epochs = min(int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767), 2**31 - 1) // (2 * _LANES)
         self.epoch = 0
-        # Numbers of agreements begun, by lane: they show which ranks are missing.
+        # Numbers of agreements begun, by lane, which show the missing ranks in deadlock reports.
         self._numbers: Counter[int] = Counter()
         self.starts: Counter[int] = Counter()
         self._lanes: dict[int, _Lane] = {}
         self._later: Comm | None = None
         self._is_open = False
-        # Numbers of comparisons begun and ended on that communicator.
+        # Numbers of comparisons of nonblocking calls begun and ended.
         self.begun_later = self.ended_later = 0
 
     def open(self) -> None:
-        """Begin a new epoch after `renew`; all ranks call it, when all are present."""
+        """Begin a new epoch after `renew`; collective."""
         if self._is_open:
             return
-        # Ranks may have made different numbers of attempts to renew it.
+        # Ranks may have called `renew` different numbers of times.
         mine = np.array([-self.epoch, self.begun_later, -self.begun_later, self.ended_later])
         least = np.empty_like(mine)
         self.comm.Allreduce(mine, least, MPI.MIN)
         self.epoch = -int(least[0])
         if self._later is None or not least[1] == -least[2] == least[3]:
-            # A rank may have begun an operation there that others haven't. Not freed: a reused context would receive that.
+            # Not freed, since a rank may have begun an operation there that others haven't, and the context may be reused.
             _abandoned.append(self._later)
             self._later, self.begun_later, self.ended_later = self.comm.Dup(), 0, 0
         self._is_open = True
 
     def later(self, lane: int, own: Comm) -> Comm:
-        """Return the communicator for comparisons at the end of nonblocking calls: the channel's own in threads."""
+        """Return the communicator for comparisons of nonblocking calls; in threads that of the channel, `own`."""
         return own if lane else self._later  # type: ignore[return-value]
 
     def begun(self, lane: int) -> tuple[str, int]:
@@ -78,16 +77,16 @@ class Agreement:
     def agree(self, mine: int, lane: int, make: Callable[[], Awaited]) -> bool:
         """Return whether all ranks have given the same number; a wait with a deadline."""
         self._numbers[lane] += 1
-        # The count is part of the compared number; a fingerprint leaves bits free for it, so the sum is below 2⁶³.
+        # The count is added to the fingerprint, which is small enough for the sum to be below 2⁶³.
         return self._lane(lane).agree(mine + self.starts[lane], make)
 
     def descriptions(self, mine: Array, lane: int, make: Callable[[], Awaited]) -> list[Any]:
-        """Return each rank's description; all ranks call it after they have disagreed."""
+        """Return each rank's description; all ranks call it after a disagreement."""
         tag = self._tag(lane) + _LANES * self._epochs
         buffer = np.frombuffer(pickle.dumps(mine), dtype=np.uint8)
-        # Held also after an exception, which may come while some are under way.
+        # Never released, since an exception may leave messages in flight.
         _abandoned.append(held := [buffer])
-        # To this rank too, so that it needs no case of its own.
+        # Sent to this rank, too, which needn't be a special case.
         sends = [self.comm.Isend(buffer, rank, tag) for rank in range(self.comm.size)]
         found = [_received(self.comm, rank, tag, make) for rank in range(self.comm.size)]
         for send in sends:
@@ -96,9 +95,9 @@ class Agreement:
         return found
 
     def renew(self, epoch: int | None = None) -> None:
-        """Forget agreements under way, and restart the counts: later messages have other tags. All ranks call it.
+        """Abandon pending agreements, and restart the counts with other tags; all ranks call it.
 
-        The `epoch` is the same on all ranks, if they may have restarted independently.
+        `epoch`: the new epoch, the same on all ranks; by default the next one.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
         self._is_open = False
@@ -122,7 +121,7 @@ _MAIN = threading.main_thread().ident
 
 
 def lane_of(channel_number: int) -> int:
-    """Return the lane of this thread: other threads than the main one may have communicators, and agree separately."""
+    """Return the lane of this thread; threads other than the main one may have their own communicators."""
     return 0 if threading.get_ident() == _MAIN else channel_number % (_LANES - 1) + 1
 
 
@@ -140,8 +139,8 @@ class _Lane:
     def __init__(self, comm: Comm, tag: int):
         self.broken, self.busy = False, False
         self._rounds: list[tuple[np.ndarray, np.ndarray, Any, Any]] = []
-        # Dissemination, with the distance doubled in each round. A rank's number may come twice, which doesn't change the
-        # minimum and maximum: so it works for any number of ranks.
+        # Dissemination algorithm: the distance is doubled in each round. It works for any number of ranks, since minimum
+        # and maximum don't change if a rank's number arrives twice.
         distance = 1
         while distance < comm.size:
             out, into = np.zeros(2, np.int64), np.zeros(2, np.int64)
@@ -156,7 +155,7 @@ class _Lane:
         try:
             for out, into, send, receive in self._rounds:
                 out[0], out[1] = least, greatest
-                # The receive first, so that MPI needn't buffer the message.
+                # The receive is started first, so that MPI needn't buffer the message.
                 receive.Start()
                 send.Start()
                 poll(receive.Test, make)
@@ -170,13 +169,13 @@ class _Lane:
         return least == greatest
 
     def abandon(self) -> None:
-        """Cancel pending rounds: a later message must not be received in their place."""
+        """Cancel pending rounds, so that their receives don't take later messages."""
         self.broken = True
         for _, _, send, receive in self._rounds:
             if not receive.Test():  # true if it isn't active
                 receive.Cancel()
                 receive.Wait()
-            if not self.busy:  # inside of a round MPI may still send: those requests stay
+            if not self.busy:  # otherwise MPI may still use these requests
                 send.Free()
                 receive.Free()
         if self.busy:

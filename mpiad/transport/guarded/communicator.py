@@ -1,4 +1,4 @@
-"""`Guarded`: the communicators of debug mode, with those of mpi4py's methods that the library uses, each with a deadline.
+"""`Guarded`: the communicators of the watch, with those of mpi4py's methods that the library uses, each with a deadline.
 
 Before a collective the ranks compare their calls, since MPI doesn't detect different lengths and would combine mismatched
 data. Then the nonblocking form of the collective is polled until its deadline. A wait is described for reports only if it
@@ -72,7 +72,7 @@ _iallreduce = _nonblocking("Iallreduce")
 
 
 class Guarded:
-    """An mpi4py communicator in debug mode.
+    """An mpi4py communicator under the watch (see `watch_settings`).
 
     - `label`: its name, the same on all ranks.
     - `members`: the ranks of its members in the world.

@@ -1,8 +1,8 @@
-"""A rank's next call in a form that ranks can compare: a fingerprint of the properties that must be equal on all of them.
+"""Descriptions of calls, and fingerprints of the properties that must be equal on all ranks.
 
-Shapes and dtypes are compared if MPI needs them to be equal. The line is compared if no rank leads: calls with a
-root are often written as ``if rank == root: ... else: ...``. If ranks are about to make different calls, the error has a
-table of them, and a sentence with the differences and a remedy.
+Shapes and dtypes are compared if MPI requires them to be equal. Lines are compared except for calls with a root, which are
+often written as ``if rank == root: ... else: ...``. If the ranks are about to make different calls, the error contains a
+table of the calls, and a sentence with the differences and advice.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from mpiad.transport.agreement import Group, agreed
 from mpiad.transport.calls import Call, Site
 from mpiad.transport.mpi_operations import name_of
 
-# Readable ranks: lists ("0-6, 8"), and tables in which many ranks with equal entries share a line.
+# Lists of ranks ("0-6, 8"), and tables in which ranks with equal entries share a line.
 
 
 _SHOWN = 8
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:
-    """Return ranks, which rise, as "0-6, 8"; of thousands that aren't contiguous, only the first few and their number."""
+    """Return sorted ranks as "0-6, 8"; of many that aren't contiguous, only the first few and their number."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -40,12 +40,12 @@ def rank_ranges(ranks: Sequence[int]) -> str:
     return ", ".join(shown[:_SHOWN]) + more
 
 
-_EACH = 16  # ranks have a line of their own
+_EACH = 16  # maximum number of ranks with separate lines
 Row = tuple[str, ...]
 
 
 def table_of_ranks(head: Row, rows: list[Row]) -> str:
-    """Return a table whose first column is the rank; long ones are cut, to keep the relevant lines visible."""
+    """Return a table whose first column is the rank; long tables are shortened."""
     if len(rows) > _EACH:
         alike: dict[Row, list[int]] = {}
         for rank, *rest in rows:
@@ -61,7 +61,7 @@ def columns(head: Row, rows: list[Row]) -> str:
     return "\n".join("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
 
 
-# Calls with a leading rank, or made by the end of the program: their lines may differ.
+# Calls with a root, and those at the end of the program: their lines may differ between ranks.
 _ROOTED = frozenset(
     (
         "mpi_bcast", "mpi_scatter", "mpi_sum", "mpi_reduce", "mpi_gather", "mpi_print", "minimize", "mpi_init", "reset",
@@ -100,11 +100,11 @@ _NAMES = ("operation", "communicator", "root", "reduction", "shape", "dtype", "c
 
 
 def caller() -> tuple[str, Site, Call | None]:
-    """Return name, line and record of the call that is running."""
+    """Return name, line and record of the current call."""
     call = calls.current()
     if call is not None:
         return call.described, call.forward_site or call.site, call
-    # An exchange of the library's own, as of lengths before a gather: the public function is on the stack.
+    # For the library's own communication the public function is found on the stack.
     site = calls.site_of(sys._getframe(1))
     return site.entry or "the end of the program", site, None
 
@@ -112,7 +112,7 @@ def caller() -> tuple[str, Site, Call | None]:
 def describe(
     label: str, step: str, array: np.ndarray | None, op: Op | None, root: int | None, call_sites: bool
 ) -> Description:
-    """Return the description of the call that is running; `step` is MPI's function."""
+    """Return the description of the current call; `step`: the name of MPI's function."""
     name, site, call = caller()
     rooted = (call.forward_name or call.name if call is not None else name) in _ROOTED
     reduction = None if op is None else name_of(op) or "user-defined"
@@ -124,7 +124,7 @@ def describe(
 
 
 def shown_arguments(call: Call | None, label: str) -> str:
-    """Return shape and communicator as text: the shape of the user's array, not of the one that the library sends."""
+    """Return shape and communicator as text; the shape is that of the user's array."""
     parts = []
     if call is not None and call.arguments.shape is not None:
         given = call.arguments
@@ -146,7 +146,7 @@ _MOST = 20000
 
 
 def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, root: int | None, call_sites: bool) -> int:
-    """Return a number that is the same on ranks whose descriptions agree in all that is compared."""
+    """Return a hash of the compared properties of a call."""
     call = calls.current()
     if call is not None:
         who = call.name, call.direction, call.forward_name, call.forward_site or call.site
@@ -158,12 +158,12 @@ def fingerprint(label: str, step: str, array: np.ndarray | None, op: Op | None, 
     key = (label, step, form, handle, root, call_sites, who)
     found = _known.get(key)
     if found is None:
-        # Cleared as a whole: a program with so many shapes keeps making new ones, and ordering them would cost each call.
+        # Cleared completely, since keeping the entries in order of use would slow down each call.
         if len(_known) > _MOST:
             _known.clear()
         compared = describe(label, step, array, op, root, call_sites).compared
         digest = hashlib.blake2b(repr(compared).encode(), digest_size=8).digest()
-        found = _known[key] = int.from_bytes(digest, "little") >> 2  # leaves room for a count to be added
+        found = _known[key] = int.from_bytes(digest, "little") >> 2  # so that a count can be added without overflow
     return found
 
 
@@ -185,7 +185,7 @@ _ADVICE = {
 
 
 def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoReturn:
-    """Raise on all ranks of a group the error for their descriptions."""
+    """Raise the error for different descriptions on all ranks of a group."""
     rows = sorted(zip(group.members, said))
     descriptions = [description for _, (description, _) in rows]
     compared = zip(*(description.compared for description in descriptions))
@@ -196,7 +196,7 @@ def raise_mismatch(said: list[tuple[Description, int]], group: Group) -> NoRetur
         ("operation", "arguments", "where"),
         [(str(rank), d.operation, _arguments(d, starts, different), d.place) for rank, (d, starts) in rows],
     )
-    # If operations differ, all following fields differ too, and are uninformative.
+    # If the operations differ, the other differences are uninformative.
     name = different[0] if different else "step"
     others = f" ({', '.join(different[1:])} too)" if len(different) > 1 and name != "operation" else ""
     error = CommunicationMismatchError(

@@ -1,6 +1,6 @@
-"""Messages of debug mode: before each goes a header with its shape, dtype and line, on a communicator of its own.
+"""Messages of debug mode: each is preceded by a header with its shape, dtype and line, on a separate communicator.
 
-Headers and messages of the same sender and tag come in the same order, so the k-th belongs to the k-th.
+The k-th header from a sender with a tag belongs to the k-th message from that sender with that tag.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mpiad.transport.guarded.message_counts import MessageCounts
 from mpiad.transport.guarded.requests import GuardedRequest, Letter, begin, release
 from mpiad.transport.guarded.timed_waits import poll
 
-_BYTES = 256  # a fixed length, so that the receive of a header can be posted before it is known
-_MOST = 10_000  # shapes and lines that are known
+_BYTES = 256  # fixed length of headers, so that their receives can be posted in advance
+_MOST = 10_000  # maximum number of cached headers
 _headers: dict[tuple, bytes] = {}
 
 Expected: TypeAlias = "tuple[list[Request], bytearray]"
@@ -48,14 +48,15 @@ def _header(array: np.ndarray) -> tuple[bytes, str, str]:
 class HeadedMessages(Guarded):
     """A guarded communicator whose messages have headers.
 
-    `bare`, `post`: for the messages, and for their headers.
+    `bare`, `post`: the communicators for messages and for headers.
     """
 
     def __init__(self, bare: Comm, post: Comm, *args: Any, **keywords: Any):
         super().__init__(bare, *args, **keywords)
         self.post = post
         self.ledger = MessageCounts(self.label, self.members, self.owner)
-        # Messages that were under way when the watch began: receives, and sends, without a header.
+        # Numbers of receives (here) and sends (below) without headers, of messages that were in flight when debug mode
+        # began.
         self.skipped: dict[tuple[int, int], int] = {}
         self.unannounced: dict[tuple[int, int], int] = {}
         self.parts = tuple(
@@ -64,14 +65,14 @@ class HeadedMessages(Guarded):
         )
 
     def retire(self) -> None:
-        """Stop counting, and forget the messages: they are dropped."""
+        """Stop counting collectives and messages."""
         super().retire()
         self.ledger.close()
 
     def skip(self, sent: dict[tuple[int, int], int], received: dict[tuple[int, int], int]) -> None:
-        """Expect no headers if only one end of a message was under watch; collective.
+        """Expect no headers for messages of which one end started before debug mode; collective.
 
-        `sent`, `received`: numbers of messages sent to, and of receives begun from, each (rank, tag) by this rank.
+        `sent`, `received`: the numbers of messages that this rank has sent to, or begun to receive from, each (rank, tag).
         """
         said = [({t: n for (p, t), n in sent.items() if p == peer}, {t: n for (p, t), n in received.items() if p == peer})
                 for peer in range(self.size)]  # fmt: skip
@@ -82,7 +83,7 @@ class HeadedMessages(Guarded):
     def Isend(self, array: Array, dest: int, tag: int) -> HeadedSend:
         """Start to send a header and the array."""
         header, name, place = _header(array)
-        # Before the message: a rank that has the message can wait for its header.
+        # The header is sent first, so a rank that has received the message can wait for it.
         announced = not _counted_down(self.unannounced, dest, tag)
         ahead = begin(self, self.post.Isend, [header, MPI.BYTE], dest, tag) if announced else None
         self.ledger.sent(dest, tag, place)
@@ -107,14 +108,14 @@ class HeadedMessages(Guarded):
         return begin(self, self.post.Irecv, [header, MPI.BYTE], source, tag, receives=True), header
 
     def compare(self, expected: Expected | None, buffer: np.ndarray, source: int, tag: int, by: tuple[str, str]) -> None:
-        """Raise if a message that has come differs from the array that it was received into."""
+        """Raise an error if a received message differs from the array that it was received into."""
         self.ledger.received(source, tag)
         if expected is None:
             return
         requests, header = expected
         poll(requests[0].Test, lambda: Letter(self, False, source, tag))
         release(requests)
-        # Compared as bytes, which is quick; it is taken apart only for the message of an error.
+        # Headers are compared as bytes, and decoded only for an error message.
         if not header.startswith(_form(buffer)):
             form, _, sender = header.decode(errors="replace").rstrip().partition("|")
             self._refuse(f"sent {form} with tag {tag}", sender, buffer, source, by)
@@ -170,7 +171,7 @@ class HeadedReceive(GuardedRequest):
         super().__init__(requests, lambda: Letter(comm, False, source, tag), receives=True)
         self._comm, self._buffer, self.caller = comm, buffer, caller
         self._cancelled = False
-        # Posted with the receive, since receives may be waited for in another order. From anyone only one is under way.
+        # The header's receive is posted with the message's, since receives may be waited for in another order.
         self._known = source >= 0 and tag >= 0
         self._expected = comm.expect(source, tag) if self._known else None
 
@@ -183,7 +184,7 @@ class HeadedReceive(GuardedRequest):
         try:
             super().Wait(status)
         except MPI.Exception as error:
-            # MPI says only that it was too long; the header has its size and sender.
+            # MPI reports only that the message was too long; the header has its size and sender.
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
                 self._compare(status)
             raise
@@ -198,7 +199,7 @@ class HeadedReceive(GuardedRequest):
         self._comm.compare(expected, self._buffer, source, tag, self.caller)
 
     def Cancel(self) -> None:
-        """Take the receive back."""
+        """Cancel the receive."""
         self._cancelled = True
         super().Cancel()
         self._take_back_header()
@@ -210,7 +211,7 @@ class HeadedReceive(GuardedRequest):
 
 
 class _Matched:
-    """A message that has come."""
+    """A message that has arrived."""
 
     def __init__(self, comm: HeadedMessages, message: Any, source: int, tag: int):
         self._comm, self._message, self._source, self._tag = comm, message, source, tag
@@ -222,6 +223,6 @@ class _Matched:
         self.refuse(buffer, buffer)
 
     def refuse(self, dropped: np.ndarray, wanted: np.ndarray) -> None:
-        """Receive it into other memory than the array, into which it may not fit, and compare its header."""
+        """Receive it into `dropped`, since it may not fit into the wanted array, and compare its header with that array."""
         self._message.Recv(dropped)
         self._comm.compare(self._comm.expect(self._source, self._tag), wanted, self._source, self._tag, self._caller)

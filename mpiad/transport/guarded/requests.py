@@ -1,4 +1,4 @@
-"""Requests whose wait has a deadline; reductions among them are compared at their end, since ranks may start them apart."""
+"""Requests whose waits have deadlines. Nonblocking reductions are compared when they are waited for."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class _Wait:
         self.arguments, self.place = shown_arguments(call, comm.label), where(call, site)
 
     def give_up(self, reason: str) -> None:
-        """Refuse the further use of the communicator."""
+        """Mark the communicator's channel as unusable."""
         self.comm.give_up(reason)
 
 
 class Gathering(_Wait):
-    """A wait inside a collective.
+    """A wait in a collective.
 
-    `key`: identifies the count of collectives, for a communicator or for the agreement of its ranks. `number`: that of
-    this collective: ranks with a lower count are missing.
+    `key`: the label under which collectives are counted, of a communicator or an agreement. `number`: the count including
+    this collective; ranks with a lower count are missing.
     """
 
     def __init__(self, comm: Comm, key: str, number: int, description: Description | None = None):
@@ -46,9 +46,9 @@ class Gathering(_Wait):
             self.name, self.arguments, self.place = description.operation, description.arguments(), description.place
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
-        """Return whether a member left the program without coming to this collective."""
+        """Return whether a member left the program without reaching this collective."""
         return any(
-            # A rank that left after coming here isn't missing from this wait.
+            # A rank that has left after reaching it isn't missing.
             rank in gone and gone[rank].heard < before and gone[rank].counts.get(self.key, 0) < self.number
             for rank in self.comm.members
         )
@@ -64,7 +64,7 @@ class Gathering(_Wait):
 class Letter(_Wait):
     """A wait at one end of a message.
 
-    `peer`, `tag`: as MPI counts in `comm`; may be any.
+    `peer`, `tag`: rank in `comm` and tag, possibly wildcards.
     """
 
     def __init__(self, comm: Comm, sends: bool, peer: int, tag: int):
@@ -72,10 +72,10 @@ class Letter(_Wait):
         self.sends, self.peer, self.tag = sends, peer, tag
 
     def in_vain(self, gone: dict[int, Departure], before: float) -> bool:
-        """Return whether the other end has left the program, and sends nothing any more."""
+        """Return whether the other end has left the program, and has no pending sends."""
         peers = self._peers()
         return bool(peers) and all(
-            # A long message of a rank that has left may still be on its way; a rank that has left receives nothing.
+            # A rank that has left receives nothing, but a long message from it may still be in flight.
             rank in gone and gone[rank].heard < before and (self.sends or not gone[rank].sends)
             for rank in peers
         )
@@ -97,7 +97,7 @@ class Letter(_Wait):
         }  # fmt: skip
 
     def _hint(self) -> str:
-        """Return a sentence on the message that has come instead of the awaited one."""
+        """Return a sentence about a message that has arrived instead of the awaited one."""
         if self.sends or self.comm.reverse:
             return ""
         status = MPI.Status()
@@ -108,15 +108,15 @@ class Letter(_Wait):
         return ""
 
 
-# Operations under way: the communicator, the request, the arguments of MPI's call, and whether the operation is a receive.
-# Abandoned ones stay, since the end of MPI's use of their buffers is unknown.
+# Pending operations: the communicator, the request, the arguments of MPI's call, and whether the operation is a receive.
+# Abandoned ones are never removed, since MPI may still use their buffers.
 _started: dict[int, tuple[Comm, list[Request], tuple, bool]] = {}
 
 
 def begin(comm: Comm, call: Callable[..., Request], *args: Any, receives: bool = False) -> list[Request]:
-    """Start an operation of a guarded communicator by a call of MPI's; return its request, in a list, for `release`.
+    """Start an operation of a guarded communicator; return a list with its request, to be passed to `release`.
 
-    As in `Channel.begin`, an interrupt at any moment neither frees memory that MPI uses nor loses the request.
+    As in `Channel.begin`, an interrupt neither frees memory that MPI uses nor loses the request.
     """
     requests: list[Request] = []
     _started[id(requests)] = comm, requests, args, receives
@@ -134,7 +134,7 @@ def release(requests: list[Request]) -> None:
 
 
 def cancel_receives(comm: Comm) -> None:
-    """Cancel the receives of a communicator, also those that an interrupt has left to nobody."""
+    """Cancel the receives of a communicator, including those that an interrupt has left behind."""
     for owner, requests, _, receives in list(_started.values()):
         if owner is comm and receives:
             for request in requests:
@@ -143,9 +143,10 @@ def cancel_receives(comm: Comm) -> None:
 
 
 class GuardedRequest:
-    """A request of mpi4py's, waited for by polling.
+    """An mpi4py request that is waited for by polling.
 
-    `requests`: the result of `begin`. `make`: describes the wait. `receives`: whether it can be taken back.
+    `requests`: the result of `begin`. `make`: returns a description of the wait. `receives`: whether it is a receive, which
+    can be canceled.
     """
 
     def __init__(self, requests: list[Request], make: Callable[[], Awaited], receives: bool = False):
@@ -162,11 +163,11 @@ class GuardedRequest:
         """Wait until it is complete."""
         try:
             poll(lambda: self.Test(status), self._make)
-        except MPI.Exception:  # it is complete
+        except MPI.Exception:  # the request is complete
             release(self._requests)
             raise
-        except BaseException:  # the deadline, or a Ctrl-C between two looks
-            # The caller drops the buffers. A receive must not take a later message into them.
+        except BaseException:  # the deadline, or an interrupt
+            # A later message must not be received into the buffers, which the caller drops.
             if self._receives:
                 self.Cancel()
                 release(self._requests)
@@ -177,11 +178,11 @@ class GuardedRequest:
         cancel(self.request)
 
 
-_BYTES = 1024  # for each rank: of one length, so that one nonblocking call is enough
+_BYTES = 1024  # fixed length of a description, so that one nonblocking call is enough
 
 
 class StartedReduction(GuardedRequest):
-    """A reduction under way, and the descriptions of the calls by which each rank has started it."""
+    """A pending reduction, with the descriptions of the calls by which the ranks have started it."""
 
     def __init__(self, comm: Comm, array: Array, out: np.ndarray, op: Op | None):
         agreement: Agreement = comm.agreement
@@ -202,7 +203,7 @@ class StartedReduction(GuardedRequest):
         saying = begin(comm, agreement.later(lane, comm.post).Iallgather, self._mine, self._every)
         self._saying = GuardedRequest(saying, self._make)
         self._agreement = agreement
-        self._group = comm if lane else agreement  # in whose order the descriptions come
+        self._group = comm if lane else agreement  # determines the order of the descriptions
 
     def Wait(self, status: Status = None) -> None:
         """Wait for the descriptions, compare them, and wait for the sum."""
@@ -211,19 +212,19 @@ class StartedReduction(GuardedRequest):
         self._unended = 0
         said = [pickle.loads(every.tobytes()) for every in self._every]
         if len({(description.compared, starts) for description, starts in said}) > 1:
-            # The sum of mismatched calls may never end: its memory isn't released.
+            # The buffers aren't released, since the sum of mismatched calls may never end.
             raise_mismatch(said, self._group)
         super().Wait(status)
 
 
 def _described(comm: Comm, out: np.ndarray, op: Op | None) -> Description:
     said, call = describe(comm.label, "Iallreduce", out, op, None, watch_settings.present().compares_lines), calls.current()
-    # For an array that is sent in chunks, the first chunks are alike even if the ranks' lengths differ.
+    # For an array that is sent in chunks, the shape is that of the whole array.
     return said if call is None or call.arguments.shape is None else said._replace(shape=call.arguments.shape)
 
 
 def _packed(said: Description, starts: int) -> np.ndarray:
-    """Return a description in at most `_BYTES` bytes: cut short on all ranks alike, if names are long."""
+    """Return a description in at most `_BYTES` bytes; long names are cut in the same way on all ranks."""
     packed, width = pickle.dumps((said, starts)), 256
     while len(packed) > _BYTES:
         cut = [value[:width] if isinstance(value, str) else value for value in said]

@@ -1,4 +1,4 @@
-"""Turn the watch on and off: replace the communicators of all channels, and of those that are made later."""
+"""Turning the watch on and off: the communicators of all channels are replaced, also of those created later."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _meeting: Guarded | None = None
 
 
 def start() -> None:
-    """Turn on the settings of any rank's environment; collective over the world."""
+    """Turn on the watch as requested by the environment of any rank; collective over the world."""
     wrong, wanted = None, Settings()
     try:
         environment_variables.check()
         wanted = watch_settings.from_environment()
     except ValueError as error:
         wrong = error
-    # A request of one rank holds for all: a rank that doesn't answer would hang the others.
+    # The request of one rank applies to all, since a rank without the watch wouldn't answer the others.
     never = np.inf
     limit = never if wanted.timeout is None else wanted.timeout
     mine = np.array([wrong is None, not wanted.debug, wanted.call_sites, limit], dtype=float)
-    # One reduction by MIN: `not debug` is 0 if any rank wants it, and the shortest limit counts.
+    # The minimum of `not debug` is 0 if any rank requests debug mode, and that of the limits is the shortest one.
     every = np.empty_like(mine)
     MPI.COMM_WORLD.Allreduce(mine, every, MPI.MIN)
     if wrong is not None or not every[0]:
@@ -49,14 +49,14 @@ def start() -> None:
 
 
 def apply(wanted: Settings) -> None:
-    """Watch as wanted; collective over the world. Channels with the same communicators keep them."""
+    """Put settings into effect; collective over the world. Communicators are replaced only if needed."""
     global _responder, _meeting
     before = watch_settings.put(wanted)
     if _responder is None:
-        # Once for the program, and kept: `restore` isn't collective, so that none could be made or freed there.
+        # Made once and kept, since `restore` isn't collective and can neither create nor free communicators.
         comm = MPI.COMM_WORLD.Dup()
         _responder, _meeting = Responder(comm), Guarded(comm, "world, to meet", tuple(range(comm.size)))
-        # The user may end MPI: pending requests on this communicator are dropped first.
+        # If the user calls MPI.Finalize, pending requests on this communicator are dropped first.
         MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: stop_answering()), None)
     elif not before.watches:
         _responder.start()
@@ -64,7 +64,7 @@ def apply(wanted: Settings) -> None:
     live, epochs = _in_common_order()
     channels.set_watch(Watch(_duplicate, _put_on, _start_anew))
     if wanted.debug != before.debug or not before.watches:
-        # A rank may have left the previous context by an exception, in the middle of an agreement.
+        # An exception may have left the previous context in the middle of an agreement.
         for key, agreement in _agreements.items():
             agreement.renew(epochs[key] + 1)
         for channel in live:
@@ -75,7 +75,7 @@ def apply(wanted: Settings) -> None:
 
 
 def restore(before: Settings) -> None:
-    """Restore the previous settings; not collective, since an exception may have kept other ranks from coming here."""
+    """Restore the previous settings; not collective, since after an exception other ranks may not call it."""
     now = watch_settings.put(before)
     if not before.watches:
         channels.set_watch(None)
@@ -103,9 +103,9 @@ def announce() -> None:
 
 
 def _in_common_order() -> tuple[list[Channel], dict[tuple[int, ...], int]]:
-    """Return this rank's channels in an order that all ranks share, and the latest epoch of each agreement.
+    """Return this rank's channels in an order that all ranks share, and the latest epoch of each agreement; collective.
 
-    Making communicators is collective.
+    The common order is needed to create communicators, which is collective.
     """
     mine = {(channel.members, channel.number): channel for channel in channels.live_channels()}
     here = {key: agreement.epoch for key, agreement in _agreements.items()}
@@ -116,7 +116,7 @@ def _in_common_order() -> tuple[list[Channel], dict[tuple[int, ...], int]]:
 
 
 def _put_on(channel: Channel) -> None:
-    """Put guarded communicators into a channel; collective over its ranks."""
+    """Replace a channel's communicators by guarded ones; collective over its ranks."""
     checks = watch_settings.debug()
     common = (channel.label, channel.members, _agreement(channel), channel, channel.number)
     if checks:
@@ -128,7 +128,7 @@ def _put_on(channel: Channel) -> None:
 
 
 def _post(channel: Channel) -> Comm:
-    """Return a communicator for headers, with none left on it; collective over the channel's ranks."""
+    """Return a communicator for headers without pending messages; collective over the channel's ranks."""
     found = channel.headers
     if found is None or found == MPI.COMM_NULL:
         found = channel.headers = make_communicator(channel.data.Dup)
@@ -141,16 +141,16 @@ def _take_off(channel: Channel) -> None:
     for name in ("data", "reverse", "_backwards"):
         comm = getattr(channel, name)
         if isinstance(comm, Guarded):
-            comm.retire()  # a request may keep it, and its counts are old from here on
+            comm.retire()  # a request may still refer to it, but its counts are outdated
             setattr(channel, name, comm.bare)
 
 
 def _agreement(channel: Channel) -> Agreement:
-    # For the same ranks, in any order.
+    # One agreement for all channels with the same ranks, in any order.
     key = tuple(sorted(channel.members))
     found = _agreements.get(key)
     if found is None:
-        # Sent to every rank, so it mustn't be thousands of numbers.
+        # A hash instead of a list of ranks, since the label is sent to every rank.
         label = f"agreement of {len(key)} ranks, {hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()}"
         found = _agreements[key] = Agreement(make_communicator(channel.data.Dup), channel.members, label)
     found.open()
@@ -158,7 +158,7 @@ def _agreement(channel: Channel) -> Agreement:
 
 
 def _duplicate(channel: Channel) -> Comm:
-    # MPI makes communicators in blocking calls: all ranks must be there first.
+    # The guarded communicator waits until all ranks are present, since MPI creates communicators in blocking calls.
     return Guarded(channel.user, f"{channel.label}, prepared", channel.members).Dup().bare
 
 

@@ -1,7 +1,7 @@
-"""Wait by polling: briefly at full speed, then with naps that leave the core to others, up to the deadline.
+"""Waiting by polling up to a deadline: briefly at full speed, then with pauses.
 
-While a thread waits for longer than a moment, a `Waiting` describes the wait; `status` shows it to ranks that ask, and
-stores the verdict here if another rank has found that this wait will never end.
+If a wait takes longer than a moment, a `Waiting` describes it. `status` reports it to ranks that ask, and stores a verdict
+in it if another rank has found that it will never end.
 """
 
 from __future__ import annotations

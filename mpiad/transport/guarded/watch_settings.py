@@ -1,4 +1,7 @@
-"""The settings of the watch: read from the environment at the start, changed by `mpiad.debug.checked`."""
+"""The settings of the watch, which consists of deadlines of waits (`MPIAD_TIMEOUT`) and debug mode (`MPIAD_DEBUG`).
+
+In debug mode the ranks compare their calls and messages. `mpiad.debug.checked` changes the settings at run time.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ DEBUG_TIMEOUT = 300.0
 class Settings(NamedTuple):
     """The settings of the watch."""
 
-    debug: bool = False  # whether messages are compared too, and lines
-    timeout: float | None = None  # seconds that a wait may take
+    debug: bool = False  # whether messages and lines are compared, too
+    timeout: float | None = None  # maximum number of seconds of a wait
     call_sites: bool = True  # whether lines are compared, in debug mode
 
     @property
     def watches(self) -> bool:
-        """Whether anything is watched."""
+        """Whether the watch is on."""
         return self.debug or self.timeout is not None
 
     @property
@@ -38,7 +41,7 @@ def present() -> Settings:
 
 
 def debug() -> bool:
-    """Return whether the ranks compare their calls."""
+    """Return whether debug mode is on."""
     return _present.debug
 
 
@@ -50,7 +53,7 @@ def put(settings: Settings) -> Settings:
 
 
 def seconds_of(value: object, name: str) -> float | None:
-    """Return a number of seconds, None for no limit; a ValueError for anything but a number that isn't negative."""
+    """Return a number of seconds, None for no limit; raise a ValueError for anything but a nonnegative number."""
     try:
         seconds = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
