@@ -1,4 +1,4 @@
-"""Return codes of trajectories, fits and searches, and the results of a solve before they become a solution."""
+"""Return codes of solves and fits, and `Outcome`, the raw results of a solve."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from mpiad.ensemble.tableaus import Algorithm
 
 _log = logging.getLogger("mpiad")
 
-# Codes of saved values that lie in no step.
+# Codes of saved values that aren't saved in a step.
 INITIAL, NOWHERE, FINAL = -1, -2, -3
 _BY_TRAJECTORY = ("t_reached", "codes", "naccept", "nreject", "saved", "save_step", "slots", "resumed")
 
 
 class NamedCode(str, Enum):
-    """A code that is equal to its name as a string, and has a number in arrays."""
+    """A code that equals its name as a string, and is represented by a number in arrays."""
 
     def __str__(self) -> str:
         return self.value
 
     @property
     def code(self) -> int:
-        """Its number in arrays: its index."""
+        """Its number in arrays."""
         return type(self)._member_names_.index(self.name)
 
     @classmethod
     def names_of(cls, codes: Array) -> Array:
         """Return the names of the codes in an array of numbers."""
-        # Strings are made on demand only; numbers are computed, joined and sent.
         return np.array(cls._member_names_)[codes]
 
 
@@ -97,10 +96,10 @@ class ConvergenceCode(NamedCode):
     """Steps became too small, because longer ones led to where the solve fails, or f says nothing."""
 
 
-# The names begin with different letters, which are compared faster than whole strings.
+# The names begin with different letters, whose comparison is faster.
 _BY_LETTER = np.zeros(128, np.int8)
 _BY_LETTER[[ord(code.value[0]) for code in ReturnCode]] = np.arange(len(ReturnCode))
-# Codes that aren't failures come first.
+# The codes of failures come last.
 _FIRST_FAILURE = [code.failed for code in ReturnCode].index(True)
 
 
@@ -111,14 +110,13 @@ def codes_of(names: Array) -> Array:
 
 
 def came_through(codes: Array) -> Array:
-    """Return which codes in an array of numbers are of trajectories that didn't fail."""
-    # One comparison of small integers, on a device too.
+    """Return which codes in an array of numbers aren't failures."""
     return codes < _FIRST_FAILURE
 
 
 @dataclass
 class Outcome:
-    """The results of N trajectories, filled in as they end."""
+    """The results of N trajectories, written when they end."""
 
     u_end: Array  # shape (d, N); the last accepted state
     t_reached: Array  # shape (N,)

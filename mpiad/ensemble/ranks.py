@@ -1,8 +1,8 @@
-"""An ensemble divided into contiguous shares of equal cost, estimated from the trajectories' steps in the last solve.
+"""`EnsembleMPI`: the division of an ensemble into contiguous shares of equal cost, and the gathering of solutions.
 
-The cost of a share is the steps of its trajectories, plus its iterations of the step loop, as many as its longest
-trajectory has steps. An iteration has a cost however few columns remain. So the longest trajectories belong in one share,
-which gets fewer of the others.
+Costs are estimated from the numbers of steps in the last solve. The cost of a share is the number of steps of its
+trajectories, plus that of its iterations of the step loop, which is the number of steps of its longest trajectory: an
+iteration has a cost even for few columns. So a share with long trajectories gets fewer of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpiad.primitives.allgather import gather_pieces
 from mpiad.transport import Channel
 from mpiad.transport.device_arrays import is_device_array
 
-# Solutions whose trajectories live on several ranks: gathered, or kept as shares with statistics over all ranks.
+# Solutions of trajectories on several ranks: gathered, or left distributed with statistics over all ranks.
 
 
 InitialStates: TypeAlias = Callable[[], Array] | None
@@ -37,11 +37,11 @@ InitialStates: TypeAlias = Callable[[], Array] | None
 def gathered(
     used: Channel, share: EnsembleSolution, outcomes: RankOutcomes, start: InitialStates, timed: bool, made: object = None
 ) -> EnsembleSolution:
-    """Return the solution of all trajectories on every rank; all ranks call it.
+    """Return the solution of all trajectories on every rank; collective.
 
-    - `start`: returns the initial states of all trajectories, shape (d, N), if each rank knows them.
-    - `timed`: whether derivatives flow through the times at which trajectories ended, which is so with events.
-    - `made`: the solution's `u`, if it has been computed already.
+    - `start`: returns the initial states of all trajectories, shape (d, N), or None if a rank doesn't know them.
+    - `timed`: whether the times at which trajectories ended have derivatives, which is the case with events.
+    - `made`: the solution's `u`, if it has already been computed.
     """
     later = {name: partial(getattr, outcomes, name) for name in ("retcode", "nf", "naccept", "nreject", "t_reached")}
     found: dict[str, Any] = {"t": outcomes.t, "u_end": _collected(used, share.u_end, outcomes)}
@@ -56,7 +56,7 @@ def gathered(
     if not outcomes.ends or share._start is None:
         sol.u = _collected(used, widened(share.u, outcomes.t.shape[-1]), outcomes)
         return sol
-    # Read at once, as the problem's arrays may change before they are needed.
+    # Evaluated now, since the problem's arrays may change later.
     u0 = _collected(used, share._start(), outcomes, axis=1) if start is None else start()
     return at_ends(sol, lambda: u0, sol.u_end)
 
@@ -68,7 +68,7 @@ def _collected(used: Channel, x: Array, outcomes: RankOutcomes, axis: int = 0) -
 
 
 def _gathered_events(share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm) -> dict[int, list[tuple[int, Any]]]:
-    """Return the events of all trajectories, with times through which derivatives flow."""
+    """Return the events of all trajectories, with differentiable times."""
     if not outcomes.events:
         return {}
     # Sorted by trajectory, so that the gathered times match their events on all ranks.
@@ -89,7 +89,7 @@ class ShardedSolution(EnsembleSolution):
     outcomes : RankOutcomes
         The outcomes of all N trajectories.
     comm : mpi4py intracommunicator or None
-        A communicator created by the user isn't pickled: set it again after unpickling, before computing statistics.
+        A communicator created by the user isn't pickled; after unpickling, set it before computing statistics.
 
     Notes
     -----
@@ -112,9 +112,9 @@ class ShardedSolution(EnsembleSolution):
 
     def _mean_of(self, values: Array) -> Array:
         there = ~np.isnan(getval(values))
-        # Sums and counts instead of a mean of means: ranks have different numbers of survivors.
+        # Sums and counts, since ranks have different numbers of survivors.
         total = mpi_allreduce(anp.sum(anp.where(there, values, 0.0), axis=0), comm=self._over)
-        # Counted by entry: trajectories that failed and times that weren't reached have no weight on any rank.
+        # Counted per entry, without failed trajectories and times that weren't reached.
         count = mpi_allreduce(there.sum(axis=0), comm=self._over)
         with np.errstate(invalid="ignore"):  # NaN if there are no survivors
             return total / count
@@ -141,28 +141,27 @@ class ShardedSolution(EnsembleSolution):
 def sharded(
     share: EnsembleSolution, outcomes: RankOutcomes, comm: Comm, indices: Array, made: bool = False
 ) -> ShardedSolution:
-    """Return this rank's share; `made` says that its u was made by an `output_func` or a `reduction`."""
+    """Return this rank's share; `made`: whether its u is the result of an `output_func` or a `reduction`."""
     sol = object.__new__(ShardedSolution)
-    # Unchanged: lazy attributes that haven't been read aren't computed.
+    # Copied without computing deferred attributes.
     sol.__dict__.update(share.__dict__, _later=dict(share._later), indices=indices, outcomes=outcomes, comm=comm)
     if not made:
-        # Statistics over the ranks need one width, also of ranks without trajectories or with fewer steps.
+        # Statistics require the same number of saved times on all ranks.
         if not outcomes.ends:
             sol.u = widened(share.u, outcomes.t.shape[-1])
         sol.t = outcomes.t if outcomes.t.ndim == 1 else outcomes.t[indices]
     return sol
 
 
-# The cost of an iteration of the step loop in addition to its columns, in numbers (columns times components), as measured
-# for small f: 1,200 for states, and 1,500 with tangents, for which f is traced at each stage. For a kernel it is that of
-# its lanes, however few are busy.
+# The cost of an iteration of the step loop in addition to that of its columns, in numbers (columns times components),
+# measured for small f: without tangents, with tangents (for which f is traced at each stage), and the number of lanes of a
+# kernel, all of which it computes.
 _TURN, _TRACED_TURN, _LANES = 1200.0, 1500.0, 16.0
-# The cost of a trajectory in addition to its steps, in steps: entering and leaving the working set, or for a kernel a lane,
-# which does that outside of its vector instructions. For f of few operations 7 to 12 are best; with tangents, which make a
-# step more expensive, 5 to 10.
+# The cost of entering and leaving the working set or a kernel's lane, in steps: without kernels, with kernels, and with
+# tangents in kernels. Kernels do this outside of vector instructions; for small f, 7 to 12 steps are best, and with
+# tangents, which make steps more expensive, 5 to 10.
 _ENTRY, _LANE_ENTRY, _TRACED_LANE_ENTRY = 2.0, 9.0, 7.0
-# All ranks compute with the costs of all trajectories: with this number of blocks a share misses its target by 0.1 % at
-# most.
+# Each rank divides all trajectories, in this number of blocks; a share deviates by at most 0.1 % from its target.
 _BLOCKS = 1024
 _TRIES = 8
 
@@ -175,8 +174,8 @@ class EnsembleMPI(EnsembleAlgorithm):
     inner : EnsembleAlgorithm
         How a rank runs its share; vectorized by default.
     gather : bool
-        Whether every rank gets all N solutions. Otherwise it gets its share, with ``sol.indices``; mean, standard
-        deviation, quantiles and summary are still over all N.
+        Whether every rank gets all N solutions. Otherwise it gets its share, with ``sol.indices``, but mean, standard
+        deviation, quantiles and summary are over all N.
     comm : mpi4py intracommunicator, optional
 
     Raises
@@ -214,7 +213,7 @@ class EnsembleMPI(EnsembleAlgorithm):
 
     def bounds(self, count: int, size: int) -> Array:
         """Return the first indices of the ranks' shares and, last, the number of trajectories; the same on all ranks."""
-        # Without costs of this ensemble: equal numbers of trajectories.
+        # Without known costs, all shares have the same number of trajectories.
         if len(self._tries) != count or not count:
             return np.arange(size + 1) * count // size
         if self._bounds is None or len(self._bounds) != size + 1:
@@ -237,7 +236,7 @@ class EnsembleMPI(EnsembleAlgorithm):
         lane = _TRACED_LANE_ENTRY if traced else _LANE_ENTRY
         self._tries, self._entry = tries, lane if compiled else _ENTRY
         self._turn = _LANES if compiled else (_TRACED_TURN if traced else _TURN) / max(1, components)
-        # Training loops repeat similar solves; the shares are computed again only if costs have changed.
+        # The shares are computed again only if the costs have changed.
         if before[:2] != (self._entry, self._turn) or not np.array_equal(before[2], tries):
             self._bounds = None
 
@@ -267,7 +266,7 @@ class _LoadBalance:
         best = shares = self._divided(own)
         shortest = self._slowest(best)
         for _ in range(_TRIES):
-            # Damped by one half: a share that gives up its longest trajectory would get it back in the next iteration.
+            # Damped by one half, to prevent the longest trajectory from moving back and forth between two shares.
             before, own = shares, (own + self._turns(shares)) / 2
             shares = self._divided(own)
             if np.array_equal(shares, before):
@@ -283,7 +282,7 @@ class _LoadBalance:
         due = np.cumsum(np.maximum((done[-1] + own.sum()) / self._size - own, 0.0))[:-1]
         due = np.minimum(due, done[-1])  # clipped at zero, the targets may sum to more than the total
         inner = np.searchsorted(done, due)
-        # Before or after the block that crosses the target, whichever is nearer.
+        # The boundary before or after the block that contains the target, whichever is nearer.
         inner += done[inner] - due < due - (done[inner] - self._costs[inner])
         return np.concatenate([[0], np.maximum.accumulate(inner), [len(done)]])
 

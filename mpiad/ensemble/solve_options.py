@@ -26,7 +26,7 @@ _LEAST_RTOL = 100 * float(np.finfo(float).eps)
 
 
 class SolveOptions(NamedTuple):
-    """The arguments of `solve`, by name: one object, which all parts of a solve get."""
+    """The arguments of `solve`, by name."""
 
     problem: Any
     alg: Any
@@ -38,7 +38,7 @@ class SolveOptions(NamedTuple):
     dtmax: Any
     max_steps: Any
     compile: Any
-    # Options with defaults that `fit` and `steady_state`, which use these options, needn't set.
+    # These options have defaults, since `fit` and `steady_state` don't set them.
     saveat: Any = None
     save_everystep: bool = False
     events: Any = ()
@@ -48,7 +48,7 @@ class SolveOptions(NamedTuple):
     dense_output: bool = False
     progress: bool = False
     throw: bool = False
-    mass: Any = None  # that of the problem
+    mass: Any = None  # mass matrix of the problem
     backend: Any = None  # how this rank runs its trajectories: `ensemblealg`, or the `inner` of an EnsembleMPI
 
     @property
@@ -58,9 +58,9 @@ class SolveOptions(NamedTuple):
 
 
 def checked_options(options: SolveOptions) -> SolveOptions:
-    """Check the arguments and return them in the form that the solve needs.
+    """Return the checked arguments.
 
-    Raises a NotImplementedError if `saveat` is traced; a TypeError or ValueError if one of them is invalid.
+    Raises a NotImplementedError if `saveat` is traced; a TypeError or ValueError if an argument is invalid.
     """
     _check_kinds(options)
     given = options.ensemblealg
@@ -95,7 +95,7 @@ def checked_options(options: SolveOptions) -> SolveOptions:
         saveat = np.asarray(saveat)
         if saveat.ndim == 2 and len(saveat) != count:
             raise ValueError(f"solve: saveat has {len(saveat)} rows, but there are {count} trajectories.")
-    # SciPy's bound: below it the error estimate consists of rounding errors.
+    # The same bound as in SciPy; for smaller tolerances the error estimate consists of rounding errors.
     rtol = max(options.rtol, _LEAST_RTOL)
     return options._replace(events=events, trajectories=count, saveat=saveat, rtol=rtol, mass=_mass_of(options))
 
@@ -103,7 +103,7 @@ def checked_options(options: SolveOptions) -> SolveOptions:
 def settings_of(
     options: SolveOptions, batch: Batch, saveat: Array | None, record: bool, ends: bool = False, progress: Progress = None
 ) -> Settings:
-    """Return the settings of a batch of plain arrays: options, in the states' precision if needed.
+    """Return the settings for a batch of plain arrays.
 
     Raises a NotImplementedError if the method doesn't support complex states, a ValueError if `atol` or the mass matrix
     doesn't fit the shape of a state.
@@ -120,7 +120,7 @@ def settings_of(
                 f"solve: atol must be one number, or have the shape of a state, {batch.shape}, but has shape "
                 f"{np.shape(atol)}."
             )
-        # A column, as states are flattened to columns, whatever their shape.
+        # A column, since states are flattened to columns.
         atol = np.reshape(atol, (-1, 1))
     events = tuple(event.for_states(batch.shape) for event in options.events)
     if mass is not None:
@@ -128,7 +128,7 @@ def settings_of(
             raise ValueError(
                 f"solve: mass_matrix must have shape {(d, d)}, as u0 has {d} components, but has {mass.shape}."
             )
-        # In the states' precision: with float32 states a double matrix would make all of the arithmetic double.
+        # In the precision of the states, so that the arithmetic stays in this precision.
         mass = mass.astype(batch.u0.real.dtype)
     steps, checkpoints = (options.dt, options.dtmax, options.max_steps), options.checkpoints
     rest = None if options.save_everystep else checkpoints, progress, ends, mass, options.gradient
@@ -136,7 +136,7 @@ def settings_of(
 
 
 def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
-    """Return `checked_options` of the arguments, which must be equal on all ranks; an error on one is raised on all."""
+    """As `checked_options`, collective: errors are raised on all ranks, also if the arguments differ."""
 
     def described(options: SolveOptions) -> list[Any]:
         scalars = (
@@ -146,21 +146,21 @@ def checked_together(used: Channel, given: SolveOptions) -> SolveOptions:
             f"throw={given.throw}, {len(options.events)} events, {_kind(given.problem)}"
         )
         saveat = None if options.saveat is None else np.asarray(options.saveat, float)
-        # As numbers, too: a text has only eight digits of each, and long arrays are abbreviated.
+        # The arrays are compared, too, since texts have few digits, and abbreviate long arrays.
         return [f"saveat={given.saveat}, {scalars}", scalars, saveat, np.asarray(given.atol, float), options.mass]
 
     return alike_on_all(used, lambda: checked_options(given), described, "solve")
 
 
 def _kind(problem: object) -> str:
-    """Return a text with the functions and arrays that an ensemble has, which determine the communication."""
+    """Return the names of the functions and arrays that an ensemble has, which determine the communication."""
     names = ("prob_func", "output_func", "reduction", "u0", "p")
     parts = [name for name in names if getattr(problem, name, None) is not None]
     return f"{type(problem).__name__} of {', '.join(parts) or 'nothing else'}, seed={getattr(problem, 'seed', None)}"
 
 
 def _mass_of(options: SolveOptions) -> Array | None:
-    """Return the problem's mass matrix, None for the identity; raise if it is invalid, or unsupported by this method."""
+    """Return the problem's mass matrix, None for the identity; raise an error if it is invalid or unsupported."""
     problem = options.problem.problem if isinstance(options.problem, EnsembleProblem) else options.problem
     given = problem.mass_matrix
     if given is None:
@@ -191,7 +191,7 @@ def _check_untraced(saveat: Array) -> None:
 
 
 def _check_kinds(options: SolveOptions) -> None:
-    # Types before values: the checks that follow use attributes of these objects.
+    # Types are checked first, since the following checks use attributes of these objects.
     expected = {"problem": (ODEProblem, EnsembleProblem), "alg": (Algorithm,), "ensemblealg": (EnsembleAlgorithm,)}
     for name, kinds in expected.items():
         value = getattr(options, name)
@@ -224,7 +224,7 @@ def _check_numbers(options: SolveOptions) -> None:
 
 
 def check_place_of(options: SolveOptions, hosted: bool) -> None:
-    """Raise for unsupported combinations of options and devices: affects of events, and dense output."""
+    """Raise a NotImplementedError for options that the device doesn't support: affects of events, and dense output."""
     at_times, to_host = "Ask for the times by saveat", "Bring them to the host with mpiad.device.to_host, and take "
     for name, asked, instead in [
         ("dense_output=True", options.dense_output, at_times),
@@ -249,7 +249,7 @@ def _trajectories(options: SolveOptions) -> int:
     lengths = {name: _length(getattr(problem, name)) for name in ("u0", "p") if getattr(problem, name) is not None}
     if count is None and not lengths:
         raise ValueError(f"solve: trajectories=N is needed if the ensemble has no arrays u0= or p=, but got {count!r}.")
-    # The rows determine the number; if `trajectories` is given, too, the check below compares them.
+    # By default the number of rows.
     count = next(iter(lengths.values())) if count is None else count
     if not isinstance(count, Integral) or isinstance(count, bool) or count < 0:
         raise ValueError(f"solve: trajectories must be an integer, zero or more, but got {count!r}.")

@@ -1,10 +1,10 @@
-"""The objects that a jitted function reads in addition to its arguments, compared again at each call.
+"""`Watch`: the check at each call that the objects that a jitted function reads besides its arguments are unchanged.
 
-A trace takes the function's closure as constants: global names, variables of enclosing functions, defaults, attributes of
-modules and of the user's objects, arrays, and so on through the functions that it calls. A `Watch` records the origin of
-each, and checks at the next call whether it is unchanged: names by identity, writable arrays by their contents. NumPy,
-autograd and this library are assumed not to change. If an object can't be followed (an object that is passed on,
-properties, random numbers, communication without the primitives), there is no watch, and the function isn't compiled.
+A trace considers the function's closure constant: global variables, variables of enclosing functions, defaults, attributes
+of modules and of the user's objects, arrays, and recursively those of the functions that it calls. A `Watch` records where
+each was read, and checks at the next call that it is unchanged: objects by identity, writable arrays by their contents.
+NumPy, autograd and this library are assumed constant. If some object can't be followed (one that is passed to a function,
+properties, random numbers, communication without the primitives), the function isn't compiled.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from autograd.tracer import Box
 from mpiad._typing import Array
 from mpiad.compiling.function_fingerprint import UNSEEN, Unknown, attribute_of, content_of, uses_of, uses_of_first
 
-# Whether an array is unchanged, by its bits: checked for all arrays in a jitted function's closure, at each of its calls.
+# Bitwise comparison of arrays, which each call makes for all writable arrays in the closure.
 
 
 def _c_comparison() -> Any:
-    """Return the C library's memcmp, None if unavailable: it makes no copies and no temporary arrays."""
+    """Return the C library's memcmp, which needs no temporary arrays; None if it is unavailable."""
     try:
         compare = ctypes.CDLL(None).memcmp
     except (OSError, TypeError, AttributeError):  # not on Windows
@@ -40,7 +40,7 @@ _memcmp = _c_comparison()
 
 
 def same_bits(x: Array, y: Array) -> bool:
-    """Return whether two arrays have the same bits; a NaN equals itself."""
+    """Return whether two arrays have the same bits."""
     if x is y:
         return True
     if x.shape != y.shape or x.dtype != y.dtype:
@@ -51,7 +51,7 @@ def same_bits(x: Array, y: Array) -> bool:
 
 
 def is_writable(x: Any) -> bool:
-    """Return whether an array can change: it, or one that it is a view of."""
+    """Return whether an array, or the array of which it is a view, is writable."""
     while isinstance(x, np.ndarray):
         if x.flags.writeable:
             return True
@@ -75,15 +75,15 @@ _MOST = 2000
 
 
 class Unfollowed(Exception):
-    """Report an object that can't be followed."""
+    """Raised for an object that can't be followed."""
 
 
 class HoldsTraced(Exception):
-    """Report a traced value of an enclosing derivative, which doesn't belong to a program."""
+    """Raised for a traced value of an enclosing derivative, which can't be a constant of a program."""
 
 
 class Watch:
-    """The origins of a trace's constants."""
+    """The conditions under which a closure is unchanged."""
 
     def __init__(self) -> None:
         self._terms: list[str] = []
@@ -91,7 +91,7 @@ class Watch:
         self._named: set[tuple[int, str]] = set()
 
     def note(self, term: str, *values: Any) -> None:
-        """Add a condition for an unchanged closure: an expression with the placeholders {0}, {1}, ... for these values."""
+        """Add a condition: an expression with the placeholders {0}, {1}, ... for the values."""
         names = [f"x{len(self._values) + k}" for k in range(len(values))]
         self._values.update(zip(names, values))
         self._terms.append(term.format(*names))
@@ -104,20 +104,20 @@ class Watch:
 
     @cached_property
     def is_the_same(self) -> Callable[[], bool]:
-        """Return a function that checks all conditions: one expression, evaluated at each call in less than half a µs."""
+        """A function that checks all conditions, generated as one expression for speed."""
         return eval(f"lambda: {' and '.join(self._terms) or 'True'}", self._values)
 
 
 def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) -> Watch:
     """Return the watch of a function; may raise HoldsTraced or Unfollowed.
 
-    `args`: its positional arguments. `objects`: those arguments, and parts of them, that are constants of the trace.
+    `args`: its positional arguments. `objects`: arguments, or parts of them, that are constants of the trace.
     """
     reader = _Reader()
     try:
         reader.read(fun)
         for value in objects:
-            # A method's object isn't passed on, so its attributes that are read are known.
+            # For the object of a method, the code shows which attributes are read.
             if args and value is args[0] and isinstance(fun, FunctionType):
                 reader.read_first(fun, value)
             else:
@@ -130,7 +130,7 @@ def watch_of(fun: Any, args: Sequence[Any] = (), objects: Sequence[Any] = ()) ->
 
 
 def closed_over_numbers(fun: Any) -> dict[str, float]:
-    """Return the floats among the variables of enclosing functions that a function uses."""
+    """Return the variables of enclosing functions that a function uses and that are floats, by name."""
     if type(fun) is not FunctionType or not fun.__closure__:
         return {}
     cells = zip(fun.__code__.co_freevars, fun.__closure__)
@@ -168,7 +168,7 @@ class _Reader:
         self._has_communicator = False
         self._names: set[str] = set()
         self._known: set[int] = set()
-        self._keep: list[Any] = []  # so that no identity is reused
+        self._keep: list[Any] = []  # references, so that identities aren't reused
 
     def read(self, value: Any) -> None:
         """Add conditions for a value and everything reachable from it."""
@@ -193,7 +193,7 @@ class _Reader:
             raise Unknown(f"an object of type {type(value).__name__}")
 
     def check_communicators(self) -> None:
-        """Refuse functions that may use a communicator that is passed on under another name."""
+        """Refuse functions that may use a communicator by another name."""
         if self._has_communicator and self._names & _COMMUNICATING:
             raise Unknown("bare communication")
 
@@ -255,7 +255,7 @@ class _Reader:
             if isinstance(value, (*_PLAIN, list, tuple, dict, FunctionType, np.ndarray)) or not hasattr(value, "__dict__"):
                 break
             found = _method_of(value, name) or attribute_of(value, name)
-            # The namespace in which it was found, and those searched before, in which it wasn't found.
+            # The namespace in which the attribute was found, and those searched before.
             holders = value.__mro__ if isinstance(value, type) else (value, *type(value).__mro__)
             for names in [holder.__dict__ for holder in holders]:
                 self.watch.note_name(names, name)
@@ -296,7 +296,7 @@ class _Reader:
             self.read(part)
 
     def _class(self, value: type) -> None:
-        # Raised exceptions leave no operation in a program.
+        # Exceptions don't become operations of a program.
         known = issubclass(value, BaseException) or issubclass(value, tuple) and hasattr(value, "_fields")
         if not known and not _stays(value.__module__):
             raise Unknown(f"class {value.__name__}")
@@ -345,7 +345,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _method_of(value: Any, name: str) -> Any:
-    """Return a method of an object, also a jitted one, or the object's attribute of that name; None for other names."""
+    """Return the method (possibly jitted) or attribute of an object with this name; None if there is none."""
     if isinstance(value, (ModuleType, type)):
         return None
     common = getattr(type(value), name, None)

@@ -1,8 +1,8 @@
-"""The trace of a function: every operation is run, and recorded with its arguments, in the order of the program.
+"""`Recorder`: the trace of a function, whose operations are run and recorded in order.
 
-The trace is a list of steps. A step calls a NumPy function or a communication; its arguments are constants, and
-references to values by number (`Ref`). Arrays that are not traced are constants, copied when they are used: before a
-replay, the caller must check that the function's closure is unchanged (see `closure`).
+The trace is a list of steps. A step is a call of a NumPy function or a communication; its arguments are constants and
+references to values by number (`Ref`). Arrays that aren't traced become constants, and are copied. Before a replay, the
+caller must check that the function's closure is unchanged (see `closure`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _root(value: Any) -> Any:
     return value
 
 
-# Calls of NumPy functions that can't be steps of a program, known before they are run.
+# Checks for calls of NumPy functions that can't be steps of a program.
 
 
 _SHAPED_BY_VALUES = frozenset(
@@ -77,7 +77,7 @@ def _place_of_out(fun: Callable) -> int | None:
 
 _COMPILED_PACKAGES = ("", "domain")
 _BY_THEMSELVES = {"mpi_finalize", "mpi_init", "mpi_local_rank", "mpi_print"}
-# Functions that look up a channel, and communicate only by recorded operations or in calls that are settled before.
+# Functions that look up a channel, and communicate only by recorded operations.
 _NOTED = {name for name in primitives.__all__ if name.startswith("mpi_")} - _BY_THEMSELVES | set(
     "Domain.begin_exchange value_and_grad grad make_vjp make_jvp jvp hvp".split()
 )
@@ -87,17 +87,17 @@ class Recorder:
     """A trace in progress.
 
     - `specs`: shapes and dtypes of all values.
-    - `constants`: their values at the time of use: copies of those that can change.
-    - `inputs`: numbers of the arguments.
-    - `weak`: numbers of the values that are Python scalars.
+    - `constants`: arrays that aren't traced, as copies if they can change.
+    - `inputs`: the numbers of the arguments.
+    - `weak`: the numbers of values that are Python scalars.
     - `open`: whether operations are still recorded.
-    - `reread`: whether its arrays may be used as constants after its end.
-    - `refused`: why the trace was given up.
-    - `failed`: the exception that a communication has raised.
-    - `log`: results of all communications and settled calls.
-    - `channels`: those of the communications.
-    - `asked`: number of the integer on which the function branches, if the trace was given up for this reason.
-    - `part`: the part of the program to which operations are being added.
+    - `reread`: whether arrays of the trace may be used as constants after its end.
+    - `refused`: the exception by which the trace has failed, or None.
+    - `failed`: the exception that a communication has raised, or None.
+    - `log`: the results of all communications, and of calls whose results are compared.
+    - `channels`: the channels of the communications.
+    - `asked`: the number of the integer on which the function branches, if the trace has failed for this reason.
+    - `part`: the part of the program to which steps are appended.
     - `logged`: the number of parts whose communications are logged for playback.
     """
 
@@ -106,11 +106,11 @@ class Recorder:
     def __init__(self) -> None:
         self.specs: list[tuple[Shape, np.dtype]] = []
         self.constants: list[Array] = []
-        # By identity, objects other than arrays that are passed from step to step: pending requests, records of tapes.
+        # Objects other than arrays that are passed between steps (pending requests, records of tapes), by identity.
         self._objects: dict[int, tuple[Any, int]] = {}
         self._constant_of: dict[int, tuple[Any, int]] = {}
         self._holders: dict[int, WeakSet[Any]] = {}
-        # By identity, which stays unique as long as they are kept.
+        # Arguments by identity; the references keep identities unique.
         self._inputs: dict[int, Array] = {}
         self.inputs: list[int] = []
         self.weak: set[int] = set()
@@ -127,35 +127,35 @@ class Recorder:
         self._marks: list[tuple[Any, str, bool]] = []
 
     def refuse(self, reason: str) -> NoReturn:
-        """Give up the trace: leave the function by Abandoned."""
+        """End the trace in failure: raise Abandoned."""
         self.refused = self.refused or Abandoned(reason, calls.site_of(sys._getframe(1)).text)
         raise self.refused
 
     def ask(self, x: Any, reason: str) -> NoReturn:
-        """Give up the trace because the function needs a value; an integer can become a constant of another trace."""
+        """End the trace in failure, since the function needs a value; an integer can become a constant in another trace."""
         if x.value.dtype.kind in "iu" and not x.value.ndim:
             self.asked = x.number
         self.refuse(reason)
 
     def close(self) -> None:
-        """End the trace; any later computation with its arrays is an error."""
+        """End the trace; later computations with its arrays are errors."""
         self.open = False
         self._constant_of.clear()
         self._holders.clear()
 
     def looked_up(self, call: str) -> None:
-        """Record that a function looks up the channel of a communicator: one that isn't recorded as a step is refused."""
+        """Handle the lookup of a channel by a function; functions that aren't recorded as steps are refused."""
         if call not in _NOTED:
             self.refuse(f"it calls {call}, which communicates by itself and isn't compiled yet")
 
     def entered_body(self) -> None:
-        """Record that an operator runs its body, which isn't traced."""
+        """Handle the beginning of an operator's body, which isn't traced."""
         self.refuse("it calls an operator whose body isn't compiled yet (a solve, a loop in time, or the like)")
 
     # ---- values
     #
-    # Arrays that are not traced are constants, copied when they are used. A traced array that is written to gets the number
-    # of the result; other names of the same memory are stale from then on.
+    # Arrays that aren't traced become constants, and are copied. A traced array that is written to gets the number of the
+    # result; other traced arrays with the same memory become stale.
 
     def input(self, value: Any, weak: bool = False) -> Any:
         """Return a traced array for an argument; `weak`: whether it is a Python scalar."""
@@ -198,7 +198,7 @@ class Recorder:
         if isinstance(x, Traced):
             if x.recorder is not self:
                 x.recorder.is_noting()
-                return self._constant(np.asarray(x.value))  # of another trace, which `is_noting` gives up
+                return self._constant(np.asarray(x.value))  # a value of another trace
             if x.stale is not None:
                 self.refuse("it reads an array after other names of the same memory were written to")
             return Ref(x.number)
@@ -251,12 +251,12 @@ class Recorder:
         if isinstance(params, Request):
             begun = self._objects.pop(id(params), None)
             if begun is None:
-                params.done = False  # the function waits for it once more
+                params.done = False  # the second run of the function will wait for it again
                 self.refuse("it waits for a request that was started outside of the jitted function")
             noted = noted[0], Ref(begun[1])
         made = self._communicated(operation, plain(x), params)
         self.channels |= channels_of(params)
-        if made is not None and made is plain(x):  # the sent array is its own result
+        if made is not None and made is plain(x):  # the result is the sent array
             self._step("communicate", operation, noted, ())
             return x
         if isinstance(made, Request):
@@ -265,20 +265,20 @@ class Recorder:
         return self._recorded("communicate", operation, noted, {}, made)
 
     def check_requests(self) -> None:
-        """Give up the trace if a request is pending at its end."""
+        """End the trace in failure if a request is pending at its end."""
         for request in [found for found, _ in self._objects.values() if isinstance(found, Request)]:
             reason = f"it starts a request and doesn't wait for it: {request!r}"
             self.refused = self.refused or Abandoned(reason, "at the end of the jitted function")
 
     def settle(self, fun: Callable, args: tuple) -> Any:
-        """Run a function on whose result control flow depends, and record it with the result, which replays compare."""
+        """Run and record a function on whose result control flow depends; replays compare their results with this one."""
         noted = self._noted(args)
         made = self._run(fun, *plain(args))
         self._step("settle", fun, noted, (), {"expected": made})
         return made
 
     def opaque(self, fun: Callable, args: tuple) -> tuple[Any, ...]:
-        """Run a function that isn't traced, and record it: it returns arrays, followed by one object of another type."""
+        """Run and record a function that isn't traced, and that returns arrays followed by one other object."""
         noted, start = self._noted(args), next(communications)
         *arrays, rest = self._run(fun, *plain(args))
         self._any_within |= next(communications) > start + 1
@@ -293,7 +293,7 @@ class Recorder:
     call_as_it_is = opaque_call
 
     def once(self, fun: Callable, args: tuple) -> Any:
-        """Run the initialization at the first use of a communicator, which replays skip."""
+        """Run the initialization of a communicator at its first use, which isn't recorded."""
         return self._untraced(fun, *args)
 
     def operate(self, operator: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -307,7 +307,7 @@ class Recorder:
         return self._recorded("operate", operator, *noted, self._operated(operator, plain(args), plain(kwargs)))
 
     def _channels_of(self, args: tuple, call: str) -> set[Used]:
-        """Return the channels of an operator, found from the arguments that have a communicator."""
+        """Return the channels that an operator uses, from the arguments that have a communicator."""
         tracing.recorder = None
         try:
             return {(channel(x.comm, call, collective=False), False) for x in args if hasattr(x, "comm")}
@@ -315,7 +315,7 @@ class Recorder:
             tracing.recorder = self
 
     def communicated_by_itself(self) -> None:
-        """Refuse functions whose ranks exchange messages that aren't recorded, before any are sent."""
+        """Refuse communication that isn't recorded."""
         _, called = calls.user_frame(sys._getframe(1))
         name = calls.entry(called) or "a function of mpiad's"
         self.refuse(f"it calls {name}, whose ranks exchange shapes or settings first, and that isn't compiled yet")
@@ -327,23 +327,23 @@ class Recorder:
 
     @property
     def communicates(self) -> bool:
-        """Whether there are any, also in functions that aren't traced: other ranks wait for their adjoints."""
+        """Whether there are communications, including those in functions that aren't traced."""
         return self._any_within or self.communications > 0
 
     def complex_line(self) -> str:
-        """Return the first line that computes with complex numbers elementwise; "" if there is none."""
+        """Return the first line with an elementwise complex operation; "" if there is none."""
         for step in self.steps:
             if isinstance(step.fun, np.ufunc) and any(self.specs[out][1].kind == "c" for out in step.outs):
                 return step.site.text
         return ""
 
     def marked(self, channel: Any, reason: str, messages: bool) -> bool:
-        """Store messages that an exception has left, which matters if the exception isn't the trace's own."""
+        """Remember a channel with pending messages; `mark` marks it if the exception isn't due to the trace."""
         self._marks.append((channel, reason, messages))
         return True
 
     def mark(self) -> None:
-        """Mark the channels on which an exception of a communication has left messages."""
+        """Mark the remembered channels as unusable."""
         for used, *fault in self._marks:
             used.mark(*fault)
 
@@ -367,7 +367,7 @@ class Recorder:
     def _run(self, fun: Callable, *args: Any, params: Any = None) -> Any:
         made = self._untraced(fun, *args)
         self.log.append(logged(made, params))
-        # Raised here, after the communication is complete and logged.
+        # Raised only after the communication has been completed and logged.
         if self.refused is not None:
             raise self.refused
         return made
@@ -378,7 +378,7 @@ class Recorder:
         try:
             return fun(*args)
         except BaseException as error:
-            # An exception caused by a traced value of the closure isn't the function's own, as long as it may run again.
+            # The exception may be due to a traced value in the closure; it counts only if the function can't run again.
             if self.refused is None or next(communications) > start + 1:
                 self.failed = error
             raise
@@ -386,7 +386,7 @@ class Recorder:
             tracing.recorder, self._inside = self, False
 
     def is_noting(self) -> bool:
-        """Return whether operations on traced arrays are recorded; within a step that is run as one, any is refused."""
+        """Return whether operations on traced arrays are recorded; inside of an untraced step they are refused."""
         if self._inside:
             reason = "what it calls uses a traced value from around it: hand it on as an argument"
             self.refused = self.refused or Abandoned(reason, calls.site_of(sys._getframe(1)).text)
@@ -394,8 +394,8 @@ class Recorder:
         return self.open and not self._inside
 
     def require_open(self) -> None:
-        """Raise RuntimeError for arrays that have outlived their trace."""
-        # Later calls wouldn't change them, and outer derivatives don't see them: using them would give wrong numbers.
+        """Raise a RuntimeError for arrays that are used after the end of their trace."""
+        # They would give wrong numbers, since later calls don't update them, and outer derivatives ignore them.
         if not self.open and not self.reread:
             raise RuntimeError(
                 f"jit: {calls.site_of(sys._getframe(1)).text} uses a value that a jitted function has kept (in a list, an "
@@ -429,7 +429,7 @@ class Recorder:
     # ---- writing in place
 
     def write(self, target: Array, fun: Callable, args: Sequence[Any]) -> Any:
-        """Let a function write into an array, and give that array the number of the result."""
+        """Call a function that writes into an array, and assign the number of the result to that array."""
         if not self.is_noting():
             fun(*plain(tuple(args)), out=target.value)
             return target
@@ -444,12 +444,12 @@ class Recorder:
         return target
 
     def set_entries(self, target: Array, key: Index, value: Array) -> None:
-        """Set entries of an array, and give it the number of the result."""
+        """Set entries of an array, and assign the number of the result to it."""
         place, new = plain(key), plain(value)
         if not self.is_noting():
             target.value[place] = new
             return
-        # total[key] += values: the part was changed in place, in the memory of the whole.
+        # For total[key] += values, Python first changes the view in place, and then assigns it.
         mended = target.stale is not None and value is target.stale and _is_part(target.value, place, new)
         if mended:
             target.stale = None
@@ -463,7 +463,7 @@ class Recorder:
 
 
 def _rule() -> tuple[str, str, Site] | None:
-    """Return which adjoint or tangent is running; calls are recorded during a trace."""
+    """Return the direction, name and site of the adjoint or tangent that is running, None if there is none."""
     call = calls.current()
     if call is None or call.direction == "forward":
         return None
@@ -471,7 +471,7 @@ def _rule() -> tuple[str, str, Site] | None:
 
 
 def _package_of(operator: Any) -> str:
-    """Return the subpackage of the library that an operator belongs to; "" for a user's operator."""
+    """Return the subpackage of this library that defines an operator; "" for user-defined operators."""
     module = getattr(operator.fun, "__module__", "").split(".")
     return module[1] if module[0] == "mpiad" and len(module) > 1 else ""
 
@@ -481,6 +481,6 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_part(whole: Array, key: Any, part: Any) -> bool:
-    """Return whether an array is the memory of whole[key]."""
+    """Return whether an array has the same memory as whole[key]."""
     both = whole[key], part
     return all(isinstance(x, np.ndarray) for x in both) and both[0].__array_interface__ == part.__array_interface__

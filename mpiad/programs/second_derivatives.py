@@ -1,6 +1,6 @@
-"""Calls of a compiled function within derivatives of its gradient.
+"""Calls of a compiled function in second derivatives.
 
-Such a program is traced by shapes alone. A function that needs values is interpreted here, without a warning.
+These programs are traced with shapes only. A function that needs values is interpreted, without a warning.
 
 **Tangents of a gradient**, as in `hvp(jit(f))`: the gradient's tape records one node, and its outer tape carries the
 tangents. The program is that of f and its reverse pass, both with their tangents, traced under two tapes of its own
@@ -66,13 +66,13 @@ def _entry_by_shapes(
         return None
     try:
         watch = watch_of(jitted.fun, args, given.constants())
-    except HoldsTraced:  # in this call; others may be compiled
+    except HoldsTraced:  # other calls may be compiled
         return None
     except Unfollowed:
         watch = None
     jitted._traces += 1
     entry = entry_by_shapes(given, noted, watch, True) if watch is not None and jitted._traces <= MAX_TRACES else None
-    # If a run could differ from the trace, it would have to be continued by interpreting, amid the messages of four passes.
+    # A run that may differ from the trace isn't compiled: interpreting would have to continue in the middle of four passes.
     jitted._entries[key] = None if entry is None or entry.replays.last_check >= 0 else entry
     return jitted._entries[key]
 
@@ -83,7 +83,7 @@ def _entry_by_shapes(
 def called_with_tangents_of_gradients(
     jitted: Jitted, given: Arguments, boxed: Sequence[int], args: tuple, kwargs: dict
 ) -> Any:
-    """Call a compiled function on the tape of a gradient within one that carries tangents."""
+    """Call a compiled function on the tape of a gradient whose outer tape propagates tangents."""
     tape: Any = tracing.tape
     variables, leaves, along = apart(given, boxed)
     key = "tangents of gradients", tuple(variables), tuple(along), given.key
@@ -96,9 +96,9 @@ def called_with_tangents_of_gradients(
 
 
 def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Run a program up to its cut, and return its results with the node that runs the rest.
+    """Run the first part of a program, and return its results, with a node that runs the rest.
 
-    `places` and `variables` are positions and values of the gradient's variables; `inputs` those of the program before the
+    `places`, `variables`: positions and values of the gradient's variables. `inputs`: inputs of the program before the
     cotangents.
     """
     tape: Any = tracing.tape
@@ -130,7 +130,7 @@ def _run(name: str, entry: Entry, places: Sequence[int], variables: Sequence[Any
 def _noted_with_tangents(
     fun: Function, variables: Sequence[int], along: Sequence[int], leaves: Sequence[Any], trace: TraceRun
 ) -> tuple:
-    """Trace a function and its reverse pass with tangents carried along, and return the leaves of both."""
+    """Trace a function and its reverse pass, both with tangents, and return the leaves of both."""
     recorder = trace.recorder
     with suspended(body=False), trace.noting(), TangentTape() as tape:
         given = trace.leaves()
@@ -161,26 +161,27 @@ def _joined(tape: Any, value: Any, tangent: Any) -> Any:
     return new_box(value, tape.number, TangentNode.placed(tape, tangent))
 
 
-# Reverse passes of a reverse pass: a function and its reverse pass on a tape around both, which is run backwards in two
-# steps, the reverse pass first. A program is traced so, and its function is run so if the program can't be used.
+# Reverse passes of a reverse pass: a function and its reverse pass are recorded on an outer tape, which is run backwards in
+# two steps, first through the reverse pass. A program is traced in this way, and so is its function if the program can't be
+# used.
 
 
 class By(NamedTuple):
     """The leaves of the arguments with respect to which a function is differentiated."""
 
-    inner: list[int]  # in its own reverse pass
-    outer: list[int]  # in the reverse pass of both
+    inner: list[int]  # in the function's reverse pass
+    outer: list[int]  # in the reverse pass of the outer tape
     # 2 without a reverse pass of both, 3 with one for the cotangents alone, 4 with one for outer leaves, too.
     parts: int
 
 
 class Record(NamedTuple):
-    """A function and its reverse pass on a tape around both."""
+    """The record of a function and its reverse pass on an outer tape."""
 
-    # Of type OrderedNode: of variables and function up to `end`, of cotangents of the results in the program up to `start`,
-    # and of the reverse pass.
+    # List of OrderedNode: up to `end` those of variables and function, up to `start` those of the cotangents of the
+    # results, then those of the reverse pass.
     nodes: list[Any]
-    # `values`, `found`: results and cotangents of variables, with their places; -1 for constants.
+    # `values`, `found`: results, and cotangents of variables, each with the index of its node, or -1 for constants.
     values: list[tuple[Any, int]]
     found: list[tuple[Any, int]]
     end: int
@@ -203,7 +204,7 @@ class Record(NamedTuple):
 
 
 def seed(lane: Lane, pairs: Iterable[tuple[int, Any]]) -> None:
-    """Add cotangents to those of nodes; a place of -1 means no node."""
+    """Add cotangents to those of nodes; the index -1 means no node."""
     for place, g in pairs:
         if place >= 0:
             lane.totals[place], lane.owned[place] = accumulate(lane.totals[place], bool(lane.owned[place]), g)
@@ -213,9 +214,9 @@ def recorded(
     fun: Function, trace: TraceRun, by: By, leaves: Sequence[Any], seeds: Callable[[list[Any]], list[Any]],
     contexts: Sequence[AbstractContextManager],
 ) -> Record:  # fmt: skip
-    """Run a function and its reverse pass on a tape around both.
+    """Run a function and its reverse pass on an outer tape.
 
-    `seeds` maps the results to their cotangents, None for constants. `contexts`: one for the function and one for its
+    `seeds`: returns the cotangents of the results, None for constants. `contexts`: one for the function and one for its
     reverse pass.
     """
     with OrderedTape(of_cotangents=by.parts == 3) as tape:
@@ -236,23 +237,23 @@ def recorded(
 
 
 def _variable(tape: Any, x: Any) -> Any:
-    """Return a variable; a value that can't be one still gets a place on the tape."""
+    """Return a variable; a value that can't be a variable gets an unused index of the tape."""
     node = OrderedNode.variable(tape)
     return new_box(x, tape.number, node) if is_variable(x) else x
 
 
 def _lowered(x: Any, tape: Any) -> tuple[Any, int]:
-    """Return a value without its tape, and its place on the tape; -1 for a constant."""
+    """Return a value without its tape, and the index of its node on the tape, -1 for a constant."""
     if type(x) in _boxes and x._trace == tape.number:
         return x._value, x._node.index
     return x, -1
 
 
 def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
-    """Trace the parts of a program, and return their leaves, and the function that builds the result.
+    """Trace the parts of a program; return their leaves, and the function that assembles the result.
 
-    Its inputs are the arguments, and those of each part: the cotangents of the results, the multipliers of the variables'
-    cotangents, and again cotangents of the results.
+    The inputs of the program are the arguments, and further ones for each part: cotangents of the results, multipliers of
+    the variables' cotangents, and again cotangents of the results.
     """
     recorder = trace.recorder
 
@@ -290,7 +291,7 @@ def noted(fun: Function, by: By, trace: TraceRun) -> tuple:
 def called_with_reverse_differentiated(
     jitted: Jitted, given: Arguments, boxed: Sequence[int], args: tuple
 ) -> tuple[Any] | None:
-    """Call a compiled function on a tape whose reverse pass may be differentiated; None if it isn't compiled for it."""
+    """Call a compiled function on a tape whose reverse pass may be differentiated; None if it must be interpreted."""
     tape: Any = tracing.tape
     variables, leaves, along = apart(given, boxed)
     by = By(variables, along, 4 if tape.outer is not None else 3 if tape.passes == "recorded" else 2)
@@ -306,7 +307,7 @@ def called_with_reverse_differentiated(
 
 
 class _Played(NamedTuple):
-    """The messages of a part for playback: their results, and the message counts before the part."""
+    """The data for the playback of a part: results of its messages, and the message counts before it."""
 
     log: list[Any]
     counts: list[Any]
@@ -321,16 +322,16 @@ class _Pass:
     def __init__(self, gs: list[Any]):
         self.gs = gs
         self.played: _Played
-        # The seeds of its own reverse pass: those of each lane, and those of the last run of the program.
+        # The seeds of the reverse pass of this reverse pass, by lane, and those of the last run of the program.
         self.vs: dict[int, list[Any]] = {}
         self.ran: list[Any] | None = None
-        # On the tape of a run that was played back, and the lanes in progress there.
+        # The record of a run that was played back, and the lanes in progress there.
         self.record: Record | None = None
         self.lanes: dict[int, Lane] = {}
 
 
 class _Call:
-    """A call of a program, and its parts that are run later; `outer` is the tape around the gradient."""
+    """A call of a program, and its parts that are run later; `outer`: the tape around the gradient."""
 
     def __init__(self, jitted: Jitted, entry: Entry, given: Arguments, by: By, outer: OrderedTape | None):
         self._jitted, self._entry, self._given, self._by, self._outer = jitted, entry, given, by, outer
@@ -356,21 +357,21 @@ class _Call:
     def placed(
         self, tape: Any, values: list[Any], inside: list[bool], places: list[int], pull: Callable, together: Callable | None
     ) -> list[Any]:
-        """Put values onto a tape; `together` is for the cotangents of several lanes whose messages other ranks combine."""
+        """Put values onto a tape; `together` pulls back the cotangents of several lanes, whose messages are combined."""
         tape.channels |= self._entry.channels
         return placed(
             tape, values, inside, places, pull, self._entry.communicates, together if self._meets_others else None
         )
 
     def _part(self, number: int, *given: Sequence[Any]) -> list[Any]:
-        """Run a part of the program with these inputs after the arguments."""
+        """Run a part of the program; `given`: the inputs after the arguments."""
         replay, inputs = self._lease.replay, [*self._inputs, *[g for group in given for g in group]]
         count(self._entry.communications)
         inputs += [None] * (len(self._entry.replays.schedule.program.inputs) - len(inputs))
         return (replay.later[number - 1] if number else replay.first)(*inputs)
 
     def _played_part(self, number: int, *given: Sequence[Any]) -> tuple[list[Any], _Played]:
-        """Run a part of the program, and return its results, and its messages for playback."""
+        """Run a part of the program; return its results, and the data for its playback."""
         log, counts = self._lease.replay.log, message_counts() if self._entry.communicates else []
         log.clear()
         made = self._part(number, *given)
@@ -416,7 +417,7 @@ class _Call:
     # ---- its own reverse pass, and then the rest of the function's: from the program, or played back
 
     def _pull_second(self, of: _Pass, boxed: list[int], vs: list[Any]) -> list[Any]:
-        """Return the cotangents of the results that are variables, and 1 to activate the function's own node."""
+        """Return the cotangents of the results that are variables, and a 1 that activates the function's node."""
         if _is_traced(vs):
             return self._second_played(of, boxed, [vs])[0]
         of.vs[tracing.lane] = vs
@@ -442,7 +443,7 @@ class _Call:
         if tracing.lane in of.lanes or _is_traced(cs):
             return self._first_played(of, [(tracing.lane, cs)])[0]
         vs = of.vs.pop(tracing.lane, None) or self._conformed([None] * len(self._specs))
-        if vs is not of.ran:  # none, or another lane's since
+        if vs is not of.ran:  # the part hasn't run, or has run for another lane since
             self._second(of, vs)
         return self._part(3, of.gs, vs, cs)
 
@@ -461,7 +462,7 @@ class _Call:
 
     def _differentiated(self) -> _Pass:
         """Return the reverse pass."""
-        if self._pass is None:  # the gradient didn't depend on it, so it communicates nothing
+        if self._pass is None:  # the gradient didn't depend on the function, so there was no communication
             self._pass = _Pass([like.zeros() for like in self._likes])
             self._run_pass(self._pass)
         return self._pass

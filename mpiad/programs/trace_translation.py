@@ -1,7 +1,7 @@
-"""From the steps of a trace to a program of arrays that loops compute.
+"""Translation of the steps of a trace to a program of arrays.
 
-A `Translation` appends the nodes of each step to the program. `RULES` has a function for each of NumPy's that it supports.
-Other functions and signatures become calls of NumPy's functions on whole arrays.
+A `Translation` appends the nodes of each step to the program. `RULES` has a rule for each of NumPy's functions that can
+become part of loops. Other functions and signatures become calls of NumPy on whole arrays.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from mpiad.programs.recorder import Recorder
 from mpiad.programs.steps import Constant, Ref, Step, Traced, mapped
 from mpiad.programs.traced_array import array_of, cast, take, with_entries
 
-_MOST_NUMBERS = 2**53  # up to this number integers are exact as floats
+_MOST_NUMBERS = 2**53  # limit up to which integers are exact as floats
 _NAMED: dict[str, Callable] = {}
 
 
 def program_of(recorder: Recorder, parts: Sequence[Sequence[Any]]) -> ArrayProgram:
-    """Return the program of a trace that has ended; its parts return values of the program, or constants."""
+    """Return the program of a completed trace; `parts`: the values that each part of the program returns."""
     made = Translation(recorder)
     for step in recorder.steps:
         made.step(step)
@@ -81,7 +81,7 @@ class Translation:
                 program.weak.add(number)
 
     def _taken_apart(self, step: Step, args: tuple, kwargs: dict, specs: list) -> list[int]:
-        # Calls with complex or integer arrays are left to NumPy.
+        # NumPy computes calls with complex or integer arrays.
         if any(dtype not in COMPUTED for _, dtype in specs):
             raise Opaque
         if step.kind != "call" or len(specs) != 1 and step.fun not in SPLITTING:
@@ -94,7 +94,7 @@ class Translation:
             given = dict(zip(("x", "axis", "dtype", "out", "keepdims"), args)) | kwargs
             if given.get("dtype") is not None or given.get("out") is not None or "initial" in given or "where" in given:
                 raise Opaque
-            # ufunc.reduce folds along the first axis if none is given.
+            # By default ufunc.reduce reduces along the first axis.
             return [self.reduce(REDUCED[owner], shape, given["x"], given.get("axis", 0))]
         rule = RULES.get(step.fun)
         if rule is None:
@@ -144,7 +144,7 @@ class Translation:
                 return Value(self.program, self.program.constant(whole.astype(np.float64)))
             if node.dtype.kind in "iu" and node.kind == "number":
                 return Value(self.program, self.program.number(node.data, node.shape, np.float64))
-            # An integer argument is read as the equal float.
+            # An integer argument is read as a float.
             integer = node.kind == "input" and node.dtype.kind == "i" and not node.shape
             if not integer and not self.program.is_float(x.number):
                 raise Opaque
@@ -152,7 +152,7 @@ class Translation:
         if isinstance(x, (bool, np.bool_)):
             return Value(self.program, self.program.number(bool(x), (), bool))
         if isinstance(x, (int, float, np.integer, np.floating)) and abs(x) < math.inf or isinstance(x, float):
-            # A Python number has the precision of the array that it is combined with.
+            # A Python number takes the precision of the array that it is combined with.
             kind = x.dtype if isinstance(x, np.floating) else dtype if dtype in FLOATS else np.dtype(np.float64)
             return Value(self.program, self.program.number(float(x), (), kind))
         raise Opaque
@@ -173,7 +173,7 @@ class Translation:
     def reduce(
         self, name: str, shape: Shape, x: Any, axis: Any = None, dtype: Any = None, out: None = None, keepdims: Any = False
     ) -> int:
-        """Append an array folded along axes."""
+        """Append a reduction of an array along axes."""
         if out is not None or not isinstance(x, Value) or x.dtype not in FLOATS or dtype not in (None, x.dtype):
             raise Opaque
         ndim = len(x.shape)
@@ -202,7 +202,7 @@ class Translation:
         return program.reshape(total, left) if axes == (node.data,) else self._folded(name, total, axes)
 
     def take(self, shape: Shape, dtype: np.dtype, x: Any, key: Index) -> int:
-        """Append entries by a basic index."""
+        """Append a basic indexing operation."""
         if not isinstance(x, Value):
             raise Opaque
         map, made = of_key(x.shape, _in_full(key, len(x.shape)))
@@ -253,7 +253,7 @@ class Translation:
         return self.program.join([self.program.reshape(x.number, unit) for x in parts], axis)
 
     def full(self, shape: Shape, value: Any, dtype: np.dtype) -> int:
-        """Append an array of one number."""
+        """Append an array whose entries are one number."""
         if isinstance(value, Value):
             return self.broadcast_to(self._array(value, np.dtype(dtype)), shape)
         if np.dtype(dtype) not in COMPUTED:
@@ -261,14 +261,14 @@ class Translation:
         return self.program.number(value, shape, dtype)
 
     def with_entries(self, shape: Shape, dtype: np.dtype, x: Any, key: Index, value: Any) -> int:
-        """Append an array with entries set by a basic index."""
+        """Append a copy of an array with entries set by a basic index."""
         program = self.program
         if not self.program.is_float(x.number):
             raise Opaque
         map, made = of_key(x.shape, _in_full(key, len(x.shape)))
         if any(axis.source is not None and axis.stride != 1 and made[axis.source] > 1 for axis in map):
             raise Opaque
-        # NumPy broadcasts the values to the entries that are set, and drops leading axes of length 1.
+        # As in NumPy, the value is broadcast, and its leading axes of length 1 are dropped.
         value = self._array(value, x.dtype)
         while len(value.shape) > len(made) and value.shape[0] == 1:
             value = Value(program, program.reshape(value.number, value.shape[1:]))
@@ -321,15 +321,15 @@ def _in_full(key: Index, ndim: int) -> list[Any]:
     return [*parts[:place], *[slice(None)] * missing, *parts[place + 1 :]]
 
 
-# Contractions over a few components as parts of loops: a 3 x 3 matrix times the components of a field, entry by entry.
+# Contractions over a few components, such as a 3 x 3 matrix times the components of a field at each point.
 #
-# NumPy's products are calls on whole arrays, which need their operands and results in memory. A sum over a short axis is
-# written out instead, term by term; so are the components of the result along axes that the field among the operands
-# doesn't have. These are separate arrays that are joined, so that all components are computed in one loop over the field,
-# in which each entry of a contracted array is computed once. Long contractions stay calls: there BLAS is faster.
+# NumPy's products are calls on whole arrays, whose operands and results must be in memory. Short contractions are unrolled
+# instead: sums over short axes are written term by term, and the components of the result along axes that the field doesn't
+# have are separate arrays that are joined. Thus all components are computed in one loop over the field. Long contractions
+# remain calls, since BLAS is faster.
 
 
-# Maximum number of products that are written out. Arrays of at most this size may be read again in each loop iteration.
+# Maximum number of products that are unrolled. Arrays of at most this size may be read in each iteration of a loop.
 _MOST_TERMS = _SMALL = 64
 
 
@@ -398,10 +398,7 @@ def _value(x: Any) -> Value:
 
 
 class _Contraction:
-    """A sum of products.
-
-    `labels`: a label per axis of each operand, as in Einstein notation. `out`: labels of the result's axes.
-    """
+    """A contraction in Einstein notation; `labels`: of the axes of each operand, `out`: of the axes of the result."""
 
     def __init__(self, t: Translation, dtype: np.dtype, operands: Sequence[Value], labels: Any, out: list[Hashable]):
         self.t, self.dtype, self.labels, self.out = t, dtype, labels, out
@@ -413,7 +410,7 @@ class _Contraction:
         self.written, self.folded = self._parted([math.prod(x.shape) for x in self.operands])
 
     def _parted(self, sizes: Sequence[int]) -> tuple[set[Hashable], list[Hashable]]:
-        """Return the labels whose indices are written out, and those over which loops sum; the others are axes of loops."""
+        """Return the labels that are unrolled, and those over which loops sum; the others are axes of loops."""
         lengths = self.lengths
         fields = [set(found) for found, size in zip(self.labels, sizes) if size > _SMALL]
         of_fields = set(lengths).intersection(*fields)
@@ -444,7 +441,7 @@ class _Contraction:
         return self.t.program.components(parts, axis)
 
     def _summed(self, at: dict[Hashable, int]) -> int:
-        """Return the sum of products at given indices of the axes of the result that are written out."""
+        """Return the sum of products at given indices of the unrolled axes of the result."""
         labels = [label for label in self.lengths if label in self.written and label not in self.out]
         places = product(*[range(self.lengths[label]) for label in labels])
         terms = [self._product(at | dict(zip(labels, place))) for place in places]

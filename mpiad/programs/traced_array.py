@@ -1,9 +1,9 @@
-"""Arrays whose operations are run and recorded: the arguments of a function under `mpiad.jit` at its first call.
+"""`TracedArray`: arrays whose operations are run and recorded, in the first call of a function under `mpiad.jit`.
 
-A `TracedArray` holds NumPy's own result together with its number in the program, so shapes, dtypes, errors and messages of
-the first call are those of the interpreted one, and code that can't be compiled loses nothing: the trace is given up, and
-the call continues. To the rest of the library it is a kind of array like those on a device. All access to its values is
-intercepted: branching on a value, or leaving NumPy's protocols, gives up the trace.
+A traced array has a value, computed by NumPy, and a number in the program. So shapes, dtypes, errors and messages of the
+first call are those of the interpreted function. All access to values is intercepted: if the function branches on a value,
+or passes one to code outside NumPy's protocols, the trace fails, and the function runs again on plain arrays. For the rest
+of the library, traced arrays are a kind of array like those on devices.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
     def method(self: TracedArray, other: Any) -> Any:
         if type(other) in _boxes:
             return NotImplemented
-        # A NumPy scalar has no memory: the name gets a new one, as in Python.
+        # NumPy scalars are immutable, so the name is bound to a new value.
         if not isinstance(self.value, np.ndarray):
             return self.recorder.call(ufunc, (self, other), {})
         return self.recorder.write(self, ufunc, (self, other))
@@ -64,9 +64,9 @@ def _in_place(ufunc: np.ufunc) -> Callable[[TracedArray, Any], Any]:
 
 
 class TracedArray(Traced):
-    """An array of a function that is being traced.
+    """An array in a function that is being traced.
 
-    `number`: of its value in the program. `value`: its value in this call, a NumPy array or scalar.
+    `number`: the number of its value in the program. `value`: the value in this call, a NumPy array or scalar.
     """
 
     __slots__ = ("__weakref__",)
@@ -188,7 +188,7 @@ class TracedArray(Traced):
         return self._asked().tolist()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        # numpy.array and numpy.asarray call this, and have no protocol to intercept their results.
+        # Called by numpy.array and numpy.asarray, whose results can't be intercepted.
         return np.asarray(
             self._asked(
                 "it makes an array of NumPy's of traced values (numpy.array, numpy.asarray): put them together by "
@@ -252,18 +252,18 @@ _METHODS: dict[str, Callable[..., Any]] = {
 } | {"flatten": np.ravel}
 
 
-# Support for traced arrays that the library and autograd need beyond NumPy's protocols.
+# Support for traced arrays beyond NumPy's protocols.
 #
-# The library needs `ArrayModule`. autograd.numpy's `array`, and with it `stack`, call numpy.array, which dispatches on
-# no protocol. So while there are traces, the name `numpy` in that module of autograd refers to an object whose `array`
-# handles traced arrays, and which is NumPy otherwise.
+# This library needs an `ArrayModule`. autograd.numpy's `array` and `stack` call numpy.array, which has no protocol. While
+# there are traces, the name `numpy` in that module of autograd therefore refers to a replacement whose `array` handles
+# traced arrays.
 
 
 numpy_wrapper: Any = autograd.numpy.numpy_wrapper
 
 
 class TracedArrays:
-    """Creates arrays of one trace, which has no other memory to copy them to."""
+    """The `ArrayModule` of one trace."""
 
     name, kind, device, takes_host_arrays = "traced", TracedArray, 0, True
 
@@ -277,7 +277,7 @@ class TracedArrays:
         return id(self.recorder)
 
     def empty(self, shape: Shape, dtype: DTypeLike) -> Array:
-        """Return an array to be filled; its values are zeros here."""
+        """Return an array to be filled; its values are zeros."""
         return self.full(shape, 0, dtype)
 
     def full(self, shape: Shape, value: Array | float, dtype: DTypeLike) -> Array:
@@ -294,7 +294,7 @@ class TracedArrays:
         x[...] = total
 
     def contiguous(self, x: Array) -> Array:
-        """Return the array itself: layout and memory are decided when the program is compiled."""
+        """Return the array itself, since the memory layout is determined when the program is compiled."""
         return x
 
     def copy(self, x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""A batch solved by compiled kernels: the call of the forward kernel, its outcome, and the records for derivatives."""
+"""The solution of a batch by CPU kernels: the call of the forward kernel, its outcome, and the record for derivatives."""
 
 from __future__ import annotations
 
@@ -23,22 +23,18 @@ from mpiad.ensemble.compiled.work_shares import Paced, each, shares_of
 from mpiad.ensemble.outcome import NOWHERE, Outcome, ReturnCode, complete, counters
 from mpiad.ensemble.settings import Settings
 
-# Initial capacity in steps of a trajectory.
+# Initial capacity of the record, in steps per trajectory.
 _STEPS = 48
-# Number of trajectories that a thread takes at a time from the shared counter. At the end some threads wait for those that
-# have one more block; and each writes to cache lines of its own, except at the ends of blocks.
+# Number of trajectories that a thread takes at a time from the shared counter: small, since at the end threads wait for the
+# last block; and large enough for threads to seldom write to the same cache lines.
 _BLOCK = 64
 
 
 class Solver:
-    """A batch, and the kernels for it.
-
-    `kernels`: the texts of the kernels that this solve has used, by their names, forward and reverse; filled in here.
-    `batch`: of plain arrays.
-    """
+    """A batch of plain arrays, and its kernels; `kernels`: collects the texts of the kernels used, by name."""
 
     def __init__(self, kernels: dict[str, str], traced: TracedProblem, batch: Batch, settings: Settings, threads: int):
-        # Texts depend on the problem without its numbers.
+        # Kernel texts don't depend on the numbers in f.
         self._kernels, self.traced, self._numbers = kernels, traced._replace(numbers=()), traced.numbers
         self.batch, self.settings, self.threads = batch, settings, threads
         self.every = settings.saveat is None
@@ -52,7 +48,7 @@ class Solver:
     def solved(self, given: Batch) -> Outcome:
         """Solve, and keep the records for a gradient with respect to the traced parts of `given`."""
         self.directions = self._directions(given) if given.traced and not self.every else ()
-        # With checkpoints steps are recorded in the reverse pass, for some trajectories at a time.
+        # With checkpoints, steps are recorded only in the reverse pass, for some trajectories at a time.
         record = self.settings.record and not self.directions and self.settings.checkpoints is None
         outcome = self._run(self.spec._replace(directions=self.directions, record=record))
         if self.settings.record:
@@ -70,17 +66,17 @@ class Solver:
     # ---- derivatives
 
     def _directions(self, given: Batch) -> tuple[tuple[str, int], ...]:
-        """Return the variables of a trajectory for which tangents are propagated: none if an adjoint will be used."""
+        """Return the variables of a trajectory for which tangents are propagated, none if an adjoint will be used."""
         asked = self.settings
-        # With events the ends move, too.
+        # With events the ends depend on all inputs.
         moved = isbox(given.start) or isbox(given.end) or asked.events or asked.acting is not None
         if moved or self.spec.tableau.implicit:
             return ()
         return self.traced.carried(given, asked.gradient)
 
     def recorded(self, outcome: Outcome) -> Outcome:
-        """Return an outcome of this solver with a record of all steps; if tangents were propagated, it is created here."""
-        # An outcome with a record of its own isn't kept: a reference cycle would delay the release of its memory.
+        """Return the outcome with a record of all steps; if it has none, since tangents were propagated, solve again."""
+        # An outcome that has a record isn't stored here, since a reference cycle would delay the release of its memory.
         if outcome.last is not None:
             return outcome
         if self._recorded is None:
@@ -88,13 +84,13 @@ class Solver:
         return self._recorded
 
     def record(self) -> Outcome:
-        """Solve once more, and record all steps."""
+        """Solve again, and record all steps."""
         return self._run(self.spec._replace(record=True))
 
     def parts(self) -> Iterator[tuple[slice, Solver]]:
-        """Return the trajectories in the number of parts given by the checkpoints, each with its own solver."""
+        """Yield parts of the trajectories, as many as `checkpoints`, each with its own solver."""
         count = self.batch.size
-        # Parts of fewer trajectories than lanes would leave some empty.
+        # A part has at least as many trajectories as there are lanes.
         parts = max(1, min(self.settings.checkpoints or 1, count // self.spec.lanes))
         for first, stop in pairwise(count * i // parts for i in range(parts + 1)):
             rows = slice(first, stop)
@@ -104,9 +100,9 @@ class Solver:
             yield rows, part
 
     def reverse(self, wanted: list[int], timed: bool, inside: bool, jumps: bool, stops: bool) -> tuple[Any, KernelSpec]:
-        """Return the reverse kernel's function for some of the program's parameters, and its form.
+        """Return the reverse kernel's function for some of the program's parameters, and its spec.
 
-        `jumps` and `stops`: whether it goes back over events that acted, and over conditions among them.
+        `jumps`, `stops`: whether there are events that acted, and among them conditions.
         """
         names = self.traced.names
         own, common = ([j for j in wanted if names[j][0] == kind] for kind in "ps")
@@ -136,11 +132,11 @@ def launch(function: Callable[..., None], spec: KernelSpec, solver: Solver) -> O
     try:
         done = run.all()
     except BaseException:
-        release(run.allocated)  # no thread is running any more
+        release(run.allocated)  # no thread uses it any more
         raise
     if spec.record:
         outcome.tapes, outcome.last = done, run.last
-        # The tapes are released with the outcome, which alone refers to them.
+        # Only the outcome refers to the tapes.
         weakref.finalize(outcome, release, run.allocated)
     before = note_crossings(outcome, run.crossings, spec.d) if spec.events else np.empty((0, 0))
     if settings.acting is not None:
@@ -153,7 +149,7 @@ def launch(function: Callable[..., None], spec: KernelSpec, solver: Solver) -> O
 
 
 def _unwritten(batch: Batch, settings: Settings, still: Array) -> Outcome:
-    """Return an outcome whose entries the kernel writes, except those of trajectories that don't move."""
+    """Return an outcome to which the kernel writes; entries of trajectories with an empty tspan are set here."""
     (d, n), dtype = batch.u0.shape, batch.u0.dtype
     n_saved = settings.saveat.shape[-1] if settings.saveat is not None else 0
     # A trajectory's components are contiguous, as in a solution.
@@ -175,9 +171,9 @@ class _Launch:
         m, n_saved = len(spec.directions), solver.times.shape[1]
         self.allocated: list[Array] = []
         self.crossings: list[Array] = []
-        # The number of trajectories that threads have taken, the total, and the number taken at a time.
+        # The shared counter: the number of trajectories taken, the total, and the number taken at a time.
         self.taken = np.array([0, 0, _BLOCK])
-        self.last = np.full(count if spec.record else 0, -1)  # below zero there is no step before
+        self.last = np.full(count if spec.record else 0, -1)  # row of the last step; negative without steps
         real = spec.dtype
         self._du = np.empty((m, d, count), real)
         self._dsaved = np.zeros((m if spec.inside else 0, count, n_saved, d), real)
@@ -186,12 +182,12 @@ class _Launch:
         if settings.acting is not None:
             times, kinds = (x[:, :1] if x.strides[1] == 0 else x for x in settings.acting[1:3])
             slots = len(times) - 1 if spec.record else 0
-            # The numbers of steps before given times, and the states then.
+            # The numbers of steps before given times of events, and the states then.
             self.at_given_times = np.full((count, slots), -1), np.empty((count, slots, d), real)
             self._more += [argument(times), argument(kinds, np.dtype(np.int64)), outcome.slots, outcome.resumed]
             self._more += self.at_given_times
         atol = argument(np.ravel(settings.atol), real)
-        # Arrays that all trajectories share aren't copied per trajectory.
+        # Initial states and ends that all trajectories share are passed as one column.
         u0 = batch.u0[:, :1] if batch.u0.strides[1] == 0 else batch.u0
         start, end = (x[:1] if batch.one_span else x for x in (batch.start, batch.end))
         inputs = (argument(row_parts(u0), real), solver.p, solver.s, argument(start), argument(end))
@@ -205,7 +201,7 @@ class _Launch:
         """Solve all trajectories, and return their steps, if they are recorded."""
         count, threads = self._solver.batch.size, self._solver.threads
         if self._spec.record or self._solver.settings.progress is not None:
-            # The record of a share should stay small, and the progress bar move often.
+            # Small shares, for records of limited size and frequent updates of the progress bar.
             return each(self._share, shares_of(count, threads), threads)
         if threads == 1:
             return each(self._share, [(0, count)], 1)
@@ -227,7 +223,7 @@ class _Launch:
         while True:
             events = (crossings,) if spec.events else ()
             call(*lane, *self._given, *self._made, rows, before, *self._more, *events)
-            waiting, vacant, row, found, end, _ = state  # at the kernel's return, from which it continues
+            waiting, vacant, row, found, end, _ = state
             reported = self._report_progress(first, waiting, lanes - vacant, reported)
             if vacant == lanes and waiting == end:
                 break

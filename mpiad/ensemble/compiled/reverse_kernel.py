@@ -1,10 +1,10 @@
-"""The source of the reverse kernel: the adjoint of the accepted steps, in lanes of trajectories that go back together.
+"""The source of the CPU's reverse kernel: the adjoint of the accepted steps, in lanes.
 
-Each turn takes one step back in all lanes: its stages are recomputed from the state before it, and cotangents are pulled
-back through them as in `transposed_step`. States saved inside a step add to the cotangents of its stages, "arrivals", which
-are summed beforehand, lane by lane. A lane that is at the start begins the next trajectory: from the last to the first, so
-that the record is read from its end, which is still in the caches. After a given number of turns the kernel returns; when
-it is called again, it continues from `state`.
+Each turn goes back one step in all lanes: the stages are recomputed from the state before the step, and cotangents are
+propagated through them as in `transposed_step`. States saved inside a step contribute to the cotangents of its stages;
+these "arrivals" are summed first, lane by lane. A lane that has reached the start begins with another trajectory, from the
+last to the first, since the end of the record is still in the caches. After a given number of turns the kernel returns;
+when it is called again, it continues from `state`.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ when inside:
 
 @lru_cache(64)
 def fields_of(spec: KernelSpec) -> Fields:
-    """Return the places of the numbers of the kernel's lanes."""
+    """Return the fields of the kernel's lanes."""
     return lanes_of(spec, _FIELDS)[0]
 
 
@@ -263,7 +263,7 @@ def _back(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
 
 
 def _pulled(spec: KernelSpec, steps: Steps, i: int, names: dict[str, Any]) -> list[str]:
-    """Return lines that pull the cotangent of stage i back to its argument, and add to those of parameters and time."""
+    """Return lines that propagate the cotangent of stage i to its argument, the parameters and time."""
     time = spec.tableau.c[i]
     own = {"stage": steps.pulled(i, lambda c: f"$arrival[{i}, {c}]"), "later": time, "time": number(time)}
     return filled(_PULLED, names | own | {"i": i, "between": 0 < i < spec.stages})

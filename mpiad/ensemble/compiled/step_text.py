@@ -1,8 +1,9 @@
-"""One step of a method in the kernel language: the operations of CPU and GPU kernels, in the same order.
+"""The lines of one step of a method in the kernel language, shared by CPU and GPU kernels.
 
-CPU kernels run these lines in each lane, GPU threads as C (`mpiad.compiling.c_translation`). Their variables are scalars:
-the components u_0, u_1, ... of the state before the step and new_0, new_1, ... of the state after it, k0_0, ... of the
-stages, y1_0, ... of their arguments; the times `t` and `tn` of both ends, and the signed step `h`, all double.
+CPU kernels run these lines in each lane; for GPUs they are translated to C++ (`mpiad.compiling.c_translation`). The
+variables are scalars: the components u_0, u_1, ... of the state before the step, new_0, new_1, ... of the state after it,
+k0_0, ... of the stages, and y1_0, ... of their arguments; and in double precision the times `t` and `tn` of both ends and
+the signed step size `h`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mpiad.ensemble.events import EVALUATIONS, RESOLUTION, TRUNCATION
 
 
 class Steps:
-    """Lines on one step.
+    """The lines of one step.
 
     `fused`: whether sums of products in derivatives use `fma`. `lu_length`: the length of the array `lu` in kernels without
     lanes.
@@ -28,7 +29,7 @@ class Steps:
 
     def __init__(self, spec: KernelSpec, fused: bool = True):
         self.spec, self.fused = spec, fused
-        # Times are double; factors of a state have the state's precision.
+        # Times are double; `h_` and `rtol_`, which multiply states, have their precision.
         self.h, self.rtol = ("h_", "rtol_") if spec.single else ("h", "rtol")
         self.parameters = numbered("p", spec.varying) + numbered("s", spec.shared)
 
@@ -69,7 +70,7 @@ class Steps:
         return text
 
     def argument(self, out: str, i: int, k: str, u: str, slope: str = "", fused: bool = False) -> list[str]:
-        """Return lines for the argument of stage i, u + h Σ a_ij k_j, which store the sums under the name `slope`."""
+        """Return lines for the argument of stage i, u + h Σ a_ij k_j; if given, `slope` is the name for the sums."""
         lines, fused = [], fused and self.fused
         for c in range(self.spec.d):
             total = self.weighted(self.spec.tableau.a[i - 1], k, c, fused)
@@ -90,11 +91,11 @@ class Steps:
         return self.called(self.state(out), function, y, self.time(i), more)
 
     def called(self, out: Sequence[str], function: str, state: str, time: str, more: Sequence[str] = ()) -> str:
-        """Return a line that calls a function of a state, the parameters and a time, and names its results."""
+        """Return a line that assigns the results of a function of a state, the parameters and a time to the names `out`."""
         return f"{', '.join(out)}, = {function}({', '.join([*self.state(state), *self.parameters, time, *more])})"
 
     def argument_of(self, i: int, kept: bool = True) -> str:
-        """Return the name of the argument of stage i; those that aren't kept share a name."""
+        """Return the name of the argument of stage i; unless `kept`, the arguments share a name."""
         return "u" if i == 0 else "new" if i == self.spec.stages else f"y{i}" if kept else "y"
 
     def stages(self, kept: bool = True) -> list[str]:
@@ -115,7 +116,7 @@ class Steps:
         """Return lines for `q2`, the mean square of error over tolerance; for fixed steps zero if all is finite."""
         spec = self.spec
         if spec.tableau.error is None:
-            # x - x is then zero.
+            # x - x is zero if x is finite, else NaN.
             total = " + ".join(f"(new_{c} - new_{c})" for c in range(spec.d))
             return [f"q2 = {self.doubled(total)}"]
         lines = []
@@ -135,7 +136,7 @@ class Steps:
     def _modulus(self, n: int, parts: tuple[int, ...]) -> list[str]:
         """Return lines for the larger modulus of a complex number before and after the step."""
         names = [f"{state}_{c}" for state in ("u", "new") for c in parts]
-        # Scaled by the largest part, so that no square overflows; a call of hypot would prevent vectorization of the loop.
+        # Scaled by the largest part, so that squares don't overflow; a call of hypot would prevent vectorization.
         lines = [f"top = {self.number(float(np.finfo(self.spec.dtype).tiny))}"]
         lines += [f"top = where(abs({name}) > top, abs({name}), top)" for name in names]
         lines.append(f"over = {self.number(1.0)} / top")
@@ -146,8 +147,8 @@ class Steps:
     def factor(self, power: Callable[[str, str, str], list[str]], before: str, rejected: str) -> list[str]:
         """Return lines for the `factor` of the next step, from `q2` and whether this one is `accepted`.
 
-        ``power(x, exponent, out)`` returns lines for a power. `before` is the name of the `q2` of the last accepted step,
-        `rejected` an expression for whether the previous attempt was rejected.
+        `power`: ``power(x, exponent, out)`` returns lines for a power. `before`: the name of the `q2` of the last accepted
+        step. `rejected`: an expression for whether the previous try was rejected.
         """
         controller, order = self.spec.controller, self.spec.tableau.error_order
         beta = controller.beta if isinstance(controller, PIController) else None
@@ -157,7 +158,7 @@ class Steps:
             lines = [f"exponent = where(q2 < 1.0, {number(-0.5 * (1 - 0.75 * beta) / order)}, {plain})"]
         lines += power("q2", "exponent", "factor")
         scaled = [f"factor = {number(controller.safety)} * factor"]
-        # Threads multiply in the order of columns, lanes in another: this keeps the bits of both.
+        # CPU and GPU kernels multiply in different orders.
         lines += scaled if self.fused else []
         if beta is not None:
             lines += [
@@ -175,7 +176,7 @@ class Steps:
         ]
 
     def first_step(self) -> list[str]:
-        """Return lines for the first step `h` over an interval `span`, as chosen by `started` of the vectorized path."""
+        """Return lines for the first step size `h` in an interval of length `span`, as in `initialization.started`."""
         spec, d = self.spec, self.spec.d
         lines = []
         for n, parts in enumerate(spec.numbers):
@@ -184,7 +185,7 @@ class Steps:
         for out, top in (("d0", "u_{}"), ("d1", "k0_{}")):
             lines += self._norm(out, top)
         lines += [
-            # So large that an explicit Euler step changes u by about a hundredth of its size.
+            # An explicit Euler step of this size changes u by about one percent.
             "h0 = 1e-6 if d0 < 1e-5 or d1 < 1e-5 else 0.01 * d0 / d1",
             "h0 = h0 if h0 < span else span",
             "h = sign * h0",
@@ -195,7 +196,7 @@ class Steps:
             *self._norm("d2", "(k1_{0} - k0_{0})"),
             "d2 = d2 / h0",
             "steepest = d1 if d1 > d2 else d2",
-            # If the derivative is practically zero, its powers are meaningless.
+            # If the derivative is practically zero, the formula below can't be used.
             "if d1 <= 1e-15 and d2 <= 1e-15:",
             "    h = max(1e-6, h0 * 1e-3)",
             "else:",
@@ -221,7 +222,7 @@ class Steps:
         return [i for i, row in enumerate(self.spec.tableau.dense) if row.any()]
 
     def weights(self, rates: bool = False) -> list[str]:
-        """Return lines for the stages' weights w0, ... at the part `x` of the step, and for their derivatives r0, ..."""
+        """Return lines for the weights w0, ... of stages at the fraction `x` of the step; `rates`: derivatives r0, ..., too."""
         lines = []
         for i in self.used():
             row = self.spec.tableau.dense[i]
@@ -230,9 +231,9 @@ class Steps:
         return lines
 
     def interpolated(self, target: str, stage: Callable[[int], str], u: str, fused: bool = False) -> list[str]:
-        """Return lines that assign a component of the state, with the weights known, to `target`.
+        """Return lines that assign a component of the interpolated state to `target`; the weights must be known.
 
-        `stage` returns the name of the component of a stage, and `u` is that of the state before the step.
+        `stage`: returns the name of this component of a stage. `u`: the name of the component of the state before the step.
         """
         first, *others = self.used()
         lines = [f"total = w{first} * {stage(first)}", *[f"total = total + w{i} * {stage(i)}" for i in others]]
@@ -251,24 +252,25 @@ class Steps:
         return [x for e in events for x in (self.condition(e, "value", state, time), f"${target}[{e}] = value")]
 
     def changed(self, e: int, before: str, after: str, direction: int = 0) -> str:
-        """Return whether the condition of event e changed its sign as required, or by `direction`: see `Event.crossed`."""
+        """Return the expression for whether the condition of event e has changed its sign; see `Event.crossed`."""
         up, down = f"(({before} < 0.0) & ({after} >= 0.0))", f"(({before} > 0.0) & ({after} <= 0.0))"
         direction = direction or self.spec.events[e][1]
         return up if direction > 0 else down if direction < 0 else f"({up} | {down})"
 
     def located(self, stage: Callable[[int, int], str], u: Callable[[int], str], value: list[str]) -> list[str]:
-        """Return lines that find the part of the step, `high`, at which a condition vanishes: see `EventWatch`.
+        """Return lines that find the fraction of the step, `high`, at which a condition vanishes: see `EventWatch`.
 
-        It was `old`, and is `late` at the end of the step. `stage` and `u` name the components of stages and of the state
-        before the step; `value` are lines for the condition's `value` at the state y and the part x of the step.
+        In these lines `old` and `late` are the condition at both ends of the step. `stage`, `u`: return the names of
+        components of stages and of the state before the step. `value`: lines that compute the condition's `value` at the
+        state y and the fraction x.
         """
         inner = [
             "width = high - low",
             f"if width <= {RESOLUTION!r}:",
             "    break",
             "middle = 0.5 * (low + high)",
-            # ITP: the root of the secant, moved towards the middle so that both ends of the bracket move, and no further
-            # from the middle than bisection could still compensate.
+            # The ITP method: the root of the secant, moved towards the middle of the bracket (truncation), and no farther
+            # from the middle than the worst case of bisection allows (projection).
             "x = (late * low - early * high) / (late - early)",
             "away = middle - x",
             f"shift = max({TRUNCATION!r} * width * width, {0.5 * RESOLUTION!r})",
@@ -282,7 +284,7 @@ class Steps:
             inner += self.interpolated(f"y_{c}", lambda i, c=c: stage(i, c), u(c))
         inner += [
             *value,
-            # Compared with the sign before the step: at and after a zero the event has occurred, so `high` is there.
+            # The bracket ends at or after the sign change.
             "if (value > 0.0) if old > 0.0 else (value < 0.0):",
             "    low = x",
             f"    early = {self.doubled('value')}",
@@ -297,7 +299,7 @@ class Steps:
 
     @property
     def pulled_stages(self) -> range:
-        """The stages that the reverse sweep passes; the last only if states inside the step depend on it."""
+        """The stages in the reverse sweep; the last one only if states inside the step depend on it."""
         return range(self.spec.stages + self.spec.inside)
 
     @property
@@ -316,13 +318,13 @@ class Steps:
         return lines
 
     def pulled(self, i: int, arrival: Callable[[int], str]) -> list[str]:
-        """Return lines that pull the cotangent of stage i back to its argument: see `transposed_step`.
+        """Return lines that propagate the cotangent of stage i to its argument: see `transposed_step`.
 
-        The arguments are y0, y1, ..., their cotangents z0, z1, ..., those of the parameters e0, e1, ...; `arrival` returns
-        the contribution of states inside the step to the cotangent of a component of the stage.
+        The cotangents of the arguments y0, y1, ... are z0, z1, ..., and those of the parameters e0, e1, ... `arrival`:
+        returns the contribution of states inside the step to the cotangent of a component of the stage.
         """
         spec, table = self.spec, ((), *self.spec.tableau.a)
-        # The term of the stage that was pulled back last is added last, so that the other additions needn't wait for it.
+        # The most recent term is added last, so that the other additions needn't wait for it.
         weights = [(j, self.number(table[j][i])) for j in range(spec.stages, i, -1) if table[j][i]]
         lines = []
         for c in range(spec.d):
