@@ -84,7 +84,7 @@ def __dir__() -> list[str]:
 
 def _record_where_asked() -> None:
     if _world.any_rank(bool(_path("MPIAD_TRACE"))):
-        __getattr__("debug").recording.of_the_program()
+        __getattr__("debug").recording.record_program()
 
 
 _world.at_start(_record_where_asked)

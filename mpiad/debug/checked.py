@@ -1,4 +1,4 @@
-"""`checked` watches the communication of a part of the program; `assert_replicated` checks that a value is replicated."""
+"""`checked` compares the ranks' calls in a part of the program; `assert_replicated` compares their copies of a value."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpiad.transport.replication import require_replicated
 
 @contextmanager
 def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[None]:
-    """Watch the communication of a part of the program: before each communication the ranks compare their calls.
+    """Compare the ranks' calls before each communication in a part of the program.
 
     Parameters
     ----------
@@ -27,10 +27,10 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
     Raises
     ------
     CommunicationMismatchError
-        Inside, on all ranks of a communicator whose calls differ; if a message doesn't match the array that receives it
-        (`MessageMismatchError`).
+        Inside the block, on all ranks of a communicator whose calls differ; a `MessageMismatchError` if a message doesn't
+        match the array that receives it.
     DeadlockError
-        Inside, if a wait takes longer than the timeout.
+        Inside the block, if a wait takes longer than the timeout.
     ValueError
         If `timeout` isn't a number of seconds.
 
@@ -67,8 +67,8 @@ def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
     Raises
     ------
     ReplicationError
-        A ValueError that names the ranks that differ from most, the first difference (the path of the leaf and the index)
-        and its size; or how shapes, dtypes and structures differ.
+        A ValueError that names the ranks whose copies differ from the majority's, the first difference (the path of the
+        leaf and the index) and its size; or the differences of shapes, dtypes and structures.
     TypeError
         On all ranks, if one holds a leaf that isn't a number, string or array of them.
 
@@ -83,7 +83,7 @@ def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
 
     Examples
     --------
-    >>> mpiad.debug.assert_replicated({"w": np.ones(2)})  # silent where all ranks hold the same
+    >>> mpiad.debug.assert_replicated({"w": np.ones(2)})  # raises if any rank holds another value
     """
     used = channel(comm, "assert_replicated")
     require_replicated(used, named_leaves(x, name), f"assert_replicated: {name} must be the same on all ranks")

@@ -1,6 +1,6 @@
 """`environment`: the machine and libraries of a program, mistakes in its start, and a test of a gradient.
 
-``python -m mpiad`` is one report of it for all ranks, within a time limit, with the same exit code everywhere.
+``python -m mpiad`` prints one report for all ranks. It has a time limit, and the same exit code on all ranks.
 """
 
 from __future__ import annotations
@@ -38,38 +38,34 @@ from mpiad.transport.malloc import huge_pages
 from mpiad.transport.threads import cores
 from mpiad.transport.tracing import restoring_state
 
-# The place of a rank: its node, cores, threads, GPU, and the versions of its packages.
-
-
 PACKAGES = ("mpiad", "numpy", "autograd", "scipy", "mpi4py", "llvmlite")
 _OPTIONAL = ("cupy", "cupy-cuda12x", "cupy-cuda13x", "cupy-rocm-5-0", "petsc4py")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class Place(NamedTuple):
-    """Node, cores, GPU and versions of one rank."""
+    """Node, cores, threads, GPU and package versions of one rank."""
 
-    # `rank`, `local_rank`: in the world, and among the ranks of its node.
-    rank: Rank
-    local_rank: Rank
+    rank: Rank  # in the world
+    local_rank: Rank  # among the ranks of its node
     node: str
-    cores: tuple[int, ...]  # the numbers of the cores that it may use
+    cores: tuple[int, ...]  # the numbers of the cores on which the process may run
     quota: float  # a container's limit of CPU time in cores, inf if there is none
-    threads: dict[str, int]  # the number of threads of each thread pool (of BLAS, of OpenMP) that is loaded
+    threads: dict[str, int]  # the number of threads of each loaded thread pool (BLAS, OpenMP)
     huge_pages: str  # whether its arrays are in huge pages
-    gpus: list[str]  # names of the node's GPUs; on the first rank of each node
-    gpu: str  # the one that this rank uses: the first, second, ... of those it may see, by its `local_rank`
-    python: str  # the interpreter
-    versions: dict[str, str]  # of Python and of each package; of optional packages only if installed
+    gpus: list[str]  # names of the node's GPUs on the first rank of each node; empty on other ranks
+    gpu: str  # the GPU of this rank, chosen by `local_rank` among the visible ones
+    python: str  # path of the interpreter
+    versions: dict[str, str]  # versions of Python, the packages, and the optional packages that are installed
 
 
 def place(rank: Rank, local_rank: Rank) -> Place:
-    """Return the place of this process."""
-    # One process per node queries its GPUs; the others only count those that they may use.
+    """Return the description of this process."""
+    # One process per node queries its GPUs.
     gpus = gpus_of_node() if local_rank == 0 else []
     quota = float("inf")
     with contextlib.suppress(OSError, ValueError):
-        time, period = _QUOTA.read_text().split()  # microseconds of all cores in each period, as "200000 100000" for two
+        time, period = _QUOTA.read_text().split()  # microseconds of all cores per period: "200000 100000" for two cores
         quota = float("inf") if time == "max" else int(time) / int(period)
     threads: dict[str, int] = {}
     for pool in threadpoolctl.threadpool_info():
@@ -86,24 +82,21 @@ def versions() -> dict[str, str]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            if name in PACKAGES:  # used from its folder, without an installation
+            if name in PACKAGES:  # imported from its source folder, without an installation
                 found[name] = getattr(sys.modules.get(name), "__version__", "not installed")
     return found
 
 
-# Speed of messages: an estimate, not a benchmark.
-
-
 _LARGE = 4 << 20  # bytes
-_ENOUGH = 0.15  # seconds for each kind
+_ENOUGH = 0.15  # seconds for each measurement
 
 
 class Speed(NamedTuple):
-    """Times of messages."""
+    """An estimate of the speed of messages."""
 
     latency: float  # seconds that 8 bytes take from rank 0 to rank 1
-    bandwidth: float  # bytes per second of 4 MB between them
-    allreduce: float  # seconds of a reduction of 8 bytes over all ranks
+    bandwidth: float  # bytes per second, from a message of 4 MB between these ranks
+    allreduce: float  # seconds that a reduction of 8 bytes over all ranks takes
 
     def __str__(self) -> str:
         return (
@@ -113,7 +106,7 @@ class Speed(NamedTuple):
 
 
 def speed_of(channel: Channel) -> Speed | None:
-    """Measure the messages of a communicator: the same result on all ranks, None for a single one; collective."""
+    """Measure the messages of a communicator; collective, with the same result on all ranks; None for a single rank."""
     if channel.size == 1:
         return None
     # On a separate duplicate, so that messages don't match those of the program.
@@ -127,7 +120,7 @@ def speed_of(channel: Channel) -> Speed | None:
 
 
 def _fastest(comm: Comm, exchange: Callable[[Comm, np.ndarray], object], array: np.ndarray) -> float:
-    """Return the shortest of several times; rank 0 determines the number of repetitions from the first ones."""
+    """Return the shortest time of several repetitions, whose number rank 0 determines from a first measurement."""
     start = perf_counter()
     for _ in range(3):
         exchange(comm, array)
@@ -149,22 +142,19 @@ def _ping_pong(comm: Comm, array: np.ndarray) -> None:
         comm.Send(array, 0)
 
 
-# A small program of several primitives, whose gradient on every rank is compared with its closed form.
-
-
 _TOLERANCE = 1e-12
 _LENGTH = 5
 
 
 class SelfTest(NamedTuple):
-    """The largest relative error over all ranks of value and gradient of a program with a closed form."""
+    """The largest relative error, over all ranks, of the value and gradient of a small program with a closed form."""
 
     error: float  # NaN or infinite if a rank's result isn't a finite number
     rank: int  # the rank with the largest error
 
     @property
     def passed(self) -> bool:
-        """Whether they are equal to rounding."""
+        """Whether the error is at the level of rounding."""
         return self.error < _TOLERANCE
 
     def __str__(self) -> str:
@@ -173,7 +163,7 @@ class SelfTest(NamedTuple):
 
 
 def run_selftest(comm: Comm = None) -> SelfTest:
-    """Run it; collective, with the same result on all ranks."""
+    """Compare value and gradient of a program of several primitives with their closed forms; collective."""
     rank, size = mpi_rank(comm), mpi_size(comm)
     before, after = (rank - 1) % size, (rank + 1) % size
 
@@ -190,7 +180,7 @@ def run_selftest(comm: Comm = None) -> SelfTest:
     value, gradient = value_and_grad(loss, comm=comm)(xs[rank])
     expected_value, expected = _closed_form(xs, rank)
     of_value, of_gradient = abs(value - expected_value) / abs(expected_value), np.abs(gradient - expected)
-    error = np.maximum(of_value, of_gradient.max() / np.abs(expected).max())  # a NaN stays one
+    error = np.maximum(of_value, of_gradient.max() / np.abs(expected).max())  # propagates NaN
     errors = mpi_allreduce(np.where(np.arange(size) == rank, error, 0.0), comm=comm)
     worst = int(np.argmax(np.where(np.isnan(errors), np.inf, errors)))
     return SelfTest(float(errors[worst]), worst)
@@ -204,23 +194,20 @@ def _closed_form(xs: list[np.ndarray], rank: int) -> tuple[float, np.ndarray]:
     size = len(xs)
     squares, last = sum(np.sum(x**2) for x in xs), np.sum(xs[-1])
     value = sum(np.sum(np.sin(xs[r]) * xs[r - 1]) for r in range(size)) + squares * last
-    # A rank's x is in its own sine, in the product of the rank after it, and in the squares; the last one's also in `last`.
+    # A rank's x occurs in its own sine, in the next rank's product and in the squares; the last rank's x also in `last`.
     gradient = np.cos(xs[rank]) * xs[rank - 1] + np.sin(xs[(rank + 1) % size]) + 2 * xs[rank] * last
     return float(value), gradient + (squares if rank == size - 1 else 0.0)
 
 
-# The classic mistakes in starting an MPI program: how to recognize and correct them.
-
-
-_ANSWER_SECONDS = 3
+_ANSWER_SECONDS = 3  # time limit of `mpiexec --version`
 _OF_FAMILY = {"mpich": "MPICH", "openmpi": "Open MPI"}
 
 
 class Mistake(NamedTuple):
     """An error, or a cause of slowness, in the start of a program."""
 
-    # {"error", "warning", "note"}: results are wrong or missing; the program is slow or at risk; or the mistake will
-    # matter elsewhere.
+    # "error": results are wrong or missing. "warning": the program is slow or may fail. "note": the program may fail on
+    # another machine or with more ranks.
     severity: str
     text: str  # a description and the remedy
 
@@ -253,7 +240,7 @@ def _right_launcher(library: Library, found: Launcher) -> str:
         return f"Start it with {beside}."
     name = f"the mpiexec of {library.vendor}"
     if found.name.startswith("Slurm"):
-        return f"Start it with {name}, or with another `srun --mpi=` (`srun --mpi=list` shows which there are)."
+        return f"Start it with {name}, or with another `srun --mpi=` (`srun --mpi=list` lists them)."
     return f"Start it with {name}, or install an mpi4py that is built for the MPI of this launcher."
 
 
@@ -280,7 +267,7 @@ def _of_openmpi(cores: int, environment: Mapping[str, str]) -> list[Mistake]:
     allowed = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     if hasattr(os, "getuid") and os.getuid() == 0 and not all(environment.get(name) == "1" for name in allowed):
         text = (
-            "Open MPI's mpiexec refuses to start for root. Where that is meant, as in a container: "
+            "Open MPI's mpiexec refuses to start for the user root. To allow it, for example in a container: "
             f"export {allowed[0]}=1 {allowed[1]}=1."
         )
         mistakes.append(Mistake("warning", text))
@@ -288,7 +275,7 @@ def _of_openmpi(cores: int, environment: Mapping[str, str]) -> list[Mistake]:
     if "oversubscribe" not in policy.lower() and environment.get("OMPI_MCA_rmaps_base_oversubscribe") != "1":
         text = (
             f"Open MPI's mpiexec refuses to start more ranks than there are slots, {cores} here unless a host file says "
-            "otherwise. Where more are meant: mpiexec --oversubscribe."
+            "otherwise. To start more: mpiexec --oversubscribe."
         )
         mistakes.append(Mistake("note", text))
     return mistakes
@@ -296,7 +283,7 @@ def _of_openmpi(cores: int, environment: Mapping[str, str]) -> list[Mistake]:
 
 def _family_of_mpiexec(program: str) -> str:
     try:
-        # By its version text: its path may be a link, and all implementations use the same name.
+        # The version text identifies the implementation: all use the same program name, and the path may be a link.
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_ANSWER_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -307,7 +294,7 @@ def _family_of_mpiexec(program: str) -> str:
 
 
 def of_places(places: list[Place]) -> list[Mistake]:
-    """Return mistakes in the ranks' shares of their nodes."""
+    """Return mistakes in the distribution of cores and threads to the ranks of each node."""
     mistakes = []
     for node in dict.fromkeys(place.node for place in places):
         mistakes += _mistakes_of_node(node, [place for place in places if place.node == node])
@@ -316,13 +303,13 @@ def of_places(places: list[Place]) -> list[Mistake]:
 
 def _mistakes_of_node(node: str, ranks: list[Place]) -> list[Mistake]:
     cores = len({core for place in ranks for core in place.cores})
-    # A container's limit on processor time isn't seen in the cores that it may run on.
+    # A container's limit of CPU time doesn't change the set of cores on which it may run.
     usable = min(cores, ranks[0].quota)
     threads = sum(max(place.threads.values(), default=1) for place in ranks)
     counted = f"{usable:g} core{'s' * (usable != 1)}" + (" (a limit of the container)" if usable < cores else "")
     if len(ranks) > usable:
         text = (
-            f"{node}: {len(ranks)} ranks share {counted}. MPI waits by spinning, so that each message takes milliseconds. "
+            f"{node}: {len(ranks)} ranks share {counted}. MPI busy-waits, so that each message takes milliseconds. "
             f"Start at most {max(int(usable), 1)} there, or use more nodes."
         )
         return [Mistake("warning", text)]
@@ -336,7 +323,7 @@ def _mistakes_of_node(node: str, ranks: list[Place]) -> list[Mistake]:
     pinned = [place.cores for place in ranks if len(place.cores) < cores]
     if len(pinned) != len(set(pinned)):
         text = (
-            f"{node}: several ranks are bound to the same cores. Let the launcher spread them: "
+            f"{node}: several ranks are bound to the same cores. Let the launcher distribute them: "
             "mpiexec --bind-to core (both MPICH and Open MPI), srun --cpu-bind=cores."
         )
         return [Mistake("warning", text)]
@@ -344,7 +331,7 @@ def _mistakes_of_node(node: str, ranks: list[Place]) -> list[Mistake]:
 
 
 def of_versions(places: list[Place]) -> list[Mistake]:
-    """Return which packages are of other versions on other ranks."""
+    """Return a mistake for each package whose version differs between ranks."""
     mistakes = []
     for name in dict.fromkeys(("python", *places[0].versions)):
         found = {place.versions.get(name, "not installed") for place in places}
@@ -385,7 +372,7 @@ class Environment(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong; something may be slow."""
+        """Whether there is no error; there may be warnings."""
         return self.selftest.passed and not any(mistake.severity == "error" for mistake in self.mistakes)
 
     def __str__(self) -> str:
@@ -393,7 +380,7 @@ class Environment(NamedTuple):
 
 
 def environment(comm: Comm = None) -> Environment:
-    """Describe the machine and libraries of this program, and test messages and gradients.
+    """Describe the machine and libraries of this program, measure messages and test a gradient.
 
     Returns
     -------
@@ -416,7 +403,7 @@ def environment(comm: Comm = None) -> Environment:
 
 def _examined(used: Channel, entered: Callable[[str], None]) -> Environment:
     """Implement `environment`; `entered` is called with the name of each stage before it begins."""
-    entered("telling each other where they run")
+    entered("exchanging their hosts and cores")
     places = _places(used)
     entered("measuring messages")
     speed = speed_of(used)
@@ -429,7 +416,7 @@ def _examined(used: Channel, entered: Callable[[str], None]) -> Environment:
     # Not started by a launcher: check the one that the shell finds.
     if not found.name:
         mistakes += of_mpiexec(loaded, len(places[0].cores))
-    # Rank 0's for all: measurements differ a little between ranks, and all need the same exit code.
+    # All ranks get rank 0's result: they need the same exit code.
     return Environment(*used.data.bcast((loaded, found, places, speed, selftest, mistakes), 0))
 
 
@@ -457,7 +444,7 @@ def _lines(found: Environment) -> list[str]:
         f"  launcher  {found.launcher.name or 'none: a single process'}",
         f"  GPU memory in messages  {loaded.takes_device_buffers}",
         *[line for node in nodes for line in _of_node(node, [place for place in places if place.node == node])],
-        f"  messages  {found.speed or 'none: one rank has nobody to talk to'}",
+        f"  messages  {found.speed or 'none: there is only one rank'}",
         f"  gradient  {found.selftest}",
         *[f"  {mistake.severity}: {mistake.text}" for mistake in found.mistakes],
     ]
@@ -485,20 +472,20 @@ def _counted(count: int, noun: str) -> str:
 
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a sentence for each variable of the environment that looks like one of the library's and isn't."""
+    """Return a sentence for each environment variable that starts with MPIAD and isn't one of the library's."""
     said = []
     for name, value in sorted(environment.items()):
         if name.upper().startswith("MPIAD") and name not in VARIABLES:
             close = difflib.get_close_matches(name.upper(), VARIABLES, n=1, cutoff=0.0)[0]
-            said.append(f"{name}={value!r} means nothing to mpiad. The closest variable that does is {close}.")
+            said.append(f"{name}={value!r} isn't a variable of mpiad and has no effect. The closest name is {close}.")
     return said
 
 
-_LIMIT = 30.0  # seconds; it takes about two
+_LIMIT = 30.0  # seconds; the report takes about two
 
 
 class _TimeLimit:
-    """Ends the process if a stage takes too long: it would wait forever for a rank that doesn't respond."""
+    """Ends the process after a time limit: otherwise it would wait forever for a rank that doesn't respond."""
 
     def __init__(self, limit: float):
         self._limit, self._stage = limit, ""
@@ -511,12 +498,12 @@ class _TimeLimit:
 
     def _abort(self) -> None:
         sys.stderr.write(
-            f"mpiad: no end after {self._limit:g} s: process {launcher().rank} of {launcher().size} waits for others while "
-            f"{self._stage}. They run another program, or their messages don't arrive (a firewall, another network "
+            f"mpiad: not finished after {self._limit:g} s: process {launcher().rank} of {launcher().size} waits for others "
+            f"while {self._stage}. They run another program, or their messages don't arrive (a firewall, another network "
             "interface on each node).\n"
         )
         sys.stderr.flush()
-        # From a thread sys.exit would end that thread alone, and MPI's own end would wait for the others.
+        # In a thread sys.exit would only end that thread, and MPI_Finalize would wait for the other ranks.
         os._exit(1)
 
     def end(self) -> None:
@@ -524,7 +511,7 @@ class _TimeLimit:
 
 
 def main(limit: float = _LIMIT) -> int:
-    """Examine the environment, report on one process, and return the exit code of all."""
+    """Print the report on one process, and return the exit code, the same on all ranks."""
     time_limit = _TimeLimit(limit)
     found = _examined(channel(None, "python -m mpiad"), time_limit.enter)
     time_limit.end()

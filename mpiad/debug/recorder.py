@@ -1,4 +1,4 @@
-"""A rank's communications and phases with their times, recorded as they end, properly nested per thread."""
+"""The recorder of a rank's communications and phases: each is recorded with its times when it ends."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mpiad.differentiation.tape import OrderedTape
 from mpiad.transport import calls
 from mpiad.transport.calls import Arguments, Call
 
-# Phases, forward under a tape and backward: reported to active recorders.
+# Forward and backward phases are reported to active recorders.
 #
-# The functions that begin and end them are replaced, as those of operations are (see `transport.calls`): without recorders
-# they cost nothing.
+# While a recorder is active, the functions that run phases are replaced by ones that report them, as for operations (see
+# `transport.calls`). So without a recorder there is no overhead.
 
 
 _active: list[Recorder] = []
-# Saved at import, before they can have been replaced.
+# Saved at import, before they are replaced.
 _bare_sweep, _bare_enter, _bare_exit = backward.sweep, OrderedTape.__enter__, OrderedTape.__exit__
 
 
@@ -65,7 +65,7 @@ def _switch(on: bool) -> None:
 calls.register(_switch)
 
 
-MOST = 500_000  # events, each of some hundred bytes
+MOST = 500_000  # events of a few hundred bytes each
 _NOTHING = Arguments()
 _WAITS = ("mpi_wait", "mpi_waitall")
 
@@ -78,7 +78,7 @@ class Message(NamedTuple):
     # `source`, `dest`: ranks in the world.
     source: int
     dest: int
-    # `tag`, `number`: the user's tag, and the message's place among those of that tag.
+    # `tag`, `number`: the user's tag, and the index of the message among those with that tag.
     tag: int
     number: int
     reverse: bool  # whether it belongs to an adjoint
@@ -88,21 +88,20 @@ class Event(NamedTuple):
     """A communication or a phase."""
 
     thread: int  # 0 is the main thread
-    # `began`, `ended`: of this rank's `time.perf_counter()`.
+    # `began`, `ended`: times of this rank's `time.perf_counter()`.
     began: float
     ended: float
-    name: str  # as "mpi_bcast", "adjoint of mpi_bcast", "forward", "backward"
-    called: str  # the same by the library's function that the user called, as "adjoint of exchange"
-    operation: str  # the operation executed, for an adjoint another operation's forward; "" for a phase
+    name: str  # for example "mpi_bcast", "adjoint of mpi_bcast", "forward"
+    called: str  # the same with the function that the user called, for example "adjoint of exchange"
+    operation: str  # the operation executed, for an adjoint that of its communication; "" for a phase
     direction: str  # {"forward", "adjoint", "tangent", "phase"}
     # Whether it contains no other communication, and is contained in no other.
     innermost: bool
     outermost: bool
-    # The user's line that ran, and for an adjoint that of its forward call.
-    site: str
-    forward_site: str
+    site: str  # the line of the user's program
+    forward_site: str  # for an adjoint, the line of the forward call; else ""
     arguments: Arguments
-    messages: tuple[Message, ...]  # those that it started or completed
+    messages: tuple[Message, ...]  # started or completed by the communication
 
 
 class _Stacks(threading.local):
@@ -114,10 +113,10 @@ class _Stacks(threading.local):
 
 
 class Recorder:
-    """Records between `start` and `stop`.
+    """Records events between `start` and `stop`.
 
-    `dropped`: the number of events that were too many. `since`, `until`: when it recorded. `threads`: their names, by
-    number.
+    `dropped`: the number of events beyond the maximum. `since`, `until`: times of `start` and `stop`. `threads`: names of
+    the threads, by number.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -129,7 +128,7 @@ class Recorder:
 
     def start(self) -> None:
         """Begin to record."""
-        # First, so that the thread that records, which is the program's main one, has number 0.
+        # First, so that this thread, the program's main one, has number 0.
         self._number()
         self.since = perf_counter()
         calls.observers.append(self)
@@ -137,7 +136,7 @@ class Recorder:
         calls.note(self)
 
     def stop(self) -> None:
-        """End it."""
+        """Stop recording."""
         calls.forget(self)
         calls.observers.remove(self)
         _active.remove(self)
@@ -145,7 +144,7 @@ class Recorder:
 
     @property
     def elapsed(self) -> float:
-        """Seconds that it has recorded."""
+        """The duration of the recording in seconds."""
         return (self.until or perf_counter()) - self.since
 
     @property
@@ -156,7 +155,7 @@ class Recorder:
     def began(self, call: Call) -> None:
         """Open a communication, inside of all open events."""
         opened = self._stacks.open
-        # Open events aren't innermost, and are left out of sums of times and messages.
+        # Open events aren't innermost: they contain this one.
         for entry in opened:
             entry[2] = True
         opened.append([call, call.began, False, ""])
@@ -173,7 +172,7 @@ class Recorder:
         self._stacks.open.append([key, perf_counter(), False, name])
 
     def phase_ended(self, key: object) -> None:
-        """Close a phase, with or without an exception; its start may have been before the recording."""
+        """Close a phase; it isn't recorded if it began before the recording."""
         entry = self._closed(key)
         if entry is not None:
             self._note((self._number(), entry[3], entry[1], perf_counter(), False, _NOTHING))
@@ -182,13 +181,11 @@ class Recorder:
         if len(self._noted) < self._most:
             self._noted.append(noted)
         else:
-            # Counted, so that the report says that its sums cover only the first part.
             self.dropped += 1
 
     def _closed(self, key: object) -> list[Any] | None:
         """Close an event and all inner ones that an exception left open; return it, None if its start wasn't recorded."""
         opened = self._stacks.open
-        # From the innermost: events inside it that an exception left open are closed, too.
         for place in range(len(opened) - 1, -1, -1):
             if opened[place][0] is key:
                 found = opened[place]
@@ -217,10 +214,10 @@ def _event(thread: int, what: Call | str, began: float, ended: float, innermost:
 def _messages(operation: str, given: Arguments) -> tuple[Message, ...]:
     """Return the messages that a communication sent from, or received on, this rank."""
     if operation == "mpi_irecv":
-        return ()  # they are those of its wait
+        return ()  # counted in the wait that completes it
     found = []
     for envelope in given.envelopes:
-        # The wait for a send sends nothing; the source of a receive from any rank is known by now.
+        # The wait for a send sends nothing.
         if envelope.number is None or (operation in _WAITS and envelope.outgoing):
             continue
         channel = envelope.channel

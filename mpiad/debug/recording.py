@@ -1,4 +1,4 @@
-"""Recordings of all ranks: of a block of the program, or of the whole of it."""
+"""Recordings of the communication of all ranks, in a block of the program or in the whole program."""
 
 from __future__ import annotations
 
@@ -27,40 +27,37 @@ from mpiad.environment_variables import path
 from mpiad.transport import channel, world
 from mpiad.transport.abort import last_words
 
-# A rank's computation: the time outside of all communication, by the lines of the calls before and after it.
-
-
 _START, _END = "start of the recording", "end of the recording"
 
 
 class Place(NamedTuple):
     """The code between two communications, or inside a function of the library that makes several."""
 
-    phase: str  # {"forward", "backward", "outside"}; of a derivative, or outside of all
-    # `after`, `until`: the lines of the communications before and after it (for adjoints, those of their forward calls).
-    # The same line in both is a loop around it; inside a function of the library both name that function.
+    phase: str  # {"forward", "backward", "outside"}: the pass of a derivative, or outside of all derivatives
+    # `after`, `until`: the lines of the communications before and after the code (for adjoints, the lines of their forward
+    # calls). They are equal in a loop around one communication. Inside a function of the library both name that function.
     after: str
     until: str
 
 
 class Stretch(NamedTuple):
-    """The ranks' computation at one place."""
+    """The time that each rank computes at one place."""
 
     place: Place
     seconds: np.ndarray  # shape (P,)
 
 
 def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
-    """Return a rank's seconds by place; they and the innermost communications add up to the recorded time.
+    """Return a rank's seconds of computation by place; with the innermost communications they add up to the recorded time.
 
-    For the main thread only: there the time between two calls is the program's. Other threads wait most of the time.
+    Only the main thread counts, since other threads may wait between two calls.
     """
     mine = [event for event in events if event.thread == 0]
     found: dict[Place, float] = defaultdict(float)
     for began, ended, place in gaps(recorder, mine):
         found[place] += ended - began
     for event, seconds in _inside(mine):
-        # A solve communicates inside: its computation between messages belongs to its own line.
+        # Computation between the messages of a function of the library, such as a solve, is listed under that function.
         named = f"inside {event.called}"
         found[Place("backward" if event.direction == "adjoint" else "forward", named, named)] += seconds
     return dict(found)
@@ -96,7 +93,7 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
 
 
 def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
-    """Yield times, an order for equal ones, and the event: a communication, a phase's name, "" for its end."""
+    """Yield times, a number that orders equal times, and a communication, the name of a new phase, or "" for its end."""
     for event in events:
         if event.direction == "phase":
             yield event.began, 1, event.name
@@ -106,7 +103,7 @@ def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
 
 
 def _inside(events: list[Event]) -> Iterable[tuple[Event, float]]:
-    """Yield the outermost communications that have others inside, and their seconds outside of these."""
+    """Yield the outermost communications that contain others, and the seconds that they spend outside of the others."""
     inner = 0.0
     for event in events:  # in the order of their ends, so that inner events come first
         if event.direction == "phase":
@@ -121,25 +118,25 @@ def _inside(events: list[Event]) -> Iterable[tuple[Event, float]]:
 
 # One clock for all ranks: each rank's offset from rank 0's clock, measured at the start and at the end.
 #
-# A round trip, timed on both sides, bounds the offset from below by one direction and from above by the other; the fastest
-# round trip gives the best estimate in between. On a busy machine most messages wait for a core, but not all in the same
-# direction: so the bounds of many are combined until more don't narrow them. Processes of one machine share a clock, and
-# clocks of two machines differ by hours: if the offset may be zero, it is. Between the two readings it is assumed to change
-# linearly, as that of two quartz clocks does.
+# In a timed round trip, the message in one direction bounds the offset from below and the reply bounds it from above. The
+# fastest round trip gives the best estimate between the bounds. On a busy machine most messages wait for a core, but not
+# all in the same direction, so the bounds of several round trips are combined until further ones don't narrow the interval.
+# Processes of one machine share a clock, and clocks of different machines may differ by hours. So if zero lies within the
+# bounds, the offset is zero. The offset is assumed to change linearly between the two measurements (clock drift).
 
 
-_TIMES, _MOST = 10, 200  # messages at a time, and in all
+_TIMES, _MOST = 10, 200  # round trips at a time, and in total
 
 
 class Reading(NamedTuple):
-    """The difference of rank 0's clock from this one, at a time of this one."""
+    """The offset of rank 0's clock at one time."""
 
-    time: float
-    difference: float
+    time: float  # on this rank's clock
+    difference: float  # rank 0's time minus this rank's
 
 
 class Clock:
-    """Translate this rank's times to those of rank 0's clock."""
+    """Convert this rank's times to rank 0's clock."""
 
     def __init__(self, first: Reading, last: Reading):
         self._first = first
@@ -147,14 +144,14 @@ class Clock:
         self._drift = (last.difference - first.difference) / passed if passed > 0 else 0.0
 
     def __call__(self, time: float) -> float:
-        """Return rank 0's time; the order of times is kept."""
+        """Return a time on rank 0's clock."""
         return time + self._first.difference + self._drift * (time - self._first.time)
 
 
 def read_clock(comm: Comm) -> Reading:
     """Compare this rank's clock with rank 0's; collective."""
     if comm.rank == 0:
-        # One rank after the other: simultaneous messages would disturb each other's times.
+        # One rank after the other, since simultaneous messages would delay each other.
         for rank in range(1, comm.size):
             comm.Send(np.array([0.0, _difference(comm, rank)]), rank)
         return Reading(perf_counter(), 0.0)
@@ -187,15 +184,15 @@ def _difference(comm: Comm, rank: int) -> float:
 
 # The trace file: all ranks' events in one file, written atomically.
 #
-# It has the format of Chrome's tracing, which Perfetto reads: one process per rank, complete events. Times are integer
-# nanoseconds on one clock, so that nested events stay nested after rounding. The time between two communications, in a
-# phase or outside of all, is computation and becomes an event of its own.
+# It has Chrome's trace event format, which Perfetto reads: one process per rank, "complete" events. Times are integer
+# nanoseconds on one clock, so that nested events remain nested after rounding. The time between two communications is
+# computation, and gets an event of its own.
 
 
-_PIECE = 1 << 20  # characters, about
+_PIECE = 1 << 20  # characters of events that are written at a time, about
 _HEADER = '{"displayTimeUnit": "ms", "otherData": {"ranks": %d, "events that were too many": %d}, "traceEvents": [\n'
 _FOOTER = "\n]}\n"
-_SHORTEST = 1000  # nanoseconds of computation that are worth an event
+_SHORTEST = 1000  # nanoseconds; shorter computation gets no event
 
 
 def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> None:
@@ -207,13 +204,13 @@ def gather_into(path: Path, comm: Comm, recorder: Recorder, clock: Clock) -> Non
     pieces = _pieces(_rank_events(recorder, comm.rank, socket.gethostname(), clock, min(starts)))
     error = None
     if comm.rank == 0:
-        # One rank's events after another's: no rank holds them all.
+        # Rank after rank, so that rank 0 doesn't hold the events of all ranks.
         received = [iter(partial(comm.recv, source=rank), None) for rank in range(1, comm.size)]
         error = _written(path, _HEADER % (comm.size, sum(dropped)), chain(pieces, *received))
     else:
         for piece in pieces:
             comm.send(piece, 0)
-        comm.send(None, 0)  # ends this rank's pieces
+        comm.send(None, 0)  # no more pieces
     error = comm.bcast(error, 0)
     if error is not None:
         raise OSError(f"the trace of {comm.size} ranks can't be written to {path}: {error}")
@@ -230,10 +227,10 @@ def _written(path: Path, header: str, pieces: Iterator[str]) -> str | None:
                 file.write((",\n" if k else "") + piece)
             file.write(_FOOTER)
             file.flush()
-            os.replace(temporary, path)  # while it is locked
+            os.replace(temporary, path)  # before closing, which releases the lock of `begin`
     except (OSError, ValueError) as failure:
         for _ in pieces:
-            pass  # still taken: their senders wait to be rid of them
+            pass  # received all the same, because their senders wait
         if temporary is not None:
             temporary.unlink(missing_ok=True)
         return str(failure)
@@ -254,9 +251,10 @@ def _pieces(events: Iterable[str]) -> Iterator[str]:
 
 
 def _rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[float], float], zero: float) -> Iterator[str]:
-    """Yield a rank's events, each as the text of a JSON object; `node` names the machine.
+    """Yield a rank's events, each as the text of a JSON object.
 
-    `aligned` maps this rank's clock to the one that all ranks share, on which `zero` is the beginning.
+    `node` : name of the machine. `aligned` : function from this rank's times to the common clock. `zero` : the start of the
+    recording on the common clock.
     """
 
     def tick(time: float) -> int:
@@ -268,14 +266,15 @@ def _rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[fl
     for number, name in enumerate(recorder.threads):
         yield _metadata(rank, number, "thread_name", name=name)
         spans = [(tick(e.began), tick(e.ended), e) for e in events if e.thread == number]
-        # Of two that begin together the longer one encloses the other; if they also end together, the one recorded last.
+        # An outer event must precede the events that it encloses: they don't begin earlier or end later, and are recorded
+        # before it.
         spans.reverse()
         spans.sort(key=lambda span: (span[0], -span[1]))
         for start, end, event in spans:
             yield _complete(rank, number, start, end, event)
             for message in event.messages:
                 yield _flow(rank, number, start, end, message)
-        # Only of the main thread is the time between two calls known to be the program's.
+        # On other threads than the main one, the time between two calls may be waiting instead of computation.
         for began, ended, _ in gaps(recorder, [event for _, _, event in spans]) if number == 0 else ():
             start, end = tick(began), tick(ended)
             if end - start >= _SHORTEST:
@@ -300,28 +299,28 @@ def _described(event: Event) -> tuple[str, str, dict[str, Any]]:
     args |= {name: getattr(given, name) for name in ("communicator", "root", "peer", "tag", "reduction")}
     args["dtype"] = None if given.dtype is None else str(given.dtype)
     args |= {"shape": given.shape and list(given.shape), "bytes": given.nbytes}
-    # Inside the adjoint of one operation is another operation.
+    # The adjoint of an operation contains another operation.
     name = event.called if event.outermost else event.operation
     return name, event.direction, {key: value for key, value in args.items() if value not in (None, "")}
 
 
 def _flow(rank: int, thread: int, start: int, end: int, message: Message) -> str:
-    # Both ends make the same number of it. Arrows leave and arrive inside their events.
-    # Of equal names Perfetto makes one arrow, so it must be unique; Python's hash would differ between processes.
+    # Perfetto draws an arrow between two events with the same id, so the sender and the receiver must compute the same
+    # number, and different messages different ones. Python's hash would differ between processes.
     number = int.from_bytes(hashlib.blake2b(repr(message[1:]).encode(), digest_size=6).digest(), "big")
     found: dict[str, Any] = {"pid": rank, "tid": thread, "id": number, "name": "message", "cat": "message"}
     found |= {"ph": "s", "ts": start / 1000} if message.outgoing else {"ph": "f", "bp": "e", "ts": end / 1000}
     return json.dumps(found)
 
 
-_WITHOUT_TRACE = 100_000  # events: in debug mode few programs ask for a report, and all pay for it
+_WITHOUT_TRACE = 100_000  # events; fewer than `MOST`, since debug mode always records, and few programs ask for a report
 _log = logging.getLogger("mpiad")
 
 
 class Recording:
     """The events of all ranks between `start` and `stop`, both collective.
 
-    `most`: events that each rank keeps. `recorder`: this rank's part.
+    `most`: the maximum number of events of each rank. `recorder`: records this rank's events.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -331,12 +330,11 @@ class Recording:
         """Compare the clocks and begin."""
         with _scratch() as comm:
             self.rank = comm.rank
-            # At both ends; clock drift is assumed to be linear in between.
             self._first = read_clock(comm)
         self.recorder.start()
 
     def stop(self) -> None:
-        """End it on this rank; recorded events are kept."""
+        """End the recording on this rank; recorded events are kept."""
         if not self.recorder.until:
             self.recorder.stop()
 
@@ -352,9 +350,9 @@ class Recording:
             gather_into(path, comm, self.recorder, clock)
 
     def write_part(self, path: Path) -> Path:
-        """Write this rank's events next to the path of the trace that can't be completed; return their path."""
+        """Write this rank's events alone, to a file next to `path`, after a failure; return the file's path."""
         self.stop()
-        # One reading of the clock for both ends: to compare it again the other ranks would be needed.
+        # The first reading of the clock serves for the end, too, since a second one would need the other ranks.
         clock, part = Clock(self._first, self._first), path.with_name(f"{path.name}.rank{self.rank}")
         events = _rank_events(self.recorder, self.rank, socket.gethostname(), clock, clock(self.recorder.since))
         error = _written(part, _HEADER % (1, self.recorder.dropped), _pieces(events))
@@ -367,7 +365,7 @@ class Recording:
 def _scratch() -> Iterator[Comm]:
     """Enter a context with a duplicate of the world, separate from the program's messages; collective."""
     used = channel(None, "mpiad.debug")
-    used.data.Barrier()  # in debug mode a watched call, for the case that not all ranks get here
+    used.data.Barrier()  # unlike Dup, it is checked in debug mode, if not all ranks call this
     comm = used.user.Dup()
     yield comm
     comm.Free()  # not after an exception: it is collective
@@ -377,7 +375,7 @@ _latest: Recording | None = None
 
 
 def latest() -> Recording | None:
-    """Return the active recording, else the last one."""
+    """Return the active recording, or the last one if none is active."""
     return _latest
 
 
@@ -387,7 +385,7 @@ def recorded() -> Iterator[None]:
 
     Ranks
     -----
-    All ranks of the world enter and leave it.
+    All ranks of the world enter and leave the block.
 
     Examples
     --------
@@ -408,8 +406,8 @@ def traced(path: str | os.PathLike) -> Iterator[None]:
     Parameters
     ----------
     path : path
-        Of the file, which rank 0 writes atomically. A rank that leaves the block by an exception writes its own part to
-        this path with ``.rank`` and its number appended.
+        Name of the file, which rank 0 writes atomically. A rank that leaves the block by an exception writes its own events
+        to this path with ``.rank`` and its number appended.
 
     Raises
     ------
@@ -418,7 +416,7 @@ def traced(path: str | os.PathLike) -> Iterator[None]:
 
     Ranks
     -----
-    All ranks of the world enter and leave it.
+    All ranks of the world enter and leave the block.
 
     Examples
     --------
@@ -450,19 +448,19 @@ def _recording() -> Iterator[Recording]:
         recording.stop()
 
 
-def of_the_program() -> None:
-    """Record from now to the end of the program, and write the timeline to the file that MPIAD_TRACE names; collective."""
+def record_program() -> None:
+    """Record until the end of the program, and write the timeline to the file that MPIAD_TRACE names; collective."""
     global _latest
     with _scratch() as comm:
         named = next(filter(None, comm.allgather(path("MPIAD_TRACE"))), None)
-        file = Path(named).absolute() if named else None  # the program may go elsewhere
+        file = Path(named).absolute() if named else None  # the program may change its working directory
         if comm.rank == 0 and file is not None and not os.access(file.parent, os.W_OK):
-            _log.warning("MPIAD_TRACE=%s: no file can be made in %s; there will be no trace.", named, file.parent)
+            _log.warning("MPIAD_TRACE=%s: %s isn't writable; there will be no trace.", named, file.parent)
     recording = _latest = Recording() if file is not None else Recording(_WITHOUT_TRACE)
     recording.start()
     world.at_end(lambda: _finish(recording, file))
     if file is not None:
-        # Called before an exception aborts the job, in which case `_finish` isn't called.
+        # Called if an exception aborts the job; `_finish` isn't called then.
         last_words.append(partial(recording.write_part, file))
 
 
@@ -473,5 +471,5 @@ def _finish(recording: Recording, file: Path | None) -> None:
     try:
         recording.write(file)
     except OSError as error:
-        if recording.rank == 0:  # the program itself came to its end
+        if recording.rank == 0:  # only a warning: the program itself has succeeded
             _log.warning("mpiad: %s", error)

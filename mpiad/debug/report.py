@@ -19,13 +19,13 @@ from mpiad.transport.tracing import restoring_state
 
 # A rank's wait in each communication, until the others arrive.
 #
-# Inside an MPI call waiting and transfer can't be distinguished, but the time at which each rank began is known: a receiver
-# waits until its sender begins to send; a rank that receives data from all ranks, until the last of them begins; one that
-# receives data from the root, until the root begins. This time, but at most the length of the call, is its wait; the rest
-# is transfer. Sends, and the starts of nonblocking operations, don't wait. The completion of a nonblocking send or
-# reduction counts entirely as wait: the rank could do nothing else.
+# Waiting and transfer can't be distinguished inside an MPI call, but the time at which each rank began it is known. A
+# receiver waits until its sender begins to send. A rank that receives data from all ranks waits until the last of them
+# begins, and a rank that receives data from the root waits until the root begins. This time, but at most the duration of
+# the call, counts as wait; the rest counts as transfer. Sends, and the starts of nonblocking operations, don't wait. The
+# completion of a nonblocking send or reduction counts entirely as wait, since the rank can do nothing else.
 #
-# Times of different ranks are compared on one clock, which is as exact as messages are fast: a few microseconds.
+# Times of different ranks are compared on one clock, which is exact to a few microseconds.
 
 
 _STARTS = ("mpi_isend", "mpi_irecv", "mpi_iallreduce", "mpi_send")
@@ -33,28 +33,28 @@ _COMPLETIONS = ("mpi_wait", "mpi_waitall")
 _FROM_ROOT, _TO_ROOT = ("mpi_bcast", "mpi_scatter"), ("mpi_sum", "mpi_reduce", "mpi_gather")
 
 
-class _Meeting(NamedTuple):
-    """One collective: the same on all of its ranks, `number` counts those of a kind on a communicator."""
+class _Collective(NamedTuple):
+    """One collective call of a group of ranks, identified by the same values on all of them."""
 
     communicator: str
     operation: str
-    number: int
+    number: int  # the number of earlier calls of this operation on this communicator
 
 
 class _Arrival(NamedTuple):
-    """The time at which a rank of the world began it, and the source of its data: all ranks, or one (of the world)."""
+    """The start of a collective on one rank."""
 
-    meeting: _Meeting
-    rank: Rank
+    collective: _Collective
+    rank: Rank  # in the world
     began: float
-    root: Rank | None
+    root: Rank | None  # in the world; None if there is no root
 
 
 def wait_times(events: Sequence[Event], clock: Clock, comm: Comm) -> list[float]:
     """Return the seconds that this rank waited in each of its innermost communications; collective over the world."""
     sent = _sends(events, clock, comm)
     arrivals = _arrivals(events, clock, comm.rank)
-    # Groups differ from call to call, so each is compared by its first member: no rank holds all ranks' arrivals.
+    # The first member of each group compares its arrivals, so that no rank holds the arrivals of all ranks.
     latest = _latest(arrivals, {k: events[k].arguments.members[0] for k in arrivals}, comm)
     return [_wait(event, sent, latest.get(k), clock) for k, event in enumerate(events)]
 
@@ -70,7 +70,7 @@ def _wait(event: Event, sent: dict[Message, float], others: float | None, clock:
 
 
 def _sends(events: Sequence[Event], clock: Clock, comm: Comm) -> dict[Message, float]:
-    """Return the times at which received messages were sent, by the receiver's name for them."""
+    """Return the times at which the messages that this rank received were sent."""
     outgoing: list[list[tuple[Message, float]]] = [[] for _ in range(comm.size)]
     for event in events:
         for message in event.messages:
@@ -80,7 +80,7 @@ def _sends(events: Sequence[Event], clock: Clock, comm: Comm) -> dict[Message, f
 
 
 def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _Arrival]:
-    """Return this rank's arrivals at collectives, by the place of their events."""
+    """Return this rank's arrivals at collectives, by the indices of their events."""
     counts: Counter[tuple[str, str]] = Counter()
     found = {}
     for k, event in enumerate(events):
@@ -89,27 +89,30 @@ def _arrivals(events: Sequence[Event], clock: Clock, rank: Rank) -> dict[int, _A
             continue
         kind = (given.communicator or "", name)
         root = None if given.root is None else given.members[given.root]
-        # All ranks of a group call collectives of a kind in the same order, so equal counts identify one collective.
-        found[k] = _Arrival(_Meeting(*kind, counts[kind]), rank, clock(event.began), root)
+        # All ranks of a group call its collectives in the same order, so equal counts identify one collective.
+        found[k] = _Arrival(_Collective(*kind, counts[kind]), rank, clock(event.began), root)
         counts[kind] += 1
     return found
 
 
 def _latest(arrivals: dict[int, _Arrival], owners: dict[int, Rank], comm: Comm) -> dict[int, float]:
-    """Return, by place, the latest start among the ranks that this rank waits for: each owner compares for its group."""
-    places: list[list[int]] = [[] for _ in range(comm.size)]
+    """Return the latest start among the ranks that this rank waits for, by event index.
+
+    `owners` are the ranks that compare the arrivals.
+    """
+    indices: list[list[int]] = [[] for _ in range(comm.size)]
     for k, owner in owners.items():
-        places[owner].append(k)
-    asked = comm.alltoall([[arrivals[k] for k in chosen] for chosen in places])
-    began: dict[_Meeting, dict[Rank, float]] = defaultdict(dict)
+        indices[owner].append(k)
+    asked = comm.alltoall([[arrivals[k] for k in chosen] for chosen in indices])
+    began: dict[_Collective, dict[Rank, float]] = defaultdict(dict)
     for arrival in (arrival for part in asked for arrival in part):
-        began[arrival.meeting][arrival.rank] = arrival.began
-    answers = comm.alltoall([[_awaited(arrival, began[arrival.meeting]) for arrival in part] for part in asked])
-    return {k: time for chosen, times in zip(places, answers) for k, time in zip(chosen, times)}
+        began[arrival.collective][arrival.rank] = arrival.began
+    answers = comm.alltoall([[_awaited(arrival, began[arrival.collective]) for arrival in part] for part in asked])
+    return {k: time for chosen, times in zip(indices, answers) for k, time in zip(chosen, times)}
 
 
 def _awaited(arrival: _Arrival, began: dict[Rank, Any]) -> float:
-    name, root = arrival.meeting.operation, arrival.root
+    name, root = arrival.collective.operation, arrival.root
     if root is not None and name in _FROM_ROOT:
         return began.get(root, arrival.began)
     if root is not None and name in _TO_ROOT and arrival.rank != root:
@@ -118,34 +121,31 @@ def _awaited(arrival: _Arrival, began: dict[Rank, Any]) -> float:
     return max(began.values())
 
 
-# The advice of a report: a rule for each of the usual reasons why ranks are slow.
-
-
 # Thresholds of advice: shares of the time, and ratios.
 _WAITING, _TRANSFER, _COMPUTING, _UNEVEN, _BACKWARD = 0.1, 0.2, 0.5, 1.2, 5.0
 _SMALL = 10_000  # bytes: below, a message takes about as long as an empty one
 
 
 class Totals(NamedTuple):
-    """A report's numbers, with an entry per rank, and the line with most of the transfer."""
+    """The numbers of a report on which advice is based."""
 
-    # `elapsed`, `communicating`, `waiting`: shape (P,). Seconds.
+    # `elapsed`, `communicating`, `waiting`: seconds of each rank, shape (P,).
     elapsed: np.ndarray
     communicating: np.ndarray
     waiting: np.ndarray
-    busiest: str  # the call that transfers longest, and its line
-    waited_in: str  # that in which the ranks wait longest
-    calls: int  # the number of calls of the busiest, on all ranks
-    nbytes: int  # the size of its arguments
-    dropped: int  # communications that were too many to be recorded
+    busiest: str  # the operation with the longest transfer, and its line
+    waited_in: str  # the operation with the longest wait, and its line
+    calls: int  # the number of calls of `busiest`, on all ranks
+    nbytes: int  # the size of the arguments of these calls
+    dropped: int  # the number of communications beyond the limit, which weren't recorded
 
 
 def advice(totals: Totals, stretches: Sequence[Stretch]) -> list[str]:
     """Return advice on the largest costs, or a line that says that nothing stands out."""
     found = [*_waits(totals, stretches), *_transfer(totals), *_computing(totals, stretches)]
     if totals.dropped:
-        found.append(f"{totals.dropped} communications were too many to be recorded: record fewer iterations.")
-    return found or ["nothing stands out: the ranks compute alike, and neither wait long nor communicate much."]
+        found.append(f"{totals.dropped} communications exceeded the limit and weren't recorded: record fewer iterations.")
+    return found or ["nothing stands out: the ranks compute for equal times, and neither wait nor communicate for long."]
 
 
 def _waits(totals: Totals, stretches: Sequence[Stretch]) -> Iterator[str]:
@@ -157,7 +157,7 @@ def _waits(totals: Totals, stretches: Sequence[Stretch]) -> Iterator[str]:
     if uneven < _UNEVEN:
         yield (
             f"the ranks wait {share:.0%} of the time, most of it in {totals.waited_in}, though all compute for about as "
-            "long: they take turns at being late. Give each rank a core of its own and bind it (`python -m mpiad` tells)."
+            "long: now one rank is late, now another. Bind each rank to a core of its own (check with `python -m mpiad`)."
         )
         return
     more = max(stretches, key=lambda each: each.seconds[slow] - each.seconds.mean(), default=None)
@@ -195,7 +195,7 @@ def _computing(totals: Totals, stretches: Sequence[Stretch]) -> Iterator[str]:
     if backward > _BACKWARD * forward and backward > 0.1 * totals.elapsed.mean():
         yield (
             f"the backward pass computes {backward / forward if forward else np.inf:.0f} times as long as the forward one: "
-            "more checkpoints in `scan`, `scan(jit(step))`, or a solve of the library's in the place of its iterations."
+            "use more checkpoints in `scan`, use `scan(jit(step))`, or replace iterations by one of the library's solvers."
         )
 
 
@@ -232,15 +232,15 @@ class Row(NamedTuple):
     site : str
         The line of the forward call.
     calls : array of int, shape (P,)
-        Of that function, or of the communications that it makes if these are no single operation.
+        Number of calls of that function, or of its communications if it makes several independent ones.
     messages : array of int, shape (P,)
-        Between two ranks; those sent and those received.
+        Number of point-to-point messages that these calls sent and received.
     nbytes : array of int, shape (P,)
-        Of the arrays that it was called with (of a receive, the one received).
+        Size of the arrays that were passed to these calls, or received.
     seconds : array, shape (P,)
-        Inside the calls.
+        Time inside the calls.
     waited : array, shape (P,)
-        Of these, until the ranks on which the call depends had begun.
+        The part of `seconds` before the ranks on which the call depends had begun.
 
     Examples
     --------
@@ -277,7 +277,7 @@ class Report(NamedTuple):
     elapsed : array, shape (P,)
         Seconds that each rank recorded.
     dropped : int
-        Communications that were too many to be recorded.
+        Number of communications beyond the limit, which weren't recorded.
     computing : list of Stretch
         Computation between two lines: a `place` (`phase`, `after`, `until`) and the ranks' `seconds`, the longest first.
 
@@ -311,7 +311,7 @@ def report(file: IO[str] | None = None) -> Report:
     Parameters
     ----------
     file : file, optional
-        Of rank 0, which prints; standard output by default.
+        Output of rank 0, which prints the report; standard output by default.
 
     Returns
     -------
@@ -324,8 +324,8 @@ def report(file: IO[str] | None = None) -> Report:
 
     Notes
     -----
-    It covers the active recording (``MPIAD_TRACE``, or inside `recorded` or `traced`), else the block that
-    was recorded last.
+    The report covers the active recording (``MPIAD_TRACE``, or inside `recorded` or `traced`); if there is none, the last
+    one.
 
     Examples
     --------
@@ -351,7 +351,7 @@ _COLUMNS = 5
 
 def _collected(recording: Recording) -> Report:
     recorder, recorded = recording.recorder, recording.recorder.events
-    # An adjoint consists of operations: its time would count twice together with theirs.
+    # An adjoint consists of operations. With both, its time would count twice.
     events = [event for event in recorded if event.innermost]
     with recording.compared() as (comm, clock):
         mine: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * _COLUMNS)
@@ -364,10 +364,10 @@ def _collected(recording: Recording) -> Report:
             row = mine[_key(event)]
             for column, value in enumerate((len(event.messages), nbytes, event.ended - event.began, waited), 1):
                 row[column] += value
-        # Summed up on each rank: some hundred rows are sent, and not every event.
+        # Each rank sums its own events first, so that it sends a few hundred rows instead of all events.
         every = comm.allgather((dict(mine), computed(recorder, recorded), recorder.elapsed, recorder.dropped))
     rows = [_row(key, columns) for key, columns in _by_rank([part[0] for part in every], [0.0] * _COLUMNS)]
-    # The longest wait first: it can be saved, while time spent in transfer may be due to the size of messages.
+    # The longest wait first: waits can be avoided, while transfers may just be large.
     rows.sort(key=lambda row: (-row.waited.sum(), -row.seconds.sum()))
     computing = [Stretch(Place(*place), seconds) for place, seconds in _by_rank([part[1] for part in every], 0.0)]
     computing.sort(key=lambda each: -each.seconds.sum())
@@ -380,8 +380,8 @@ def _key(event: Event) -> tuple[str, str]:
 
 
 def _by_rank(parts: list[dict], nothing: object) -> list[tuple[Any, np.ndarray]]:
-    """Return the ranks' values of each key that any of them has."""
-    # In the order of ranks, and not as a set, so that all ranks have the same rows.
+    """Return one array per key of any rank, with that key's value on each rank."""
+    # A dict, because a set's order may differ between ranks.
     keys = dict.fromkeys(key for part in parts for key in part)
     return [(key, np.array([part.get(key, nothing) for part in parts])) for key in keys]
 
@@ -429,7 +429,7 @@ def _ranks(found: Report, totals: Totals) -> list[tuple[str, ...]]:
     return lines
 
 
-_SHOWN = 8  # places; the rest is one line
+_SHOWN = 8  # rows of computation; the others are summed up in one row
 
 
 def _computation(found: Report) -> list[tuple[str, ...]]:

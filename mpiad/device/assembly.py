@@ -1,7 +1,7 @@
-"""Arrays put together on the device.
+"""`concatenate`, `stack` and `array` for host and device arrays.
 
-autograd.numpy's `concatenate` requests a view of NumPy's type from its result, and its `array` and `stack` make NumPy
-arrays; arrays on a device support neither. These do the same, for arrays on either side.
+autograd.numpy's `concatenate` requests a view of type ndarray from its result, and its `array` and `stack` make NumPy
+arrays. So they fail for device arrays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _joined_vjp(argnum: int, ans: Array, args: tuple, kwargs: dict) -> Any:
     start = sum(piece.shape[axis] for piece in pieces[: argnum - 1])
     lead = (slice(None),) * (axis % len(ans.shape))
     cut = (*lead, slice(start, start + pieces[argnum - 1].shape[axis]))
-    real = ans.dtype.kind == "c" and pieces[argnum - 1].dtype.kind != "c"  # a real piece among complex ones
+    real = ans.dtype.kind == "c" and pieces[argnum - 1].dtype.kind != "c"  # a real array, joined with complex ones
     return lambda g: anp.real(g[cut]) if real else g[cut]
 
 
@@ -39,7 +39,7 @@ def _joined_jvp(argnums: tuple, gs: list, ans: Array, args: tuple, kwargs: dict)
     return joined(args[0], *[tangents[k] if k in tangents else anp.zeros_like(args[k]) for k in range(1, len(args))])
 
 
-# Joining and cutting are each other's transposes.
+# The transpose of joining is cutting.
 defvjp_argnum(joined, _joined_vjp)
 defjvp_argnums(joined, _joined_jvp)
 
@@ -52,7 +52,7 @@ def concatenate(arrays: Sequence[Array], axis: int | None = 0) -> Array:
     arrays : sequence of array
         All on the host, or all on one device; traced or not.
     axis : int or None
-        None joins them flattened.
+        None flattens the arrays first.
 
     Raises
     ------
@@ -108,25 +108,25 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
     shapes = {piece.shape for piece in arrays}
     if len(shapes) > 1:
         raise ValueError(f"stack: all arrays must have one shape, but got {sorted(shapes)}.")
-    # By an index with None, which every kind of array takes and autograd differentiates.
+    # The index None inserts the new axis: all kinds of arrays support it, and autograd differentiates it.
     lead = (slice(None),) * (axis % (len(arrays[0].shape) + 1))
     return joined(len(lead), *[piece[(*lead, None)] for piece in arrays])
 
 
-def array(nest: Tree, *args: Any, **kwargs: Any) -> Array:
-    """Make an array of nested lists: on the device if any element is on one.
+def array(values: Tree, *args: Any, **kwargs: Any) -> Array:
+    """Make an array of nested lists, on the device if any element is a device array.
 
     Parameters
     ----------
-    nest : array, number, or pytree of lists and tuples of them
-        Together with device arrays, only numbers may be on the host.
+    values : array, number, or nested lists and tuples of them
+        All arrays are on the host, or all are on one device.
     *args, **kwargs
-        Passed to `numpy.array`, for host values.
+        Passed to `numpy.array` if all values are on the host.
 
     Raises
     ------
     TypeError
-        If there are host arrays together with device arrays.
+        If there are host arrays and device arrays.
 
     Ranks
     -----
@@ -136,24 +136,24 @@ def array(nest: Tree, *args: Any, **kwargs: Any) -> Array:
     -------
     Each element gets its part of the cotangent.
     """
-    found = _device_in(nest)
+    found = _device_in(values)
     if found is None:
-        return anp.array(nest, *args, **kwargs)
+        return anp.array(values, *args, **kwargs)
     dtype = args[0] if args else kwargs.get("dtype")
-    if arrays_of(nest) is not None:
-        made = found.copy(nest)  # a copy as in NumPy, since it may be written to
+    if arrays_of(values) is not None:
+        made = found.copy(values)  # a copy as in NumPy, since it may be written to
     else:
-        made = _from_nested(nest, found)
+        made = _from_nested(values, found)
     return made if dtype is None else made.astype(np.dtype(dtype))
 
 
-def _from_nested(nest: Tree, arrays: ArrayModule) -> Any:
-    if isinstance(nest, (list, tuple, SequenceBox)):
-        return stack([_from_nested(nest[i], arrays) for i in range(len(nest))])
-    if arrays_of(getval(nest)) is None and np.ndim(getval(nest)) == 0:
-        # A traced number keeps its trace.
-        return nest * arrays.full((), 1, np.result_type(getval(nest)))
-    return nest[...]
+def _from_nested(values: Tree, arrays: ArrayModule) -> Any:
+    if isinstance(values, (list, tuple, SequenceBox)):
+        return stack([_from_nested(values[i], arrays) for i in range(len(values))])
+    if arrays_of(getval(values)) is None and np.ndim(getval(values)) == 0:
+        # The product remains traced if the number is.
+        return values * arrays.full((), 1, np.result_type(getval(values)))
+    return values[...]
 
 
 def _device_among(arrays: Sequence[Any]) -> ArrayModule | None:
@@ -164,11 +164,11 @@ def _device_among(arrays: Sequence[Any]) -> ArrayModule | None:
     return None
 
 
-def _device_in(nest: Tree) -> ArrayModule | None:
-    if not isinstance(nest, (list, tuple, SequenceBox)):
-        return arrays_of(getval(nest))
-    for i in range(len(nest)):
-        found = _device_in(nest[i])
+def _device_in(values: Tree) -> ArrayModule | None:
+    if not isinstance(values, (list, tuple, SequenceBox)):
+        return arrays_of(getval(values))
+    for i in range(len(values)):
+        found = _device_in(values[i])
         if found is not None:
             return found
     return None
@@ -181,6 +181,6 @@ def _refuse_mixture(arrays: Sequence[Any], call: str) -> None:
     for k, piece in enumerate(arrays):
         if arrays_of(getval(piece)) is None:
             raise TypeError(
-                f"{call}: array {k} is a {type(getval(piece)).__name__} on the host, and others are on a device. Nothing "
-                "is copied to a device unasked: pass mpiad.device.to_device(x)."
+                f"{call}: array {k} is a {type(getval(piece)).__name__} on the host, and others are on a device. Copies to "
+                "a device are never implicit: pass mpiad.device.to_device(x)."
             )

@@ -1,4 +1,4 @@
-"""The registration of device arrays with autograd: their traced form, and their vector space."""
+"""The registration of device arrays with autograd: their boxes (traced arrays) and vector spaces."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from mpiad.transport.device_arrays import arrays_of
 
 @primitive
 def cast(x: Array, dtype: np.dtype) -> Array:
-    """Return a device array in another dtype, its real part for a real one."""
+    """Convert a device array to another dtype; the real part of a complex array if the dtype is real."""
     if x.dtype.kind == "c" and np.dtype(dtype).kind != "c":
         x = x.real
     return x.astype(dtype)
 
 
 def _cast_vjp(ans: Array, x: Array, dtype: np.dtype) -> Any:
-    # An integer's value carries no derivative, so neither do results computed from it.
     own = x.dtype
     return lambda g: cast(anp.real(g) if anp.iscomplexobj(g) and own.kind != "c" else g, own)
 
@@ -34,9 +33,9 @@ defjvp(cast, lambda g, ans, x, dtype: cast(g, dtype))
 
 
 class DeviceBox(ArrayBox):
-    """A traced device array: operators and methods as those of a traced array of NumPy's.
+    """A traced device array, with the operators and methods of a traced NumPy array.
 
-    Its attributes are those of its array; NumPy's functions for them would be dispatched to the device's.
+    Attributes are read from the device array itself; ArrayBox would call NumPy's functions.
     """
 
     __slots__ = ()
@@ -46,7 +45,7 @@ class DeviceBox(ArrayBox):
     dtype = property(lambda self: self._value.dtype)
 
     def astype(self, dtype: DTypeLike, *args: Any, **kwargs: Any) -> Any:
-        """Return the array in another dtype."""
+        """Convert the array to another dtype."""
         return cast(self, np.dtype(dtype))
 
 
@@ -54,7 +53,7 @@ class DeviceSpace(ArrayVSpace):
     """The real arrays of one shape and dtype on one device."""
 
     def __init__(self, value: Array):
-        # Not by ArrayVSpace's own, which asks NumPy for an array of the value.
+        # Not ArrayVSpace.__init__, which would convert the value to a NumPy array.
         self.shape, self.dtype = value.shape, value.dtype
         self.arrays: Any = arrays_of(value)
 
@@ -63,11 +62,11 @@ class DeviceSpace(ArrayVSpace):
         return self.arrays.full(self.shape, 0, self.dtype)
 
     def ones(self) -> Any:
-        """Return the vector of ones, in the real and the imaginary part."""
+        """Return the vector of ones; 1 + 1j for complex arrays."""
         return self.arrays.full(self.shape, 1 + 1j if self.iscomplex else 1, self.dtype)
 
     def standard_basis(self) -> Any:
-        """Yield the unit vectors, for complex arrays real and imaginary ones."""
+        """Yield the unit vectors, and for complex arrays also these times 1j."""
         for idx in np.ndindex(*self.shape):
             for unit in (1.0, 1.0j) if self.iscomplex else (1.0,):
                 vector = self.zeros()
@@ -75,7 +74,7 @@ class DeviceSpace(ArrayVSpace):
                 yield vector
 
     def randn(self) -> Any:
-        """Return normally distributed numbers: NumPy's, so that its seed decides them, copied to the device."""
+        """Return normally distributed numbers, drawn by NumPy so that its seed determines them."""
         noise = np.random.randn(*self.shape)  # noqa: NPY002
         if self.iscomplex:
             noise = noise + 1j * np.random.randn(*self.shape)  # noqa: NPY002
@@ -87,6 +86,6 @@ class ComplexDeviceSpace(DeviceSpace, ComplexArrayVSpace):
 
 
 def register(kind: type) -> None:
-    """Let autograd trace arrays of a kind."""
+    """Register a type of device arrays with autograd."""
     DeviceBox.register(kind)
     VSpace.register(kind, lambda x: (ComplexDeviceSpace if x.dtype.kind == "c" else DeviceSpace)(x))

@@ -1,8 +1,8 @@
-"""autograd.numpy, with those functions replaced that can't take device arrays: ``import mpiad.device.numpy as np``.
+"""autograd.numpy for host and device arrays: ``import mpiad.device.numpy as np``.
 
-All names of autograd.numpy are here. Most of its functions need no change, since NumPy dispatches them to the device;
-the original ones of those below always make NumPy's arrays. For arrays on the host they do the same as autograd's, so a
-program that imports this module runs on either side.
+This module has all names of autograd.numpy. Most of its functions support device arrays, since NumPy dispatches them to the
+array's library. The functions below replace those that would always make NumPy arrays. For host arrays they do the same as
+autograd's, so that a program with this import runs on the host and on a device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def __dir__() -> list[str]:
 
 
 def vstack(arrays: Sequence[Array]) -> Array:
-    """Join arrays along the first axis, as rows if they have one axis."""
+    """Join arrays along the first axis; arrays with one axis are rows."""
     return concatenate([anp.atleast_2d(piece) for piece in arrays], 0)
 
 
@@ -35,7 +35,7 @@ row_stack = vstack
 
 
 def hstack(arrays: Sequence[Array]) -> Array:
-    """Join arrays along the second axis, or along the first if they have one."""
+    """Join arrays along the second axis, or along the first axis if they have only one."""
     pieces = [anp.atleast_1d(piece) for piece in arrays]
     return concatenate(pieces, 0 if len(pieces[0].shape) == 1 else 1)
 
@@ -46,11 +46,11 @@ def dstack(arrays: Sequence[Array]) -> Array:
 
 
 def column_stack(arrays: Sequence[Array]) -> Array:
-    """Join columns and matrices along the second axis."""
+    """Join arrays along the second axis; arrays with one axis are columns."""
     pieces = [anp.atleast_1d(piece) for piece in arrays]
     return concatenate([piece[:, None] if len(piece.shape) == 1 else piece for piece in pieces], 1)
 
 
 def append(start: Array, values: Array, axis: int | None = None) -> Array:
-    """Join two arrays, flattened without an axis."""
+    """Join two arrays along an axis, or flattened if it is None."""
     return concatenate([start, values], axis)

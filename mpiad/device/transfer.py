@@ -1,4 +1,4 @@
-"""The GPU of a rank, and arrays from the host to it and back: the only explicit transfers of a program's arrays."""
+"""The GPU of a rank, and copies of arrays from the host to a device and back."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ _chosen: list[int] = []
 
 
 def select(ids: Sequence[int] | int | None = None) -> int:
-    """Make one of the node's GPUs the current one of this rank.
+    """Make one of the node's GPUs the current device of this rank.
 
-    Call it once, before the first array is put on a device.
+    Call it once, before the first array is copied to a device.
 
     Parameters
     ----------
     ids : int or sequence of int, optional
-        GPUs for this node's ranks: the rank with local number r gets the r-th, and if there are fewer than ranks, they
-        are assigned cyclically. An int is the GPU of this rank. By default all GPUs that CUDA shows.
+        GPUs for the ranks of this node, which are assigned in the order of the ranks, cyclically if there are fewer GPUs
+        than ranks; or the GPU of this rank. By default all GPUs that are visible to CUDA.
 
     Returns
     -------
     int
-        Number of the GPU, as CUDA counts those that this process sees.
+        CUDA's number of the GPU among those that are visible to this process.
 
     Raises
     ------
     ImportError
         If CuPy can't be loaded.
     RuntimeError
-        If CUDA shows no GPU.
+        If no GPU is visible to CUDA.
     ValueError
-        If there is no GPU of the requested number.
+        If there is no GPU with a requested number.
 
     Ranks
     -----
@@ -59,7 +59,7 @@ def select(ids: Sequence[int] | int | None = None) -> int:
         chosen = list(ids) if isinstance(ids, Sequence) else [ids]
     _check(chosen, ids, count, local)
     number = chosen[local % len(chosen)]
-    # Current for this thread from here on: cupy.asarray and kernels of the user's go there too.
+    # The user's cupy.asarray and kernels in this thread use the current device, too.
     cupy.cuda.Device(number).use()
     discover()  # CuPy is loaded, and its arrays must be registered with autograd
     _chosen[:] = [number]
@@ -67,12 +67,11 @@ def select(ids: Sequence[int] | int | None = None) -> int:
 
 
 def own_device() -> int:
-    """Return this rank's GPU: the one that was selected, or else one chosen as by `select`."""
+    """Return this rank's GPU; call `select` if it wasn't called before."""
     return _chosen[0] if _chosen else select()
 
 
 def _imported_cupy(call: str) -> Any:
-    """Return CuPy; raise an ImportError that names the packages to install."""
     try:
         return import_module("cupy")
     except ImportError as error:
@@ -86,16 +85,18 @@ def _visible(cupy: ModuleType) -> int:
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise RuntimeError(f"select: CUDA shows this process no GPU ({error}).") from error
+        raise RuntimeError(f"select: no GPU is visible to this process ({error}).") from error
     if count == 0:
-        raise RuntimeError("select: CUDA shows this process no GPU. Look at CUDA_VISIBLE_DEVICES, or ask for one.")
+        raise RuntimeError(
+            "select: no GPU is visible to this process. Check CUDA_VISIBLE_DEVICES, or request a GPU from the scheduler."
+        )
     return count
 
 
 def _check(chosen: list[Any], ids: object, count: int, local: int) -> None:
     wrong = [number for number in chosen if isinstance(number, bool) or not isinstance(number, int)]
     if wrong or not chosen:
-        raise ValueError(f"select: ids must be numbers of GPUs, as [0, 1], but got {ids!r}.")
+        raise ValueError(f"select: ids must be numbers of GPUs, such as [0, 1], but got {ids!r}.")
     missing = [number for number in chosen if not 0 <= number < count]
     if missing:
         raise ValueError(
@@ -104,13 +105,10 @@ def _check(chosen: list[Any], ids: object, count: int, local: int) -> None:
         )
 
 
-# Arrays of the host that don't change, as indices and weights, and their copies on devices.
-
-
 class Constants:
-    """Arrays that are copied to a device when they are first used there, once.
+    """Host arrays that never change, such as indices and weights, and their copies on devices.
 
-    `*arrays`: on the host; nobody writes to them.
+    Each array is copied to a device once, when it is first used there.
     """
 
     def __init__(self, *arrays: np.ndarray):
@@ -118,19 +116,18 @@ class Constants:
         self._copies: dict[ArrayModule, tuple[Array, ...]] = {}
 
     def __reduce__(self) -> Any:
-        # Without the copies, which other processes may have no device for.
+        # Without the copies: another process may not have their device.
         return Constants, self._arrays
 
     def like(self, x: Array) -> tuple[Array, ...]:
-        """Return the arrays on the device of another one, which may be traced."""
+        """Return the arrays on the device of x, which may be traced."""
         return self.on(arrays_of(getval(x)))
 
     def on(self, namespace: ArrayModule | None) -> tuple[Array, ...]:
-        """Return the arrays on a device; unchanged if it is None."""
+        """Return the arrays on a device, or on the host if it is None."""
         if namespace is None:
             return self._arrays
         if namespace not in self._copies:
-            # Once for each device: a gradient takes the same indices in every step.
             self._copies[namespace] = tuple(namespace.to_device(np.ascontiguousarray(array)) for array in self._arrays)
         return self._copies[namespace]
 
@@ -141,21 +138,21 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
     Parameters
     ----------
     x : array, number or pytree of them
-        On the host, traced or not; arrays already on a device are passed through. Strings and None stay as they are.
+        Host arrays, which may be traced. Arrays already on a device, strings and None are returned unchanged.
     device : int, optional
         Number of the GPU; by default the current one, which `select` chooses.
     like : device array, optional
-        An array whose kind and device are used instead.
+        An array of the type and on the device of the result.
 
     Returns
     -------
     device array or pytree of them
-        With the same dtypes and structure; numbers become arrays without axes.
+        The same dtypes and structure; numbers become arrays without axes.
 
     Raises
     ------
     ImportError
-        If CuPy can't be loaded; the message says what to install.
+        If CuPy can't be loaded; the message names the package to install.
     TypeError
         If an array has a dtype that devices don't support.
 
@@ -177,7 +174,7 @@ def to_device(x: Tree, device: int | None = None, *, like: Array = None) -> Tree
         if plain is None or isinstance(plain, str) or arrays_of(plain) is not None:
             return leaf
         if not found:
-            # Only at this point: a pytree that is already on a device needs no CuPy.
+            # Imported here, since arrays that are already on a device may be of another library.
             cupy = _imported_cupy("to_device")
             from mpiad.transport.cupy_arrays import on_device
 
@@ -193,7 +190,7 @@ def to_host(x: Tree) -> Tree:
     Parameters
     ----------
     x : device array or pytree of them
-        Traced or not; arrays already on the host are passed through.
+        The arrays may be traced; arrays already on the host are returned unchanged.
 
     Returns
     -------
@@ -225,7 +222,7 @@ def array_to_device(x: Array, arrays: ArrayModule) -> Array:
             f"to_device: x must hold booleans, integers, or real or complex numbers of up to double precision, but got "
             f"{type(x).__name__} of dtype {host.dtype}."
         )
-    # A number travels with the call that makes an array of it.
+    # A number is passed as an argument of the kernel that fills the array, without a copy.
     return arrays.to_device(host) if host.ndim else arrays.full((), host[()], host.dtype)
 
 
@@ -243,11 +240,11 @@ def _to_device_vjp(ans: Array, x: Array, arrays: ArrayModule) -> Any:
 def _to_host_vjp(ans: Array, x: Array) -> Any:
     arrays = arrays_of(getval(x))
     if arrays is None:
-        return lambda g: g  # already on the host, such as a cotangent of zeros
+        return lambda g: g  # x is already on the host, such as a cotangent of zeros
     return lambda g: g if arrays_of(getval(g)) is not None else array_to_device(g, arrays)
 
 
-# The two are each other's transposes: the same linear map, the identity, between two memories.
+# The two are each other's transposes: both are the identity, between two memories.
 defvjp(array_to_device, _to_device_vjp)
 defvjp(array_to_host, _to_host_vjp)
 defjvp(array_to_device, lambda g, ans, x, arrays: array_to_device(g, arrays))

@@ -1,12 +1,12 @@
-"""The reverse pass: the record from its end to its start, including every communication.
+"""The reverse pass: run the record from its end to its start, including every communication.
 
 The first cotangent that reaches a node is kept by reference: it may be shared with other nodes, or be a read-only view
 with strides of zero. Only a sum that was computed here is *owned*, and further cotangents are added to it in place. A
 cotangent with few nonzero elements (`Scatter`) is added without forming the dense array.
 
-Several passes over one record can be interleaved, as lanes. Between communications each lane sweeps separately. All lanes
-run the adjoint of a communication before any continues, so that the order of communications is the same on all ranks; if
-an adjoint takes several cotangents (`VectorizedVjp`), it runs once for all lanes.
+Several passes over one record can be interleaved; each is a *lane*. Between two communications the lanes run one after the
+other. All lanes run the adjoint of a communication before any continues, so that the order of communications is the same on
+all ranks. If an adjoint takes several cotangents (`VectorizedVjp`), it runs once for all lanes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _ndarray, _boxes = np.ndarray, Box.types
 
 
 def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
-    """Add a cotangent, maybe traced, to the sum of those that reached a node; return the sum and whether it is owned.
+    """Add a cotangent g to the total of a node; return the new total and whether it is owned.
 
-    An `owned` total was made by an earlier call and may be changed; g is never changed. `total` is None before the first
-    cotangent, and the sum is never a `Scatter` or `SparseObject`; a g that is None adds nothing.
+    An `owned` total was made by an earlier call and may be overwritten; g is never overwritten. `total` is None before the
+    first cotangent, and never a `Scatter` or `SparseObject`. A g that is None adds nothing. Both may be traced.
     """
     if g is None:
         return total, owned
@@ -49,7 +49,7 @@ def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
         # By reference: it may be another node's cotangent too, or a view, and isn't added to in place.
         return g, False
     if kind is type(total) and (kind is _ndarray or is_device_array(g)):
-        # One pass over memory that is in the cache; only if neither shape nor precision would be lost.
+        # In place only if the sum has the shape and dtype of the total.
         if owned and g.dtype == total.dtype and g.shape == total.shape and g.size > 1:
             total += g
             return total, True
@@ -65,7 +65,7 @@ def accumulate(total: Array, owned: bool, g: Array) -> tuple[Any, bool]:
 def _with_sparse(total: Array, owned: bool, g: Array) -> Array:
     if type(g) is not Scatter:
         space = vspace(g)
-        # A copy: the first cotangent was kept by reference, and others may hold it.
+        # A copy, because the first cotangent was kept by reference and may be shared.
         if not owned:
             total = space.mut_add(None, total)
         return sparse_add(space, total, g)
@@ -87,10 +87,10 @@ def run_backward(
     keep: bool = False,
     ready: Callable[[int, Any], None] | None = None,
 ) -> list:
-    """Return the cotangents of the first nodes of the record, the variables; None if no result depends on one.
+    """Return the cotangents of the variables, which are the first nodes of the record; None for one without influence.
 
-    `seeds` are the positions of the results and their cotangents. Unless the record is used again (`keep`), its memory is
-    freed during the pass. ``ready(variable, cotangent)`` is called for each variable as soon as its cotangent is complete.
+    `seeds` are the positions of the results and their cotangents. Unless `keep` is set, the record's memory is freed during
+    the pass. ``ready(variable, cotangent)`` is called for each variable as soon as its cotangent is complete.
     """
     totals = _seeded(recording, seeds)
     kept = tracing.__dict__.copy()
@@ -107,7 +107,6 @@ def run_backward(
 
 
 def _seeded(recording: Recording, seeds: Iterable[tuple[int, Any]]) -> list[Any]:
-    # Indexed by position: a list is cheaper than a dictionary of nodes, and needs no topological sort.
     totals: list[Any] = [None] * len(recording.nodes)
     for place, g in seeds:
         totals[place] = g if totals[place] is None else totals[place] + g
@@ -115,16 +114,19 @@ def _seeded(recording: Recording, seeds: Iterable[tuple[int, Any]]) -> list[Any]
 
 
 class Lane(NamedTuple):
-    """The cotangents of one of several reverse passes, and which of them are owned."""
+    """The state of one of several reverse passes."""
 
     totals: list[Any]
-    owned: bytearray
+    owned: bytearray  # a flag for each total
 
 
 def run_backward_together(
     recording: Recording, seeds: Sequence[Iterable[tuple[int, Any]]], variables: int
 ) -> list[list[Any]]:
-    """Return `run_backward` of a kept record for each set of seeds; all ranks give the same number of sets."""
+    """Return the result of `run_backward` for each set of seeds, and keep the record.
+
+    All ranks pass the same number of sets.
+    """
     nodes = recording.nodes
     lanes = [Lane(_seeded(recording, each), bytearray(len(nodes))) for each in seeds]
     kept = tracing.__dict__.copy()
@@ -169,7 +171,7 @@ def sweep_together(nodes: list[Any], lanes: Sequence[Lane], stop: int, first: in
 
 
 def _pull_vectorized(node: Any, place: int, lanes: Sequence[Lane]) -> None:
-    """Run the adjoint of a communication once for the cotangents of all lanes."""
+    """Run an adjoint that takes several cotangents, once for all lanes."""
     like = node.like
     found = [like.zeros() if (g := lane.totals[place]) is None else conform(g, *like) for lane in lanes]
     for lane in lanes:
@@ -185,17 +187,16 @@ def _sweep_with_callback(
     nodes: list[Any], totals: list[Any], variables: int, keep: bool, ready: Callable[[int, Any], None]
 ) -> None:
     """Sweep in segments, and call `ready` between them for the variables whose cotangents are complete."""
-    # The first node that uses a variable is the last that adds to its cotangent.
+    # The first node that uses a variable is the last one of the reverse pass that adds to its cotangent.
     first_uses: dict[int, int] = {}
     for place in range(len(nodes) - 1, variables - 1, -1):
         for parent in nodes[place].inputs:
             if parent < variables:
                 first_uses[parent] = place
-    # A variable that no node uses is complete, with no cotangent, before the sweep begins.
+    # A variable that no node uses is passed to `ready` at the start.
     complete: dict[int, list[int]] = {}
     for variable in range(variables):
         complete.setdefault(first_uses.get(variable, len(nodes)), []).append(variable)
-    # One flag per position: whether its cotangent was computed here, so that it may be added to in place.
     owned, stop = bytearray(len(nodes)), len(nodes)
     for place in sorted(complete, reverse=True):
         sweep(nodes, totals, range(stop - 1, place - 1, -1), keep, owned)
@@ -206,23 +207,22 @@ def _sweep_with_callback(
 
 
 def sweep(nodes: list[Any], totals: list[Any], places: range, keep: bool, owned: bytearray) -> None:
-    """Run the nodes at `places` backwards; `totals` are the cotangents known so far."""
+    """Run the adjoints of the nodes at `places`, and add the results to `totals`, the cotangents of all nodes."""
     for place in places:
         node, g = nodes[place], totals[place]
         like = node.like
         if like is None:
-            if g is None:  # no result depends on it, and it doesn't communicate
+            if g is None:  # no result depends on this local step
                 if not keep:
                     node.pull = None
                 continue
         elif like.dtype is not None:
             # A communication is visited even if nothing on this rank depends on its result: other ranks wait for it.
             g = like.zeros() if g is None else conform(g, *like)
-        # The only remaining reference is this loop's, which ends with the next node.
-        totals[place] = None
+        totals[place] = None  # frees the cotangent after this step
         for parent, part in zip(node.inputs, node.pull(g)):
             total = totals[parent]
-            # The most common case needs no call: the first cotangent, kept by reference.
+            # The most common case, without a call: keep the first cotangent by reference.
             if total is None and type(part) is _ndarray:
                 totals[parent] = part
             elif part is not None:

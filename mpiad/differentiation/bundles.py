@@ -1,4 +1,4 @@
-"""Several tangents carried along with one evaluation: the derivative of a function in a few directions at once."""
+"""Forward mode with several tangents: derivatives of a function in several directions, from one evaluation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _box_types = Box.types
 
 
 class BundleNode(TangentNode):
-    """A step whose tangents in several directions are computed together with it.
+    """A step of a forward-mode trace, with its tangents in several directions.
 
-    Its `g` is a list with one tangent per direction, None if it is zero.
+    `g`: list with one tangent per direction, None for a zero tangent.
     """
 
     __slots__ = ()
@@ -30,14 +30,14 @@ class BundleNode(TangentNode):
     ):
         tape = parents[0].tape
         if tape.record is None:
-            return  # made by LastingNode
+            return  # `__new__` has returned a node made by LastingNode
         self.tape = tape
         rule = JVP_RULES.get(fun) or tangent_rule(fun, value, parent_argnums)
         if len(parents) == 1:
             self.g = [None if g is None else rule(parent_argnums, (g,), value, args, kwargs) for g in parents[0].g]
             return
         if len(parents) == 2 and parents[1].tape is tape:
-            # The most common case; an ODE's right-hand side f is traced at each stage of each step.
+            # The most common case, treated separately for speed.
             pairs = zip(parents[0].g, parents[1].g)
             self.g = [
                 rule(parent_argnums, gs, value, args, kwargs)
@@ -53,7 +53,6 @@ class BundleNode(TangentNode):
 
 def _along(tangents: list[tuple[int, Any]], rule: Callable, value: Array, args: tuple, kwargs: dict) -> Array:
     """Return the tangent in one direction."""
-    # Zero tangents are left out: most directions affect few of the inputs.
     known = [(k, g) for k, g in tangents if g is not None]
     if not known:
         return None
@@ -65,9 +64,10 @@ notrace_primitives[BundleNode] = notrace_primitives[JVPNode]
 
 
 class Bundle:
-    """A trace in which functions are run with several tangents carried along, one function after the other.
+    """A forward-mode trace with several tangents, for any number of function calls, one after the other.
 
-    Opening a trace takes as long as an operation or two, so functions that are called at each stage of each step share one.
+    Opening a trace takes as long as one or two operations. So functions that are called very often, such as an ODE's
+    right-hand side, share a trace.
     """
 
     def __init__(self) -> None:
@@ -82,12 +82,12 @@ class Bundle:
         self._tape.close()
 
     def variable(self, x: Array, tangents: list[Any]) -> Array:
-        """Return a traced array with its tangents, one per direction; None if one is zero."""
+        """Return a traced array with its tangents, one per direction, None for zero tangents."""
         tape = self._tape
         return new_box(x, tape.number, BundleNode.placed(tape, tangents))
 
     def parts(self, value: Array) -> tuple[Any, list[Any] | None]:
-        """Return the plain value of a result and its tangents; None if all are zero."""
+        """Return the plain value of a result and its tangents, None if all are zero."""
         while type(value) in _box_types and value._trace >= self._tape.number:
             node = value._node
             value = value._value
@@ -98,9 +98,9 @@ class Bundle:
     def run(
         self, fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any], tangents: Sequence[Sequence[Any]]
     ) -> tuple[list[Any], list[list[Any]]]:
-        """Run a function of the list of variables, and return its results, a list or tuple of them, and their tangents.
+        """Run a function of a list of variables that returns a list or tuple; return its results and their tangents.
 
-        Each variable and each result has one tangent per direction, None if it is zero.
+        Each variable and each result has a list of one tangent per direction, None for a zero tangent.
         """
         out = fun([self.variable(x, list(gs)) for x, gs in zip(variables, tangents)])
         found = [self.parts(value) for value in out]

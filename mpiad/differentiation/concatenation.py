@@ -1,4 +1,4 @@
-"""Several arrays as one vector, and back: for operators with one array as result or as variable."""
+"""Concatenation of several arrays to one vector, for operators with one array as result or variable."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ class Concatenation:
 
     def __init__(self, specs: Sequence[Spec]):
         self.specs = list(specs)
-        # The widest of all, so that cotangents of parts in double precision keep it if other parts are in single precision.
         self.dtype = np.result_type(*[spec.dtype for spec in specs]) if specs else np.dtype(float)
-        # If one part is on a device, the whole vector is.
         self._device = next((spec.arrays for spec in specs if spec.arrays is not None), None)
         self._cuts = np.cumsum([0] + [int(np.prod(spec.shape)) for spec in specs]).tolist()
 
     def vector(self, parts: Sequence[Array]) -> Array:
-        """Return the vector of such arrays, traced or not."""
+        """Return the vector of the given arrays, which may be traced."""
         flat = [anp.reshape(self._placed(part, spec), (-1,)) for part, spec in zip(parts, self.specs)]
         if not flat:
             return np.zeros(0)
@@ -41,7 +39,7 @@ class Concatenation:
         return concatenate(flat) if any(map(isbox, flat)) else np.concatenate(flat)
 
     def parts(self, vector: Array) -> list[Array]:
-        """Return the arrays of such a vector."""
+        """Return the arrays of a vector."""
         return [self._part(vector, a, b, spec) for a, b, spec in zip(self._cuts, self._cuts[1:], self.specs)]
 
     def _part(self, vector: Array, a: int, b: int, spec: Spec) -> Array:

@@ -44,7 +44,7 @@ def value_and_grad(
     Returns
     -------
     callable
-        ``(*args) -> (J, dJ/dx_r)`` with the same J on all ranks, and the gradient in the form of the argument.
+        ``(*args) -> (J, dJ/dx_r)`` with the same J on all ranks, and the gradient in the structure of the argument.
 
     Raises
     ------
@@ -57,7 +57,7 @@ def value_and_grad(
 
     Ranks
     -----
-    All ranks of `comm` call the result; their arguments may differ in value, shape and form (not with `shared`).
+    All ranks of `comm` call the result; without `shared` their arguments may differ in value, shape and structure.
 
     Adjoint
     -------
@@ -107,7 +107,6 @@ def grad(
     >>> print(mpiad.grad(lambda p: mpiad.mpi_allreduce(p**2) / size, shared=True)(3.0))
     6.0
     """
-    # With the value: it costs nothing compared with the gradient, and is shared before the reverse pass anyway.
     both = _evaluator(fun, argnum, objective, shared, root, comm, "grad")
 
     def evaluate(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +123,7 @@ def _evaluator(
     @recoverable(call, comm)
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         used = channel(comm, call)
-        # Zero on ranks whose number doesn't count: they are seeded with nothing, but take part in the reverse pass.
+        # Ranks with weight zero have no seed, but take part in the reverse pass.
         weight = weight_of(objective, used, root_of(root, used, call))
         variables = variables_of(args, argnum, call)
         if shared:
@@ -135,7 +134,8 @@ def _evaluator(
         problem = traced.problem or problem_with(value, weight, call)
         total = share(value, weight, problem, used, variables.shapes() if shared else (), call)
         require_equal_objective(total, used, call)
-        # Each rank's own term only: the adjoints of the messages carry its cotangents to other ranks' inputs.
+        # The gradient of the sum over ranks, though each rank is seeded with its own term only: the adjoints of messages
+        # send cotangents to other ranks.
         gradients = gradients_of_term(traced, weight, variables)
         if shared:
             gradients = shared_sum(gradients, comm)
@@ -145,10 +145,10 @@ def _evaluator(
 
 
 def gradients_of_term(traced: Traced, weight: float, variables: Variables) -> list[Any]:
-    """Run backwards from `weight` times the one number that a traced run returned; collective like its messages."""
+    """Return the gradients of `weight` times the number that a traced run returned; collective if the run communicated."""
     place = traced.places[0]
     seeds = []
-    # A rank without a seed runs backwards, too: others wait for its messages.
+    # A rank without a seed runs backwards, too, since others wait for its messages.
     if place >= 0 and weight != 0.0:
         spec = spec_like(traced.values[0])
         if spec.arrays is not None:
@@ -168,7 +168,7 @@ def cotangents_of_variables(
 
 
 def several_cotangents_of_variables(traced: Traced, seeds: list[list[tuple[int, Any]]], variables: Variables) -> list[Any]:
-    """Run a kept record backwards for several sets of seeds; return cotangents with an additional first axis."""
+    """Run the record backwards for several sets of seeds and keep it; return cotangents with an additional first axis."""
     found = run_backward_together(traced.recording, seeds, len(variables.places))
     leaves = [variables.leaves[place] for place in variables.places]
     return [stack([_returned(g, leaf) for g in several]) for several, leaf in zip(zip(*found), leaves)]
@@ -195,7 +195,7 @@ def shared_sum(gradients: list[Any], comm: Comm) -> list[Any]:
         if len(chosen) == 1:
             out[chosen[0]] = mpi_allreduce(gradients[chosen[0]], comm=comm)
             continue
-        # Latency counts more than the copies: a network has hundreds of small arrays.
+        # One message instead of hundreds of small ones, as for the weights of a network, saves more than the copies cost.
         total = mpi_allreduce(concatenate([anp.ravel(gradients[i]) for i in chosen]), comm=comm)
         start = 0
         for i in chosen:

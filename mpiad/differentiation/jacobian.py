@@ -80,17 +80,16 @@ def jacobian(
             require_equal_copies(variables, used, "jacobian")
         traced = trace_backwards(lambda x: fun(*arguments_with(args, argnum, x), **kwargs), variables)
         spec = _agreed_spec(traced, weight, used, variables.shapes() if shared else ())
-        # One reverse pass for each entry, on all ranks: each runs the messages of the function backwards once.
         rows = [_row(traced, k, spec, weight, variables) for k in range(int(np.prod(spec.shape)))]
         leaves = [_stacked(rows, i, spec, variables) for i in range(len(variables.places))]
-        # After all rows: one sum of a large array instead of one for each entry of J.
+        # Summed over the ranks after all rows: one message instead of one for each entry of J.
         return variables.filled(shared_sum(leaves, comm) if shared else leaves, lambda leaf: None)
 
     return evaluate
 
 
 def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -> Spec:
-    """Return shape and dtype of J; raise on all ranks if they are invalid or differ, or those of a shared variable do."""
+    """Return the spec of J; raise on all ranks if it is invalid, or if this or `shapes` differs between ranks."""
     value = traced.build(traced.values)
     problem = traced.problem
     spec = None
@@ -113,7 +112,7 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
     forms = {(shape, dtype) for _, shape, dtype, counts in found if counts}
     if problems or len(forms) != 1 or None in next(iter(forms)):
         listed = "; ".join(problems) or f"shapes and dtypes {sorted(map(str, forms))}"
-        text = f"jacobian: the ranks that count must return real arrays of one shape and dtype, but got {listed}."
+        text = f"jacobian: ranks with a weight in J must return real arrays of the same shape and dtype, but got {listed}."
         raise agreed(used, TypeError(text))
     shape, dtype = forms.pop()
     return Spec(shape, np.dtype(dtype), None if spec is None else spec.arrays)
@@ -122,7 +121,7 @@ def _agreed_spec(traced: Traced, weight: float, used: Channel, shapes: Shapes) -
 def _row(traced: Traced, k: int, spec: Spec, weight: float, variables: Variables) -> list[Any]:
     seeds = []
     if traced.places[0] >= 0 and weight != 0.0:
-        # New for each row: accumulation keeps the first cotangent by reference.
+        # A new array for each row, since accumulation keeps the first cotangent by reference.
         seed = spec.zeros()
         if spec.shape:
             seed.reshape(-1)[k] = weight

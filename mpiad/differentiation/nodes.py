@@ -1,12 +1,12 @@
 """Nodes of our traces, which append themselves to the tape in execution order.
 
-The type of the traced input's node determines the type of all nodes that follow, so autograd's operators and functions
-create these nodes by themselves. Each looks up one of our rules before autograd's. A node refers to its parents by their
-index on the tape, not by reference: a value that outlives the trace (a loss kept in a list) holds no part of the graph.
+Autograd creates a node of the type of the first traced input's node, so that its operators and functions create these
+nodes. A node uses our rule for a function if there is one, else autograd's. It refers to its parents by their index on the
+tape, not by reference, so that a value that outlives the trace (a loss kept in a list) doesn't keep the graph alive.
 
-Such a lasting value is a constant. Its trace number may be that of a later trace, of any kind, and the type of its node
-then determines the type of new nodes. Therefore the nodes of a trace change their type at its end, to one that creates
-nodes of the type of an input that is still traced.
+A value that outlives its trace is a constant. But a later trace may have the same number, and autograd would then create a
+node of the ended trace's type. Therefore the nodes of a trace change their type at its end to `LastingNode`, whose
+constructor creates a node of the type of an input that is still traced.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class OrderedNode(VJPNode):
     """A step of a program that is to be differentiated in reverse mode.
 
     - `index`: position on the tape.
-    - `inputs`: positions of its traced inputs. (`parents` is for plain autograd, for which a lasting value has none.)
-    - `pull`: maps its cotangent to those of the inputs; None for the variables.
-    - `like`: None for local steps; for a communication the shape and dtype of its result (`Spec(None, None)` if it
-      has none). The reverse pass always visits communications.
+    - `inputs`: positions of its traced inputs. (`parents` is an attribute that plain autograd reads.)
+    - `pull`: function from the node's cotangent to those of its inputs; None for variables.
+    - `like`: for a communication the spec of its result (`Spec(None, None)` if it has none), since the reverse pass always
+      runs its adjoint; None for local steps.
     """
 
     __slots__ = ("index", "inputs", "like", "pull", "tape")
@@ -50,7 +50,6 @@ class OrderedNode(VJPNode):
         else:
             parent_argnums, parents = _still_traced(parent_argnums, parents)
             self.inputs = tuple([parent.index for parent in parents])
-        # Our rules before autograd's: they are cheaper, or correct in cases in which autograd's aren't.
         rule = VJP_RULES.get(fun)
         if rule is not None:
             self.pull = rule(parent_argnums, value, args, kwargs)
@@ -64,12 +63,12 @@ class OrderedNode(VJPNode):
 
     @staticmethod
     def vjp(g: Array) -> tuple:
-        """Return no cotangents; plain autograd calls this for a lasting value."""
+        """Return no cotangents; plain autograd calls this for a value that has outlived its trace."""
         return ()
 
     @classmethod
     def variable(cls, tape: object) -> OrderedNode:
-        """Make the node of a variable: the start of the tape."""
+        """Make the node of a variable."""
         return cls.placed(tape, (), None, None)
 
     @classmethod
@@ -107,7 +106,7 @@ _ENDED, _OPEN = _Tape(None), _Tape(())
 
 
 class LastingNode(OrderedNode):
-    """The type of a node after the end of its trace; as a constructor it makes a node for inputs that are still traced."""
+    """The type of nodes after the end of their trace; its constructor makes a node of the type of a still traced input."""
 
     __slots__ = ()
 
@@ -119,7 +118,7 @@ class LastingNode(OrderedNode):
         return _CONSTANT
 
     def __init__(self, *args: Any):
-        """Leave the one constant as it is."""
+        """Do nothing: Python also calls this for `_CONSTANT`."""
 
 
 _CONSTANT: Any = object.__new__(LastingNode)
@@ -133,7 +132,7 @@ class TangentNode(JVPNode):
     __reduce_ex__, __deepcopy__ = refuse_pickling, itself
 
     def __new__(cls, value: Array, fun: Function, args: tuple, kwargs: dict, parent_argnums: tuple, parents: Any) -> Any:
-        """Make a node, by `LastingNode` if the first input has outlived its trace, since its type isn't changed then."""
+        """Make a node; `LastingNode` makes it if the first input has outlived its trace."""
         if parents[0].tape.record is None:
             return LastingNode(value, fun, args, kwargs, parent_argnums, parents)
         return object.__new__(cls)
@@ -143,7 +142,7 @@ class TangentNode(JVPNode):
     ):
         tape = parents[0].tape
         if tape.record is None:
-            return  # made by LastingNode
+            return  # `__new__` has returned a node made by LastingNode
         if not _all_on(tape, parents):
             parent_argnums, parents = _still_traced(parent_argnums, parents)
         tangents = [parent.g for parent in parents]
@@ -153,7 +152,7 @@ class TangentNode(JVPNode):
 
     @classmethod
     def placed(cls, tape: Any, tangent: Array) -> TangentNode:
-        """Make a node with a tangent that is known."""
+        """Make a node with a given tangent."""
         node = object.__new__(cls)
         node.tape, node.g = tape, tangent
         return node

@@ -1,7 +1,7 @@
 """The objective J of a distributed program: one real number, computed from one number per rank.
 
 One reduction of two numbers computes J on all ranks and also reports whether every rank returned a valid number, so
-that an error on one rank is raised on all. It is an operation like the others: J can be differentiated in an outer
+that an error on one rank is raised on all. This reduction is a differentiable operation, for derivatives of J in an outer
 trace.
 """
 
@@ -29,12 +29,12 @@ from mpiad.transport.device_arrays import is_device_array
 from mpiad.transport.prepared_messages import as_message
 
 _FLOAT64 = np.dtype(np.float64)
-_HUGE = 2**1023  # integers from here on have no float
+_HUGE = 2**1023  # larger integers may overflow in the conversion to a float
 _CHOICES = ("root", "sum", "mean")
 
 
 class Problem(NamedTuple):
-    """An error that all ranks are to raise: the type of the exception, and its text on this rank."""
+    """An exception that all ranks will raise: its type, and its text on this rank."""
 
     kind: type[Exception]
     text: str
@@ -63,7 +63,6 @@ def weight_of(objective: str, channel: Channel, root: int) -> float:
     """Return the factor with which this rank's own number enters J."""
     if objective == "root":
         return 1.0 if channel.rank == root else 0.0
-    # The mean is a sum with other weights, so no other code treats it separately.
     return 1.0 if objective == "sum" else 1.0 / channel.size
 
 
@@ -92,10 +91,10 @@ def problem_with(value: Array, weight: float, call: str, wanted: str = _WANTED) 
 def share(
     value: Array, weight: float, problem: Problem | None, channel: Channel, shapes: Shapes = (), call: str = ""
 ) -> Scalar:
-    """Return J on all ranks; raise on all if there is a problem on one, or if `shapes`, if given, differ."""
+    """Return J on all ranks; raise on all of them if one has a problem, or if `shapes` differ between ranks."""
     part: Any = 0.0
     if type(value) is not np.float64 and problem is None and is_device_array(getval(value)):
-        value = to_host(value if value.shape == () else value.reshape(()))  # the host's control flow depends on J
+        value = to_host(value if value.shape == () else value.reshape(()))
     if problem is None and weight != 0.0:
         part = value if np.ndim(value) == 0 else value.reshape(())
         # Ranks with zero weight contribute a float64 zero: tangents and cotangents must have one dtype on all ranks.
@@ -109,11 +108,11 @@ def share(
 
 
 class _Buffers(threading.local):
-    """Buffers of each thread, kept because every gradient uses them, even those that take microseconds."""
+    """Message buffers of each thread; made once, since a gradient may take only microseconds."""
 
     def __init__(self) -> None:
         self.sent, self.shared = np.zeros(2), np.zeros(2)
-        # As one complex number: MPI reduces one element in two thirds of the time of two.
+        # As one complex number, which MPI reduces faster than two real ones.
         self.messages = self.sent.view(complex), self.shared.view(complex)
 
 
@@ -140,14 +139,14 @@ _WORDS = 4
 
 @functools.lru_cache
 def _words(shapes: Shapes, size: int) -> list[int]:
-    # Two words of a digest and their squares, short enough for exact sums over `size` ranks.
+    # Two words of a digest and their squares; the words are short enough for exact sums over `size` ranks.
     digest, bits = fingerprint(shapes), (53 - size.bit_length()) // 2
     return [word**power for word in (digest % 2**bits, (digest >> 32) % 2**bits) for power in (1, 2)]
 
 
 def _require_same_shapes(p: Sharing, sums: np.ndarray) -> None:
     """Raise on all ranks if shapes or dtypes differ, according to the sums of words and of their squares."""
-    # (Σ w)² = P Σ w² holds only if all w are equal (Cauchy and Schwarz).
+    # By the Cauchy-Schwarz inequality, (Σ w)² = P Σ w² only if all w are equal.
     if any(int(sums[k]) ** 2 != p.channel.size * int(sums[k + 1]) for k in range(0, _WORDS, 2)):
         every = p.channel.data.allgather(described(p.shapes))
         raise agreed(p.channel, unlike_copies(every, p.call))
@@ -162,8 +161,8 @@ def unlike_copies(every: Sequence[str], call: str) -> ValueError:
     """Return the error for copies of a shared variable whose descriptions differ between ranks."""
     other = next(rank for rank, found in enumerate(every) if found != every[0])
     return ValueError(
-        f"{call}: shared=True says that all ranks hold the same variable, but on rank 0 it is {every[0]:.200}, and on rank "
-        f"{other} {every[other]:.200}. Give all ranks copies of the same shapes and dtypes."
+        f"{call}: with shared=True all ranks must hold copies of one variable, but on rank 0 it is {every[0]:.200}, and on "
+        f"rank {other} {every[other]:.200}. Pass copies of the same shapes and dtypes on all ranks."
     )
 
 
@@ -183,7 +182,7 @@ def _prepared(p: Sharing, x: Array, out: Array) -> Any:
             raise_everywhere(p.channel, None)
         if p.shapes:
             _require_same_shapes(p, buffers[1][2:])
-        # In place: later steps of the program read this array.
+        # In place, since later steps of the program read this array.
         total[()] = shared[1]
 
     return run
@@ -191,7 +190,6 @@ def _prepared(p: Sharing, x: Array, out: Array) -> Any:
 
 def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
     """Raise the first rank's problem on all ranks; all ranks call it, each with its own problem or None."""
-    # Messages of variable size are sent only in this case.
     described = None if problem is None else (problem.kind.__name__, problem.text)
     found = [(rank, theirs) for rank, theirs in enumerate(channel.data.allgather(described)) if theirs]
     rank, (kind, text) = found[0]
@@ -202,7 +200,6 @@ def raise_everywhere(channel: Channel, problem: Problem | None) -> None:
 
 def _adjoint(ans: Array, x: Array, p: Sharing) -> Any:
     """Return the transpose of a sum whose result is on all ranks: the sum of all ranks' cotangents."""
-    # Not SHARE again: a cotangent has no user error to report.
     return lambda g: communicate(ALLREDUCE, g, Reduction(p.channel, SUM))
 
 

@@ -1,10 +1,10 @@
 """Products with the Jacobian and the Hessian of a distributed function.
 
-`linearize` and `make_hvp` evaluate a function once, and apply its derivative to any number of directions. All these
-products use one record. A product with the transposed Jacobian runs it backwards. That is a linear map of the cotangent, so
-a record of it, run backwards in turn, multiplies with the Jacobian, at the cost of the adjoint alone; a forward pass would
-evaluate the function again for each product. The Hessian is the Jacobian of the gradient and its own transpose: the record
-of the gradient, run backwards, multiplies with it.
+`linearize` and `make_hvp` evaluate a function once, and apply its derivative to any number of directions. All products use
+the record of this evaluation. A product with the transposed Jacobian runs the record backwards. This reverse pass is itself
+a linear map of the cotangent. So a record of the reverse pass, run backwards, multiplies by the Jacobian; it costs as much
+as the adjoint, while forward mode would evaluate the function again for each product. The Hessian is the Jacobian of the
+gradient, and symmetric. So a record of the gradient, run backwards, multiplies by the Hessian.
 
 References
 ----------
@@ -57,9 +57,9 @@ def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Callable,
     Returns
     -------
     callable
-        ``(*args) -> (vjp, value)``. ``vjp(ȳ_r)``, in the form of the value, returns x̄_r on every rank: the transpose of
-        the Jacobian of the whole program, from all ranks' results to all ranks' arguments. It may be called repeatedly, and
-        takes several cotangents along a first axis with ``batch=True``, as `Linearization.vjp` does.
+        ``(*args) -> (vjp, value)``. ``vjp(ȳ_r)`` returns x̄_r on every rank: the product with the transposed Jacobian of the
+        whole program, from all ranks' results to all ranks' arguments. ȳ_r has the structure of the value. `vjp` may be
+        called repeatedly; with ``batch=True`` it takes several cotangents along a first axis, as `Linearization.vjp` does.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def make_vjp(fun: Function, argnum: Argnum = 0) -> Callable[..., tuple[Callable,
 
 
 def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., tuple[Callable, Any]]:
-    """Implement `make_vjp`; `passes` states how the record is run backwards, as in `Tape`."""
+    """Implement `make_vjp`; `passes` is the parameter of `Tape`."""
 
     def evaluate(*args: Any, **kwargs: Any) -> tuple[Callable, Any]:
         variables = variables_of(args, argnum, "make_vjp")
@@ -97,7 +97,9 @@ def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., t
         def seeds(cotangent: Tree) -> list[tuple[int, Any]]:
             given, values = flatten(cotangent)[0], traced.values
             if len(given) != len(values):
-                raise TypeError(f"vjp: the value has {len(values)} leaves, so its cotangent must, but got {len(given)}.")
+                raise TypeError(
+                    f"vjp: the cotangent must have as many leaves as the value, {len(values)}, but has {len(given)}."
+                )
             triples = zip(given, values, traced.places)
             return [(place, _shaped(g, value, "vjp")) for g, value, place in triples if place >= 0]
 
@@ -112,17 +114,17 @@ def _recorded_vjp(fun: Function, argnum: Argnum, passes: str) -> Callable[..., t
 def _pulled(
     record: tuple[Traced, Variables], seeds: Callable[[Tree], list[tuple[int, Any]]], given: Tree, batch: bool, call: str
 ) -> list[Any]:
-    """Return the cotangents of the variables of a record; the record is kept.
+    """Return the cotangents of the variables of a record, and keep the record.
 
-    `seeds` maps a pytree to the positions of results and their cotangents; `given` is the pytree. With `batch` the first
-    axis of each array, also of those returned, counts directions; a ValueError is raised if their numbers differ.
+    ``seeds(given)`` returns the positions of results and their cotangents. With `batch` the first axis of each array, given
+    or returned, is the number of directions; raise a ValueError if these numbers differ.
     """
     if not batch:
         return cotangents_of_variables(record[0], seeds(given), record[1], keep=True)
     leaves, build = flatten(given)
     shapes = [spec_like(leaf).shape for leaf in leaves if is_variable(leaf)]
     if () in shapes:
-        raise ValueError(f"{call}: with batch=True directions lie along the first axis of each array, but got a number.")
+        raise ValueError(f"{call}: with batch=True the first axis of each array counts directions, but got a number.")
     counts = {shape[0] for shape in shapes}
     if len(counts) != 1 or 0 in counts:
         raise ValueError(f"{call}: with batch=True all arrays must hold the same number of directions, but hold {counts}.")
@@ -135,7 +137,7 @@ def _shaped(g: Array, value: Array, call: str) -> Array:
     spec = spec_like(value)
     if spec_like(g).shape != spec.shape:
         got = spec_like(g).shape
-        raise TypeError(f"{call}: expected shape {spec.shape}, that of the value or argument there, but got {got}.")
+        raise TypeError(f"{call}: expected shape {spec.shape}, as of the value or argument, but got {got}.")
     return conform(g, *spec)
 
 
@@ -151,7 +153,8 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
     Returns
     -------
     callable
-        ``(*args)(v_r) -> (value, tangent)``: the tangent of this rank's value along all ranks' v.
+        ``(*args)(v_r) -> (value, tangent)``: this rank's value, and its derivative along the direction that the v of all
+        ranks form.
 
     Raises
     ------
@@ -189,7 +192,7 @@ def make_jvp(fun: Function, argnum: Argnum = 0) -> Callable[..., Callable]:
 def _tangents(v: Tree, variables: Variables) -> list[Any]:
     given = flatten(v)[0]
     if len(given) != len(variables.leaves):
-        raise TypeError(f"jvp: the argument has {len(variables.leaves)} leaves, so v must, but got {len(given)}.")
+        raise TypeError(f"jvp: v must have as many leaves as the argument, {len(variables.leaves)}, but has {len(given)}.")
     return [_shaped(given[place], variables.leaves[place], "jvp") for place in variables.places]
 
 
@@ -232,7 +235,7 @@ def hvp(
 ) -> Callable[..., Any]:
     """Make the function that evaluates the product of the Hessian of the objective with a direction.
 
-    Forward over reverse: one tangent carried through the gradient, at about twice its cost.
+    It computes a tangent of the gradient (forward over reverse), at about twice the cost of the gradient.
 
     Parameters
     ----------
@@ -290,7 +293,7 @@ class Linearization:
 
     def __init__(self, value: Tree, pull: Callable[..., Tree]):
         self.value, self._pull = value, pull
-        # Made by the first product with the Jacobian, so that transposed products alone don't pay for it.
+        # Made by the first product with the Jacobian.
         self._transposed: tuple[Traced, Variables] | None = None
 
     def vjp(self, w: Tree, *, batch: bool = False) -> Tree:
@@ -301,13 +304,13 @@ class Linearization:
         w : pytree of arrays
             Same structure as the value; with `batch` each array has an additional first axis, for several cotangents.
         batch : bool
-            Whether `w` holds several cotangents. They take the memory of as many reverse passes, but less time:
-            `solve_elliptic` solves for all at once, and each halo exchange or sum over ranks is one message for all.
+            Whether `w` holds several cotangents. They take as much memory as that number of reverse passes, but less time:
+            `solve_elliptic` solves for all at once, and a halo exchange or sum over ranks sends one message for all.
 
         Returns
         -------
         pytree of arrays
-            Same structure as the argument; with `batch` with that axis.
+            Same structure as the argument; with `batch` each array has an additional first axis, too.
 
         Raises
         ------
@@ -320,21 +323,22 @@ class Linearization:
 
         Adjoint
         -------
-        It can be differentiated with respect to `w` and, in a trace around `linearize` and this, the arguments.
+        It can be differentiated with respect to `w` and, in a trace that also contains `linearize`, the arguments.
         """
         return self._pull(w, batch=batch)
 
     def jvp(self, v: Tree, *, batch: bool = False) -> Tree:
-        """Return the product of the Jacobian with a direction; otherwise as `vjp`, from argument to value.
+        """Return the product of the Jacobian with a direction.
 
-        The first call runs the record backwards once more, with zeros, to record this reverse pass: it is collective.
+        `v` has the structure of the argument, and the product that of the value; otherwise as `vjp`. The first call runs
+        the record backwards once more, with zeros, to record this reverse pass.
         """
         if self._transposed is None:
             leaves, build = flatten(self.value)
             places = [place for place, leaf in enumerate(leaves) if is_variable(leaf)]
             zeros = [spec_like(leaf).zeros() if is_variable(leaf) else leaf for leaf in leaves]
             outputs = Variables(zeros, places, build)
-            # Within another trace the arguments of the function may be variables, too.
+            # In an enclosing trace the arguments of the function may be variables, too.
             self._transposed = trace_backwards(self._pull, outputs, of_cotangents=tracing.tape is None), outputs
         traced, outputs = self._transposed
         found = _pulled((traced, outputs), lambda each: _seeds(each, traced), v, batch, "jvp")
@@ -344,9 +348,11 @@ class Linearization:
 def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Any]]:
     given, found = flatten(v)[0], []
     if len(given) != len(traced.values):
-        raise TypeError(f"linearize: the argument has {len(traced.values)} leaves, so v must, but got {len(given)}.")
+        raise TypeError(
+            f"linearize: v must have as many leaves as the argument, {len(traced.values)}, but has {len(given)}."
+        )
     for g, value, place in zip(given, traced.values, traced.places):
-        if value is None:  # an argument that is no variable
+        if value is None:  # not a variable
             continue
         seed = _shaped(g, value, "linearize")
         if place >= 0:
@@ -355,7 +361,7 @@ def _seeds(v: Tree, traced: Traced) -> list[tuple[int, Any]]:
 
 
 def linearize(fun: Function, argnum: Argnum = 0) -> Callable[..., Linearization]:
-    """Make the function that evaluates `fun` and keeps its derivative there, for many products.
+    """Make the function that evaluates `fun` and keeps its derivative at that point, for many products.
 
     Parameters
     ----------
@@ -366,8 +372,8 @@ def linearize(fun: Function, argnum: Argnum = 0) -> Callable[..., Linearization]
     Returns
     -------
     callable
-        ``(*args) -> Linearization``, with `value`, ``jvp(v)`` and ``vjp(w)``. A product takes the adjoint's communications
-        and solves: one linear solve for each that `fun` makes, none of them again for the value.
+        ``(*args) -> Linearization``, with `value`, ``jvp(v)`` and ``vjp(w)``. A product makes only the adjoint's
+        communications and linear solves: one for each solve in `fun`.
 
     Raises
     ------
@@ -426,7 +432,7 @@ class SecondOrder(NamedTuple):
 def make_hvp(
     fun: Function, argnum: Argnum = 0, *, objective: str = "root", shared: bool = False, root: Rank = 0, comm: Comm = None
 ) -> Callable[..., SecondOrder]:
-    """Make the function that evaluates the objective, its gradient, and keeps its Hessian there for many products.
+    """Make the function that evaluates the objective and its gradient, and keeps its Hessian for many products.
 
     Parameters
     ----------
@@ -438,8 +444,8 @@ def make_hvp(
     Returns
     -------
     callable
-        ``(*args) -> (value, gradient, product)``. A product runs the record of the gradient backwards: it takes two linear
-        solves for each one in `fun`; `hvp`, which keeps nothing, takes four.
+        ``(*args) -> (value, gradient, product)``. A product runs the record of the gradient backwards, with two linear
+        solves for each one in `fun`; `hvp`, which keeps no record, takes four.
 
     Raises
     ------
@@ -478,8 +484,8 @@ def make_hvp(
 
         @recoverable("make_hvp", comm)
         def product(v: Tree, *, batch: bool = False) -> Tree:
-            # For a shared variable: the direction is that of all copies, and the products of all copies are added up. The
-            # cotangent of the objective is an integer, which `pulled` uses for every direction.
+            # A shared variable has one direction for all copies, and the products of all copies are added up. The
+            # cotangent of the objective is the integer 0, which `_pulled` uses for every direction.
             return completed(pull((0, v), batch=batch))
 
         return SecondOrder(value, completed(gradient), product)

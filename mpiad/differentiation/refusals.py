@@ -1,7 +1,7 @@
 """Advice for errors of code that doesn't support traced values.
 
-NumPy, SciPy, Python and mpi4py report an unsupported operation, but not an alternative. So their exceptions are completed
-when they leave a trace: an exception stays the same object, with its type and traceback, and the advice is appended.
+NumPy, SciPy, Python and mpi4py report an unsupported operation, but not an alternative. When such an exception leaves a
+trace, advice is appended to its text; type and traceback stay the same.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _ASSIGNED = (
     "np.stack, np.array or np.where of autograd.numpy (import autograd.numpy as np)."
 )
 _PLAIN = (
-    "Plain NumPy, SciPy, math and float() take no traced values: call the functions of autograd.numpy (import "
+    "Plain NumPy, SciPy, math and float() don't accept traced values: call the functions of autograd.numpy (import "
     f"autograd.numpy as np) and autograd.scipy, or {_STOPPED}"
 )
 _SENT = (
-    "mpi4py's own functions take no traced values: call mpiad's, as mpi_allreduce(x), mpi_bcast(x) or mpi_send(x, dest), "
+    "mpi4py's functions don't accept traced values: call mpiad's, such as mpi_allreduce(x) or mpi_send(x, dest), "
     f"or {_STOPPED}"
 )
-# By the exception's text and that of its cause; the first match counts. If plain NumPy has made an array of traced values,
-# its elements are objects.
+# Patterns in the texts of an exception and its cause, and the advice; the first match counts. Object arrays appear in them
+# because plain NumPy makes such an array from traced values.
 _CURES = (
     (r"Box' object does not support item|element with a sequence.*Box'|__array_ufunc__\(.*('at',|out=).*Box", _ASSIGNED),
     (r"expecting buffer or list/tuple|bytes-like object is required, not '\w*Box|cannot map 'O' to MPI", _SENT),
@@ -43,7 +43,6 @@ _WRAPPERS = "autograd.numpy.numpy_wrapper"
 
 def explain(error: BaseException, trace: TracebackType | None) -> None:
     """Append advice to the text of an exception that leaves a trace, if there is any."""
-    # Exceptions of other types are the user's own and stay unchanged.
     if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError)):
         return
     # Python shows the text of a KeyError in quotes.
@@ -52,7 +51,7 @@ def explain(error: BaseException, trace: TracebackType | None) -> None:
         _name_conversion(error, trace)
         return
     cure = _cure_of(f"{text} {error.__cause__ or ''}")
-    # An inner trace may have completed it.
+    # An inner trace may have appended the advice.
     if cure is None or cure in text or cure in getattr(error, "__notes__", ()):
         return
     error.args = (f"{text.rstrip('.')}. {cure}",)
@@ -73,24 +72,27 @@ def _cure_of(text: str) -> str | None:
     name = method[1]
     if hasattr(anp, name):
         return f"Call autograd.numpy's function, np.{name}(x, ...)."
-    return f"The plain value has it, without a derivative: mpiad.stop_gradient(x).{name}."
+    return f"Only the plain value has this attribute, without a derivative: mpiad.stop_gradient(x).{name}."
 
 
 def refuse_pickling(node: object, protocol: object) -> Any:
-    """Raise a TypeError, as the `__reduce_ex__` of nodes: a pickled value, as in mpi4py, would lose its derivative."""
+    """Raise a TypeError, since a pickled value, as in a message of mpi4py, would lose its derivative.
+
+    This is the `__reduce_ex__` of nodes.
+    """
     raise TypeError(f"A traced value can't be pickled. {_SENT}")
 
 
 def itself(node: object, memo: object) -> Any:
-    """Return the node, as its `__deepcopy__`: a copy of a traced value has the derivative of the value."""
+    """Return the node: the `__deepcopy__` of nodes, so that a copy of a traced value has the same derivative."""
     return node
 
 
 def _name_conversion(error: BaseException, trace: TracebackType | None) -> None:
     """Name autograd's function that tried to convert a device array to NumPy, and our function that doesn't.
 
-    Autograd's `array` and `stack` do so before any rule of ours is looked up, and the arrays can only say that they don't
-    convert.
+    Autograd's `array` and `stack` convert before any rule of ours is looked up, and the error of the array doesn't name
+    them.
     """
     from mpiad.device import numpy as ours
 
@@ -99,8 +101,8 @@ def _name_conversion(error: BaseException, trace: TracebackType | None) -> None:
         if trace.tb_frame.f_globals.get("__name__") == _WRAPPERS and code.co_name in ours.__all__:
             name = code.co_name
             error.args = (
-                f"autograd.numpy.{name} makes an array of NumPy's, but was given one on a device. Call "
-                f"mpiad.device.numpy.{name} instead (import mpiad.device.numpy as np). The array itself says: {error}",
+                f"autograd.numpy.{name} makes NumPy arrays, but got a device array. Call "
+                f"mpiad.device.numpy.{name} instead (import mpiad.device.numpy as np). The array's error is: {error}",
             )
             return
         trace = trace.tb_next

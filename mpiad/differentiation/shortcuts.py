@@ -1,10 +1,9 @@
-"""Traced arrays whose operators create their node directly.
+"""Traced arrays whose operators create their node directly, for speed.
 
-Autograd's operators look for traced arguments at each level of nesting, twice per operation. If both operands are numbers
+Autograd's operators search for traced arguments at each level of nesting, twice per operation. If both operands are numbers
 or arrays of one of our traces, the result of that search and the rule are known, and the node can be created at once. All
-other cases use autograd's operators, so only speed depends on this module. The right-hand side f of an ODE is traced at
-each stage of each step, and for few columns the overhead of these operators dominates a step; so they are written out
-without further function calls.
+other cases use autograd's operators, with the same results. The right-hand side f of an ODE is traced at each stage of each
+step, and for few columns the overhead of operators dominates a step. So these operators make few function calls.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from mpiad.differentiation.rules import VJP_RULES
 from mpiad.differentiation.rules.arithmetic import ADD, DIVIDE, MULTIPLY, SUBTRACT, Tangent
 
 _ndarray = np.ndarray
-# By their exact types: subclasses of ndarray have operators of their own.
+# Exact types only, since subclasses of ndarray may define other operators.
 _numbers = frozenset({float, int, np.float64, np.ndarray})
 _new = object.__new__
 _getitem: Any = ArrayBox.__getitem__
@@ -35,7 +34,7 @@ class _Box(ArrayBox):
     __slots__ = ()
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the elements; without this Python would ask for one too many."""
+        """Return an iterator over the elements; Python's default would also try the index after the last."""
         return iter([self[i] for i in range(len(self._value))])
 
 
@@ -47,7 +46,7 @@ class ShortcutBox(_Box):
     def __getitem__(self, idx: Index) -> Array:
         """Return an element."""
         node, value = self._node, self._value
-        # The element of a vector is a number; these operators are for arrays.
+        # Not for vectors, whose elements are numbers: these operators are for arrays.
         plain = type(idx) is int and type(value) is _ndarray and value.ndim > 1
         if plain and type(node) is OrderedNode and node.tape.record is not None:
             return _recorded(_rule_of_getitem, value[idx], (value, idx), (0,), (node,), self._trace)
@@ -62,7 +61,7 @@ class ShortcutBox(_Box):
 
 
 def _recorded(rule: Callable, value: Array, args: tuple, argnums: tuple[int, ...], parents: tuple, trace: int) -> Array:
-    """Return a result whose step is recorded on the tape."""
+    """Record a step on the tape and return its result."""
     inputs = (parents[0].index,) if len(parents) == 1 else (parents[0].index, parents[1].index)
     pull = rule(argnums, value, args, _KEYWORDS)
     return ShortcutBox(value, trace, OrderedNode.placed(parents[0].tape, inputs, pull, None))
@@ -94,9 +93,9 @@ class BundleBox(_Box):
     __slots__ = ()
 
     def __getitem__(self, idx: Index) -> Array:
-        """Return an element, with that of the tangents."""
+        """Return an element with its tangents."""
         node, value = self._node, self._value
-        # The element of a vector is a number; these operators are for arrays.
+        # Not for vectors, as in `ShortcutBox`.
         plain = type(idx) is int and type(value) is _ndarray and value.ndim > 1
         if plain and type(node) is BundleNode and node.tape.record is not None:
             return _made(value[idx], [None if g is None else g[idx] for g in node.g], node.tape, self._trace)
@@ -118,7 +117,7 @@ def _made(value: Array, tangents: list[Any], tape: object, trace: int) -> Bundle
 
 
 def _before(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
-    """Return the binary operator whose left operand is the box."""
+    """Return a binary operator for a box as its left operand."""
     first, second, both = tangent
 
     def method(self: Any, other: Array) -> Any:
@@ -144,7 +143,7 @@ def _before(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
 
 
 def _after(fun: Callable, ufunc: Callable, tangent: Tangent) -> Callable:
-    """Return the binary operator whose right operand is the box."""
+    """Return a binary operator for a box as its right operand."""
     second = tangent.second
 
     def method(self: Any, other: Array) -> Any:
@@ -169,12 +168,12 @@ for _name, _fun, _ufunc, _tangent in (
     setattr(ShortcutBox, f"__r{_name}__", _operator(VJP_RULES[_fun], _fun, _ufunc, True))
     setattr(BundleBox, f"__{_name}__", _before(_fun, _ufunc, _tangent))
     setattr(BundleBox, f"__r{_name}__", _after(_fun, _ufunc, _tangent))
-# Registered as traced values, but not as the boxes that autograd makes for arrays.
+# Autograd recognizes these types as traced values, but makes its own boxes for new ones.
 Box.types.update({ShortcutBox, BundleBox})
 
 
 def shortened(x: Array) -> Array:
-    """Return a traced array with these faster operators; return anything else unchanged."""
+    """Return a traced array with the faster operators of this module; return anything else unchanged."""
     if type(x) is not ArrayBox:
         return x
     box = BundleBox if type(x._node) is BundleNode else ShortcutBox

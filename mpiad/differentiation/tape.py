@@ -1,12 +1,11 @@
 """The ordered tape: the steps of one trace in execution order, including every communication.
 
-A tape is current from the start of its trace to the end. Node and tape refer to each other while the trace is open;
-at its end the record is returned and the tape drops its reference, so that no cycle remains and memory is freed as soon
-as the result is dropped.
+A tape is current from the start of its trace to the end. Node and tape refer to each other while the trace is open. At its
+end the record is returned and the tape drops its reference, so that no reference cycle keeps the memory allocated.
 
 An inner trace must have a higher number than the outer one, even if one of them is autograd's and the other ours, so our
-numbers come from autograd's counter. All threads share it, and in autograd an exception leaves it raised. We restore it in
-either case, but never to a number below that of a trace that another thread has open.
+numbers come from autograd's counter. All threads share this counter, and autograd doesn't reset it after an exception. We
+reset it in any case, but never below the number of a trace that another thread has open.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class _Tape(Tape):
         self.outer: Tape | None = tracing.tape
         self.around: _Tape | None = tracing.tapes
         self.noted = tracing.channels
-        tracing.tapes = self  # first, so that it is ended if an interrupt comes
+        tracing.tapes = self  # first, so that the trace is ended even after an interrupt in this function
         _open_number(self)
         tracing.tape, tracing.channels = self, self.channels
         return self
@@ -92,18 +91,18 @@ class _Tape(Tape):
         return recording
 
     def end(self, error: BaseException, trace: TracebackType | None) -> None:
-        """End the trace after an exception; traced values become constants. It may be called twice."""
+        """End the trace after an exception; traced values become constants. A second call does nothing."""
         _close_number(self)
         self.lasting()
         self.outer = self.noted = None
         if self.record is not None:
             explain(error, trace)
             mark_left(self.channels, error, "a trace")
-            # Breaks the reference cycle of tape and nodes, and turns traced values into constants.
+            # This breaks the reference cycle of tape and nodes, and turns traced values into constants.
             self.record = None
 
     def lasting(self) -> None:
-        """Turn values of this trace that the user has kept into constants."""
+        """Turn values that outlive this trace into constants."""
 
 
 class OrderedTape(_Tape):
@@ -112,7 +111,7 @@ class OrderedTape(_Tape):
     __slots__ = ()
 
     def lasting(self) -> None:
-        """Turn values of this trace that the user has kept into constants, by changing the type of their nodes."""
+        """Turn values that outlive this trace into constants, by changing the type of their nodes."""
         for node in self.record or ():
             node.__class__ = LastingNode
 
@@ -121,7 +120,7 @@ class OrderedTape(_Tape):
     ) -> Any:
         """Record a communication; return its node, or None if its result isn't an array."""
         dtype = getattr(ans, "dtype", None)
-        # Only shape and dtype are kept: they suffice for a cotangent of zeros, and the result's memory can be freed.
+        # Only shape and dtype are kept, for cotangents of zeros, so that the result's memory can be freed.
         like = _NO_VALUE if dtype is None else spec_like(ans)
         # An input that has outlived its own trace is a constant.
         kept = [(k, node.index) for k, node in zip(argnums, parents) if node.tape is self]
@@ -133,7 +132,7 @@ class OrderedTape(_Tape):
 
 
 class TangentTape(_Tape):
-    """The tape of a trace that carries tangents along; nothing needs to be recorded."""
+    """The tape of a forward-mode trace; it records nothing."""
 
     __slots__ = ()
 
@@ -142,14 +141,14 @@ class TangentTape(_Tape):
     ) -> Any:
         """Communicate the tangent, as part of the enclosing trace; return its node."""
         tangents = {k: node.g for k, node in zip(argnums, parents) if node.tape is self}
-        # The tangent's communication belongs to the enclosing trace; on this tape it would be traced again, endlessly.
+        # The tangent's communication belongs to the enclosing trace; on this tape it would be traced again, infinitely.
         with suspended(self.outer, body=False):
             tangent = operator.jvp(tangents, ans, args, params, self.number)
         return TangentNode.placed(self, tangent) if hasattr(ans, "dtype") else None
 
 
 _lock = threading.Lock()
-_open: dict[_Tape, int] = {}  # by thread
+_open: dict[_Tape, int] = {}  # the thread of each open tape
 _base = -1
 
 
@@ -178,7 +177,7 @@ def _close_number(tape: _Tape) -> None:
         closed = [other for other, its in _open.items() if its == thread and other.number >= tape.number]
         if len(closed) == len(_open):
             trace_stack.top = _base
-        # All other open traces enclose this one or have lower numbers: the higher number is unused.
+        # All other open traces have lower numbers.
         elif trace_stack.top == tape.number or all(its == thread for its in _open.values()):
             trace_stack.top = tape.before
         for other in closed:

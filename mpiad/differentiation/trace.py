@@ -1,4 +1,4 @@
-"""Run a function under one of our tapes: variables in, results and their places on the tape out."""
+"""Run a function of variables under one of our tapes, and return its results and their positions on the tape."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _box_types = Box.types
 
 
 class Variables(NamedTuple):
-    """The chosen arguments: all leaves, the indices of the variables, and the function that rebuilds the pytree."""
+    """The arguments to differentiate: all leaves, indices of the variables, and the function that rebuilds the pytree."""
 
     leaves: list[Any]
     places: list[int]
@@ -37,7 +37,6 @@ class Variables(NamedTuple):
         """Build the pytree with these values in place of the variables."""
         leaves = list(self.leaves)
         if otherwise is not None and len(values) < len(leaves):
-            # Not for variables, which are replaced anyway: zeros for an array would cost as much as its gradient.
             variables = set(self.places)
             leaves = [leaf if k in variables else otherwise(leaf) for k, leaf in enumerate(leaves)]
         for place, value in zip(self.places, values):
@@ -46,7 +45,7 @@ class Variables(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """A traced run: the leaves of its result, their positions on the tape (-1: constant), and the record."""
+    """A traced run: the leaves of its result, their positions on the tape (-1 for constants), and the record."""
 
     values: list[Any]
     places: list[int]
@@ -67,7 +66,6 @@ def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
         raise TypeError(
             f"{call}: argnum={argnum!r} names an argument by its position, but {len(args)} positional were given."
         ) from None
-    # An argument named twice would be two variables, of which the function uses only the second.
     if not isinstance(argnum, (int, np.integer)) and len({i % len(args) for i in argnum}) != len(argnum):
         raise ValueError(f"{call}: argnum={argnum!r} names an argument twice.")
     leaves, build = flatten(chosen)
@@ -76,7 +74,7 @@ def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
     if not places:
         kinds = ", ".join(sorted({_described(leaf) for leaf in leaves})) or "nothing"
         raise TypeError(
-            f"{call}: argument {argnum!r} holds {kinds}, but a derivative is taken by real or complex numbers or arrays. "
+            f"{call}: argument {argnum!r} holds {kinds}, but only real and complex numbers and arrays have derivatives. "
             "Pass floats (3.0 instead of 3) or an array of dtype float32, float64, complex64 or complex128."
         )
     if len(places) < len(leaves):
@@ -85,7 +83,7 @@ def variables_of(args: tuple, argnum: Argnum, call: str) -> Variables:
 
 
 def _with_dtype(leaf: Array) -> Array:
-    # The box of a Python number lacks the attributes of an array's box.
+    # NumPy scalars, because the box of a Python number lacks the attributes of an array's box.
     if type(leaf) is float:
         return np.float64(leaf)
     if type(leaf) is complex:
@@ -101,7 +99,7 @@ def _described(leaf: Array) -> str:
 
 
 def arguments_with(args: tuple, argnum: Argnum, chosen: Tree) -> list[Any]:
-    """Return the arguments with the chosen ones replaced."""
+    """Return the arguments with those at `argnum` replaced by `chosen`."""
     new = list(args)
     if isinstance(argnum, (int, np.integer)):
         new[argnum] = chosen
@@ -114,7 +112,7 @@ def arguments_with(args: tuple, argnum: Argnum, chosen: Tree) -> list[Any]:
 def trace_backwards(
     fun: Callable[[Tree], Any], variables: Variables, of_cotangents: bool = False, passes: str = "several"
 ) -> Traced:
-    """Run a function with its variables traced, in reverse mode; `of_cotangents` and `passes` are those of `Tape`."""
+    """Run a function with its variables traced, for reverse mode; `of_cotangents` and `passes` are those of `Tape`."""
     discover()
     tape, kept = OrderedTape(of_cotangents, passes), tracing.__dict__.copy()
     try:
@@ -136,10 +134,10 @@ def trace_backwards(
 def trace_list(
     fun: Callable[[list[Any]], Sequence[Any]], variables: Sequence[Any]
 ) -> tuple[list[Any], list[int], Recording]:
-    """Run a function from a list to a list, in reverse mode: `trace_backwards` for functions that are called very often.
+    """Run a function from a list to a list, for reverse mode; faster than `trace_backwards`.
 
-    The function neither communicates nor returns a nested structure. Return its results, their positions on the tape (-1:
-    constant), and the record, whose first nodes are the variables.
+    The function neither communicates nor returns a nested structure. Return its results, their positions on the tape (-1
+    for constants), and the record, whose first nodes are the variables.
     """
     tape, kept = OrderedTape(), tracing.__dict__.copy()
     try:
@@ -154,7 +152,7 @@ def trace_list(
 
 
 def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: Sequence[Any]) -> tuple[Tree, Tree]:
-    """Run a function with tangents carried along; return its result and the result's tangent."""
+    """Run a function in forward mode; return its result and the tangent of the result."""
     discover()
     tape = TangentTape()
     with restoring_state():
@@ -165,7 +163,7 @@ def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: S
             ]
             out = fun(variables.filled(boxes))
             problem = _unfinished(tape)
-            # Raised inside, so that the tape ends as after any other exception.
+            # Raised inside the trace, which then ends as after any other exception.
             if problem is not None:
                 raise problem.kind(problem.text)
         leaves, build = flatten(out)
@@ -177,12 +175,12 @@ def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: S
 def no_derivative(leaf: Array) -> Array:
     """Return the derivative of, or with respect to, a leaf that isn't a variable: zero for integers, None for non-numbers.
 
-    Raise a TypeError for an object array of traced values, which NumPy makes from a list of traced arrays.
+    Raise a TypeError for an object array of traced values.
     """
     if isinstance(leaf, np.ndarray) and leaf.dtype == object and any(type(part) in _box_types for part in leaf.flat):
         raise TypeError(
-            "a result is an array of objects, which are traced values: a function was given traced arrays in a list, which "
-            "it doesn't look into. Join them first: with array, stack, concatenate or vstack of autograd.numpy."
+            "a result is an object array of traced values: NumPy makes it if a function gets a list of traced arrays. Join "
+            "them before the call: with array, stack, concatenate or vstack of autograd.numpy."
         )
     if is_device_array(leaf):
         return np.zeros_like(leaf)
@@ -197,7 +195,7 @@ def _tangent(value: Array, node: Any) -> Array:
 
 
 def _unboxed(value: Array, tape: Tape) -> tuple[Any, Any]:
-    """Return a result's value, and its node on this tape, None for a constant."""
+    """Return a result's value and its node on this tape; the node is None for a constant."""
     number = tape.number
     while type(value) in _box_types and value._trace > number:
         value = value._value  # of an inner trace that has ended
@@ -220,14 +218,13 @@ def _unfinished(tape: Tape) -> Problem | None:
     """Return the problem of a trace that ends before its requests are waited for, or None."""
     if not tape.requests:
         return None
-    # Not raised here: in reverse mode the ranks agree on it first, so that all raise the same and none starts the pass.
+    # Not raised here: in reverse mode all ranks raise it together, so that none starts the reverse pass.
     waiting = list(tape.requests.values())
     tape.requests.clear()
     for channel, messages in tape.channels:
         if messages:
             channel.mark("A trace ended before its requests were waited for.")
     listed = ", ".join(map(repr, waiting[:4])) + (", ..." if len(waiting) > 4 else "")
-    # A later wait for one of them then reports that it is finished, not that its trace is still open.
     for request in waiting:
         request.done, request.tape = True, None
     return Problem(

@@ -1,7 +1,7 @@
 """Boundary values beyond the physical sides of a grid: a value, plus a factor times layers of the block.
 
-A named kind of boundary is an entry of `_KINDS`. All code that depends on the kind is in this file: the layers that it
-copies, its transpose (`Side.folded`) and its derivative (`homogeneous`).
+A named kind of boundary is an entry of `_KINDS`. All code that depends on the kind is in this file: the layers that are
+copied, the transpose (`Side.folded`) and the derivative (`homogeneous`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array, LocalArray
 
 Boundary: TypeAlias = Any
-"""What users give: a side or "zero", for all sides; or a tuple of one, or of a pair, for each dimension."""
+"""The argument `boundary`: a name or number for all sides, or a tuple with one, or a pair of them, per dimension."""
 
 
 def _edge(n: int, h: int, place: int) -> slice:
-    """Return the layer of a block that lies at its side: of n cells with halos of h, before (0) or after it (1)."""
+    """Return the outermost layer of a block of n cells with a halo of h, at its low (0) or high (1) side."""
     edge = h if place == 0 else n + h - 1
     return slice(edge, edge + 1)
 
 
 def _mirrored(n: int, h: int, place: int) -> slice:
-    """Return the layers next to the edge, the nearest last on the low side and first on the high side."""
+    """Return the h layers next to the outermost one, in reverse order, as `numpy.pad` reflects them."""
     first = 2 * h if place == 0 else n + h - 2
     return slice(first, first - h if first >= h else None, -1)
 
@@ -34,31 +34,30 @@ def _mirrored(n: int, h: int, place: int) -> slice:
 class Side(NamedTuple):
     """Boundary values beyond one side: value + factor * layers."""
 
-    # ``layers(n, h, place)`` returns the slice of copied layers in a block with its halo: as many as the halo has, or one
-    # that is repeated. None if no layer is copied.
+    # ``layers(n, h, place)`` returns the slice of copied layers in a block with its halo: h layers, or one that is
+    # repeated. None if no layer is copied.
     layers: Callable[[int, int, int], slice] | None = None
-    # The number of cells that a block must have in addition to the width of the halo; None if any block is long enough.
+    # A block must have this number of cells in addition to the width of the halo; None without such a condition.
     spare: int | None = None
     factor: complex = 1
     value: Any = 0
 
     def filled(self, layers: LocalArray | None) -> Array:
-        """Return the halo's values, given these layers of the block."""
+        """Return the values of the halo, given the copied layers of the block."""
         if layers is None:
             return self.value
-        # In most cases copies, which need no arithmetic.
         scaled = layers if self.factor == 1 else self.factor * layers
         return scaled if type(self.value) is int and self.value == 0 else scaled + self.value
 
     def folded(self, halo: LocalArray, layers: LocalArray, axis: int) -> LocalArray:
         """Return the cotangent of the layers, given that of the halo: the transpose of `filled`'s linear part."""
-        # All layers of the halo are copies of one layer of the block, whose cotangents add up.
+        # If all layers of the halo are copies of one layer, their cotangents add up.
         total = halo if layers.shape == halo.shape else halo.sum(axis=axis, keepdims=True)
         return total if self.factor == 1 else self.factor * total
 
 
 Sides: TypeAlias = tuple[tuple[Side, Side], ...]
-"""For each dimension what lies before its first cell and after its last."""
+"""For each dimension, the boundaries before its first cell and after its last."""
 
 ZERO = Side()
 _KINDS = {"zero": ZERO, "edge": Side(_edge), "reflect": Side(_mirrored, spare=1)}
@@ -88,7 +87,7 @@ def _pair(along: object, call: str) -> tuple[Side, Side]:
         side = _side(along, call)
         return side, side
     if len(along) != 2:
-        raise ValueError(f"{call}: a dimension has two sides, but boundary gives it {len(along)}: {along!r}.")
+        raise ValueError(f"{call}: a dimension has two sides, but boundary has {len(along)} entries for it: {along!r}.")
     return _side(along[0], call), _side(along[1], call)
 
 
@@ -105,16 +104,15 @@ def _side(kind: object, call: str) -> Side:
 
 
 def homogeneous(sides: Sides) -> Sides:
-    """Return the sides of a derivative: without the values."""
-    # Layers and factors stay: they are the linear part.
+    """Return the sides of the derivative: the linear part, without the values."""
     return tuple([(low._replace(value=0), high._replace(value=0)) for low, high in sides])
 
 
 def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
-    """Extract a traced value from the sides: filling u with v is filling u - v with zero and adding v.
+    """Return the traced boundary value v, None if there is none, and the sides with zero in its place.
 
-    Return v, None if none is traced, and the sides without it. Raise a TypeError if it isn't a number, or isn't the only
-    one that is traced.
+    To exchange u with the value v is to exchange u - v with zero, and to add v. Raise a TypeError if v isn't one number,
+    the same on all sides that have a value.
     """
     every = [side for pair in sides for side in pair]
     values = [side.value for side in every if side.layers is None]
@@ -123,18 +121,18 @@ def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
         return None, sides
     value = traced[0]
     shape = np.shape(getval(value))
-    # One number is subtracted from all cells of u, so several values aren't possible, nor factors of one.
+    # One number is subtracted from all cells of u, so other sides must copy layers with factor one and value zero.
     uniform = all(side.value is value if side.layers is None else side[2:] == (1, 0) for side in every)
     if shape != () or not uniform:
         raise TypeError(
             f"{call}: a traced boundary value must be one number, the same on all sides that have a value, but got "
-            f"shape {shape} and {values!r}. Exchange with zero there, and add what the values contribute."
+            f"shape {shape} and {values!r}. Exchange with zero on these sides, and add the contributions of the values."
         )
     return value, homogeneous(sides)
 
 
 def check_values(sides: Sides, dtype: np.dtype, call: str) -> None:
-    """Raise a TypeError if a value can't be cast to the array's dtype without a loss of kind (as from complex to real)."""
+    """Raise a TypeError if a value can't be cast to the array's dtype by "same_kind", for example from complex to real."""
     for value in [side.value for pair in sides for side in pair]:
         if value and not np.can_cast(np.min_scalar_type(value), dtype, "same_kind"):
             raise TypeError(

@@ -1,6 +1,6 @@
-"""Coordinates of a block's cells in a grid with equal spacing, and positions of points between them.
+"""Coordinates of cells in a grid with equal spacing, and positions of points between them.
 
-Written with differentiable functions of the points: within a cell the distance from it is a polynomial of them.
+The positions are differentiable functions of the points.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mpiad.domain.decomposition import per_dimension
 from mpiad.domain.partition import Partition
 from mpiad.primitives import stop_gradient
 
-_ROUNDING = 1e-9  # in cells: points at the end of the grid count as inside despite rounding
+_ROUNDING = 1e-9  # tolerance in cells for points at the ends of the grid
 
 
 class Lattice(NamedTuple):
@@ -29,12 +29,10 @@ class Lattice(NamedTuple):
 def lattice_of(
     shape: Shape, periodic: tuple[bool, ...], spacing: object, origin: object, extent: Any, centred: bool
 ) -> Lattice:
-    """Return the positions of cells, from the arguments of `Domain.coordinates`.
+    """Return the positions of cells, given the arguments of `Domain.coordinates`.
 
-    An extent is a length from 0, or lower and upper end, for all dimensions or each. Points are the centers of equal cells
-    if `centred`; else the first and the last are on the ends (on a periodic dimension the upper end is the first point
-    again). Raise a ValueError if the number of an argument's entries isn't that of the grid's dimensions, or an upper end
-    isn't above the lower one.
+    If the dimension is periodic, the upper end of `extent` is the first cell again. Raise a ValueError if an argument
+    doesn't have one entry per dimension, or an upper end isn't above the lower one.
     """
     if extent is None:
         ndim = len(shape)
@@ -45,7 +43,7 @@ def lattice_of(
     for n, wraps, (low, high) in zip(shape, periodic, _ends(extent, len(shape))):
         if not high > low:
             raise ValueError(f"Domain.coordinates: extent must go from a lower to a higher end, but got ({low}, {high}).")
-        # Around a ring the last cell is followed by the first, so there are as many steps as cells.
+        # On a periodic dimension there are as many steps as cells.
         step = (high - low) / (n if centred or wraps else max(1, n - 1))
         firsts.append(low + step / 2 if centred else low)
         steps.append(step)
@@ -54,11 +52,10 @@ def lattice_of(
 
 def _ends(extent: float | Sequence, ndim: int) -> list[tuple[float, float]]:
     if not isinstance(extent, (Sequence, np.ndarray)):
-        # One length: each dimension goes from zero to it.
         return [(0.0, float(extent))] * ndim
     if len(extent) != ndim:
         raise ValueError(
-            f"Domain.coordinates: extent must be a length or hold a length or a pair (low, high) for each of {ndim} "
+            f"Domain.coordinates: extent must be a length, or have a length or a pair (low, high) for each of {ndim} "
             f"dimensions, but got {extent!r}."
         )
     return [(0.0, float(e)) if np.ndim(e) == 0 else (float(e[0]), float(e[1])) for e in extent]
@@ -68,7 +65,7 @@ class Location(NamedTuple):
     """Owners, cells and positions of points."""
 
     owner: Array  # int array of shape (...); the rank that owns the cell
-    # Int array of shape (..., dimensions). The cell before the point along each dimension, as index of the whole grid.
+    # Int array of shape (..., dimensions): the index, in the whole grid, of the last cell at or before the point.
     cell: Array
     fraction: Array  # shape (..., dimensions); the distance from that cell, from 0 to 1 (the next cell)
 
@@ -76,8 +73,8 @@ class Location(NamedTuple):
 def located(points: Array, lattice: Lattice, partition: Partition, call: str) -> Location:
     """Return the owners, cells and positions of points.
 
-    Raise a TypeError if points aren't numbers; a ValueError if they have another number of coordinates than the grid, or
-    one lies outside.
+    Raise a TypeError if points aren't numbers; a ValueError if they don't have one coordinate per dimension, or if one lies
+    outside the grid.
     """
     ndim, plain = len(partition.shape), np.asarray(stop_gradient(points))
     if plain.dtype.kind not in "fiu":
@@ -91,10 +88,9 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
     place = ((points if isbox(points) else plain) - firsts) / steps  # in cells, from cell 0
     _require_inside(plain, np.asarray(stop_gradient(place)), lattice, partition, call)
     base = np.floor(np.asarray(stop_gradient(place))).astype(np.intp)
-    # A point on the last cell lies between the one before and it, with weight one, and needs no cell beyond the grid.
+    # A point at the last cell gets the cell before it and the fraction one, so that no cell beyond the grid is needed.
     last = np.maximum(np.array(partition.shape) - 2, 0)
     base = np.where(np.array(partition.periodic), base, np.clip(base, 0, last))
-    # Traced if the points are: inside a cell the value is a polynomial of `fraction`, and the cell itself is constant.
     fraction = place - base
     cell = base % np.array(partition.shape)
     return Location(partition.owners(cell), cell, fraction)
@@ -103,7 +99,7 @@ def located(points: Array, lattice: Lattice, partition: Partition, call: str) ->
 def _require_inside(points: np.ndarray, place: np.ndarray, lattice: Lattice, partition: Partition, call: str) -> None:
     last = np.array(partition.shape) - 1
     inside = np.array(partition.periodic) & np.isfinite(place)
-    # Written so that NaN is outside.
+    # With a negation, so that NaN is outside.
     outside = ~(inside | ((place >= -_ROUNDING) & (place <= last + _ROUNDING)))
     if not outside.any():
         return

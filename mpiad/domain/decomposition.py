@@ -39,14 +39,13 @@ class Decomposition:
         self.neighbours = partition.neighbours(used.rank)
         self.owned = partition.block(used.rank)
         self.local_shape = lengths(self.owned)
-        # Plans of exchanges are made at their first use, so a domain that only sums costs nothing.
         self._halos: dict[tuple[int, ...], Halo] = {}
         self._halo = self.halo_of(self.halo)
         self.padded_shape = self._halo.padded
-        self.interior = self._halo.interior[1:]  # without the ellipsis in front, which users write themselves
+        self.interior = self._halo.interior[1:]  # without the leading ellipsis
 
     def halo_of(self, widths: tuple[int, ...]) -> Halo:
-        """Return a halo of these widths; its messages are the same for all operators of one width."""
+        """Return the halo of these widths, which all operators of the same width share."""
         if widths not in self._halos:
             self._halos[widths] = Halo(self._partition, self._channel.rank, widths, self.comm)
         return self._halos[widths]
@@ -56,7 +55,7 @@ class Decomposition:
 
 
 def checked_block(domain: Decomposition, u: Array, call: str, shape: Shape | None = None) -> LocalArray:
-    """Return an array of shape (..., *shape), by default the block's; raise a TypeError or ValueError if it isn't one."""
+    """Return u; raise a TypeError or ValueError if it isn't an array of shape (..., *shape), by default the block's."""
     shape = domain.local_shape if shape is None else shape
     found = getval(u)
     if not is_array(found):
@@ -93,11 +92,10 @@ PerDimension: TypeAlias = "int | Sequence[int]"
 def layout(
     channel: Channel, shape: PerDimension, halo: PerDimension, periodic: bool | Sequence[bool], dims: PerDimension | None
 ) -> tuple[Partition, tuple[int, ...]]:
-    """Return the partition and the halo's width along each dimension, by arguments as `Domain` takes them.
+    """Return the partition and the halo's width along each dimension; collective.
 
-    All ranks of the channel call it, and raise as `Domain` does.
+    Arguments and exceptions are those of `Domain`.
     """
-    # Before the comparison: a rank that raises alone would leave the others waiting in it.
     with raising_together(channel):
         made = _made(channel.size, shape, halo, periodic, dims)
     require_same(channel, f"shape={shape!r}, halo={halo!r}, periodic={periodic!r}, dims={dims!r}", "Domain")
@@ -123,7 +121,7 @@ def _shape(shape: int | Sequence[int]) -> Shape:
 
 
 def per_dimension(value: Array, ndim: int, argument: str) -> list[Any]:
-    """Return one entry per dimension, from one for all or a sequence; raise a ValueError if its length is another."""
+    """Return a list of one entry per dimension; raise a ValueError if a sequence has another length."""
     if isinstance(value, str) or not hasattr(value, "__len__"):
         return [value] * ndim
     if len(value) != ndim:
@@ -145,8 +143,8 @@ def _chosen(size: int, cells: Shape, widths: tuple[int, ...], wraps: tuple[bool,
     found = choose_dims(cells, size, widths, wraps)
     if found is None:
         raise ValueError(
-            f"Domain: {cells} cells can't be divided among {size} ranks so that each block has at least one cell, and "
-            f"no fewer than the halo of {widths} along each dimension. Use fewer ranks, a larger grid or a smaller halo."
+            f"Domain: {cells} cells can't be divided among {size} ranks so that each block has at least one cell, and is "
+            f"no smaller than the halo of {widths} along each dimension. Use fewer ranks, a larger grid or a smaller halo."
         )
     return found
 
@@ -156,18 +154,18 @@ def _given(size: int, cells: Shape, widths: tuple[int, ...], dims: int | Sequenc
     if math.prod(ranks) != size:
         raise ValueError(
             f"Domain: dims {ranks} make {math.prod(ranks)} blocks, but the communicator has {size} ranks. "
-            "Their product must be the number of ranks; None chooses them."
+            "Their product must be the number of ranks; with None they are chosen automatically."
         )
     for axis, (n, p, h) in enumerate(zip(cells, ranks, widths)):
         if n < p:
             raise ValueError(
-                f"Domain: {n} cells along dimension {axis} can't be divided among {p} ranks: some would own nothing. "
-                "Use fewer ranks along it, or a larger grid."
+                f"Domain: {n} cells along dimension {axis} can't be divided among {p} ranks: some would own no cells. "
+                "Use fewer ranks along this dimension, or a larger grid."
             )
         # A rank exchanges with its direct neighbors only, so a halo can't extend beyond them.
         if n // p < h:
             raise ValueError(
                 f"Domain: the halo is {h} wide along dimension {axis}, but the smallest of the {p} blocks of {n} cells "
-                f"has {n // p}. Use a smaller halo, fewer ranks along it, or a larger grid."
+                f"has {n // p}. Use a smaller halo, fewer ranks along this dimension, or a larger grid."
             )
     return ranks

@@ -1,4 +1,4 @@
-"""`Domain`: a grid divided among the ranks, with the communication that programs on it need."""
+"""`Domain`: a grid divided among the ranks, with operations on its fields."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Domain(Decomposition):
     shape : int or tuple of int
         Cells of the whole grid along each dimension.
     halo : int or tuple of int
-        Width of the halo that `exchange` puts around a block; one number, or one for each dimension.
+        Number of halo layers that `exchange` adds on each side of a block, for all dimensions or for each.
     periodic : bool or tuple of bool
         Whether the last cell along a dimension is followed by the first.
     dims : tuple of int, optional
@@ -52,7 +52,7 @@ class Domain(Decomposition):
     Attributes
     ----------
     shape, halo, periodic, dims : tuple
-        As given or chosen, one entry for each dimension.
+        The arguments, with one entry for each dimension.
     position : tuple of int
         This rank's position in the grid of ranks.
     neighbours : tuple of pairs of int or None
@@ -62,18 +62,18 @@ class Domain(Decomposition):
     local_shape, padded_shape : tuple of int
         Cells of this rank's block, without and with its halo.
     interior : tuple of slice
-        The block within the block with its halo.
+        The slices of the block in an array that includes its halo.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks: if an argument is invalid or differs between ranks, a rank would own nothing, or the halo is
+        On all ranks: if an argument is invalid or differs between ranks, a rank would own no cells, or the halo is
         wider than the smallest block.
 
     Ranks
     -----
-    All ranks of `comm` call it, with the same arguments. A block's position follows from its rank, the last dimension
-    fastest; along each dimension the first blocks are longer by one if the cells don't divide evenly.
+    All ranks of `comm` call it, with the same arguments. Blocks are numbered in row-major order. If the cells along a
+    dimension don't divide evenly, the first blocks have one cell more.
 
     Examples
     --------
@@ -91,19 +91,19 @@ class Domain(Decomposition):
         return PointTables(self)
 
     def exchange(self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True) -> Any:
-        """Return the block with its halo: the neighbors' cells around it.
+        """Return the block with its halo, which holds copies of the neighbors' cells.
 
         Parameters
         ----------
         u : array of shape (..., *local_shape), or a tuple or list of them
             Several fields of one dtype are sent in one message to each neighbor.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
-            Values beyond the grid's sides that aren't periodic, as the modes constant, edge and reflect of `numpy.pad`;
-            in a tuple, one of these or a pair (before, after) for each dimension. A traced number is allowed, the same
-            on all sides that have a value.
+            Values beyond the sides of the grid that aren't periodic, as in the modes constant, edge and reflect of
+            `numpy.pad`; in a tuple, one of these or a pair (before, after) for each dimension. The number may be traced; it
+            must then be the same on all sides that have a number.
         corners : bool
-            False for star stencils: all messages are sent at once, and halo cells that lie beyond two sides or
-            more hold zero.
+            Whether to fill halo cells diagonally outside of the block. False suffices for star stencils: these cells are
+            zero, and all messages are sent at once.
 
         Returns
         -------
@@ -121,7 +121,7 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        The cotangent of each halo cell is added, on its owner's rank, to that of the cell it is a copy of.
+        The cotangent of each halo cell is added to that of the cell of which it is a copy, on the rank that owns it.
 
         Examples
         --------
@@ -136,12 +136,12 @@ class Domain(Decomposition):
     def begin_exchange(
         self, u: LocalArray | Sequence[LocalArray], boundary: Boundary = "zero", *, corners: bool = True
     ) -> Begun:
-        """Start an exchange; computations that don't need the halo may run until `end_exchange` completes it.
+        """Start an exchange that `end_exchange` completes; computations in between overlap with the messages.
 
         Parameters
         ----------
         u, boundary, corners
-            As in `exchange`. `u` may be changed at once: a copy is exchanged.
+            As in `exchange`. `u` may be overwritten afterwards, since a copy is exchanged.
 
         Returns
         -------
@@ -153,23 +153,23 @@ class Domain(Decomposition):
         TypeError, ValueError
             As `exchange`.
         RequestError
-            If an exchange is active since 224 others of the same communicator were begun.
+            If an exchange is still active after 224 later ones of the same communicator were begun.
 
         Ranks
         -----
-        All ranks begin their exchanges in the same order. The messages to all neighbors start at once, so there are
-        more of them than in `exchange` if `corners` is true: up to 8 in two dimensions, 26 in three.
+        All ranks begin their exchanges in the same order. All messages start at once; if `corners` is true, there are more
+        of them than in `exchange`: up to 8 in two dimensions, 26 in three.
 
         Adjoint
         -------
-        Receives the cotangents of the cells that neighbors have copies of, which the adjoint of the end has started
-        to send.
+        The cotangents of halo cells are received from the neighbors, which the adjoint of `end_exchange` has started to
+        send.
 
         Examples
         --------
         >>> domain = mpiad.Domain(12)
         >>> begun = domain.begin_exchange(np.ones(domain.local_shape), boundary="edge")
-        >>> inside = np.sin(0.0)  # while the halo travels
+        >>> inside = np.sin(0.0)  # any computation that doesn't need the halo
         >>> print(np.min(domain.end_exchange(begun)))
         1.0
         """
@@ -191,9 +191,9 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError
-            If it isn't a result of `begin_exchange`.
+            If `begun` isn't a result of `begin_exchange`.
         RequestError
-            If it has ended before, or began in another trace.
+            If the exchange has ended before, or began in another trace.
 
         Ranks
         -----
@@ -201,31 +201,31 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        Starts to send the cotangents of the halo to the owners of its cells.
+        Starts to send the cotangents of halo cells to the ranks that own these cells.
         """
         padded = field_exchange.end_fill(begun)
         return begun.finish(padded)
 
     def stencil(self, weights: Array, boundary: Boundary = "zero") -> Stencil:
-        """Make an operator that adds up each cell's neighbors with weights, the same in all cells.
+        """Make an operator that returns weighted sums over the neighbors of each cell, with the same weights in all cells.
 
         Parameters
         ----------
         weights : real array with an odd length along each dimension of the grid
-            The weights of the neighbors; the center is the cell's own.
+            The weights of the neighbors; the center is the weight of the cell itself.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
             Values beyond the sides, as in `exchange`, untraced.
 
         Returns
         -------
         Stencil
-            ``stencil(u)`` exchanges what it needs (the domain's own halo doesn't matter) and returns an array like u. It is
-            one step on the tape, in all modes and at any order; backwards it takes about as long as forwards.
+            ``stencil(u)`` exchanges the halo that the weights need, whatever `halo` of the domain is, and returns an array
+            like u. It can be differentiated to any order; the reverse pass takes about as long as the forward pass.
 
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if the weights aren't such an array, or extend over more cells than the smallest block has.
+            On all ranks, if the weights aren't such an array, or their radius exceeds the smallest block.
 
         Ranks
         -----
@@ -233,7 +233,8 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        The stencil mirrored in its center; its values in halo cells are added to the cells that these are copies of.
+        The stencil with its weights reversed along each dimension; values in halo cells are added to the cells of which
+        these are copies.
         """
         return stencils.stencil(self, weights, boundary)
 
@@ -243,9 +244,9 @@ class Domain(Decomposition):
         Parameters
         ----------
         spacing : float or one for each dimension
-            Distance from cell to cell.
+            Distance between cells.
         order : {2, 4, 6, 8, ...}
-            Order of accuracy in the spacing; order / 2 neighbors on each side are used.
+            Order of accuracy in the spacing; the stencil uses order / 2 neighbors on each side.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
             As in `stencil`.
 
@@ -260,7 +261,7 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        As `stencil`; it is self-adjoint if cells beyond the sides are zero or those of the other end.
+        As `stencil`; it is self-adjoint if each dimension is periodic or has the boundary "zero".
 
         References
         ----------
@@ -278,14 +279,14 @@ class Domain(Decomposition):
         return stencils.laplacian(self, spacing, order, boundary)
 
     def correlate(self, u: LocalArray, weights: LocalArray, boundary: Boundary = "zero") -> LocalArray:
-        """Add up each cell's neighbors with weights of its own.
+        """Return weighted sums over the neighbors of each cell, with different weights in each cell.
 
         Parameters
         ----------
         u : array of shape (..., *local_shape)
         weights : array of shape (*lengths, *local_shape)
-            Odd lengths, one for each dimension of the grid; ``weights[k]`` are the factors of the neighbors at offset k,
-            for each cell. Differentiable.
+            Factors of the neighbors: ``weights[k]`` holds, for each cell, that of the neighbor at offset ``k - lengths //
+            2``. The lengths are odd. Differentiable.
         boundary : {"zero", "edge", "reflect"} or number, or a tuple
             Values beyond the sides, as in `exchange`, untraced.
 
@@ -297,7 +298,7 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            If an array has another shape, or the weights extend over more cells than the smallest block has.
+            If an array has another shape, or the weights' radius exceeds the smallest block.
 
         Ranks
         -----
@@ -305,13 +306,13 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        Each cell's cotangent goes to its neighbors, times their weights, and to these weights, times the neighbors'
-        values.
+        The cotangent of a cell is added to those of its neighbors, times their weights, and to those of these weights,
+        times the neighbors' values.
         """
         return stencils.correlate(self, u, weights, boundary)
 
     def scatter(self, u: RootArray, root: Rank = 0) -> LocalArray:
-        """Give each rank its block of the root's whole array.
+        """Send each rank its block of the root's whole array.
 
         Parameters
         ----------
@@ -356,7 +357,7 @@ class Domain(Decomposition):
         Returns
         -------
         array
-            On the root of shape (..., *shape); elsewhere empty, of length 0 along the first dimension of the grid.
+            On the root, of shape (..., *shape); on other ranks empty, with length 0 along the first dimension of the grid.
 
         Raises
         ------
@@ -387,7 +388,7 @@ class Domain(Decomposition):
         Parameters
         ----------
         index : int array of shape (..., dimensions), or a tuple of int for one cell
-            In the whole grid. On a periodic dimension any integer is valid; on others negative ones aren't.
+            Indices in the whole grid: any integers on periodic dimensions, no negative ones on others.
 
         Returns
         -------
@@ -413,14 +414,14 @@ class Domain(Decomposition):
         return scatter_gather.owner(self, index)
 
     def to_local(self, index: Array, *, halo: bool = False) -> Array:
-        """Return the indices in this rank's block of cells of the whole grid.
+        """Convert indices of the whole grid to indices of this rank's block.
 
         Parameters
         ----------
         index : int array of shape (..., dimensions), or a tuple of int for one cell
             As in `owner`.
         halo : bool
-            Whether to return indices in the block with its halo; cells of the halo are then included.
+            Whether to return indices of the block with its halo; cells of the halo are then allowed.
 
         Returns
         -------
@@ -448,14 +449,14 @@ class Domain(Decomposition):
         return scatter_gather.to_local(self, index, halo)
 
     def to_global(self, index: Array, *, halo: bool = False) -> Array:
-        """Return the cells of the whole grid at indices of this rank's block.
+        """Convert indices of this rank's block to indices of the whole grid.
 
         Parameters
         ----------
-        index : int array of shape (..., dimensions), or a tuple of int for one place
-            In this rank's block.
+        index : int array of shape (..., dimensions), or a tuple of int for one cell
+            Indices in this rank's block.
         halo : bool
-            Whether these are indices in the block with its halo.
+            Whether these are indices of the block with its halo.
 
         Returns
         -------
@@ -483,28 +484,29 @@ class Domain(Decomposition):
         centred: bool = False,
         halo: bool = False,
     ) -> tuple[LocalArray, ...]:
-        """Return the coordinates of this rank's cells, one array for each dimension, in shapes that broadcast.
+        """Return the coordinates of this rank's cells: one array per dimension, which broadcast to the block's shape.
 
         Parameters
         ----------
         spacing, origin : float or one for each dimension
             Cell i lies at ``origin + i * spacing``.
         extent : float, or a length or pair (low, high) for each dimension, optional
-            Instead of both: the interval that the whole grid covers; its first and last cells lie on the ends.
+            The interval that the whole grid covers, instead of `spacing` and `origin`. The first and last cells lie at its
+            ends; on a periodic dimension the upper end is the first cell again.
         centred : bool
-            Whether cells lie half a spacing further, at the center of equal parts.
+            Whether cells lie half a spacing further; with `extent`, at the centers of equal parts of the interval.
         halo : bool
             Whether to include the cells of the halo.
 
         Returns
         -------
         tuple of array
-            In two dimensions of shape (n, 1) and (1, m).
+            In two dimensions, arrays of shapes (n, 1) and (1, m).
 
         Raises
         ------
         ValueError
-            If the number of an argument's entries isn't the number of the grid's dimensions.
+            If an argument doesn't have one entry per dimension of the grid.
 
         Examples
         --------
@@ -529,22 +531,22 @@ class Domain(Decomposition):
         Parameters
         ----------
         points : array of shape (..., dimensions)
-            Coordinates; on periodic dimensions any number counts.
+            Coordinates; on periodic dimensions any number is valid.
         spacing, origin, extent, centred
             Positions of the cells, as in `coordinates`.
 
         Returns
         -------
         Location
-            ``owner`` of shape (...): the rank that owns ``cell``. ``cell`` of shape (..., dimensions): the cell before the
-            point along each dimension, as index of the whole grid. ``fraction`` of the shape of `points`: the distance
-            from that cell, from 0 to 1 (the next cell); differentiable. Points on a device are copied to the host and
-            located there, and the three arrays are copied to the device.
+            ``owner`` of shape (...): the rank that owns ``cell``. ``cell`` of shape (..., dimensions): the index, in the
+            whole grid, of the last cell at or before the point along each dimension. ``fraction`` of the shape of `points`:
+            the distance from that cell, from 0 to 1 (the next cell); differentiable. For points on a device the results are
+            computed on the host and copied to the device.
 
         Raises
         ------
         ValueError
-            If a point lies outside of the grid, before its first cell or beyond its last one.
+            If a point lies outside the grid, that is, before its first cell or beyond its last one.
         TypeError
             If points aren't numbers.
 
@@ -569,21 +571,20 @@ class Domain(Decomposition):
         centred: bool = False,
         result: str = "all",
     ) -> Array:
-        """Return the values of a field at points, linear between cells along each dimension.
+        """Interpolate a field at points, linearly along each dimension.
 
         Parameters
         ----------
         u : array of shape (..., *local_shape)
         points : array of shape (..., dimensions)
             Coordinates; with ``result="own"`` each rank's own points, otherwise the same on all ranks. For a field on a
-            device they may be on the host, where they are located: the resulting table is copied to the device once per
-            set of points. Points on a device are copied to the host by each call.
+            device the points may be on the host, which is faster: points on a device are copied to the host by each call.
         spacing, origin, extent, centred
             Positions of the cells, as in `coordinates`.
         result : {"all", "share", "own"}
-            "all": every rank gets the values at all points. "share": a rank gets those at the points that it owns, and
-            zeros at the others, so that the sum over ranks is "all"; this saves reductions if many steps are added up
-            first. "own": each rank gets the values at its own points.
+            "all": every rank gets the values at all points. "share": a rank gets the values at the points in its block, and
+            zeros at the others. The sum of the shares over the ranks is "all"; so a program that adds up many steps can
+            reduce once, at the end. "own": each rank gets the values at its own points.
 
         Returns
         -------
@@ -593,23 +594,23 @@ class Domain(Decomposition):
         Raises
         ------
         ValueError
-            If a point lies outside of the grid (the text gives its position), or `result` is unknown; with "own" on all
-            ranks. With "all" on all ranks, if points differ between ranks such that one has no owner, or several.
+            If a point lies outside the grid, or `result` is unknown; with "own" on all ranks. With "all", on all ranks, if
+            points differ between ranks so that a point has no owner, or several.
         ReplicationError
-            A ValueError on all ranks, under ``MPIAD_DEBUG=1``, if points differ between ranks in any bit, with "all" or
-            "share".
+            A ValueError on all ranks, under ``MPIAD_DEBUG=1`` and with "all" or "share", if points differ between ranks in
+            any bit.
         TypeError
             If `u` or `points` isn't a supported array; if points are on a device and `u` isn't.
 
         Ranks
         -----
-        All ranks call it. With "own" all points pass through every rank: it is meant for receivers and probes, not for
-        as many particles as there are cells.
+        All ranks call it. With "own" the points of all ranks are gathered on every rank: use it for receivers and probes,
+        not for as many particles as there are cells.
 
         Adjoint
         -------
-        Each value's cotangent goes to the cells around the point, on their owners, by the weights with which they made the
-        value; and to the point's coordinates by the slopes between these cells.
+        The cotangent of a value is added to those of the cells around the point, times their interpolation weights, and to
+        that of the point, times the slopes between these cells.
 
         Examples
         --------
@@ -622,7 +623,7 @@ class Domain(Decomposition):
         return interpolation.interpolate(self, self._tables, u, points, lattice, result)
 
     def sum(self, u: LocalArray) -> ReplicatedArray:
-        """Add up an array over the whole grid.
+        """Return the sum of an array over the whole grid.
 
         Parameters
         ----------
@@ -644,17 +645,17 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        The sum of all ranks' cotangents goes to every cell.
+        The cotangent of every cell is the sum of all ranks' cotangents.
         """
         return mpi_allreduce(anp.sum(checked_block(self, u, "Domain.sum")), comm=self.comm)
 
     def mean(self, u: LocalArray) -> ReplicatedArray:
-        """Average an array over the whole grid; as `sum`, divided by the number of entries."""
+        """Return the mean of an array over the whole grid; otherwise as `sum`."""
         lead = np.shape(getval(u))[: -len(self.shape)]
         return self.sum(u) / math.prod(lead + self.shape)
 
     def dot(self, u: LocalArray, v: LocalArray) -> ReplicatedArray:
-        """Add up the product of two arrays over the whole grid, without conjugation; otherwise as `sum`.
+        """Return the sum of the product of two arrays over the whole grid, without conjugation; otherwise as `sum`.
 
         Examples
         --------
@@ -667,7 +668,7 @@ class Domain(Decomposition):
         return self.sum(u * checked_block(self, v, "Domain.dot"))
 
     def gram(self, u: LocalArray, v: LocalArray) -> ReplicatedArray:
-        """Return the products of several arrays with several others over the whole grid, in one reduction.
+        """Return the inner products of k arrays with l others over the whole grid, in one reduction.
 
         Parameters
         ----------
@@ -677,7 +678,7 @@ class Domain(Decomposition):
         Returns
         -------
         array of shape (k, l)
-            Without conjugation, as `dot`; the same on all ranks.
+            Products without conjugation, as in `dot`; the same on all ranks.
 
         Raises
         ------
@@ -690,7 +691,7 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        To u the sum of all ranks' cotangents times v, and to v its transpose times u.
+        With G the sum of all ranks' cotangents, the cotangent of u is G v, and that of v is Gᵀ u.
         """
         for several in (u, v):
             if np.ndim(getval(checked_block(self, several, "Domain.gram"))) != len(self.shape) + 1:
@@ -698,7 +699,6 @@ class Domain(Decomposition):
                     f"Domain.gram: expected arrays of shape (k, {listed(self.local_shape)}), "
                     f"but got {np.shape(getval(several))}."
                 )
-        # One product of matrices, and one message for all k l sums.
         flat = [anp.reshape(each, (np.shape(getval(each))[0], -1)) for each in (u, v)]
         return mpi_allreduce(anp.dot(flat[0], flat[1].T), comm=self.comm)
 
@@ -708,9 +708,9 @@ class Domain(Decomposition):
         Otherwise as `sum`.
         """
         square = anp.real(self.dot(anp.conj(u), u))
-        if is_device_array(getval(square)):  # the host doesn't read its values
+        if is_device_array(getval(square)):  # without a copy to the host
             zero = getval(square) == 0
-            # The root of one in its place, so that the derivative at zero isn't zero times infinity.
+            # At zero the root of one is computed instead, so that the derivative isn't zero times infinity.
             return anp.where(zero, 0.0, anp.sqrt(anp.where(zero, 1.0, square)))
         return anp.sqrt(square) if getval(square) else square
 
@@ -737,8 +737,8 @@ class Domain(Decomposition):
 
         Adjoint
         -------
-        The sum of all ranks' cotangents goes to the cell with that value; if several have it, to their ranks in equal
-        parts, and there to the cells in equal parts. If the value is NaN, so are the cotangents of all cells.
+        The sum of all ranks' cotangents goes to the cell with the largest value. If several cells have it, it is divided
+        equally among their ranks, and on each rank among its cells. If the value is NaN, the cotangents of all cells are.
         """
         return mpi_allreduce(anp.max(checked_block(self, u, "Domain.max")), MAX, comm=self.comm)
 
@@ -763,10 +763,9 @@ class Domain(Decomposition):
         checkpoint: str | PathLike[str] | tuple | None = None,
         progress: bool = False,
     ) -> scipy.optimize.OptimizeResult:
-        """Minimize an objective of the whole grid, whose variables stay in blocks on their ranks.
+        """Minimize a function of a field, of which each rank keeps its block.
 
-        This is `mpiad.minimize` with a method that leaves the variables on their ranks. Inner products are sums over the
-        whole grid.
+        This is `mpiad.minimize` with a method for distributed variables. Inner products are sums over the whole grid.
 
         Parameters
         ----------
@@ -782,7 +781,7 @@ class Domain(Decomposition):
             ``hessp(u, v, *args)`` returns this rank's block of the product of the Hessian of J with v, for
             "Newton-CG-sharded". By default it is computed by `make_hvp`.
         bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
-            Of this rank's block, flattened.
+            Bounds of this rank's block, flattened.
         tol, options
             As in `minimize`; the same on all ranks.
         callback : callable, optional
@@ -803,7 +802,7 @@ class Domain(Decomposition):
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if an argument on any of them is invalid: a method without blocks, or an x0 that isn't a block.
+            On all ranks, if an argument on any of them is invalid, for example if an `x0` isn't a block.
         WorkerError
             On all ranks, if an evaluation raises on any.
 
@@ -831,15 +830,15 @@ class Domain(Decomposition):
     def normal(self, seed: int, shape: Shape = ()) -> LocalArray:
         """Return this rank's block of independent standard normal numbers.
 
-        A cell's number is a function of the seed and its position in the grid: Box and Muller's formula applied to two
-        numbers of a counter-based generator at that position. So it is the same on any number of ranks.
+        A cell's number is a function of the seed and the cell's index in the grid, and therefore the same on any number of
+        ranks: the Box-Muller transform of two numbers of a counter-based generator.
 
         Parameters
         ----------
         seed : int
             Zero or more.
         shape : tuple of int
-            Leading axes: fields that are independent of each other.
+            Leading axes, for several independent fields.
 
         Returns
         -------
@@ -852,8 +851,8 @@ class Domain(Decomposition):
 
         Ranks
         -----
-        All ranks call it with the same seed and shape: the blocks are those of one field, and with other seeds unrelated.
-        Nothing is sent; under ``MPIAD_DEBUG=1`` the ranks compare their arguments.
+        All ranks call it with the same seed and shape. Nothing is sent; under ``MPIAD_DEBUG=1`` the ranks compare their
+        arguments.
 
         Adjoint
         -------
@@ -871,27 +870,27 @@ class Domain(Decomposition):
         Parameters
         ----------
         path : path
-            The same on all ranks, on a disk that all see. ``.npy`` isn't added.
+            The same on all ranks, on a file system that all of them share. The suffix ``.npy`` isn't added.
         u : array of shape (..., *local_shape)
-            This rank's block, on the host. Its leading axes and its dtype are those of the file.
+            This rank's block, on the host; leading axes and dtype are the same on all ranks.
 
         Raises
         ------
         TypeError, ValueError
             On all ranks, if `u` isn't such an array on one, or paths, leading axes or dtypes differ.
         OSError
-            On all ranks, if it can't be written: an existing file stays unchanged. If `path` names a device, a pipe
-            or a folder.
+            On all ranks, if the file can't be written, or `path` is a folder, a pipe or a device. An existing file is then
+            unchanged.
 
         Ranks
         -----
-        All ranks call it. They write a file of a random name in the same folder, which is renamed at the end: of several
-        jobs that save at the same time the last one wins.
+        All ranks call it. They write a file with a random name in the same folder, and rename it at the end. If several
+        jobs save to the same path, the file is that of the last one.
         """
         return field_files.save(self, path, u)
 
     def load(self, path: str | PathLike[str]) -> LocalArray:
-        """Read this rank's block of a field that `save` or `numpy.save` has written, on any number of ranks.
+        """Read this rank's block of a field from a file that `save`, on any number of ranks, or `numpy.save` has written.
 
         Parameters
         ----------
@@ -908,6 +907,6 @@ class Domain(Decomposition):
 
         Ranks
         -----
-        All ranks call it, and read the same file, if other jobs save to the path meanwhile.
+        All ranks call it. They read the same file, even if another job saves to the path at the same time.
         """
         return field_files.load(self, path)

@@ -1,4 +1,4 @@
-"""`exchange` and its two halves, of one field or of several."""
+"""`exchange`, `begin_exchange` and `end_exchange`, for one field or several."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from mpiad.transport import Channel, Spec
 from mpiad.transport.buffers import copied, empty_like
 from mpiad.transport.tracing import restoring_state
 
-# Halo exchange in two halves, which overlaps messages with computation, forwards and backwards.
+# Halo exchange in two halves, *begin* and *end*, which overlaps messages with computation, forwards and backwards.
 #
 # All messages of an exchange start together, also those between diagonal neighbors, and the end returns the block with its
 # halo. In the reverse pass the end comes first: its adjoint starts to send the halo's cotangents to the owners of the
-# cells, and the adjoint of the begin receives and adds them. So the adjoint of each half of filling is a half of folding,
-# and vice versa; both consist of the same operations, to any order of differentiation. The first half passes its data to
-# the second in its request, as with the library's other requests.
+# cells, and the adjoint of the begin receives and adds them. So the adjoint of each half of filling a halo is a half of
+# folding it (adding its cells to their originals), and vice versa. The first half passes its data to the second in a
+# request, as other nonblocking operations do.
 #
-# Ranks begin exchanges in one order but may end them in any: an exchange's messages, those of its adjoint and of its
-# tangents carry its number among those of the communicator.
+# Ranks begin exchanges in the same order but may end them in any order. Therefore each exchange on a communicator has a
+# number, from which the tag of its messages, and of those of its adjoint and tangents, is computed.
 
 
-_FIRST_TAG, _TAGS = 32512, 224  # below those of other halos; `_TAGS` exchanges may be active
+_FIRST_TAG, _TAGS = 32512, 224  # at most `_TAGS` exchanges may be active; other exchanges use higher tags
 _BEGIN, _END = "Domain.begin_exchange", "Domain.end_exchange"
 
 
@@ -46,17 +46,17 @@ class Exchange(NamedTuple):
     halo: Halo
     sides: Sides
     scheme: str  # one with a single stage
-    number: int  # of this exchange among those of its communicator
+    number: int  # counts the exchanges of a communicator
     backwards: bool = False  # whether the halo is folded, instead of filled
 
     @property
     def tag(self) -> int:
-        """Tag of all its messages, of those of its adjoint and its tangents."""
+        """Tag of the messages of the exchange, its adjoint and its tangents."""
         return _tag_of(self.number)
 
     @property
     def numbered(self) -> tuple[Halo, int]:
-        """Its identifier among the exchanges of a compiled program."""
+        """Identifier of the exchange in a compiled program."""
         return self.halo, self.number
 
     def renumbered(self) -> int:
@@ -71,8 +71,8 @@ class Exchange(NamedTuple):
 class Begun(Request):
     """An active exchange: `Domain.end_exchange` returns its result.
 
-    `values`, of shape (..., *padded): the array being filled, or folded. `finish`: maps the filled array to the user's
-    result.
+    `values`, of shape (..., *padded): the array being filled or folded. `finish`: function from the filled array to the
+    user's result.
     """
 
     __slots__ = ("__weakref__", "coming", "exchange", "finish", "values")
@@ -95,18 +95,17 @@ def begin_fill(u: LocalArray, halo: Halo, sides: Sides, scheme: str) -> Begun:
     exchange = Exchange(halo, sides, scheme, _next_number(used))
     begun: Begun = communicate(_BEGIN_OPERATION, u, exchange)
     started(begun)
-    # Weakly: an exchange without other references can't be ended, and mustn't be kept alive here.
+    # A weak reference, since an exchange without other references can't be ended any more.
     used.active_exchanges[exchange.tag] = ref(begun)
     return begun
 
 
 def _next_number(used: Channel) -> int:
-    """Count an exchange that begins."""
+    """Return the number of a new exchange; raise a RequestError if its tag is still in use."""
     number = used.exchanges
-    # Tags come round: with two exchanges under one tag a message could be taken for the other's.
     held = used.active_exchanges.get(_tag_of(number))
     earlier = None if held is None else held()
-    # It has this number if a function that has left its trace begins it once more.
+    # The numbers are equal if the number was reset after a trace and the same exchange begins again.
     if earlier is not None and not earlier.done and earlier.exchange.number != number:
         raise RequestError(
             f"{_BEGIN}: {_TAGS} exchanges were begun after {earlier!r}, which hasn't ended. End each with {_END}."
@@ -116,18 +115,17 @@ def _next_number(used: Channel) -> int:
 
 
 def _tag_of(number: int) -> int:
-    # By its number, on which the ranks agree without a message: all begin their exchanges in the same order.
     return _FIRST_TAG + number % _TAGS
 
 
 def end_fill(begun: Begun) -> LocalArray:
-    """Complete an exchange and return the block with its halo; each rank ends its exchanges in any order.
+    """Complete an exchange and return the block with its halo; a rank may end its exchanges in any order.
 
-    Raise a TypeError if it isn't an exchange that was begun; a RequestError if it has ended before, or began in another
-    trace. The adjoint is the start of folding.
+    Raise a TypeError if `begun` isn't an exchange; a RequestError if it has ended before, or began in another trace. The
+    adjoint is the start of folding.
     """
     if not isinstance(begun, Begun):
-        raise TypeError(f"{_END}: expected what {_BEGIN} returned, but got {type(begun).__name__}.")
+        raise TypeError(f"{_END}: expected a result of {_BEGIN}, but got {type(begun).__name__}.")
     return communicate(_END_OPERATION, None, claim(begun, _END))
 
 
@@ -148,10 +146,9 @@ def _start(x: LocalArray, exchange: Exchange) -> Begun:
 
 def _finish(x: None, begun: Begun) -> LocalArray:
     exchange, values, coming = begun.exchange, begun.values, begun.coming
-    # Of an exchange that the user keeps, the buffers are free.
+    # The buffers are freed even if the user keeps `begun`.
     begun.done, begun.values, begun.coming = True, None, []
     halo = exchange.halo
-    # From here on as the end of `fold_in_place` or, forwards, of `fill_in_place`.
     if exchange.backwards:
         with restoring_state(), suspended():
             add(values, coming)
@@ -164,7 +161,7 @@ def _finish(x: None, begun: Begun) -> LocalArray:
 
 
 def _adjoint_of_begin(ans: Begun, x: Array, exchange: Exchange, level: int) -> Any:
-    """Return the end of the transposed exchange, which the adjoint of the end has started."""
+    """Return the function that ends the transposed exchange, which the adjoint of the end has begun."""
     cell = ans.cell(level)
 
     def vjp(g: None) -> Any:
@@ -175,18 +172,16 @@ def _adjoint_of_begin(ans: Begun, x: Array, exchange: Exchange, level: int) -> A
 
 
 def _adjoint_of_end(ans: Array, x: None, begun: Begun, level: int) -> Any:
-    """Return the start of the transposed exchange."""
+    """Return the function that begins the transposed exchange."""
     cell, transposed = begun.cell(level), begun.exchange.transposed()
 
     def vjp(g: Array) -> None:
-        # The reverse pass starts to send the cotangents at the end of an exchange, and completes the messages at its begin.
         cell.request = communicate(_BEGIN_OPERATION, g, transposed)
 
     return vjp
 
 
 def _tangent_of_begin(dx: Array, ans: Begun, x: Array, exchange: Exchange, level: int) -> None:
-    # Values beyond sides are constants, of which the tangent is zero; factors stay.
     along = exchange._replace(sides=homogeneous(exchange.sides))
     ans.cell(level).request = communicate(_BEGIN_OPERATION, dx, along)
 
@@ -223,11 +218,11 @@ def begin_exchange(domain: Decomposition, u: LocalArray | Sequence[LocalArray], 
 
 
 def _prepared(domain: Decomposition, u: Array, boundary: Boundary, corners: bool, call: str) -> tuple[Any, Sides, Finish]:
-    """Return one array to exchange, its boundary, and the function that makes the result from its padded form."""
-    # A traced value must stay on the tape, but the exchange is one node of u alone.
+    """Return one array to exchange, its boundary, and the function that makes the result from the padded array."""
+    # A traced value is subtracted and added outside of the exchange, whose only traced input is u.
     value, sides = shifted(sides_of(boundary, len(domain.shape), call), call)
     if value is not None and not corners:
-        raise TypeError(f"{call}: a traced boundary value needs corners=True, since corners then hold it too.")
+        raise TypeError(f"{call}: a traced boundary value needs corners=True, because it also fills the corners.")
     u, finish = _joined(domain, u, call) if isinstance(u, (tuple, list)) else (checked_block(domain, u, call), _as_it_is)
     if u is None:
         return u, sides, finish
@@ -242,8 +237,8 @@ def _joined(domain: Decomposition, fields: Sequence[LocalArray], call: str) -> t
     fields = [checked_block(domain, field, call) for field in fields]
     if len({field.dtype for field in fields}) > 1:
         raise TypeError(
-            f"{call}: fields that travel in one message must have one dtype, but got "
-            f"{', '.join(str(field.dtype) for field in fields)}. Convert them, or exchange them apart."
+            f"{call}: fields that are sent in one message must have the same dtype, but got "
+            f"{', '.join(str(field.dtype) for field in fields)}. Convert them, or exchange them separately."
         )
     if not fields:
         return None, _as_it_is
@@ -254,7 +249,7 @@ def _joined(domain: Decomposition, fields: Sequence[LocalArray], call: str) -> t
         pieces = [padded[stop - math.prod(lead) : stop] for stop, lead in zip(stops, leads)]
         return [piece.reshape(lead + domain.padded_shape) for piece, lead in zip(pieces, leads)]
 
-    # Leading axes are made one, so that fields with different ones fit into one message.
+    # The leading axes of each field are flattened to one, along which the fields are joined.
     return concatenate([field.reshape((-1, *domain.local_shape)) for field in fields]), apart
 
 

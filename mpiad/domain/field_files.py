@@ -1,4 +1,4 @@
-"""Fields in files: one array of NumPy's format, written and read by all ranks, each its block."""
+"""Fields in files: one array in NumPy's format, of which each rank writes or reads its block."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def save(domain: Decomposition, path: str | PathLike[str], u: LocalArray) -> Non
             raise TypeError(f"{call}: expected an array on the host. Copy it with mpiad.device.to_host.")
         block = np.ascontiguousarray(stop_gradient(checked_block(domain, u, call)))
         if block.dtype.kind in "OV":
-            kind = "Python's objects" if block.dtype.hasobject else f"structures, {block.dtype}"
+            kind = "Python objects" if block.dtype.hasobject else f"structures, {block.dtype}"
             raise TypeError(f"{call}: expected numbers, but got an array of {kind}.")
         file = Path(path)
     lead = block.shape[: block.ndim - len(domain.shape)]
-    # Before a byte is written: ranks with other shapes would write over each other's blocks.
+    # Ranks with different shapes would overwrite each other's blocks.
     require_same(domain._channel, f"path={str(file)!r}, leading axes {lead}, dtype {block.dtype.str}", call)
     write_block(domain._channel, file, (*lead, *domain.shape), _starts(domain, len(lead)), block, call)
 
@@ -40,7 +40,6 @@ def load(domain: Decomposition, path: str | PathLike[str]) -> LocalArray:
         lead = max(0, len(layout.shape) - len(domain.shape))
         if layout.shape[lead:] != domain.shape:
             raise ValueError(f"it holds shape {layout.shape}, but the grid has {domain.shape}")
-        # Each reads its own block, so no rank ever holds the whole grid.
         return _starts(domain, lead), np.empty((*layout.shape[:lead], *domain.local_shape), layout.dtype)
 
     with raising_together(domain._channel, Exception):

@@ -1,8 +1,8 @@
-"""Halo exchange: a block with the layers of cells around it that other ranks own, and its transpose.
+"""Halo exchange and its transpose: copy the cells around a block from the ranks that own them, and add them back.
 
-The physical sides are filled dimension by dimension, as `numpy.pad` fills them. The transpose goes the other way and adds
-every halo cell's cotangent to the cell it was copied from, on its owner's rank. Both are one node on the tape, and each
-is the other's derivative. `nonblocking_exchange` has both in two halves, with time to compute in between.
+Filling a halo copies cells; beyond physical sides, dimension by dimension, as `numpy.pad` does. Its transpose, folding,
+adds every halo cell to the cell of which it is a copy, on the rank that owns this. Each is one node on the tape, whose
+adjoint is the other. `field_exchange` has both in two halves, with computation in between.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpiad.domain.routes import IN_TURN, Geometry, Index, Stage, plan
 from mpiad.extend import InPlace, custom_operator, defjvp, defvjp
 from mpiad.transport.buffers import copied, empty_like
 
-# Far from usual tags of users, and below the 32767 that MPI guarantees.
+# MPI guarantees tags up to 32767, and users rarely choose large ones.
 _TAG = 32750
 
 
@@ -28,24 +28,21 @@ class Local(NamedTuple):
     """Cells of the halo that no message fills."""
 
     ghost: Index
-    copied: Index | None  # the cells of this rank that they copy, None if they hold a value
-    # The dimension of the physical side that they lie beyond, and 0 or 1 for before or after; None if they lie beyond
-    # none: copies of this rank's other end, and zeros.
-    axis: int = 0
-    place: int | None = None
+    copied: Index | None  # the cells of this rank of which they are copies, None if they hold a given value
+    axis: int = 0  # dimension of the physical side beyond which they lie
+    place: int | None = None  # 0 or 1 for the low or high side; None if they don't lie beyond a physical side
 
     def side(self, sides: Sides) -> Side:
-        """Return the boundary that fills them."""
+        """Return the boundary that fills these cells."""
         return ZERO if self.place is None else sides[self.axis][self.place]
 
 
 class Halo:
-    """The sources of the cells of a block's halo.
+    """The messages and local copies that fill the halo of a block.
 
-    - `rank`: this rank.
-    - `widths`: layers on each side, for each dimension; no more than the smallest block has.
-    - `shape`, `padded`: cells of the block, without and with its halo.
-    - `interior`: the block within the block with its halo.
+    - `widths`: number of layers on each side, for each dimension; no more than the smallest block has.
+    - `shape`, `padded`: shape of the block, without and with its halo.
+    - `interior`: index of the block in an array that includes its halo.
     """
 
     def __init__(self, partition: Partition, rank: Rank, widths: tuple[int, ...], comm: Comm):
@@ -57,14 +54,13 @@ class Halo:
 
     def stages(self, scheme: str) -> tuple[Stage, ...]:
         """Return the stages of a scheme."""
-        # Made at the first use: most programs use one scheme, and plans of three dimensions are long.
         if scheme not in self._plans:
             self._plans[scheme] = plan(self.geometry, scheme)
         return self._plans[scheme]
 
     def local(self, sides: Sides, scheme: str) -> list[list[Local]]:
         """Return, for each stage, the cells of the halo that no message fills, in the order in which they are filled."""
-        # The sources of cells don't depend on values, and a program may give another value in each step.
+        # Without the values in the key, since a program may give another value in each step.
         key = (scheme, *[side.layers for pair in sides for side in pair])
         if key not in self._local:
             self._local[key] = [self._local_of(stage, sides) for stage in self.stages(scheme)]
@@ -72,12 +68,11 @@ class Halo:
 
     def _local_of(self, stage: Stage, sides: Sides) -> list[Local]:
         beyond = [self._beyond(axis, place, across, sides[axis][place]) for axis, place, across in stage.beyond]
-        # Folding uses the reverse order: copies around a ring are then added up from its first side on.
+        # Reversed, because folding uses the reverse order.
         around = [Local(ghost, owned) for owned, ghost in reversed(stage.here)]
         return [*around, *beyond, *[Local(ghost, None) for ghost in stage.empty]]
 
     def _beyond(self, axis: int, place: int, across: tuple[slice, ...], side: Side) -> Local:
-        # With the extent that the stage has along other dimensions, so that corners come with the last of them.
         def index(along: slice) -> Index:
             return (..., *across[:axis], along, *across[axis + 1 :])
 
@@ -101,14 +96,14 @@ def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TU
     """Fill the halo of an array of shape (..., *padded) whose interior is set."""
     stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
     for _, local in stages:
-        _fill_constants(out, local, sides)  # no message depends on them
+        _fill_constants(out, local, sides)
     for stage, local in stages:
         put(out, post(out, stage.routes, False, _TAG, halo.comm))
         _fill_copies(out, local, sides)
 
 
 def fill_local(out: LocalArray, local: list[Local], sides: Sides) -> None:
-    """Fill the cells that don't come from other ranks, after those that do."""
+    """Fill the cells that no message fills, after those that messages fill."""
     _fill_constants(out, local, sides)
     _fill_copies(out, local, sides)
 
@@ -133,28 +128,28 @@ def fold_halo(g: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) ->
     """
     total = copied(g)
     fold_in_place(total, halo, sides, scheme)
-    # A view: one pass over memory less, but the halo stays allocated.
+    # A view, which saves a copy but keeps the halo allocated.
     return total[halo.interior]
 
 
 def fold_in_place(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> None:
     """Fold the halo of an array of shape (..., *padded) into its interior; the halo is not cleared."""
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
-        # In reverse order of filling: the halo beyond a side may be a copy of the neighbors' cells.
+        # In the reverse order of filling, since local copies may be copies of cells that messages have filled.
         fold_local(total, local, sides, len(halo.shape))
         add(total, post(total, stage.routes, True, _TAG, halo.comm))
 
 
 def fold_local(total: LocalArray, local: list[Local], sides: Sides, ndim: int) -> None:
     """Add the cells that no message fills to the cells that they are copies of."""
-    # Backwards, since a later side was filled with the halo of earlier ones in its corners.
+    # In the reverse order of filling, since a later side may copy halo cells of an earlier one.
     for cells in reversed(local):
         if cells.copied is not None:
             side, layers = cells.side(sides), total[cells.copied]
             total[cells.copied] += side.folded(total[cells.ghost], layers, cells.axis - ndim)
 
 
-# Filling copies cells (matrix rows with one entry each), except for given values; folding is its transpose.
+# Filling is affine: its matrix has one entry per row or none, for the copied cell. Folding multiplies by the transpose.
 defvjp(fill_halo, lambda ans, u, halo, sides, scheme=IN_TURN: lambda g: fold_halo(g, halo, sides, scheme))
 defjvp(fill_halo, lambda du, ans, u, halo, sides, scheme=IN_TURN: fill_halo(du, halo, homogeneous(sides), scheme))
 defvjp(fold_halo, lambda ans, g, halo, sides, scheme=IN_TURN: lambda v: fill_halo(v, halo, homogeneous(sides), scheme))
@@ -163,9 +158,8 @@ fill_halo.several = fold_halo.several = True
 
 
 def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
-    """Return `fill_in_place` for an array with a fixed address: a function whose iterator yields during messages."""
+    """Return `fill_in_place` for an array with a fixed address, as `InPlace.prepared`."""
     stages = list(zip(halo.stages(scheme), halo.local(sides, scheme)))
-    # Constants don't depend on the field: they are written before all stages, and not between messages.
     every = [cells for _, local in stages for cells in local]
     constants = [(out[cells.ghost], cells.side(sides).filled(None)) for cells in every if cells.copied is None]
     prepared = [
@@ -189,7 +183,7 @@ def _prepared_filling(out: LocalArray, halo: Halo, sides: Sides, scheme: str = I
 
 
 def _prepared_folding(total: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TURN) -> Callable[[], Iterator[None]]:
-    """Return `fold_in_place` for an array with a fixed address, as `_prepared_filling` does for `fill_in_place`."""
+    """Return `fold_in_place` for an array with a fixed address, as `InPlace.prepared`."""
     prepared, ndim = [], len(halo.shape)
     for stage, local in zip(reversed(halo.stages(scheme)), reversed(halo.local(sides, scheme))):
         copied = [cells for cells in reversed(local) if cells.copied is not None]
@@ -215,9 +209,9 @@ def _none(halo: Halo, *_: Any) -> tuple[int, ...]:
 
 
 def _still(halo: Halo, layers: Callable[[int], int], sides: Sides, scheme: str) -> list[tuple[int, int]] | None:
-    """Return the cells that don't change while messages are active; None without messages.
+    """Return the cells that don't change while messages are active, as `InPlace.still`.
 
-    ``layers(width)`` layers are left out at each end of an axis that isn't a side with a given value.
+    At each end of an axis ``layers(width)`` layers are left out, except at a side with a given value.
     """
     if not any(stage.routes for stage in halo.stages(scheme)):
         return None
@@ -233,7 +227,7 @@ fill_halo.in_place = InPlace(
     _prepared_filling,
     lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: width, sides, scheme), changes_given=False,
 )  # fmt: skip
-# A reflection takes its layers from behind the first one.
+# A reflection adds to the layers next to the outermost one of the block: 2 h + 1 layers in all.
 fold_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.shape, _none, lambda halo, *_: halo.widths, fold_in_place,
     _prepared_folding,

@@ -1,4 +1,4 @@
-"""The messages of one stage of an exchange: posted together, one to each neighbor, and taken together."""
+"""The messages of one stage of an exchange: all are started together, one to each neighbor, and then completed."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ class Coming(NamedTuple):
 
 
 def post(values: LocalArray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm) -> list[Coming]:
-    """Start the messages of a stage of values (..., *padded).
+    """Start the messages of a stage, for values of shape (..., *padded).
 
-    With `backwards` halo cells are sent to their owners, instead of owned cells to the halos that copy them.
+    Each rank sends cells of its block to the halos of its neighbors; with `backwards` it sends cells of its halo to the
+    ranks that own them.
     """
-    # Receives first, so that messages need no buffers in MPI.
+    # Receives first, so that MPI needn't buffer the messages.
     coming = []
     for route in routes:
         parts = route.ours if backwards else route.ghosts
-        coming.append(Coming(parts, mpi_irecv(_room(values, parts), route.peer, tag, comm)))
+        coming.append(Coming(parts, mpi_irecv(_buffer_for(values, parts), route.peer, tag, comm)))
     for route in routes:
         mpi_send(_packed(values, route.ghosts if backwards else route.ours), route.peer, tag, comm)
     return coming
@@ -53,7 +54,7 @@ def add(values: LocalArray, coming: list[Coming]) -> None:
 
 def _received(values: LocalArray, coming: list[Coming]) -> Any:
     for parts, request in coming:
-        # In the order of the routes, not of arrival: in cells of several parts the order of sums would vary otherwise.
+        # In the order of the routes, not of arrival: cells that belong to several parts are summed in a fixed order.
         message, start = mpi_wait(request), 0
         for index in parts:
             shape = values[index].shape
@@ -62,7 +63,7 @@ def _received(values: LocalArray, coming: list[Coming]) -> Any:
             start = stop
 
 
-def _room(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
+def _buffer_for(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
     return empty_like(values, (sum(values[index].size for index in parts),))
 
 
@@ -73,12 +74,12 @@ def _packed(values: LocalArray, parts: tuple[Index, ...]) -> LocalArray:
 class PreparedStage:
     """The messages of a stage, for an array with a fixed address that is exchanged repeatedly.
 
-    `values`, `routes`, `backwards`, `tag`, `comm`: as of `post`.
+    Parameters are those of `post`.
     """
 
     def __init__(self, values: np.ndarray, routes: tuple[Route, ...], backwards: bool, tag: int, comm: Comm):
         going = [_Edges(values, route.ghosts if backwards else route.ours) for route in routes]
-        # Backwards, received values are added; otherwise they may be received directly into their cells.
+        # Backwards, received values are added to the cells, so that they need a buffer.
         coming = [_Edges(values, route.ours if backwards else route.ghosts, apart=backwards) for route in routes]
         self._packed = [copy for edges in going for copy in edges.copies]
         self._unpacked = [copy for edges in coming for copy in edges.copies]
@@ -87,7 +88,7 @@ class PreparedStage:
         self._messages = PreparedMessages(used, peers, tag, [e.message for e in going], [e.message for e in coming])
 
     def run(self) -> Iterator[None]:
-        """Start to send and receive, without waiting; the cells of active messages mustn't change meanwhile."""
+        """Start the messages, yield, and complete them; the cells of active messages mustn't change meanwhile."""
         messages = self._messages
         try:
             for cells, part in self._packed:
@@ -96,7 +97,7 @@ class PreparedStage:
             yield
             messages.finish("exchange")
         except BaseException as error:
-            # GeneratorExit: the program was dropped in the middle, and the edges may still be written to.
+            # A GeneratorExit if the program was abandoned; active messages may still write to the array.
             left = "an exception" if isinstance(error, GeneratorExit) else type(error).__name__
             messages.leave(f"{left} left a program in which messages were under way.")
             raise
@@ -106,20 +107,18 @@ class PreparedStage:
 
 
 class _Edges:
-    """Parts of an array in one message: the array's own memory, if they are contiguous, or a buffer.
+    """A message of several parts of an array: a view of the array if they are contiguous, else a buffer.
 
-    `copies`, list of (array, array): each part of the array, and its view of the message.
+    `copies`: list of pairs: each part of the array, and the corresponding view of the buffer.
     """
 
     def __init__(self, values: np.ndarray, parts: tuple[Index, ...], apart: bool = False):
         cells = [values[index] for index in parts]
         self.copies: list[tuple[np.ndarray, np.ndarray]] = []
-        # A slab of whole rows is sent and received in place, without a copy.
         if len(cells) == 1 and cells[0].flags.c_contiguous and not apart:
             self.message = cells[0]
             return
-        # Several parts for one neighbor, or strided ones, are packed into one contiguous message.
-        self.message, start = _room(values, parts), 0
+        self.message, start = _buffer_for(values, parts), 0
         for part in cells:
             self.copies.append((part, self.message[start : start + part.size].reshape(part.shape)))
             start += part.size

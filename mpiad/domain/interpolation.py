@@ -1,7 +1,7 @@
-"""Points between the cells: coordinates, owners of points, and values there.
+"""Coordinates of cells, owners of points, and interpolation at points between cells.
 
-The cells of a grid represent points with equal spacing. A user's point lies between a cell and the next one along
-each dimension; it belongs to the rank that owns the lower of them.
+The cells of a grid represent points with equal spacing. A user's point lies between a cell and the next one along each
+dimension; it belongs to the rank that owns the first of them.
 """
 
 from __future__ import annotations
@@ -33,57 +33,57 @@ from mpiad.transport.guarded import watch_settings
 from mpiad.transport.replication import require_replicated
 from mpiad.transport.tracing import settled
 
-# Interpolation between cells: the cells and their weights are computed on the host.
+# Interpolation weights are computed on the host.
 #
-# They are kept as a table: a program that evaluates a field at the same receivers in each step locates them once. For a
-# field on a device the table is copied there, once, and the gather and its sums run there. Weights of traced points are
-# traced themselves: they are computed, and copied, by each call.
+# They are cached in a table, so that a program that evaluates a field at the same receivers in each step locates them once.
+# For a field on a device the table is copied there once, and the interpolation runs there. The weights of traced points are
+# traced, and are computed and copied by each call.
 
 
-_KEPT = 8  # tables: a program has a few sets of receivers
+_KEPT = 8  # cached tables
 
 
 class PointTable(NamedTuple):
     """The cells and weights of a set of points on one rank."""
 
-    # `places`: for the points that this rank owns, the corners of their cells, shape (2**dimensions, p), as indices into
-    # the flattened block with its halo. `order`: the index of each point among those of this rank followed by the others.
+    # `places`: the cells around each of the p points that this rank owns, shape (2**dimensions, p), as indices of the
+    # flattened block with its halo. `order`: the index of each point in the list of this rank's points and then the others.
     places: Constants
     order: Constants
     owned: Constants  # for all points, 1.0 for those of this rank and 0.0 for others, in the weights' dtype
-    weights: Any  # of the corners; Constants, or an array if it is traced
-    shape: Shape  # of the points
+    weights: Any  # weights of the cells in `places`; Constants, or an array if it is traced
+    shape: Shape  # shape of the array of points, without its last axis
 
 
 class PointTables:
     """The tables of the most recently used sets of points.
 
-    `halo`: of one cell, whatever that of the domain is: the cell after the block's last one.
+    `halo`: a halo of one cell, whatever that of the domain is, since interpolation uses the cell after the block's last.
     """
 
     def __init__(self, domain: Decomposition):
         self.halo = domain.halo_of((1,) * len(domain.shape))
         self._partition, self._rank = domain._partition, domain._channel.rank
-        # The cell of the whole grid that is the first of the block with that halo.
+        # The index, in the whole grid, of the first cell of the block with this halo.
         self._starts = np.array([cells.start for cells in domain.owned]) - 1
         self._kept: OrderedDict[tuple, PointTable] = OrderedDict()
 
     def table(self, points: Array, lattice: Lattice, dtype: np.dtype, call: str) -> PointTable:
-        """Return the table of points (..., dimensions), which are on the host, traced or not, with weights of this dtype.
+        """Return the table of points of shape (..., dimensions) on the host, with weights of this dtype.
 
-        It raises as `located` does.
+        Points may be traced. Exceptions are those of `located`.
         """
-        # Nothing is kept of points that are traced: their weights belong to this trace.
+        # The weights of traced points belong to this trace and aren't cached.
         if isbox(points):
             return self._found(located(points, lattice, self._partition, call), dtype)
         plain: Any = np.ascontiguousarray(points)
-        # By their values: a program may write other points into the same array.
+        # The key is a hash of the values, since a program may write other points into the same array.
         held = hashlib.blake2b(plain, digest_size=16).digest(), plain.shape, plain.dtype.str
         key = (*held, *lattice.firsts, *lattice.steps, dtype.char)
         if key not in self._kept:
             self._kept[key] = self._found(located(plain, lattice, self._partition, call), dtype)
             if len(self._kept) > _KEPT:
-                # Drop the least recently used table: moving points would fill the memory otherwise.
+                # The least recently used table.
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
@@ -92,7 +92,7 @@ class PointTables:
         ndim, owners = len(self._starts), where.owner.reshape(-1)
         mine = np.flatnonzero(owners == self._rank)
         corner = (where.cell.reshape(-1, ndim)[mine] - self._starts).T
-        fraction = anp.reshape(where.fraction, (-1, ndim))[mine].astype(dtype)  # the field keeps its precision
+        fraction = anp.reshape(where.fraction, (-1, ndim))[mine].astype(dtype)
         steps = list(itertools.product((0, 1), repeat=ndim))
         places = [np.ravel_multi_index(tuple(corner + np.array(step)[:, None]), self.halo.padded) for step in steps]
         weights = anp.stack([_corner_weight(fraction, step) for step in steps])
@@ -103,7 +103,7 @@ class PointTables:
 
 
 def _corner_weight(fraction: Array, step: tuple[int, ...]) -> Array:
-    """Return the weight of one corner of a cell: the product of those along each dimension."""
+    """Return the weight of one corner of a cell: the product of its weights along each dimension."""
     weight = 1.0
     for axis, s in enumerate(step):
         weight = weight * (fraction[:, axis] if s else 1.0 - fraction[:, axis])
@@ -111,27 +111,27 @@ def _corner_weight(fraction: Array, step: tuple[int, ...]) -> Array:
 
 
 def interpolated(padded: LocalArray, table: PointTable, ndim: int) -> LocalArray:
-    """Return a field's values at this rank's points, zeros at those of others, on the device of its padded block."""
-    home, weights = arrays_of(stop_gradient(padded)), table.weights
+    """Return a field's values at this rank's points, and zeros at the others, on the device of the padded block."""
+    namespace, weights = arrays_of(stop_gradient(padded)), table.weights
     lead, cells = padded.shape[: padded.ndim - ndim], math.prod(padded.shape[padded.ndim - ndim :])
     if isinstance(weights, Constants):
-        (weights,) = weights.on(home)
-    elif home is not None:
-        weights = array_to_device(weights, home)
-    (places,) = table.places.on(home)
-    # Corner after corner, so that rounding doesn't depend on the number of points that a rank owns.
+        (weights,) = weights.on(namespace)
+    elif namespace is not None:
+        weights = array_to_device(weights, namespace)
+    (places,) = table.places.on(namespace)
+    # One corner after the other, so that rounding doesn't depend on the number of points that a rank owns.
     terms = anp.reshape(padded, (*lead, cells))[..., places] * weights
     values = reduce(operator.add, [terms[..., k, :] for k in range(len(places))])
     count, known = math.prod(table.shape), places.shape[-1]
     if known < count:
-        zeros = Spec((*lead, count - known), values.dtype, home).zeros()
-        # By a permutation of the known values and zeros, which has an adjoint; writing into an array of zeros has none.
-        values = concatenate([values, zeros], axis=-1)[..., table.order.on(home)[0]]
+        zeros = Spec((*lead, count - known), values.dtype, namespace).zeros()
+        # A permutation of values and zeros has an adjoint; assignment to elements of an array of zeros has none.
+        values = concatenate([values, zeros], axis=-1)[..., table.order.on(namespace)[0]]
     return anp.reshape(values, (*lead, *table.shape))
 
 
 _SAME = 'with result="all" and "share" points must be the same on all ranks'
-_HOW_TO_AGREE = 'Draw them with one seed on all ranks, or broadcast them; result="own" is for points of each rank\'s own.'
+_HOW_TO_AGREE = 'Draw them with the same seed on all ranks, or broadcast them. Use result="own" for different points.'
 
 
 def coordinates(domain: Decomposition, lattice: Lattice, halo: bool) -> tuple[LocalArray, ...]:
@@ -146,10 +146,9 @@ def coordinates(domain: Decomposition, lattice: Lattice, halo: bool) -> tuple[Lo
 
 def locate(domain: Decomposition, points: Array, lattice: Lattice) -> Location:
     """See `Domain.locate`."""
-    # On the host, also for points on a device: their positions determine how arrays are indexed.
     found = located(_on_host(points), lattice, domain._partition, "Domain.locate")
-    home = arrays_of(stop_gradient(points))
-    return found if home is None else Location(*[array_to_device(part, home) for part in found])
+    namespace = arrays_of(stop_gradient(points))
+    return found if namespace is None else Location(*[array_to_device(part, namespace) for part in found])
 
 
 def interpolate(
@@ -170,7 +169,7 @@ def interpolate(
     share, table = _share(domain, tables, u, points, lattice, call)
     if result == "share":
         return share
-    # Together with the values sum up the owners of each point: points that differ between ranks have none, or several.
+    # The number of owners of each point is summed up in the same message; it isn't one if points differ between ranks.
     (owned,) = table.owned.like(share)
     flat = anp.reshape(share, (-1,))
     total = mpi_allreduce(concatenate([flat, owned.astype(stop_gradient(share).dtype)]), comm=domain.comm)
@@ -181,10 +180,10 @@ def interpolate(
 def _share(
     domain: Decomposition, tables: PointTables, u: LocalArray, points: Array, lattice: Lattice, call: str
 ) -> tuple[LocalArray, PointTable]:
-    """Return the values at the points that this rank owns, and zeros at the others; and their table."""
-    # With its own edge beyond physical sides: those values have weight zero, but must be finite.
+    """Return the values at the points that this rank owns, zeros at the others, and the table of the points."""
+    # Values beyond physical sides have weight zero, but must be finite.
     sides = sides_of("edge", len(domain.shape), call)
-    # Locate points before the exchange, so that no rank waits for one that raises.
+    # Points are located before the exchange, so that no rank waits for one that raises.
     table = tables.table(points, lattice, np.zeros(0, u.dtype).real.dtype, call)
     return interpolated(fill_halo(u, tables.halo, sides), table, len(domain.shape)), table
 
@@ -192,46 +191,45 @@ def _share(
 def _interpolate_own(
     domain: Decomposition, tables: PointTables, u: LocalArray, points: Array, lattice: Lattice, call: str
 ) -> LocalArray:
-    # Each rank has other points; all raise for one outside before the points are sent.
+    # All ranks raise before the points are sent, if one rank has a point outside the grid.
     with raising_together(domain._channel):
         _require_place(u, points, call)
         points = _on_host(points)
         located(points, lattice, domain._partition, call)
     ndim, shape = len(domain.shape), np.shape(stop_gradient(points))[:-1]
-    # As floats, even if some ranks give integers: gathered arrays have one dtype.
+    # Converted to floats, since some ranks may pass integers, and all must gather the same dtype.
     flat = anp.reshape(points, (-1, ndim)) * 1.0
     counts = [int(n) for n in mpi_allgather(np.array([math.prod(shape)]), axis=0, comm=domain.comm)]
-    # All points go to all ranks, since none knows whose neighbors they have; values are returned to their ranks only.
+    # The points are gathered on all ranks; each value is returned only to the rank that asked for it.
     everywhere = mpi_allgather(flat, axis=0, comm=domain.comm)
     share, _ = _share(domain, tables, u, everywhere, lattice, call)
-    # Each point has a value on its owner and zeros elsewhere: the sum is that value; each rank gets its points only.
     mine = mpi_reduce_scatter(anp.moveaxis(share, -1, 0), axis=0, counts=counts, comm=domain.comm)
     return anp.reshape(anp.moveaxis(mine, 0, -1), u.shape[: u.ndim - ndim] + shape)
 
 
 def _on_host(points: Array) -> Array:
-    """Return points on the host, where they are located; traced points stay traced."""
+    """Copy points to the host; traced points remain traced."""
     return points if arrays_of(stop_gradient(points)) is None else array_to_host(points)
 
 
 def _require_one_owner(counts: Array, channel: Channel, call: str) -> None:
-    """Raise on all ranks unless each point has one owner; the counts are sums over all ranks."""
-    home = arrays_of(counts)
-    counts = counts if home is None else home.to_host(counts)
+    """Raise on all ranks unless all entries of `counts`, the numbers of owners, are one."""
+    namespace = arrays_of(counts)
+    counts = counts if namespace is None else namespace.to_host(counts)
     if (counts == 1.0).all():
         return
     wrong = np.flatnonzero(counts != 1.0)
     raise agreed(channel, ValueError(
-        f"{call}: {_SAME}, but {wrong.size} of {counts.size} points aren't owned by one rank: of point {wrong[0]}, at each "
-        f"rank's coordinates, {counts[wrong[0]].real:.0f} ranks are the owner. {_HOW_TO_AGREE}"
+        f"{call}: {_SAME}, but differ: {wrong.size} of {counts.size} points aren't owned by exactly one rank. For example, "
+        f"{counts[wrong[0]].real:.0f} ranks own their point {wrong[0]}. {_HOW_TO_AGREE}"
     ))  # fmt: skip
 
 
 def _require_place(u: LocalArray, points: Array, call: str) -> None:
     """Raise a TypeError if points are on a device and the field isn't on the same one."""
-    home = arrays_of(stop_gradient(points))
-    if home is not None and home != arrays_of(stop_gradient(u)):
+    namespace = arrays_of(stop_gradient(points))
+    if namespace is not None and namespace != arrays_of(stop_gradient(u)):
         raise TypeError(
-            f"{call}: points must be on the host, or where u is, but points are {named(stop_gradient(points))} and u is "
-            f"{named(stop_gradient(u))}. Nothing is copied unasked: see mpiad.device.to_device and to_host."
+            f"{call}: points must be on the host or on the device of u, but points are {named(stop_gradient(points))} and "
+            f"u is {named(stop_gradient(u))}. Copy one of them with mpiad.device.to_device or to_host."
         )

@@ -24,17 +24,16 @@ def minimize(
     with raising_together(domain._channel):
         if not (isinstance(method, str) and method.lower().endswith("-sharded")):
             raise ValueError(
-                f"{_CALL}: method must be 'L-BFGS-sharded' or 'Newton-CG-sharded', which leave each block on its rank, "
+                f"{_CALL}: method must be 'L-BFGS-sharded' or 'Newton-CG-sharded', which keep each block on its rank, "
                 f"but got {method!r}. "
-                "mpiad.minimize has methods for variables that the root holds, such as a whole grid."
+                "Use mpiad.minimize for methods that need all variables on the root."
             )
-        # Leaves that aren't variables may be anything.
         for leaf in [x0] if is_array(x0) else filter(is_variable, flatten(x0)[0]):
             checked_block(domain, leaf, _CALL)
-    # The optimizers are independent of domains, and a layer above them: they are imported when they are used.
+    # Imported here, because `optimize` is a layer above `domain`.
     optimize = import_module("mpiad.optimize")
     kept: Any = optimize.CheckpointFile(checkpoint) if isinstance(checkpoint, (str, PathLike)) else checkpoint
-    # So that the file holds the whole grid, and can be read on another number of ranks.
+    # With the blocks' positions the file can be read on another number of ranks.
     if isinstance(kept, optimize.CheckpointFile) and kept.blocks is None:
         kept = kept._replace(blocks=domain.owned)
     return optimize.minimize(fun, x0, method=method, comm=domain.comm, checkpoint=kept, **keywords)

@@ -1,7 +1,7 @@
 """The division of a grid: a Cartesian grid of ranks, and the block of cells that each rank owns.
 
-Ranks are placed in row-major order (the last dimension varies fastest), as MPI's Cartesian communicators place them.
-Along each dimension the first blocks are longer by one cell if the cells don't divide evenly.
+Ranks are numbered in row-major order (the last dimension varies fastest), as in MPI's Cartesian communicators. If the cells
+along a dimension don't divide evenly, the first blocks have one cell more.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ class Partition:
     periodic: tuple[bool, ...]  # whether the last cell along a dimension is followed by the first
 
     def position(self, rank: Rank) -> tuple[int, ...]:
-        """Return a rank's place in the grid of ranks."""
+        """Return a rank's position in the grid of ranks."""
         return tuple(int(along) for along in np.unravel_index(rank, self.dims))
 
     def rank(self, position: tuple[int, ...]) -> Rank | None:
-        """Return the rank at a place, None beyond a side that isn't periodic."""
+        """Return the rank at a position, None beyond a side that isn't periodic."""
         number = 0
         for along, n, periodic in zip(position, self.dims, self.periodic):
             if not 0 <= along < n and not periodic:
                 return None
-            # C order, as MPI's Cartesian communicators count: neighbors along the last dimension have adjacent numbers.
             number = number * n + along % n
         return number
 
@@ -41,21 +40,21 @@ class Partition:
         """Return the ranks before and after a rank along each dimension."""
         here = self.position(rank)
 
-        def beside(axis: int, step: int) -> Rank | None:
+        def neighbour(axis: int, step: int) -> Rank | None:
             return self.rank((*here[:axis], here[axis] + step, *here[axis + 1 :]))
 
-        return tuple((beside(axis, -1), beside(axis, 1)) for axis in range(len(self.dims)))
+        return tuple((neighbour(axis, -1), neighbour(axis, 1)) for axis in range(len(self.dims)))
 
     def block(self, rank: Rank) -> tuple[slice, ...]:
         """Return the cells that a rank owns, as slices of the grid."""
         return tuple(slice(*_bounds(n, p, i)) for n, p, i in zip(self.shape, self.dims, self.position(rank)))
 
     def owners(self, cells: np.ndarray) -> np.ndarray:
-        """Return the ranks that own cells, from an array of shape (..., dimensions) of indices of the grid."""
+        """Return the ranks that own cells, given by indices of the grid in an array of shape (..., dimensions)."""
         number = np.zeros(cells.shape[:-1], np.intp)
         for axis, (n, p) in enumerate(zip(self.shape, self.dims)):
             share, longer = divmod(n, p)
-            # The first `longer` blocks have one cell more, so cells are counted by two lengths.
+            # The first `longer` blocks have one cell more than the others.
             along, first_short = cells[..., axis], longer * (share + 1)
             part = np.where(along < first_short, along // (share + 1), longer + (along - first_short) // share)
             number = number * p + part
@@ -76,15 +75,14 @@ def lengths(block: tuple[slice, ...]) -> Shape:
 def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[bool, ...]) -> tuple[int, ...] | None:
     """Return the grid of ranks with the least halo surface, None if no grid gives every rank enough cells.
 
-    No block may be smaller than the halo is wide. Among equals it is the grid with more ranks along the first dimensions,
-    whose layers are contiguous in memory.
+    No block may have fewer cells along a dimension than the halo. Of grids with the same surface, choose the one with most
+    ranks along the first dimensions, since their halo layers are contiguous in memory.
     """
     fitting = [
         dims for dims in _factorisations(size, len(shape)) if all(n // p >= max(1, h) for n, p, h in zip(shape, dims, halo))
     ]
 
     def cost(dims: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-        # Of equal costs the one with most ranks along the first dimension: rows stay long in memory.
         return _exchanged_cells(shape, dims, halo, periodic), tuple(-p for p in dims)
 
     return min(fitting, key=cost, default=None)
@@ -92,13 +90,12 @@ def choose_dims(shape: Shape, size: int, halo: tuple[int, ...], periodic: tuple[
 
 def _exchanged_cells(shape: Shape, dims: tuple[int, ...], halo: tuple[int, ...], periodic: tuple[bool, ...]) -> int:
     cells = math.prod(shape)
-    # A cut across a dimension exchanges `halo` layers, each of all cells that share a coordinate along it.
+    # At each cut across a dimension of n cells, `halo` layers of cells / n cells are exchanged.
     cuts = [0 if p == 1 else p if wraps else p - 1 for p, wraps in zip(dims, periodic)]
     return sum(cut * max(1, h) * (cells // n) for cut, h, n in zip(cuts, halo, shape))
 
 
 def _factorisations(size: int, ndim: int) -> list[tuple[int, ...]]:
-    # All of them, few as they are: which is best depends on the grid's shape, its halo and its ring dimensions.
     divisors = [k for k in range(1, size + 1) if size % k == 0]
     return [
         (*first, size // math.prod(first))

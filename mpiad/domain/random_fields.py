@@ -1,4 +1,4 @@
-"""Random numbers per cell, independent of the number of ranks."""
+"""Random fields that don't depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpiad.domain.decomposition import Decomposition
 from mpiad.transport.agreement import require_same
 from mpiad.transport.guarded import watch_settings
 
-_UNIT = 2.0**-53  # numbers of 53 bits, as NumPy's
+_UNIT = 2.0**-53  # uniform numbers have 53 bits, as NumPy's
 
 
 def normal(domain: Decomposition, seed: int, shape: Shape) -> LocalArray:
@@ -22,14 +22,14 @@ def normal(domain: Decomposition, seed: int, shape: Shape) -> LocalArray:
         raise ValueError(f"Domain.normal: seed must be an integer from 0 to 2**128 - 1, but got {seed!r:.60}.")
     if watch_settings.debug():
         require_same(domain._channel, f"seed={key}, shape={shape}", "Domain.normal")
-    # A counter-based generator: it computes any element of its sequence directly, without those before it.
+    # A counter-based generator, which computes any element of its sequence directly.
     generator = np.random.Philox(key=key)
     count, (*rows, last) = math.prod(shape), domain.owned
     out = np.empty((count, *domain.local_shape))
     for field in range(count):
         for row in np.ndindex(domain.local_shape[:-1]):
             place = field
-            # A number belongs to its place in the whole grid, so that noise doesn't depend on how the grid is divided.
+            # The index in the whole grid selects the element.
             for n, i, cells in zip(domain.shape, row, rows):
                 place = place * n + cells.start + i
             start = place * domain.shape[-1] + last.start
@@ -38,14 +38,14 @@ def normal(domain: Decomposition, seed: int, shape: Shape) -> LocalArray:
 
 
 def _normals(generator: np.random.Philox, start: int, count: int) -> np.ndarray:
-    """Return the normal numbers of places from `start` on: the generator gives four numbers a step, those of two places."""
+    """Return normal numbers `start` and following; the generator makes four uniform ones per step, for two normal ones."""
     state = generator.state
     step = start // 2
     state["state"]["counter"] = np.array([step % 2**64, step >> 64, 0, 0], np.uint64)
-    state["buffer_pos"] = 4  # discard the rest of the last step
+    state["buffer_pos"] = 4  # discard the buffered numbers of the last step
     generator.state = state
     odd = start % 2
     raw = generator.random_raw(2 * (count + odd))[2 * odd :].reshape(count, 2)
     uniform = ((raw >> np.uint64(11)).astype(float) + 0.5) * _UNIT
-    # Box and Muller; only one normal number per pair, so that cells don't depend on their neighbors' draws.
+    # The Box-Muller transform, of which only one of the two results is used, so that each cell has its own pair.
     return np.sqrt(-2.0 * np.log(uniform[:, 0])) * np.cos(2.0 * math.pi * uniform[:, 1])

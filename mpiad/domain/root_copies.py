@@ -1,10 +1,10 @@
-"""Variables of which all ranks hold the root's copy, and which are therefore no blocks of a divided grid.
+"""Detect the mistake of using variables of a solve as blocks of a grid, if the root holds the variables.
 
-Shapes don't reveal this: a solve whose root holds the variables, started from ``np.zeros(domain.local_shape)``, passes the
-root's block to every rank, and the ranks then compute the objective of a grid that consists of equal blocks. So the solve
-registers the arrays that it passes, and the operations of a domain refuse them as blocks: the variables themselves in any
-form, and fields that are cut out of them. An array computed from the variables may be intended as a block, so it gives
-only a warning, and only if a variable has the block's shape.
+Such a solve passes the root's variables to every rank. If it is started from ``np.zeros(domain.local_shape)``, shapes
+agree, but every rank gets the same block, and the objective is that of a grid of equal blocks. Therefore the solve
+registers the arrays that it passes, and operations of a domain raise if they get one of them, or a view of one, as a block.
+An array that is computed from the variables may be intended as a block. So it only causes a warning, and only if a variable
+has the block's shape.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from mpiad.transport.tracing import restoring_state, tracing
 
 _log = logging.getLogger("mpiad")
 _INSTEAD = (
-    "call domain.minimize(fun, x0), or minimize with method='L-BFGS-sharded', for which each rank's block is a variable of "
-    "its own"
+    "call domain.minimize(fun, x0), or minimize with method='L-BFGS-sharded', for which each rank has its own variables"
 )
 
 
@@ -35,11 +34,11 @@ class _Solve:
 
 
 def of_root_copies(fun: Function) -> Function:
-    """Return a function during which domains refuse its first argument, a pytree of arrays, as blocks."""
+    """Return `fun` with a check: while it runs, domains don't accept arrays of its first argument as blocks."""
     solve = _Solve()
 
     def run(x: Array, *args: Any) -> Any:
-        # Solves nest: inside of two, copies of both are refused.
+        # In nested solves, the variables of both are registered.
         outer = tracing.root_copies
         solve.arrays = (*(outer.arrays if outer else ()), *map(getval, flatten(x)[0]))
         with restoring_state():
@@ -53,10 +52,10 @@ def of_root_copies(fun: Function) -> Function:
 
 
 def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call: str) -> None:
-    """Raise a ValueError if a block is one of the root's variables; warn, on rank 0, if it may be computed from one.
+    """Raise a ValueError if u is a registered variable; warn, on rank 0, if it may be computed from one.
 
-    An array that isn't of shape (..., *shape) is no block. `ranks` is the number of ranks that divide the grid: if one rank
-    has the whole grid, all may share it.
+    Arrays that don't have shape (..., *shape) aren't checked, nor are grids that are divided among one rank (`ranks`),
+    since several ranks may hold copies of such a grid.
     """
     solve = tracing.root_copies
     if solve is None or ranks == 1:
@@ -66,15 +65,17 @@ def require_own_block(u: LocalArray, shape: Shape, ranks: int, rank: Rank, call:
         return
     if any(_is_of(block, array, shape) for array in solve.arrays):
         raise ValueError(
-            f"{call}: expected a block of this rank's own, but got the variable of a solve whose root holds the variables: "
-            f"every rank has the root's. Instead {_INSTEAD}. If all blocks are meant to be equal, pass a copy, 1.0 * x."
+            f"{call}: expected a block of this rank, but got a variable of which every rank has the root's copy, because "
+            f"the root of the solve holds the variables. Instead {_INSTEAD}. If all blocks should be equal, pass a copy, "
+            "1.0 * x."
         )
-    # An untraced array doesn't depend on the variables, as far as is known.
+    # Only traced arrays are known to depend on the variables.
     if isbox(u) and rank == 0 and not solve.warned and any(_ends_in(array, shape) for array in solve.arrays):
         solve.warned = True
         _log.warning(
-            "%s: the block was computed from variables of which one has the shape of a block, %s, and every rank has the "
-            "root's copy of them. If each rank was to have its own, the result is wrong: %s.", call, shape, _INSTEAD,
+            "%s: the block was computed from variables of which every rank has the root's copy, and one of them has the "
+            "shape of a block, %s. If each rank should have its own variables, the result is wrong: %s.", call, shape,
+            _INSTEAD,
         )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ def _is_of(block: Array, array: Array, shape: Shape) -> bool:
         return True
     if not (isinstance(block, np.ndarray) and isinstance(array, np.ndarray) and np.may_share_memory(block, array)):
         return False
-    # All of it in another form, or one of several fields; but a block that is cut out of a whole grid is one.
+    # The whole array in another shape, or one of its fields. A block that is cut out of a whole grid is allowed.
     return block.size == array.size or _ends_in(array, shape)
 
 

@@ -1,9 +1,9 @@
 """The plan of an exchange: the cells that each rank sends to others, in consecutive stages.
 
-Three schemes fill the same halo. In turn: one dimension after the other, the layers of each holding the halo of those
-before, so that corners arrive in two or three stages without messages of their own: at most six messages. Together: all
-neighbors at once, also diagonal ones: one stage of at most 26 messages, all of which overlap with computation.
-Faces: at once, without the corners, for star stencils.
+There are three schemes. "In turn": one stage per dimension. The layers of each stage include the halo of earlier
+dimensions, so that corners need no messages of their own; there are at most six messages. "Together": one stage with all
+neighbors, also diagonal ones; there are at most 26 messages, all of which overlap with computation. "Faces": one stage
+without diagonal neighbors, for star stencils.
 
 All cells that a rank needs from another in one stage form one message, even if they lie on both sides (two ranks on
 a periodic dimension).
@@ -22,25 +22,24 @@ IN_TURN, TOGETHER, FACES = "in turn", "together", "faces"
 
 Index: TypeAlias = tuple[Any, ...]
 Step: TypeAlias = tuple[int, ...]
-"""The way to a neighbour: -1, 0 or 1 along each dimension."""
+"""The offset of a neighbor in the grid of ranks: -1, 0 or 1 along each dimension."""
 
 
 class Route(NamedTuple):
     """The cells that two ranks copy from each other in one stage: one message in each direction."""
 
     peer: Rank
-    ours: tuple[Index, ...]  # this rank's cells that the peer copies, in the order in which they are sent
-    ghosts: tuple[Index, ...]  # this rank's halo cells that are copies of the peer's, in the order in which they come
+    ours: tuple[Index, ...]  # this rank's cells that the peer copies, in the order of the message
+    ghosts: tuple[Index, ...]  # this rank's halo cells that are copies of the peer's, in the order of the message
 
 
 class Stage(NamedTuple):
     """Copies that are made at the same time."""
 
     routes: tuple[Route, ...]
-    # Tuple of (Index, Index). Cells of this rank and the halo cells, its own too, that are copies of them.
-    here: tuple[tuple[Index, Index], ...]
-    # Tuple of (int, int, tuple of slice). Physical sides that are filled afterwards, in this order: dimension, 0 or 1 for
-    # before or after, and the extent of its layers along all dimensions (its own entry doesn't count).
+    here: tuple[tuple[Index, Index], ...]  # cells of this rank, and cells of its own halo that are copies of them
+    # Physical sides that are filled afterwards, in this order: dimension, 0 or 1 for the low or high side, and the extent
+    # of the layers along all dimensions (the entry of the side's dimension is ignored).
     beyond: tuple[tuple[int, int, tuple[slice, ...]], ...]
     empty: tuple[Index, ...] = ()  # halo cells that hold zero
 
@@ -48,8 +47,8 @@ class Stage(NamedTuple):
 class Geometry:
     """A block, its halo and its neighbors.
 
-    `widths`: layers of the halo on each side, for each dimension. `shape`, `padded`: cells of the block, without and
-    with its halo. `block`: the block within the block with its halo.
+    `widths`: number of halo layers on each side, for each dimension. `shape`, `padded`: shape of the block, without and
+    with its halo. `block`: slices of the block in an array that includes its halo.
     """
 
     def __init__(self, partition: Partition, rank: Rank, widths: tuple[int, ...]):
@@ -60,25 +59,23 @@ class Geometry:
         self.neighbours = partition.neighbours(rank)
 
     def steps(self, diagonal: bool) -> Iterator[Step]:
-        """Return the steps to neighbors whose cells the halo holds: to adjacent ones, or to diagonal ones."""
-        # There are no neighbors along a dimension without a halo.
+        """Yield the steps to adjacent or to diagonal neighbors along dimensions with a halo."""
         for step in itertools.product(*[(-1, 0, 1) if h else (0,) for h in self.widths]):
             moved = len(step) - step.count(0)
-            # A star stencil has no neighbors across edges and corners; a box stencil has them all.
             if moved > 1 if diagonal else moved == 1:
                 yield step
 
     def neighbour(self, step: Step) -> Rank | None:
-        """Return the rank at that step, None beyond a physical side."""
+        """Return the rank at a step from this one, None beyond a physical side."""
         place = self.partition.position(self.rank)
         return self.partition.rank(tuple(along + s for along, s in zip(place, step)))
 
     def ghosts(self, step: Step, across: tuple[slice, ...]) -> Index:
-        """Return the halo cells at that step; along other dimensions they extend over `across`."""
+        """Return the halo cells in the direction of a step; along dimensions without a step they extend over `across`."""
         return (..., *[self.layers(axis, s) if s else across[axis] for axis, s in enumerate(step)])
 
     def ours(self, step: Step, across: tuple[slice, ...]) -> Index:
-        """Return the cells of the block that the neighbor at that step copies."""
+        """Return the cells of the block that the neighbor at a step copies."""
         layers = [self.layers(axis, s, inside=True) if s else across[axis] for axis, s in enumerate(step)]
         return (..., *layers)
 
@@ -89,7 +86,7 @@ class Geometry:
         return slice(start, start + h)
 
     def reach(self, axis: int) -> slice:
-        """Return the extent of the block and of the halo on those sides of a dimension that aren't physical."""
+        """Return the extent along a dimension of the block with its halo, without the halo beyond physical sides."""
         low, high = self.neighbours[axis]
         n, h = self.shape[axis], self.widths[axis]
         return slice(0 if low is not None else h, n + h + (h if high is not None else 0))
@@ -98,24 +95,22 @@ class Geometry:
 def plan(geometry: Geometry, scheme: str) -> tuple[Stage, ...]:
     """Return the stages of a scheme: `IN_TURN`, `TOGETHER` or `FACES`."""
     ndim = len(geometry.shape)
-    # One dimension after the other: as few messages as there are sides, each stage waiting for the one before.
     if scheme == IN_TURN:
         return tuple(_stage_along(geometry, axis) for axis in range(ndim) if geometry.widths[axis])
-    beside = list(geometry.steps(diagonal=False))
+    adjacent = list(geometry.steps(diagonal=False))
     diagonal = list(geometry.steps(diagonal=True))
     if scheme == FACES:
         beyond = _beyond(geometry, lambda axis: geometry.block)
         empty = tuple(geometry.ghosts(step, geometry.block) for step in diagonal)
-        return (_stage(geometry, beside, geometry.block, beyond, empty),)
-    # Together: one round with more messages, for exchanges that are to overlap with computation.
+        return (_stage(geometry, adjacent, geometry.block, beyond, empty),)
     reach = [geometry.reach(axis) for axis in range(ndim)]
-    # Along later dimensions a side covers only the cells that have come from neighbors: later sides fill the rest.
+    # A side fills all cells along earlier dimensions; along later ones it leaves those beyond physical sides to these.
     beyond = _beyond(geometry, lambda axis: (*[slice(None)] * axis, *reach[axis:]))
-    return (_stage(geometry, beside + diagonal, geometry.block, beyond),)
+    return (_stage(geometry, adjacent + diagonal, geometry.block, beyond),)
 
 
 def _stage_along(geometry: Geometry, axis: int) -> Stage:
-    # Including the halo of earlier dimensions: so corners need no separate messages.
+    # This includes the halo of earlier dimensions, so that corners need no separate messages.
     across = (*[slice(None)] * axis, *geometry.block[axis:])
     steps = [step for step in geometry.steps(diagonal=False) if step[axis]]
     sides = tuple(side for side in _beyond(geometry, lambda _: across) if side[0] == axis)
@@ -144,10 +139,10 @@ def _stage(
         # The peer's step to this rank is the opposite one.
         back = tuple(-s for s in step)
         if peer == geometry.rank:
-            # Around a ring of one rank the halo on one side is the block's layer at the other.
+            # With one rank along a periodic dimension, the halo is a copy of the block's other end.
             here.append((geometry.ours(back, across), geometry.ghosts(step, across)))
             continue
-        # Both sides sort the parts of a message by the sender's step.
+        # Sender and receiver sort the parts of a message by the sender's step.
         ours.setdefault(peer, []).append((step, geometry.ours(step, across)))
         ghosts.setdefault(peer, []).append((back, geometry.ghosts(step, across)))
     routes = [Route(peer, _in_order(ours[peer]), _in_order(ghosts[peer])) for peer in ours]

@@ -1,4 +1,4 @@
-"""Whole grids and blocks: scatter, gather, and index conversions."""
+"""Scatter and gather of blocks, and conversions between indices of the grid and of blocks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ from mpiad.transport.buffers import empty_like
 def scatter(domain: Decomposition, u: RootArray, root: Rank) -> LocalArray:
     """See `Domain.scatter`."""
     cells = None
-    # Only the root checks the array; on an error the others would wait in the scatter.
     with raising_together(domain._channel):
         if domain._channel.rank == root:
             cells = into_blocks(checked_block(domain, u, "Domain.scatter", domain.shape), domain._partition)
-    # Known to all ranks from the partition: only cells are communicated.
     counts = [math.prod(lengths(domain._partition.block(r))) for r in range(domain._channel.size)]
     block = mpi_scatter(cells, root, axis=0, counts=counts, comm=domain.comm)
     return anp.moveaxis(block, 0, -1).reshape(block.shape[1:] + domain.local_shape)
@@ -33,11 +31,11 @@ def gather(domain: Decomposition, u: LocalArray, root: Rank) -> RootArray:
     """See `Domain.gather`."""
     u = checked_block(domain, u, "Domain.gather")
     lead = u.shape[: u.ndim - len(domain.shape)]
-    # Cells first, as `from_blocks` takes them; blocks of different lengths then differ along that axis alone.
+    # The axis of cells comes first, as `from_blocks` expects; only its length differs between ranks.
     cells = mpi_gather(anp.moveaxis(u.reshape((*lead, -1)), -1, 0), root, axis=0, comm=domain.comm)
     if domain._channel.rank == root:
         return from_blocks(cells, domain._partition)
-    # Empty, but of the right number of axes, so that the same program runs on all ranks.
+    # An empty array with the right number of axes, so that the same program runs on all ranks.
     return cells.reshape((*lead, 0, *domain.shape[1:]))
 
 
@@ -62,7 +60,7 @@ def to_local(domain: Decomposition, index: Array, halo: bool) -> Array:
         raise IndexError(
             f"{call}: cell {cell} belongs to rank {owner(domain, cell)}, and isn't in the block "
             f"{'with its halo ' if halo else ''}of rank {domain._channel.rank}, {_ranges(domain.owned)}. "
-            "domain.owner(index) tells whose cells are."
+            "domain.owner(index) returns the owners of cells."
         )
     return local
 
@@ -72,8 +70,8 @@ def to_global(domain: Decomposition, index: Array, halo: bool) -> Array:
     call = "Domain.to_global"
     places = _index_array(domain, index, call)
     widths = np.array(domain.halo if halo else (0,) * len(domain.shape))
-    room = np.array(domain.local_shape) + 2 * widths
-    _require_inside(places, room, f"{call}: place {{}} isn't in a block of {{}} cells")
+    shape = np.array(domain.local_shape) + 2 * widths
+    _require_inside(places, shape, f"{call}: index {{}} isn't in a block of {{}} cells")
     return _in_grid(domain, places + np.array([cells.start for cells in domain.owned]) - widths, call)
 
 
@@ -90,16 +88,16 @@ def _index_array(domain: Decomposition, index: object, call: str) -> np.ndarray:
 
 
 def _in_grid(domain: Decomposition, index: object, call: str) -> np.ndarray:
-    cells, room = _index_array(domain, index, call), np.array(domain.shape)
-    wrapped = np.where(np.array(domain.periodic), cells % room, cells)
-    _require_inside(wrapped, room, f"{call}: cell {{}} isn't in a grid of {{}} cells")
+    cells, shape = _index_array(domain, index, call), np.array(domain.shape)
+    wrapped = np.where(np.array(domain.periodic), cells % shape, cells)
+    _require_inside(wrapped, shape, f"{call}: cell {{}} isn't in a grid of {{}} cells")
     return wrapped
 
 
-def _require_inside(index: np.ndarray, room: np.ndarray, message: str) -> None:
-    outside = ((index < 0) | (index >= room)).any(axis=-1)
+def _require_inside(index: np.ndarray, shape: np.ndarray, message: str) -> None:
+    outside = ((index < 0) | (index >= shape)).any(axis=-1)
     if outside.any():
-        raise IndexError(message.format(tuple(index[outside][0].tolist()), tuple(room.tolist())) + ".")
+        raise IndexError(message.format(tuple(index[outside][0].tolist()), tuple(shape.tolist())) + ".")
 
 
 def _ranges(block: tuple[slice, ...]) -> str:
@@ -108,14 +106,13 @@ def _ranges(block: tuple[slice, ...]) -> str:
 
 @primitive
 def into_blocks(u: RootArray, partition: Partition) -> RootArray:
-    """Reorder a whole array (..., *partition.shape) by ranks: (cells, ...), the cells of rank 0's block first."""
+    """Reorder a whole array of shape (..., *partition.shape) to shape (cells, ...), with cells in the order of ranks."""
     lead = u.shape[: u.ndim - len(partition.shape)]
     out = empty_like(u, (math.prod(partition.shape), *lead))
     start = 0
     for rank in range(math.prod(partition.dims)):
         block = u[(..., *partition.block(rank))].reshape(*lead, -1)
         stop = start + block.shape[-1]
-        # Cells first, since a scatter divides an array along one axis.
         out[start:stop] = np.moveaxis(block, -1, 0)
         start = stop
     return out
@@ -123,7 +120,7 @@ def into_blocks(u: RootArray, partition: Partition) -> RootArray:
 
 @primitive
 def from_blocks(cells: RootArray, partition: Partition) -> RootArray:
-    """Put the blocks of all ranks, as `into_blocks` returns them, together: an array (..., *partition.shape)."""
+    """Return the whole array of shape (..., *partition.shape), the inverse of `into_blocks`."""
     lead = cells.shape[1:]
     out = empty_like(cells, lead + partition.shape)
     start = 0
@@ -136,7 +133,7 @@ def from_blocks(cells: RootArray, partition: Partition) -> RootArray:
     return out
 
 
-# Both reorder cells: a permutation's transpose is its inverse.
+# Both are permutations, whose transposes are their inverses.
 defvjp(into_blocks, lambda ans, u, partition: lambda g: from_blocks(g, partition))
 defjvp(into_blocks, lambda du, ans, u, partition: into_blocks(du, partition))
 defvjp(from_blocks, lambda ans, cells, partition: lambda g: into_blocks(g, partition))

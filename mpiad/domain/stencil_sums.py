@@ -1,9 +1,9 @@
-"""The operator of a stencil, S E: E exchanges the halo, S sums. Both are one node on the tape, which keeps nothing.
+"""The operator S E of a stencil: E exchanges the halo, S computes the sums. It is one node on the tape and saves no arrays.
 
-Communication overlaps with the sums of the interior. The transpose is Eᵀ Sᵀ, and Sᵀ is the stencil mirrored in its center.
-If cells beyond the sides are zero or those of the other end, Eᵀ Sᵀ is the mirrored stencil with the same exchange: the
-reverse pass costs as much as the forward pass. If they are copies of cells inside ("edge", "reflect"), the halo values of
-the mirrored stencil are folded back.
+Communication overlaps with the sums of the interior. The transpose is Eᵀ Sᵀ, and Sᵀ is the mirrored stencil: the weights
+are reversed along each dimension. If each dimension is periodic or has the boundary "zero", Eᵀ Sᵀ is the mirrored stencil
+with the same exchange, so that the reverse pass costs as much as the forward pass. With "edge" or "reflect" cells beyond
+the sides are copies of cells inside, to which the values of the mirrored stencil beyond the sides are added.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpiad._typing import Array, LocalArray, Shape
+from mpiad._typing import LocalArray, Shape
 from mpiad.domain.boundary import Sides, homogeneous
 from mpiad.domain.halo import Halo, fill_local, fold_in_place
 from mpiad.domain.halo_messages import post, put
@@ -25,37 +25,37 @@ from mpiad.transport.buffers import empty_like, zeros_like
 _TAG = 32749
 
 Terms: TypeAlias = tuple[tuple[float, tuple[tuple[int, ...], ...]], ...]
-"""For each weight the offsets with that weight, counted from the lowest corner."""
+"""For each weight, the offsets with this weight, counted from the lowest corner."""
 Box: TypeAlias = tuple[slice, ...]
 
 
 class StencilSums:
     """The operator of a stencil.
 
-    `weights`: of odd lengths; the center is the cell's own weight. `halo`: as wide as the radius of the weights. `sides`:
-    values beyond physical sides.
+    `weights`: array with odd lengths, whose center is the weight of the cell itself. `halo`: has the radius of the weights
+    as its width. `sides`: values beyond physical sides.
     """
 
     def __init__(self, weights: np.ndarray, halo: Halo, sides: Sides):
         self.weights, self.radius, self.halo, self.sides, self.comm = weights, halo.widths, halo, sides, halo.comm
         self.terms: Terms = terms_of(weights)
         reached = np.argwhere(weights) != np.array(self.radius)
-        # If every term is offset along at most one dimension, corners aren't needed.
+        # Star stencils, with offsets along one dimension at a time, need no corners.
         self.scheme = FACES if (reached.sum(axis=1) <= 1).all() else TOGETHER
         (self._stage,) = halo.stages(self.scheme)
         self._inside, self._along_sides = _parts_of(halo) if self._stage.routes else (None, [_all_of(halo.shape)])
-        # Blocks with a halo, used again: fresh memory costs more than the sums.
-        self._rooms: list[Any] = []
+        # A cached array of the padded shape, since a new one would cost more than the sums.
+        self._buffers: list[Any] = []
 
     @cached_property
     def homogeneous(self) -> StencilSums:
-        """The linear part: zero beyond the sides that have a value."""
+        """The linear part of the operator: boundary values are zero."""
         sides = homogeneous(self.sides)
         return self if sides == self.sides else StencilSums(self.weights, self.halo, sides)
 
     @cached_property
     def mirrored(self) -> StencilSums:
-        """The stencil mirrored in its center, which for a symmetric one is itself."""
+        """The linear part of the stencil with reversed weights."""
         weights = np.flip(self.weights)
         if (weights == self.weights).all():
             return self.homogeneous
@@ -63,28 +63,24 @@ class StencilSums:
 
     @cached_property
     def copies_sides(self) -> bool:
-        """Whether cells beyond some physical side of some rank are copies of cells inside."""
+        """Whether cells beyond a physical side are copies of cells inside."""
         periodic = self.halo.geometry.partition.periodic
         return any(side.layers is not None for pair, wraps in zip(self.sides, periodic) if not wraps for side in pair)
 
-    def room(self, u: LocalArray) -> LocalArray:
-        """Return an array of shape (..., *padded) with any numbers, for `u`; `give_back` keeps it for the next call."""
+    def _take_buffer(self, u: LocalArray) -> LocalArray:
+        """Return an array of shape (..., *padded) with arbitrary values, for `u`."""
         shape = u.shape[: u.ndim - len(self.halo.shape)] + self.halo.padded
-        # Removed from the cache while in use: another thread makes its own.
-        room = self._rooms.pop() if self._rooms else None
-        if room is not None and room.shape == shape and room.dtype == u.dtype and type(room) is type(u):
-            return room
-        # Halo cells are added up before they have come, and the sums dropped: NumPy must not warn of them.
+        # Removed from the cache while in use, so that another thread makes a new one.
+        buffer = self._buffers.pop() if self._buffers else None
+        if buffer is not None and buffer.shape == shape and buffer.dtype == u.dtype and type(buffer) is type(u):
+            return buffer
+        # Zeros, because sums that aren't used may read halo cells that aren't filled yet: NumPy mustn't warn of overflow.
         return zeros_like(u, shape)
-
-    def give_back(self, room: Array) -> None:
-        """Keep an array for the next call."""
-        self._rooms = [room]
 
     def summed(self, u: LocalArray) -> LocalArray:
         """Return S E u."""
         halo, stage = self.halo, self._stage
-        padded = self.room(u)
+        padded = self._take_buffer(u)
         padded[halo.interior] = u
         out = empty_like(u, u.shape)
         # Cells whose neighbors are all in the block are summed during the exchange.
@@ -95,14 +91,14 @@ class StencilSums:
         fill_local(padded, halo.local(self.sides, self.scheme)[0], self.sides)
         for box in self._along_sides:
             weighted_sum(padded, self.terms, out, box)
-        self.give_back(padded)
+        self._buffers = [padded]
         return out
 
-    def spread(self, g: LocalArray) -> LocalArray:
+    def summed_transpose(self, g: LocalArray) -> LocalArray:
         """Return Eᵀ Sᵀ g."""
         halo, ndim = self.halo, len(self.halo.shape)
         lead = g.shape[: g.ndim - ndim]
-        # Around it as many zeros as the mirrored stencil reaches from the outermost halo cell.
+        # The sums are computed in the halo, too, so g is padded with zeros of twice the radius.
         framed = zeros_like(g, lead + tuple(n + 4 * r for n, r in zip(halo.shape, self.radius)))
         framed[(..., *[slice(2 * r, 2 * r + n) for n, r in zip(halo.shape, self.radius)])] = g
         total = empty_like(g, lead + halo.padded)
@@ -114,7 +110,7 @@ class StencilSums:
 
 
 def terms_of(weights: np.ndarray) -> Terms:
-    """Return the terms of a stencil's weights, those with the largest groups first."""
+    """Return the terms of a stencil; the weights with the largest numbers of offsets come first."""
     groups: dict[float, list[tuple[int, ...]]] = {}
     for offset in np.argwhere(weights):
         groups.setdefault(weights[tuple(offset)].item(), []).append(tuple(offset.tolist()))
@@ -122,7 +118,7 @@ def terms_of(weights: np.ndarray) -> Terms:
 
 
 def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box) -> None:
-    """Write the weighted sums of a box of cells; cell 0 of `out` is summed from the offsets as they are."""
+    """Write the weighted sums of a box of cells: ``out[i]`` is the sum of ``weight * source[i + offset]``."""
     target = out[(..., *box)]
     if not terms:
         target[...] = 0
@@ -132,7 +128,7 @@ def weighted_sum(source: LocalArray, terms: Terms, out: LocalArray, box: Box) ->
     for number, (weight, offsets) in enumerate(terms):
         shifted = [[slice(cells.start + o, cells.stop + o) for cells, o in zip(box, offset)] for offset in offsets]
         pieces, part = [source[(..., *index)] for index in shifted], scratch if number else target
-        # Pieces of equal weight are added first and multiplied once.
+        # Values of equal weight are added first and multiplied once.
         if len(pieces) == 1:
             np.multiply(pieces[0], weight, out=part)
         else:
@@ -152,22 +148,22 @@ def apply_stencil(u: LocalArray, stencil: StencilSums) -> LocalArray:
 
 
 @custom_operator
-def spread_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
-    """Return the transpose of `apply_stencil`, whose adjoint is its linear part."""
-    return stencil.spread(g)
+def apply_transpose(g: LocalArray, stencil: StencilSums) -> LocalArray:
+    """Apply the transpose of the linear part of `apply_stencil`."""
+    return stencil.summed_transpose(g)
 
 
 def transposed_stencil(g: LocalArray, stencil: StencilSums) -> LocalArray:
-    """Return the transpose of a stencil's linear part, applied to a field."""
-    return spread_stencil(g, stencil) if stencil.copies_sides else apply_stencil(g, stencil.mirrored)
+    """Apply the transpose of the linear part of a stencil in the cheapest way."""
+    return apply_transpose(g, stencil) if stencil.copies_sides else apply_stencil(g, stencil.mirrored)
 
 
-apply_stencil.alike = spread_stencil.alike = True
-# S E is linear except for values beyond the sides; a weight from cell i to cell j is one from j to i in the transpose.
+apply_stencil.alike = apply_transpose.alike = True
+# S E is affine, because of the values beyond the sides. The transpose has the weight from cell i to j as that from j to i.
 defvjp(apply_stencil, lambda ans, u, stencil: lambda g: transposed_stencil(g, stencil))
 defjvp(apply_stencil, lambda du, ans, u, stencil: apply_stencil(du, stencil.homogeneous))
-defvjp(spread_stencil, lambda ans, g, stencil: lambda v: apply_stencil(v, stencil.homogeneous))
-defjvp(spread_stencil, lambda dg, ans, g, stencil: spread_stencil(dg, stencil))
+defvjp(apply_transpose, lambda ans, g, stencil: lambda v: apply_stencil(v, stencil.homogeneous))
+defjvp(apply_transpose, lambda dg, ans, g, stencil: apply_transpose(dg, stencil))
 
 
 def _all_of(shape: Shape) -> Box:
@@ -175,10 +171,10 @@ def _all_of(shape: Shape) -> Box:
 
 
 def _parts_of(halo: Halo) -> tuple[Box | None, list[Box]]:
-    """Return the cells whose sums need no halo, and boxes that cover the others."""
+    """Return the box of cells whose sums need no halo, None if there are none, and boxes that cover the others."""
     inside, boxes = list(_all_of(halo.shape)), []
     for axis, (n, r) in enumerate(zip(halo.shape, halo.widths)):
-        # Not longer than both halos together: every sum needs some halo cells.
+        # In a block that isn't longer than both halos together, every sum needs halo cells.
         if n <= 2 * r:
             return None, [_all_of(halo.shape)]
         if r:

@@ -19,8 +19,6 @@ from mpiad.domain.stencil_sums import StencilSums, apply_stencil
 from mpiad.domain.varying_stencil import varying_sum
 from mpiad.transport.device_arrays import is_array
 
-# Stencils: each cell's new value is a sum of its neighbors' values, with weights that are the same in all cells.
-
 
 class Stencil:
     """A stencil on a domain; made by `Domain.stencil` and `Domain.laplacian`.
@@ -28,7 +26,7 @@ class Stencil:
     Attributes
     ----------
     weights : array
-        Of odd lengths; the center is the cell's own weight.
+        The lengths are odd; the center is the weight of the cell itself.
     radius : tuple of int
         Largest offset along each dimension.
     """
@@ -60,7 +58,8 @@ class Stencil:
 
         Adjoint
         -------
-        The stencil mirrored in its center; its values in halo cells are added to the cells that these are copies of.
+        The stencil with its weights reversed along each dimension; values in halo cells are added to the cells of which
+        these are copies.
         """
         self._checked(u, "Stencil")
         return apply_stencil(u, self.sums)
@@ -90,7 +89,7 @@ def stencil(domain: Decomposition, weights: Array, boundary: Boundary) -> Stenci
     if isbox(weights) or found.dtype.kind not in "fiu":
         raise TypeError(
             f"{call}: weights must be an array of real numbers, untraced, but got {type(weights).__name__} of dtype "
-            f"{found.dtype}. Domain.correlate is differentiable by its weights."
+            f"{found.dtype}. For derivatives with respect to weights use Domain.correlate."
         )
     sides = sides_of(boundary, len(domain.shape), call)
     if any(isbox(side.value) for pair in sides for side in pair):
@@ -121,8 +120,8 @@ def correlate(domain: Decomposition, u: LocalArray, weights: LocalArray, boundar
     shape = np.shape(getval(weights))
     if len(shape) != 2 * ndim or shape[ndim:] != domain.local_shape:
         raise ValueError(
-            f"{call}: weights must have {ndim} odd lengths and then the block's shape, ({listed(domain.local_shape)}), "
-            f"but have {shape}."
+            f"{call}: the shape of weights must be {ndim} odd lengths, followed by the block's shape, "
+            f"({listed(domain.local_shape)}), but is {shape}."
         )
     sides = sides_of(boundary, ndim, call)
     halo = _halo_for(domain, shape[:ndim], sides, call)
@@ -130,7 +129,7 @@ def correlate(domain: Decomposition, u: LocalArray, weights: LocalArray, boundar
 
 
 def _halo_for(domain: Decomposition, lengths: tuple[int, ...], sides: Sides, call: str) -> Halo:
-    """Return a halo of the width that weights of these lengths need."""
+    """Return the halo that weights of these lengths need."""
     if len(lengths) != len(domain.shape) or any(length % 2 == 0 for length in lengths):
         raise ValueError(
             f"{call}: weights must have an odd length along each of {len(domain.shape)} dimensions, but have {lengths}."
@@ -139,17 +138,17 @@ def _halo_for(domain: Decomposition, lengths: tuple[int, ...], sides: Sides, cal
     for axis, (n, p, r) in enumerate(zip(domain.shape, domain.dims, radius)):
         if n // p < r:
             raise ValueError(
-                f"{call}: the weights reach {r} cells along dimension {axis}, but the smallest of the {p} blocks "
-                f"of {n} cells has {n // p}. Use fewer ranks along it, or a larger grid."
+                f"{call}: the weights have radius {r} along dimension {axis}, but the smallest of the {p} blocks "
+                f"of {n} cells has {n // p} cells. Use fewer ranks along this dimension, or a larger grid."
             )
     check_reflection(domain, sides, call, radius)
     return domain.halo_of(radius)
 
 
 def _second_difference(order: int) -> np.ndarray:
-    """Return the weights of the second derivative's central difference."""
+    """Return the weights of the central difference of the second derivative."""
     m = order // 2
-    # The coefficients of `laplacian`'s reference, table 1, in closed form; with the one in the middle they add up to zero.
+    # The closed form of the coefficients in table 1 of `laplacian`'s reference. All weights add up to zero.
     side = [
         2.0 * (-1) ** (k + 1) * factorial(m) ** 2 / (k**2 * factorial(m - k) * factorial(m + k)) for k in range(1, m + 1)
     ]

@@ -16,8 +16,9 @@ class Bilaplacian(GaussianPrior):
     """The Gaussian field with covariance D A⁻² D, A = 1 - ∇·(Θ∇)/κ², without flux through the sides.
 
     A⁻² is the covariance of the Matérn family with smoothness ν = 2 - d/2 in d dimensions; κ = √(8ν) / correlation
-    length. Near sides its variance would be up to 2ᵈ times as large: with the diagonal D the standard deviation has the
-    given value everywhere, exactly for the grid. So no margin around the domain is needed.
+    length. Near the sides of the domain, the variance of A⁻² is up to 2ᵈ times as large as inside. The diagonal matrix D
+    corrects this: the discrete field has the given standard deviation in every cell, so that no margin around the domain is
+    needed.
 
     Parameters
     ----------
@@ -30,9 +31,9 @@ class Bilaplacian(GaussianPrior):
         Factors of the correlation length along each dimension.
     mean : float or array of shape local_shape
     spacing : float or one for each dimension
-        Between the cells.
+        Distance between cells.
     rtol : float
-        Of the solves.
+        Relative tolerance of the solves.
 
     Raises
     ------
@@ -70,11 +71,11 @@ class Bilaplacian(GaussianPrior):
         self.mean, deviation = agreed_fields(domain, fields, numbers, "inverse.Bilaplacian")
         self.domain, self._rtol, ndim = domain, float(rtol), len(domain.shape)
         ratios = np.ones(ndim) if anisotropy is None else np.asarray(anisotropy, dtype=float)
-        # Θ's diagonal is the square of the ratios: the operator of an isotropic field on a grid that is as much finer.
+        # The diagonal of Θ holds the squared ratios, so spacings divided by the ratios give an isotropic operator.
         steps = np.broadcast_to(np.asarray(spacing, dtype=float), ndim) / ratios
-        reach = float(correlation_length) ** 2 / (8.0 * (2.0 - ndim / 2.0))
-        self._levels = Multigrid(domain, reach, 1.0, spacing=tuple(steps), boundary="neumann", centred=True)
-        self._scale = deviation / np.sqrt(inverse_diagonal(domain, reach / steps**2, 1.0, 2))
+        diffusion = float(correlation_length) ** 2 / (8.0 * (2.0 - ndim / 2.0))  # 1 / κ²
+        self._levels = Multigrid(domain, diffusion, 1.0, spacing=tuple(steps), boundary="neumann", centred=True)
+        self._scale = deviation / np.sqrt(inverse_diagonal(domain, diffusion / steps**2, 1.0, 2))
         self.variance = deviation**2
 
     def apply(self, v: LocalArray) -> LocalArray:
@@ -82,7 +83,7 @@ class Bilaplacian(GaussianPrior):
         return self._levels.matvec(self._levels.matvec(v / self._scale)) / self._scale
 
     def solve(self, g: LocalArray) -> LocalArray:
-        """Return the product of the covariance with plain blocks (..., *local_shape): two solves for all; collective."""
+        """Return the product of the covariance with untraced blocks (..., *local_shape), by two solves; collective."""
         g = own_block(self.domain, g, "inverse.Bilaplacian.solve", several=True)
         return self._scale * self._inverse(self._inverse(self._scale * g))
 
@@ -92,7 +93,7 @@ class Bilaplacian(GaussianPrior):
         return self._scale * self._levels(self._levels(self._scale * r))
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
-        """Return S ξ for plain noise ξ of shape local_shape, S Sᵀ the covariance: one solve; collective."""
+        """Return S ξ for untraced noise ξ of shape local_shape, with S Sᵀ the covariance, by one solve; collective."""
         return self._scale * self._inverse(xi)
 
     def _inverse(self, b: LocalArray) -> LocalArray:

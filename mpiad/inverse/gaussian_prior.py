@@ -1,9 +1,8 @@
-"""The base of Gaussian priors: their cost, samples, the checks of their arguments, and variances without a solve.
+"""The base class of Gaussian priors, the checks of their arguments, and their pointwise variances.
 
-Diagonals of (c - ∇·(a∇))⁻ᵖ on a box are computed by the heat kernel, exactly for the grid. A power of an operator is an
-integral over its semigroup, A⁻ᵖ = ∫ tᵖ⁻¹ e^(-tA) dt / Γ(p), and on a box e^(-tA) is a product of one factor per
-dimension, whose diagonal is a sum over the cosines of that dimension. With t = eˢ the trapezoidal rule converges
-geometrically.
+Variances are diagonals of A⁻ᵖ, with A = c - ∇·(a∇) discretized on a box. They are computed without a solve, from the heat
+kernel: A⁻ᵖ = ∫ tᵖ⁻¹ e^(-tA) dt / Γ(p). On a box e^(-tA) is a product of one factor per dimension, and the diagonal of each
+factor is a sum over the cosine modes of its dimension. With t = eˢ the trapezoidal rule converges geometrically.
 
 References
 ----------
@@ -25,9 +24,9 @@ from mpiad.primitives import stop_gradient
 from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same
 
-_STEP = 0.2  # of s: the rule's error is then below 1e-12
-_SMALL = 1e-8  # of t by the operator's largest eigenvalue: beneath, the integrand is negligible
-_DECAYED = 40.0  # e to this power is beyond double precision
+_STEP = 0.2  # step in s, for an error below 1e-12
+_SMALL = 1e-8  # smallest t times the operator's largest eigenvalue; for smaller t e^(-tA) is replaced by the identity
+_DECAYED = 40.0  # largest t times the smallest eigenvalue; for larger t the integrand is negligible
 
 
 class GaussianPrior:
@@ -37,11 +36,11 @@ class GaussianPrior:
     ----------
     domain : Domain
     mean : array of shape local_shape
-        This rank's block, as all others.
+        This rank's block of the mean.
     variance : array of shape local_shape
-        Of each cell.
+        Variance of each cell.
     noise : tuple of int
-        Leading shape of the noise that `sqrt` takes.
+        Leading axes of the argument of `sqrt`.
 
     Examples
     --------
@@ -62,7 +61,7 @@ class GaussianPrior:
         raise NotImplementedError
 
     def solve(self, g: LocalArray) -> LocalArray:
-        """Return the product of the covariance with plain blocks (..., *local_shape), solved for together; collective."""
+        """Return the product of the covariance with untraced blocks (..., *local_shape); collective."""
         raise NotImplementedError
 
     def precondition(self, r: LocalArray) -> LocalArray:
@@ -70,11 +69,11 @@ class GaussianPrior:
         raise NotImplementedError
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
-        """Return S ξ for plain noise ξ of shape (*noise, *local_shape), S Sᵀ the covariance; collective."""
+        """Return S ξ for untraced noise ξ of shape (*noise, *local_shape), with S Sᵀ the covariance; collective."""
         raise NotImplementedError
 
     def cost(self, m: LocalArray) -> ReplicatedArray:
-        """Return half the square of m - mean in the inverse covariance: the negative log density up to a constant.
+        """Return half the squared norm of m - mean in the inverse covariance: the negative log density up to a constant.
 
         Parameters
         ----------
@@ -91,7 +90,7 @@ class GaussianPrior:
 
         Adjoint
         -------
-        To m the inverse covariance's product with m - mean.
+        The cotangent of m is the product of the inverse covariance with m - mean.
         """
         away = m - self.mean
         return 0.5 * self.domain.dot(away, self.apply(away))
@@ -118,9 +117,9 @@ def positive(value: object, name: str) -> float:
 
 
 def own_block(domain: Domain, block: LocalArray, call: str, several: bool = False) -> LocalArray:
-    """Return this rank's plain block; raise a ValueError on all ranks if one has a block of another grid; collective.
+    """Return the block; raise a ValueError on all ranks if one has the wrong shape; collective.
 
-    With `several` it may be several blocks, along leading axes.
+    With `several`, leading axes are allowed.
     """
     with raising_together(channel(domain.comm, call)):
         shape = np.shape(block)
@@ -133,10 +132,11 @@ def own_block(domain: Domain, block: LocalArray, call: str, several: bool = Fals
 
 
 def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any], call: str) -> list[LocalArray]:
-    """Return blocks of numbers or blocks, the first of which may have any sign; check all arguments on all ranks.
+    """Check the arguments of a prior, and return `fields` as blocks; collective.
 
-    By their names, `fields` are numbers or arrays of shape local_shape; `numbers` are positive, one or one per dimension,
-    and the same on all ranks. Raise a TypeError or ValueError on all ranks if an argument of any is invalid.
+    `fields`: numbers or arrays of shape local_shape, by name; all but the first must be positive. `numbers`: positive
+    numbers, one or one per dimension, the same on all ranks, by name. Raise a TypeError or ValueError on all ranks if an
+    argument is invalid on one.
     """
     if not isinstance(domain, Domain):
         raise TypeError(f"{call}: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r:.60}.")
@@ -146,7 +146,7 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
             several = isinstance(value, (Sequence, np.ndarray))
             if several and len(value) != len(domain.shape):
                 raise ValueError(
-                    f"{call}: {name} must be a number or one for each of {len(domain.shape)} dimensions, but got "
+                    f"{call}: {name} must be a number, or one number for each of {len(domain.shape)} dimensions, but got "
                     f"{value!r:.60}."
                 )
             for each in value if several else [value]:
@@ -159,21 +159,20 @@ def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any
                     f"{block.shape}."
                 )
             if not np.all(np.isfinite(block)) or (k > 0 and not np.all(block > 0.0)):
-                raise ValueError(f"{call}: {name} must be {'finite' if k == 0 else 'positive'}, but isn't everywhere.")
+                raise ValueError(f"{call}: {name} must be {'finite' if k == 0 else 'positive'} in all cells.")
             found.append(np.broadcast_to(block, domain.local_shape).copy())
     require_same(used, ", ".join(f"{name}={value!r}" for name, value in numbers.items()), call)
     return found
 
 
 def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> LocalArray:
-    """Return this rank's block of the diagonal of A⁻ᵖ, A = c - Σ a_i ∂²_i with unit spacing, and no flux through sides.
+    """Return this rank's block of the diagonal of A⁻ᵖ, A = c - Σ a_i ∂²_i with unit spacing and no flux through the sides.
 
-    The entries of a (d,) are already divided by the squares of the spacings; c is positive, and the power p is 1 or 2.
+    The entries of a, of shape (d,), include the factors 1 / spacing²; c is positive, and the power p is 1 or 2.
     """
     largest = c + 4.0 * sum(a)
     s = np.arange(math.log(_SMALL / largest), math.log(_DECAYED / c), _STEP)
     times = np.exp(s)
-    # An additional power of t from dt = t ds. The sum starts at a t at which e^(-tA) is still nearly the identity.
     weights = _STEP * times**power * np.exp(-c * times) / math.gamma(power)
     factors = [
         _diagonal(n, cells, rate, wraps, times)
@@ -181,12 +180,12 @@ def inverse_diagonal(domain: Domain, a: np.ndarray, c: float, power: int) -> Loc
     ]
     head, *rest = factors
     found = np.stack([_outer(weights * row, rest) for row in head])
-    # The rule begins at the first t; before it the integrand is tᵖ⁻¹ to all digits.
+    # The second term is the integral from 0 to the start of the trapezoidal rule, where the integrand is nearly tᵖ⁻¹.
     return found + (times[0] * math.exp(-0.5 * _STEP)) ** power / math.gamma(power + 1)
 
 
 def _outer(row: np.ndarray, factors: list[np.ndarray]) -> np.ndarray:
-    """Return the sums over times of the products of factors, shape (n_1, n_2, ...)."""
+    """Return the sums, over the times, of the products of row and factors, shape (n_1, n_2, ...)."""
     if not factors:
         return np.asarray(row.sum())
     if len(factors) == 1:
@@ -195,7 +194,7 @@ def _outer(row: np.ndarray, factors: list[np.ndarray]) -> np.ndarray:
 
 
 def _diagonal(n: int, cells: slice, rate: float, wraps: bool, times: np.ndarray) -> np.ndarray:
-    """Return the diagonal of e^(-tA) of one dimension at some cells, shape (cells, times)."""
+    """Return the diagonal of one dimension's factor of e^(-tA), without e^(-tc), shape (cells, times)."""
     k, i = np.arange(n), np.arange(cells.start, cells.stop)
     decay = np.exp(-np.outer(rate * (2.0 - 2.0 * np.cos((2.0 if wraps else 1.0) * math.pi * k / n)), times))
     if wraps:

@@ -1,4 +1,4 @@
-"""A prior that penalizes gradients: its samples are rougher than those of `Bilaplacian`; one solve per product."""
+"""A prior that penalizes gradients. Its samples are rougher than those of `Bilaplacian`; a product takes one solve."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from mpiad.linalg import Multigrid
 
 
 class H1(GaussianPrior):
-    """The Gaussian field whose cost is half the integral of a |∇m|² + c (m - mean)².
+    """The Gaussian field whose cost is half the integral of a |∇(m - mean)|² + c (m - mean)².
 
-    In two dimensions and more the variance of a cell grows without bound as the mesh is refined: a penalty that works well,
-    but no prior for uncertainties, for which there is `Bilaplacian`.
+    In two and more dimensions the variance of a cell grows without bound as the mesh is refined. So this prior is useful
+    for regularization, but not for uncertainties; use `Bilaplacian` for these.
 
     Parameters
     ----------
     domain : Domain
     gradient, value : float
-        a and c, positive; a small c only pins the mean.
+        a and c, positive. A small c has little effect except that it makes the cost positive definite.
     mean : float or array of shape local_shape
-        Constant, if gradients themselves are to be penalized.
     spacing : float or one for each dimension
-        Between the cells.
+        Distance between cells.
     rtol : float
-        Of the solves.
+        Relative tolerance of the solves.
 
     Raises
     ------
@@ -45,7 +44,7 @@ class H1(GaussianPrior):
     >>> from mpiad.inverse import H1
     >>> domain = mpiad.Domain(16)
     >>> prior = H1(domain, gradient=1.0, value=0.0625, mean=3.0)
-    >>> print(np.round(float(prior.cost(4.0 * np.ones(domain.local_shape))), 6))  # half of 16 cells times c
+    >>> print(np.round(float(prior.cost(4.0 * np.ones(domain.local_shape))), 6))  # c / 2 for each of 16 cells
     0.5
     """
 
@@ -67,7 +66,7 @@ class H1(GaussianPrior):
         return self._volume * self._levels.matvec(v)
 
     def solve(self, g: LocalArray) -> LocalArray:
-        """Return the product of the covariance with plain blocks (..., *local_shape): one solve for all; collective."""
+        """Return the product of the covariance with untraced blocks (..., *local_shape), by one solve; collective."""
         g = own_block(self.domain, g, "inverse.H1.solve", several=True)
         return self._levels.solve(g, rtol=self._rtol) / self._volume
 
@@ -76,10 +75,10 @@ class H1(GaussianPrior):
         return self._levels(own_block(self.domain, r, "inverse.H1.precondition")) / self._volume
 
     def sqrt(self, xi: LocalArray) -> LocalArray:
-        """Return S ξ for noise ξ of shape (d + 1, *local_shape), S Sᵀ the covariance: one solve; collective.
+        """Return S ξ for noise ξ of shape (d + 1, *local_shape), with S Sᵀ the covariance, by one solve; collective.
 
-        The operator is GᵀG + c; G computes the differences across faces. So Gᵀ of noise on the faces, plus √c times noise
-        in the cells, has the operator as its covariance.
+        The operator is GᵀG + c, in which G computes the differences across faces. So for white noise ξ₁ on the faces and ξ₂
+        in the cells, the covariance of Gᵀξ₁ + √c ξ₂ is the operator.
         """
         padded = self._levels.domain.exchange(xi[:-1], "zero", corners=False)
         total = math.sqrt(self._value) * xi[-1]

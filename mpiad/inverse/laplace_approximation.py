@@ -1,7 +1,8 @@
-"""The Gaussian around the most probable field, from the leading eigenpairs of the data's Hessian in the prior's.
+"""The Laplace approximation: a Gaussian around the most probable field, from leading eigenpairs of the data's Hessian.
 
-With H u = λ R u, R the prior's inverse covariance, the posterior's covariance is R⁻¹ - Σ λ/(1 + λ) u uᵀ. Directions that
-the data don't determine have small λ and are left to the prior.
+Let H be the Hessian of the data's part of the objective and R the prior's inverse covariance. With H u = λ R u the
+posterior's covariance is R⁻¹ - Σ λ/(1 + λ) u uᵀ. Directions that the data don't determine have small λ; their terms are
+omitted.
 
 References
 ----------
@@ -22,7 +23,7 @@ from mpiad._typing import LocalArray
 from mpiad.inverse.gaussian_prior import GaussianPrior, own_block
 from mpiad.linalg.randomized_eigenpairs import ritz_pairs
 
-# Ritz values above minus these count as zero: `_ZERO` compared with 1, the prior's; `_ROUNDING` times the largest value.
+# Tolerances of negative Ritz values: absolute (the prior's are 1), and relative to the largest value.
 _ZERO, _ROUNDING = 1e-3, 1e-6
 
 
@@ -37,7 +38,7 @@ class Posterior:
     values : array, shape (k,)
         The eigenvalues λ, the largest first.
     vectors : array, shape (k, *local_shape)
-        With uᵀ R u = 1.
+        The eigenvectors u, with uᵀ R u = 1.
 
     Examples
     --------
@@ -56,7 +57,7 @@ class Posterior:
 
     @property
     def variance(self) -> LocalArray:
-        """Return the variance of each cell, shape local_shape: exact for the pairs that are kept."""
+        """Return the variance of each cell, shape local_shape."""
         return self.prior.variance - self._combined(self.values / (1.0 + self.values), self.vectors**2)
 
     def apply(self, g: LocalArray) -> LocalArray:
@@ -65,18 +66,18 @@ class Posterior:
         return self.prior.solve(g) - self._combined(weights, self.vectors)
 
     def sample(self, seed: int) -> LocalArray:
-        """Return this rank's block of a sample, which depends on the seed and not on the ranks; collective."""
+        """Return this rank's block of a sample, which is the same on any number of ranks; collective."""
         away = self.prior.sample(seed) - self.prior.mean
         weights = (1.0 - 1.0 / np.sqrt(1.0 + self.values)) * self._products(self.prior.apply(away))
         return self.mean + away - self._combined(weights, self.vectors)
 
     def information_gain(self) -> float:
-        """Return the Kullback-Leibler divergence from the prior to this, in nats; collective."""
+        """Return the Kullback-Leibler divergence KL(posterior‖prior) in nats; collective."""
         trace = np.sum(np.log1p(self.values) - self.values / (1.0 + self.values))
         return float(0.5 * trace + self.prior.cost(self.mean))
 
     def predict(self, fun: Callable[[LocalArray], LocalArray], draws: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and standard deviation of a function of samples, with seeds from `seed` on; collective."""
+        """Return mean and standard deviation of a function of samples with seeds `seed`, `seed + 1`, ...; collective."""
         found = np.stack([np.asarray(fun(self.sample(seed + k))) for k in range(draws)])
         return found.mean(axis=0), found.std(axis=0, ddof=1)
 
@@ -96,17 +97,17 @@ def laplace_approximation(
     Parameters
     ----------
     product : callable
-        Products with the Hessian at m of the data's part of the objective, without the prior's: as `make_hvp` of it
-        returns, or with JᵀJ.
+        ``product(v)`` returns H v, where H is the Hessian at m of the objective without the prior's cost (see `make_hvp`),
+        or its Gauss-Newton approximation JᵀJ.
     m : array of shape local_shape
         This rank's block of the most probable field.
     prior : GaussianPrior
     k : int
-        Eigenpairs that are kept; there are 2 (k + oversample) products.
+        The number of eigenpairs; the cost is 2 (k + oversample) products.
     oversample : int
         As in `mpiad.linalg.eigsh`.
     seed : int
-        Of the random directions, which don't depend on the ranks.
+        Seed of the random directions, which don't depend on the number of ranks.
     batch : bool
         As in `mpiad.linalg.eigsh`: whether `product` takes several fields at once, along a first axis.
 
@@ -122,8 +123,8 @@ def laplace_approximation(
     Warns
     -----
     RuntimeWarning
-        If the last eigenvalue exceeds 1: k pairs don't hold all information of the data. If a Ritz value is negative beyond
-        rounding: `product` has the wrong sign, or is indefinite, and that part of it is left out.
+        If the last eigenvalue exceeds 1, so that k pairs don't contain all information of the data. If a Ritz value is
+        negative beyond rounding, so that `product` has the wrong sign or is indefinite; negative values are replaced by 0.
 
     Ranks
     -----
@@ -146,9 +147,9 @@ def laplace_approximation(
     if least < -max(_ZERO, _ROUNDING * pairs.values[0]):
         text = (
             f"laplace_approximation: product has Ritz values from {least:.3g} to {pairs.values[0]:.3g} in the prior's "
-            "inner product. Negative ones are taken as zero, as if the data said nothing there. If all are negative, "
-            "product has the wrong sign: it must be with the Hessian of the negative log-likelihood. Otherwise this is "
-            "indefinite at m: take Gauss-Newton's product, JᵀJ."
+            "inner product. Negative ones are replaced by zero, as if there were no data in these directions. If all are "
+            "negative, product has the wrong sign: it must be that of the Hessian of the negative log-likelihood. "
+            "Otherwise the Hessian is indefinite at m: use the Gauss-Newton product, JᵀJ."
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     if len(pairs.values) == k and pairs.values[-1] > 1.0:
@@ -157,5 +158,4 @@ def laplace_approximation(
             "are determined by the prior more than by the data. The variance is too large: raise k."
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    # Negative values are those of an indefinite Hessian, with a warning, or errors of the products.
     return Posterior(m, prior, np.maximum(pairs.values, 0.0), pairs.vectors)

@@ -1,4 +1,4 @@
-"""Smoothed total variation: a penalty that leaves edges sharp."""
+"""Smoothed total variation: a penalty that preserves sharp edges."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class TotalVariation:
     ----------
     domain : Domain
     weight : float
-        a.
+        The factor a.
     smoothing : float
-        ε, the slope below which it is quadratic.
+        The parameter ε; for slopes below it the penalty is nearly quadratic.
     spacing : float or one for each dimension
+        Distance between cells.
 
     Raises
     ------
@@ -58,7 +59,7 @@ class TotalVariation:
         self._grid = Domain(domain.shape, periodic=domain.periodic, dims=domain.dims, comm=domain.comm)
 
     def cost(self, m: LocalArray) -> ReplicatedArray:
-        """Return the integral, with differences to the next cells; none across sides.
+        """Return the integral, with forward differences between cells, which are zero at the last cells.
 
         Parameters
         ----------
@@ -75,7 +76,7 @@ class TotalVariation:
 
         Adjoint
         -------
-        To m its derivative: minus the divergence of a ∇m / √(|∇m|² + ε²).
+        The derivative with respect to m: minus the divergence of a ∇m / √(|∇m|² + ε²).
         """
         padded, ndim = self._grid.exchange(m, "edge", corners=False), len(self._steps)
         square = self.smoothing**2

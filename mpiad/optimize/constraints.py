@@ -1,7 +1,7 @@
-"""Bounds of variables, with projection and the set of free variables; and the constraints of methods that the root drives.
+"""Bounds of variables, and constraints.
 
-Constraints are functions of the pytree of variables, evaluated on the root only. The other ranks wait meanwhile, so a
-constraint that tries to communicate raises. Data of other ranks for a constraint must be gathered before the solve.
+Constraints are functions of the pytree of variables, evaluated on the root only. The other ranks wait meanwhile, so that
+communication inside a constraint raises. Data of other ranks for a constraint must be gathered before the solve.
 
 References
 ----------
@@ -28,15 +28,12 @@ from mpiad.optimize.packing import Packing
 from mpiad.transport import Channel
 from mpiad.transport.device_arrays import is_device_array, named
 
-# Variables this close to a bound go straight to it if a descent step leads outwards. (Bertsekas's epsilon.)
+# Bertsekas's epsilon: a variable this close to a bound is set to it if the steepest descent leads across the bound.
 _CLOSE = 1e-6
 
 
 class Box:
-    """Lower and upper bounds, shape (n,) each.
-
-    `low`, `high`: infinite if there is no bound.
-    """
+    """Lower and upper bounds, shape (n,) each, infinite if there is no bound."""
 
     def __init__(self, low: np.ndarray, high: np.ndarray):
         self._low, self._high = low, high
@@ -52,7 +49,7 @@ class Box:
 
     @property
     def fingerprint(self) -> str:
-        """Return a checksum: equal bounds have the same."""
+        """Return a checksum of the bounds."""
         return fingerprint(self._low, self._high)
 
     def project(self, x: np.ndarray, part: slice = slice(None)) -> bool:
@@ -67,8 +64,11 @@ class Box:
         return np.clip(x - gradient, self._low[part], self._high[part]) - x
 
     def free(self, x: np.ndarray, gradient: np.ndarray, norm: float, part: slice) -> np.ndarray:
-        """Return a mask of a part's variables that no bound holds, if the largest entry of `projected_step` is `norm`."""
-        # Near a minimizer the margin goes to zero with the step, so that no free variable is held forever.
+        """Return a mask of a part's variables that aren't held at a bound; `norm` is the largest entry of `projected_step`.
+
+        A variable is held if it is at a bound, or close to it, and the negative gradient leads across the bound.
+        """
+        # The margin goes to zero with the projected step, so that no free variable is held forever.
         close = min(_CLOSE, norm)
         held = (x - self._low[part] <= close) & (gradient > 0.0)
         held |= (self._high[part] - x <= close) & (gradient < 0.0)
@@ -86,25 +86,29 @@ class Box:
 def box_of(bounds: Any, size: int) -> Box | None:
     """Return the bounds of `size` variables, None if there are none.
 
-    A TypeError if they are on a device; a ValueError if there are too few or too many, or a lower one is above its upper
-    one.
+    Raise a TypeError if they are on a device; a ValueError if they aren't pairs, if their number is wrong, or if a lower
+    bound exceeds the upper one.
     """
     if bounds is None:
         return None
     for limit in (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else (bounds,):
         if is_device_array(limit):
             raise TypeError(
-                f"minimize: bounds must be on the host, where they are checked, but got {named(limit)}. Pass "
-                "mpiad.device.to_host(bounds): the arrays that the method needs on a device it copies there once."
+                f"minimize: bounds must be on the host, but got {named(limit)}. Pass mpiad.device.to_host(bounds); a "
+                "method for variables on a device copies the bounds there."
             )
     if isinstance(bounds, scipy.optimize.Bounds):
         low, high = (np.asarray(limit, dtype=float).reshape(-1) for limit in (bounds.lb, bounds.ub))
     else:
-        pairs = [tuple(pair) for pair in bounds]
-        if any(len(pair) != 2 for pair in pairs):
-            raise ValueError(f"minimize: bounds must be pairs (low, high), but got {bounds!r:.60}.")
-        low = np.array([-np.inf if pair[0] is None else pair[0] for pair in pairs], dtype=float)
-        high = np.array([np.inf if pair[1] is None else pair[1] for pair in pairs], dtype=float)
+        try:
+            pairs = [(low, high) for low, high in bounds]
+            low = np.array([-np.inf if low is None else low for low, _ in pairs], dtype=float)
+            high = np.array([np.inf if high is None else high for _, high in pairs], dtype=float)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"minimize: bounds must be pairs (low, high), but got {bounds!r:.60}. Pass one pair of numbers for each "
+                "variable, with None for no bound, or a scipy.optimize.Bounds."
+            ) from None
     try:
         low, high = np.broadcast_to(low, size).copy(), np.broadcast_to(high, size).copy()
     except ValueError:
@@ -115,13 +119,16 @@ def box_of(bounds: Any, size: int) -> Box | None:
     wrong = np.flatnonzero(~(low <= high))
     if wrong.size:
         k = int(wrong[0])
-        raise ValueError(f"minimize: variable {k} has lower bound {low[k]} and upper bound {high[k]}: nothing between.")
+        raise ValueError(
+            f"minimize: no lower bound may exceed the upper bound, but variable {k} has lower bound {low[k]} and upper "
+            f"bound {high[k]}."
+        )
     return Box(low, high)
 
 
-_REMEMBERED = 4  # values of a constraint
-_NOTHING = 1e-8  # smaller violations are rounding
-_WHO = "constraints are evaluated on the root alone, and the other ranks take no part"
+_REMEMBERED = 4  # number of stored values of a constraint
+_NOTHING = 1e-8  # smaller violations count as rounding
+_REFUSAL = "constraints are evaluated on the root alone, and the other ranks don't participate"
 
 
 class _Function:
@@ -131,7 +138,7 @@ class _Function:
         self._fun, self._args, self._packing, self._used = fun, args, packing, used
         self._given = jac if callable(jac) else None
         self._known: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_REMEMBERED)
-        # '3-point' and 'cs' are requests of the user; '2-point' is also SciPy's default.
+        # '2-point' is SciPy's default, so that only '3-point' and 'cs' are known to be the user's choice.
         self.jacobian = jac if isinstance(jac, str) and jac != "2-point" else self._jacobian
 
     def value(self, vector: np.ndarray) -> np.ndarray:
@@ -140,19 +147,19 @@ class _Function:
         for known, value in self._known:
             if known == key:
                 return value.copy()
-        with self._used.refusing(_WHO):
+        with self._used.refusing(_REFUSAL):
             found = to_host(self._fun(self._packing.unpack(vector), *self._args))
-        # A copy, as below: it is stored, and SciPy stores a Jacobian, while the user may write into the same array.
+        # A copy, as below, because the user's function may write its next result into the same array.
         value = np.array(found, dtype=float).reshape(-1)
         self._known.append((key, value))
         return value.copy()
 
     def _jacobian(self, vector: np.ndarray) -> np.ndarray:
         x = self._packing.unpack(vector)
-        with self._used.refusing(_WHO):
+        with self._used.refusing(_REFUSAL):
             if self._given is not None:
                 return np.atleast_2d(np.array(to_host(self._given(x, *self._args)), dtype=float))
-            # One row per unit vector: a constraint has few values, and many variables.
+            # By reverse mode, since a constraint has few values and many variables.
             pull, value = make_vjp(lambda x: anp.reshape(anp.array(to_host(self._fun(x, *self._args))), (-1,)))(x)
             rows = [self._packing.pack_gradient(pull(unit)) for unit in np.eye(value.size)]
         return np.array(rows).reshape(value.size, self._packing.size)
@@ -166,7 +173,7 @@ class ConstraintSet:
         self._checks: list[tuple[Callable[[np.ndarray], np.ndarray], Any, Any]] = []
 
     def add(self, constraint: object, fun: Callable[[np.ndarray], np.ndarray], low: object, high: object) -> None:
-        """Append a constraint, whose function must lie between `low` and `high`."""
+        """Append a constraint, whose function's values must lie between `low` and `high`."""
         self.for_scipy.append(constraint)
         self._checks.append((fun, low, high))
 
@@ -181,7 +188,7 @@ class ConstraintSet:
 
 
 def constraints_of(given: Any, packing: Packing, used: Channel) -> ConstraintSet:
-    """Return the root's constraints as functions of the vector of variables; raise if one isn't of a type of SciPy's."""
+    """Return the root's constraints as functions of the vector of variables; raise if one isn't of a SciPy type."""
     found = ConstraintSet()
     for constraint in given if isinstance(given, (list, tuple)) else [given]:
         if isinstance(constraint, dict):
@@ -217,7 +224,7 @@ def _add_nonlinear(
     if callable(hess) and not isinstance(hess, scipy.optimize.HessianUpdateStrategy):
 
         def hess(vector: np.ndarray, weights: np.ndarray) -> Any:
-            with used.refusing(_WHO):
+            with used.refusing(_REFUSAL):
                 return given.hess(packing.unpack(vector), weights)
 
     kept = {name: getattr(given, name) for name in ("keep_feasible", "finite_diff_rel_step", "finite_diff_jac_sparsity")}

@@ -1,9 +1,9 @@
-"""`least_squares`: the root drives SciPy's trust region, and the residuals stay on their ranks.
+"""`least_squares`: the root runs SciPy's trust-region method; residuals and Jacobian remain distributed.
 
-For a trial point the root needs the cost. For an iterate with few variables it needs the triangle R of a QR factorization
-of [f, J], the residuals first: each rank reduces its own rows to a triangle of (n + 1)² numbers, and the root reduces all
-triangles to one. With many variables the root needs products with J and its transpose, for which vectors of residuals are
-sent from their ranks to the root and back.
+For a trial point the root needs the cost. At an iterate with few variables it needs the factor R of a QR factorization of
+the matrix [f, J] of residuals and Jacobian: each rank reduces its own rows to a triangle of (n + 1)² numbers, and the root
+reduces all triangles to one. With many variables the root needs products with J and its transpose, for which vectors of
+residuals are gathered on the root and scattered.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from mpiad.transport.recovery import recoverable
 from mpiad.transport.tracing import restoring_state
 from mpiad.transport.user_failures import StageFailures, WrongValueError, verdict
 
-# Robust losses: ρ(z) of squared residuals z, with less weight for outliers. SciPy's names and formulas.
+# Robust losses: functions ρ(z) of the squared residuals z, with less weight for outliers. Names and formulas are SciPy's.
 #
 # References
 # ----------
-# .. [1] B. Triggs et al., "Bundle adjustment - a modern synthesis" (2000), section 4.3: how ρ changes residuals and
-#    Jacobian so that their Gauss-Newton model is that of the robust cost.
+# .. [1] B. Triggs et al., "Bundle adjustment - a modern synthesis" (2000), section 4.3: residuals and Jacobian are weighted
+#    so that their Gauss-Newton model is that of the robust cost.
 
 
 def _soft_l1(z: np.ndarray) -> list[np.ndarray]:
@@ -70,7 +70,7 @@ LOSSES: dict[str, Any] = {"linear": None, "soft_l1": _soft_l1, "huber": _huber, 
 
 
 class Loss:
-    """ρ with its scale: residuals beyond `scale` are outliers.
+    """A robust loss ρ with its scale: larger residuals are outliers.
 
     `rho`: ``rho(z)`` returns ρ and its first two derivatives, shape (3, m).
     """
@@ -79,23 +79,22 @@ class Loss:
         self._rho, self._scale = rho, scale
 
     def weighed(self, f: np.ndarray) -> tuple[float, np.ndarray, np.ndarray]:
-        """Return twice this rank's cost, the residuals of its Gauss-Newton model, and the factors of its Jacobian rows."""
-        # The cost tells the trust region that residuals aren't finite at a trial point: our code doesn't warn. A loss of
-        # the user may warn.
+        """Return twice this rank's cost, the weighted residuals of the Gauss-Newton model, and weights of Jacobian rows."""
+        # No warnings for residuals that aren't finite at a trial point: the trust region shrinks then.
         with np.errstate(all="ignore"):
             z = (f / self._scale) ** 2
         rho = np.asarray(self._rho(z), dtype=float)
         if rho.shape != (3, f.size):
             raise ValueError(f"least_squares: loss must return shape {(3, f.size)}, but got {rho.shape}.")
-        # If the cost curves downwards, as for far outliers, its model mustn't.
-        # The second derivative of ρ(f²)/2 with respect to f, at a scale of one: ρ' + 2 ρ'' f².
+        # The second derivative of ρ(f²)/2 with respect to f is ρ' + 2 ρ'' f², at a scale of one. It may be negative, as for
+        # far outliers, but the model must be convex.
         with np.errstate(all="ignore"):
             factors = np.sqrt(np.maximum(rho[1] + 2.0 * rho[2] * z, sys.float_info.epsilon))
             return float(self._scale**2 * np.sum(rho[0])), f * rho[1] / factors, factors
 
 
 def loss_of(loss: object, scale: Scalar) -> Loss | None:
-    """Return the loss with this name, None for the sum of squares; a ValueError for an unknown loss or an invalid scale."""
+    """Return the loss with this name, None for the sum of squares; raise a ValueError if it or the scale is invalid."""
     if not (callable(loss) or (isinstance(loss, str) and loss in LOSSES)):
         raise ValueError(f"least_squares: loss must be a function or one of {', '.join(LOSSES)}, but got {loss!r}.")
     if not (np.ndim(scale) == 0 and np.isreal(scale) and scale > 0.0):
@@ -106,14 +105,14 @@ def loss_of(loss: object, scale: Scalar) -> Loss | None:
 
 
 class ResidualEvaluation:
-    """The stages of evaluations: every rank calls the same method with the root's variables.
+    """Evaluation of residuals and their derivatives; every rank calls the same method with the root's variables.
 
-    - `program`: `jac` returns this rank's rows of the Jacobian.
+    - `program`: its `jac` returns this rank's rows of the Jacobian.
     - `solver`: {"exact", "lsmr"} or None.
-    - `few`: largest number of variables for the "exact" solver by default.
-    - `agreement`: of the ranks on each stage.
+    - `few`: largest number of variables for which the solver is "exact" by default.
+    - `agreement`: makes an exception on one rank known to all.
     - `gathers`: whether the root gets the residuals themselves.
-    - `counts`: number of residuals per rank, if they are gathered.
+    - `counts`: number of residuals of each rank, if they are gathered.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class ResidualEvaluation:
         return self.tangent(vector, direction)  # type: ignore[arg-type]
 
     def cost(self, vector: np.ndarray) -> np.ndarray | None:
-        """Return on the root the sums over all residuals of twice the cost and of the squares in its model, shape (2,)."""
+        """Return, on the root, twice the cost and the sum of squares of the weighted residuals of all ranks, shape (2,)."""
         f = self._residuals(vector)
         local = np.array(self.agreement.run(lambda: self._weighed(f)[:2]))
         return total_on_root(self._comm, self._program.root, local)
@@ -163,13 +162,14 @@ class ResidualEvaluation:
         return self._gathered(self.agreement.run(lambda: self._counted(f)))
 
     def _counted(self, found: object, size: int | None = None) -> np.ndarray:
-        """Return residuals or their tangents, checked to be `size` many, or by default as many as before."""
-        # The root allocates for the previous number: another one would fail inside the gather, with an error of MPI.
+        """Return residuals or their tangents; raise if their number isn't `size`, by default that of the first call."""
+        # The gather would fail, with an error of MPI, if the number changed.
         found = np.ascontiguousarray(found, dtype=float).reshape(-1)
         size = self.counts[self._comm.rank] if size is None and self.counts else size
         if size is not None and found.size != size:
             raise WrongValueError(
-                f"least_squares: fun must return as many residuals each time, but got {size} and then {found.size}."
+                f"least_squares: fun must return the same number of residuals each time, but got {size} and then "
+                f"{found.size}."
             )
         return found
 
@@ -179,30 +179,30 @@ class ResidualEvaluation:
         return whole
 
     def factor(self, vector: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return on the root the triangle R of [f, J], shape (n + 1, n + 1), weighted by the loss, and the gradient."""
+        """Return, on the root, the QR factor R of [f, J], weighted by the loss, shape (n + 1, n + 1), and the gradient."""
         f = self._residuals(vector)
         rows = self._jacobian(vector)
 
         def reduced() -> tuple[np.ndarray, np.ndarray]:
             model, factors = self._weighed(f)[2:]
             weighed = rows if factors is None else rows * factors[:, None]
-            # R gives the gradient too, but with only half of the digits if the loss weights far outliers.
+            # The gradient could be computed from R, but with only half of the digits if the loss weights far outliers.
             return _triangle(np.column_stack([model, weighed])), model @ weighed
 
-        # QR of stacked triangles has the R of all rows: R'R is the sum of theirs. No rank's rows need be sent.
+        # The stacked triangles have the same factor R as all rows, since RᵀR is the sum over the ranks.
         pieces = self._comm.gather(self.agreement.run(reduced), self._program.root)
         if pieces is None:
             return None
         return _triangle(np.concatenate([piece[0] for piece in pieces])), np.sum([piece[1] for piece in pieces], axis=0)
 
     def _jacobian(self, vector: np.ndarray) -> np.ndarray:
-        """Return this rank's rows, shape (m_r, n): one column per direction, computed by all ranks together."""
+        """Return this rank's rows, shape (m_r, n)."""
         if self._rows is not None and self._rows[0] == vector.tobytes():
             return self._rows[1]
         x, given, args = self._packing.unpack(vector), self._program.jac, self._program.args
         size = self._residuals(vector).size
         if callable(given):
-            # A copy: it serves all products at x, even after `fun` has written later derivatives into the same array.
+            # A copy for all products at x, because the user's function may write its next result into the same array.
             rows = self.agreement.run(lambda: self._checked(np.array(to_host(given(x, *args)), dtype=float), size))
         else:
 
@@ -230,7 +230,7 @@ class ResidualEvaluation:
         return self._gathered(self.agreement.run(lambda: self._counted(kept.jvp(v))))
 
     def cotangent(self, vector: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray | None:
-        """Return the product of the transposed Jacobian with a vector on the root, one weight per residual."""
+        """Return, on the root, the product of the transposed Jacobian with `weights`, a vector on the root."""
         own = np.empty(self.counts[self._comm.rank])
         self._comm.Scatterv((weights, self.counts) if self._leads else None, own, self._program.root)
         if callable(self._program.jac):
@@ -242,11 +242,11 @@ class ResidualEvaluation:
         return total_on_root(self._comm, self._program.root, part)
 
     def _residuals(self, vector: np.ndarray) -> np.ndarray:
-        """Return this rank's residuals, shape (m_r,); those of the last point are kept with their record."""
-        # By its bits: SciPy requests residuals, Jacobian and products at one point in separate calls.
+        """Return this rank's residuals, shape (m_r,); keep those of the last point and their record."""
+        # SciPy requests residuals, Jacobian and products at the same point in separate calls.
         key = vector.tobytes()
         if self._kept is None or self._kept[0] != key:
-            self._kept = None  # its memory is freed before the next is allocated
+            self._kept = None  # frees its memory before the next one is allocated
             x = self._packing.unpack(vector)
             if self.gathers and not callable(self._program.jac):
                 kept = self.agreement.run(lambda: linearize(lambda x: self.agreement.run(lambda: self._piece(x)))(x))
@@ -270,9 +270,8 @@ class ResidualEvaluation:
 
 
 def _triangle(rows: np.ndarray) -> np.ndarray:
-    """Return the triangle of a QR factorization, padded with rows of zeros."""
+    """Return the factor R of a QR factorization, padded with rows of zeros to a square matrix."""
     found = np.linalg.qr(rows, mode="r")
-    # Of one shape on all ranks, whatever their number of rows: triangles are stacked on the root.
     out = np.zeros((rows.shape[1], rows.shape[1]))
     out[: len(found)] = found
     return out
@@ -280,13 +279,12 @@ def _triangle(rows: np.ndarray) -> np.ndarray:
 
 # SciPy's trust region on the root, with the residuals of all ranks.
 #
-# With the triangle R of [f, J], whose first column is (‖f‖, 0, ..., 0) up to a sign, ‖f + J p‖ = ‖R e₁ + R[:, 1:] p‖ for
-# all p. So SciPy may use the first column as residuals, which is known before J is (a trial point needs only its norm), and
-# the others as Jacobian: n + 1 rows, whatever the number of residuals. With a robust loss a second row carries the cost,
-# which isn't the norm then; SciPy reads it through its `loss` function.
+# Let R be the triangular factor of [f, J]. Its first column is (‖f‖, 0, ..., 0) up to a sign, and ‖f + J p‖ = ‖R e₁ + R[:,
+# 1:] p‖ for all p. So SciPy gets the first column of R as residuals, and the other columns as Jacobian, with n + 1 rows.
+# The first column is known without J, which isn't needed at trial points. With a robust loss, the cost isn't the norm of f;
+# it is passed in a second row, which SciPy reads through its `loss` function.
 
 
-# With SciPy's statuses.
 _STOPPED = Ending(-2, STOPPED.message)
 _LIMIT = Ending(0, "The maximum number of function evaluations is exceeded. Raise max_nfev.")
 
@@ -294,15 +292,15 @@ _LIMIT = Ending(0, "The maximum number of function evaluations is exceeded. Rais
 class RootArguments(NamedTuple):
     """The root's further arguments."""
 
-    keywords: dict[str, Any]  # for SciPy: bounds, tolerances and the like
-    robust: dict[str, Any]  # also for SciPy, if the residuals are gathered: the loss and its scale
+    keywords: dict[str, Any]  # SciPy's arguments: bounds, tolerances and others
+    robust: dict[str, Any]  # the loss and its scale; SciPy's arguments if the residuals are gathered
     callback: Function | None
     checkpoint: CheckpointFile | None
     program: Program
     solver: str | None
 
     def problem(self, leader: Leader, start: np.ndarray) -> dict[str, Any]:
-        """Return the description of the problem to which the iterates of this solve belong."""
+        """Return a description of the problem, which is stored in checkpoints."""
         bounds, loss = self.keywords["bounds"], self.robust["loss"]
         low, high = (bounds.lb, bounds.ub) if isinstance(bounds, scipy.optimize.Bounds) else bounds
         limits = (np.broadcast_to(np.asarray(limit, dtype=float), start.shape) for limit in (low, high))
@@ -324,7 +322,7 @@ class _Problem:
         self.iterates = Iterates(callback, leader, keeper)
         self._robust = evaluation.loss is not None
         self.seen, self._cost = np.zeros(0), np.nan
-        self.place: Point | None = None  # the iterate, at which SciPy needs the Jacobian
+        self.place: Point | None = None  # the last iterate
         self.counts = {"residuals": 0, "factor": 0, "product": 0}
         self.record, self._active = self.iterates.record, keeper.active
         self.resumed = self._again = False
@@ -346,7 +344,7 @@ class _Problem:
 
     def residuals(self, x: np.ndarray) -> np.ndarray:
         """Return the residuals at x for SciPy."""
-        # Only here, between two iterations: the last iterate is recorded, and its gradient known.
+        # Between two iterations, when the last iterate is recorded and its gradient known.
         if self._active and self.place is not None and self._evaluation.agreement.end_requested:
             raise Left(INTERRUPTED)
         self._ask(RESIDUALS, "residuals", x)
@@ -362,12 +360,14 @@ class _Problem:
         return self.seen
 
     def jacobian(self, x: np.ndarray) -> Any:
-        """Return the Jacobian at x for SciPy: at x0, and at each new iterate, whose residuals it has."""
-        first, self._again = self._again, False  # of a resumed run: recorded already
+        """Return the Jacobian at x for SciPy: at x0, and at each new iterate."""
+        first, self._again = self._again, False  # the first point of a resumed run is recorded already
         if (self.place is None or first) and not np.all(np.isfinite(self.seen)):
             self._instructions.give(NOT_FINITE, x)
             found = self._evaluation.carry_out(NOT_FINITE, x, None)
-            raise ValueError(f"least_squares: the residuals aren't finite at x0. Start where they are.{found}")
+            raise ValueError(
+                f"least_squares: the residuals aren't finite at x0. Choose an x0 at which they are finite.{found}"
+            )
         self.place = Point(x, self._cost)
         found = self._operator(self.place) if self._evaluation.gathers else self._matrix(self.place)
         if not first:
@@ -383,7 +383,7 @@ class _Problem:
         # A substitute for the Jacobian, shape (n + 1, n), or (n + 2, n) with a robust loss.
         rows, norm = triangle[:, 1:].copy(), float(self.seen[0])
         if norm > 0.0:
-            # With residuals (norm, 0, ...), J'f is then the summed gradient, not its approximation from R.
+            # Then Jᵀf, with residuals (norm, 0, ...), is the summed gradient instead of its less accurate value from R.
             rows[0] = place.gradient / norm
         return np.insert(rows, 1, 0.0, axis=0) if self._robust else rows
 
@@ -391,9 +391,9 @@ class _Problem:
         def transposed(weights: np.ndarray) -> np.ndarray:
             self._ask(COTANGENT, "product", place.x)
             found = self._evaluation.cotangent(place.x, np.array(weights, dtype=float).reshape(-1))
-            # Each point's first product is with its residuals, and gives the gradient.
+            # SciPy's first product at a point is with the residuals, and gives the gradient.
             if place.gradient is None:
-                place.gradient = found  # the first product that SciPy requests
+                place.gradient = found
             return found  # type: ignore[return-value]
 
         def forward(direction: np.ndarray) -> np.ndarray:
@@ -415,7 +415,7 @@ class _Problem:
 
 
 def descend(arguments: RootArguments, leader: Leader) -> dict[str, Any]:
-    """Run SciPy's method on the root; return its result, without the fields as long as the residuals."""
+    """Run SciPy's method on the root; return its result without `fun` and `jac`."""
     evaluation: ResidualEvaluation = leader.evaluation  # type: ignore[assignment]
     start = leader.packing.pack(leader.start)
     keeper = RootCheckpoint(
@@ -439,10 +439,10 @@ def descend(arguments: RootArguments, leader: Leader) -> dict[str, Any]:
 
 
 def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
-    """Return the number of evaluations that earlier runs have left."""
+    """Return the maximum number of evaluations, less those of earlier runs."""
     if not problem.resumed:
         return limit
-    # SciPy's default, which counts the evaluations of one run alone.
+    # 100 n is SciPy's default.
     left = (100 * size if limit is None else limit) - problem.counts["residuals"]
     if left <= 0:
         raise Left(_LIMIT)
@@ -451,9 +451,9 @@ def _remaining(limit: int | None, problem: _Problem, size: int) -> int | None:
 
 def _outcome(result: scipy.optimize.OptimizeResult, problem: _Problem) -> dict[str, Any]:
     outcome = {name: value for name, value in result.items() if name not in ("fun", "jac")}
-    outcome["cost"] = problem.place.value  # type: ignore[union-attr]  # SciPy squares a root of it
+    outcome["cost"] = problem.place.value  # type: ignore[union-attr]  # SciPy's is the square of a root, with rounding
     history = problem.record.history()
-    if problem.resumed:  # SciPy has counted since then
+    if problem.resumed:  # SciPy counts from the restart
         outcome["nfev"], outcome["njev"] = problem.counts["residuals"], len(history.loss)
     return {**outcome, "nit": len(history.loss) - 1, "history": history, "evaluations": problem.counts}
 
@@ -461,7 +461,7 @@ def _outcome(result: scipy.optimize.OptimizeResult, problem: _Problem) -> dict[s
 def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarray:
     """Return substitutes for the residuals, shape (n + 1,), or (n + 2,) with a robust loss.
 
-    The sums are twice the cost, and the squared norm of the residuals in its model; n is `size`, the number of variables.
+    `sums`: twice the cost, and the squared norm of the weighted residuals. `size`: the number n of variables.
     """
     out = np.zeros(size + 1 + robust)
     if np.all(np.isfinite(sums)):
@@ -469,13 +469,13 @@ def _surrogate_residuals(sums: np.ndarray, size: int, robust: bool) -> np.ndarra
         if robust:
             out[1] = np.sqrt(sums[0])
     else:
-        # SciPy's trust region shrinks if a cost isn't finite, whether NaN or infinite.
+        # SciPy's trust region shrinks if a cost isn't finite.
         out[0] = np.nan
     return out
 
 
 def _carried_cost(z: np.ndarray) -> np.ndarray:
-    """Return the loss passed to SciPy for a robust one: the second entry is the cost, the others are weighted already."""
+    """Return the loss for SciPy if ours is robust: the second residual holds the cost, the others are weighted already."""
     rho = np.zeros((3, z.size))
     rho[0, 1] = z[1]
     rho[1] = 1.0
@@ -483,7 +483,7 @@ def _carried_cost(z: np.ndarray) -> np.ndarray:
 
 
 _CALL = "least_squares"
-# Up to this number of variables the root gets a matrix; each variable takes a pass of the function per new iterate.
+# Up to this number of variables the Jacobian is computed as a matrix, by one forward-mode evaluation per variable.
 _FEW = 100
 
 
@@ -513,22 +513,21 @@ def least_squares(
 ) -> scipy.optimize.OptimizeResult:
     """Minimize half the sum of the squares of all ranks' residuals, by Gauss-Newton steps in a trust region.
 
-    The root holds and updates the variables by SciPy's `least_squares`; the other ranks wait for its instructions. The
-    residuals and the Jacobian stay on their ranks.
+    The root holds the variables and updates them by SciPy's `least_squares`. Residuals and Jacobian are distributed.
 
     Parameters
     ----------
     fun : callable
         ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's residuals: an array of any
-        shape, or None for none.
+        shape, or None if it has no residuals.
     x0 : pytree of arrays
-        The starting point. Only the root's counts: other ranks give None or the same.
+        The starting point. It is used on the root; other ranks pass None or the same.
     jac : callable, optional
         ``jac(x, *args)`` returns the derivatives of this rank's residuals, shape (m_r, n), with respect to the variables in
-        the order of the flattened pytree. By default they are found by differentiation of the whole program.
+        the order of the flattened pytree. By default they are computed by differentiation of the whole program.
     bounds : pair (low, high) or scipy.optimize.Bounds, optional
-        As in SciPy: numbers, or arrays of shape (n,). Only the root's count, as for tolerances, scales, limits and the
-        callback.
+        As in SciPy: numbers, or arrays of shape (n,). Bounds are used on the root only, as are tolerances, `x_scale`,
+        `max_nfev`, `tr_options` and the callback.
     method : {"trf", "dogbox"}
     ftol, xtol, gtol : float or None
     x_scale : float, array of shape (n,), or "jac"
@@ -540,17 +539,17 @@ def least_squares(
         Weighting of outliers. A function is called with squared residuals z, shape (m,), and returns ρ(z) and its first two
         derivatives, shape (3, m).
     f_scale : float
-        Residuals beyond it are outliers. The same on all ranks.
+        Residuals larger than this are outliers.
     tr_solver : {"exact", "lsmr"}, optional
         "exact" (by default for up to 100 variables): each rank factorizes its own rows of the Jacobian, and the root stores
-        (n + 1)² numbers per rank. "lsmr" (by default for more): products with the Jacobian, by `make_jvp` and `make_vjp`,
-        for two variables or more; the root stores some vectors as long as all residuals together.
+        (n + 1)² numbers per rank. "lsmr" (by default for more variables; two or more): products with the Jacobian, by
+        `linearize`; the root stores several vectors with the residuals of all ranks.
     callback : callable, optional
         As in `minimize`; `fun` of its OptimizeResult is the cost.
     root : int
     comm : mpi4py intracommunicator, optional
     args : tuple
-        Further arguments of `fun` and `jac`: this rank's own.
+        Further arguments of `fun` and `jac`, which may differ between ranks.
     checkpoint : path or CheckpointFile, optional
         As in `minimize`: the root writes the last iterate, and the same call restarts from it. `max_nfev` counts the
         evaluations of all runs.
@@ -561,7 +560,7 @@ def least_squares(
     -------
     scipy.optimize.OptimizeResult
         SciPy's `x`, `cost`, `grad`, `optimality`, `active_mask`, `nfev`, `njev`, `status`, `message` and `success`, with
-        `x` and `grad` in the form of x0; without `fun` and `jac`, which are as long as the residuals. Also `nit`, and
+        `x` and `grad` in the structure of x0; `fun` and `jac`, which are distributed, are omitted. Also `nit`, and
 
         - `history`: as in `minimize`; its `loss` is the cost;
         - `evaluations`: numbers of evaluations: "residuals", "factor" (the Jacobian), "product".
@@ -570,7 +569,7 @@ def least_squares(
     ------
     TypeError, ValueError
         On all ranks, if an argument on any of them is invalid, `fun` doesn't return real numbers or None, the residuals
-        aren't finite at x0, the checkpoint is damaged or belongs to another problem, or x0 isn't the root's.
+        aren't finite at x0, the checkpoint is damaged or belongs to another problem, or an x0 differs from the root's.
     WorkerError
         On all ranks, if an evaluation raises on any, as in `minimize`.
 
@@ -620,9 +619,8 @@ def _agree_on_arguments(
         weigh = loss_of(loss, scale)
         start = sendable_variables(x0, _CALL) if used.rank == program.root else None
     named = loss if isinstance(loss, str) else "a function"
-    # Its presence must be the same everywhere: columns found by differentiation run the function's messages.
+    # All ranks or none must have `jac`, because differentiation runs the function's messages.
     jac = None if program.jac is None else "a function"
-    # As a number: 1 and 1.0 are the same scale, and 0.1 in single precision isn't 0.1 in double precision.
     described = f"loss={named}, f_scale={float(scale)!r}, tr_solver={solver!r}, method={method!r}, root={program.root}"
     described += f", jac={jac}"
     described += "" if kept is None else f", a checkpoint every {kept.every} iterations"

@@ -1,10 +1,10 @@
-"""`minimize`: the root drives one of SciPy's methods, and all ranks evaluate; `mpi_optimize`, with two functions.
+"""`minimize`: the root runs one of SciPy's methods, and all ranks evaluate the objective; `mpi_optimize`.
 
-Every decision (another trial, stop, a limit, an error) is made on the root and sent to all, so that no two ranks can
-disagree on whether another evaluation follows. The files: `root_driven` begins and ends a solve,
-`root_protocol` sends the root's instructions, `objective_evaluation` executes them, `transport.user_failures` makes a
-failure on one rank known to all, `evaluated_points` stores evaluated points, `scipy_methods` runs the method and corrects
-its result. The package `sharded` holds the methods that leave the variables on their ranks.
+Every decision (another trial, stop, a limit, an error) is made on the root and sent to all, so that the ranks can't
+disagree on whether another evaluation follows. `root_driven` begins and ends a solve, `root_protocol` sends the root's
+instructions, `objective_evaluation` executes them, `transport.user_failures` makes a failure on one rank known to all,
+`evaluated_points` stores evaluated points, and `scipy_methods` runs the method and corrects its result. The package
+`sharded` contains the methods for distributed variables.
 """
 
 from __future__ import annotations
@@ -55,77 +55,81 @@ def minimize(
 ) -> scipy.optimize.OptimizeResult:
     """Minimize the objective of all ranks, with the variables on the root or distributed over the ranks.
 
-    The root updates the variables by one of SciPy's methods; the other ranks wait for its instruction to evaluate. With
-    "L-BFGS-sharded" and "Newton-CG-sharded" each rank has its own variables, and nothing is gathered.
+    The root updates the variables by one of SciPy's methods, and all ranks evaluate the objective when it asks for it. With
+    "L-BFGS-sharded" and "Newton-CG-sharded" each rank holds and updates its own variables.
 
     Parameters
     ----------
     fun : callable
         ``fun(x, *args)`` is called on every rank with the root's x and returns this rank's L_r, one real number.
     x0 : pytree of arrays
-        The starting point. Only the root's counts: other ranks give None or the same. With a sharded method it is this
-        rank's own part of the variables, of any form and size; for blocks of a `Domain` there is `Domain.minimize`. A list
+        The starting point. It is used on the root; other ranks pass None or the same. With a sharded method it is this
+        rank's own part of the variables, of any structure and size (for blocks of a `Domain` use `Domain.minimize`). A list
         of numbers is treated as an array.
     method : str
         "L-BFGS" (SciPy's L-BFGS-B), "BFGS", "CG", "TNC", "SLSQP", "Newton-CG", "trust-ncg", "trust-krylov",
         "trust-constr", "L-BFGS-sharded" or "Newton-CG-sharded".
     jac : callable or True, optional
-        ``jac(x, *args)`` returns the gradient of L_r, in the form of x; True: `fun` returns ``(L_r, gradient)``. By
-        default `value_and_grad` computes it as the gradient with respect to one variable that all ranks share. With
-        sharded methods it is the gradient of J with respect to this rank's variables.
+        ``jac(x, *args)`` returns the gradient of L_r, in the structure of x; True: `fun` returns ``(L_r, gradient)``. By
+        default `value_and_grad` computes it, with ``shared=True``. With sharded methods it is the gradient of J with
+        respect to this rank's variables.
     hessp : callable, optional
-        ``hessp(x, v, *args)`` returns the Hessian of L_r times v. By default `make_hvp` computes it, for methods that use
+        ``hessp(x, v, *args)`` returns the Hessian of L_r times v, for methods that use it. By default `make_hvp` computes
         it. With "Newton-CG-sharded" it is this rank's part of the product with the Hessian of J.
     bounds : sequence of (low, high) or scipy.optimize.Bounds, optional
-        Bounds of the variables in the order of the flattened pytree, for "L-BFGS", "TNC", "SLSQP" and "trust-constr". Only
-        the root's count, as for `constraints`, `tol`, `options` and `callback`. With sharded methods: of this rank's own
-        variables; `tol` and `options` are the same on all ranks.
+        Bounds of the variables in the order of the flattened pytree, for "L-BFGS", "TNC", "SLSQP" and "trust-constr". They
+        are used on the root only, as are `constraints`, `tol`, `options` and `callback`. With sharded methods they are
+        those of this rank's own variables; `tol` and `options` must then be the same on all ranks.
     constraints : LinearConstraint, NonlinearConstraint, dict, or a list of them, optional
-        SciPy's, for "SLSQP" and "trust-constr". Their functions are called with the variables in the form of x0, on the
-        root only: they mustn't communicate. By default their Jacobians with respect to the flattened variables, shape
-        (k, n), are found by differentiation. A LinearConstraint applies to the flattened variables.
+        SciPy's constraints, for "SLSQP" and "trust-constr". Their functions are called on the root only, with the variables
+        in the structure of x0, and mustn't communicate. Their Jacobians are those with respect to the flattened variables,
+        shape (k, n); by default they are computed by differentiation. A LinearConstraint applies to the flattened
+        variables.
     root : int
     comm : mpi4py intracommunicator, optional
     tol : float, optional
+        Passed to SciPy.
     options : dict, optional
-        Both are passed on to SciPy. Every method also has the option `maxfun`: the maximum number of evaluations of the
-        objective, including line searches (x0 is always evaluated). "L-BFGS-sharded" has the options `m` (or
-        `maxcor`), `gtol`, `ftol`, `maxiter`, `maxfun` and `maxls`, by default those of SciPy's L-BFGS-B; `gtol` is for
-        the largest entry on any rank. "Newton-CG-sharded" has `product` ("full", or "gauss-newton", if `fun` returns
-        this rank's residuals and the objective is half the sum of their squares), `regularizer` (added to that, as a
-        function of x), `globalization` ("line search" or "trust region"), `preconditioner` and `inner_product` (functions
-        that return the product of an approximate inverse Hessian, or of the inverse of the inner product, with a vector; or
-        objects with such a method `solve`), `gtol` and `grtol` (of the gradient's norm in the inner product, absolute and
-        relative to the first one), `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`.
+        Passed to SciPy. Every method also has the option `maxfun`: the maximum number of evaluations of the objective,
+        including line searches (x0 is always evaluated). "L-BFGS-sharded" has the options `m` (or `maxcor`), `gtol`,
+        `ftol`, `maxiter`, `maxfun` and `maxls`, with the defaults of SciPy's L-BFGS-B; `gtol` is a tolerance of the largest
+        entry of the gradient on any rank. "Newton-CG-sharded" has the following options. `product`: "full"; or
+        "gauss-newton", for a `fun` that returns this rank's residuals, where the objective is half the sum of their
+        squares. `regularizer`: with "gauss-newton", a function of x that is added to the objective. `globalization`: "line
+        search" or "trust region". `preconditioner` and `inner_product`: functions that return the product of a vector with
+        an approximate inverse Hessian, or with the inverse of the inner product; or objects with such a method `solve`.
+        `gtol` and `grtol`: tolerances of the gradient's norm in the inner product, absolute and relative to that at x0.
+        Further `ftol`, `maxiter`, `maxfun`, `maxls`, `maxcg` and `radius`.
     callback : callable, optional
         Called on the root after each iteration, as in SciPy: ``callback(x)``, or with an OptimizeResult if its only
         parameter is named `intermediate_result`. It mustn't communicate. If it raises StopIteration, the solve ends. With
-        sharded methods each rank's own callback is called with its variables.
+        sharded methods the callback of each rank is called with its variables.
     objective : {"root", "sum", "mean"}
         The objective: L_root, the sum of all L_r, or their mean.
     args : tuple
-        Further arguments of `fun`, `jac` and `hessp`: this rank's own.
+        Further arguments of `fun`, `jac` and `hessp`, which may differ between ranks.
     checkpoint : path or CheckpointFile, optional
-        File for the state of the solve, written every 10 iterations (or as set by `mpiad.optimize.CheckpointFile`) and at
-        the end, atomically. If it exists, the solve resumes from it. Sharded methods, whose ranks write files of their own
-        next to this name, resume bit for bit on the same number of ranks, and up to rounding on another; other methods
-        resume from the last iterate. After SIGTERM on any rank the state is written, and all ranks return with status
-        143.
+        File for the state of the solve, written atomically every 10 iterations (or as set by
+        `mpiad.optimize.CheckpointFile`) and at the end. If it exists, the solve resumes from it. With sharded methods each
+        rank writes its own files next to this path; a solve then resumes bit for bit on the same number of ranks, and up to
+        rounding on another. Other methods resume from the last iterate. After SIGTERM on any rank the state is written, and
+        all ranks return with status 143.
     progress : bool
         Whether the root shows its progress on standard error: each iterate, and the maximum remaining time if `maxiter` or
-        `maxfun` is among the options. A bar on terminals and in notebooks if tqdm is installed, otherwise lines.
+        `maxfun` is among the options.
 
     Returns
     -------
     scipy.optimize.OptimizeResult
-        SciPy's fields, with `x` and `jac` in the form of x0, and
+        SciPy's fields, with `x` and `jac` in the structure of x0, and
 
-        - `history`: the iterates' `loss`, `gradient_norm` (largest entry), `step` (its length), `evaluations` and
-          `seconds` since the start, the starting point first;
+        - `history`: arrays with an entry for the starting point and each iterate: `loss`, `gradient_norm` (largest entry),
+          `step` (its length), `evaluations` and `seconds` since the start;
         - `evaluations`: numbers of evaluations: "value", "gradient" (alone), "both", "product".
 
-        At a limit the result is ``success=False`` and the best point found; likewise if a method ends at a point at which
-        the objective isn't finite, or is higher than at an earlier point, unless the gradient at the latter is as small.
+        If a limit is reached, the result is the best point found, with ``success=False``. The same holds if a method ends
+        at a point at which the objective isn't finite, or is higher than at an earlier point; in the latter case `success`
+        may be True if the gradient at the better point isn't larger.
 
     Raises
     ------
@@ -133,17 +137,16 @@ def minimize(
         On all ranks, if an argument on any of them is invalid, `fun` doesn't return a real number, or the checkpoint is
         damaged or belongs to another problem.
     ReplicationError
-        A ValueError, on all ranks, if one gives another x0 than the root to a method that takes the root's.
+        A ValueError, on all ranks, if the x0 of one differs from the root's (not with sharded methods).
     WorkerError
         On all ranks, if an evaluation raises on any, with that rank's traceback; the communicator is usable afterwards. If
-        other ranks wait for that rank inside a communication, and the MPI library can't interrupt them, the job ends with
-        its traceback.
+        other ranks wait for that rank inside a communication, and the MPI library can't interrupt them, the job is aborted
+        with this traceback.
 
     Ranks
     -----
-    All ranks of `comm` call it, with the same method, objective, root and kinds of `jac` and `hessp`. The result is
-    bitwise the same on all ranks; with sharded methods except for `x` and `jac`, which hold this rank's own part, and the
-    times.
+    All ranks of `comm` call it, with the same method, objective, root and types of `jac` and `hessp`. The result is bitwise
+    the same on all ranks. With sharded methods `x` and `jac` are this rank's own part, and times differ.
 
     Adjoint
     -------
@@ -174,7 +177,7 @@ def _agree_on_arguments(
 ) -> tuple[Tree | Piece, MethodArguments]:
     """Check the arguments on all ranks; return the root's x0 as a pytree of variables, or this rank's own `Piece`."""
     settings = ""
-    # Invalid arguments first, whose errors are clearer, then differences: an invalid argument often differs too.
+    # Invalid arguments are reported before differences between ranks, since an invalid argument often differs, too.
     with raising_together(used, Exception):
         sharded = is_sharded(method)
         writes = sharded or used.rank == program.root
@@ -184,8 +187,8 @@ def _agree_on_arguments(
         if sharded:
             if arguments.constraints is not None and np.size(arguments.constraints):
                 raise ValueError(
-                    f"minimize: method {method!r} takes no constraints; 'SLSQP' and 'trust-constr' do. But got "
-                    f"{arguments.constraints!r:.60}."
+                    f"minimize: method {method!r} doesn't support constraints, but got {arguments.constraints!r:.60}. "
+                    "Use 'SLSQP' or 'trust-constr'."
                 )
             start = piece_of(
                 str(method), as_variables(x0), arguments.bounds, arguments.tol, arguments.options, arguments.checkpoint
@@ -222,27 +225,26 @@ def mpi_optimize(
     checkpoint: str | PathLike[str] | CheckpointFile | None = None,
     progress: bool = False,
 ) -> scipy.optimize.OptimizeResult:
-    """Minimize f with its gradient g, evaluated by all ranks when the root asks for one or the other.
+    """Minimize f with its gradient g; all ranks evaluate f or g when the root asks for it.
 
     Parameters
     ----------
     f : callable
         ``f(x, *args)`` returns this rank's L_r, one real number.
     g : callable
-        ``g(x, *args)`` returns the gradient of this rank's L_r, in the form of x. With ``objective="root"`` only the
-        root's counts: `mpiad.grad(f, shared=True)`, which all ranks call, returns there the gradient of the objective that
-        the root has assembled.
+        ``g(x, *args)`` returns the gradient of this rank's L_r, in the structure of x. With ``objective="root"`` only the
+        root's result is used. For an `f` that communicates, pass ``mpiad.grad(f, shared=True)``.
     x0 : pytree of arrays
-        The starting point. Only the root's counts: other ranks give None or the same.
+        The starting point. It is used on the root; other ranks pass None or the same.
     method, bounds, constraints, root, comm, tol, options, callback, objective, checkpoint, progress
         As in `minimize`.
     args : tuple
-        Further arguments of f and g: this rank's own.
+        Further arguments of f and g, which may differ between ranks.
 
     Returns
     -------
     scipy.optimize.OptimizeResult
-        That of `minimize`.
+        As in `minimize`.
 
     Raises
     ------
@@ -253,8 +255,8 @@ def mpi_optimize(
 
     Ranks
     -----
-    All ranks of `comm` call it, and then f or g whenever the root's method needs one: together, in the same order. The
-    result is bitwise the same on all ranks.
+    All ranks of `comm` call it. They then call f and g together, in the same order. The result is bitwise the same on all
+    ranks.
 
     Adjoint
     -------
@@ -266,7 +268,7 @@ def mpi_optimize(
     >>> print(np.round(result.x, 4))
     [3. 3.]
     """
-    # None and True have another meaning for `minimize`, which rejects a string on all ranks alike.
+    # None and True have another meaning for `minimize`, which raises for a string.
     jac: Any = repr(g) if g is None or isinstance(g, bool) else g
     solver = {"method": method, "bounds": bounds, "constraints": constraints, "tol": tol, "options": options}
     output = {"callback": callback, "checkpoint": checkpoint, "progress": progress}

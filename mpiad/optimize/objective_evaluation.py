@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 
 class Evaluation:
-    """The stages of evaluations: every rank calls the same method with the root's variables.
+    """Evaluation of the objective and its derivatives; every rank calls the same method with the root's variables.
 
     - `used`: the user's communicator.
-    - `comm`: the solve's own, over which gradients are summed; None if every rank passes its own variables, so that the
-      gradients computed by the user are those of J.
-    - `agreement`: of the ranks on each stage.
+    - `comm`: the solve's communicator, over which gradients are summed; None if each rank has its own variables, so that
+      the gradients computed by the user are those of J.
+    - `agreement`: makes an exception on one rank known to all.
     - `only_both`: whether value and gradient are only available together.
     - `separate`: whether the gradient doesn't need the value's forward pass.
     """
@@ -53,7 +53,7 @@ class Evaluation:
         self.only_both, self.separate = program.jac is True, callable(program.jac)
 
     def carry_out(self, kind: int, vector: np.ndarray, direction: np.ndarray | None) -> Any:
-        """Execute an instruction; the user's function may change the variables, except for a product."""
+        """Execute an instruction of the root; the user's function may overwrite `vector`, except for a product."""
         if kind == VALUE:
             return self.value(vector), None
         if kind == GRADIENT:
@@ -69,15 +69,15 @@ class Evaluation:
         return self.at_start.not_finite(self._used.data, self._program.args)
 
     def value(self, vector: np.ndarray) -> float:
-        """Return the objective, on all ranks; keep the forward pass for `gradient`, if that needs it.
+        """Return the objective, on all ranks; keep the forward pass for `gradient`.
 
-        Value and gradient are NaN if a solver inside the function hasn't converged on any rank, except at the start.
+        Except at the start, value and gradient are NaN if a solver inside the function hasn't converged on some rank.
         """
         return self.attempted(lambda: self._value(vector), lambda: math.nan)
 
     def attempted(self, evaluate: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        """Return the result of an evaluation; that of `otherwise` on all ranks if a solver hasn't converged on any."""
-        self.agreement.tolerates = self._begun  # at the start there is no step to shorten
+        """Return the result of an evaluation; that of `otherwise` on all ranks if a solver on some rank didn't converge."""
+        self.agreement.tolerates = self._begun  # at the start there is no step that could be shortened
         try:
             found = evaluate()
         except Unreached:
@@ -93,8 +93,8 @@ class Evaluation:
         x = self._packing.view_of(vector)
         if self.separate:
             return self.agreement.summed(lambda: self.value_at(x), self._term)[1]
-        self._forward = None  # its memory is freed before the next is allocated
-        # The agreement comes before the reverse pass, in which the ranks wait for each other.
+        self._forward = None  # frees its memory before the next one is allocated
+        # The ranks agree on failures before the reverse pass, in which they wait for each other.
         variables = variables_of((x,), 0, "minimize")
         traced = trace_backwards(lambda x: self.agreement.run(lambda: self.value_at(x)), variables)
         self._forward = traced, variables
@@ -116,12 +116,12 @@ class Evaluation:
     def _backward(self) -> np.ndarray:
         traced, variables = self._forward  # type: ignore[misc]
         self._forward = None
-        # All ranks run it, even those with weight zero: the cotangents of the others pass through them.
+        # All ranks take part, even those with weight zero, since cotangents of other ranks pass through them.
         found = gradients_of_term(traced, self._weight, variables)
         return self._flat(variables.filled(found, lambda leaf: None))
 
     def _flat(self, gradient: Tree) -> np.ndarray:
-        """Return this rank's part of a gradient as a vector; if it is sent at once, possibly in memory of the user."""
+        """Return this rank's part of a gradient as a vector; a view of the user's array is possible if it is sent next."""
         flat = self._packing.pack_gradient(gradient) if self._used.size == 1 else self._packing.gradient_to_send(gradient)
         self.at_start.note("entries of the gradient", flat)
         return flat
@@ -132,12 +132,11 @@ class Evaluation:
 
     def _both(self, vector: np.ndarray) -> tuple[float, np.ndarray | None]:
         if not self.only_both:
-            # Two functions of the user get the variables in turn, and the first may overwrite them.
+            # `fun` may overwrite its argument before `jac` gets it.
             first = vector.copy() if self.separate else vector
             return self._value(first), self._gradient(vector)
         x = self._packing.view_of(vector)
 
-        # The values are sent with the agreement, since no trace has to end first.
         def pair() -> tuple[Any, np.ndarray]:
             out = self._program.fun(x, *self._program.args)
             if out is None and self._gradient_weight == 0.0:
@@ -150,23 +149,23 @@ class Evaluation:
         return value, self._total(local)
 
     def product(self, vector: np.ndarray, direction: np.ndarray) -> np.ndarray | None:
-        """Return the product of the Hessian with a direction, on the root; kept for further products at that point."""
+        """Return the product of the Hessian with a direction, on the root; keep the record for products at this point."""
         if self._hessian is None or self._hessian[0] != vector.tobytes():
-            self._hessian = None  # its memory is freed before the next is allocated
+            self._hessian = None  # frees its memory before the next one is allocated
             self._hessian = vector.tobytes(), self.hessian(vector)
         return self._hessian[1](direction)
 
     def hessian(self, vector: np.ndarray) -> Callable[[np.ndarray], np.ndarray | None]:
-        """Return a function that multiplies the Hessian at a point with directions; the product is on the root."""
+        """Return a function that multiplies directions by the Hessian at a point; the products are on the root."""
         x, given, args = self._packing.unpack(vector), self._program.hessp, self._program.args
         if given is not None:
             return lambda v: self._multiplied(lambda v: self._weighted(given(x, v, *args), "hessp"), v)
-        # With respect to each rank's own copy, along all copies: their sum is the product for the shared variable.
+        # The sum of the products of all ranks' copies is the product for the shared variable.
         product = self.differentiated(self.value_at, x).product
         return lambda v: self._multiplied(lambda v: self._packing.pack_gradient(product(v)), v)
 
     def differentiated(self, fun: Callable[[Tree], Any], x: Tree) -> SecondOrder:
-        """Return value, gradient and Hessian products at x of the objective whose parts are the values of `fun`."""
+        """Return value, gradient and Hessian products, at x, of the objective with `fun` as the user's function."""
         objective, root = self._program.objective, self._program.root
         evaluate = make_hvp(
             lambda x: self.agreement.run(lambda: fun(x)), objective=objective, root=root, comm=self._used.user
@@ -181,7 +180,7 @@ class Evaluation:
         return part if self._comm is None else total_on_root(self._comm, self._program.root, part)
 
     def value_at(self, x: Tree) -> Scalar:
-        """Return this rank's number, as a part of a stage."""
+        """Return this rank's number, without an agreement of the ranks."""
         out = self._program.fun(x, *self._program.args)
         return self._checked(out[0] if self.only_both and isinstance(out, tuple) else out)
 
@@ -201,7 +200,7 @@ class Evaluation:
             packed = self._flat(local)
         except TypeError as error:
             raise WrongValueError(f"{error} It was returned by {source}.") from None
-        # Not in place: it may be the user's own array.
+        # Not in place, since it may be the user's array.
         return packed if self._gradient_weight == 1.0 else packed * self._gradient_weight
 
     def _term(self, value: Scalar) -> float:
@@ -210,22 +209,22 @@ class Evaluation:
             return 0.0
         if type(value) in Box.types:
             raise WrongValueError(
-                "minimize: fun returned a traced value, but no derivative is taken through a solve. Give it plain values "
-                "(mpiad.stop_gradient) of what it takes from the trace around the solve."
+                "minimize: fun returned a traced value, but a solve can't be differentiated. Use mpiad.stop_gradient for "
+                "the traced values that fun reads from the enclosing function."
             )
         value = to_host(value)
         return float(value if np.ndim(value) == 0 else np.reshape(value, ())) * self._weight
 
 
 class StartValues:
-    """Numbers of this rank's values that aren't finite at the start of a solve."""
+    """Counts of this rank's values that aren't finite at the start of a solve."""
 
     def __init__(self):
         self._counts: dict[str, tuple[int, int]] = {}
 
     def note(self, name: str, values: Any) -> None:
-        """Count values at the first evaluation; later ones are at trial points."""
-        # A copy from a device would cost more than the count is worth.
+        """Count values at the first evaluation, and do nothing at later ones."""
+        # Arrays on a device aren't counted, since the copies would cost too much.
         if name not in self._counts and not is_device_array(values := stop_gradient(values)):
             array = np.asarray(values)
             self._counts[name] = int(np.sum(~np.isfinite(array))), array.size
@@ -244,18 +243,16 @@ class Program(NamedTuple):
     """The functions that a rank evaluates."""
 
     fun: Function
-    # The gradient; True if `fun` returns it with its value, None if it is found by differentiation.
-    jac: Function | bool | None
+    jac: Function | bool | None  # the gradient; True if `fun` returns it with its value, None to differentiate `fun`
     hessp: Function | None
     args: tuple
-    # {"root", "sum", "mean"}. Combination of the ranks' values to the objective; the results of `jac` and `hessp` are
-    # combined alike.
+    # {"root", "sum", "mean"}; the ranks' results of `fun`, `jac` and `hessp` are combined in this way.
     objective: str
     root: Rank
 
 
 def check_program(program: Program, used: Channel, call: str) -> None:
-    """Raise if the arguments of this rank can't be evaluated."""
+    """Raise if an argument of this rank is invalid."""
     root_of(program.root, used, call)
     check_objective(program.objective, call)
     for name, value, allowed in (

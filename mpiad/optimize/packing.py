@@ -1,4 +1,4 @@
-"""The variables of a solve: any pytree of arrays for the user, one vector of doubles for the method and the messages."""
+"""Packing of variables: a pytree of arrays for the user is a vector of doubles for the method and the messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 @dataclass(frozen=True)
 class RemoteArray:
-    """An array on the root's device, as represented on other ranks; `arrays` makes arrays of this rank."""
+    """The placeholder, on other ranks, of an array on the root's device; `arrays` makes arrays on this rank's device."""
 
     shape: Shape
     dtype: np.dtype
@@ -28,10 +28,9 @@ class RemoteArray:
 
 
 class BufferPool:
-    """Vectors of one length for the user's function, without new memory in each evaluation.
+    """Vectors of one length for the user's function, without an allocation in each evaluation.
 
-    The function may keep or change its argument, so no other part of a solve may work in that memory. Once nobody refers to
-    a vector any more, the next variables can be written into it.
+    The function may keep or overwrite its argument. A vector is used again when there are no other references to it.
     """
 
     def __init__(self, size: int):
@@ -39,7 +38,7 @@ class BufferPool:
         self._kept: list[np.ndarray] = []
 
     def vector(self) -> np.ndarray:
-        """Return a vector, shape (size,), to which nobody else refers, directly or by a view."""
+        """Return a vector, shape (size,), to which there are no other references."""
         for array in self._kept:
             if _holders(array) <= _UNHELD:
                 return array
@@ -48,7 +47,7 @@ class BufferPool:
 
 
 def _holders(array: np.ndarray) -> float:
-    # Only CPython counts references.
+    # Only CPython counts references; elsewhere every vector is new.
     return sys.getrefcount(array) if hasattr(sys, "getrefcount") else np.inf
 
 
@@ -63,25 +62,22 @@ _UNHELD = _count_of_unheld()
 
 
 _NUMBERS = (int, float, np.integer, np.floating)
-_LARGE = 1 << 20  # bytes; smaller arrays come from the heap, without page faults
+_LARGE = 1 << 20  # bytes; allocation of smaller arrays causes no page faults
 
 
 def as_variables(x0: Tree, call: str = "minimize") -> Tree:
     """Return x0 as the pytree for the function.
 
-    A plain list of numbers becomes an array, and integers become doubles, as in SciPy; other pytrees are unchanged. A
-    TypeError if nothing in x0 can be varied, or a part of it belongs to a trace or is an object of an unknown kind.
+    A list of numbers becomes an array, and integers become doubles, as in SciPy; other pytrees are unchanged. Raise a
+    TypeError if x0 holds no variables, a traced value, or an object that isn't an array, number, string or None.
     """
-    # A list of numbers is a vector, as in SciPy; any other pytree is unchanged.
     if isinstance(x0, (list, tuple)) and not hasattr(x0, "_fields") and x0 and all(map(_is_number, x0)):
         x0 = np.array(x0, dtype=float)
     elif _is_number(x0) or (isinstance(x0, np.ndarray) and x0.dtype.kind in "iu"):
         x0 = x0.astype(float) if isinstance(x0, np.ndarray) else float(x0)  # type: ignore[arg-type]
     leaves = flatten(x0)[0]
     if any(type(leaf) in Box.types for leaf in leaves):
-        raise TypeError(
-            f"{call}: x0 belongs to a trace, but no derivative is taken through a solve. Pass mpiad.stop_gradient(x0)."
-        )
+        raise TypeError(f"{call}: x0 is a traced value, but a solve can't be differentiated. Pass mpiad.stop_gradient(x0).")
     if not any(is_variable(leaf) for leaf in leaves):
         raise TypeError(
             f"{call}: x0 must hold real or complex numbers or arrays of them on the root, but got "
@@ -94,21 +90,21 @@ def as_variables(x0: Tree, call: str = "minimize") -> Tree:
 def sendable_variables(x0: Tree, call: str) -> Tree:
     """Return the root's x0 as the pytree for the function on all ranks; raise if that is impossible."""
     start = as_variables(x0, call)
-    if not any(np.size(leaf) for leaf in flatten(start)[0] if is_variable(leaf)):  # methods of SciPy fail on it
-        raise ValueError(f"{call}: x0 must hold one number at least, but got {start!r:.60}.")
+    if not any(np.size(leaf) for leaf in flatten(start)[0] if is_variable(leaf)):  # SciPy's methods need a variable
+        raise ValueError(f"{call}: x0 must hold at least one number, but got {start!r:.60}.")
     require_sendable(start, call)
     return start
 
 
-def require_sendable(nest: Tree, call: str) -> None:
-    """Raise a TypeError if a pytree's structure, or a leaf that is no variable, can't be sent to the other ranks."""
-    leaves, build = flatten(nest)
+def require_sendable(tree: Tree, call: str) -> None:
+    """Raise a TypeError if a pytree's structure, or a leaf that isn't a variable, can't be sent to the other ranks."""
+    leaves, build = flatten(tree)
     try:
         pickle.dumps(build([None if is_variable(leaf) else leaf for leaf in leaves]))
     except Exception as error:  # noqa: BLE001 - pickling runs user code
         raise TypeError(
-            f"{call}: x0 is sent to all ranks, but holds what can't be pickled ({error}). Give functions and the like in "
-            "args, and define classes at the top of a module."
+            f"{call}: x0 is sent to all ranks, but holds an object that can't be pickled ({error}). Pass functions and "
+            "other objects as args, and define classes at the top level of a module."
         ) from error
 
 
@@ -119,25 +115,25 @@ def _is_number(x: Array) -> bool:
 class Packing:
     """The layout of a pytree in one vector of doubles; complex numbers as pairs.
 
-    `template`: gives structure, shapes and dtypes. Its leaves that aren't variables (integers, strings) are constant.
-    `size`: length of the vector. `specs`, `namespaces`: for each array of variables shape and dtype, and its device; None
-    on the host.
+    `template`: pytree that defines structure, shapes, dtypes and the leaves that aren't variables (integers, strings).
+    `size`: length of the vector. `specs`: shape and dtype of each array of variables. `namespaces`: device of each, None on
+    the host.
     """
 
     def __init__(self, template: Tree):
         self._leaves, self._build = flatten(template)
         self._places = [k for k, leaf in enumerate(self._leaves) if is_variable(leaf) or type(leaf) is RemoteArray]
         found = [self._leaves[p] for p in self._places]
-        # A dtype received in a message equals NumPy's own but is another object, which would change pickled results.
+        # A dtype from a message is another object than NumPy's own, which would change pickled results.
         self.specs = [(shape, np.dtype(dtype.str)) for shape, dtype, *_ in map(spec_like, found)]
         self.namespaces = [leaf.arrays if type(leaf) is RemoteArray else arrays_of(leaf) for leaf in found]
-        self._away = any(xp is not None for xp in self.namespaces)
-        # A complex number is two variables, its real and its imaginary part, since methods work with real ones.
+        self._on_device = any(xp is not None for xp in self.namespaces)
+        # A complex number is packed as two variables, since methods work with real ones.
         self._lengths = [(int(np.prod(shape)) * (1 + (dtype.kind == "c")),) for shape, dtype in self.specs]
         self.size = sum(length for (length,) in self._lengths)
         # One array of doubles has the memory layout of its vector.
         self._plain = len(self.specs) == 1 and self.specs[0][1] == np.float64 and len(self.specs[0][0]) > 0
-        self._plain = self._plain and not self._away
+        self._plain = self._plain and not self._on_device
 
     @property
     def described(self) -> list[str]:
@@ -149,13 +145,13 @@ class Packing:
         return self._packed(tree, lambda z: z)
 
     def gradient_to_send(self, tree: Tree) -> np.ndarray:
-        """Return the result of `pack_gradient`, but in the gradient's own memory if it is one array of doubles."""
+        """Return the result of `pack_gradient`, as a view of the gradient if it is one array of doubles."""
         if self._plain and type(tree) is np.ndarray and self.specs == [(tree.shape, tree.dtype)]:
             return np.ascontiguousarray(tree).reshape(-1)
         return self.pack_gradient(tree)
 
     def pack_gradient(self, tree: Tree) -> np.ndarray:
-        """Return a gradient as a new vector; with respect to real and imaginary part if a variable is complex."""
+        """Return a gradient as a new vector of derivatives with respect to real variables."""
         return self._packed(tree, np.conj)  # autograd's gradient with respect to x + iy is ∂/∂x - i ∂/∂y
 
     def _packed(self, tree: Tree, view: Callable[[Array], Array], into: np.ndarray | None = None) -> np.ndarray:
@@ -168,12 +164,11 @@ class Packing:
         return out
 
     def _arrays(self, tree: Tree) -> list[Array]:
-        """Return a pytree's arrays of variables, on the vector's device; a TypeError if they don't match the template."""
+        """Return a pytree's arrays of variables, on the vector's device; a TypeError unless they match the template."""
         leaves = flatten(tree)[0]
         if len(leaves) != len(self._leaves):
-            raise TypeError(f"minimize: expected a nest of {len(self._leaves)} arrays like x0, but got {len(leaves)}.")
-        # All at once: arrays of one device are copied together.
-        leaves = fetched(leaves) if self._away else leaves
+            raise TypeError(f"minimize: expected a pytree of {len(self._leaves)} leaves like x0, but got {len(leaves)}.")
+        leaves = fetched(leaves) if self._on_device else leaves
         found = [self._array(leaves[place], place, shape) for place, (shape, _) in zip(self._places, self.specs)]
         for leaf, place, (_, dtype) in zip(found, self._places, self.specs):
             if leaf.dtype.kind == "c" and dtype.kind != "c":
@@ -184,7 +179,7 @@ class Packing:
     def _array(self, leaf: Array, place: int, shape: Shape) -> Array:
         array = np.asarray(leaf)
         if array.shape != shape:
-            raise TypeError(f"minimize: expected shape {shape}, that of {self._path(place)}, but got {array.shape}.")
+            raise TypeError(f"minimize: expected shape {shape}, as of {self._path(place)}, but got {array.shape}.")
         return array
 
     def _path(self, place: int) -> str:
@@ -196,7 +191,7 @@ class Packing:
         return self._unpacked(vector, lambda z: z)
 
     def view_of(self, vector: np.ndarray) -> Tree:
-        """Return the pytree of a vector, in the vector's own memory if it is one array of doubles."""
+        """Return the pytree of a vector, as a view of the vector if it is one array of doubles."""
         if not self._plain:
             return self.unpack(vector)
         leaves = list(self._leaves)
@@ -214,35 +209,34 @@ class Packing:
             piece = view(piece.copy().view(complex)) if dtype.kind == "c" else piece
             found.append(piece.astype(dtype).reshape(shape))
         leaves = list(self._leaves)
-        for place, array in zip(self._places, put(found, self.namespaces) if self._away else found):
+        for place, array in zip(self._places, put(found, self.namespaces) if self._on_device else found):
             leaves[place] = array if array.ndim else array[()]
         return self._build(leaves)
 
 
 class PiecePacking(Packing):
-    """As `Packing`, for a rank's own part of the variables: without new memory in each evaluation.
+    """Like `Packing`, for a rank's own part of the variables, without an allocation in each evaluation.
 
-    A new large array costs a page fault per page, every time: as much as a tenth of an iteration. So the copy for the
-    function is written into the last one once nobody refers to that. A gradient's vector is valid only until the next
-    evaluation: it may be the function's own.
+    The page faults of a new large array take up to a tenth of the time of an iteration. So the function's argument is
+    written into the previous one if there are no other references to it. The vector of a gradient is valid only until the
+    next evaluation, since it may be a view of the function's result.
     """
 
     def __init__(self, template: Tree):
         super().__init__(template)
         self._shape = self.specs[0][0]
-        self._gradient = np.empty(self.size)  # takes no physical memory until its first use
+        self._gradient = np.empty(self.size)
         self._pool = BufferPool(self.size)
         self._buffer: np.ndarray | None = None
 
     def next_buffer(self) -> np.ndarray | None:
-        """Return memory for the next variables, shape (size,), so that `unpack` needn't copy them."""
+        """Return a vector for the next variables, shape (size,), which `unpack` then uses without a copy."""
         if self._plain and 8 * self.size >= _LARGE:
-            # A vector to which nobody refers any more: fresh memory of that size costs a page fault for each 4 KiB.
             self._buffer = self._pool.vector()
         return self._buffer
 
     def view_of(self, vector: np.ndarray) -> Tree:
-        """Return the pytree of a vector that the solve still uses: in the memory of `next_buffer`, or in new memory."""
+        """Return the result of `unpack`, since the solve still uses the vector."""
         return self.unpack(vector)
 
     def _unpacked(self, vector: np.ndarray, view: Callable[[Array], Array]) -> Tree:
@@ -263,22 +257,22 @@ class PiecePacking(Packing):
 
 
 class DevicePacking(Packing):
-    """As `Packing`, for variables on a device: the vector is there, too.
+    """Like `Packing`, for variables on a device, where the vector is, too.
 
-    `xp`: makes arrays there.
+    `xp`: array module of the device.
     """
 
     def __init__(self, template: Tree):
         super().__init__(template)
         self.xp: ArrayModule = self.namespaces[0]  # type: ignore[assignment]
-        self._away = False  # not on another device than the vector
+        self._on_device = False  # no copies between devices are needed
 
     def next_buffer(self) -> None:
-        """Return None: the function gets new memory, which costs nothing there."""
+        """Return None: the function gets a new array, which a device allocates quickly."""
         return None
 
     def view_of(self, vector: Array) -> Tree:
-        """Return the pytree of a vector that the solve continues to use, in new memory."""
+        """Return the result of `unpack`, since the solve still uses the vector."""
         return self.unpack(vector)
 
     def _packed(self, tree: Tree, view: Callable[[Array], Array], into: object = None) -> Array:
@@ -302,7 +296,7 @@ LocalPacking: TypeAlias = PiecePacking | DevicePacking
 
 
 def packing_of_piece(start: Tree) -> LocalPacking:
-    """Return the layout of a rank's own variables in a vector, on the host or a device; a TypeError if on both."""
+    """Return the packing of a rank's own variables, on the host or a device; raise a TypeError if they are on both."""
     if leaf_on_device(start) is None:
         return PiecePacking(start)
     packing = DevicePacking(start)

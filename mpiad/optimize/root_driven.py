@@ -1,4 +1,4 @@
-"""A solve with its variables on the root: its starting point, its course, its end; and the part common to all solves."""
+"""Solves whose variables are on the root, from the check of x0 to the result; and the base class of all solves."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from mpiad.transport.replication import Difference, compare, listed
 from mpiad.transport.signals import postponed
 from mpiad.transport.user_failures import StageFailures
 
-# The root's starting point on all ranks; if a rank gave another one, all raise.
+# All ranks raise if a rank's starting point differs from the root's.
 #
 # Otherwise a starting point for each rank's own variables, such as a block of a distributed grid, would silently be
-# replaced by the root's, and the result would be wrong whenever the shapes agree.
+# replaced by the root's, and the result would be wrong if the shapes agree.
 
 Leaves = list[tuple[str, Any]]
 
@@ -44,15 +44,15 @@ _KINDS = {
     "b": "a boolean", "i": "an integer", "u": "an integer", "f": "a real", "c": "a complex", "U": "a text", "S": "a bytes",
 }  # fmt: skip
 _ADVICE = (
-    "Where each rank has variables of its own, as a block of a Domain, call domain.minimize(fun, x0), or minimize with "
-    "method='L-BFGS-sharded'. Where all ranks share them, give x0 on the root only, or on all ranks the root's (mpi_bcast)."
+    "If each rank has its own variables, such as a block of a Domain, call domain.minimize(fun, x0), or minimize with "
+    "method='L-BFGS-sharded'. If all ranks share them, pass x0 on the root only, or broadcast the root's (mpi_bcast)."
 )
 
 
 def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: str = "minimize") -> Tree:
-    """Return the root's `start`, with placeholders for device arrays on other ranks; all ranks call it with their x0.
+    """Return the root's `start` on all ranks, with placeholders for device arrays on other ranks; collective.
 
-    A ReplicationError on all ranks if the x0 of one differs from the root's.
+    Raise a ReplicationError on all ranks if the x0 of one differs from the root's.
     """
     if used.size == 1:
         return start
@@ -69,8 +69,8 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
     if any(type(leaf) is RemoteArray for leaf in flatten(template)[0]):
         with raising_together(used, ImportError):
             if not leads:
-                # The root's device number is meaningless on another node: the device of this rank's arguments, else the
-                # current one; an ImportError without CuPy.
+                # The placeholders get this rank's device: that of its arguments, or the current one (an ImportError without
+                # CuPy). The root's device number is meaningless on another node.
                 xp = arrays_of(leaf_on_device([x0, program.args])) or arrays_of(to_device(np.zeros(0)))
                 template = map_leaves(
                     lambda leaf: replace(leaf, arrays=xp) if type(leaf) is RemoteArray else leaf, template
@@ -81,16 +81,16 @@ def shared_start(used: Channel, program: Program, start: Tree, x0: Tree, call: s
 
 
 def _fingerprint(array: np.ndarray) -> bytes:
-    """Return a hash of an array's values, the same for equal values of two precisions, both zeros, and all NaNs."""
+    """Return a hash of an array's values, which doesn't depend on their precision, the sign of zeros, or NaN payloads."""
     values = np.array(array, complex if array.dtype.kind == "c" else float)
     parts = values.reshape(-1).view(float)
-    parts += 0.0  # makes -0.0 a 0.0
+    parts += 0.0  # converts -0.0 to 0.0
     parts[np.isnan(parts)] = np.nan
     return hashlib.blake2b(parts.data, digest_size=16).digest()
 
 
 def _as_given(x0: Tree) -> Tree:
-    """Return x0 as `as_variables` converts the root's; unchanged if it can't be varied."""
+    """Return x0, converted by `as_variables` like the root's, or unchanged if that fails."""
     try:
         return as_variables(x0)
     except TypeError:
@@ -98,20 +98,20 @@ def _as_given(x0: Tree) -> Tree:
 
 
 def _require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves, call: str) -> None:
-    """Raise a ReplicationError on all ranks if an argument of one differs from the root's, in form or in a value.
+    """Raise a ReplicationError on all ranks if the x0 of one differs from the root's in structure or value; collective.
 
-    Values are compared as by ``==``, but a NaN is equal to a NaN; reals of single and of double precision may be equal.
-    `mine`, `roots` : leaves of the arguments of this rank (None for no argument) and the root, each with its path. All
-    ranks call it.
+    Values are compared by ``==``, except that all NaNs are equal; precisions may differ. `mine`, `roots` : leaves of this
+    rank's and of the root's x0 with their paths; `mine` is None if the rank passed no x0.
     """
     found = None if mine is None or used.rank == root else _difference(mine, roots, root)
     if not on_any_rank(used.data, found is not None):
         return
-    # Only if one differs do the ranks exchange the differences, so that all raise the same error.
     every: list[Difference | None] = used.data.allgather(found)
     differences = {rank: difference for rank, difference in enumerate(every) if difference is not None}
     ranks, first = list(differences), next(iter(differences.values()))
-    text = f"{call}: x0 counts on the root only, rank {root}, but that of rank(s) {ranks} of {used.size} differs from it. "
+    text = (
+        f"{call}: every x0 must be that of the root, rank {root}, but rank(s) {ranks} of {used.size} have a different one. "
+    )
     text += f"{_ADVICE}{listed(differences)}"
     raise agreed(used, ReplicationError(text, ranks, first.path, first.index, first.absolute, first.relative))
 
@@ -120,36 +120,35 @@ def _difference(mine: Leaves, roots: Leaves, root: Rank) -> Difference | None:
     try:
         for (path, _), (other, _) in zip_longest(mine, roots, fillvalue=("nothing more", None)):
             if path != other:
-                return _difference_in_form(path, f"it holds {path} where rank {root}'s holds {other}")
-        # Device arrays in one copy.
+                return _structural_difference(path, f"it holds {path}, but rank {root}'s holds {other} at this position")
+        # `fetched` copies all device arrays at once.
         own, theirs = (fetched([leaf for _, leaf in leaves]) for leaves in (mine, roots))
         found = (_of_leaf(path, here, there, root) for (path, _), here, there in zip(mine, own, theirs))
         return next(filter(None, found), None)
     except Exception as error:  # noqa: BLE001 - user code may run here, and the other ranks mustn't wait
-        return _difference_in_form(mine[0][0], f"it can't be compared with rank {root}'s: {type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
+        return _structural_difference(mine[0][0], f"it can't be compared with rank {root}'s: {reason}")
 
 
 def _of_leaf(path: str, mine: Array, theirs: Array, root: Rank) -> Difference | None:
     here, there = _described(mine), _described(theirs)
     if here != there:
-        return _difference_in_form(path, f"{path} is {here}, but rank {root}'s is {there}")
+        return _structural_difference(path, f"{path} is {here}, but rank {root}'s is {there}")
     if isinstance(theirs, RemoteArray):
-        same = _fingerprint(mine) == theirs.fingerprint
-        return (
-            None
-            if same
-            else _difference_in_form(path, f"{path}, {here}, has other values than rank {root}'s, which is on a device")
-        )
+        if _fingerprint(mine) == theirs.fingerprint:
+            return None
+        text = f"{path}, {here}, has different values than rank {root}'s, which is on a device"
+        return _structural_difference(path, text)
     a, b = np.asarray(mine), np.asarray(theirs)
     if a.dtype.kind not in _KINDS:
-        return None  # of other objects only the type is known
+        return None  # of other objects only the types are compared
     equal = np.asarray(a == b)
     if not equal.all():
         equal |= (a != a) & (b != b)  # NaNs
     if equal.all():
         return None
     wide = np.result_type(a, b)
-    # Equal values must not count as different in their bits: zeros of two signs, NaNs of several kinds.
+    # `compare` compares bits, so values that are equal, such as 0.0 and -0.0, are replaced by the same bits.
     return compare(path, here, a.astype(wide), np.where(equal, a, b).astype(wide), root, 0)
 
 
@@ -161,20 +160,20 @@ def _described(leaf: Array) -> str:
     return f"{kind} {f'array of shape {shape}' if shape else 'value'}"
 
 
-def _difference_in_form(path: str, text: str) -> Difference:
+def _structural_difference(path: str, text: str) -> Difference:
     return Difference(path, (), math.nan, math.nan, text)
 
 
 class Solve:
-    """The common part of all solves: a duplicate of the communicator, and the agreement of its ranks on each stage.
+    """The base class of all solves: it owns a duplicate of the communicator and makes failures known to all ranks.
 
-    `used`: the user's communicator. `call`: name of the public function. `agreement`: its `error` is the exception that
-    ended the solve on all ranks.
+    `used`: the user's communicator. `call`: name of the public function. `agreement`: makes an exception on one rank known
+    to all; its `error` is the exception that ended the solve.
     """
 
     def __init__(self, used: Channel, call: str):
-        # Its own duplicate: the user's function may communicate on the channel's while instructions are pending, and an
-        # interrupted solve leaves no message that the user's next call could receive.
+        # A separate duplicate, because the user's function may communicate on the channel while instructions are pending,
+        # and messages of an interrupted solve mustn't be received by a later call.
         self._used, self._comm, self._call = used, used.derive(), call
         self.agreement = StageFailures(self._comm, call, "mpiad.optimize", explain)
 
@@ -182,18 +181,18 @@ class Solve:
     def ending(self, checkpoint: CheckpointFile | None, progress: Progress | None) -> Iterator[None]:
         """Postpone SIGTERM if states are written; free the solve's resources, and renew the channel after a failure."""
         try:
-            # If no state would be written, SIGTERM has its usual immediate effect.
+            # Without a checkpoint SIGTERM has its usual effect.
             with nullcontext() if checkpoint is None else postponed(checkpoint.patience):
                 yield
         except Exception as error:
             if isinstance(error, DeadlockError):
-                self.agreement.close()  # which every rank does alone
-            # Freeing is collective: if ranks don't meet any more it would wait forever, and ranks still to be interrupted
-            # are interrupted on this communicator too.
+                self.agreement.close()  # this isn't collective
+            # Freeing the communicator is collective, so it is skipped if ranks no longer communicate. It may also still be
+            # needed to interrupt waiting ranks.
             elif not self.agreement.broken and not is_interruption(error):
                 self._close()
             if self.agreement.error is not None:
-                renew(self._used.user, self._call)  # pending messages could be received as new ones
+                renew(self._used.user, self._call)  # otherwise later calls could receive pending messages
             raise
         finally:
             if progress is not None:
@@ -217,10 +216,10 @@ class Leader(NamedTuple):
 
 
 class RootDriven(Solve):
-    """A solve that the root drives, made and run by all ranks.
+    """A solve that the root drives: it runs the method, and the other ranks execute its instructions; collective.
 
-    `program`: the functions to evaluate; checked and agreed on. `start`: the starting point, on all ranks. `kind`: class
-    that executes the root's instructions.
+    `program`: the functions to evaluate, checked before. `start`: the starting point, on all ranks. `kind`: class that
+    executes the root's instructions.
     """
 
     def __init__(
@@ -228,13 +227,13 @@ class RootDriven(Solve):
     ):
         super().__init__(used, call)
         self._start, self._packing, self._leads = start, Packing(start), used.rank == program.root
-        # On one rank the root's copy is the only one, and may be anything.
+        # With a single rank there are no other copies.
         program = program if used.size == 1 else program._replace(fun=of_root_copies(program.fun))
         self._evaluation = kind(program, self._packing, self.agreement, used, self._comm)
         self._instructions = Instructions(self._comm, program.root, self._packing.size)
 
     def run(self, drive: Callable[[Leader], dict[str, Any]], progress: Progress | None) -> scipy.optimize.OptimizeResult:
-        """Drive on the root, serve elsewhere; return the outcome, or raise, on all ranks alike."""
+        """Run the method on the root and execute its instructions on other ranks; return the result on all ranks."""
         outcome = self._lead(drive, progress) if self._leads else serve(self._instructions, self._evaluation.carry_out)
         return finished(outcome, self._packing)
 
@@ -244,19 +243,19 @@ class RootDriven(Solve):
         try:
             outcome: Any = drive(leader)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait
-            # After a timeout the others are elsewhere in the program, and raise by themselves.
+            # After a timeout or an interruption the other ranks raise by themselves.
             if self.agreement.broken or is_interruption(error) or isinstance(error, DeadlockError):
                 raise
             if self.agreement.error is not None:
                 raise self.agreement.error from error.__cause__
             cause, outcome = error, Refusal(error, self._call)
-        # Also after a refusal: the others wait for an instruction, and get the reason with the outcome.
+        # Also after an exception on the root, which the others then raise, too: they wait for an instruction.
         self._instructions.give(FINISH)
         return self._instructions.share_outcome(outcome, cause)
 
 
 def finished(outcome: dict[str, Any], packing: Packing) -> scipy.optimize.OptimizeResult:
-    """Return the result with variables and gradient in the form of x0."""
+    """Return the result with variables and gradient in the structure of x0."""
     result = scipy.optimize.OptimizeResult(outcome)
     result.x = packing.unpack(outcome["x"])
     for name in ("jac", "grad"):  # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac

@@ -1,7 +1,7 @@
-"""SciPy's methods: their properties, their runs on the root with the objective of all ranks, and their results.
+"""SciPy's methods: their properties, their runs on the root, and corrections of their results.
 
-SciPy's methods return their last point. If the objective isn't finite there, or was lower at a point that the line search
-passed, that point is returned instead, without success. All ranks get the same.
+SciPy's methods return their last point. If the objective isn't finite there, or was lower at an earlier trial point, the
+best point is returned instead, without success.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ def drive(method: Method, arguments: MethodArguments, program: Program, leader: 
     """Run a method on the root; return its result, corrected if necessary."""
     points = Points(leader.evaluation, leader.instructions, method.together)
     if arguments.bounds is not None and not method.bounded:
-        others = "'L-BFGS', 'TNC', 'SLSQP' and 'trust-constr'"
-        raise ValueError(f"minimize: method {method.name!r} takes no bounds; {others} do.")
+        others = "'L-BFGS', 'TNC', 'SLSQP' or 'trust-constr'"
+        raise ValueError(f"minimize: method {method.name!r} doesn't support bounds. Use {others}.")
     start = leader.packing.pack(leader.start)
     box = box_of(arguments.bounds, start.size)
     constraints, given = None, arguments.constraints
     if given is not None and not (isinstance(given, (list, tuple)) and not given):
         if not method.constrained:
-            raise ValueError(f"minimize: method {method.name!r} takes no constraints; 'SLSQP' and 'trust-constr' do.")
+            raise ValueError(
+                f"minimize: method {method.name!r} doesn't support constraints. Use 'SLSQP' or 'trust-constr'."
+            )
         constraints = constraints_of(given, leader.packing, leader.used)
     checks = [each.excess for each in (box, constraints) if each is not None]
     points.excess = (lambda x: max(check(x) for check in checks)) if checks else None
@@ -56,7 +58,7 @@ def drive(method: Method, arguments: MethodArguments, program: Program, leader: 
     keeper = RootCheckpoint(arguments.checkpoint, problem)
     iterates = IteratesOfPoints(points, arguments.callback, leader, keeper)
     start = iterates.resume(start)
-    if iterates.done and options.get("maxiter") is not None:  # earlier runs have made some
+    if iterates.done and options.get("maxiter") is not None:  # `maxiter` includes the iterations of earlier runs
         options = {**options, "maxiter": max(options["maxiter"] - iterates.done, 0)}
     bounds: Any = arguments.bounds
     if isinstance(bounds, scipy.optimize.Bounds):
@@ -80,14 +82,14 @@ def drive(method: Method, arguments: MethodArguments, program: Program, leader: 
         )
         result.fun = points.value_found(result.x, result.fun)
         result = iterates.counted(concluded(result, points, constrained=constraints is not None))
-    except StopIteration:  # which some of SciPy's methods don't catch
+    except StopIteration:  # from the callback, where SciPy's method doesn't catch it
         result = cut_short(STOPPED, points, iterates.count)
     except Left as left:
         result = cut_short(left.ending, points, iterates.count, left.at_best)
-    except ValueError as error:  # some of SciPy's methods reject NaN and infinities in their matrices
+    except ValueError as error:  # some of SciPy's methods raise for NaN and infinities in their matrices
         if iterates.in_callback or not points.broken:
             raise
-        said = f"ABNORMAL: the objective or its gradient isn't finite where the method has come, which raised {error!r}."
+        said = f"ABNORMAL: the objective or its gradient isn't finite at a trial point, so that SciPy raised {error!r}."
         result = cut_short(Ending(3, said), points, iterates.count, at_best=True)
     if not result.success:
         result.message += points.not_finite_at_start()
@@ -96,7 +98,7 @@ def drive(method: Method, arguments: MethodArguments, program: Program, leader: 
 
 
 def _run_out(value: Callable, start: np.ndarray, jac: Callable, callback: IteratesOfPoints, **others: Any) -> Any:
-    """Replace SciPy's `minimize` if an earlier run has made the last iteration: only evaluate at the start."""
+    """Evaluate at the start only: a substitute for SciPy's `minimize` if an earlier run has made all iterations."""
     value(start.copy())
     jac(start.copy())
     said = f"STOP: all {callback.count} iterations are done. Raise options['maxiter'], or accept x, the best point so far."
@@ -110,7 +112,7 @@ def _limited(method: Method, options: dict) -> tuple[float | None, dict]:
     maxfun = options["maxfun"]
     if not isinstance(maxfun, (int, float, np.integer)) or not 0 <= maxfun or (maxfun % 1 and maxfun != math.inf):
         raise ValueError(f"minimize: option maxfun must be an integer of at least 0, but got {maxfun!r}.")
-    # SciPy's own methods with this option check it only between two line searches.
+    # SciPy's methods that have this option check it only between line searches.
     return float(maxfun), options if method.knows_maxfun else {k: v for k, v in options.items() if k != "maxfun"}
 
 
@@ -123,9 +125,9 @@ class Method(NamedTuple):
     name: str  # SciPy's name
     together: bool  # whether its line search always needs the gradient together with the value
     products: bool  # whether it uses Hessian products
-    knows_maxfun: bool = False  # whether it has an option of this name
-    bounded: bool = False  # whether it takes bounds
-    constrained: bool = False  # whether it takes constraints
+    knows_maxfun: bool = False  # whether it has the option `maxfun`
+    bounded: bool = False  # whether it supports bounds
+    constrained: bool = False  # whether it supports constraints
 
 
 _METHODS = {
@@ -143,7 +145,7 @@ _METHODS = {
 
 
 def method_named(name: object) -> Method:
-    """Return the method with this name, in any case; a ValueError if there is none."""
+    """Return the method with this name, in upper or lower case; raise a ValueError if there is none."""
     found = _METHODS.get(name.lower()) if isinstance(name, str) else None
     if found is None:
         names = ", ".join(repr(method.name) for key, method in _METHODS.items() if key != "l-bfgs")
@@ -153,7 +155,7 @@ def method_named(name: object) -> Method:
 
 
 def is_sharded(name: object) -> bool:
-    """Return whether a method leaves the variables on their ranks, as SciPy's don't; a ValueError if it doesn't exist."""
+    """Return whether a method is one for distributed variables; raise a ValueError if it doesn't exist."""
     if isinstance(name, str) and name.lower() in map(str.lower, _SHARDED):
         return True
     method_named(name)
@@ -180,26 +182,26 @@ def _known(gradient: np.ndarray | None, x: np.ndarray) -> np.ndarray:
 
 
 def concluded(result: scipy.optimize.OptimizeResult, points: Points, constrained: bool) -> scipy.optimize.OptimizeResult:
-    """Correct, in place, a result of SciPy's that isn't the best point found, or isn't finite.
+    """Replace, in place, a result of SciPy that isn't finite or isn't the best point found.
 
-    With constraints a successful method's point stays, since a lower one may violate them.
+    With constraints the point of a successful method isn't replaced, since a lower one may violate them.
     """
-    if points.maxfun is not None:  # SciPy also counts evaluations that the root took from its stored points
+    if points.maxfun is not None:  # SciPy also counts values that the root had stored
         result.nfev = min(result.nfev, points.counts.of_objective)
     best, value = points.best, float(result.fun)
     # "trust-constr" calls the gradient grad, and the constraints' Jacobians jac.
     gradient = np.asarray(result["grad"] if "grad" in result else result.get("jac", np.zeros(0)))
     if best is None:
         result.success = False
-        result.message = "ABNORMAL: the objective was finite nowhere. Start where it is."
+        result.message = "ABNORMAL: the objective wasn't finite at any point. Choose an x0 at which it is."
         result.status = result.status or 3
     elif not math.isfinite(value):
-        _move(result, best, f"x is the best point that was met, since the objective is {value} where the method ended.")
+        _move(result, best, f"x is the best point found, since the objective is {value} at the last point.")
     elif constrained and not result.success and points.lowers(np.asarray(result.x, dtype=float), value):
-        _move(result, best, "x is the best point that was met: no other violates the constraints less at a lower value.")
+        _move(result, best, "x is the point with the least violation of the constraints, and of these the lowest.")
     elif not constrained and value - best.value > _ROUNDING * abs(value):  # type: ignore[operator]
         converged = result.success and best.norm <= np.max(np.abs(gradient), initial=0.0)
-        _move(result, best, f"x is the best point that was met, since the method ended higher, at {value}.", converged)
+        _move(result, best, f"x is the best point found, since the last one has a higher value, {value}.", converged)
     elif result.success and not np.all(np.isfinite(gradient)):
         result.success, result.status = False, 3
         result.message = f"ABNORMAL: the gradient isn't finite at x. SciPy's message: {result.message}"

@@ -50,7 +50,7 @@ def _on_device(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayM
             return g
         raise TypeError(
             f"got a cotangent or tangent of shape {plain.shape} on the host for an array on {arrays.name} device "
-            f"{arrays.device}. Nothing is copied to a device unasked: pass mpiad.device.to_device(x)."
+            f"{arrays.device}. Copies to a device are never implicit: pass mpiad.device.to_device(x)."
         )
     if plain is g:
         return arrays.full(shape, g.real if dtype.kind != "c" else g, dtype)

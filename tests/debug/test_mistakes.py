@@ -87,7 +87,9 @@ def test_an_mpiexec_that_fits(family, path_with):
 def test_open_mpi_refuses_root_and_more_ranks_than_slots(user, path_with, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: user)
     found = of_mpiexec(OPENMPI, 2, path_with("openmpi"))
-    assert ["refuses to start for root" in mistake.text for mistake in found] == ([True, False] if user == 0 else [False])
+    assert ["refuses to start for the user root" in mistake.text for mistake in found] == (
+        [True, False] if user == 0 else [False]
+    )
     assert found[-1].severity == "note" and "2 here" in found[-1].text and "--oversubscribe" in found[-1].text
     allowed = {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -141,5 +143,5 @@ def test_variables_that_mean_nothing():
     environment = {prefix + "DEBGU": "1", prefix.lower() + "trace": "x", prefix + "ABORT": "1", "PATH": "", "MPI": "1"}
     said = misspelt(environment)
     assert len(said) == 2
-    assert "means nothing to mpiad. The closest variable that does is MPIAD_DEBUG." in said[0]
+    assert "isn't a variable of mpiad and has no effect. The closest name is MPIAD_DEBUG." in said[0]
     assert misspelt({"MPIAD_DEBUG": "1", "MPIAD_ABORT": "", "MPIAD_TIMEOUT": "12.5"}) == []

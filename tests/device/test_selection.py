@@ -68,5 +68,5 @@ def test_what_names_no_gpu_is_refused(ids, gpus):
 @pytest.mark.parametrize("count", [0, None])
 def test_a_node_without_gpus(count, gpus):
     gpus(count)
-    with pytest.raises(RuntimeError, match="shows this process no GPU"):
+    with pytest.raises(RuntimeError, match="no GPU is visible to this process"):
         select()

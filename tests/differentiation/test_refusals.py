@@ -22,7 +22,7 @@ pytestmark = pytest.mark.serial
 COMM = MPI.COMM_SELF
 NEW_ARRAY = r"np\.concatenate, np\.stack, np\.array or np\.where of autograd\.numpy"
 AUTOGRAD = r"call the functions of autograd\.numpy .*mpiad\.stop"
-PRIMITIVE = r"call mpiad's, as mpi_allreduce\(x\)"
+PRIMITIVE = r"call mpiad's, such as mpi_allreduce\(x\)"
 
 
 def assigned(x: Any) -> Any:

@@ -158,7 +158,7 @@ def test_a_value_that_is_not_finite_stays_where_it_is():
 def test_points_outside_and_in_two_places_are_refused(result):
     domain, lattice, u, same, own = _case((9, 7))
     points = own if result == "own" else same
-    with pytest.raises(TypeError, match="must be on the host, or where u is, but points are .* on device 0"):
+    with pytest.raises(TypeError, match="must be on the host or on the device of u, but points are .* on device 0"):
         domain.interpolate(u, on_device(points), **lattice, result=result)
     points[1] = 1e6
     with pytest.raises(ValueError, match="point 1 at .* is outside of the grid"):

@@ -54,7 +54,7 @@ def test_wrong_files_are_refused_on_all_ranks(folder, rank, size):
         domain.save(folder / "gone" / "u.npy", block)
     with pytest.raises(ValueError, match="expected an array of shape"):
         domain.save(path, block[:1] if rank == size - 1 else block)
-    with pytest.raises(TypeError, match="Domain.save: expected numbers, but got an array of Python's objects"):
+    with pytest.raises(TypeError, match="Domain.save: expected numbers, but got an array of Python objects"):
         domain.save(path, block.astype(object) if rank == size - 1 else block)
     if size > 1:
         with pytest.raises(ValueError, match="same arguments"):

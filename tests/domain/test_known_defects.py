@@ -119,7 +119,7 @@ def test_a_halo_wider_than_a_block_is_refused(size):
     for halo in (4, 5):
         with pytest.raises(ValueError, match=rf"halo of \({halo},\)"):
             Domain(shape, halo=halo)
-    with pytest.raises(ValueError, match="reach 4 cells along dimension 0"):
+    with pytest.raises(ValueError, match="have radius 4 along dimension 0"):
         Domain(shape).laplacian(order=8)
 
 

@@ -186,7 +186,7 @@ def test_what_is_refused():
     domain.end_exchange(begun)
     with pytest.raises(mpiad.errors.RequestError, match="Domain.end_exchange: <Domain.begin_exchange .* waited for before"):
         domain.end_exchange(begun)
-    with pytest.raises(TypeError, match="expected what Domain.begin_exchange returned, but got ndarray"):
+    with pytest.raises(TypeError, match="expected a result of Domain.begin_exchange, but got ndarray"):
         domain.end_exchange(block)
     with pytest.raises(ValueError, match="Domain.begin_exchange: expected an array of shape"):
         domain.begin_exchange(np.ones(domain.padded_shape))

@@ -67,7 +67,7 @@ def test_what_is_refused(rank, size):
         domain.owner((1, 2, 3))
     with pytest.raises(TypeError, match="expected integers, but got ndarray of dtype float64"):
         domain.to_local(np.ones(2))
-    with pytest.raises(IndexError, match=r"place \(-1, 0\) isn't in a block of"):
+    with pytest.raises(IndexError, match=r"index \(-1, 0\) isn't in a block of"):
         domain.to_global((-1, 0))
     if size > 1:
         other = (rank + 1) % size

@@ -164,9 +164,9 @@ def test_memory_is_used_again_and_never_handed_out(rng):
     second = stencil(2 * u)
     np.testing.assert_array_equal(first, kept)
     np.testing.assert_allclose(second, 2 * kept, ROUNDING, ROUNDING)
-    (room,) = stencil.sums._rooms
+    (buffer,) = stencil.sums._buffers
     stencil(u)
-    assert stencil.sums._rooms[0] is room
+    assert stencil.sums._buffers[0] is buffer
 
 
 def test_one_message_to_each_neighbour_while_the_inside_is_summed(rank, monkeypatch):
@@ -210,7 +210,7 @@ def test_what_is_refused(size):
         domain.stencil(np.ones(3))
     with pytest.raises(TypeError, match="weights must be an array of real numbers, untraced, but got ndarray"):
         domain.stencil(np.ones((3, 3)) * 1j)
-    with pytest.raises(ValueError, match=rf"reach 4 cells along dimension 1, but .* of the {size} blocks .* has 3"):
+    with pytest.raises(ValueError, match=rf"have radius 4 along dimension 1, but .* of the {size} blocks .* has 3"):
         domain.laplacian(order=8)
     with pytest.raises(ValueError, match="order must be even, from 2 to 40, but got 3"):
         domain.laplacian(order=3)

@@ -178,7 +178,7 @@ def test_wrong_arguments_are_refused_on_all_ranks(rank, size):
         Bilaplacian(domain, 0.0 if last else 1.0)
     with pytest.raises(ValueError, match="std must be positive"):
         Bilaplacian(domain, 1.0, -np.ones(domain.local_shape) if last else 1.0)
-    with pytest.raises(ValueError, match="anisotropy must be a number or one for each of 2"):
+    with pytest.raises(ValueError, match="anisotropy must be a number, or one number for each of 2"):
         Bilaplacian(domain, 1.0, anisotropy=(1.0, 2.0, 3.0))
     with pytest.raises(ValueError, match="mean must be a number or a block"):
         H1(domain, mean=np.zeros(3))

@@ -215,8 +215,8 @@ def test_exception_in_a_constraint(rank: int) -> None:
 @pytest.mark.parametrize(
     ("method", "constraints", "error", "words"),
     [
-        ("L-BFGS", GIVEN["dict"], ValueError, "'L-BFGS-B' takes no constraints"),
-        ("L-BFGS-sharded", GIVEN["dict"], ValueError, "takes no constraints"),
+        ("L-BFGS", GIVEN["dict"], ValueError, "'L-BFGS-B' doesn't support constraints"),
+        ("L-BFGS-sharded", GIVEN["dict"], ValueError, "doesn't support constraints"),
         ("SLSQP", {"type": "less", "fun": disc}, ValueError, "'eq' or 'ineq'"),
         ("SLSQP", [disc], TypeError, "must be a dict, LinearConstraint or NonlinearConstraint, but got function"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -204,6 +205,13 @@ def test_mistakes_that_only_the_root_can_see() -> None:
     assert minimize(bowl, np.zeros(3)).success
 
 
+@pytest.mark.parametrize("method", ["L-BFGS", "L-BFGS-sharded"])
+@pytest.mark.parametrize("bounds", [[3, 4], 3, [("a", 1)] * 3, ["ab"] * 3, [None] * 3], ids=repr)
+def test_bounds_that_are_no_pairs_are_refused(method: str, bounds: object) -> None:
+    with pytest.raises(ValueError, match=rf"bounds must be pairs \(low, high\), but got {re.escape(repr(bounds))}\. Pass"):
+        minimize(bowl, np.zeros(3), method=method, bounds=bounds)
+
+
 @pytest.mark.parametrize("method", ["L-BFGS", "TNC", "SLSQP", "trust-constr"])
 def test_bounds_that_cross_are_refused_by_every_method(method: str, rank: int) -> None:
     crossed = scipy.optimize.Bounds([0.0, 0.0, 2.0], [1.0, 1.0, 1.0])
@@ -366,7 +374,7 @@ def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     minimize(bowl, np.zeros(3))
     with pytest.raises(WorkerError):
         minimize(lambda x: sys.exit(1), np.zeros(3))
-    with pytest.raises(ValueError, match="nothing between"):
+    with pytest.raises(ValueError, match="no lower bound may exceed"):
         minimize(bowl, np.zeros(3), bounds=[(1, 0)] * 3)
     assert len(solves) == 3 and all(solve._comm == MPI.COMM_NULL for solve in solves)
     assert threading.active_count() == before

@@ -305,7 +305,7 @@ def test_number_of_residuals_may_not_change(rank: int, size: int) -> None:
         count[0] += 1
         return decay(x)[: 20 + (count[0] > 2 and rank == size - 1)]
 
-    with pytest.raises(TypeError, match="as many residuals each time, but got 20 and then 21"):
+    with pytest.raises(TypeError, match="same number of residuals each time, but got 20 and then 21"):
         least_squares(fun, START, tr_solver="lsmr")
 
 

@@ -21,7 +21,7 @@ from mpiad.primitives import stop_gradient
 from mpiad.primitives.cotangents import spec_like
 from mpiad.transport.user_failures import WrongValueError
 
-_SAME = 1e-6  # by how much, relative to the root's, regularizers of other ranks may differ: sums round differently
+_SAME = 1e-6  # tolerance of the relative difference between the ranks' values of the regularizer, which may be rounding
 
 
 class Derivatives(NamedTuple):
@@ -29,14 +29,14 @@ class Derivatives(NamedTuple):
 
     value: float  # the objective; NaN if a solver inside the function hasn't converged
     gradient: Array  # this rank's part
-    # From this rank's part of a direction to its part of the product with the Hessian, or with an approximation.
+    # Product with the Hessian, or an approximation: from this rank's part of a vector to its part of the product.
     multiply: Callable[[Array], Array]
 
 
 class SecondOrderEvaluation:
-    """The stages of evaluations: every rank calls the same method with its part of the variables.
+    """Evaluation of second-order derivatives; every rank calls the same method with its part of the variables.
 
-    `evaluation`: of the same program. `products`: number of products so far.
+    `evaluation`: evaluates the same program. `products`: number of Hessian products so far.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SecondOrderEvaluation:
             self._derivatives = self._of_residuals
         else:
             given = program.jac is not None or program.hessp is not None
-            self._derivatives = self._as_given if given else self._at_once
+            self._derivatives = self._from_user if given else self._by_differentiation
 
     def at(self, x: Array) -> Derivatives:
         """Return the derivatives at a point."""
@@ -56,13 +56,12 @@ class SecondOrderEvaluation:
         found = self._evaluation.attempted(lambda: self._derivatives(x), lambda: unknown)
 
         def multiply(v: Array) -> Array:
-            # Counted when requested: one may consist of several of the user's.
             self.products += 1
             return found.multiply(v)
 
         return found._replace(multiply=multiply)
 
-    def _at_once(self, x: Array) -> Derivatives:
+    def _by_differentiation(self, x: Array) -> Derivatives:
         """Return value, gradient and products from one record."""
         return self._packed(self._evaluation.differentiated(self._evaluation.value_at, self._packing.unpack(x)))
 
@@ -70,30 +69,33 @@ class SecondOrderEvaluation:
         return Derivatives(float(found.value), self._flat(found.gradient), lambda v: self._multiplied(found.product, v))
 
     def _multiplied(self, product: Callable[[Tree], Tree], v: Array) -> Array:
-        nest = self._packing.unpack(v)
-        return self._flat(self._agreement.run(lambda: product(nest)))
+        tree = self._packing.unpack(v)
+        return self._flat(self._agreement.run(lambda: product(tree)))
 
     def _flat(self, gradient: Tree) -> Array:
-        return self._packing.pack_gradient(gradient).copy()  # otherwise it is only valid until the next one
+        return self._packing.pack_gradient(gradient).copy()  # because the packing may reuse its buffer
 
-    def _as_given(self, x: Array) -> Derivatives:
-        """Return the results of the user's functions, and products by differentiation if no function is given for these."""
+    def _from_user(self, x: Array) -> Derivatives:
+        """Return the results of the user's functions; products by differentiation if `hessp` isn't given."""
         value, gradient = self._evaluation.both(x)
         kept: list[Callable] = []
 
         def multiply(v: Array) -> Array:
             if not kept:
-                # At the first product only: a point that the line search rejects needs none.
+                # At the first product only, since a point that the line search rejects needs none.
                 kept.append(self._evaluation.hessian(x))
             return kept[0](v).copy()
 
         return Derivatives(value, gradient.copy(), multiply)  # type: ignore[union-attr]
 
     def _of_residuals(self, x: Array) -> Derivatives:
-        """Return half the sum of all ranks' squared residuals and the regularizer's value; products of JᵀJ and its own."""
-        nest = self._packing.unpack(x)
-        kept = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._residuals(x)))(nest))
-        # Jᵀr from the record of r that the products also use.
+        """Return the derivatives of half the sum of squared residuals, plus the regularizer, by Gauss-Newton.
+
+        Products are those of JᵀJ plus the full Hessian of the regularizer.
+        """
+        tree = self._packing.unpack(x)
+        kept = self._agreement.run(lambda: linearize(lambda x: self._agreement.run(lambda: self._residuals(x)))(tree))
+        # Jᵀr, from the same record as the products.
         gradient = self._flat(self._agreement.run(lambda: kept.vjp(kept.value)))
         half, own, regularizer = 0.5 * float(to_host(anp.sum(kept.value**2))), math.nan, self.settings.regularizer
 
@@ -104,21 +106,21 @@ class SecondOrderEvaluation:
             (value,) = self.totals.of([half], [], [])
             return Derivatives(value, gradient, multiply)
 
-        def noted(x: Tree) -> Any:
+        def regularizer_with_value(x: Tree) -> Any:
             nonlocal own
             found = regularizer(x)
             own = to_host(stop_gradient(found))
             return found
 
-        other = self._packed(self._evaluation.differentiated(noted, self._packing.unpack(x)))
+        other = self._packed(self._evaluation.differentiated(regularizer_with_value, self._packing.unpack(x)))
         gap = abs(float(own) - other.value) / max(abs(other.value), sys.float_info.min)
-        # False if a value isn't finite, as at trial points.
+        # False if a value isn't finite, which may happen at trial points.
         differs = gap > _SAME and self._program.objective == "root"
         value, differs = self.totals.of([half], [float(differs)], [])
         if differs:
             raise ValueError(
                 "minimize: option regularizer must return the same number on all ranks with objective='root', but the "
-                f"root's is {other.value:.6g} and another rank's differs. Add up what the ranks hold (Domain.sum, "
+                f"root's is {other.value:.6g} and another rank's differs. Add up the ranks' parts (Domain.sum, "
                 "mpiad.mpi_allreduce), or pass objective='sum'."
             )
         return Derivatives(value + other.value, gradient + other.gradient, lambda v: multiply(v) + other.multiply(v))
@@ -135,14 +137,14 @@ class SecondOrderEvaluation:
         if array.ndim == 0:
             raise WrongValueError(
                 "minimize: with product='gauss-newton' fun must return an array of this rank's residuals, whose squares "
-                f"are added up, but got the number {out!r:.60}. Return the residuals before their squares and sums are "
-                "taken; for an objective that is a number take product='full'."
+                f"are added up, but got the number {out!r:.60}. Return the residuals without squaring and adding them; for "
+                "an objective that is a number use product='full'."
             )
         self._evaluation.at_start.note("residuals", array)
         return array
 
     def on_vectors(self, given: Callable[[Tree], Tree] | None, name: str) -> Callable[[Array], Array] | None:
-        """Return an operator of the user, of the form of x, on this rank's vectors; None if none is given."""
+        """Return an operator of the user, who gets and returns pytrees like x, as one on this rank's vectors."""
         if given is None:
             return None
 
@@ -153,7 +155,7 @@ class SecondOrderEvaluation:
                 raise WrongValueError(f"{error} The option {name} returned it.") from None
 
         def apply(vector: Array) -> Array:
-            nest = self._packing.unpack(vector)
-            return self._agreement.run(lambda: packed(nest))
+            tree = self._packing.unpack(vector)
+            return self._agreement.run(lambda: packed(tree))
 
         return apply

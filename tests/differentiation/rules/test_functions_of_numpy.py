@@ -176,7 +176,7 @@ def test_a_singular_matrix_stays_numpys_error():
 
 
 def test_lists_of_traced_arrays_give_no_array_of_objects():
-    with pytest.raises(TypeError, match="traced arrays in a list"):
+    with pytest.raises(TypeError, match="list of traced arrays"):
         mpiad.jvp(lambda x: np.dstack([x, x]), A, V)
 
 

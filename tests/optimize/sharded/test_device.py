@@ -231,7 +231,7 @@ def test_a_search_without_its_conditions_leaves_the_lowest_point_that_it_met(bou
 @pytest.mark.parametrize(
     "returned, text",
     [
-        (lambda x: {"a": x["a"]}, "expected a nest of 3 arrays"),
+        (lambda x: {"a": x["a"]}, "expected a pytree of 3 leaves"),
         (lambda x: {**x, "a": np.zeros(_N)}, r"on the device of x0\['a'\], but got ndarray"),
         (lambda x: {**x, "b": x["b"][1:]}, r"on the device of x0\['b'\], but got (DeviceArray|ndarray) of shape"),
         (lambda x: {**x, "b": 1j * x["b"]}, r"expected float64, like x0\['b'\], but got complex128"),
