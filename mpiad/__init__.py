@@ -57,8 +57,8 @@ __all__ = [
     "mpi_waitall", "reset", "stop_gradient", "value_and_grad",
 ]  # fmt: skip
 
-# Loaded at their first use: `import mpiad` doesn't load unused ones, such as `mpiad.debug`. All of them would
-# double the time of an import besides MPI's, NumPy's and autograd's.
+# Imported at their first use, since importing all of them would double the time of `import mpiad` (without that of MPI,
+# NumPy and autograd).
 _PACKAGES = (
     "debug", "device", "domain", "ensemble", "errors", "extend", "inverse", "linalg", "optimize", "parallel", "programs",
     "tasks", "testing", "timestepping", "vi",
@@ -82,9 +82,9 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PACKAGES, *_FROM_PACKAGES})
 
 
-def _record_where_asked() -> None:
+def _record_on_request() -> None:
     if _world.any_rank(bool(_path("MPIAD_TRACE"))):
         __getattr__("debug").recording.record_program()
 
 
-_world.at_start(_record_where_asked)
+_world.at_start(_record_on_request)

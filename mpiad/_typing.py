@@ -1,37 +1,37 @@
-"""Names for the kinds of argument that public functions take."""
+"""Type aliases for the arguments of public functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-# NumPy arrays, autograd boxes and device arrays are distinguished at run time; a type checker can't do so.
+# NumPy arrays, autograd boxes and device arrays have no common type that a checker knows.
 Array: TypeAlias = Any
 Scalar: TypeAlias = Any
 Tree: TypeAlias = Any
-"""Any nest of dict, list and tuple whose leaves are arrays or scalars."""
+"""A pytree: nested dicts, lists and tuples of arrays and scalars."""
 Comm: TypeAlias = Any
 """An mpi4py intracommunicator; None means the library's own duplicate of the world."""
 Op: TypeAlias = Any
-"""An mpi4py reduction operation, as `MPI.SUM`."""
+"""An mpi4py reduction operation, such as `MPI.SUM`."""
 Request: TypeAlias = Any
-"""What can be waited for: a request of mpi4py's, or one under watch."""
+"""A request of mpi4py, or one under watch."""
 Status: TypeAlias = Any
 """An mpi4py status that is filled in, or None."""
 Buffer: TypeAlias = Any
-"""What mpi4py sends from or receives into: an array, bytes, or one of these with counts."""
+"""A buffer argument of mpi4py: an array, bytes, or one of these with counts."""
 Index: TypeAlias = Any
-"""What stands between the brackets of an array: an integer, a slice, None, Ellipsis, an array, or a tuple of these."""
+"""An index of an array: an integer, a slice, None, Ellipsis, an array, or a tuple of these."""
 Rank: TypeAlias = int
 Shape: TypeAlias = tuple[int, ...]
 Argnum: TypeAlias = int | tuple[int, ...]
-"""The position of the argument to differentiate with respect to, or several of them."""
+"""The position of the argument with respect to which a function is differentiated, or several positions."""
 Axis: TypeAlias = int | tuple[int, ...] | None
 Function: TypeAlias = Callable[..., Any]
 
 LocalArray: TypeAlias = Array
-"""An array that differs from rank to rank: this rank's own piece."""
+"""An array that differs between ranks, for example a part of a distributed array."""
 ReplicatedArray: TypeAlias = Array
 """An array of which every rank holds the same copy."""
 RootArray: TypeAlias = Array
-"""An array that counts on the root only."""
+"""An array that is used on the root only."""

@@ -14,29 +14,29 @@ _log = logging.getLogger("mpiad")
 
 
 def cache_folder() -> Path | None:
-    """Return the folder that ``MPIAD_CACHE`` names, made if it is missing; None if nothing can be kept.
+    """Return the cache folder, after making it if necessary; None if nothing can be cached.
 
-    By default that is the folder ``mpiad`` of the user's cache, and without a home directory one under the system's
-    temporary directory. ``MPIAD_CACHE=0`` keeps nothing. Its content may be run as code, so a folder isn't used if others
-    than this user can write into it, or can put another one in its place.
+    ``MPIAD_CACHE`` names the folder; 0 disables it. By default it is ``mpiad`` in the user's cache, or, without a home
+    directory, a folder in the system's temporary directory. Since its content is run as code, the folder isn't used if
+    other users can write into it or replace it.
     """
     given = path("MPIAD_CACHE")
     if given is None:
         return None
     try:
         folder = Path(given).expanduser() if given else _default_folder()
-        # With the parents that are made here: under a umask of 002 they were open to the group.
+        # Parents are made with mode 700, too: under a umask of 002 the group could write into them.
         for missing in [f for f in (*reversed(folder.parents), folder) if not f.exists()]:
             missing.mkdir(mode=0o700, exist_ok=True)
-        # As it is written, and as it is if symbolic links are followed.
+        # The parents of the path as written, and those after resolving symbolic links.
         parents = (*folder.absolute().parents, *folder.resolve().parents)
         exposed = next(filter(_is_exposed, parents), None) if is_private(folder.stat()) else folder
         if exposed is None and os.access(folder, os.W_OK | os.X_OK):
             return folder
-        why = f"others than this user can write into {exposed}" if exposed else "this user can't write there"
+        why = f"other users can write into {exposed}" if exposed else "this user can't write into it"
     except (OSError, RuntimeError) as error:  # a RuntimeError if the user of ~user is unknown
         why = str(error)
-    _log.info("nothing is kept in %s: %s.", given or "the user's cache", why)
+    _log.info("nothing is cached in %s: %s.", given or "the user's cache", why)
     return None
 
 
@@ -52,31 +52,31 @@ def _default_folder() -> Path:
 
 
 def is_private(facts: os.stat_result) -> bool:
-    """Return whether a folder or file belongs to this user, and nobody else can write into it."""
+    """Return whether a folder or file belongs to this user, and other users can't write into it."""
     mine = not hasattr(os, "getuid") or facts.st_uid == os.getuid()
     return mine and not (os.name == "posix" and facts.st_mode & 0o022)
 
 
 def _is_exposed(parent: Path) -> bool:
-    """Return whether others than this user and root can rename the entries of a folder."""
+    """Return whether users other than this one and root can rename the entries of a folder."""
     facts = parent.lstat()
     if os.name != "posix":
         return False
-    # In a container's user namespace root has another number.
+    # In the user namespace of a container, root's files may have another owner.
     foreign = facts.st_uid not in (0, os.getuid(), os.stat("/").st_uid)
     is_open = facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX and not stat.S_ISLNK(facts.st_mode)
     return foreign or bool(is_open)
 
 
-def first_time(what: str) -> bool:
-    """Return whether this is the user's first call with this name, in any process; True if nothing can be kept."""
+def first_time(name: str) -> bool:
+    """Return whether this is the user's first call with this name, in any process; True if nothing can be cached."""
     folder = cache_folder()
     if folder is None:
         return True
     try:
-        (folder / what).touch(exist_ok=False)  # of several processes at the same time, one makes it
+        (folder / name).touch(exist_ok=False)  # succeeds in one of several concurrent processes
     except FileExistsError:
         return False
     except OSError as error:
-        _log.debug("%s wasn't kept: %s", folder / what, error)
+        _log.debug("%s can't be made: %s", folder / name, error)
     return True

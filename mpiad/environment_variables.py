@@ -1,6 +1,6 @@
 """The environment variables that the library reads, and the meaning of their values.
 
-They are read by the functions that use them, which treat an unknown value as none; `check` refuses those at the start.
+The functions that use a variable read it, and ignore invalid values; `check` raises for these at the start.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 _OFF, _ON = ("0", "false", "no", "off"), ("1", "true", "yes", "on")
 _SWITCHES = dict.fromkeys(_OFF, False) | dict.fromkeys(_ON, True)
-# Each with the type of its value.
+# Variables and the types of their values.
 VARIABLES = {
     "MPIAD_ABORT": "switch", "MPIAD_CACHE": "path", "MPIAD_CUDA_AWARE": "switch", "MPIAD_DEBUG": "switch",
     "MPIAD_DEBUG_SITES": "switch", "MPIAD_DEVICE_CHUNK": "number", "MPIAD_DEVICE_PINNED": "number",
@@ -26,7 +26,7 @@ _Default = TypeVar("_Default", bool, None)
 
 
 def switch(name: str, default: _Default) -> bool | _Default:
-    """Return whether a switch is on, the default if it is unset."""
+    """Return whether a switch is on; the default if it is unset or invalid."""
     return _SWITCHES.get(os.environ.get(name, "").lower(), default)
 
 
@@ -37,7 +37,7 @@ def path(name: str) -> str | None:
 
 
 def check() -> None:
-    """Raise a ValueError if a switch or a path has an invalid value; functions that read a number check it."""
+    """Raise a ValueError if a switch or a path has an invalid value; numbers are checked by the functions that use them."""
     for name, kind in VARIABLES.items():
         given = os.environ.get(name, "")
         if kind == "switch" and given and given.lower() not in _SWITCHES:

@@ -1,4 +1,4 @@
-"""The library's exceptions. Messages give the call, the values received, those expected, and a remedy."""
+"""The library's exceptions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CommunicatorError(ValueError):
 
 
 class UnfinishedMessagesError(RuntimeError):
-    """Report a communicator on which an exception left messages under way; `mpiad.reset` renews it."""
+    """Report a communicator on which an exception left unfinished messages; `mpiad.reset` renews it."""
 
 
 class RequestError(RuntimeError):
@@ -49,9 +49,9 @@ class CommunicationMismatchError(RuntimeError):
     Attributes
     ----------
     table : str
-        Each rank's next call and its place in the program, one per line; with more than 16 ranks, one per distinct call.
+        Each rank's next call and its line in the program; with more than 16 ranks, each distinct call.
     ranks : tuple of int
-        Those in the table, as ranks of the world.
+        The ranks in the table, as ranks of the world.
     """
 
     def __init__(self, message: str, table: str = "", ranks: tuple[int, ...] = ()):
@@ -60,7 +60,7 @@ class CommunicationMismatchError(RuntimeError):
 
 
 class MessageMismatchError(CommunicationMismatchError, ValueError):
-    """Report a message that differs from the array it was received into; a ValueError too, as without ``MPIAD_DEBUG``."""
+    """Report a message that doesn't match the array that receives it; also a ValueError, as without ``MPIAD_DEBUG``."""
 
 
 class DeadlockError(RuntimeError):
@@ -69,12 +69,11 @@ class DeadlockError(RuntimeError):
     Attributes
     ----------
     table : str
-        Each rank's current call and its place in the program, one per line; with more than 16 ranks, one per
-        distinct call.
+        Each rank's current call and its line in the program; with more than 16 ranks, each distinct call.
     ranks : tuple of int
-        Those that raise it.
+        The ranks that raise this error.
     cycle : tuple of int
-        Ranks that wait for each other in this order, the first one once more at the end; empty if there is no cycle.
+        Ranks of which each waits for the next, with the first one again at the end; empty if there is no cycle.
     """
 
     def __init__(self, message: str, table: str = "", ranks: tuple[int, ...] = (), cycle: tuple[int, ...] = ()):
@@ -83,7 +82,7 @@ class DeadlockError(RuntimeError):
 
 
 class ForeignTraceError(RuntimeError):
-    """Report communication under a derivative of plain autograd whose order can't be trusted.
+    """Report communication inside a derivative of plain autograd, which doesn't preserve its order.
 
     Examples
     --------
@@ -97,18 +96,18 @@ class ForeignTraceError(RuntimeError):
 
 
 class ReplicationError(ValueError):
-    """Report, on all ranks, a value of which every rank should hold the same copy, and doesn't.
+    """Report, on all ranks, a value that should be the same on all ranks, but isn't.
 
     Attributes
     ----------
     ranks : list of int
-        Those that differ, in the value's communicator.
+        The ranks whose copies differ, in the value's communicator.
     path : str
-        Path of the first part of the value that differs, on the first of these ranks.
+        Path of the first leaf that differs, on the first of these ranks.
     index : tuple of int
-        Index of its first entry that differs; empty for numbers, and if shapes or structures differ.
+        Index of the first entry of this leaf that differs; empty for numbers, and if shapes or structures differ.
     absolute, relative : float
-        The largest difference of that part's entries; NaN if it has none.
+        The largest difference between entries of this leaf; NaN if there is none.
 
     Examples
     --------
@@ -130,7 +129,7 @@ class ReplicationError(ValueError):
 
 
 class ConvergenceError(RuntimeError):
-    """Report an iteration that stopped short of its tolerance.
+    """Report an iteration that didn't reach its tolerance.
 
     Attributes
     ----------
@@ -154,10 +153,10 @@ class ConvergenceError(RuntimeError):
 
 
 class NotFiniteError(ConvergenceError, ValueError):
-    """Report a coefficient, a right-hand side or a product that isn't finite, so that there is nothing to solve.
+    """Report a coefficient, a right-hand side or a product that isn't finite, so that a system can't be solved.
 
-    At a trial point of `minimize` it shortens the step, as any ConvergenceError does: a coefficient that is the exponential
-    of a variable may overflow there.
+    At a trial point of `minimize` it shortens the step, as every ConvergenceError does. For example, a coefficient that is
+    the exponential of a variable may overflow there.
 
     Examples
     --------
@@ -186,16 +185,16 @@ class IntegrationError(RuntimeError):
 
 
 class RemoteError(RuntimeError):
-    """Report, on the ranks of a collective call that wait for another one, the exception that it raised.
+    """Report an exception that was raised on another rank of a collective call.
 
     Attributes
     ----------
     rank : int
-        Rank that raised it, in the communicator of the call.
+        The rank that raised the exception, in the communicator of the call.
     traceback : str
-        That rank's traceback, which the message ends with; empty if the rank died.
+        That rank's traceback, which is also the end of the message; empty if the rank died.
     exit_code : int
-        Exit code of the job if this isn't caught: that of a `sys.exit`, 1 for other exceptions.
+        Exit code of the job if this error isn't caught: that of a `sys.exit`, 1 for other exceptions.
     """
 
     def __init__(self, message: str, rank: int = -1, traceback: str = "", exit_code: int = 1):
@@ -205,18 +204,18 @@ class RemoteError(RuntimeError):
 
 
 class WorkerError(RemoteError):
-    """Report, on all ranks of `minimize`, `mpi_map` or `sum_over`, the exception on one rank that ended it.
+    """Report, on all ranks of `minimize`, `mpi_map` or `sum_over`, the exception on one rank that ended the call.
 
     Attributes
     ----------
     rank : int
-        Rank that raised it, in the communicator of the call.
+        The rank that raised the exception, in the communicator of the call.
     traceback : str
         That rank's traceback.
     exit_code : int
-        Exit code of the job if this isn't caught: that of a `sys.exit`, 1 for other exceptions.
+        Exit code of the job if this error isn't caught: that of a `sys.exit`, 1 for other exceptions.
     index : int or None
-        Index of the item that raised it, in `mpi_map` and `sum_over`.
+        Index of the failed item, in `mpi_map` and `sum_over`.
 
     Examples
     --------

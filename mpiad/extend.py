@@ -1,9 +1,10 @@
-"""Custom operators that communicate: ten lines of Python, together with their adjoint.
+"""Custom operators that communicate, and their derivatives.
 
-`custom_operator` turns a function into an operator that the ordered tape treats like a built-in: one node, recorded
-whether or not an input is traced, visited always, on every rank. Its body runs on plain arrays with no tape current,
-and may use bare mpi4py (post the receives, post the sends, wait for all). `defvjp`, `defjvp` define its derivatives,
-`defadjoint` both at once for a linear map. Rules that consist of communicating operators can be differentiated again.
+`custom_operator` turns a function into an operator that the ordered tape treats like the library's own: it is one node,
+which is recorded on every rank even if no input is traced, and always visited in the reverse pass. Its body runs on plain
+arrays without a current tape, and may use mpi4py directly (post the receives, post the sends, wait for all). `defvjp` and
+`defjvp` define its derivatives, and `defadjoint` defines both for a linear map. Rules that consist of communicating
+operators can be differentiated again.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ def custom_operator(fun: Function) -> Communicating:
     Parameters
     ----------
     fun : callable
-        Function of positional arrays (and anything else) and keyword constants; returns an array, a number or None. Called
-        with plain arrays.
+        Function of positional arguments, arrays and others, and keyword constants; it gets plain arrays, and returns an
+        array, a number or None.
 
     Returns
     -------
     Communicating
-        A callable with the same arguments; without derivatives until `defvjp`, `defjvp` or `defadjoint` gives them.
+        A callable with the same arguments. Its derivatives are defined by `defvjp`, `defjvp` or `defadjoint`.
 
     Ranks
     -----
-    Those that take part in the communication of `fun` call it, and all of them run its adjoint.
+    All ranks that take part in the communication of `fun` call the operator, and all of them run its adjoint.
 
     Adjoint
     -------
-    As given by `defvjp` or `defadjoint`.
+    Defined by `defvjp` or `defadjoint`.
 
     Examples
     --------
-    A sum over the ranks in bare mpi4py, which is its own transpose:
+    A sum over the ranks with mpi4py, which is its own transpose:
 
     >>> from mpi4py import MPI
     >>> from mpiad.extend import custom_operator, defadjoint
@@ -54,19 +55,18 @@ def custom_operator(fun: Function) -> Communicating:
     >>> print(mpiad.grad(lambda x: total(x) ** 2 / size)(1.0))
     2.0
     """
-    # An object instead of a wrapper: tapes, plain autograd and compiled programs each use other rules of it.
     return Communicating(fun)
 
 
 def defvjp(operator: Communicating, *makers: Callable | None) -> None:
-    """Give an operator its adjoint, one rule for each argument.
+    """Define the adjoint of an operator by one rule for each argument.
 
     Parameters
     ----------
     operator : Communicating
     *makers : callable or None
         ``maker(ans, *args, **kwargs) -> vjp``, and ``vjp(g)`` returns the cotangent of that argument; None for arguments
-        without one. All run on every rank, in this order, also if an argument isn't traced or `g` is zero.
+        without one. All rules run on every rank, in this order, even if an argument isn't traced or `g` is zero.
 
     Raises
     ------
@@ -86,7 +86,7 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
     """
 
     def backward(ans: Array, args: tuple, kwargs: dict) -> Callable:
-        # All makers here, all rules later and in this order: ranks that trace other arguments send the same messages.
+        # All rules run in a fixed order, so that ranks that trace different arguments send the same messages.
         rules = [None if maker is None else maker(ans, *args, **kwargs) for maker in makers]
         return lambda g: [None if rule is None else rule(g) for rule in rules]
 
@@ -94,7 +94,7 @@ def defvjp(operator: Communicating, *makers: Callable | None) -> None:
 
 
 def defvjp_together(operator: Communicating, maker: Callable) -> None:
-    """Give an operator its adjoint as one rule for all arguments, which may share a costly part.
+    """Define the adjoint of an operator by one rule for all arguments, for example to share a costly part.
 
     Parameters
     ----------
@@ -128,14 +128,14 @@ def defvjp_together(operator: Communicating, maker: Callable) -> None:
 
 
 def defjvp(operator: Communicating, *rules: Callable | None) -> None:
-    """Give an operator its tangent, one rule for each argument; their results are added up.
+    """Define the tangent of an operator by one rule for each argument; the results are added.
 
     Parameters
     ----------
     operator : Communicating
     *rules : callable or None
         ``rule(g, ans, *args, **kwargs)`` returns the tangent of the result along the tangent `g` of that argument; None
-        for arguments without one. All run on every rank, in this order, with zeros if an argument isn't traced.
+        for arguments without one. All rules run on every rank, in this order, with zeros if an argument isn't traced.
 
     Raises
     ------
@@ -158,8 +158,7 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
         total = None
         for k, rule in enumerate(rules):
             if rule is not None:
-                # With zeros if an argument isn't traced here: its tangent may be communicated, and another rank may
-                # trace it.
+                # Zeros if the argument isn't traced on this rank, since another rank may trace it and communicate.
                 part = rule(tangent_of(args[k], tangents.get(k)), ans, *args, **kwargs)
                 total = part if total is None else total + part
         return spec_like(ans).zeros() if total is None and hasattr(ans, "dtype") else total
@@ -168,7 +167,7 @@ def defjvp(operator: Communicating, *rules: Callable | None) -> None:
 
 
 def defjvp_together(operator: Communicating, rule: Callable) -> None:
-    """Give an operator its tangent as one rule for all arguments, which may share a costly part.
+    """Define the tangent of an operator by one rule for all arguments, for example to share a costly part.
 
     Parameters
     ----------
@@ -204,14 +203,15 @@ def defjvp_together(operator: Communicating, rule: Callable) -> None:
 
 
 def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
-    """Give an operator that is linear in its first argument its adjoint, and with it all derivatives at any order.
+    """Define the adjoint of an operator that is linear in its first argument, and with it derivatives of any order.
 
     Parameters
     ----------
     operator : Communicating
         ``operator(x, *rest)``, linear in x.
     adjoint : callable
-        ``adjoint(y, *rest)``: the transpose, over all ranks, without conjugation; `rest` carries no derivative.
+        ``adjoint(y, *rest)``: the transpose, over all ranks, without conjugation. There are no derivatives with respect to
+        `rest`.
 
     Returns
     -------
@@ -235,7 +235,7 @@ def defadjoint(operator: Communicating, adjoint: Function) -> Communicating:
     """
     transpose = adjoint if isinstance(adjoint, Communicating) else custom_operator(adjoint)
     _checked(operator, "defadjoint")
-    # Each is the other's adjoint, so that second derivatives need no third operator.
+    # Each is the adjoint of the other.
     for one, other in ((operator, transpose), (transpose, operator)):
         defvjp(one, lambda ans, x, *rest, other=other, **kwargs: lambda g: other(g, *rest, **kwargs))
         defjvp(one, lambda g, ans, x, *rest, one=one, **kwargs: one(g, *rest, **kwargs))

@@ -1,4 +1,4 @@
-"""The bar of tqdm that long calls write to standard error."""
+"""The progress bar of long calls on standard error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _StandardError:
-    """Standard error without errors from failed writes: nobody may read it any more, but the computation continues."""
+    """Standard error that ignores failed writes, so that the computation continues after the reader has gone."""
 
     def __init__(self) -> None:
         self._stream = sys.stderr
@@ -31,7 +31,7 @@ class _StandardError:
         try:
             yield
         except BrokenPipeError:
-            # Python keeps the text that it couldn't write, and would fail again at its exit, with code 120.
+            # Otherwise Python would try to write the buffered text again at exit, and fail with code 120.
             with open(os.devnull, "w") as nothing:
                 os.dup2(nothing.fileno(), self._stream.fileno())
         except (OSError, ValueError):  # a full disk, a closed stream
@@ -39,11 +39,11 @@ class _StandardError:
 
 
 def progress_bar(unit: str, total: int | None = None, done: int = 0) -> Any:
-    """Return a bar of tqdm that counts from `done` to `total`; if that is None, without an end."""
-    from tqdm.auto import tqdm  # takes as long to import as the rest of mpiad
+    """Return a tqdm bar that counts from `done` to `total`; None if the total is unknown."""
+    from tqdm.auto import tqdm  # here, because its import takes long
 
     stream, quiet = _StandardError(), sys.stderr is None
-    # Under mpiexec standard error is a pipe, in which each update is text that stays: at most one per second.
+    # At most one update per second: under mpiexec standard error is a pipe, and each update adds a line of text.
     return tqdm(
         desc=unit, total=total, initial=done, file=stream, disable=quiet, miniters=1, mininterval=1.0, dynamic_ncols=True
     )

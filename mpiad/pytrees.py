@@ -1,9 +1,9 @@
-"""Pytrees, nested dicts, lists and tuples: their leaves in an order that all ranks agree on, and back.
+"""Pytrees: nested dicts, lists and tuples, whose leaves have the same order on all ranks.
 
-- Walks: `flatten`, `map_leaves`, `named_leaves` with the path of each leaf.
-- Leaves: which can be differentiated, which are refused, which lie on a device.
-- Arrays laid one behind the other in a flat one, and taken apart again: for messages, for copies to and from devices, and
-  for arithmetic on many small leaves.
+- Traversal: `flatten`, `map_leaves`, and `named_leaves` with the path of each leaf.
+- Checks of leaves: which can be differentiated, which are unsupported, which are on a device.
+- Concatenation of many arrays to a flat one, and splitting: for messages, for copies to and from devices, and for
+  arithmetic on many small leaves.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mpiad._typing import Array, Shape, Tree
 from mpiad.transport.device_arrays import ArrayModule, arrays_of, is_array, is_device_array
 
 _LEAF_TYPES = frozenset({np.ndarray, ArrayBox, float, np.float64, np.float32})
-_LONG = 1 << 13  # numbers; laying shorter arrays behind one another costs less than a formula's calls for each
-_PIECE = 1 << 14  # with a formula's temporaries this fills a second-level cache
+_LONG = 1 << 13  # entries; shorter arrays are concatenated, which costs less than a call of the formula for each
+_PIECE = 1 << 14  # entries; with a formula's temporaries this fills a second-level cache
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
-    """Return the leaves of a pytree, and the function that builds the pytree of other leaves."""
-    if type(tree) in _LEAF_TYPES:  # as most functions take and return
+    """Return the leaves of a pytree, and the function that builds a pytree of the same structure from other leaves."""
+    if type(tree) in _LEAF_TYPES:  # the most common case
         return [tree], _only
     leaves: list[Any] = []
     build = _walk(tree, leaves)
@@ -44,7 +44,7 @@ def _walk(tree: Tree, leaves: list[Any]) -> Callable:
     if kind in _LEAF_TYPES:
         leaves.append(tree)
         return next
-    if kind is list or kind is tuple:  # most containers, walked in every step of a training
+    if kind is list or kind is tuple:  # the most common containers
         parts = [_walk(part, leaves) for part in tree]
         return lambda new: kind([part(new) for part in parts])
     if isinstance(tree, (dict, DictBox)):
@@ -53,7 +53,7 @@ def _walk(tree: Tree, leaves: list[Any]) -> Callable:
         parts = [_walk(tree[i], leaves) for i in range(len(tree))]
         if hasattr(tree, "_fields"):  # a named tuple
             return lambda new: kind(*[part(new) for part in parts])
-        # A traced sequence has lost its type; of tuple and list the one that can't be changed.
+        # The type of a traced sequence isn't known; it becomes a tuple.
         make = tuple if isinstance(tree, SequenceBox) else kind
         return lambda new: make([part(new) for part in parts])
     leaves.append(tree)
@@ -63,11 +63,11 @@ def _walk(tree: Tree, leaves: list[Any]) -> Callable:
 def _walk_dict(tree: Tree, leaves: list[Any]) -> Callable:
     keys = list(tree.keys())
     parts = [(key, _walk(tree[key], leaves)) for key in _in_order(tree)]
-    # A class with a constructor of its own (a defaultdict) may not take pairs.
+    # A subclass with another constructor, such as a defaultdict, becomes a dict.
     kind = type(tree) if isinstance(tree, dict) and type(tree).__init__ is dict.__init__ else dict
 
     def build(new: object) -> dict:
-        # Leaves come in the order that ranks agree on, and the dict is built in the order of the user's.
+        # The leaves are in sorted order, the dict in the order of the user's.
         found = {key: part(new) for key, part in parts}
         return kind((key, found[key]) for key in keys)
 
@@ -77,13 +77,13 @@ def _walk_dict(tree: Tree, leaves: list[Any]) -> Callable:
 def _in_order(tree: Tree) -> list[Any]:
     keys = list(tree.keys())
     try:
-        return sorted(keys)  # two ranks may have filled theirs in different orders
+        return sorted(keys)  # ranks may have inserted them in different orders
     except TypeError:
         return keys
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """Return a pytree in which each leaf is replaced by the value of a function of it."""
+    """Apply a function to each leaf of a pytree."""
     leaves, build = flatten(tree)
     return build([function(leaf) for leaf in leaves])
 
@@ -91,7 +91,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
 def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
     """Return the plain values of the leaves, in the order of `flatten`, each with its path: ``x['w'][0]``.
 
-    An empty one counts as a leaf, so that its path is compared, too.
+    Empty containers count as leaves, so that ranks that compare pytrees compare them, too.
     """
     if isinstance(tree, (dict, DictBox)):
         parts = [(f"{name}[{key!r}]", tree[key]) for key in _in_order(tree)]
@@ -100,26 +100,25 @@ def named_leaves(tree: Tree, name: str) -> list[tuple[str, Any]]:
         parts = [(f"{name}.{fields[i]}" if fields else f"{name}[{i}]", tree[i]) for i in range(len(tree))]
     else:
         return [(name, getval(tree))]
-    # It has no leaves, but ranks that compare theirs must see that it is there.
     if not parts:
-        return [(name, "an empty nest")]
+        return [(name, "an empty container")]
     return [leaf for path, part in parts for leaf in named_leaves(part, path)]
 
 
 def refuse_objects(tree: Tree, name: str, call: str) -> None:
-    """Raise a TypeError if a leaf is an object of another kind, whose numbers would silently stay unchanged."""
+    """Raise a TypeError if a leaf is an object of an unsupported type, whose contents would silently be ignored."""
     for path, leaf in named_leaves(tree, name):
         plain = isinstance(leaf, (Number, str, bytes, np.generic, type(None))) or is_array(leaf)
         if not plain or getattr(leaf, "dtype", np.dtype(float)).hasobject:
             raise TypeError(
                 f"{call}: {path} is {type(leaf).__name__} {leaf!r:.60}, but dicts, lists and tuples of arrays, numbers, "
-                "strings and None are expected: the contents of another object can't be varied. Pass its numbers in a "
-                "dict, as dataclasses.asdict returns it, or the object as another argument."
+                "strings and None are expected: the contents of other objects can't be varied. Pass its numbers in a "
+                "dict, for example by dataclasses.asdict, or the object as another argument."
             )
 
 
 def is_variable(leaf: Array) -> bool:
-    """Return whether a leaf can be differentiated: a real or complex number or array of them, traced or not."""
+    """Return whether a leaf is a variable: a real or complex number or array of them, which may be traced."""
     if isinstance(leaf, (float, complex, np.inexact)):
         return True
     if isinstance(leaf, np.ndarray) or type(leaf) in Box.types or is_device_array(leaf):
@@ -128,12 +127,12 @@ def is_variable(leaf: Array) -> bool:
 
 
 def leaf_on_device(tree: Tree) -> Any:
-    """Return the first leaf that lies on a device, None if all are on the host."""
+    """Return the first leaf that is on a device, None if all are on the host."""
     return next(filter(is_device_array, flatten(tree)[0]), None)
 
 
 def places_by_kind(leaves: Sequence[Any], places: Iterable[int]) -> list[list[int]]:
-    """Return the places of numbers and arrays in groups of equal dtype and device, which can lie in one array."""
+    """Return indices of numbers and arrays, in groups of equal dtype and device, which can be concatenated."""
     groups: dict[Any, list[int]] = {}
     for k in places:
         leaf = leaves[k]
@@ -147,12 +146,12 @@ def _kind(leaf: Array) -> Any:
 
 
 def join(parts: Sequence[Array]) -> Array:
-    """Return numbers and arrays one behind the other in a flat array; one alone isn't copied."""
+    """Concatenate numbers and arrays to a flat array; a single one isn't copied."""
     return np.ravel(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=None)
 
 
 def split(whole: Array, shapes: Iterable[Shape]) -> list[Any]:
-    """Return the parts of a flat array that have these shapes, one behind the other: views, but numbers for ()."""
+    """Split a flat array into consecutive parts of these shapes: views, or numbers for ()."""
     parts, start = [], 0
     for shape in shapes:
         if shape:
@@ -167,12 +166,12 @@ def split(whole: Array, shapes: Iterable[Shape]) -> list[Any]:
 
 
 def fetched(leaves: Sequence[Any]) -> list[Any]:
-    """Return leaves with host arrays for those on a device: one copy for each device and dtype."""
+    """Copy the leaves that are on devices to the host, with one copy for each device and dtype."""
     return _moved(leaves, [arrays_of(leaf) for leaf in leaves], lambda arrays, whole: arrays.to_host(whole))
 
 
 def put(leaves: Sequence[Any], devices: Sequence[ArrayModule | None]) -> list[Any]:
-    """Return host arrays with those for which a device is given on it: one copy for each device and dtype."""
+    """Copy host arrays to the given devices, None for the host, with one copy for each device and dtype."""
     return _moved(leaves, devices, lambda arrays, whole: arrays.to_device(whole))
 
 
@@ -189,13 +188,13 @@ def _moved(leaves: Sequence[Any], devices: Sequence[Any], move: Callable[[ArrayM
 
 
 def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], results: Sequence[int]) -> list[list[Any]]:
-    """Return new leaves, a list for each result, computed from those at the same places in few calls.
+    """Apply an elementwise formula to corresponding leaves of several lists, in few calls; return a list for each result.
 
-    ``formula(*inputs, *outputs)``, on flat arrays of equal length, writes the outputs entry by entry. Small arrays lie
-    one behind the other, because a call of NumPy's costs as much as some thousand numbers; long ones are taken in pieces,
-    so that the formula's temporaries stay in the cache. Leaves of the first column that aren't floats or arrays
-    of floats are left out: results have the columns' leaves there. `results` gives for each result the column whose leaves
-    it resembles in shape and dtype.
+    ``formula(*inputs, *outputs)`` writes the outputs elementwise; all are flat arrays of equal length. Small arrays are
+    concatenated, because a call of NumPy costs as much as a few thousand entries. Long ones are processed in pieces, so
+    that the formula's temporaries stay in the cache. `columns` are the input lists. `results` are, for each result, the
+    index of the column with its shapes and dtypes. If a leaf of the first column isn't a float or an array of floats, the
+    formula isn't applied, and the results have the leaves of these columns.
     """
     out, short = [list(columns[k]) for k in results], list[int]()
     for place, leaf in enumerate(columns[0]):
@@ -216,10 +215,9 @@ def in_blocks(formula: Callable[..., None], columns: Sequence[Sequence[Any]], re
 
 
 def _applied(formula: Callable[..., None], inputs: list[np.ndarray], results: Sequence[int]) -> list[np.ndarray]:
-    # All of the whole length, so that pieces are written to their final place: only a formula's temporaries are short.
     outputs = [np.empty_like(inputs[k]) for k in results]
     every = inputs + outputs
-    if len(inputs[0]) <= _PIECE or type(inputs[0]) is not np.ndarray:  # devices schedule such work themselves
+    if len(inputs[0]) <= _PIECE or type(inputs[0]) is not np.ndarray:  # device arrays aren't divided
         formula(*every)
         return outputs
     for start in range(0, len(inputs[0]), _PIECE):

@@ -60,7 +60,7 @@ def test_of_two_writers_the_last_one_wins(tmp_path: Path) -> None:
     def arrays() -> Iterator[tuple[str, np.ndarray]]:
         yield "x", np.ones(50_000)
         # Another process's, which comes and goes meanwhile: it also looks for what was left there.
-        checkpoint_files._remove_left_over.cache_clear()
+        checkpoint_files._remove_unfinished.cache_clear()
         write(file, {"by": 2}, [("x", np.zeros(3))])
         assert read_description(file) == {"by": 2}
         yield "y", np.ones(50_000)
@@ -118,7 +118,9 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_another_problem_is_refused_by_what_differs() -> None:
     require_problem(Path("run.npz"), {"ranks": 2, "m": 10}, {"ranks": 2, "m": 10}, "minimize")
-    with pytest.raises(ValueError, match=r"^minimize: the checkpoint run.npz .*: ranks is 2 there and 3 here\. Make"):
+    with pytest.raises(
+        ValueError, match=r"^minimize: the checkpoint run.npz .*: ranks is 2 in the file, but 3 in this call\. Use"
+    ):
         require_problem(Path("run.npz"), {"ranks": 2, "m": 10}, {"ranks": 3, "m": 10}, "minimize")
     with pytest.raises(ValueError, match='m is "nothing" there'):
         require_problem(Path("run.npz"), {}, {"m": 5}, "minimize")

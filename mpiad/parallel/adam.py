@@ -28,7 +28,7 @@ class SGD:
     momentum : float
         μ, from 0 to below 1.
     nesterov : bool
-        x ← x - η (g + μ v) instead (Sutskever et al., 2013, in the form of the velocity before the rate).
+        Update x ← x - η (g + μ v) instead (Sutskever et al., 2013, with a velocity that isn't multiplied by the rate).
 
     Examples
     --------
@@ -52,14 +52,14 @@ class SGD:
             raise ValueError(f"SGD: nesterov=True needs a momentum above zero, but got {self.momentum!r}.")
 
     def setup(self, params: Tree) -> dict[str, Any]:
-        """Return the state before the first update: `updates`, their number, and with momentum the `velocity`."""
+        """Return the initial state: `updates`, the number of updates, and with momentum the `velocity`."""
         refuse_objects(params, "params", "SGD.setup")
         return {"updates": 0, **({"velocity": zeros_like(params)} if self.momentum else {})}
 
     def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
-        """Return the state and the parameters after one update; those given stay as they are.
+        """Return the state and the parameters after one update; the arguments are unchanged.
 
-        Parameters and errors are those of `Adam.update`, complex gradients too.
+        Arguments and exceptions are those of `Adam.update`.
         """
         leaves, build = flatten(params)
         require_state(state, ("updates", "velocity") if self.momentum else ("updates",), "SGD")
@@ -90,7 +90,7 @@ def checked_rate(rate: float | Callable[[int], float], name: str) -> None:
 
 
 def rate_at(rate: float | Callable[[int], float], updates: int) -> float:
-    """Return the rate after some updates."""
+    """Return the learning rate after a number of updates."""
     return float(rate(updates) if callable(rate) else rate)
 
 
@@ -138,23 +138,23 @@ class Adam:
         Returns
         -------
         dict
-            `updates`, their number, and the means `first` and `second` in the form of the parameters.
+            `updates`, the number of updates, and the means `first` and `second` in the structure of the parameters.
         """
         refuse_objects(params, "params", f"{type(self).__name__}.setup")
-        # |g|² is real also for complex parameters: half of the memory.
+        # |g|² is real for complex parameters, too.
         second = each(lambda x: np.zeros_like(np.real(x)), params)
         return {"updates": 0, "first": zeros_like(params), "second": second}
 
     def update(self, state: dict[str, Any], params: Tree, gradient: Tree) -> tuple[dict[str, Any], Tree]:
-        """Return the state and the parameters after one update; those given stay as they are.
+        """Return the state and the parameters after one update; the arguments are unchanged.
 
         Parameters
         ----------
         state : dict
-            As `setup` or the last update returned it.
+            The result of `setup` or of the last update.
         params, gradient : pytree of arrays
-            Leaves that aren't floats stay as they are. The gradient is as `value_and_grad` returns it: with respect to
-            complex parameters a + ib it is ∂/∂a - i ∂/∂b, whose conjugate is the direction of ascent.
+            Leaves that aren't floats remain unchanged. The gradient is that of `value_and_grad`: with respect to a complex
+            parameter a + ib it is ∂/∂a - i ∂/∂b, whose conjugate is the direction of steepest ascent.
 
         Returns
         -------
@@ -163,7 +163,7 @@ class Adam:
         Raises
         ------
         TypeError, ValueError
-            If the gradient or the state doesn't have the form of the parameters, or the state is another optimizer's.
+            If the gradient or the state doesn't match the parameters, or the state is another optimizer's.
         """
         leaves, build = flatten(params)
         call = type(self).__name__
@@ -175,8 +175,8 @@ class Adam:
         ]
         number = state["updates"] + 1
         rate = rate_at(self.learning_rate, number - 1)
-        # Both means start at zero and are too small by these factors (the paper's m̂ and v̂). That of the first is taken
-        # into the rate, which saves a pass over the array.
+        # Corrections of both means, which start at zero (the paper's m̂ and v̂). That of the first mean is a factor of the
+        # rate, which saves a pass over the array.
         scale = rate / (1 - self.beta1**number)
         correction = 1 - self.beta2**number
 
@@ -188,12 +188,12 @@ class Adam:
             step = scale * first / (np.sqrt(second / correction) + self.epsilon)
             np.subtract(self._decayed(x, rate), step, out=new_x)
 
-        # Block by block through all arrays: the formula's intermediate results stay in the cache.
+        # In blocks, so that the formula's temporaries stay in the cache.
         new, first, second = in_blocks(formula, [leaves, given, *moments], results=(0, 2, 3))
         return {"updates": number, "first": build(first), "second": build(second)}, build(new)
 
     def _decayed(self, x: Array, rate: float) -> Array:
-        return x  # nothing decays; AdamW does
+        return x  # overridden by AdamW
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class AdamW(Adam):
     learning_rate, beta1, beta2, epsilon
         As for `Adam`.
     weight_decay : float
-        Each update first shrinks the parameters by this times the learning rate.
+        Each update first multiplies the parameters by one minus the learning rate times this.
 
     Examples
     --------

@@ -1,9 +1,9 @@
-"""Sums of many arrays over the ranks in few messages: concatenated, in buckets of one dtype and one device.
+"""Sums of many arrays over the ranks in few messages: arrays are concatenated in buckets of one dtype and device.
 
-The sums use a separate communicator, so that they may start during a reverse pass, independently of its communication.
-All ranks start them in the same order, that of the buckets, each as soon as it and all before it are full: the order in
-which arrays become ready may differ between ranks. The last bucket can't overlap with computation: it is added up by a
-blocking call after all arrays are ready, which needs less memory and time.
+The sums use a separate communicator, so that they may start during a reverse pass, independently of its communication. All
+ranks start them in the order of the buckets, since arrays may become ready in different orders: a sum starts when its
+bucket and all before it are full. The last bucket can't overlap with computation, so it is summed by a blocking call, which
+needs less memory and time.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from mpiad._typing import Array, Shape
 from mpiad.transport import Channel, Spec
 from mpiad.transport.collectives import Summation, start_allreduce, start_sum_in_place, sum_in_place
 
-# Long enough that latency is negligible, short enough that the first sum starts early.
+# Large enough that latency is negligible, small enough that the first sum starts early.
 BUCKET_BYTES = 8 * 2**20
 
 
 class Bucket(NamedTuple):
-    """Arrays in one message: their places, and the part of the message and the shape of each (None: flat)."""
+    """Arrays in one message."""
 
-    places: list[int]
-    parts: list[tuple[slice, Shape | None]]
+    places: list[int]  # indices of the arrays
+    parts: list[tuple[slice, Shape | None]]  # the slice of each array in the message, and its shape, None for one axis
 
 
 class Plan:
-    """The plan of messages: buckets of at most `limit` bytes, the last arrays first, since these are ready first.
+    """The division of arrays into buckets; the last arrays come first, since the reverse pass computes them first.
 
-    `limit`: an array that is longer has a bucket of its own. `digest`: below 2¹⁸; equal for plans of the same arrays.
-    `several`: whether there is more than one message, so that one can be sent early.
+    `limit`: bytes of a bucket; a longer array has its own bucket. `digest`: number below 2¹⁸, equal for plans of the same
+    arrays. `several`: whether there is more than one bucket, so that the first can be sent early.
     """
 
     def __init__(self, specs: list[Spec], limit: int):
@@ -42,8 +42,6 @@ class Plan:
         open_buckets: dict[Any, list[int]] = {}
         filled: dict[Any, int] = {}
         groups: list[list[int]] = []
-        # From the last on: the reverse pass finishes the last layers' gradients first, and their sum starts while it goes
-        # on.
         for place in reversed(range(len(specs))):
             spec = specs[place]
             length = math.prod(spec.shape) * spec.dtype.itemsize
@@ -58,8 +56,8 @@ class Plan:
             stops = np.cumsum([0] + [math.prod(specs[place].shape) for place in places]).tolist()
             shapes = [None if len(specs[place].shape) == 1 else specs[place].shape for place in places]
             self.buckets.append(Bucket(places, [(slice(a, b), shape) for a, b, shape in zip(stops, stops[1:], shapes)]))
-        # Data that ranks compare: of a device only whether it is one, since their numbers differ on a node. A CRC, because
-        # Python's hash of strings differs between processes; below 2¹⁸, so that a sum of squares over 10⁵ ranks is exact.
+        # The ranks compare this. Device numbers aren't included, since they differ between ranks. A CRC, because Python's
+        # hash of strings differs between processes; below 2¹⁸, so that a sum of squares over 10⁵ ranks is exact.
         described = [(spec.shape, spec.dtype.str, spec.arrays is not None) for spec in specs]
         self.digest = zlib.crc32(repr((described, limit)).encode()) % 2**18
         self.several = len(self.buckets) > 1
@@ -67,16 +65,15 @@ class Plan:
 
 
 def plan_of(specs: list[Spec], limit: int, before: Plan | None) -> Plan:
-    """Return a plan, the previous one if it fits: trainings reduce the same arrays repeatedly."""
+    """Return a plan; the previous one if it is for the same arrays."""
     return before if before is not None and before.limit == limit and before.specs == specs else Plan(specs, limit)
 
 
 class Sums:
     """Sums over the ranks of arrays that become ready one after another, or all at once.
 
-    It is a context: an exception that leaves it after sums may have started marks the channel, because ranks that have
-    started different numbers of sums would combine different arrays from then on. Another rank may have started sums
-    even if this one hasn't.
+    This is a context manager. An exception that leaves the context after any rank may have started a sum marks the channel,
+    because ranks with different numbers of started sums would combine different arrays from then on.
     """
 
     def __init__(self, channel: Channel, plan: Plan):
@@ -88,17 +85,17 @@ class Sums:
         self._begun = False
 
     def begin(self) -> None:
-        """Record that all ranks have agreed to add up."""
+        """Record that sums may start, on any rank."""
         self._begun = self._plan.several
 
     def add(self, place: int, array: Array) -> None:
         """Add one array, and start the sums of full buckets."""
         self._arrays[place] = array
         self._missing[self._plan.bucket_of[place]] -= 1
-        # In the buckets' order, though a later one may be full first: all ranks must start the sums in the same order.
+        # In the order of the buckets, though a later one may be full first.
         while len(self._messages) < len(self._missing) - 1 and not self._missing[len(self._messages)]:
             message = self._packed()
-            # A device array goes through memory of the transport's own, so there is no sum in place to start.
+            # Device arrays are summed in buffers of the transport, not in place.
             start = start_sum_in_place if type(message) is np.ndarray else start_allreduce
             self._started.append(start(self._sum_channel, message))
 
@@ -113,7 +110,7 @@ class Sums:
         places = self._plan.buckets[len(self._messages)].places
         self._messages.append(np.concatenate([self._arrays[k] for k in places], axis=None))
         for k in places:
-            self._arrays[k] = None  # lets go of it: else the gradient would be in memory twice
+            self._arrays[k] = None  # frees the array
         return self._messages[-1]
 
     def _reduce_next(self) -> None:
@@ -128,9 +125,9 @@ class Sums:
         if len(self._messages) < len(self._missing):
             self._reduce_next()
         for k, summation in enumerate(self._started):
-            self._messages[k] = summation.finish()  # itself on the host, and new memory on a device
+            self._messages[k] = summation.finish()  # the message itself on the host, a new array on a device
         self._started, self._begun = [], False
-        # Emptied by `_packed`, so it serves again: each array is a view of its bucket's sum, nothing is copied.
+        # Each array is a view of its bucket's sum.
         out = self._arrays
         for bucket, message in zip(self._plan.buckets, self._messages):
             if divisor != 1:
@@ -143,14 +140,14 @@ class Sums:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # After `begin` also if none was started here: another rank's reverse pass may have been faster.
+        # After `begin` another rank may have started a sum, even if this one hasn't.
         if kind is not None and (self._started or self._begun):
-            self._channel.mark(f"{kind.__name__} left a gradient whose sums over the ranks were under way.")
+            self._channel.mark(f"{kind.__name__} ended a gradient whose sums over the ranks were active.")
 
 
 class _SumChannel:
-    """The parts of a channel that a sum needs, with a communicator that nothing else uses."""
+    """The attributes of a channel that a sum needs, with a separate communicator."""
 
     def __init__(self, channel: Channel):
-        # The channel keeps track of active requests, which it must complete at its end; only messages use the duplicate.
+        # The channel itself keeps track of active requests, which it completes at its end.
         self.data, self.begin, self.release = channel.aside(), channel.begin, channel.release

@@ -28,8 +28,6 @@ from mpiad.transport.recovery import recoverable
 from mpiad.transport.threads import vdot
 from mpiad.transport.tracing import restoring_state
 
-# `value_and_grad` of a training: the mean over all ranks' samples, whose gradient is reduced while it is computed.
-
 
 def value_and_grad(
     loss: Function,
@@ -40,14 +38,14 @@ def value_and_grad(
 ) -> Callable[..., tuple[float, Tree]]:
     """Make the function that evaluates the mean loss over all samples and its gradient with respect to the parameters.
 
-    The gradients of all ranks are added up in few messages, which start while the reverse pass is still running. A rank
-    without samples takes part with zeros.
+    The gradients of all ranks are summed in a few messages, which start while the reverse pass is still running. A rank
+    without samples contributes zeros.
 
     Parameters
     ----------
     loss : callable
         ``loss(params, *batch)`` returns the mean over this rank's samples, one real number. It isn't called on a rank
-        without samples; so if it communicates, every rank needs some.
+        without samples. So if it communicates, every rank needs samples.
     samples : callable, optional
         ``samples(params, *batch)`` returns the number of this rank's samples. By default it is the length of the first
         array of the batch, and 1 if there is no batch.
@@ -58,8 +56,8 @@ def value_and_grad(
     Returns
     -------
     callable
-        ``(params, *batch) -> (mean, gradient)``, the same on all ranks, in the form of the parameters; None for leaves that
-        aren't floats.
+        ``(params, *batch) -> (mean, gradient)``, the same on all ranks. The gradient has the structure of the parameters,
+        with None for leaves that aren't floats.
 
     Raises
     ------
@@ -70,7 +68,7 @@ def value_and_grad(
 
     Ranks
     -----
-    All ranks of `comm` call the result, with parameters of the same form.
+    All ranks of `comm` call the result, with parameters of the same structure, shapes and dtypes.
 
     Adjoint
     -------
@@ -79,8 +77,8 @@ def value_and_grad(
     Notes
     -----
     The mean is over samples, not over ranks: each rank's loss and gradient are multiplied by its number of samples, and
-    the sums are divided by the number of all samples. So for integer data, whose sums are exact, the gradients are equal
-    in every bit on any number of ranks and for any division of the samples.
+    the sums are divided by the number of all samples. Therefore the result depends on the division of the samples only by
+    rounding.
 
     Examples
     --------
@@ -97,14 +95,13 @@ def value_and_grad(
         leaves, places, build = variables
         count = counted(samples, params, batch)
         require_equal_replicas(used, "parallel.value_and_grad", {"params": params})
-        # Kept from step to step: a training reduces the same arrays each time.
         nonlocal plan
         plan = plan_of([spec_like(leaves[k]) for k in places], bucket_bytes, plan)
         agree = partial(totals, used, plan, params, "parallel.value_and_grad", count)
         with restoring_state(), suspended(), Sums(used, plan) as sums:
             early = sums.begin if plan.several else None
             total = gradient_of_sum(lambda x: loss(x, *batch), variables, count, agree, sums.add, early)
-            # Divided once, at the end, by the samples of all ranks: a mean of means would weigh small batches more.
+            # Divided by the number of all samples, since a mean of the ranks' means would give small batches more weight.
             found = dict(zip(places, sums.wait(total.batch)))
         return total.loss / total.batch, build([found[k][()] if k in found else None for k in range(len(leaves))])
 
@@ -114,12 +111,11 @@ def value_and_grad(
 def gradient_of_sum(
     loss: Function, variables: Variables, count: int, agree: Callable[..., Totals], ready: Function, early: Function | None
 ) -> Totals:
-    """Return all ranks' samples and losses; pass this rank's gradient to `ready` as it is computed.
+    """Return the totals of all ranks; pass this rank's gradient to `ready` as it is computed.
 
     ``loss(params)`` is the mean over this rank's samples. ``agree(loss=, problem=)`` returns `totals` with these arguments.
-    ``ready(k, gradient)`` is called once for each trained leaf, with the gradient of the sum of this rank's samples'
-    losses. If `early` is given, it is called before the reverse pass, and `ready` during it, at the cost of a pass through
-    the record.
+    ``ready(k, gradient)`` is called once for each trained leaf k, with the gradient of the sum of this rank's losses. If
+    `early` is given, it is called before the reverse pass, and `ready` during the pass instead of after it.
     """
     places = variables.places
     leaves = [np.float64(leaf) if type(leaf) is float else leaf for leaf in variables.leaves]
@@ -127,12 +123,12 @@ def gradient_of_sum(
     def handed(variable: int, g: Array) -> None:
         leaf = leaves[places[variable]]
         if type(g) is np.ndarray and type(leaf) is np.ndarray and g.dtype == leaf.dtype and g.shape == leaf.shape:
-            ready(variable, g)  # as most are
+            ready(variable, g)  # the most common case
         else:
             spec = spec_like(leaf)
             ready(variable, spec.zeros() if g is None else conform(g, *spec))
 
-    # Its zeros are added like any gradient: every sum is a collective of all ranks.
+    # A rank without samples contributes zeros, because the sums are collective.
     if not count:
         found = agree()
         for variable in range(len(places)):
@@ -140,11 +136,11 @@ def gradient_of_sum(
         return found
     traced = trace_backwards(loss, variables._replace(leaves=leaves))
     value = traced.build(traced.values)
-    # Before the reverse pass, in which sums may start: a rank without a valid loss must not leave others waiting in them.
+    # The ranks agree before the reverse pass, in which sums may start: other ranks mustn't wait for one that raises.
     wanted = "loss must return one real number"
     problem = traced.problem or problem_with(getval(value), 1.0, "parallel.value_and_grad", wanted)
     found = agree(problem=problem) if problem else agree(loss=float(np.reshape(to_host(getval(value)), ())) * count)
-    # Multiplied by the number of samples: the sum of the losses from their mean.
+    # The seed is the number of samples, so that the gradient is that of the sum of losses, not of their mean.
     spec = spec_like(value)
     # If the loss doesn't depend on the parameters there are no seeds, and all gradients are zero.
     seeds = [(traced.places[0], spec.zeros() + spec.dtype.type(count))] if traced.places[0] >= 0 else []
@@ -213,11 +209,10 @@ class DistributedOptimizer:
         self.optimizer, self.reduction, self.accumulate = optimizer, reduction, accumulate
         self.clip_norm, self.bucket_bytes, self.comm = clip_norm, bucket_bytes, comm
         self._entries = ("optimizer",) if accumulate == 1 else ("optimizer", "gradient", "steps", "samples")
-        # Kept from step to step: it depends on shapes only, which don't change in a training.
         self._plan: Plan | None = None
 
     def setup(self, params: Tree) -> dict[str, Any]:
-        """Return the state before the first update.
+        """Return the initial state.
 
         Parameters
         ----------
@@ -227,7 +222,7 @@ class DistributedOptimizer:
         -------
         dict
             `optimizer`, the inner optimizer's state; with `accumulate` also this rank's accumulated gradient
-            (`gradient`), and its number of steps (`steps`) and samples (`samples`).
+            (`gradient`), and its numbers of accumulated steps (`steps`) and samples (`samples`).
         """
         state = {"optimizer": self.optimizer.setup(params)}
         return state if self.accumulate == 1 else {**state, "gradient": None, "steps": 0, "samples": 0}
@@ -235,7 +230,7 @@ class DistributedOptimizer:
     def update(
         self, state: dict[str, Any], params: Tree, gradient: Tree, samples: int | None = None
     ) -> tuple[dict[str, Any], Tree]:
-        """Reduce this rank's gradient with the others', and make one update of it, the same on all ranks.
+        """Sum the gradients of all ranks, and make one update, the same on all ranks.
 
         Parameters
         ----------
@@ -243,10 +238,10 @@ class DistributedOptimizer:
         params : pytree of arrays
             The same on all ranks.
         gradient : pytree of arrays
-            This rank's own, in the form of the parameters: that of its mean loss if `samples` is given.
+            This rank's gradient, in the structure of the parameters; that of its mean loss if `samples` is given.
         samples : int, optional
-            The number of samples that the gradient is the mean of, used as its weight; if it is 0, this rank's gradient is
-            ignored. Given on all ranks or on none.
+            The number of this rank's samples, used as the weight of its gradient; if it is 0, the gradient is ignored. All
+            ranks or none pass it.
 
         Returns
         -------
@@ -256,9 +251,9 @@ class DistributedOptimizer:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, if the gradient of one, or its accumulated gradient, doesn't have the form of the parameters (on
-            that rank only, if more gradients are to be accumulated), if none has a sample, or if their parameters differ in
-            number, shape or dtype. If the state is another optimizer's or of other parameters.
+            On all ranks, if a rank's gradient or accumulated gradient doesn't match the parameters (on that rank only, if
+            more gradients are to be accumulated); if no rank has a sample; if the ranks' parameters differ in number, shape
+            or dtype. If the state is that of another optimizer or of other parameters.
 
         Ranks
         -----
@@ -274,7 +269,7 @@ class DistributedOptimizer:
             held = _accumulated(state, specs, call)
             if samples != 0:
                 leaves = matching(gradient, params, given, call)
-                # In the gradient's own dtype, so that a number of NumPy's can't make float64 of float32.
+                # In the dtype of the gradient, since a NumPy integer would convert float32 to float64.
                 factor = 1 if samples is None else samples
                 parts = [g if factor == 1 else g * s.dtype.type(factor) for g, s in zip((leaves[k] for k in places), specs)]
         except (TypeError, ValueError) as error:
@@ -282,11 +277,11 @@ class DistributedOptimizer:
                 raise  # no rank waits for this one yet
             problem = Problem(type(error), str(error))
         if parts is None:
-            # Zeros, because the sums are collective: this rank must take part in each of them.
+            # Zeros, because the sums are collective.
             parts = [spec.zeros() for spec in specs]
         count = 1 if samples is None else samples
         if self.accumulate > 1:
-            # Copies: the caller may write the next gradient into the same arrays.
+            # Copies, because the caller may write the next gradient into the same arrays.
             parts = list(map(_copied, parts)) if held is None else list(map(np.add, held, parts))
             if state["steps"] + 1 < self.accumulate:
                 return self._kept(state, parts, count), params
@@ -295,7 +290,7 @@ class DistributedOptimizer:
             self._plan = plan_of(specs, self.bucket_bytes, self._plan)
             used = channel(self.comm, call)
             self._compare(used, state, params, call)
-            # Before the sums: ranks with different plans would combine different arrays.
+            # Checks before the sums that all ranks have the same plan.
             total = totals(used, self._plan, params, call, count, problem=problem)
             with Sums(used, self._plan) as sums:
                 sums.add_all(parts)
@@ -316,20 +311,20 @@ class DistributedOptimizer:
         state : dict
         params : pytree of arrays
         loss : callable
-            ``loss(params, *batch)``: the mean over this rank's samples.
+            ``loss(params, *batch)``: the mean over this rank's samples, as in `value_and_grad`.
         *batch : object
         samples : callable, optional
-            All as in `value_and_grad`.
+            As in `value_and_grad`.
 
         Returns
         -------
         (dict, pytree of arrays, float)
-            State and parameters as from `update`, and the mean loss of all ranks' samples before it.
+            State and parameters as returned by `update`, and the mean loss of all samples before the update.
 
         Raises
         ------
         TypeError, ValueError
-            As `value_and_grad` and `update`.
+            As in `value_and_grad` and `update`.
 
         Ranks
         -----
@@ -346,7 +341,7 @@ class DistributedOptimizer:
         specs, count = [spec_like(variables.leaves[k]) for k in variables.places], counted(samples, params, batch)
         require_state(state, self._entries, call)
         self._compare(used, state, params, call)
-        # Only the last gradient before an update is reduced. All ranks count steps alike, so none waits for another here.
+        # Gradients are reduced only at the last step before an update; all ranks have the same number of steps.
         last = self.accumulate == 1 or state["steps"] + 1 == self.accumulate
         parts: list[Any] = [None] * len(specs)
         self._plan = plan_of(specs, self.bucket_bytes, self._plan)
@@ -380,7 +375,7 @@ class DistributedOptimizer:
             if isinstance(self.optimizer, (Adam, SGD)):
                 updates = settings["updates"] = state["optimizer"]["updates"]
                 settings |= {k: rule(updates) if callable(rule) else rule for k, rule in vars(self.optimizer).items()}
-            # The gradients that are accumulated so far are each rank's own.
+            # Without the accumulated gradients, which differ between ranks.
             held = {"params": params, "state": {"optimizer": state["optimizer"]}, "optimizer": settings}
             require_equal_replicas(used, call, held)
 
@@ -393,7 +388,6 @@ class DistributedOptimizer:
         leaves: list[Any] = [None] * len(variables.leaves)
         found = sums.wait(total if self.reduction == "mean" else 1)
         for k, array in zip(variables.places, clipped(found, self.clip_norm)):
-            # Numbers were communicated as arrays without axes; convert them back.
             leaves[k] = array[()]
         inner, params = self.optimizer.update(state["optimizer"], params, variables.build(leaves))
         emptied = {} if self.accumulate == 1 else {"gradient": None, "steps": 0, "samples": 0}
@@ -401,11 +395,13 @@ class DistributedOptimizer:
 
 
 def _accumulated(state: dict[str, Any], specs: list[Spec], call: str) -> list[Any] | None:
-    """Return the sum of gradients that a state holds; a ValueError if it is of parameters of other shapes or dtypes."""
+    """Return the accumulated gradients of a state; raise a ValueError if shapes or dtypes don't match `specs`."""
     held = state.get("gradient")
     if held is not None and [spec_like(g) for g in held] != specs:
         there, here = (", ".join(map(described, found)) for found in (map(spec_like, held), specs))
-        raise ValueError(f"{call}: the state holds gradients of other parameters: of {there:.200}; these have {here:.200}.")
+        raise ValueError(
+            f"{call}: the accumulated gradients must match the parameters, {here:.200}, but the state has {there:.200}."
+        )
     return held
 
 
@@ -414,14 +410,13 @@ def _copied(part: Array) -> Array:
 
 
 def clipped(arrays: list[Array], longest: float | None) -> list[Array]:
-    """Return arrays scaled, together, to a 2-norm of at most `longest` (Pascanu et al., 2013); in place.
+    """Scale arrays in place to a common 2-norm of at most `longest` (Pascanu et al., 2013), and return them.
 
-    A norm that isn't finite is left as it is: the user sees NaN in the parameters, not a gradient that looks harmless.
+    If the norm isn't finite, they are unchanged: parameters become NaN, instead of a failure being hidden.
     """
     if longest is None:
         return arrays
     norm = math.hypot(*_norms(arrays))  # hypot avoids the overflow of a sum of squares
-    # A norm that isn't finite: no scaling, which would make the gradient look valid.
     if longest < norm < math.inf:
         for array in arrays:
             array *= longest / norm
@@ -437,7 +432,7 @@ def _norms(arrays: list[Array]) -> list[float]:
 
 
 def _norms_in(namespace: ArrayModule | None, arrays: list[Array]) -> list[float]:
-    """Return the norms of arrays in one place; of those on a device by one copy, since each makes the host wait."""
+    """Return the norms of arrays that are all on the host or on one device, with one copy from the device."""
 
     def gathered(values: list[Array]) -> np.ndarray:
         if namespace is None:
@@ -451,7 +446,6 @@ def _norms_in(namespace: ArrayModule | None, arrays: list[Array]) -> list[float]
         largest = gathered([np.max(np.abs(array)) for array in arrays])
         if not np.isfinite(largest).all():
             return largest.tolist()
-        # The squares are too large, not yet the gradient itself.
-        # The least divisor is for gradients of zeros, which must not become NaN.
+        # The squares overflow, so scaled arrays are squared. The lower bound of the divisor is for arrays of zeros.
         scaled = [np.abs(array).astype(float) / size for array, size in zip(arrays, np.maximum(largest, 1e-300).tolist())]
         return (largest * np.sqrt(gathered([np.sum(array * array) for array in scaled]))).tolist()

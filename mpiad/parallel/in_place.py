@@ -1,6 +1,6 @@
-"""Collectives that overwrite their arguments: for state that isn't differentiated, such as running means.
+"""Collectives that overwrite their arguments, for state that isn't differentiated, such as running means.
 
-Inside a trace they aren't recorded, and have no adjoint.
+They aren't recorded on tapes and have no adjoint.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mpiad.transport.tracing import restoring_state
 
 
 def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
-    """Combine every rank's arrays, and write the result into each of them.
+    """Combine every rank's arrays, and write the result into them.
 
     Parameters
     ----------
     x : array, or pytree of arrays
-        Untraced, of the same shapes and dtypes on all ranks. Device arrays are written to on the device.
+        Untraced arrays, with the same shapes and dtypes on all ranks; on the host or on devices.
     op : mpi4py operation
     comm : mpi4py intracommunicator, optional
 
@@ -50,16 +50,14 @@ def allreduce_(x: Tree, op: Op = SUM, comm: Comm = None) -> Tree:
     """
     arrays = _writable(x, "parallel.allreduce_", comm)
     with restoring_state(), suspended():
-        # All sums before the first is written: an array that occurs twice in the pytree mustn't be added up twice.
+        # All sums are computed before any is written, since the same array may occur twice in the pytree.
         for array, total in zip(arrays, [mpi_allreduce(array, op, comm=comm) for array in arrays]):
             array[...] = total
     return x
 
 
 def reduce_(x: Tree, op: Op = SUM, root: Rank = 0, comm: Comm = None) -> Tree:
-    """Combine every rank's arrays, and write the result into the root's; the others keep theirs.
-
-    Otherwise as `allreduce_`.
+    """Combine every rank's arrays, and write the result into the root's; otherwise as `allreduce_`.
 
     Examples
     --------
@@ -99,22 +97,22 @@ class Pending:
         self._x, self._arrays, self._requests = x, arrays, requests
 
     def wait(self) -> Tree:
-        """Wait for the sums, write them in place, and return the pytree; a second call returns it at once."""
+        """Wait for the sums, write them into the arrays, and return the pytree; a second call only returns it."""
         for array, request in zip(self._arrays, self._requests):
             with restoring_state(), suspended():
                 array[...] = mpi_wait(request)
-        # So that a second wait doesn't overwrite values that the program has computed since.
+        # Otherwise a second call would overwrite later values.
         self._arrays, self._requests = [], []
         return self._x
 
 
 def iallreduce_(x: Tree, comm: Comm = None) -> Pending:
-    """Start to add up every rank's arrays; `wait` of the result writes the sums into them.
+    """Start to sum every rank's arrays; the method `wait` of the result writes the sums into them.
 
     Parameters
     ----------
     x : array, or pytree of arrays
-        As for `allreduce_`. The sums are of their values at this call; nothing is written into them before `wait`.
+        As for `allreduce_`. The values at the time of this call are summed; the arrays are overwritten by `wait`.
     comm : mpi4py intracommunicator, optional
 
     Raises
@@ -147,8 +145,7 @@ def _writable(x: Tree, call: str, comm: Comm) -> list[np.ndarray]:
             continue
         if not isinstance(leaf, np.ndarray) or not leaf.flags.writeable:
             kind = "a read-only array" if isinstance(leaf, np.ndarray) else f"{type(leaf).__name__} {leaf!r:.40}"
-            error = TypeError(f"{call}: {name} must be an array that can be written to, but got {kind}.")
+            error = TypeError(f"{call}: {name} must be a writable array, but got {kind}.")
             break
-    # Also if there is no error here: another rank may have found a leaf that isn't writable.
     raise_together(channel(comm, call), error)
     return [leaf for _, leaf in leaves]

@@ -16,38 +16,38 @@ from mpiad.transport import Spec
 
 
 def variables_of(tree: Tree, call: str, required: bool = True) -> Variables:
-    """Return the leaves of a pytree; its variables are the trained leaves: real or complex floats and arrays of them.
+    """Return the leaves of a pytree; the variables are the trained leaves: real or complex floats and arrays of them.
 
-    Raise a TypeError if a leaf is traced or of an unknown type, or if one is `required` and none is trained.
+    Raise a TypeError if a leaf is traced or of an unknown type, or with `required` if there is no variable.
     """
     leaves, build = flatten(tree)
     places, others = [], []
     for k, leaf in enumerate(leaves):
-        # Arrays can't be traced; only other leaves are checked, since this runs in each step.
+        # ndarrays aren't traced, so that only other leaves are checked.
         if type(leaf) is not np.ndarray:
             others.append(leaf)
         if leaf.dtype.kind in "fc" if type(leaf) is np.ndarray else is_variable(leaf):
             places.append(k)
     if any(map(isbox, others)):
         raise TypeError(
-            f"{call}: got traced values, but a step of a training carries no derivative. Call it outside of the function "
-            "that is differentiated, or give it mpiad.stop_gradient(x)."
+            f"{call}: got traced values, but a training step isn't differentiable. Call it outside of the differentiated "
+            "function, or pass mpiad.stop_gradient(x)."
         )
     if len(places) < len(leaves):
         refuse_objects(tree, "params" if required else "tree", call)
     if required and not places:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
-        raise TypeError(f"{call}: there is nothing to train: expected floats and arrays of floats, but got {kinds}.")
+        raise TypeError(f"{call}: expected floats or arrays of floats to train, but got {kinds}.")
     return Variables(leaves, places, build)
 
 
 def each(fun: Callable[[Array], Array], tree: Tree) -> Tree:
-    """Return the pytree with the trained leaves replaced by a function of them."""
+    """Apply a function to the trained leaves of a pytree."""
     return map_leaves(lambda leaf: fun(leaf) if is_variable(leaf) else leaf, tree)
 
 
 def described(spec: Spec) -> str:
-    """Return shape, dtype and place in words, alike on all ranks whatever their devices' numbers."""
+    """Return shape, dtype and place as text, which doesn't depend on the number of the device."""
     return f"shape {spec.shape} and dtype {spec.dtype}{'' if spec.arrays is None else ' on a device'}"
 
 
@@ -59,21 +59,22 @@ def zeros_like(tree: Tree) -> Tree:
 def matching(
     tree: Tree, params: Tree, wanted: list[Any], call: str, name: str = "gradient", of: str = "params", real: bool = False
 ) -> list[Any]:
-    """Return the leaves of a gradient, or another tree called `name`; structure, shapes and dtypes must be the parameters'.
+    """Return the leaves of a tree; raise unless its structure, shapes and dtypes are those of the parameters.
 
-    `wanted` are the leaves of the parameters, called `of`; with `real` the dtypes are those of their real parts.
+    `name` and `of` are the names of the tree and of the parameters in messages. `wanted` are the leaves of the parameters;
+    with `real` their real parts are compared.
     """
     found = flatten(tree)[0]
     if same_form(tree, params) and all(map(_fits, found, map(_real, wanted) if real else wanted)):
         return found
     named, paths = named_leaves(tree, name), named_leaves(params, of)
-    must = f"{call}: the {name} must have the form of the parameters, "
+    must = f"{call}: the {name} must have the structure of the parameters, "
     if len(named) != len(paths):
         raise TypeError(f"{must}which have {len(paths)} leaves, but has {len(named)}.")
     for (path, g), (own, leaf) in zip(named, paths):
         leaf = _real(leaf) if real else leaf
         if path[len(name) :] != own[len(of) :]:
-            raise TypeError(f"{must}but has {path} in the place of {own}.")
+            raise TypeError(f"{must}but has {path} instead of {own}.")
         if not _fits(g, leaf):
             got = described(spec_like(g)) if is_variable(g) else f"{type(g).__name__} {g!r:.60}"
             raise ValueError(f"{call}: {path} must have the {described(spec_like(leaf))} of {own}, but has {got}.")
@@ -95,14 +96,14 @@ def same_form(tree: Tree, other: Tree) -> bool:
 
 def _fits(g: Array, leaf: Array) -> bool:
     if type(g) is np.ndarray and type(leaf) is np.ndarray:
-        # Leaves that aren't trained may have any gradient: it is ignored.
+        # The gradient of a leaf that isn't trained is ignored.
         return (g.dtype == leaf.dtype and g.shape == leaf.shape) or leaf.dtype.kind not in "fc"
     return not is_variable(leaf) or (is_variable(g) and spec_like(g) == spec_like(leaf))
 
 
 def require_state(state: Any, names: Iterable[str], call: str) -> None:
-    """Raise a TypeError if a state isn't a dict of these entries: it is another optimizer's."""
+    """Raise a TypeError if a state isn't a dict with these entries, and so belongs to another optimizer."""
     if not isinstance(state, dict) or state.keys() != set(names):
         got = f"a dict of {sorted(map(str, state))}" if isinstance(state, dict) else f"{type(state).__name__} {state!r:.60}"
-        wanted = f"a dict of {sorted(names)}, as setup of the same optimizer returns it"
+        wanted = f"a dict of {sorted(names)}, as returned by setup of the same optimizer"
         raise TypeError(f"{call}: the state must be {wanted}, but got {got}.")

@@ -1,4 +1,4 @@
-"""The number of samples of a batch, on this rank and on all."""
+"""The number of samples of a batch, and sums over the ranks before an update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpiad.transport.replication import require_replicated
 
 
 class Items(list):
-    """A batch of objects, one per sample; the number of samples in other lists is unknown."""
+    """A batch of objects, one per sample, unlike other lists."""
 
 
 def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[Any]) -> int:
@@ -32,7 +32,7 @@ def counted(samples: Callable[..., int] | None, params: Tree, batch: Sequence[An
     for part in batch:
         if isinstance(part, Items):
             return len(part)
-    # The most common case; it saves flattening a pytree in each step.
+    # The most common case, without flattening a pytree.
     if batch and type(batch[0]) is np.ndarray and batch[0].ndim:
         return len(batch[0])
     for leaf in flatten(list(batch))[0]:
@@ -47,7 +47,7 @@ class _Latest(threading.local):
 
 
 latest = _Latest()
-"""In what order the container that this thread has used last gives samples, and to how many ranks."""
+"""The order of samples of the data container that this thread used last, and its number of ranks."""
 
 
 def require_equal_replicas(used: Channel, call: str, held: dict[str, Tree]) -> None:
@@ -57,12 +57,12 @@ def require_equal_replicas(used: Channel, call: str, held: dict[str, Tree]) -> N
     """
     if not watch_settings.debug():
         return
-    # A container may be of another communicator, and ranks may read their samples otherwise.
+    # Unless a container belongs to another communicator, the orders of samples are compared, too.
     if not on_any_rank(used.data, latest.size != used.size):
         held = {**held, "data": latest.order}
     named = [(name, path, leaf) for name, part in held.items() for path, leaf in named_leaves(part, name)]
     leaves = [(path, leaf) for name, path, leaf in named if is_variable(leaf) or name not in ("params", "state")]
-    advice = "Call parallel.synchronize before the first step, and give the same seed, rate and epoch on all ranks."
+    advice = "Call parallel.synchronize before the first step, and use the same seed, rate and epoch on all ranks."
     require_replicated(used, leaves, f"{call}: all ranks must train the same parameters in the same way", advice)
 
 
@@ -78,23 +78,22 @@ def totals(
     used: Channel, plan: Plan, params: Tree, call: str, count: int, before: int = 0, loss: float = 0.0,
     problem: Problem | None = None,
 ) -> Totals:  # fmt: skip
-    """Return the ranks' sums, and check that they are about to add up the same arrays, in one reduction.
+    """Sum the numbers of samples and the losses over the ranks, and check that all ranks have the same plan.
 
-    The sums are those of samples, of samples including batches accumulated before, and of the samples' losses; `problem`
-    is an error on this rank. Raise a TypeError or ValueError on all ranks if their parameters differ in number, shape or
-    dtype, if none has a sample, or if there is a problem on one.
+    `count`: the number of this rank's samples. `before`: that of its accumulated batches. `loss`: the sum of its losses.
+    `problem`: an error on this rank. Raise a TypeError or ValueError on all ranks if parameters differ in number, shape or
+    dtype, if no rank has a sample, or if one has a problem.
     """
-    # All but the loss are whole numbers below 2⁵³, so their sums are exact.
+    # All but the loss are integers below 2⁵³, so that their sums are exact.
     mine = [count, count + before, plan.digest, plan.digest**2, problem is not None, loss]
     found = allreduce(used, np.array(mine, float), SUM, call)
     total, accumulated, digests, squares, problems, sum_of_losses = found.tolist()
-    # By Cauchy and Schwarz, size · Σ d² = (Σ d)² for equal digests only. As integers: for a hundred ranks the
-    # products are larger than the integers that floats represent exactly.
+    # By the Cauchy-Schwarz inequality, size · Σ d² = (Σ d)² only if all digests are equal. The products are computed as
+    # integers, because they may be too large for exact floats.
     if used.size * int(squares) != int(digests) ** 2:
-        # `found` is the same on all ranks, so all ranks get here, or none, and may communicate to find the difference.
         raise agreed(used, _difference(used, plan, params, call))
     if total < 1:
-        raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample to learn from."))
+        raise agreed(used, ValueError(f"{call}: none of the {used.size} rank(s) has a sample."))
     if problems:
         raise_everywhere(used, problem)
     return Totals(int(total), int(accumulated), sum_of_losses)

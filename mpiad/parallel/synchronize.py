@@ -1,4 +1,4 @@
-"""`synchronize`: every rank gets the root's parameters."""
+"""`synchronize`: broadcast the root's parameters to all ranks."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from mpiad.transport.tracing import restoring_state
 
 
 def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
-    """Give every rank the root's parameters, or the root's state of an optimizer.
+    """Broadcast the root's parameters, or its state of an optimizer, to all ranks.
 
     Parameters
     ----------
     tree : pytree of arrays
-        Floats are broadcast, in one message per dtype and device. Anything else (integers, strings, None)
-        stays this rank's own.
+        Floats are broadcast, in one message per dtype and device. Other leaves (integers, strings, None) are returned
+        unchanged.
     root : int
     comm : mpi4py intracommunicator, optional
 
     Returns
     -------
     pytree of arrays
-        A new one; on the root the given arrays themselves.
+        A new pytree; its arrays are new, except on the root.
 
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if a rank's pytree differs from the root's in structure, or a leaf in shape or dtype: names the leaf.
+        On all ranks, if a rank's pytree differs from the root's in structure, or a leaf in shape or dtype.
 
     Ranks
     -----
@@ -58,16 +58,15 @@ def synchronize(tree: Tree, root: Rank = 0, comm: Comm = None) -> Tree:
         with restoring_state(), suspended():
             whole = mpi_bcast(join([leaves[k] for k in places]), root, comm=comm)
         if used.rank == root:
-            # Past the collective: the root's leaves are those given, not copies of them.
             continue
         for k, part in zip(places, split(whole, [np.shape(leaves[k]) for k in places])):
-            # Copied, because a view would keep the whole message in memory.
+            # Copies, because a view would keep the whole message in memory.
             leaves[k] = part.copy()[()]
     return flatten(tree)[1](leaves)
 
 
 def _agreed_leaves(used: Channel, tree: Tree, root: Rank) -> tuple[list, list[int]]:
-    """Return the leaves and the places of those to broadcast, after all ranks have compared theirs with the root's."""
+    """Compare the pytrees with the root's on all ranks; return the leaves, and the indices of those to broadcast."""
     error, leaves, trained, held = None, [], [], []
     # A rank with an invalid pytree still takes part in the broadcast below; its error is raised after it.
     try:
@@ -90,11 +89,14 @@ def _described(leaf: object) -> str:
 def _difference(held: list[tuple[str, str]], theirs: list[tuple[str, str]], rank: Rank, root: Rank) -> Exception | None:
     for (name, mine), (path, other) in zip(held, theirs):
         if name != path:
-            return ValueError(f"parallel.synchronize: rank {rank} has {name} where the root, rank {root}, has {path}.")
+            return ValueError(
+                f"parallel.synchronize: all pytrees must have the same structure, but rank {rank} has {name}, and the "
+                f"root, rank {root}, has {path} in its place."
+            )
         if mine != other:
             return ValueError(
-                f"parallel.synchronize: {name} has {mine} on rank {rank}, but {other} on the root, rank {root}. Make it "
-                "alike on all ranks first."
+                f"parallel.synchronize: {name} has {mine} on rank {rank}, but {other} on the root, rank {root}. Use the "
+                "same shapes and dtypes on all ranks."
             )
     if len(held) != len(theirs):
         return ValueError(

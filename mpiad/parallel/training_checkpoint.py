@@ -1,4 +1,4 @@
-"""Checkpoints of trainings: the state that all ranks share, and each rank's own, in one file."""
+"""Checkpoints of trainings: one file with the state that all ranks share and each rank's own state."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
     Parameters
     ----------
     path : path
-        Of one file, which the root writes.
+        Name of the file, which the root writes.
     tree : pytree
-        The state that is the same on all ranks: parameters, the optimizer's state, the epoch. Arrays (on devices, too),
-        numbers, strings, None and `numpy.random.Generator` in dicts, lists and tuples; the root's is written, as data,
-        never as a pickle.
+        The state that is the same on all ranks: parameters, the optimizer's state, the epoch. It consists of arrays (also
+        on devices), numbers, strings, None and `numpy.random.Generator` in dicts, lists and tuples. The root's state is
+        written, without pickling.
     own : pytree, optional
         State that differs between ranks: generators, or with ``accumulate=k`` the optimizer's state between two updates.
     root : int
@@ -47,9 +47,9 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
     Raises
     ------
     TypeError
-        On all ranks, if a pytree of any rank holds something else.
+        On all ranks, if a pytree of any rank holds an object of another type.
     OSError
-        On all ranks, if the file can't be written; an older one stays.
+        On all ranks, if the file can't be written; an older file is then unchanged.
 
     Ranks
     -----
@@ -67,7 +67,6 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
     root = root_of(root, used, call)
     arrays: dict[str, np.ndarray] = {}
     own_arrays: dict[str, np.ndarray] = {}
-    # Before the gather, in which all would wait for a rank that has raised.
     with raising_together(used, Exception):
         if used.rank == root:
             file, described = _file(path, call), _described(tree, "tree", arrays)
@@ -81,7 +80,7 @@ def save_checkpoint(path: str | PathLike[str], tree: Tree, *, own: Tree = None, 
             try:
                 write(file, description, arrays.items())
             except OSError as found:
-                text = f"{call}: {path!s} can't be written ({found.strerror}); an older file stays as it is."
+                text = f"{call}: {path!s} can't be written ({found.strerror}); an older file is unchanged."
                 raise OSError(found.errno, f"{text} {remedy(found, file)}") from found
 
 
@@ -93,7 +92,7 @@ def load_checkpoint(
     Parameters
     ----------
     path : path
-        Only the root reads.
+        Name of the file, which the root reads.
     like : pytree, optional
         The expected state, such as the initial parameters of the training: `tree` or `own`, or a part of one of them, must
         have its structure, shapes and dtypes. Needed if arrays were saved from a device: they are copied to the device of
@@ -104,30 +103,30 @@ def load_checkpoint(
     Returns
     -------
     TrainingCheckpoint or None
-        None on all ranks if the file doesn't exist: the training begins.
+        None on all ranks if the file doesn't exist.
 
     Raises
     ------
     ValueError
-        On all ranks, if the file is damaged, isn't a training's, or holds parts of another number of ranks; if nothing in
-        it matches `like` in structure, shapes and dtypes; or if it holds arrays of a device and `like` holds none.
+        On all ranks, if the file is damaged, isn't a training checkpoint, or has the own states of another number of ranks;
+        if nothing in it matches `like` in structure, shapes and dtypes; or if it has device arrays and `like` has none.
 
     Ranks
     -----
-    All ranks of `comm` call it. A checkpoint without parts of the ranks' own serves any number of ranks.
+    All ranks of `comm` call it. A checkpoint saved without `own` can be loaded on any number of ranks.
 
     Examples
     --------
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     state = mpiad.parallel.load_checkpoint(f"{folder}/training.npz")
-    >>> print(state)  # there is none: the training begins
+    >>> print(state)  # the file doesn't exist
     None
     """
     used, call = channel(comm, "parallel.load_checkpoint"), "parallel.load_checkpoint"
     root = root_of(root, used, call)
     found: Any = None
-    # Other ranks don't look for the file: on a node's own disk they might not find it.
+    # Only the root looks for the file, which may be on the local disk of its node.
     with raising_together(used):
         if used.rank == root:
             file = _file(path, call)
@@ -140,7 +139,7 @@ def load_checkpoint(
         return None
     description, arrays = found
     own = description["own"]
-    # Devices are this rank's own, and no file can say which; so one of the caller's arrays does.
+    # The device is that of one of the caller's arrays, since it isn't known from the file.
     namespace = arrays_of(leaf_on_device(like))
     with raising_together(used):
         try:
@@ -155,8 +154,8 @@ def load_checkpoint(
 
 def _require_like(restored: TrainingCheckpoint, like: Tree) -> None:
     """Raise a ValueError if no part of a checkpoint has the structure, shapes and dtypes of `like`."""
-    wrong, parts = ValueError("no part of it has the form (keys and lengths) of like."), list(restored._asdict().items())
-    for name, part in parts:  # which grows
+    wrong, parts = ValueError("no part of it has the structure of like."), list(restored._asdict().items())
+    for name, part in parts:  # `parts` grows in this loop
         if same_form(part, like):
             try:
                 matching(part, like, flatten(like)[0], "another model's", name, "like")
@@ -180,11 +179,11 @@ def _file(path: str | PathLike[str], call: str) -> Path:
 def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     description, arrays = read(path)
     if description.get("kind") != _KIND:
-        raise ValueError(f"{path} is no checkpoint of a training.")
+        raise ValueError(f"{path} isn't a training checkpoint.")
     if description["ranks"] != size and any(part != ["plain", None] for part in description["own"]):
         raise ValueError(
-            f"{path} holds parts of {description['ranks']} rank(s), but there are {size} now. Start the same number, "
-            "or save no parts of the ranks' own."
+            f"{path} has the own states of {description['ranks']} rank(s), but this communicator has {size}. Start the "
+            "same number of ranks, or save without own."
         )
     return description, arrays
 
@@ -195,7 +194,7 @@ def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[An
     Raise a TypeError if it holds anything but arrays, numbers, strings, None, generators of NumPy's, dicts, lists and
     tuples.
     """
-    if value is None or isinstance(value, (bool, str)):  # bool before int, of which it is a kind
+    if value is None or isinstance(value, (bool, str)):  # bool before int, of which it is a subclass
         return ["plain", value]
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:  # objects would need pickle
         name = _unused(path, arrays)
@@ -212,7 +211,7 @@ def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[An
         return ["float", value.hex()]  # every bit
     if isinstance(value, complex):
         return ["complex", value.real.hex(), value.imag.hex()]
-    # Exactly: of a subclass (a Counter, a NamedTuple below) another type would come back.
+    # Exact types, because an object of a subclass (Counter, NamedTuple) would be restored as another type.
     if type(value) is dict:
         parts = [[_described(key, path, arrays), _described(part, f"{path}/{key}", arrays)] for key, part in value.items()]
         return ["dict", parts]
@@ -221,20 +220,20 @@ def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[An
     if isinstance(value, np.random.Generator) and type(value.bit_generator).__name__ in _GENERATORS:
         return ["generator", _described(value.bit_generator.state, path, arrays)]
     raise TypeError(
-        f"parallel.save_checkpoint: {path} is {type(value).__name__} {value!r:.60}, but a checkpoint holds arrays, "
-        "numbers, strings, None, NumPy's generators, and dicts, lists and tuples of them. Save its parts."
+        f"parallel.save_checkpoint: {path} is {type(value).__name__} {value!r:.60}, but a checkpoint may only hold arrays, "
+        "numbers, strings, None, NumPy's generators, and dicts, lists and tuples of them. Save the parts of the object."
     )
 
 
 def _unused(path: str, arrays: dict[str, np.ndarray]) -> str:
-    # Paths that read alike may mean different places: the keys 1 and "1", or "a/b" and b within a.
+    # Different leaves may have the same path: those of the keys 1 and "1", or "a/b" and b within a.
     while path in arrays:
         path += "'"
     return path
 
 
 def _rebuilt(description: list[Any], arrays: dict[str, np.ndarray], namespace: ArrayModule | None = None) -> Tree:
-    """Return the pytree of a description; device arrays go to that of `namespace`: a ValueError without one."""
+    """Return the pytree of a description; raise a ValueError for a device array if no `namespace` is given."""
     kind, rest = description[0], description[1:]
     if kind == "plain":
         return rest[0]
@@ -243,8 +242,8 @@ def _rebuilt(description: list[Any], arrays: dict[str, np.ndarray], namespace: A
     if kind == "device array":
         if namespace is None:
             raise ValueError(
-                f"{rest[0]} was saved from a device. Pass like=, a pytree with an array on the device that it belongs on, "
-                "such as the initial parameters of the training."
+                f"{rest[0]} was saved from a device. Pass like=, a pytree with an array on the device to which it should "
+                "be copied, such as the initial parameters of the training."
             )
         return namespace.to_device(arrays[rest[0]])
     if kind == "int":

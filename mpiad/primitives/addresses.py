@@ -1,6 +1,7 @@
-"""From the arguments of point-to-point calls to the addresses of their messages.
+"""Addresses of messages, made from the arguments of point-to-point calls.
 
-An address numbers its message, and both sides must count alike: all arguments are checked before one is made.
+An address contains the number of its message, which must be the same on both ranks. So all arguments are checked before an
+address is made: a message that isn't sent mustn't be counted.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from mpiad.transport.tracing import tracing
 
 
 def point_to_point(comm: Comm, call: str) -> Channel:
-    """Return the channel of a point-to-point call, noted on the tape as one that an exception can leave unfinished."""
+    """Return the channel of a point-to-point call, and record it on the tape.
+
+    An exception in the trace then marks the channel, so that later calls report that there may be unfinished messages.
+    """
     used, tape = channel(comm, call, collective=False), tracing.tape
     refuse_foreign_trace(tape, call)
     if tape is not None:
-        # An exception in this trace then marks the channel, and later calls on it report that messages may be left over.
         tape.channels.add((used, True))
     elif tracing.channels is not None:
         tracing.channels.add((used, True))
@@ -29,7 +32,6 @@ def point_to_point(comm: Comm, call: str) -> Channel:
 
 def address_to(x: Array, dest: object, tag: object, comm: Comm, call: str) -> Envelope | None:
     """Return the address of a message with `x` to `dest`, None for no partner."""
-    # All checks come before the envelope, which takes a number: a message that is never sent mustn't be counted.
     require_sendable(getval(x), call)
     used = point_to_point(comm, call)
     peer, tag = partner_of(dest, used, call, "dest"), tag_of(tag, used, call)

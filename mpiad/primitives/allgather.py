@@ -35,7 +35,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
     TypeError
         On all ranks, if `x` can't be sent.
     ValueError
-        On all ranks, if there is no such axis on one, or shapes or dtypes differ.
+        On all ranks, if one has no such axis, or shapes or dtypes differ.
 
     Ranks
     -----
@@ -43,7 +43,7 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
 
     Adjoint
     -------
-    All ranks' cotangents are added up and scattered: each rank gets the sum for its own piece.
+    The cotangents of all ranks are summed and scattered: each rank gets the sum for its own piece.
 
     Examples
     --------
@@ -56,10 +56,10 @@ def mpi_allgather(x: LocalArray, axis: int | None = None, comm: Comm = None) -> 
 
 
 def gather_pieces(x: LocalArray, axis: int, lengths: list[int], used: Channel) -> ReplicatedArray:
-    """Collect arrays of which the caller knows that they fit, and how long each rank's is along `axis`, in one message.
+    """Collect arrays as `mpi_allgather` does, without comparing their shapes; `lengths` are those along `axis`.
 
-    All ranks of `used` call it, with the same axis, counted from the front, and lengths, and pieces that differ along the
-    axis alone. The adjoint is that of `mpi_allgather`.
+    All ranks of `used` call it, with the same nonnegative axis and the same lengths. The adjoint is that of
+    `mpi_allgather`.
     """
     return communicate(ALLGATHER, x, Dividing(used, None, axis, lengths, spec_of(getval(x), "mpi_allgather")))
 
@@ -69,7 +69,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose: every rank holds a copy of each piece, so the copies' cotangents add up at its owner."""
+    """Return the transpose: all ranks hold copies of each piece, whose cotangents are summed on its owner."""
     return lambda g: communicate(REDUCE_SCATTER, g, p)
 
 

@@ -28,14 +28,14 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
     ----------
     x : array or number, the same shape and dtype on all ranks
     op : mpi4py operation
-        `MPI.SUM`, `PROD`, `MAX` or `MIN`; for integers and booleans any that MPI has for them. if any rank has
-        NaN, so have the maximum and the minimum, as in NumPy.
+        `MPI.SUM`, `PROD`, `MAX` or `MIN`; for integers and booleans any operation that MPI defines for them. Maximum and
+        minimum are NaN if any rank has NaN, as in NumPy.
     comm : mpi4py intracommunicator, optional
 
     Returns
     -------
     array
-        Same shape and dtype as `x`, equal on all ranks; bit for bit for a maximum or a minimum, zeros being 0.0.
+        Same shape and dtype as `x`, equal on all ranks. Maximum and minimum are equal in every bit; -0.0 becomes 0.0.
 
     Raises
     ------
@@ -48,9 +48,9 @@ def mpi_allreduce(x: LocalArray, op: Op = SUM, comm: Comm = None) -> ReplicatedA
 
     Adjoint
     -------
-    SUM: the sum of all ranks' cotangents, on every rank. PROD: that sum times the product of the other ranks' factors
-    (right with zeros among them). MAX, MIN: that sum, shared equally among all tied entries of all ranks; if the
-    result is NaN, NaN on all ranks.
+    SUM: the sum of all ranks' cotangents, on every rank. PROD: that sum times the product of the other ranks' factors,
+    which may be zero. MAX, MIN: that sum, divided equally among all tied entries of all ranks; NaN on all ranks if the
+    result is NaN.
 
     Examples
     --------
@@ -66,7 +66,7 @@ def _forward(x: Array, p: Reduction) -> Any:
 
 
 def _prepared(p: Reduction, x: Array, out: Array) -> Any:
-    if p.op != SUM:  # extremes check the result
+    if p.op != SUM:  # maximum and minimum need checks for NaN
         return None
     if divides(x.nbytes):
         return lambda: np.copyto(out, _forward(x, p))
@@ -89,32 +89,31 @@ def _tangent(dx: Array, ans: Array, x: Array, p: Reduction) -> Any:
 def _slope(ans: Array, x: Array, p: Reduction) -> Any:
     """Return the derivative of a product or an extremum with respect to this rank's own entries."""
     if p.op == PROD:
-        # The result is the same on all ranks, and traced on all or none, so they agree on the branch. Differentiated
-        # again, the quotient would be the difference of two large numbers if a factor is small.
+        # All ranks take the same branch: the result is the same on all of them, and traced on all or none. The quotient
+        # isn't used if it is differentiated again, since its derivative cancels if a factor is small.
         if not isbox(ans) and settled(_divides, ans):
             return ans / x
         factors = mpi_allgather(x, comm=p.channel.user)
         others = concatenate((factors[: p.channel.rank], factors[p.channel.rank + 1 :]))
         return _product(others) if len(others) else anp.ones_like(getval(ans))
     y = getval(ans)
-    # Plain: which entries are tied is constant around almost every point, so no derivative flows through the shares.
+    # Untraced, because the set of tied entries is constant almost everywhere.
     tied = (getval(x) == y).astype(y.dtype)
-    with np.errstate(invalid="ignore"):  # if y is NaN nothing is tied, and the derivative is NaN too
+    with np.errstate(invalid="ignore"):  # if y is NaN nothing is tied, and the derivative is 0/0
         return tied / run(ALLREDUCE, tied, p._replace(op=SUM))
 
 
 def _divides(y: Array) -> bool:
     """Return whether a product can be divided by its factors."""
-    # Nearer to zero it may have lost digits among the subnormal numbers, and the quotient would show them.
+    # A product nearer to zero may have lost digits among the subnormal numbers.
     safe = np.finfo(y.dtype).tiny / np.finfo(y.dtype).eps
     condition = np.all((np.abs(y) > safe) & np.isfinite(y))
-    # One byte is copied from a device: no work is wasted, and all ranks take the same branch.
     arrays = arrays_of(condition)
     return bool(condition if arrays is None else arrays.to_host(condition))
 
 
 def _product(factors: Array) -> Any:
-    # Multiplied in pairs: the derivative of a product is then right with zeros too, at any order.
+    # Multiplied in pairs, so that derivatives of any order are right even with zeros.
     while len(factors) > 1:
         half = len(factors) // 2
         odd = factors[2 * half :]

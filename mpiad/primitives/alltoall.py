@@ -51,9 +51,9 @@ def mpi_alltoall(x: LocalArray, comm: Comm = None) -> LocalArray:
     if shape[:1] != (used.size,):
         raise ValueError(
             f"mpi_alltoall: the first axis of x must be the number of ranks, {used.size}, but x has "
-            f"shape {shape}. Reshape it to ({used.size}, ...), or pad it if its size isn't a multiple of {used.size}."
+            f"shape {shape}. Reshape x to ({used.size}, ...), or pad it if its size isn't a multiple of {used.size}."
         )
-    return communicate(ALLTOALL, x, Reduction(used, SUM))  # only the channel counts
+    return communicate(ALLTOALL, x, Reduction(used, SUM))  # the operation is ignored
 
 
 def _forward(x: Array, p: Reduction) -> Any:
@@ -61,8 +61,7 @@ def _forward(x: Array, p: Reduction) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Reduction) -> Any:
-    """Return the transpose of a permutation, which here is the permutation itself."""
-    # Blocks (r, s) and (s, r) change places, forwards as backwards.
+    """Return the transpose: the permutation swaps blocks (r, s) and (s, r), and is symmetric."""
     return lambda g: communicate(ALLTOALL, g, p)
 
 

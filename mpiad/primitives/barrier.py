@@ -1,4 +1,4 @@
-"""`mpi_barrier`: wait for all ranks, at the same place backwards."""
+"""`mpi_barrier`: wait for all ranks, also in the reverse pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpiad.transport import Channel, channel
 
 
 def mpi_barrier(comm: Comm = None) -> None:
-    """Wait until all ranks have come here.
+    """Wait until all ranks have called it.
 
     Ranks
     -----
@@ -19,7 +19,7 @@ def mpi_barrier(comm: Comm = None) -> None:
 
     Adjoint
     -------
-    Nothing flows back; a reverse pass waits for all ranks at this place too.
+    No cotangents; the reverse pass waits for all ranks at this call, too.
 
     Examples
     --------
@@ -33,8 +33,7 @@ def _forward(x: None, p: Channel) -> None:
 
 
 def _adjoint(ans: None, x: None, p: Channel) -> Any:
-    """Return a barrier: the order of events is kept, reversed."""
-    # Recorded like any communication: events after it in the program precede it in the reverse pass, on all ranks.
+    """Return a barrier: steps after it in the program precede it in the reverse pass, on all ranks."""
     return lambda g: communicate(BARRIER, None, p)
 
 

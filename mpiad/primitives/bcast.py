@@ -18,15 +18,15 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     Parameters
     ----------
     x : array or number
-        The root's is copied; on other ranks it is a template that may differ in shape and dtype, or None.
+        The array on the root. On other ranks `x` is only a template, which may differ in shape and dtype, or None.
     root : int
     comm : mpi4py intracommunicator, optional
 
     Returns
     -------
     array
-        Shape and dtype of the root's `x`, new memory, equal on all ranks. It is on the host or device of this rank's `x`;
-        if that is None, as on the root.
+        A new array with the shape and dtype of the root's `x`, equal on all ranks. It is on the host or device of this
+        rank's `x`, or like the root's if that is None.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def mpi_bcast(x: RootArray, root: Rank = 0, comm: Comm = None) -> ReplicatedArra
     [0. 1. 2.]
     """
     used = channel(comm, "mpi_bcast")
-    # No spec: it is known on the root alone, and sent in a header. Tangents need none, since the value's is known.
+    # Without a spec, since only the root knows it, and sends it in a header.
     return communicate(BCAST, x, Copying(used, root_of(root, used, "mpi_bcast"), None))
 
 
@@ -60,7 +60,7 @@ def _forward(x: Array, p: Copying) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Copying) -> Any:
-    """Return the transpose of copying: the copies' cotangents add up at the root; templates had no influence."""
+    """Return the transpose of copying: the sum of the copies' cotangents on the root; zeros for templates."""
     # A template may have another shape than the received array.
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 
@@ -72,7 +72,7 @@ def _adjoint(ans: Array, x: Array, p: Copying) -> Any:
 
 
 def _tangent(dx: Array, ans: Array, x: Array, p: Copying) -> Any:
-    # With the spec, which all ranks already know: no header precedes the tangent.
+    # All ranks know the spec by now, so that no header is needed.
     return communicate(BCAST, dx, Copying(p.channel, p.root, spec_like(ans)))
 
 

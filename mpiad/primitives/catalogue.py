@@ -1,6 +1,6 @@
-"""All operations by name, and the types of their parameters besides the array.
+"""All operations by name, and the types of their parameters other than the array.
 
-An operation and its adjoint need each other, and each has a file of its own: both find the other here.
+An operation and its adjoint refer to each other from different files, so both are declared here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WAIT = Operation("mpi_wait", point_to_point=True, halves=True)
 
 
 class Copying(NamedTuple):
-    """Root of a copy to all; the spec of the array, if all ranks know it."""
+    """Parameters of a broadcast; `spec` is that of the array if all ranks know it."""
 
     channel: Channel
     root: int
@@ -39,23 +39,24 @@ class Copying(NamedTuple):
 
 
 class Summing(NamedTuple):
-    """Root of a sum."""
+    """Parameters of a sum to the root."""
 
     channel: Channel
     root: int
 
 
 class Reduction(NamedTuple):
-    """How all ranks reduce."""
+    """Parameters of a reduction to all ranks."""
 
     channel: Channel
     op: Op
 
 
 class Dividing(NamedTuple):
-    """How an array is divided among the ranks: their lengths along an axis, or one block each if it is None.
+    """The division of an array among the ranks.
 
-    `spec` is that of this rank's piece, `root` None if all ranks hold the whole.
+    `root`: the rank that holds the whole array, None if all ranks do. `axis`, `lengths`: the array is divided along the
+    axis into pieces of these lengths; None for one block per rank along the first axis. `spec`: that of this rank's piece.
     """
 
     channel: Channel
@@ -66,7 +67,7 @@ class Dividing(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """Options of a sum over the ranks before this one, or after it if `backwards`."""
+    """Parameters of a sum over the ranks before this one, or after it if `backwards`."""
 
     channel: Channel
     exclusive: bool
@@ -74,14 +75,14 @@ class Prefix(NamedTuple):
 
 
 class Receiving(NamedTuple):
-    """Spec of the received array, and its sender; None for no partner."""
+    """Parameters of a receive; `source` is None if there is no sender."""
 
     spec: Spec
     source: Envelope | None
 
 
 class Exchange(NamedTuple):
-    """Receiver, spec of the received array, and sender; None for no partner."""
+    """Parameters of an exchange; `dest` and `source` are None for no partner."""
 
     dest: Envelope | None
     spec: Spec

@@ -1,4 +1,4 @@
-"""Checks of arguments that several operations share: ranks, tags, axes, how an array is divided."""
+"""Checks of arguments that several operations share: ranks, tags, axes and divisions of arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def root_of(root: object, channel: Channel, call: str) -> int:
 
 def partner_of(rank: object, channel: Channel, call: str, argument: str, wildcard: bool = False) -> int | None:
     """Return a partner's rank, None for no partner; a ValueError if there is no such rank."""
-    # The usual case: no texts are made for errors that aren't raised.
     if type(rank) is int and 0 <= rank < channel.size:
         return rank
     if rank is None or rank == PROC_NULL:
@@ -62,22 +61,22 @@ def reduction_of(op: Op, x: Array, call: str) -> Op:
     if dtype is None:
         dtype = np.dtype(type(x) if isinstance(x, (int, float, complex)) else object)
     kind = dtype.kind
-    # The usual case. MPI's sum of booleans isn't NumPy's, so these are checked below.
+    # The most common case; booleans are checked below.
     if op is SUM and kind != "b":
         return op
     if not isinstance(op, Op):
-        raise TypeError(f"{call}: op must be an mpi4py operation as MPI.SUM, but got {type(op).__name__} {op!r}.")
+        raise TypeError(f"{call}: op must be an mpi4py operation such as MPI.SUM, but got {type(op).__name__} {op!r}.")
     name, allowed = name_of(op), defined_for(kind)
-    # The adjoint of a user-defined operation is unknown; integers need none.
+    # User-defined operations have no adjoint, and are allowed for integers only.
     if name in allowed or (name is None and kind not in "fc"):
         return op
-    got = "an operation of your own" if name is None else f"MPI.{name}"
+    got = "a user-defined operation" if name is None else f"MPI.{name}"
     hint = " Make x an integer to count." if kind == "b" else ""
     raise TypeError(f"{call}: op must be MPI.{', MPI.'.join(allowed)} for x of dtype {dtype}, but got {got}.{hint}")
 
 
 def axis_of(axis: object, ndim: int, call: str) -> int | None:
-    """Return the axis counted from the front, None for none; an error if the array has no such axis."""
+    """Return the axis as a nonnegative integer, None for none; raise if the array has no such axis."""
     if axis is None:
         return None
     index = _integer(axis, call, "axis", "None or an integer")
@@ -89,18 +88,18 @@ def axis_of(axis: object, ndim: int, call: str) -> int | None:
 def lengths_along(
     axis: int | None, counts: Sequence[int] | None, shape: tuple[int, ...], channel: Channel, call: str
 ) -> list[int]:
-    """Return each rank's length along `axis`; 1 each along the first axis if `axis` is None.
+    """Return each rank's length along `axis`, or 1 for each if `axis` is None.
 
-    A ValueError if the first axis isn't the number of ranks (no `axis`), or `counts` doesn't fit.
+    Raise a ValueError if `counts` doesn't match the array, or, without `axis`, if the first axis isn't the number of ranks.
     """
     size = channel.size
     if axis is None:
         if counts is not None:
-            raise ValueError(f"{call}: counts divide x along an axis, so they need one; got axis=None, counts={counts!r}.")
+            raise ValueError(f"{call}: counts need an axis along which x is divided, but got axis=None, counts={counts!r}.")
         if not shape or shape[0] != size:
             raise ValueError(
                 f"{call}: without axis the first axis of x must be the number of ranks, {size}, but x has shape {shape}. "
-                "Give axis= to divide x along an axis of any length."
+                "Pass axis= to divide x along an axis of any length."
             )
         return [1] * size
     length = shape[axis]
@@ -120,21 +119,20 @@ def lengths_along(
 def piece_of(whole: Spec, axis: int | None, length: int) -> Spec:
     """Return the spec of one rank's piece of a divided array."""
     if axis is None:
-        # Without an axis the first counts the ranks, and a piece is without it.
         return whole._replace(shape=whole.shape[1:])
     return whole._replace(shape=(*whole.shape[:axis], length, *whole.shape[axis + 1 :]))
 
 
 def pieces_of_all(x: Array, axis: object, used: Channel, call: str) -> tuple[np.ndarray, int | None, list[int]]:
-    """Return this rank's piece, the axis counted from the front, and all ranks' lengths along it; collective.
+    """Return this rank's piece, the axis as a nonnegative integer, and all ranks' lengths along it; collective.
 
-    A TypeError or ValueError on all ranks, if a piece can't be sent, has no such axis, or doesn't fit the others.
+    Raise a TypeError or ValueError on all ranks, if a piece can't be sent, has no such axis, or doesn't match the others.
     """
     array, place, wrong = np.zeros(0), None, None
     try:
         array = outgoing(getval(x), call)
         place = axis_of(axis, array.ndim, call)
-    except (TypeError, ValueError) as error:  # the others already wait for a length
+    except (TypeError, ValueError) as error:  # raised on all ranks below
         wrong = error
     like = Spec(array.shape, array.dtype)
     return array, place, settled(collectives.lengths_of_all, used, like, place, call, wrong)

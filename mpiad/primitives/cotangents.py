@@ -14,8 +14,8 @@ from mpiad.transport.device_arrays import ArrayModule, arrays_of
 
 
 def spec_like(x: Array) -> Spec:
-    """Return shape, dtype and place of a value, traced or not."""
-    # The usual case, and each node of a tape calls this.
+    """Return shape, dtype and device of a value, which may be traced."""
+    # The most common case.
     if type(x) is np.ndarray or type(x) is np.float64:
         return Spec(x.shape, x.dtype)
     dtype = getattr(x, "dtype", None)
@@ -23,9 +23,9 @@ def spec_like(x: Array) -> Spec:
 
 
 def conform(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModule | None = None) -> Any:
-    """Return a cotangent or tangent in the shape and dtype of its primal value, and on its device.
+    """Convert a cotangent or tangent to the shape, dtype and device of its primal value.
 
-    Numbers go to the device with the call that makes an array of them; a host array for one on a device is an error.
+    Numbers are copied to a device; raise a TypeError for a host array if the primal value is on a device.
     """
     if arrays is not None and not hasattr(type(g), "__cuda_array_interface__"):
         g = _on_device(g, shape, dtype, arrays)
@@ -33,7 +33,7 @@ def conform(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayModu
         g = dtype.type(g)
     if g.dtype == dtype and g.shape == shape:
         return g
-    # The cotangent of a real input is the real part: the input has no imaginary part for the other one.
+    # The cotangent of a real input is real.
     if g.dtype.kind == "c" and dtype.kind != "c":
         g = anp.real(g)
     if g.dtype != dtype:
@@ -54,11 +54,11 @@ def _on_device(g: Array, shape: tuple[int, ...], dtype: np.dtype, arrays: ArrayM
         )
     if plain is g:
         return arrays.full(shape, g.real if dtype.kind != "c" else g, dtype)
-    # A traced number keeps its trace: its value is multiplied into ones.
+    # The product with an array of ones is traced if the number is.
     return g * arrays.full(shape, 1, dtype)
 
 
 def tangent_of(x: Array, dx: Array) -> Any:
-    """Return the tangent of an input in its shape and dtype; zeros if it isn't traced (`dx` None)."""
+    """Return the tangent of x in its shape and dtype; zeros if `dx` is None, since x isn't traced."""
     spec = spec_like(x)
     return spec.zeros() if dx is None else conform(dx, *spec)

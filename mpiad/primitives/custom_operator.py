@@ -1,7 +1,7 @@
-"""A custom operator that communicates, as the ordered tape and plain autograd see it.
+"""Custom operators that communicate, as nodes of the ordered tape and of plain autograd.
 
-It is one node, recorded whether or not an input is traced, and visited always, on every rank. Its body runs on plain arrays
-with no tape current. `mpiad.extend` makes such operators and gives them their derivatives.
+An operator is one node, which is recorded on every rank even if no input is traced, and always visited in the reverse pass.
+Its body runs on plain arrays without a current tape. `mpiad.extend` makes such operators and defines their derivatives.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _box_types = Box.types
 
 
 class InPlace(NamedTuple):
-    """How an operator works in one buffer, for compiled programs, which put its first argument there from the start.
+    """A variant of an operator for compiled programs: it finds its first argument in a buffer, and leaves the result there.
 
-    Each function takes the operator's further arguments; shapes and indices are without leading axes.
+    Each function takes the operator's further arguments, `rest`. Shapes and indices don't include leading axes.
 
     Parameters
     ----------
     shape, made : callable
-        The buffer's shape, and that of the result.
+        Shape of the buffer, and shape of the result.
     given, result : callable
-        The places of the argument in the buffer before, and of the result afterwards: the first indices.
+        First indices, in the buffer, of the argument before the call and of the result after it.
     run : callable
-        ``run(buffer, *rest)`` does it.
+        ``run(buffer, *rest)`` applies the operator.
     prepared : callable
-        ``prepared(buffer, *rest)`` returns the same for a fixed buffer on the host, as a function without arguments,
-        for programs that run again and again; it isn't noted. The function returns an iterator that does it and
-        yields whenever messages are under way: parts that they don't change can be read meanwhile.
+        ``prepared(buffer, *rest)`` returns a function without arguments that applies the operator in a fixed buffer on the
+        host, for programs that run repeatedly. This function returns an iterator that yields while messages are active. It
+        doesn't report its calls to debugging tools.
     still : callable
-        The part of the buffer that stays as it is: for each axis the first index and the one after the last. None if
-        there is no communication.
+        The part of the buffer that doesn't change while messages are active, as (start, stop) for each axis; None if there
+        is no communication.
     changes_given : bool
         Whether the argument in the buffer is overwritten.
     """
@@ -70,20 +70,20 @@ class Communicating(Recorded):
     True True
     """
 
-    # Whether the result has always the shape and dtype of the first argument.
+    # Whether the result always has the shape and dtype of the first argument.
     alike = False
 
     def __init__(self, fun: Function):
         super().__init__(getattr(fun, "__name__", "operator"))
         self.fun = fun
         self.__doc__ = getattr(fun, "__doc__", None)
-        # Both are set later, by `defvjp` and `defjvp` of `extend`.
+        # Set by `defvjp` and `defjvp` of `extend`.
         self.backward: Callable | None = None
         self.forward: Callable | None = None
         self.in_place: InPlace | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply the operator, recorded on the current tape and on those around it."""
+        """Apply the operator, and record it on the current tape and the enclosing ones."""
         next(communications)
         return apply(self, tracing.tape, args, kwargs)
 
@@ -97,10 +97,10 @@ class Communicating(Recorded):
 
     def body(self, args: tuple, kwargs: dict) -> Any:
         """Run the function on plain arrays, as one node."""
-        # Read-only: a body that wrote into its argument would change others' arrays, and those that adjoints hold.
+        # Read-only, since adjoints and the caller may refer to the same arrays.
         args = tuple([_read_only(arg) for arg in args])
         ans = self._as_one_node(args[0] if args else None, self.fun, *args, **kwargs)
-        # An argument that is returned is read-only: the result must be an array of its own.
+        # The body may return an argument, which is read-only; the result is a new array then.
         return ans.copy() if type(ans) is np.ndarray and not ans.flags.writeable else _result(ans, self.__name__)
 
     def run_in_place(self, buffer: Array, *rest: Any) -> None:
@@ -126,7 +126,7 @@ class Communicating(Recorded):
 
         def vjp(g: Array) -> tuple:
             lead = spec_like(g).shape[: -ndim or None] if several else ()
-            # All rules run, also for arguments that aren't traced here: other ranks may wait for their messages.
+            # All rules run, even for arguments that aren't traced on this rank, since other ranks may wait for messages.
             return _parts(rule(g), argnums, args, self.__name__, lead)
 
         return vjp
@@ -142,7 +142,7 @@ note_rules(Communicating)
 
 
 def _read_only(array: Array) -> Any:
-    """Return an array as MPI takes it, which can't be written to (on a device it could): others may hold it too."""
+    """Return a contiguous array for MPI, read-only on the host."""
     if type(array) is not np.ndarray:
         arrays = arrays_of(array)
         return array if arrays is None else arrays.contiguous(array)
@@ -158,8 +158,8 @@ def _result(ans: Array, name: str) -> Any:
         return np.asarray(ans)[()]
     if type(ans) in _box_types:
         raise TypeError(
-            f"{name}: its body returned a traced value, so it uses a traced variable from outside. "
-            "Pass every variable to differentiate by as an argument."
+            f"{name}: its body returned a traced value, so it uses a traced variable of an enclosing function. "
+            "Pass all variables to the operator as arguments."
         )
     raise TypeError(f"{name}: an operator must return one array, a number or None, but returned {type(ans).__name__}.")
 
@@ -177,7 +177,7 @@ def _parts(cotangents: Any, argnums: Sequence[int], args: tuple, name: str, lead
             spec = spec_like(args[k])
             shape = lead + spec.shape
             if np.shape(part) != shape:
-                text = f"{name}: the cotangent of argument {k} must have its shape, {shape}, but the adjoint gave"
+                text = f"{name}: the cotangent of argument {k} must have its shape, {shape}, but the adjoint returned"
                 raise TypeError(f"{text} {np.shape(part)}.")
             part = conform(part, shape, spec.dtype, spec.arrays)
         parts.append(part)

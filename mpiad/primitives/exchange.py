@@ -19,13 +19,14 @@ from mpiad.transport.prepared_messages import prepared_swap
 def mpi_exchange(
     x: LocalArray, dest: Rank | None, source: Rank | None, like: Array = None, tag: int = 0, comm: Comm = None
 ) -> LocalArray:
-    """Send x to one neighbor and return another one's array: a ring shift, a swap, one side of a halo.
+    """Send x to one rank and receive an array from another: for ring shifts, swaps, one side of a halo.
 
     Parameters
     ----------
     x : array or number
     dest, source : int
-        This rank's own neighbors; None or `MPI.PROC_NULL` for none (as returned by `Cart.Shift`).
+        The receiver of this rank's x, and the sender of its result; None or `MPI.PROC_NULL` for none (as returned by
+        `Cart.Shift`).
     like : array or number, optional
         Template with the shape and dtype of the received array; `x` by default.
     tag : int
@@ -35,7 +36,7 @@ def mpi_exchange(
     Returns
     -------
     array
-        The array sent by `source`; zeros if there is none.
+        The array sent by `source`; zeros if that is None.
 
     Raises
     ------
@@ -46,11 +47,11 @@ def mpi_exchange(
 
     Ranks
     -----
-    Each rank whose neighbor calls it: its `dest` must receive, and its `source` send.
+    This rank, its `dest`, which must receive from it, and its `source`, which must send to it.
 
     Adjoint
     -------
-    The exchange reversed: the cotangent goes to `source`, and that of x comes from `dest`.
+    The reversed exchange: the cotangent of the result is sent to `source`, and that of x is received from `dest`.
 
     Examples
     --------
@@ -66,25 +67,24 @@ def mpi_exchange(
 
 def _forward(x: Array, p: Exchange) -> Any:
     array = outgoing(x, "mpi_exchange")
-    # Both at once: in a ring all ranks send and receive, and a rank that waited for one of them first would wait for all.
+    # Send and receive are active together, so that a ring of ranks doesn't deadlock.
     if p.dest is not None and p.source is not None:
         return swap(array, p.dest, p.spec, p.source, "mpi_exchange")
     if p.dest is not None:
-        # From a copy, because the call doesn't wait for its completion, and the caller may change x at once.
+        # A copy, because the call doesn't wait for completion, and the caller may overwrite x.
         send(private_copy(array, x), p.dest)
     return p.spec.zeros() if p.source is None else receive(p.spec, p.source, "mpi_exchange")
 
 
 def _prepared(p: Exchange, x: Array, out: Array) -> Any:
-    # Prepared messages come in pairs, between known ranks: not at the ends of a chain, nor from any sender.
+    # Both partners must be known: not at the ends of a chain, nor with a wildcard.
     if p.dest is None or p.source is None or p.source.number is None:
         return None
     return prepared_swap(x, p.dest, out, p.source, "mpi_exchange")
 
 
 def _adjoint(ans: Array, x: Array, p: Exchange) -> Any:
-    """Return the transpose of a permutation between ranks, its inverse: both directions reversed."""
-    # The returned cotangent has the shape of x, which may differ from that of the received array.
+    """Return the transpose of a permutation between ranks, its inverse: both directions are reversed."""
     reverse = Exchange(p.source and p.source.back(), spec_like(x), p.dest and p.dest.back())
     return lambda g: communicate(EXCHANGE, g, reverse)
 

@@ -1,9 +1,9 @@
-"""Communication under plain `autograd.grad`, whose backward order follows the expression and not the program.
+"""Communication under plain `autograd.grad`, whose reverse pass doesn't preserve the order of the program.
 
-Point-to-point calls are refused at once. Collectives are numbered, and their adjoints must come in the reverse order:
-two ranks whose loss is written differently would otherwise pair different adjoints. A trace of autograd's is seen by
-its boxes, or, if no input is traced, by its counter, which differs from the number of our own tape. The counter
-stays raised after an exception, so the frames of the stack decide.
+Point-to-point calls raise. Collectives are numbered, and an adjoint raises if it doesn't run in the reverse order: two
+ranks whose loss is written differently would otherwise combine different adjoints. A trace of autograd is recognized by its
+boxes, or, if no input is traced, by autograd's counter of traces, which then differs from the number of our tape. Autograd
+doesn't reset this counter after an exception, so the frames of the stack are searched, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _sequence = _Sequence()
 
 def refuse_foreign_trace(tape: Any, call: str) -> None:
     """Raise if a trace of plain autograd is open inside the current tape."""
-    # The counter shows at no cost that no other trace is open; only if one may be are the frames looked through.
+    # If the counters agree, no other trace is open, and the search isn't necessary.
     if tracer.trace_stack.top != (-1 if tape is None else tape.number) and _trace_is_open(tape):
         raise_for_foreign(call)
 
@@ -50,10 +50,10 @@ def _trace_is_open(tape: object) -> bool:
     frame: Any = sys._getframe(1)
     foreign = tracer.trace.__code__
     while frame is not None:
-        # Forwards too: a receive, which has no traced input, would leave the tangent for the next message.
+        # In forward mode, too: a receive, which has no traced input, wouldn't receive the tangent.
         if frame.f_code is foreign and type(frame.f_locals.get("start_node")) in (VJPNode, JVPNode):
             return True
-        # Our own traces run the user's function from here: frames further out are around our tape.
+        # Frames further out are outside of our tape.
         if tape is not None and frame.f_globals.get("__name__") == "mpiad.differentiation.trace":
             return False
         frame = frame.f_back
@@ -63,9 +63,8 @@ def _trace_is_open(tape: object) -> bool:
 def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
     """Return an adjoint that raises if plain autograd runs it out of order.
 
-    The level is the number of the trace: each nested derivative has an order of its own.
+    `level` is the number of the trace; the order is checked separately in each nested trace.
     """
-    # By trace: adjoints of an inner derivative run while those of the outer one are all still to come.
     waiting = _sequence.waiting.setdefault(level, set())
     _sequence.last = number = _sequence.last + 1
     waiting.add(number)
@@ -73,11 +72,8 @@ def checked_adjoint(vjp: Callable, call: str, level: int) -> Callable:
     def adjoint(g: Array) -> Any:
         later = sum(other > number for other in waiting)
         if later:
-            # The remaining adjoints of this derivative mustn't be counted in the next one.
             waiting.clear()
-            raise ForeignTraceError(
-                f"{call}: its adjoint runs before those of {later} communication(s) that came after it. {_ADVICE}"
-            )
+            raise ForeignTraceError(f"{call}: its adjoint runs before those of {later} later communication(s). {_ADVICE}")
         waiting.discard(number)
         return vjp(g)
 

@@ -35,7 +35,7 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     TypeError
         On all ranks, if `x` can't be sent.
     ValueError
-        If there is no such root; on all ranks, if there is no such axis on one, or shapes or dtypes differ.
+        If there is no such root; on all ranks, if one has no such axis, or shapes or dtypes differ.
 
     Ranks
     -----
@@ -53,7 +53,6 @@ def mpi_gather(x: LocalArray, root: Rank = 0, axis: int | None = None, comm: Com
     """
     used = channel(comm, "mpi_gather")
     root = root_of(root, used, "mpi_gather")
-    # Lengths are exchanged once, here: adjoint and tangent need no message for them.
     array, axis, lengths = pieces_of_all(x, axis, used, "mpi_gather")
     return communicate(GATHER, x, Dividing(used, root, axis, lengths, spec_of(array, "mpi_gather")))
 
@@ -63,8 +62,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose of collecting the pieces: each goes back to its rank."""
-    # With the lengths of the forward pass: the ranks needn't exchange them again.
+    """Return the transpose of collecting the pieces: each is sent back to its rank."""
     return lambda g: communicate(SCATTER, g, p)
 
 

@@ -22,7 +22,7 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
     Parameters
     ----------
     x : array or number, the same shape and dtype on all ranks
-        May be changed at once: a copy is added up.
+        It may be overwritten after the call, since a copy is summed.
     comm : mpi4py intracommunicator, optional
 
     Returns
@@ -37,41 +37,40 @@ def mpi_iallreduce(x: LocalArray, comm: Comm = None) -> Request:
 
     Ranks
     -----
-    All ranks of `comm` call it, in the same order among its other collectives; they may wait in different orders.
+    All ranks of `comm` call it, in the same order as its other collectives; they may wait in different orders.
 
     Adjoint
     -------
-    The sum of all ranks' cotangents, on every rank, reduced in the adjoint of the start.
+    The sum of all ranks' cotangents, on every rank, computed in the adjoint of the start.
 
     Examples
     --------
     >>> request = mpiad.mpi_iallreduce(np.ones(2))
-    >>> inside = np.sin(0.0)  # while the sum is under way
+    >>> inside = np.sin(0.0)  # other computations, while the sum is active
     >>> print(mpiad.mpi_wait(request) / size)
     [1. 1.]
     """
     used = channel(comm, "mpi_iallreduce")
     reduction_of(SUM, x, "mpi_iallreduce")
-    # Like a message it may be left under way by an exception, and is refused under plain autograd.
+    # An exception may leave it unfinished, and it raises under plain autograd, as messages do.
     point_to_point(comm, "mpi_iallreduce")
     return started(communicate(IALLREDUCE, x, Reduction(used, SUM)))
 
 
 def _forward(x: Array, p: Reduction) -> Request:
-    # From a copy: MPI reads it until the wait, and the caller may change x before.
+    # A copy, because MPI reads it until the wait, and the caller may overwrite x.
     array = private_copy(outgoing(x, "mpi_iallreduce"), x)
     handle = start_allreduce(p.channel, array)
-    # No envelope: it is no message between two, and nothing of it is matched by tag.
     return Request("mpi_iallreduce", p.channel, handle, None, spec_like(array))
 
 
 def _adjoint(ans: Request, x: Array, p: Reduction, level: int) -> Any:
-    """Return the transpose of summing everywhere. Starts come in the same order on all ranks, so it is reduced here."""
+    """Return the transpose, a sum over all ranks. It is computed here because starts have the same order on all ranks."""
     cell, spec = ans.cell(level), ans.spec
 
     def vjp(g: None) -> Any:
         cotangent, cell.cotangent = cell.cotangent, None
-        # Also if nothing depends on the sum here: the other ranks' cotangents are added up with this one's.
+        # Also if nothing depends on the sum on this rank, since the sum of cotangents is collective.
         return communicate(ALLREDUCE, spec.zeros() if cotangent is None else cotangent, p)
 
     return vjp

@@ -62,13 +62,12 @@ def mpi_irecv(like: Array, source: Rank, tag: int = 0, comm: Comm = None) -> Req
 
 def _forward(x: None, p: Receiving) -> Request:
     if p.source is None:
-        # Zeros at once, so that a wait treats the edge of a grid like its inside.
         return Request("mpi_irecv", None, None, p.spec.zeros(), p.spec)
     return Request("mpi_irecv", p.source.channel, post_receive(p.spec, p.source), None, p.spec, p.source)
 
 
 def _adjoint(ans: Request, x: None, p: Receiving, level: int) -> Any:
-    """Return the end of sending the cotangent back, which the adjoint of the wait has started."""
+    """Return the function that completes the send of the cotangent, which the adjoint of the wait has started."""
     cell = ans.cell(level)
 
     def vjp(g: None) -> None:

@@ -23,7 +23,7 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
     Parameters
     ----------
     x : array or number
-        May be changed at once: a copy is sent.
+        It may be overwritten after the call, since a copy is sent.
     dest : int
         The receiver; None or `MPI.PROC_NULL` for none.
     tag : int
@@ -65,13 +65,13 @@ def mpi_isend(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Request:
 def _forward(x: Array, p: Envelope | None) -> Request:
     array = private_copy(outgoing(x, "mpi_isend"), x)
     handle = None if p is None else post_send(array, p)
-    # On the host the copy that is sent is also the value; for a device's array it isn't.
+    # On the host the copy that is sent is also the value; for a device array it isn't.
     value = result(array) if type(array) is np.ndarray else copied(array)
     return Request("mpi_isend", p and p.channel, handle, value, spec_like(value), p)
 
 
 def _adjoint(ans: Request, x: Array, p: Envelope | None, level: int) -> Any:
-    """Return the transpose of a copy to both ranks; the adjoint of the wait has started the receive."""
+    """Return the transpose of copying x to `dest` and to the value of the wait: the sum of both cotangents."""
     cell = ans.cell(level)
 
     def vjp(g: None) -> Any:

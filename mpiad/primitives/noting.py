@@ -1,4 +1,4 @@
-"""Operations that note the user's line that called them, swapped in on request (see `transport.calls`)."""
+"""Recording of the user's line that calls an operation; switched on and off on request (see `transport.calls`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _operations: WeakSet[Operation] = WeakSet()
 
 
 def note_forward(operation: Operation) -> None:
-    """Have an operation's forward function note its calls, while an owner requests it."""
+    """Make an operation's forward function record its calls, while recording is requested."""
     _operations.add(operation)
     if calls.is_noting():
         operation.forward = _noted_forward(operation)
@@ -32,7 +32,7 @@ def note_forward(operation: Operation) -> None:
 
 def _switch(on: bool) -> None:
     for operation in _operations:
-        # The bare functions are put back in place, so that there is no cost without owners.
+        # Functions are replaced, so that there is no overhead while recording is off.
         operation.forward = _noted_forward(operation) if on else operation.bare
 
 
@@ -55,12 +55,12 @@ def _during(begin: Callable[..., Call], given: tuple, fun: Callable, *args: Any)
 
 
 def note_rules(kind: type[Recorded]) -> None:
-    """Have the adjoints and tangents of a class note their calls and the forward call's line, on request."""
+    """Make the adjoints and tangents of a class record their calls and the forward call's line, on request."""
     vjp, jvp = bare = kind.vjp, kind.jvp
 
     def noted_vjp(self: Recorded, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable:
         rule = vjp(self, ans, args, params, argnums, level)
-        # Here, while the forward call is on the stack; the adjoint runs far from it.
+        # The forward call is on the stack at this time, unlike when the adjoint runs.
         called, site = _recorded(self.__name__)
         return lambda g: _during(calls.begin_rule, ("adjoint", called, site, g, params), rule, g)
 
@@ -79,8 +79,8 @@ def _recorded(name: str) -> tuple[str, Site]:
     """Return name and site of the forward call that is being recorded."""
     outer = calls.current()
     if outer is not None and outer.forward_site is not None:
-        return outer.forward_name or name, outer.forward_site  # an adjoint's own adjoint: the same line again
-    # From the frame that applies the operation: our own frames are skipped from there on.
+        return outer.forward_name or name, outer.forward_site  # the adjoint of an adjoint has the same line
+    # `site_of` skips the library's own frames.
     site = calls.site_of(sys._getframe(2))
     return site.named(name), site
 
@@ -92,7 +92,7 @@ def _read(x: Array, params: object) -> Arguments:
     address = envelopes[0] if envelopes else None
     channel = getattr(params, "channel", None) or getattr(address, "channel", None)
     if channel is None and isinstance(params, Channel):
-        channel = params  # a barrier has nothing else
+        channel = params  # of a barrier
     label, members = getattr(channel, "label", None), getattr(channel, "members", ())
     peer, tag = getattr(address, "peer", None), getattr(address, "tag", None)
     root, op = getattr(params, "root", None), getattr(params, "op", None)

@@ -1,15 +1,14 @@
-"""How a communication is recorded: always, whether or not its input is traced.
+"""Recording of communication on tapes: every communication is recorded, whether or not its input is traced.
 
-A define-by-run tape visits only what the loss depends on. A rank whose loss doesn't use the array it sent would never
-receive the cotangent that comes back, and its partner would hang. So each trace of ours has a tape that is *current*
-while the function runs, and every communication is recorded on it, with its traced input as parent if it has one.
-Tapes are nested like traces: an operation records itself on the innermost tape, computes its value with the next outer
-one, and so on down to plain arrays. Its adjoint and tangent consist of the same operations, and so are recorded by
-the tape that is current when they run: higher orders need no further rule.
+The reverse pass of a define-by-run tape visits only steps on which the loss depends. A rank whose loss doesn't use the
+array that it sent would then never receive the returned cotangent, and its partner would hang. So each trace of ours has a
+tape that is *current* while the function runs, and every communication is recorded on it, with its traced input as parent
+if it has one. Tapes are nested like traces: an operation is recorded on the innermost tape, and its value is computed with
+the next outer tape as the current one, and so on, down to plain arrays. Adjoint and tangent consist of the same operations,
+which are recorded on the tape that is current when they run. So higher orders need no further rules.
 
-`Operation` is one kind of communication; `communicate` applies it. Operators of the user's own are recorded in the same
-way, by `apply`. The tapes themselves are in `differentiation`; here is only the part of their interface that an
-operation needs: `number`, `outer` and `communicated`.
+`Operation` is one kind of communication; `communicate` applies it. The user's operators are recorded in the same way, by
+`apply`. The tapes themselves are in `differentiation`; `Tape` is the part of their interface that operations need.
 """
 
 from __future__ import annotations
@@ -36,25 +35,24 @@ _box_types = Box.types
 class Tape(Protocol):
     """The interface of a tape that an operation needs."""
 
-    number: int  # that of its trace; the inner of two has the higher
-    outer: Tape | None  # the one that was current before
-    channels: set[Used]  # on which it has communicated
+    number: int  # of its trace; inner traces have higher numbers
+    outer: Tape | None  # the tape that was current before
+    channels: set[Used]  # channels on which the trace has communicated
     requests: dict[int, Any]  # requests started and not yet waited for, by identity
-    # Whether it records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent: the
-    # Jacobian itself is constant.
+    # Whether the tape records a product with a transposed Jacobian whose only variable, on every rank, is the cotangent.
     of_cotangents: bool
-    # How it is run backwards, "one", "several", "kept" or "recorded": once, right after it has ended; as often as its
-    # creator decides; by a user, with cotangents of any kind; or by a user, on a tape of products with its transpose.
+    # The use of the record. "one": one reverse pass, immediately after the trace. "several": any number, by the library.
+    # "kept": any number, by the user, with any cotangents. "recorded": the same, and its reverse pass is recorded in turn.
     passes: str
 
     def communicated(
         self, operator: Recorded, ans: Array, args: tuple, params: object, argnums: Sequence[int], parents: Sequence[Any]
     ) -> Any:
-        """Record a communication and return its node, None if its result isn't an array."""
+        """Record a communication and return its node; None if the result isn't an array."""
 
 
 class VectorizedVjp:
-    """An adjoint that takes several cotangents at once, along a first axis, and returns as many for each argument."""
+    """An adjoint that takes several cotangents along a first axis, and returns as many for each argument."""
 
     __slots__ = ("_pull",)
 
@@ -67,14 +65,14 @@ class VectorizedVjp:
 
 
 class BatchedVjp:
-    """A step that communicates several times backwards, and so has the cotangents of all lanes before it is run.
+    """The adjoint of a step whose reverse pass communicates several times; it runs once for all lanes.
 
     Parameters
     ----------
     pull : callable
-        Function of one cotangent, as for any other node.
+        The adjoint as a function of one cotangent, as for any other node.
     pull_all : callable
-        Function of the number of lanes that returns the cotangents of the inputs for each.
+        ``pull_all(lanes)`` returns the cotangents of the inputs for each of a number of lanes.
     """
 
     __slots__ = ("_pull", "pull_all")
@@ -88,18 +86,18 @@ class BatchedVjp:
 
 
 class suspended:
-    """A context in which the current tape is another one: none, if an operation's body is one node."""
+    """A context that replaces the current tape, by default by none: for bodies that are one node of it."""
 
     __slots__ = ("_body", "_is_body", "_is_operator", "_kept", "_tape")
 
     def __init__(self, tape: Tape | None = None, body: bool = True, operator: bool = False):
-        # An exception that leaves a composite of the library, which is no operator, is raised by all ranks.
+        # Exceptions of the library's own bodies, unlike those of operators, are raised on all ranks.
         self._tape, self._is_body, self._is_operator = tape, body, operator
 
     def __enter__(self) -> None:
         if self._is_body and tracing.recorder is not None:
             tracing.recorder.entered_body()
-        # A set of its own for the channels of messages, which no tape notes meanwhile.
+        # Collects the channels of messages in the body, which no tape records.
         self._kept, self._body = tracing.tape, tracing.channels
         tracing.tape, tracing.channels = self._tape, set()
 
@@ -110,14 +108,14 @@ class suspended:
             mark_left([each for each in used if self._is_operator or each[1]], error, "an operator")
         around = self._body if self._kept is None else self._kept.channels
         if used and around is not None:
-            around.update([(channel, False) for channel, _ in used])  # this rank's messages have ended with it
+            around.update([(channel, False) for channel, _ in used])  # the body has completed its messages
 
 
 class Recorded:
-    """A communication that is one node of a trace: an operation of the catalogue, or an operator of the user's own.
+    """A communication that is one node of a trace: an operation of the catalogue, or a user's operator.
 
-    - `several`: whether the adjoint takes several cotangents along axes before those of the result, and returns as many.
-    - `point_to_point`: whether only two ranks take part: refused under plain autograd.
+    - `several`: whether the adjoint takes several cotangents along leading axes, and returns as many.
+    - `point_to_point`: whether only two ranks take part; such operations raise under plain autograd.
 
     Only array arguments are traced; `params` holds the other parameters.
     """
@@ -126,12 +124,12 @@ class Recorded:
 
     def __init__(self, name: str):
         self.__name__ = name
-        # Plain autograd looks up the functions that it differentiates in tables of its own.
+        # Plain autograd looks up derivatives in these tables.
         primitive_vjps[self] = self._foreign_vjp
         primitive_jvps[self] = self._foreign_jvp
 
     def run(self, args: tuple, params: Any) -> Any:
-        """Return the result for plain arrays: no tape records it, but a compiled program's trace does."""
+        """Return the result for plain arrays; tapes don't record it, but the trace of a compiled program does."""
         raise NotImplementedError
 
     def vjp(self, ans: Array, args: tuple, params: Any, argnums: Sequence[int], level: int) -> Callable[[Array], tuple]:
@@ -145,8 +143,8 @@ class Recorded:
     def _foreign_vjp(self, argnums: Sequence[int], ans: Array, args: tuple, kwargs: dict) -> Callable:
         if self.point_to_point:
             raise_for_foreign(self.__name__)
-        # Autograd passes cotangents of any dtype, but communicated arrays must be alike on all ranks; and it knows no
-        # order of communication: an adjoint that it runs too early raises.
+        # Autograd passes cotangents of any dtype, but communicated arrays must have the same dtype on all ranks. It also
+        # doesn't preserve the order of communication, so an adjoint that it runs too early raises.
         vjp, spec = self.vjp(ans, args, kwargs["params"], argnums, kwargs["level"]), spec_like(ans)
         return checked_adjoint(lambda g: vjp(conform(g, *spec)), self.__name__, kwargs["level"])
 
@@ -155,13 +153,13 @@ class Recorded:
 
 
 class Operation(Recorded):
-    """One kind of communication of one array: made in `catalogue`, defined in the file of its public function.
+    """One kind of communication of one array: declared in `catalogue`, defined in the file of its public function.
 
     - `name`: the public function that applies it.
     - `halves`: whether it is the start or the wait of a request, whose rules also take the number of the trace.
-    - `prepared`: ``prepared(params, x, out)`` returns the same communication of a fixed array, into another fixed
-      array, as a function without arguments, for programs that run again and again; None if it is not available. It
-      isn't noted.
+    - `prepared`: ``prepared(params, x, out)`` returns a function without arguments that communicates the fixed array x into
+      the fixed array out, for programs that run repeatedly; None if there is none. It doesn't report its calls to
+      debugging tools.
     """
 
     def __init__(self, name: str, point_to_point: bool = False, halves: bool = False, several: bool = False):
@@ -173,9 +171,9 @@ class Operation(Recorded):
         """Define the rules of the operation.
 
         ``forward(x, params) -> ans`` works on plain arrays. ``adjoint(ans, x, params) -> vjp``, and ``vjp(g)`` returns the
-        cotangent of x; `g` has the shape and dtype of the result (zeros, if nothing depends on it), and is None if
-        the result isn't an array. ``tangent(dx, ans, x, params)`` returns the tangent of the result; `dx` has the shape and
-        dtype of x (zeros, if x isn't traced). By default the operation is linear: the same of dx.
+        cotangent of x; `g` has the shape and dtype of the result (zeros if nothing depends on it), and is None if the
+        result isn't an array. ``tangent(dx, ans, x, params)`` returns the tangent of the result; `dx` has the shape and
+        dtype of x (zeros if x isn't traced). The default is that of a linear operation: its result for dx.
         """
         self.adjoint = adjoint
         self.tangent = tangent or (lambda dx, ans, x, params: communicate(self, dx, params))
@@ -206,28 +204,28 @@ note_rules(Operation)
 
 
 def run(operation: Operation, x: Array, params: object) -> Any:
-    """Run an operation on plain arrays: no tape records it, but a compiled program's trace does."""
+    """Run an operation on plain arrays; tapes don't record it, but the trace of a compiled program does."""
     recorder = tracing.recorder
     return operation.forward(x, params) if recorder is None else recorder.communicate(operation, x, params)
 
 
 def communicate(operation: Operation, x: Array, params: object) -> Any:
-    """Apply an operation, recorded on the current tape and on those around it."""
+    """Apply an operation, and record it on the current tape and the enclosing ones."""
     next(communications)
     tape = tracing.tape
-    # Those of point-to-point calls are noted with their addresses.
+    # `point_to_point` has recorded the channels of point-to-point calls.
     used = tracing.channels if tape is None else tape.channels
     if used is not None and not operation.point_to_point:
         used.add((getattr(params, "channel", params), False))  # type: ignore[arg-type]
-    # Outside of all traces nothing is recorded: the only cost is a test or two.
+    # Outside of all traces nothing is recorded.
     if tape is None and type(x) not in _box_types:
         return run(operation, x, params)
     return apply(operation, tape, (x,), params)
 
 
 def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> Any:
-    """Apply an operator to arguments of which some may be traced, recorded on a tape and on those around it."""
-    # Numbers of traces give their nesting: the higher one is the inner.
+    """Apply an operator to arguments that may be traced, and record it on a tape and the enclosing ones."""
+    # Inner traces have higher numbers.
     number = level = -1 if tape is None else tape.number
     argnums: list[int] = []
     for k, x in enumerate(args):
@@ -237,7 +235,7 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> An
             argnums.append(k)
     if level < 0:
         return operator.run(args, params)
-    # One level down, with the next outer tape, until the arrays are plain; then recorded on the way back.
+    # Recursion with the next outer tape until all arrays are plain; the recording follows on return.
     inner, parents = list(args), []
     for k in argnums:
         parents.append(args[k]._node)
@@ -254,12 +252,13 @@ def apply(operator: Recorded, tape: Tape | None, args: tuple, params: Any) -> An
 def _apply_above(
     operator: Recorded, tape: Tape | None, args: tuple, params: Any, argnums: list[int], parents: list[Any], level: int
 ) -> Any:
-    """Apply to values of a trace inside the current tape: plain autograd's, or an ended one of ours (constants)."""
+    """Apply to values of a trace inside the current tape: one of plain autograd, or an ended one of ours."""
     for parent in parents:
         refuse_suspended(parent, operator.__name__)
     ans = apply(operator, tape, args, params)
     node_type, is_array = type(parents[0]), hasattr(ans, "dtype")
-    # Values of an ended trace of ours are constant. Results that aren't arrays have a node if that refuses them.
+    # Values of an ended trace of ours are constants. In plain autograd a point-to-point operation gets a node, which
+    # raises.
     if node_type not in (VJPNode, JVPNode) or not (is_array or operator.point_to_point) or not differentiable(ans):
         return ans
     node = node_type(ans, operator, args, {"params": params, "level": level}, argnums, parents)
@@ -267,7 +266,7 @@ def _apply_above(
 
 
 def refuse_suspended(node: object, call: str) -> None:
-    """Raise a TypeError for a value, used in an operator's body, of a trace that continues outside that body."""
+    """Raise a TypeError for a value that an operator's body reads from a trace outside of the body."""
     tape = getattr(node, "tape", None)
     if tape is not None and tape.record is not None:
         opened = tracing.tapes
@@ -279,7 +278,7 @@ def refuse_suspended(node: object, call: str) -> None:
                 "Communicate in that thread; mpiad.stop_gradient(x) gives the plain value if no derivative is needed."
             )
         raise TypeError(
-            f"{call}: got a traced value inside the body of an operator that is one node (a solve, or a function made by "
+            f"{call}: got a traced value inside the body of an operator (a solve, or a function made by "
             "mpiad.extend.custom_operator), so its derivative would be lost. Pass it to the operator as an argument; "
             "mpiad.stop_gradient(x) gives its plain value if no derivative is needed."
         )
@@ -287,7 +286,7 @@ def refuse_suspended(node: object, call: str) -> None:
 
 def differentiable(ans: Array) -> bool:
     """Return whether a result is recorded."""
-    # Results that aren't arrays (a request, the None of a barrier) are recorded; integers aren't, nor requests for them.
+    # Results that aren't arrays (a request, the None of a barrier) are recorded, but not integers or requests for them.
     dtype = getattr(ans, "dtype", None)
     if dtype is None:
         spec = getattr(ans, "spec", None)

@@ -1,4 +1,4 @@
-"""`mpi_print`: one whole line for each rank, in the order of ranks."""
+"""`mpi_print`: print one line for each rank, in the order of ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mpiad.transport import channel
 
 
 def mpi_print(*values: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None, comm: Comm = None) -> None:
-    """Print one line for each rank, in the order of ranks, none mixed with another.
+    """Print one line for each rank, in the order of ranks.
 
     Parameters
     ----------
     *values : object
-        As `print` takes them; of traced values the plain value is shown.
+        Arguments of `print`; traced values are printed as plain ones.
     sep, end : str
     file : file, optional
         Stream of rank 0, which writes all lines; standard output by default.
@@ -28,7 +28,7 @@ def mpi_print(*values: Any, sep: str = " ", end: str = "\n", file: TextIO | None
     All ranks of `comm` call it.
     """
     used = channel(comm, "mpi_print")
-    # As one text to one rank: separate outputs of the ranks arrive on a terminal in any order, and in pieces.
+    # One rank prints all lines, because outputs of several ranks may be mixed.
     line = sep.join([str(getval(value)) for value in values]) + end
     lines = used.data.gather(line, 0)
     if lines is not None:

@@ -64,10 +64,10 @@ def _forward(x: None, p: Receiving) -> Any:
 
 
 def _adjoint(ans: Array, x: None, p: Receiving) -> Any:
-    """Return the transpose of receiving: the cotangent is sent back, and nothing here had an influence."""
+    """Return the transpose of receiving: the cotangent is sent back to the sender."""
     if p.source is None:
         return lambda g: None
-    # Made after the message has come: an envelope for any sender knows only then which one it was.
+    # After the message was received, `source` is the actual sender, also with a wildcard.
     sender = p.source.back()
 
     def vjp(g: Array) -> None:

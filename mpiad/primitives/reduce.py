@@ -20,8 +20,8 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
     ----------
     x : array or number, the same shape and dtype on all ranks
     op : mpi4py operation
-        `MPI.SUM`, `PROD`, `MAX` or `MIN`; for integers and booleans any that MPI has for them. if any rank has
-        NaN, so have the maximum and the minimum, as in NumPy.
+        `MPI.SUM`, `PROD`, `MAX` or `MIN`; for integers and booleans any operation that MPI defines for them. Maximum and
+        minimum are NaN if any rank has NaN, as in NumPy.
     root : int
     comm : mpi4py intracommunicator, optional
 
@@ -43,7 +43,7 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
 
     Adjoint
     -------
-    That of `mpi_allreduce`, from the root's cotangent alone.
+    As for `mpi_allreduce`, with the root's cotangent in place of the sum of all ranks'.
 
     Examples
     --------
@@ -55,9 +55,8 @@ def mpi_reduce(x: LocalArray, op: Op = SUM, root: Rank = 0, comm: Comm = None) -
     used = channel(comm, "mpi_reduce")
     root = root_of(root, used, "mpi_reduce")
     if reduction_of(op, x, "mpi_reduce") == SUM:
-        # To the root alone: a sum needs nothing elsewhere for its adjoint.
         return mpi_sum(x, root, comm)
     require_sendable(getval(x), "mpi_reduce")
-    # The adjoints of the others need the result on all ranks, so it goes there at once.
+    # The adjoints of other operations need the result on all ranks.
     everywhere = mpi_allreduce(x, op, comm)
     return everywhere if used.rank == root else spec_like(everywhere).zeros()

@@ -1,4 +1,4 @@
-"""`mpi_reduce_scatter`: add up the arrays of all ranks and give each rank its piece of the sum."""
+"""`mpi_reduce_scatter`: sum the arrays of all ranks; each rank gets its piece of the sum."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from mpiad.transport.buffers import outgoing
 
 
 def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | None = None, comm: Comm = None) -> LocalArray:
-    """Add up the arrays of all ranks and give each rank its piece of the sum.
+    """Sum the arrays of all ranks; each rank gets its piece of the sum.
 
     Parameters
     ----------
     x : array, the same shape and dtype on all ranks
-        Without `axis` its first axis is the number of ranks.
+        Without `axis` the length of its first axis is the number of ranks.
     axis : int, optional
-        Axis along which the sum is divided; None takes one block of the first axis for each rank, without that axis.
+        Axis along which the sum is divided. With None rank r gets entry r along the first axis.
     counts : list of int, optional
-        Each rank's length along `axis`, the same on all ranks. Even shares by default, the first ranks' longer by one.
+        Each rank's length along `axis`, the same on all ranks. By default lengths are equal, or differ by one.
     comm : mpi4py intracommunicator, optional
 
     Returns
@@ -38,7 +38,7 @@ def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | No
     TypeError
         If `x` can't be sent.
     ValueError
-        If `x` can't be divided so.
+        If `x` can't be divided in this way.
 
     Ranks
     -----
@@ -46,7 +46,7 @@ def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | No
 
     Adjoint
     -------
-    The pieces' cotangents are collected, and every rank gets the whole.
+    The cotangents of all pieces are concatenated, on every rank.
 
     Examples
     --------
@@ -58,7 +58,6 @@ def mpi_reduce_scatter(x: Array, axis: int | None = None, counts: list[int] | No
     reduction_of(SUM, x, call)
     spec = spec_like(outgoing(getval(x), call))
     place = axis_of(axis, len(spec.shape), call)
-    # No message is needed for them: shape and counts are the same on all ranks.
     lengths = lengths_along(place, counts, spec.shape, used, call)
     return communicate(REDUCE_SCATTER, x, Dividing(used, None, place, lengths, piece_of(spec, place, lengths[used.rank])))
 
@@ -68,7 +67,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose: each rank's array had a part in every piece, so it gets all pieces' cotangents."""
+    """Return the transpose: each rank's array is a term of every piece, so it gets the cotangents of all pieces."""
     return lambda g: communicate(ALLGATHER, g, p)
 
 

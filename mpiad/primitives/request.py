@@ -1,9 +1,9 @@
 """Requests: started communications, and the state that their adjoints and tangents share.
 
-A request is a plain object; start and wait are each recorded on the tape by themselves. Backwards the wait comes first:
-its adjoint starts the message that carries the cotangent, and the adjoint of the start completes it, so that the
-message travels while the reverse pass computes. The state that they share is in a `Cell`, one for each nested
-trace, since each has a reverse pass of its own.
+Start and wait are separate nodes on the tape; the request itself isn't traced. In the reverse pass the wait comes first:
+its adjoint starts the message with the cotangent, and the adjoint of the start completes it, so that the message overlaps
+with computation. The state that both adjoints share is in a `Cell`, one for each nested trace, since each trace has its own
+reverse pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpiad.transport.tracing import tracing
 
 
 def _by_lane(name: str, doc: str) -> Any:
-    """Return a property with a separate value in each lane, None at first."""
+    """Return a property with a separate value in each lane of the reverse pass, initially None."""
     return property(
         lambda cell: cell.left.get((name, tracing.lane)),
         lambda cell, value: cell.left.__setitem__((name, tracing.lane), value),
@@ -30,15 +30,15 @@ class Cell:
     """The state shared by the adjoint (or tangent) of a wait and that of its start, in each lane."""
 
     __slots__ = ("left",)
-    cotangent = _by_lane("cotangent", "What has come to the wait.")
-    request = _by_lane("request", "What is under way.")
+    cotangent = _by_lane("cotangent", "The cotangent of the result of the wait.")
+    request = _by_lane("request", "The active request of the adjoint or tangent.")
 
     def __init__(self) -> None:
         self.left: dict[tuple[str, int], Any] = {}
 
 
 class Request:
-    """Communication under way, completed by `mpi_wait`.
+    """An active communication, which `mpi_wait` completes.
 
     Attributes
     ----------
@@ -60,12 +60,11 @@ class Request:
         self.cells: dict[int, Cell] = {}
 
     def cell(self, level: int) -> Cell:
-        """Return the state that start and wait share in the trace of that number."""
-        # By the number of the trace: in nested ones the same request has an adjoint, or a tangent, in each.
+        """Return the state that start and wait share in the trace with this number."""
         return self.cells.setdefault(level, Cell())
 
     def again(self) -> Request:
-        """Return the request as it was started, for a function that runs once more; ended ones aren't waited for again."""
+        """Return a copy in the state after the start, for a second run of a function that waits for the request."""
         made = copy(self)
         made.done, made.tape, made.cells = False, None, {}
         return made
@@ -77,18 +76,17 @@ class Request:
 
 
 def started(request: Request) -> Request:
-    """Note a request of the user's on the current trace, which must not end before it is waited for."""
+    """Add a request to the current trace, which mustn't end before the request is waited for."""
     request.tape = tracing.tape
     if request.tape is not None:
-        # Until it is waited for: a trace that ends before has lost an adjoint.
         request.tape.requests[id(request)] = request
     return request
 
 
 def claim(request: object, call: str) -> Request:
-    """Take a request off its trace before it is completed.
+    """Remove a request from its trace before it is completed, and return it.
 
-    A TypeError if it isn't one of this library's; a RequestError if it was waited for before, or was started in
+    Raise a TypeError if it isn't a request of this library; a RequestError if it was waited for before, or was started in
     another trace.
     """
     if not isinstance(request, Request):
@@ -96,15 +94,14 @@ def claim(request: object, call: str) -> Request:
             f"{call}: expected a request of mpi_isend, mpi_irecv or mpi_iallreduce, but got {type(request).__name__}."
         )
     if request.done:
-        raise RequestError(f"{call}: {request!r} was waited for before. Wait for each request once, and keep its value.")
+        raise RequestError(f"{call}: {request!r} was waited for before. Wait only once, and store the value.")
     if request.tape is not tracing.tape:
         where = "outside any trace" if request.tape is None else "in another trace"
         raise RequestError(
-            f"{call}: {request!r} was started {where}. Its adjoint belongs between start and wait: "
+            f"{call}: {request!r} was started {where}. Start and wait must be in the same trace: "
             "call both inside the same differentiated function, or both outside."
         )
     if request.tape is not None:
-        # From here on its trace may end.
         del request.tape.requests[id(request)]
     request.done, request.tape = True, None
     return request

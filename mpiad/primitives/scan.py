@@ -56,7 +56,7 @@ def mpi_exscan(x: LocalArray, comm: Comm = None) -> LocalArray:
     Returns
     -------
     array
-        Same shape and dtype as `x`: the sum over ranks 0 to the one before; zeros on rank 0.
+        Same shape and dtype as `x`: the sum over the ranks before this one; zeros on rank 0.
 
     Raises
     ------
@@ -89,8 +89,7 @@ def _forward(x: Array, p: Prefix) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Prefix) -> Any:
-    """Return the transpose of a lower triangle of ones, an upper one: sums from the other end."""
-    # It is the same operation, reversed: so its own adjoint, for second derivatives, is the forward sum again.
+    """Return the transpose of a lower triangular matrix of ones: a sum over this and later ranks."""
     return lambda g: communicate(SCAN, g, p._replace(backwards=not p.backwards))
 
 

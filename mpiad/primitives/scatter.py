@@ -1,4 +1,4 @@
-"""`mpi_scatter`: give each rank its piece of the root's array."""
+"""`mpi_scatter`: send each rank its piece of the root's array."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from mpiad.transport.tracing import settled
 def mpi_scatter(
     x: RootArray, root: Rank = 0, axis: int | None = None, counts: list[int] | None = None, comm: Comm = None
 ) -> LocalArray:
-    """Give each rank its piece of the root's array: the inverse of `mpi_gather`.
+    """Send each rank its piece of the root's array: the inverse of `mpi_gather`.
 
     Parameters
     ----------
     x : array
-        Used on the root only; other ranks may pass None. Without `axis` its first axis is the number of ranks.
+        Used on the root only; other ranks may pass None. Without `axis` the length of its first axis is the number of
+        ranks.
     root : int
     axis : int, optional
-        Axis along which `x` is divided; None takes one block of the first axis for each rank, without that axis.
+        Axis along which `x` is divided. With None rank r gets entry r along the first axis.
     counts : list of int, optional
-        Each rank's length along `axis`; used on the root only. Even shares by default, the first ranks' longer by one.
+        Each rank's length along `axis`; used on the root only. By default lengths are equal, or differ by one.
     comm : mpi4py intracommunicator, optional
 
     Returns
@@ -43,7 +44,7 @@ def mpi_scatter(
     TypeError
         On all ranks, if the root's `x` can't be sent.
     ValueError
-        If there is no such root; on all ranks, if the root's `x` can't be divided so.
+        If there is no such root; on all ranks, if the root's `x` can't be divided in this way.
 
     Ranks
     -----
@@ -72,7 +73,7 @@ def _agreed(
     """Broadcast the whole array's spec and its division to all ranks, or raise the root's error on all of them."""
     lengths: list[int] = []
 
-    # Called on the root alone: elsewhere neither x nor counts is looked at.
+    # Called on the root only.
     def whole() -> Spec:
         array = outgoing(x, "mpi_scatter")
         place = axis_of(axis, array.ndim, "mpi_scatter")
@@ -88,7 +89,7 @@ def _forward(x: Array, p: Dividing) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Dividing) -> Any:
-    """Return the transpose of scattering the pieces: they are gathered; the other ranks' templates had no influence."""
+    """Return the transpose of scattering: the pieces are gathered on the root; zeros for templates on other ranks."""
     # A template may have another shape than the root's array.
     template = None if x is None or p.channel.rank == p.root else spec_like(x)
 

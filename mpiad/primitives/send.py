@@ -29,7 +29,7 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
     Returns
     -------
     array
-        `x` itself. The call doesn't wait for the receiver, and changing `x` afterwards changes nothing that was sent.
+        `x` itself. The call doesn't wait for the receiver. `x` may be overwritten afterwards, since a copy is sent.
 
     Raises
     ------
@@ -48,7 +48,7 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
 
     Examples
     --------
-    Around a ring, in which all send first:
+    A shift around a ring, in which all ranks send first:
 
     >>> after, before = (rank + 1) % size, (rank - 1) % size
     >>> _ = mpiad.mpi_send(np.ones(2) * rank, after)
@@ -61,18 +61,16 @@ def mpi_send(x: Array, dest: Rank, tag: int = 0, comm: Comm = None) -> Array:
 def _forward(x: Array, p: Envelope | None) -> Any:
     array = outgoing(x, "mpi_send")
     if p is not None:
-        # From a copy, because nobody waits until it has been sent, and the caller may change x at once.
+        # A copy, because the call doesn't wait for completion, and the caller may overwrite x.
         send(private_copy(array, x), p)
     return x if hasattr(x, "dtype") else array[()]
 
 
 def _adjoint(ans: Array, x: Array, p: Envelope | None) -> Any:
-    """Return the transpose of copying to here and there: the cotangents of both add up."""
+    """Return the transpose of copying x to the receiver and to the result: the sum of both cotangents."""
     if p is None:
         return lambda g: g
     coming = Receiving(spec_like(ans), p.back())
-    # Waits for the receiver's reverse pass, which comes to its own end of this message: the order of both is that of
-    # the program, reversed.
     return lambda g: g + communicate(RECV, None, coming)
 
 

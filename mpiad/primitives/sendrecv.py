@@ -1,4 +1,4 @@
-"""`mpi_sendrecv`: all ranks name one pair, whose first sends to its second."""
+"""`mpi_sendrecv`: send an array from one rank to another, called by all ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mpiad.transport.tracing import once
 
 
 def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Comm = None) -> LocalArray:
-    """Send x of rank `source` to rank `dest`, named alike by all ranks.
+    """Send x of rank `source` to rank `dest`, which are the same on all ranks.
 
     Parameters
     ----------
     x : array or number
         On `dest` the template of the received array.
     dest, source : int
-        The pair. Neighbors of each rank's own, as in MPI's call of this name, belong in `mpi_exchange`.
+        The pair of ranks. For neighbors that differ between ranks, as in MPI's call of this name, use `mpi_exchange`.
     tag : int
     comm : mpi4py intracommunicator, optional
 
@@ -33,7 +33,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     TypeError
         If `x` can't be sent.
     ValueError
-        If there is no such rank; on all ranks, if the ranks name different pairs in a communicator's first call.
+        If there is no such rank; in the first call on a communicator, on all ranks, if they pass different pairs.
 
     Ranks
     -----
@@ -41,7 +41,7 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
 
     Adjoint
     -------
-    The cotangent of `dest` goes to x of `source`, which also keeps its own; x of `dest` gets zero.
+    The cotangent of the result on `dest` is added to that of x on `source`; x on `dest` gets zero.
 
     Examples
     --------
@@ -51,13 +51,12 @@ def mpi_sendrecv(x: LocalArray, dest: Rank, source: Rank, tag: int = 0, comm: Co
     """
     used = channel(comm, "mpi_sendrecv")
     pair = [partner_of(rank, used, "mpi_sendrecv", name) for rank, name in ((dest, "dest"), (source, "source"))]
-    # Once for each communicator: a program that mistakes the call for MPI's does so everywhere.
+    # Pairs are compared only in the first call: a program that confuses this call with MPI's does so from the start.
     if not used.pairs_compared:
         once(_compare_pairs, used, pair)
-    # On all ranks, those too that only pass x on: plain autograd is refused by all or by none.
+    # On all ranks, so that all of them raise under plain autograd.
     point_to_point(comm, "mpi_sendrecv")
     receiver, sender = pair
-    # No message: the pair is one rank, or one of it is none.
     if receiver == sender or receiver is None or sender is None:
         return x
     if used.rank == sender:
@@ -71,6 +70,6 @@ def _compare_pairs(used: Channel, pair: list) -> None:
         listed = ", ".join(f"rank {rank}: ({dest}, {source})" for rank, (dest, source) in enumerate(pairs))
         raise ValueError(
             f"mpi_sendrecv: all ranks must name the same pair (dest, source), but got {listed}. "
-            "For neighbours of each rank's own use mpi_exchange."
+            "For neighbors that differ between ranks use mpi_exchange."
         )
     used.pairs_compared = True

@@ -1,4 +1,4 @@
-"""Start, end and renewal of communication; rank and size; the plain value of a traced one."""
+"""Initialization and end of MPI, renewal of communicators, rank and size; `stop_gradient`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def mpi_init(comm: Comm = None) -> None:
     Parameters
     ----------
     comm : mpi4py intracommunicator, optional
-        The world by default, which the import of the package prepares if MPI is initialized by then.
+        The world by default, which `import mpiad` prepares if MPI is already initialized.
 
     Raises
     ------
     TypeError
         If `comm` isn't a communicator.
     CommunicatorError
-        If it is freed, null or an intercommunicator; after the end of MPI.
+        If `comm` is freed, null or an intercommunicator; after the end of MPI.
 
     Ranks
     -----
@@ -55,7 +55,7 @@ def mpi_initialized() -> bool:
 
 
 def mpi_finalize() -> None:
-    """Complete pending sends and finalize MPI; the end of the program does it otherwise.
+    """Complete pending sends and finalize MPI; without this call the end of the program does so.
 
     Ranks
     -----
@@ -113,7 +113,7 @@ def mpi_size(comm: Comm = None) -> int:
 
 
 def mpi_local_rank() -> Rank:
-    """Return this process's number among the ranks of its node, which decides its GPU.
+    """Return this process's number among the ranks of its node, which determines its GPU.
 
     Examples
     --------
@@ -124,7 +124,7 @@ def mpi_local_rank() -> Rank:
 
 
 def reset(comm: Comm = None) -> None:
-    """Renew the library's duplicates of a communicator after an exception left messages under way.
+    """Renew the library's duplicates of a communicator after an exception left unfinished messages.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def reset(comm: Comm = None) -> None:
 
     Ranks
     -----
-    All ranks of `comm` call it, each after it has caught its exception.
+    All ranks of `comm` call it, after they have caught the exception.
 
     Examples
     --------
@@ -151,7 +151,7 @@ def reset(comm: Comm = None) -> None:
 
 
 def stop_gradient(x: Array) -> Any:
-    """Return the plain value behind a traced one, through which no derivative flows.
+    """Return the plain value of a traced one, which is a constant in all derivatives.
 
     Parameters
     ----------

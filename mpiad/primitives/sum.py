@@ -1,4 +1,4 @@
-"""`mpi_sum`: add the arrays of all ranks up on the root."""
+"""`mpi_sum`: sum the arrays of all ranks on the root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpiad.transport import SUM, channel, collectives
 
 
 def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
-    """Add the arrays of all ranks up on the root.
+    """Sum the arrays of all ranks on the root.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def mpi_sum(x: LocalArray, root: Rank = 0, comm: Comm = None) -> RootArray:
 
     Adjoint
     -------
-    The root's cotangent goes to every rank's `x`; those of the zeros elsewhere are dropped.
+    The root's cotangent goes to every rank's `x`; cotangents on other ranks are ignored.
 
     Examples
     --------
@@ -57,8 +57,7 @@ def _forward(x: Array, p: Summing) -> Any:
 
 
 def _adjoint(ans: Array, x: Array, p: Summing) -> Any:
-    """Return the transpose of adding up on one rank: that rank's cotangent is copied to all."""
-    # All ranks know it, as the sum has their shape: the broadcast of the cotangent needs no header.
+    """Return the transpose of a sum on one rank: the cotangent is broadcast to all ranks."""
     spec = spec_like(ans)
     return lambda g: communicate(BCAST, g, Copying(p.channel, p.root, spec))
 

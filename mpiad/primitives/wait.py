@@ -29,13 +29,13 @@ def mpi_wait(request: Request) -> Array:
     Raises
     ------
     RequestError
-        If it was waited for before, or was started in another trace.
+        If the request was waited for before, or was started in another trace.
     ValueError
         If the message has another size than its template.
 
     Ranks
     -----
-    Each rank that started something waits for it, in any order.
+    Each rank waits for the requests that it started, in any order.
 
     Adjoint
     -------
@@ -66,7 +66,7 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
 
     Adjoint
     -------
-    As `mpi_wait`, from the last to the first.
+    As for `mpi_wait`, from the last request to the first.
 
     Examples
     --------
@@ -74,15 +74,14 @@ def mpi_waitall(requests: Iterable[Request]) -> list[Array]:
     >>> print([float(total) / size for total in mpiad.mpi_waitall(requests)])
     [1.0, 2.0]
     """
-    # One after the other, each a node of its own: the reverse pass starts their communications in reverse order.
     return [mpi_wait(request) for request in requests]
 
 
 def _forward(x: None, request: Request) -> Any:
-    # Also called for requests of adjoints and tangents, which aren't claimed.
+    # `done` is set here for requests of adjoints and tangents, for which `claim` isn't called.
     handle: Any = request.handle
     request.done = True
-    request.handle = None  # its buffers are free, also if the user keeps the request
+    request.handle = None  # frees its buffers even if the user keeps the request
     if isinstance(handle, Receipt):
         return finish_receive(handle, request.call)
     if isinstance(handle, Summation):
@@ -93,17 +92,17 @@ def _forward(x: None, request: Request) -> Any:
 
 
 def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
-    """Return the start of the communication that the adjoint of the request's own start completes."""
+    """Return the function that starts the communication of the cotangent; the adjoint of the start completes it."""
     cell, there = request.cell(level), request.envelope and request.envelope.back()
-    # Not the request itself, whose value would be kept until the reverse pass.
+    # Without a reference to the request, whose value would be kept until the reverse pass.
     kind, spec = request.call, request.spec
 
     def vjp(g: Array) -> None:
-        # A receive becomes a send: its cotangent is known only at this point. Only the start's own adjoint waits for it.
+        # The transpose of a receive is a send.
         if kind == "mpi_irecv":
             cell.request = there and communicate(ISEND, g, there)
             return
-        # A sum isn't begun here: ranks may wait in different orders, but all have started their sums in the same.
+        # A sum isn't started here, since ranks may wait in different orders; the adjoint of its start computes it.
         cell.cotangent = g
         if there is not None:
             cell.request = communicate(IRECV, None, Receiving(spec, there))
@@ -113,7 +112,7 @@ def _adjoint(ans: Array, x: None, request: Request, level: int) -> Any:
 
 def _tangent(dx: None, ans: Array, x: None, request: Request, level: int) -> Any:
     cell = request.cell(level)
-    # The tangent of the start has left it there.
+    # The tangent of the start has stored the request in the cell.
     pending, cell.request = cell.request, None
     return communicate(WAIT, None, pending)
 

@@ -28,10 +28,7 @@ from mpiad.transport.polling import Backoff, wait_for_message
 from mpiad.transport.recovery import ranks_within, recover, recoverable
 from mpiad.transport.tracing import restoring_state
 
-# Batches of items: the messages between ranks, the evaluation of a batch, and the loop of a worker until it is stopped.
-
-
-TASK, RESULT, STOP, BYE = range(1, 5)  # the messages' kinds
+TASK, RESULT, STOP, BYE = range(1, 5)  # kinds of messages; a worker answers STOP with BYE
 
 Batch = list[tuple[int, Any]]
 """Items with their indices."""
@@ -44,7 +41,7 @@ class Failed(NamedTuple):
     rank: Rank
 
     def error(self, index: int | None) -> WorkerError:
-        """Return the exception that all ranks raise, or that is stored among the results."""
+        """Return the exception for a failed item, which all ranks raise, or which is stored among the results."""
         where = "" if index is None else f" at item {index}"
         text = f"mpi_map: rank {self.rank} raised {self.failure.summary}{where}."
         return WorkerError(text, self.rank, self.failure.trace, index, self.failure.exit_code)
@@ -58,7 +55,7 @@ class Ended(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How the map ended: the error that all ranks raise, or the results if all ranks get them."""
+    """The end of a map: the failure that all ranks raise, or the results if all ranks get them."""
 
     failed: Failed | None
     index: int | None
@@ -66,16 +63,16 @@ class Outcome(NamedTuple):
 
 
 def evaluated(fun: Callable[[Any], Any], batch: Batch, goes_on: bool, rank: Rank) -> Ended:
-    """Evaluate a batch, up to its first failure unless it `goes_on`."""
+    """Evaluate a batch, up to the first failure unless `goes_on` is set."""
     results: list[tuple[int, Any]] = []
     start = time.perf_counter()
     for index, item in batch:
         try:
-            # Communication of `fun` (on other communicators) isn't recorded, since other ranks' tapes don't contain it.
+            # Communication of `fun` isn't recorded, since it isn't on the tapes of the other ranks.
             with restoring_state(), suspended():
                 result = fun(item)
             require_plain(result, "fun returned")
-        # sys.exit, too: others would wait for a rank that left here.
+        # SystemExit, too, since other ranks wait for this one.
         except (Exception, SystemExit) as error:  # noqa: BLE001 - it is raised on all ranks
             result = Failed(Failure.of(error), rank)
         results.append((index, result))
@@ -85,29 +82,29 @@ def evaluated(fun: Callable[[Any], Any], batch: Batch, goes_on: bool, rank: Rank
 
 
 def require_plain(value: object, source: str) -> None:
-    """Raise a TypeError for a value of a derivative's trace, which means nothing on another rank."""
+    """Raise a TypeError for a traced value, whose trace exists on this rank only."""
     if any(map(isbox, flatten(value)[0])):
         raise TypeError(
-            f"mpi_map: {source} a traced value of a derivative, but items are evaluated without derivatives. "
-            "mpiad.stop_gradient(x) gives its plain value; take derivatives inside fun, or use mpi_scatter and mpi_gather."
+            f"mpi_map: {source} a traced value, but items are evaluated without derivatives. Pass mpiad.stop_gradient(x), "
+            "differentiate inside fun, or use mpi_scatter and mpi_gather."
         )
 
 
 def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank: Rank) -> Outcome:
-    """Evaluate batches until the end, and return the outcome.
+    """Evaluate batches until the root stops this rank, and return the outcome.
 
-    `root` is a rank on the line, `rank` this one in the user's communicator, for messages; with `goes_on` failures are
-    stored among the results.
+    `root`: the root's rank in the map's communicator. `rank`: this rank in the user's communicator, for error messages.
+    `goes_on`: whether failures are stored among the results.
     """
     waiting: deque[Batch] = deque()
     has_failed = False
     while True:
         outcome = _collect(line, root, waiting)
         if outcome is not None:
-            break  # also if batches wait: another rank has failed
+            break  # batches may still wait if another rank has failed
         batch = waiting.popleft()
         if has_failed:
-            continue  # the stop message will follow
+            continue  # no further evaluations until the root's STOP
         ended = evaluated(fun, batch, goes_on, rank)
         has_failed = not goes_on and isinstance(ended.results[-1][1], Failed)
         line.post(root, RESULT, _packed(ended, rank))
@@ -120,7 +117,7 @@ def work(line: Line, root: Rank, fun: Callable[[Any], Any], goes_on: bool, rank:
 
 
 def _collect(line: Line, root: Rank, waiting: deque[Batch]) -> Outcome | None:
-    """Receive all messages that have arrived; wait if there is nothing to do."""
+    """Receive all messages that have arrived; wait for one if no batch is left. Return the outcome after STOP."""
     while True:
         message = line.take(root)
         if message is None:
@@ -138,7 +135,7 @@ def _packed(ended: Ended, rank: Rank) -> PackedObject:
     try:
         return PackedObject.of(ended)
     except Exception:  # noqa: BLE001 - pickle may raise anything
-        # Each separately: a result that can't be pickled fails its item, and not the batch.
+        # Each result separately, so that one that can't be pickled fails its own item only.
         results = list(ended.results)
         for k, (index, result) in enumerate(results):
             try:
@@ -148,19 +145,15 @@ def _packed(ended: Ended, rank: Rank) -> PackedObject:
         return PackedObject.of(ended._replace(results=results))
 
 
-# The ranks of one map: their own communicator, and the ranks that are still alive.
-#
-# It is a duplicate of the library's. If a process has died, and the MPI survives it, it consists of the remaining ranks,
-# and at the end they agree on the ranks that are still alive.
-
-
 _log = logging.getLogger("mpiad")
 
 
 class WorkerGroup:
-    """The participating ranks; made and closed by all of them.
+    """The ranks of one map, with a separate communicator `comm`; made and closed by all of them.
 
-    `used`: the user's communicator. `names`: ranks in the user's communicator, by rank in `comm`.
+    If processes have died and MPI survives, `comm` consists of the remaining ranks, which at the end agree on the ranks
+    that are still alive. `used`: the user's communicator. `names`: for each rank in `comm` its rank in the user's
+    communicator.
     """
 
     def __init__(self, used: Channel):
@@ -172,11 +165,10 @@ class WorkerGroup:
         self._known: set[Rank] = set()
 
     def _assembled(self) -> Comm:
-        # Recovery is for the first loss of a process; afterwards the remaining ranks only shrink the communicator.
+        # Recovery is for the first loss of a process; later communicators just exclude the lost ranks.
         used = self._used
         if self._survives and not used.lost:
             try:
-                # All ranks take part, or all raise the reason.
                 return recoverable("mpi_map", used.user)(used.derive)()
             except RemoteError:
                 if not used.lost:
@@ -184,7 +176,7 @@ class WorkerGroup:
         return used.derive(survivors=bool(used.lost))
 
     def place_of(self, root: Rank) -> Rank:
-        """Return the rank in `comm` of a rank of the user's; raise a RemoteError if its process has died."""
+        """Return the rank in `comm` of a rank in the user's communicator; raise a RemoteError if its process has died."""
         if root not in self.names:
             raise RemoteError(f"mpi_map: the process of the root, rank {root}, has died.", root)
         return self.names.index(root)
@@ -196,18 +188,18 @@ class WorkerGroup:
         found = [rank for rank in lost_ranks(self.comm) if rank not in self._known]
         if found:
             self._known.update(found)
-            # Otherwise a receive from any rank would fail repeatedly for the same loss.
+            # Otherwise each receive from any rank would fail again for the same loss.
             self.comm.Ack_failed()
         for rank in found:
             _log.warning("mpi_map: the process of rank %d has died; other ranks take its items.", self.names[rank])
         return found
 
     def close(self) -> None:
-        """End the map; on all remaining ranks."""
+        """End the map; collective over the remaining ranks."""
         if not self._survives:
             self._used.drop(self.comm)
             return
-        # A barrier would fail if a process has died; this succeeds, and all remaining ranks get the same list of ranks.
+        # `Shrink` succeeds even if a process has died, and all remaining ranks get the same list of ranks.
         left = self.comm.Shrink()
         alive = ranks_within(self._used, left)
         left.Free()
@@ -216,18 +208,18 @@ class WorkerGroup:
             self._used.lose(sorted(set(range(self._used.size)) - set(alive)))
 
 
-# The root's part: it sends batches, receives results, and evaluates items only if there is no other rank.
+# The root sends batches and receives results. It evaluates items itself only if there is no other rank.
 #
-# A rank gets its next batch when it returns a result. If batches are short it has one more queued, so that it needn't wait
-# for the root; if they are long, a queued batch would only wait behind another one at the end.
+# A rank gets its next batch when it returns a result. If batches are short, the rank has one more in its queue, so that it
+# needn't wait for the root. If they are long, a queued batch might be evaluated earlier by another rank.
 
 
-_SHORT = 0.02  # seconds, far above a message's way to the root and back
-_LOOK_EVERY = 0.05  # seconds
+_SHORT = 0.02  # seconds, much longer than a message to the root and its reply
+_LOOK_EVERY = 0.05  # seconds between checks for lost ranks
 
 
 class _Packed(NamedTuple):
-    """A batch that was sent, kept until its results arrive: its rank may die."""
+    """A batch that was sent, stored until its results arrive, because its rank may die."""
 
     indices: list[int]
     parcel: PackedObject
@@ -259,10 +251,10 @@ class Scheduler:
         while self.failed is None:
             self._hand_out()
             if self._exhausted and not self._again and not any(self._held.values()):
-                self._tell()
+                self._show()
                 return
             if not self._held:
-                # The root's own batches needn't be packed; only those of ranks that have died are.
+                # The root evaluates items itself. Only batches that were sent before are packed.
                 batch = self._again.popleft().parcel.opened() if self._again else self._next_batch()
                 if batch and self.failed is None:
                     self._note(evaluated(self._fun, batch, self._goes_on, self._rank))
@@ -276,7 +268,7 @@ class Scheduler:
         for rank in list(self._held):
             self._to(rank, STOP, parcel)
         while self._held:
-            # Results of batches that were active when the map failed also arrive here, and are dropped.
+            # Results of batches that were active when the map failed are received here, too, and ignored.
             self._await(BYE)
         while not self._line.is_quiet():
             self._look_for_the_lost()
@@ -286,15 +278,15 @@ class Scheduler:
 
     def _hand_out(self) -> None:
         depth = 2 if self._seconds is not None and self._seconds < _SHORT else 1
-        # No rank gets a second batch while another has none.
+        # First every rank without a batch gets one, then, if `depth` is 2, every rank with one batch.
         for full in range(depth):
             for rank in list(self._held):
-                # A rank may have been found dead, and left the dict, since the list was made.
+                # A dead rank may have been removed from the dict since the list was made.
                 if len(self._held.get(rank, ())) == full:
                     packed = self._next()
                     if packed is None:
                         return
-                    # Stored before it is sent: if the send finds the rank dead, the batch goes to another.
+                    # Stored before it is sent: if the send fails because the rank is dead, another rank gets the batch.
                     self._held[rank].append(packed)
                     self._to(rank, TASK, packed.parcel)
 
@@ -328,19 +320,19 @@ class Scheduler:
     # ---- results
 
     def _await(self, kind: int) -> None:
-        """Take one message, or find that a rank has died."""
-        # By polling, not by MPI's own wait, which would take the core of a rank that evaluates.
+        """Receive one message, or find that a rank has died."""
+        # By polling, because MPI's wait would occupy a core.
         before = len(self._held)
         wait_for_message(lambda: self._receive(kind) or len(self._held) < before, self._line.comm)
 
     def _receive(self, kind: int) -> bool:
-        """Take one message; return whether there was one."""
+        """Receive one message; return whether there was one."""
         message = self._take()
         if message is None:
             return False
         if message.kind == BYE:
             self._held.pop(message.source, None)
-        # A rank evaluates batches in the order in which they were sent, so this is the result of its oldest one.
+        # A rank evaluates its batches in order, so this is the result of the oldest one.
         elif kind == RESULT and message.source in self._held:
             self._held[message.source].popleft()
             self._note(message.content)
@@ -354,9 +346,9 @@ class Scheduler:
                 self._fail(result, index)
                 return
             self.results[index] = result.error(index) if isinstance(result, Failed) else result
-        self._tell()
+        self._show()
 
-    def _tell(self) -> None:
+    def _show(self) -> None:
         if self._progress is not None:
             self._progress.total = self._taken if self._exhausted else self._progress.total
             self._progress.update(len(self.results) - self._progress.n)
@@ -391,7 +383,7 @@ class Scheduler:
     def _look_for_the_lost(self) -> None:
         self._looked.renew()
         for rank in self._group.newly_lost():
-            # Don't wait for its messages, and send its batches to other ranks.
+            # Its messages aren't waited for, and other ranks get its batches.
             self._line.forget(rank)
             self._again.extend(self._held.pop(rank, ()))
 
@@ -407,20 +399,20 @@ def mpi_map(
     batch: int = 1,
     progress: bool = False,
 ) -> list[Any] | None:
-    """Evaluate a function of each item, distributed dynamically to free ranks; the results are in the items' order.
+    """Evaluate a function of each item, distributed dynamically to free ranks; return results in the order of the items.
 
     Parameters
     ----------
     fun : callable
-        ``fun(item)`` is called once for each item, on one rank; communication on `comm` inside it raises a
+        ``fun(item)`` is called once for each item, on one rank. Communication on `comm` inside it raises a
         CommunicatorError; use MPI.COMM_SELF instead. The root evaluates items only if there is no other rank.
     items : iterable
-        Used on the root only. It may be a generator of unknown length, which is read only as items are sent.
-        Items and results are anything that can be pickled; arrays of 64 KiB or more are sent without pickling.
+        Used on the root only. It may be a generator of unknown length; items are taken from it when they are sent. Items
+        and results must support pickling; arrays of 64 KiB or more are sent without pickling.
     root : int
     comm : mpi4py intracommunicator, optional
     everywhere : bool
-        Whether all ranks get the results, and not the root alone.
+        Whether all ranks get the results, not only the root.
     return_exceptions : bool
         Whether an exception in `fun` is stored among the results, as a WorkerError, instead of ending the map.
     batch : int
@@ -437,13 +429,13 @@ def mpi_map(
     Raises
     ------
     WorkerError
-        On all ranks, if `fun` raises on any, or `items` on the root: with that rank, its traceback and the item's
-        `index`. Items that have been started are finished first; no others are started.
+        On all ranks, if `fun` raises on any, or `items` on the root, with that rank, its traceback and the item's `index`.
+        Items that have been started are finished first; no others are started.
     TypeError, ValueError
         On all ranks, if an argument is invalid on any of them.
     RemoteError
-        On all remaining ranks, if the root's process dies and the MPI survives it. If another rank's process dies, the
-        others evaluate its items.
+        On all remaining ranks, if the root's process dies and the MPI library survives it. If the process of another rank
+        dies, the others evaluate its items.
 
     Ranks
     -----
@@ -482,7 +474,7 @@ def _agreed_items(group: WorkerGroup, used: Channel, fun: object, items: Any, se
         given = _checked(used, fun, items, settings)
     except (TypeError, ValueError) as error:
         wrong = error
-    # On the group's own communicator: the user's doesn't work after a process has died.
+    # On the group's communicator, since the user's doesn't work after a process has died.
     found = group.comm.allgather((settings, None if wrong is None else (type(wrong), str(wrong))))
     for name, (other, said) in zip(group.names, found):
         if said is not None or other != found[0][0]:
@@ -516,7 +508,7 @@ def _checked(used: Channel, fun: object, items: Iterable, settings: tuple) -> It
 
 
 def _raising(error: Exception) -> Iterator[Any]:
-    """Return items that raise on the first access: by then all ranks take part, and raise it, too."""
+    """Return an iterator that raises on the first access, when all ranks take part in the map and raise the error, too."""
     yield from ()
     raise error
 
@@ -524,7 +516,7 @@ def _raising(error: Exception) -> Iterator[Any]:
 def _run(
     group: WorkerGroup, used: Channel, fun: Callable[[Any], Any], items: Iterator[Any], settings: tuple, progress: bool
 ) -> Outcome:
-    # Exceptions of `fun` and of items are in the outcome: `close` is collective, so no rank leaves before it.
+    # Exceptions of `fun` and of items are part of the outcome, because all ranks must call `close` before they raise.
     root, everywhere, goes_on, batch = settings
     place = group.place_of(root)
     if used.rank != root:
@@ -535,7 +527,6 @@ def _run(
     if bar is not None:
         bar.close()
     failed, index = scheduler.failed or (None, None)
-    # In the order of the items, not of their completion.
     results = None if failed is not None else [scheduler.results[k] for k in range(len(scheduler.results))]
     scheduler.stop(Outcome(failed, index, results if everywhere else None))
     return Outcome(failed, index, results)
@@ -544,5 +535,5 @@ def _run(
 def _count(items: Iterator[Any]) -> int | None:
     try:
         return length_hint(items) or None
-    except Exception:  # noqa: BLE001 - the user's code; how many there are shows at the end
+    except Exception:  # noqa: BLE001 - the user's code
         return None

@@ -1,8 +1,7 @@
-"""`sum_over`: the sum of a function over items that are distributed to groups of ranks, with its adjoint.
+"""`sum_over`: a differentiable sum of a function over items, which are distributed to groups of ranks.
 
-Each group records its items on the tapes around the call, as in a direct call of the function; only the sum at the end
-combines the groups. It has an entry per item, so that the terms are added in the items' order, whichever group computed
-them.
+Each group records its items on the current tapes, as in a direct call of the function. At the end one reduction collects
+the values of all items, so that they are added in the order of the items, whichever group has computed them.
 """
 
 from __future__ import annotations
@@ -30,15 +29,12 @@ from mpiad.transport.notices import threads_may_communicate
 from mpiad.transport.shared_counter import SharedCounter
 from mpiad.transport.user_failures import StageFailures
 
-# Groups of ranks, each with its own communicator, and communicators across them.
-
-
 _GROUPS_CALL = "tasks.RankGroups"
 _kept: WeakKeyDictionary[Channel, dict[int, RankGroups]] = WeakKeyDictionary()
 
 
 class RankGroups:
-    """Divide the ranks into groups of equal size: ranks 0 to k - 1, k to 2 k - 1, and so on.
+    """A division of the ranks into groups of equal size: ranks 0 to k - 1, k to 2 k - 1, and so on.
 
     Parameters
     ----------
@@ -50,12 +46,13 @@ class RankGroups:
     ----------
     count : int
     index : int
-        This rank's group.
+        The number of this rank's group.
     comm : mpi4py intracommunicator
         The ranks of this rank's group, for example for a `Domain` per group.
     across : mpi4py intracommunicator
-        The ranks at this rank's position in each of the groups. With a variable that is divided among all ranks,
-        ``mpi_allgather(piece, axis=0, comm=groups.across)`` is the part of it that belongs to this rank within its group.
+        The ranks with this rank's position in all groups. With a variable that is divided among all ranks,
+        ``mpi_allgather(piece, axis=0, comm=groups.across)`` is this rank's part of it if it is divided among the ranks of
+        one group.
 
     Raises
     ------
@@ -64,7 +61,7 @@ class RankGroups:
 
     Ranks
     -----
-    All ranks of `comm` make it. Its communicators are kept until `free`.
+    All ranks of `comm` call the constructor. Its communicators exist until `free` is called.
 
     Examples
     --------
@@ -78,11 +75,11 @@ class RankGroups:
         require_alike(used, _problem_with(count, used.size), _GROUPS_CALL, f"{count!r:.60} groups")
         self.count, self.whole = int(count), comm
         self.index, place = divmod(used.rank, used.size // self.count)
-        # Of the user's own communicator, since functions of the user's get it: our duplicate may be under watch.
+        # Made from the user's communicator, since the user's functions get it; our duplicate may be under watch.
         self.comm: Any = make_communicator(used.user.Split, self.index, place)
         self.across: Any = make_communicator(used.user.Split, place, self.index)
         for made in (self.comm, self.across):
-            channel(made, _GROUPS_CALL)  # prepared, also for messages from rank to rank
+            channel(made, _GROUPS_CALL)  # prepares the communicator for point-to-point messages, too
 
     def free(self) -> None:
         """Free the communicators, after the last gradient through them; collective."""
@@ -94,11 +91,10 @@ class RankGroups:
 
 
 def groups_of(given: RankGroups | int, comm: Comm) -> RankGroups:
-    """Return the user's groups, or a given number of the communicator, made at the first call and kept with it."""
+    """Return the user's groups; those for a number are made at the first call and cached with the communicator."""
     if isinstance(given, RankGroups):
         return given
     known = _kept.setdefault(channel(comm, _GROUPS_CALL), {})
-    # The same look-up on all ranks: if their numbers differ, the constructor raises.
     if not isinstance(given, int) or given not in known:
         made = RankGroups(given, comm)
         known[made.count] = made
@@ -115,20 +111,20 @@ def _problem_with(count: object, size: int) -> Exception | None:
         possible = ", ".join(str(k) for k in range(1, size + 1) if size % k == 0)
         return ValueError(
             f"{_GROUPS_CALL}: {size} rank(s) can't form {count} groups of equal size. "
-            f"Numbers that they can form: {possible}."
+            f"Possible numbers of groups: {possible}."
         )
     return None
 
 
 _CALL = "tasks.sum_over"
-_WHO = (
+_REFUSAL = (
     f"an item of {_CALL} is evaluated by one group of ranks (inside it, communicate on the comm that fun is given), and "
     "the others take no part"
 )
 
 
 class _Failed(NamedTuple):
-    """An item that failed in this rank's group; its exception if it was raised on this rank."""
+    """An item that failed in this rank's group, and the exception if it was raised on this rank."""
 
     item: int
     error: BaseException | None
@@ -143,39 +139,40 @@ def sum_over(
     objective: str = "root",
     comm: Comm = None,
 ) -> Scalar:
-    """Add up a function of each item, each evaluated by one group of ranks: shots, load cases, wells.
+    """Sum a function over items, each of which is evaluated by one group of ranks: shots, load cases, wells.
 
     Parameters
     ----------
     items : sequence
-        The same number of them on all ranks.
+        The items; the same number of them on all ranks.
     fun : callable
         ``fun(item, comm)`` returns a real number. The ranks of a group call it together, and communicate on the group's
         communicator `comm`, for example that of a `Domain`; communication among all ranks inside it raises a
         CommunicatorError. It may use traced values of the enclosing function.
     groups : RankGroups or int
-        Or their number: they are then made at the first call, and kept with the communicator.
+        The groups, or their number. For a number they are made at the first call and cached with the communicator.
     schedule : str
         ``"static"``: of G groups, group g takes the items g, g + G, g + 2 G and so on. ``"dynamic"``: a group takes the
         next item when it has finished one, which is faster if items take very different times. The result is the same.
         A compiled function always uses the static schedule.
     objective : str
-        Which of a group's numbers is that of the item, as in `value_and_grad`: that of its first rank, or the ranks' sum or
-        mean.
+        The value of an item, as in `value_and_grad`: "root" for the number of the group's first rank, "sum" or "mean" for
+        that of all its ranks' numbers.
     comm : mpi4py intracommunicator, optional
-        Of all groups, if `groups` is a number.
+        The ranks of all groups, if `groups` is a number.
 
     Returns
     -------
     float
-        The sum in the order of the items, on all ranks: equal in every bit for all numbers of groups, if the results of
-        `fun` are.
+        The sum in the order of the items, on all ranks. It doesn't depend on the number of groups, not even by rounding,
+        unless the results of `fun` do.
 
     Raises
     ------
     WorkerError
-        On all ranks, if `fun` raises on any, with that rank, its traceback and the item's `index`; a ConvergenceError
-        if it was one, so that `minimize` shortens its step. With a dynamic schedule no items are started afterwards.
+        On all ranks, if `fun` raises on any, with that rank, its traceback and the item's `index`. If it raised a
+        ConvergenceError, all ranks raise one, so that `minimize` shortens its step. With a dynamic schedule no items are
+        started afterwards.
     TypeError, ValueError
         On all ranks, if an argument is invalid on any of them.
 
@@ -185,9 +182,9 @@ def sum_over(
 
     Adjoint
     -------
-    Each rank gets its own derivatives of the items of its group; the communication of `fun` is run backwards within the
+    Each rank gets the derivatives of the items of its group; the communication of `fun` is run backwards within the
     group. For a variable that all ranks share (``shared=True``) they add up to the whole gradient. The records of all items
-    of a group are kept until then; with ``scan(checkpoints=...)`` inside an item they are short.
+    of a group are stored until then; ``scan(checkpoints=...)`` inside an item reduces their size.
 
     Examples
     --------
@@ -241,12 +238,12 @@ def _run(
 ) -> tuple[dict[int, Any], Exception | None]:
     """Return the values of the items that this rank's group computed, and the exception that all ranks raise."""
     used, group = channel(made.whole, _CALL), channel(made.comm, _CALL)
-    # A separate duplicate: a rank that fails starts an agreement while others wait in communication of `fun`.
+    # A separate duplicate, because a rank that fails may start an agreement while others communicate in `fun`.
     comm = group.derive()
     failures = StageFailures(comm, _CALL, "mpiad.tasks", explain)
     values, failed = dict[int, Any](), None
     try:
-        with used.refusing(_WHO) if made.count > 1 else nullcontext():
+        with used.refusing(_REFUSAL) if made.count > 1 else nullcontext():
             for k in numbers:
                 values[k], failed = _evaluated(fun, items[k], k, made.comm, weight, failures)
                 if failed is not None:
@@ -255,14 +252,14 @@ def _run(
         failures.close()
     group.drop(comm)
     if failed is not None and counter is not None:
-        counter.take(len(items))  # none is left
+        counter.take(len(items))  # so that no further items are started
     return values, _agreed_error(used, failed)
 
 
 def _evaluated(
     fun: Callable, item: Any, number: int, comm: Comm, weight: float, failures: StageFailures
 ) -> tuple[Any, _Failed | None]:
-    """Evaluate an item on this rank's group; return its value, or on all ranks of the group its failure."""
+    """Evaluate an item on this rank's group; return this rank's term of its value, or, on all its ranks, the failure."""
     own: BaseException | None = None
 
     def stage() -> Any:
@@ -285,7 +282,7 @@ def _evaluated(
         return failures.run(stage), None
     except WorkerError as error:
         if error is own:
-            raise  # if waiting ranks can be interrupted, a rank that failed leaves at once
+            raise  # if waiting ranks can be interrupted, the rank that failed raises immediately
         return None, _Failed(number, own)
 
 

@@ -46,18 +46,18 @@ def check_adjoint(
     linear_map : callable
         ``A(x)``, a map of one array.
     x : array
-        This rank's argument; only its shape and dtype are used, and values are drawn.
+        This rank's argument, of which only shape and dtype are used; the values are random.
     adjoint : callable, optional
-        ``Aᵀ(y)``; by default that of reverse mode.
+        ``Aᵀ(y)``; by default computed by reverse mode.
     comm : mpi4py intracommunicator, optional
     ulps : float
-        Tolerance of the difference, in roundings of the sum of absolute products.
+        Tolerance of the difference, in units of the rounding of the sum of absolute products.
     seed : int
 
     Returns
     -------
     float
-        The difference in roundings.
+        The difference of both inner products, in the unit of `ulps`.
 
     Raises
     ------
@@ -74,41 +74,41 @@ def check_adjoint(
 
     Examples
     --------
-    >>> _ = mpiad.testing.check_adjoint(mpiad.mpi_scan, np.zeros(3))  # raises where the adjoint isn't the transpose
+    >>> _ = mpiad.testing.check_adjoint(mpiad.mpi_scan, np.zeros(3))  # raises if the adjoint isn't the transpose
     """
     used = channel(comm, "check_adjoint")
-    # Different numbers on each rank: with equal ones an adjoint that mixes up ranks would pass.
+    # Numbers differ between ranks; otherwise an adjoint that confuses ranks would pass.
     rng = np.random.default_rng((seed, used.rank, 1))
     x = noise_like(x, rng)
     vjp, y = make_vjp(linear_map)(x)
-    # A(2x) = 2 A(x) exactly in binary arithmetic if A is linear.
+    # If A is linear, A(2x) = 2 A(x) holds exactly in binary arithmetic.
     twice = linear_map(x + x)
     y_bar = noise_like(y, rng)
     x_bar = vjp(y_bar) if adjoint is None else adjoint(y_bar)
-    # The sums are exactly rounded, which only the host can.
+    # Exactly rounded sums need the host.
     x, y, y_bar, x_bar, twice = to_host((x, y, y_bar, x_bar, twice))
-    sides, sizes, bends = _products(used, (y, y_bar), (x, x_bar), np.max(np.abs(twice - y - y), initial=0.0))
+    sides, sizes, nonlinearity = _products(used, (y, y_bar), (x, x_bar), np.max(np.abs(twice - y - y), initial=0.0))
     eps = max(used.data.allgather(float(np.finfo(spec_like(x).dtype).eps)))
     scale = eps * max(sizes, np.finfo(float).tiny)
-    if bends > 1e3 * eps * max(1.0, sizes):
-        raise AdjointError(f"check_adjoint: the map isn't linear: A(2x) − 2 A(x) reaches {bends:.3e}.")
+    if nonlinearity > 1e3 * eps * max(1.0, sizes):
+        raise AdjointError(f"check_adjoint: the map isn't linear: A(2x) − 2 A(x) reaches {nonlinearity:.3e}.")
     error = abs(sides[0] - sides[1]) / scale
     if error > ulps:
         raise AdjointError(
             f"check_adjoint: Σ⟨A x, y⟩ = {sides[0]!r}, but Σ⟨x, Aᵀ y⟩ = {sides[1]!r} over {used.size} ranks: "
-            f"{error:.3g} roundings apart, {ulps:g} are allowed. The adjoint isn't the transpose."
+            f"{error:.3g} roundings apart, but {ulps:g} are allowed. The adjoint isn't the transpose."
         )
     return float(error)
 
 
-def _products(used: Channel, left: tuple, right: tuple, bend: float) -> tuple[list[complex], float, float]:
-    """Return both inner products over all ranks, exactly rounded, and the sum of absolute products."""
+def _products(used: Channel, left: tuple, right: tuple, nonlinearity: float) -> tuple[list[complex], float, float]:
+    """Return both inner products, exactly rounded, the sum of absolute products, and the largest nonlinearity."""
     terms = [np.ravel(np.asarray(a) * np.asarray(b)) for a, b in (left, right)]
     if not np.iscomplexobj(right[0]):
-        # The cotangent of a real x is real: the transpose is that for the real part of the inner product.
+        # The cotangent of a real x is real, so only the real parts of the inner products are equal.
         terms = [np.real(part) for part in terms]
-    # The products themselves: sums of each rank's would be rounded before they are added up.
-    every = used.data.allgather((terms, bend))
+    # All products are gathered, because sums of each rank's would be rounded.
+    every = used.data.allgather((terms, nonlinearity))
     flat = [np.concatenate([pair[0][side] for pair in every]) for side in (0, 1)]
     sides = [complex(math.fsum(np.real(part)), math.fsum(np.imag(part))) for part in flat]
     return sides, max(float(np.sum(np.abs(part))) for part in flat), max(pair[1] for pair in every)

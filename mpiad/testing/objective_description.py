@@ -1,4 +1,4 @@
-"""Find the objective that fits a program: the distribution of its results, and the ranks on whose arguments they depend."""
+"""`describe_objective`: determine the `objective` that fits the results of a program on all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ObjectiveReport(NamedTuple):
     Attributes
     ----------
     kind : {"same", "root", "share"}
-        The same on all ranks; on the root only; a share on each.
+        Whether all ranks return the same value, only the root returns one, or each rank returns a share.
     objective : str
         The objective that fits.
     values : list
@@ -71,7 +71,7 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
     Returns
     -------
     ObjectiveReport
-        Equal on all ranks. It is based on values: shares that happen to be equal look like copies.
+        The same on all ranks. It is based on the values only, so that equal shares are mistaken for copies.
 
     Raises
     ------
@@ -99,13 +99,13 @@ def describe_objective(fun: Function, *args: Any, root: Rank = 0, comm: Comm = N
         variables = variables_of(args, 0, _CALL)
     except TypeError:
         variables = Variables([], [], lambda leaves: leaves)
-    # Traced on all ranks, also on those without variables: others wait for the adjoints of their messages.
+    # Traced on all ranks, even those without variables, since others wait for the adjoints of messages.
     traced = trace_backwards(lambda x: fun(*(arguments_with(args, 0, x) if variables.places else args)), variables)
     values = _values(traced, used)
-    kind, objective, factors, text = _how_they_lie(values, root)
+    kind, objective, factors, text = _classified(values, root)
     gradients = gradients_of_term(traced, weight_of(objective, used, root), variables)
     largest = used.data.allgather(max((float(np.max(np.abs(to_host(g)), initial=0.0)) for g in gradients), default=None))
-    return ObjectiveReport(kind, objective, values, factors, largest, text + _which_matter(largest))
+    return ObjectiveReport(kind, objective, values, factors, largest, text + _zeros_among(largest))
 
 
 def _values(traced: Traced, used: Channel) -> list:
@@ -122,8 +122,8 @@ def _values(traced: Traced, used: Channel) -> list:
     return [value for value, _ in gathered]
 
 
-def _which_matter(largest: list) -> str:
-    """Return the text on zeros among the gradients; empty if there is nothing to report."""
+def _zeros_among(largest: list) -> str:
+    """Return a text on zeros among the gradients; empty if there is nothing to report."""
     ranks = [rank for rank, entry in enumerate(largest) if entry != 0.0]
     if not ranks:
         return (
@@ -133,17 +133,17 @@ def _which_matter(largest: list) -> str:
     if len(ranks) > 1 or len(largest) == 1 or largest[ranks[0]] is None:
         return ""
     return (
-        f" The gradient with respect to the first argument is zero on all ranks but rank {ranks[0]}, as for a "
-        "function that broadcasts that rank's. If it is one variable, of which every rank holds a copy, pass shared=True: "
+        f" The gradient with respect to the first argument is zero on all ranks except rank {ranks[0]}, as if the function "
+        "broadcast this rank's argument. If it is one variable, of which every rank holds a copy, pass shared=True: "
         "all ranks then get the whole gradient."
     )
 
 
-def _how_they_lie(values: list, root: int) -> tuple[str, str, dict, str]:
-    """Return kind, objective, factors and their description."""
+def _classified(values: list, root: int) -> tuple[str, str, dict, str]:
+    """Return kind, objective, factors and text of an `ObjectiveReport`."""
     size = len(values)
     others = [value for rank, value in enumerate(values) if rank != root]
-    if all(value is None or value == 0.0 for value in others) and others:  # a single rank is the case "same"
+    if all(value is None or value == 0.0 for value in others) and others:  # a single rank has the kind "same"
         factors = {"root": 1.0, "sum": 1.0, "mean": 1.0 / size}
         sentence = f"only the root (rank {root}) holds the result. objective='root' fits; 'mean' would divide by {size}"
         return "root", "root", factors, f"{sentence} the gradient."
@@ -153,7 +153,7 @@ def _how_they_lie(values: list, root: int) -> tuple[str, str, dict, str]:
         return "same", "root", factors, sentence
     factors = {"root": math.nan, "sum": 1.0, "mean": 1.0 / size}
     sentence = (
-        "each rank returns a share of its own. objective='sum' fits (or 'mean' for the mean of losses, "
-        f"1/{size} of that gradient); 'root' would leave out all shares but that of rank {root}."
+        "each rank returns a different share. objective='sum' fits (or 'mean' for the mean of losses, with "
+        f"1/{size} of that gradient); 'root' would ignore all shares except that of rank {root}."
     )
     return "share", "sum", factors, sentence

@@ -22,7 +22,7 @@ from mpiad.testing.adjoint import noise_like
 from mpiad.transport import channel
 
 _HALVINGS = 12
-_MISSING_RATE = 0.2  # how far below the full rate a measured one may lie
+_MISSING_RATE = 0.2  # tolerance of the measured rate
 
 
 class GradientError(AssertionError):
@@ -42,7 +42,7 @@ class GradientError(AssertionError):
 
 
 class _Line:
-    """The objective along a random direction through the arguments, the same point on all ranks."""
+    """The objective on a line through the arguments in a random direction."""
 
     def __init__(
         self, fun: Function, args: tuple, argnum: Argnum, shared: bool, comm: Comm, seed: int, options: dict[str, Any]
@@ -58,7 +58,7 @@ class _Line:
         self.v = self._direction(seed)
 
     def _direction(self, seed: int) -> Any:
-        # A shared argument is moved alike on all ranks, as it is one variable; others by each rank's own direction.
+        # The direction of a shared argument is the same on all ranks, since it is one variable.
         rng = np.random.default_rng((seed, 0 if self.shared else self.used.rank))
         leaves, build = flatten(self.x)
         return build([noise_like(leaf, rng) if is_variable(leaf) else leaf for leaf in leaves])
@@ -69,9 +69,9 @@ class _Line:
         return build([x + np.asarray(h, spec_like(v).dtype)[()] * v if is_variable(x) else x for x, v in pairs])
 
     def along(self, g: Array) -> float:
-        """Return the derivative along the line of a gradient, over all ranks."""
+        """Return the inner product of a gradient with the direction, over all ranks."""
         pairs = zip(flatten(g)[0], flatten(self.v)[0], flatten(self.x)[0])
-        # dJ = Re Σ g v: without conjugation, by autograd's convention.
+        # dJ = Re Σ g v, without conjugation, in autograd's convention.
         mine = sum(np.real(to_host(np.sum(a * b))) for a, b, x in pairs if is_variable(x))
         return float(mine) if self.shared else sum(self.used.data.allgather(float(mine)))
 
@@ -106,7 +106,7 @@ def check_grads(
     step : float
         Longest step along the random direction; it is halved repeatedly.
     seed : int
-        Of the direction, which differs on every rank (not with `shared`).
+        Seed of the direction, which differs between ranks unless the argument is `shared`.
 
     Returns
     -------
@@ -116,7 +116,7 @@ def check_grads(
     Raises
     ------
     GradientError
-        On all ranks, if a rate is lower.
+        On all ranks, if a rate is lower than this.
     ValueError
         If the order or a mode is unknown.
 
@@ -144,7 +144,7 @@ def check_grads(
     line = _Line(fun, args, argnum, shared, comm, seed, {"objective": objective, "root": root})
     value, gradient = line.gradient(line.x)
     steps = [step / 2**k for k in range(_HALVINGS)]
-    # By the gradient's function, because only that combines the ranks' values into J according to the objective.
+    # `value_and_grad` combines the ranks' values into J according to the objective.
     values = [line.gradient(line.at(h))[0] for h in steps]
     rates: dict[str, float] = {}
     for mode in modes:
@@ -167,7 +167,7 @@ def _first(line: _Line, gradient: Array, mode: str) -> float:
 def _second(line: _Line, mode: str) -> float:
     if mode == "fwd":
         return line.along(line.product(line.x, line.v))
-    # Reverse over reverse: the gradient of g·v, each rank's own term. A shared g is the same on all ranks already.
+    # Reverse over reverse: the gradient of the sum over ranks of g·v. A shared g is the same on all ranks.
     weight = 1.0 / line.used.size if line.shared else 1.0
 
     def slope(x: Array) -> Any:
@@ -180,7 +180,7 @@ def _second(line: _Line, mode: str) -> float:
 def _rate(remainders: list[float], values: list[float], line: _Line, order: int, mode: str) -> float:
     leaves = [leaf for leaf in flatten(line.x)[0] if is_variable(leaf)]
     eps = max(line.used.data.allgather(max(float(np.finfo(spec_like(leaf).dtype).eps) for leaf in leaves)))
-    # Below some hundred roundings of J a remainder says nothing of the derivative.
+    # Smaller remainders are dominated by the rounding of J.
     floor = 200 * eps * max(max(map(abs, values)), np.finfo(float).tiny)
     rates = [
         math.log2(coarse / fine) for coarse, fine in zip(remainders, remainders[1:]) if coarse > floor and fine > floor
@@ -189,12 +189,12 @@ def _rate(remainders: list[float], values: list[float], line: _Line, order: int,
         raise GradientError(f"check_grads: the objective isn't finite along the direction: {values}.")
     if not rates:
         return math.inf
-    # The last steps above rounding are the asymptotic ones.
+    # The median over the last steps with remainders above rounding.
     rate = float(np.median(rates[-3:]))
     if rate < order + 1 - _MISSING_RATE:
         listed = ", ".join(f"{remainder:.2e}" for remainder in remainders)
         raise GradientError(
-            f"check_grads: the remainder of order {order} in mode {mode!r} shrinks at rate {rate:.2f}, but a right "
+            f"check_grads: the remainder of order {order} in mode {mode!r} shrinks at rate {rate:.2f}, but a correct "
             f"derivative gives {order + 1}. Remainders at each halving of the step: {listed}."
         )
     return rate

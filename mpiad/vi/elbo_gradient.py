@@ -1,11 +1,12 @@
-"""The gradient of E_q[loss] + w·KL(q‖prior) in the variational parameters, from the model's values and gradients.
+"""The gradient of E_q[loss] + w·KL(q‖prior) with respect to the variational parameters φ.
 
-With θ = T(ε; φ), the pathwise gradient is the mean of (∂loss/∂θ)ᵀ ∂T/∂φ. The score function's is that of
-(loss_s - b_s) ∂ log q(θ_s; φ)/∂φ; the baseline b_s is the mean of the other draws' losses (Kool et al., 2019).
+It is computed from the model's values and gradients at draws. With θ = T(ε; φ), the pathwise gradient is the mean of
+(∂loss/∂θ)ᵀ ∂T/∂φ. The score-function gradient is the mean of (loss_s - b_s) ∂ log q(θ_s; φ)/∂φ, in which the baseline b_s
+is the mean of the other draws' losses (Kool et al., 2019).
 
-KL is computed in closed form if it is known, or from the same draws: the mean of log q - log p, along the path. In the
-estimator "path" the density's own dependence on φ, whose mean is zero, is left out: as q comes near the exact posterior,
-the noise of the gradient then goes to zero too (Roeder, Wu and Duvenaud, 2017).
+KL is computed in closed form if there is one, or from the same draws as the mean of log q - log p. The estimator "path"
+omits the explicit dependence of log q on φ, whose gradient has mean zero. Then the noise of the gradient goes to zero as q
+approaches the exact posterior (Roeder, Wu and Duvenaud, 2017).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mpiad.vi.prior import Prior
 
 def has_closed_form(posterior: Posterior, prior: Prior) -> bool:
     """Return whether KL(q‖prior) has a closed form: both are normal."""
-    # By class: a user's class may give attributes of these names another meaning.
+    # By type, since attributes of a user's class may have another meaning.
     known = isinstance(posterior, (MeanFieldGaussian, FullRankGaussian)) and isinstance(prior, Prior)
     return known and prior.normal is not None
 
@@ -39,8 +40,8 @@ def closed_form(posterior: Any, params: Tree, prior: Any) -> Array:
     center, inverse = prior.inverse.like(mean)
     # KL = ½ (tr(Σₚ⁻¹ Σ_q) + gapᵀ Σₚ⁻¹ gap - dim + log det Σₚ - log det Σ_q).
     gap = mean - center
-    log_volume = 2 * np.sum(params["log_sd"])  # of both families: L has these on its diagonal
-    trace = np.sum(inverse * covariance)  # of the product, both being symmetric
+    log_volume = 2 * np.sum(params["log_sd"])  # for both families: exp(log_sd) is the diagonal of L
+    trace = np.sum(inverse * covariance)  # of the product, since both are symmetric
     log_volume_of_prior = float(numpy.linalg.slogdet(prior.normal[1])[1])
     return 0.5 * (trace + np.dot(gap, np.dot(inverse, gap)) - len(center) + log_volume_of_prior - log_volume)
 
@@ -62,20 +63,20 @@ class Objective(NamedTuple):
     divergence: str  # {"closed", "draws", "path"}
 
     def value_and_gradient(self, params: Tree, noise: Array, found: Evaluations) -> tuple[Terms, Tree]:
-        """Return the objective's parts and the gradient of their weighted sum, in the form of the parameters.
+        """Return the objective's parts and the gradient of their weighted sum, in the structure of the parameters.
 
-        The noise is on their device; the evaluations are on the host.
+        `noise` is on the device of the parameters; `found` is on the host.
         """
         leaves, build = flatten(params)
         places = [k for k, leaf in enumerate(leaves) if is_variable(leaf)]
         kept = found.kept
-        # Failed draws are left out of both terms, so that loss and divergence are means over the same draws.
+        # Failed draws are excluded from both terms.
         noise = noise if kept.all() else noise[numpy.flatnonzero(kept)]
         parts: list[float] = []
 
         def surrogate(params: Tree) -> Array:
-            """Return a number with the estimator's gradient; store the true values of the parts."""
-            # The same noise makes the same draws as before, now as functions of the variational parameters.
+            """Return a number whose gradient is the estimator; store the value of KL in `parts`."""
+            # The same draws as before, as functions of the variational parameters.
             theta_of, log_q = self.posterior.draw(params, noise)
             divergence = self._divergence(params, theta_of, log_q)
             parts.append(float(to_host(stop_gradient(divergence))))
@@ -89,13 +90,12 @@ class Objective(NamedTuple):
     def _model_term(self, params: Tree, theta_of: Array, found: Evaluations) -> Array:
         values, gradients = found.values[found.kept], found.gradients[found.kept]
         if self.gradient == "pathwise":
-            # Linear in θ, with the model's gradients as constants: its derivative in φ is the chain rule, and no model
-            # runs twice.
+            # Linear in θ, with the model's gradients as constants, so that its derivative is the chain rule.
             return np.sum(placed(gradients, stop_gradient(theta_of)) * theta_of) / len(values)
-        # Each draw's baseline is the mean of the others; one draw alone has none.
+        # Each draw's baseline is the mean of the other draws' losses; a single draw has none.
         count = len(values)
         others = (np.sum(values) - values) / (count - 1) if count > 1 else 0.0
-        # With the draws as constants: the score is the derivative of log q with respect to φ at a fixed θ.
+        # The score is the derivative of log q with respect to φ at a fixed θ.
         constant = stop_gradient(theta_of)
         return np.mean(placed(values - others, constant) * self.posterior.log_prob(params, constant))
 
@@ -103,7 +103,7 @@ class Objective(NamedTuple):
         if self.divergence == "closed":
             return closed_form(self.posterior, params, self.prior)
         if self.divergence == "path":
-            # By constant parameters, so that only the path's part of the gradient is left.
+            # With constant parameters, so that only the dependence through θ remains.
             log_q = self.posterior.log_prob(stop_gradient(params), theta_of)
         log_p = self.prior.log_prob(theta_of)
         wrong = int(to_host(numpy.sum(~numpy.isfinite(stop_gradient(log_p))))) if self.w else 0
@@ -111,10 +111,10 @@ class Objective(NamedTuple):
         if outside:
             raise FloatingPointError(
                 f"VI: the prior's density is zero at {outside} of {len(theta_of)} draws, so that KL(q‖prior) is infinite. "
-                "Take a posterior that keeps within the prior's support (let the loss transform unbounded parameters), or "
-                "a prior without bounds."
+                "Use a posterior within the prior's support (let the loss transform unbounded parameters), or a prior "
+                "without bounds."
             )
-        if wrong:  # the draws are finite, and so it isn't the learning rate's fault
+        if wrong:  # at finite draws, so that the learning rate isn't the cause
             raise FloatingPointError(
                 f"VI: the prior's log density is NaN or infinite at {wrong} of {len(theta_of)} draws, which are finite. "
                 "Correct log_prob of the prior."
@@ -123,11 +123,11 @@ class Objective(NamedTuple):
 
 
 def on_device(params: Tree) -> Array | None:
-    """Return an array of variational parameters that is on a device, or None if all are on the host."""
+    """Return a variational parameter that is on a device, None if all are on the host."""
     return leaf_on_device([leaf for leaf in flatten(params)[0] if is_variable(leaf)])
 
 
 def placed(x: Array, params: Tree) -> Array:
-    """Return a copy of a host array on the device of the variational parameters, if they are on one."""
+    """Copy a host array to the device of the variational parameters, if they are on one."""
     there = on_device(params)
     return x if there is None else to_device(x, like=there)

@@ -1,4 +1,4 @@
-"""`VI`: variational inference over ranks."""
+"""`VI`: variational inference with the model's evaluations distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ from mpiad.vi.posterior import Posterior
 from mpiad.vi.prior import prior_of
 from mpiad.vi.result import VIResult
 
-# The root's part of a run: draws, updates, and whether another epoch follows.
-
 
 class Optimizer(Protocol):
-    """The interface of optimizers, the user's or those of `mpiad.parallel`."""
+    """The interface of optimizers: those of `mpiad.parallel`, or a user's."""
 
     def setup(self, params: Tree) -> Any:
         """Return the state before the first update."""
@@ -45,10 +43,10 @@ class Optimizer(Protocol):
 
 
 class Verdict(NamedTuple):
-    """The root's message to all ranks after an epoch; an exception in a form that can be sent."""
+    """The root's message to all ranks after an epoch."""
 
     ends: bool
-    error: Exception | None
+    error: Exception | None  # can be pickled
 
 
 class Ended(NamedTuple):
@@ -57,7 +55,7 @@ class Ended(NamedTuple):
     # `params`, `best`: the reported parameters, and those with the lowest objective; on the host.
     params: Tree
     best: Tree
-    away: bool  # whether the root holds them on a device
+    on_device: bool  # whether they are on a device on the root
     history: dict[str, list]
     epochs: int
     best_epoch: int
@@ -65,11 +63,11 @@ class Ended(NamedTuple):
 
 
 class Training:
-    """The state of a fit: variational parameters and their history.
+    """The state of a fit, on the root: variational parameters and their history.
 
-    - `params`: on the host or on the device on which they are updated.
-    - `patience`: epochs without improvement after which the run ends.
-    - `average`: whether the average over the last epochs is reported, or the last one.
+    - `params`: initial variational parameters, on the host or a device.
+    - `patience`: number of epochs without improvement after which the run ends.
+    - `average`: whether the average over the last epochs is reported, or the parameters after the last one.
     - `failure`: the exception that ended the run, or None.
     """
 
@@ -78,7 +76,7 @@ class Training:
         average: bool,
     ):  # fmt: skip
         self._objective, self._optimizer, self._patience, self._callback = objective, optimizer, patience, callback
-        # Copies, because an optimizer of the user's may overwrite the parameters that it gets.
+        # Copies, because a user's optimizer may overwrite its arguments.
         self._params, self._best = _copied(params), params
         self._average = Average() if average else None
         self._state = optimizer.setup(self._params)
@@ -90,14 +88,14 @@ class Training:
 
     @property
     def found(self) -> tuple[Tree, Tree]:
-        """Return the reported parameters and the best, on their device or the host."""
+        """Return the reported parameters and the best ones."""
         return self._params if self._average is None else self._average.params, self._best
 
     def draws(self, rng: np.random.Generator, count: int) -> tuple[Array, Array]:
-        """Return noise and the draws computed from it; `learn` checks whether draws are finite.
+        """Return noise, on the device of the parameters, and the draws computed from it, on the host.
 
-        The noise is on the device of the parameters, the draws on the host, from which they are distributed. An exception
-        is only stored, since the other ranks already wait for their share; they get NaN.
+        An exception is stored, and the draws are NaN then, since the other ranks already wait for their share. `learn`
+        checks whether draws are finite.
         """
         noise = rng.standard_normal((count, self._objective.posterior.dim))
         try:
@@ -107,8 +105,8 @@ class Training:
                 theta = np.ascontiguousarray(found, dtype=float)
             if theta.shape != noise.shape:
                 raise ValueError(
-                    f"VI: the posterior's draw must return draws of shape {noise.shape}, as the noise, but they have shape "
-                    f"{theta.shape}."
+                    f"VI: the posterior's draw must return draws of the shape of the noise, {noise.shape}, but they have "
+                    f"shape {theta.shape}."
                 )
         except Exception as error:  # noqa: BLE001  sent to all ranks, which raise it together
             self._fail(error)
@@ -130,7 +128,7 @@ class Training:
         self.failure = error
         try:
             pickle.loads(pickle.dumps(error))
-        except Exception:  # noqa: BLE001  classes made in a function, or with arguments that their base doesn't know
+        except Exception:  # noqa: BLE001  not all exceptions can be pickled
             error = RuntimeError(f"{type(error).__name__}: {error} (raised on the root)")
         self.verdict = Verdict(True, error)
 
@@ -141,14 +139,14 @@ class Training:
                 f"VI: in epoch {epoch} draws of the posterior aren't finite. The learning rate may be too large, or a "
                 "gradient of the model infinite."
             )
-        # Some draws may fail, and the mean is that of the others; without any there is no mean.
+        # The objective is a mean over the draws that didn't fail.
         if not found.kept.any():
             counts = f"it raised for {found.raised}, and returned NaN or infinity for {found.not_finite}"
             raise WorkerError(f"VI: the model failed for all {len(theta)} draws of epoch {epoch}: {counts}.", 0, "")
         terms, gradient = self._objective.value_and_gradient(self._params, noise, found)
         value = terms.loss + (self._objective.w * terms.divergence if self._objective.w else 0.0)  # it may be infinite
         self._note(value, terms.loss, terms.divergence, found.raised + found.not_finite)
-        # The value is that of the parameters which the draws came from, before this epoch's update.
+        # The value belongs to the parameters before this epoch's update.
         if value < self._lowest:
             self._lowest, self._best, self._best_epoch = value, _copied(self._params), epoch
         elif self._patience is not None and epoch - self._best_epoch >= self._patience:
@@ -180,9 +178,8 @@ class Training:
         """Return the root's message to all ranks at the end."""
         epochs = len(self.history["objective"])
         message = self._message or f"all {n_epochs} epochs were made"
-        away = on_device(self._params) is not None
         params, best = map(to_host, self.found)
-        return Ended(params, best, away, self.history, epochs, self._best_epoch, message)
+        return Ended(params, best, on_device(self._params) is not None, self.history, epochs, self._best_epoch, message)
 
 
 _ETA = 8
@@ -191,16 +188,16 @@ _ETA = 8
 class Average:
     """The average of the variational parameters over the last part of a run, updated after each epoch.
 
-    At a constant learning rate the noise of the draws keeps the parameters from converging: the mean of many epochs is
-    closer to the optimum than any one of them (Polyak and Juditsky, 1992; for variational inference, Dhaka et al., 2020).
-    The first epochs are far from the optimum and mustn't count. So after epoch k the average moves to the newest
-    parameters by the fraction (η + 1) / (k + η), which weights epoch j by about j^η ("polynomial-decay averaging", Shamir
-    and Zhang, 2013). It needs one copy, and doesn't depend on the number of epochs.
+    At a constant learning rate the noise of the draws keeps the parameters from converging, and the mean of many epochs is
+    closer to the optimum than any single one (Polyak and Juditsky, 1992; for variational inference, Dhaka et al., 2020).
+    The first epochs are far from the optimum and must get small weights. So after epoch k the average moves towards the
+    newest parameters by the fraction (η + 1) / (k + η), which weights epoch j by about j^η ("polynomial-decay averaging",
+    Shamir and Zhang, 2013). It stores one copy of the parameters, and needn't know the number of epochs.
 
-    With η = 8 it has the mean age and the variance of the plain mean of the last fifth of the epochs: the weights' mean age
-    is 1 / (η + 2) = 1/10 of the run, and the sum of their squares (η + 1)² / (2η + 1) ≈ 5 over the number of epochs.
+    With η = 8 it has the mean age and the variance of the plain mean of the last fifth of the n epochs: the mean age of the
+    weights is n / (η + 2) = n / 10, and the sum of their squares is (η + 1)² / (2η + 1) / n ≈ 5 / n.
 
-    `params`: the mean, on the device of the parameters. Leaves that aren't floats are the newest.
+    `params`: the average, on the device of the parameters. Leaves that aren't floats are the newest ones.
     """
 
     def __init__(self) -> None:
@@ -208,7 +205,7 @@ class Average:
         self._count = 0
 
     def add(self, params: Tree) -> None:
-        """Update the mean with new parameters; these may be overwritten afterwards."""
+        """Update the average with new parameters, which may be overwritten afterwards."""
         self._count += 1
         if self._count == 1:
             self.params = _copied(params)
@@ -217,23 +214,22 @@ class Average:
         means, build = flatten(self.params)
         for k, leaf in enumerate(flatten(params)[0]):
             if is_variable(leaf):
-                means[k] += part * (leaf - means[k])  # in memory of its own; a scalar is replaced
+                means[k] += part * (leaf - means[k])
             else:
                 means[k] = leaf
         self.params = build(means)
 
 
 def _copied(params: Tree) -> Tree:
-    """Return variational parameters in memory of their own."""
     return map_leaves(lambda leaf: leaf.copy() if is_array(leaf) else leaf, params)
 
 
 def _all_finite(params: Tree) -> bool:
-    """Return whether all variational parameters are finite: on a device by one number that is copied."""
+    """Return whether all variational parameters are finite."""
     flags: list[Any] = [np.all(np.isfinite(leaf)) for leaf in flatten(params)[0] if is_variable(leaf)]
     there = [flag for flag in flags if is_device_array(flag)]
     here = all(bool(flag) for flag in flags if not is_device_array(flag))
-    # One flag for all leaves of a device: each copy to the host waits.
+    # One flag for all leaves on a device, since each copy to the host waits.
     return here and (not there or bool(to_host(np.all(np.stack(there)))))
 
 
@@ -241,38 +237,40 @@ _log = logging.getLogger("mpiad")
 
 
 class VI:
-    """Fit a posterior: minimize E_q[loss(θ, data)] + w·KL(q‖prior), with the model's runs divided among the ranks.
+    """Fit a posterior: minimize E_q[loss(θ, data)] + w·KL(q‖prior); evaluations of the loss are distributed over the ranks.
 
     Parameters
     ----------
     loss : callable
-        ``loss(theta, data)`` returns one real number for parameters of shape (dim,): the negative log likelihood, for
-        Bayes' posterior with ``w=1``. Each draw is evaluated on one rank, so communication on `comm` inside it
-        ends the run with a WorkerError; use MPI.COMM_SELF instead (``Domain(..., comm=MPI.COMM_SELF)``).
-        For pathwise gradients it is written with autograd.numpy.
+        ``loss(theta, data)`` returns one real number for parameters of shape (dim,); the negative log likelihood, if the
+        Bayesian posterior is wanted, with ``w=1``. Each draw is evaluated on one rank, so communication on `comm` inside
+        `loss` ends the run with a WorkerError; use MPI.COMM_SELF instead (``Domain(..., comm=MPI.COMM_SELF)``). For
+        pathwise gradients it must be differentiable, that is, written with autograd.numpy.
     posterior : MeanFieldGaussian, FullRankGaussian, Flow, or anything with `dim`, `initial`, `draw` and `log_prob`
     prior : frozen distribution of scipy.stats, (name, *arguments), a sequence of them, or anything with `log_prob`
         As for `Prior`.
     optimizer : object
-        Anything with ``setup(params) -> state`` and ``update(state, params, gradient) -> (state, params)``, as
+        Anything with ``setup(params) -> state`` and ``update(state, params, gradient) -> (state, params)``, such as
         `mpiad.parallel.Adam`.
     w : float
         The weight of the divergence.
     n_samples_per_epoch : int
-        The number of runs of the model per epoch, on all ranks together.
+        The number of draws per epoch, on all ranks together.
     gradient : {"pathwise", "score"}
-        Through the model; or by the score function, for models that can't be differentiated, which needs more draws.
+        "pathwise": derivatives of the loss. "score": the score-function estimator, for losses that can't be differentiated,
+        which needs more draws.
     divergence : {"auto", "closed", "draws", "path"}
-        KL in closed form, or from the epoch's draws; "path" from draws without the part of its gradient that is zero in the
-        mean, which removes the noise near an exact posterior. "auto" is closed if both are normal, else draws.
+        "closed": KL in closed form. "draws": estimated from the epoch's draws. "path": the same without the part of the
+        gradient whose mean is zero, so that the noise vanishes near an exact posterior. "auto": "closed" if posterior and
+        prior are normal, else "draws".
     schedule : {"even", "dynamic"}
-        Every rank, including the root, gets an equal share of the draws; or any free rank but the root gets the next one,
-        for models whose runs take different times.
+        "even": all ranks, including the root, get equal shares of the draws. "dynamic": a free rank other than the root
+        gets the next draw, for models whose evaluations take different times.
     devices : sequence of str, optional
         A name per rank: "cpu", or "cuda:0" and so on. On a rank with a GPU, `loss` gets `theta` on it, and its value may be
         there, too; `loss` must copy `data` itself.
     seed : int
-        Of all draws.
+        Seed of all draws.
     root : int
     comm : mpi4py intracommunicator, optional
 
@@ -283,8 +281,8 @@ class VI:
 
     Notes
     -----
-    All draws are made on the root, from noise of one generator per epoch on the host. They don't depend on the number of
-    ranks, nor, except for rounding, on devices.
+    All draws are made on the root, from noise that is generated on the host, by a new generator for each epoch. They don't
+    depend on the number of ranks, and on devices only by rounding.
 
     Examples
     --------
@@ -318,7 +316,6 @@ class VI:
         if not isinstance(w, Real) or not 0 <= w < math.inf:
             raise ValueError(f"VI: w must be zero or more, but got {w!r}.")
         _require_count(n_samples_per_epoch, "n_samples_per_epoch")
-        # Checked here: only the root makes generators from it, during a run; the others would wait if that failed.
         if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
             raise ValueError(f"VI: seed must be an integer, zero or more, but got {seed!r}.")
         self.loss, self.posterior, self.prior = loss, posterior, prior_of(prior, posterior.dim)
@@ -350,23 +347,23 @@ class VI:
         Parameters
         ----------
         data : object
-            Passed to `loss` on each rank: this rank's own. If it holds device arrays, `theta` is on their device, too.
+            This rank's data, which are passed to `loss`. If they hold device arrays, `theta` is on their device, too.
         n_epochs : int
-            Updates at most.
+            Maximum number of updates.
         max_epochs_without_improvement : int, optional
-            End after this number of epochs without a new lowest objective. The lowest is that of the luckiest
-            draws, so that a small number ends the run too early: use several tens.
+            End the run after this number of epochs without a new lowest objective. Since the objective is noisy, a small
+            number ends the run too early: use several tens.
         params : pytree of arrays, optional
-            Initial variational parameters; by default the posterior's own. Used on the root only. If they are on a device,
-            draws, densities and updates are computed there, and the result's parameters are there.
+            Initial variational parameters; by default those of `posterior.initial`. Used on the root only. If they are on a
+            device, draws, densities and updates are computed there, and the result's parameters are there.
         n_samples : int
-            Draws that the result holds.
+            The number of draws in the result.
         callback : callable, optional
             ``callback(epoch, objective, params)`` on the root after each epoch. It mustn't communicate; StopIteration from
             it ends the run on all ranks.
         average : bool
-            Whether to report the average of the variational parameters over about the last fifth of the epochs, or those
-            after the last one: for parameters whose mean has no meaning, as angles or unit vectors.
+            Whether to report the average of the variational parameters over about the last fifth of the epochs. With False
+            those after the last epoch are reported, for parameters whose mean has no meaning, such as angles.
         progress : bool
             Whether the root shows on standard error the number of completed epochs and the remaining time.
 
@@ -382,7 +379,7 @@ class VI:
         WorkerError
             On all ranks, if the model raised for all draws of an epoch, with the first traceback.
         FloatingPointError
-            On all ranks, if variational parameters or draws aren't finite: the learning rate may be too large; if the
+            On all ranks, if variational parameters or draws aren't finite (the learning rate may be too large), or if the
             prior's density is zero at a draw.
 
         Ranks
@@ -395,25 +392,25 @@ class VI:
         model = Model(self.loss, data, self.gradient == "pathwise", _device_of(self.devices, used, call))
         objective = Objective(self.posterior, self.prior, self.w, self.gradient, self.divergence)
         training = None
-        # Afterwards all ranks run the same code, so the root's own set-up comes first, and all ranks raise its exceptions,
-        # such as those of a posterior or an optimizer of the user's.
+        # All ranks raise the exceptions of the root's set-up, such as those of a user's posterior or optimizer.
         with raising_together(used, Exception):
             if used.rank == root:
-                # Not default_rng(seed): that is the stream of [seed, 0], epoch 0's noise.
+                # default_rng(seed) would be the generator of [seed, 0], which makes the noise of epoch 0.
                 fresh = np.random.default_rng([self.seed, 2**32 + 2])
                 start = self.posterior.initial(fresh) if params is None else params
                 _require_one_place(start, model.device, call)
                 training = Training(objective, self.optimizer, start, max_epochs_without_improvement, callback, average)
-        # Outside of any enclosing trace: the run can't be differentiated.
+        # The run isn't recorded in an enclosing trace.
         with restoring_state(), suspended():
             bar = progress_bar("epochs", n_epochs) if progress and training else None
             self._epochs(used, root, model, training, n_epochs, bar)
             ended = used.data.bcast(None if training is None else training.ended(n_epochs), root)
-        # No epoch has this number, so these draws are independent of the fit's; all ranks make the same, and send none.
+        # No epoch has this number, so that these draws are independent of those of the epochs. All ranks make the same
+        # ones.
         noise = np.random.default_rng([self.seed, 2**32]).standard_normal((n_samples, self.posterior.dim))
         samples = np.asarray(self.posterior.draw(ended.params, noise)[0])
-        # On the root they stay in place; elsewhere they go to the device on which the rank's model runs, if it has one.
-        kept = model.to_device(ended.params, ended.best) if ended.away else (ended.params, ended.best)
+        # The root's are unchanged; other ranks copy them to the device of their model, if it has one.
+        kept = model.to_device(ended.params, ended.best) if ended.on_device else (ended.params, ended.best)
         found, best = kept if training is None else training.found
         return VIResult(
             self.posterior, found, best, ended.history, ended.epochs, ended.best_epoch, ended.message, samples, average
@@ -423,7 +420,7 @@ class VI:
         for epoch in range(n_epochs):
             noise = theta = None
             if training is not None:
-                # Of seed and epoch alone: the same fit on any number of ranks, to rounding.
+                # Seeded by seed and epoch only, so that the fit doesn't depend on the number of ranks.
                 with used.evaluating("an update of VI"):
                     noise, theta = training.draws(np.random.default_rng([self.seed, epoch]), self.n_samples_per_epoch)
             rows = self._rows(model, theta, root)
@@ -433,10 +430,10 @@ class VI:
                 if bar is not None:
                     bar.set_postfix_str(f"objective {training.history['objective'][-1]:.6g}", refresh=False)
                     bar.update()
-            # Whether another epoch follows is decided once.
+            # The root decides whether another epoch follows.
             verdict = used.data.bcast(None if training is None else training.verdict, root)
             if verdict.error is not None:
-                # The root raises the exception itself, the others the form of it that could be sent.
+                # The root raises the exception itself, which the others may only have as a RuntimeError.
                 self._fail(used, model, verdict.error if training is None or training.failure is None else training.failure)
             if verdict.ends:
                 break
@@ -468,24 +465,24 @@ class VI:
                 _require_count(patience, "max_epochs_without_improvement")
             if not isinstance(average, bool):
                 raise TypeError(f"VI.run: average must be True or False, but got {average!r}.")
-        # These arguments determine the number of collective calls, and the draws that each rank makes by itself.
+        # These arguments determine the collective calls, and the samples that each rank makes.
         names = ("n_samples_per_epoch", "gradient", "divergence", "schedule", "w", "seed", "root", "devices")
         given = {name: getattr(self, name) for name in names} | {"dim": self.posterior.dim}
         given |= {"n_epochs": n_epochs, "n_samples": n_samples, "average": average}
         require_same(used, ", ".join(f"{name}={value}" for name, value in given.items()), "VI.run")
         count, idle = self.n_samples_per_epoch, used.size - self.n_samples_per_epoch
         if used.rank == self.root and idle > 0:
-            _log.warning("VI: %d draws per epoch leave %d of %d ranks without one.", count, idle, used.size)
+            _log.warning("VI: with %d draws per epoch, %d of %d ranks have none.", count, idle, used.size)
 
     def elbo(self, params: Tree, data: Tree = None, n_samples: int = 1000) -> tuple[float, float]:
-        """Estimate the evidence's lower bound, E_q[-loss + log prior - log q], and the standard error of the estimate.
+        """Estimate the evidence lower bound E_q[-loss + log prior - log q], and the standard error of the estimate.
 
-        For q equal to the exact posterior (and a loss that is the whole negative log likelihood) it is the log evidence.
+        If q is the exact posterior, and the loss the negative log likelihood, this is the log evidence.
 
         Parameters
         ----------
         params : pytree of arrays
-            Variational parameters, as of a result; those on a device are copied to the host.
+            Variational parameters; those on a device are copied to the host.
         data : object
         n_samples : int
 
@@ -497,7 +494,7 @@ class VI:
         Raises
         ------
         TypeError, ValueError
-            On all ranks, for an `n_samples` that is no count, or differs between ranks.
+            On all ranks, if `n_samples` isn't a positive integer, or differs between ranks.
         WorkerError
             On all ranks, if the model raised for all draws.
 
@@ -510,9 +507,9 @@ class VI:
         with raising_together(used):
             _require_count(n_samples, "n_samples")
         require_same(used, f"n_samples={n_samples}, seed={self.seed}, root={self.root}", "VI.elbo")
-        # Independent of the draws of the epochs and of the result's samples.
+        # A generator that neither an epoch nor the result's samples use.
         noise = np.random.default_rng([self.seed, 2**32 + 1]).standard_normal((n_samples, self.posterior.dim))
-        # On the host everywhere, so that results are the same on all ranks, whatever devices they have.
+        # On the host, so that results are the same on all ranks, whatever devices they have.
         theta, log_q = (np.asarray(part) for part in self.posterior.draw(to_host(params), noise))
         model = Model(self.loss, data, False, _device_of(self.devices, used, "VI.elbo"))
         with restoring_state(), suspended():
@@ -547,7 +544,7 @@ def _require_count(value: object, name: str) -> None:
 
 
 def _require_one_place(params: Tree, device: int | None, call: str) -> None:
-    """Raise if variational parameters are on several devices, not on this rank's device, or in an object of the user's."""
+    """Raise if variational parameters are on several devices, not on this rank's device, or in an unknown object."""
     refuse_objects(params, "params", call)
     leaves = [leaf for leaf in flatten(params)[0] if is_variable(leaf)]
     namespaces = [arrays_of(leaf) for leaf in leaves]
@@ -558,26 +555,26 @@ def _require_one_place(params: Tree, device: int | None, call: str) -> None:
         places = ["on the host" if each is None else f"on device {each.device}" for each in namespaces]
         raise TypeError(
             f"{call}: variational parameters must all be on the host or on one device, but they are "
-            f"{', '.join(places)}. Bring them together with mpiad.device.to_device or mpiad.device.to_host."
+            f"{', '.join(places)}. Copy them with mpiad.device.to_device or mpiad.device.to_host."
         )
     if device is not None and first.device != device:
         raise ValueError(
-            f"{call}: variational parameters are on device {first.device}, but devices= gives the root cuda:{device}. Pass "
-            f"mpiad.device.to_device(params, {device})."
+            f"{call}: variational parameters are on device {first.device}, but that of the root in devices= is "
+            f"cuda:{device}. Pass mpiad.device.to_device(params, {device})."
         )
 
 
 def _device_of(names: Sequence[str] | None, used: Channel, call: str) -> int | None:
-    """Make this rank's GPU, of the `names` "cpu", "cuda:0" and so on, the current one; return its number, None on the cpu.
+    """Make this rank's GPU the current device; return its number, None for the CPU; collective.
 
-    All ranks call it. Raise a TypeError or ValueError on all if the number of names isn't that of ranks, or one has no such
-    device.
+    `names` are "cpu", "cuda:0" and so on, one per rank. Raise a TypeError or ValueError on all ranks if their number is
+    wrong, or if a rank doesn't have its device.
     """
     if names is None:
         return None
     with raising_together(used):
         if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-            listed = "a list of names, one for each rank, as ['cpu', 'cuda:0']"
+            listed = "a list of names, one for each rank, such as ['cpu', 'cuda:0']"
             raise TypeError(f"{call}: devices must be {listed}, but got {names!r}.")
         if len(names) != used.size:
             raise ValueError(f"{call}: devices has {len(names)} names, but there are {used.size} ranks: give one for each.")

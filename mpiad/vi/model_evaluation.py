@@ -1,4 +1,4 @@
-"""Evaluation of the model at draws: values, gradients and exceptions, distributed over the ranks."""
+"""Evaluation of the model at draws, distributed over the ranks: values, gradients and exceptions."""
 
 from __future__ import annotations
 
@@ -28,50 +28,46 @@ class Evaluations(NamedTuple):
 
     values: Array  # shape (S,)
     gradients: Array  # shape (S, dim)
-    kept: Array  # bool, shape (S,); which draws count
-    # `raised`, `not_finite`: the numbers of dropped draws, by reason.
+    kept: Array  # bool, shape (S,); False for draws that failed
+    # `raised`, `not_finite`: the numbers of failed draws, by reason.
     raised: int
     not_finite: int
 
 
 class Model:
-    """The user's loss, evaluated draw by draw; remembers the first exception that it raised here.
+    """The user's loss, evaluated draw by draw; it stores the first exception that was raised on this rank.
 
     - `loss`: ``loss(theta, data)``.
     - `differentiated`: whether gradients with respect to theta are computed.
-    - `device`: the GPU to which this rank's draws are copied; by default that of the data, or the host if they are
-      there.
+    - `device`: the GPU to which this rank's draws are copied; by default that of `data`, or none if `data` is on the host.
     """
 
     def __init__(self, loss: Function, data: Tree, differentiated: bool, device: int | None = None):
         self._loss, self._data, self._differentiated, self.device = loss, data, differentiated, device
-        # Without an explicit device draws are copied to that of the data.
         self._like = None if device is not None else leaf_on_device(data)
         self.trace: str | None = None
 
     def to_device(self, *trees: Tree) -> tuple[Tree, ...]:
-        """Return copies of the host's pytrees on the device on which the model runs."""
+        """Copy pytrees from the host to the device on which the model runs, if there is one."""
         if self.device is None and self._like is None:
             return trees
         return tuple(to_device(tree, self.device, like=self._like) for tree in trees)
 
     def row(self, theta: Array) -> Array:
-        """Return value, status and gradient at one draw."""
-        # Value, status and gradient in one row of numbers: gathered from all ranks by one message.
+        """Return value, status and gradient at one draw, as one array."""
         row = np.zeros(2 + len(theta))
         if not np.isfinite(theta).all():  # the root ends the run
             row[1] = _NOT_FINITE
             return row
         try:
             with restoring_state(), suspended():
-                # A copy: if the root evaluates, too, this may be a view of the draws that its update still needs.
+                # A copy, because on the root this may be a view of the draws, which the update needs.
                 row[0], row[2:] = self._evaluated(np.array(theta))
-        except Exception as error:  # noqa: BLE001  whatever a model raises costs its draw, not the run
-            # Only the first one: later ones usually have the same cause.
+        except Exception as error:  # noqa: BLE001  an exception of the model only discards the draw
             self.trace = self.trace or "".join(traceback.format_exception(error))
             row[1] = _COMMUNICATED if isinstance(error, CommunicatorError) else _RAISED
             return row
-        # A draw counts whole or not at all: a finite value with a gradient that isn't would spoil the sum of all.
+        # A draw is discarded if its value or any entry of its gradient isn't finite.
         if not np.isfinite(row).all():
             row[:] = 0.0
             row[1] = _NOT_FINITE
@@ -95,9 +91,8 @@ class Model:
             raise problem.kind(problem.text)
 
     def evenly(self, theta: Array | None, dim: int, root: Rank, comm: Comm) -> Array | None:
-        """Give every rank, the root too, its share of the root's draws; return all rows on the root."""
+        """Evaluate the root's draws in equal shares on all ranks, including the root; return all rows on the root."""
         mine = mpi_scatter(theta, root, axis=0, comm=comm)
-        # Reshaped for ranks without a draw, whose empty list says nothing of the columns.
         with channel(comm, "VI.run").evaluating("a draw of VI"):
             found = [self.row(one) for one in mine]
         rows = np.array(found).reshape(len(mine), 2 + dim)
@@ -105,12 +100,12 @@ class Model:
         return gathered if mpi_rank(comm) == root else None
 
     def dynamically(self, theta: Array | None, root: Rank, comm: Comm) -> Array | None:
-        """Send the draws to free ranks other than the root; return all rows on the root."""
+        """Evaluate the draws on free ranks other than the root; return all rows on the root."""
         rows = mpi_map(self.row, None if theta is None else list(theta), root=root, comm=comm)
         return None if rows is None else np.array(rows)
 
     def first_trace(self, comm: Comm) -> tuple[Rank, str] | None:
-        """Return the first rank on which the model raised, and its first traceback; all ranks call it."""
+        """Return the first rank on which the model raised, and its first traceback; collective."""
         found = channel(comm, "VI.run").data.allgather(self.trace)
         return next(((rank, trace) for rank, trace in enumerate(found) if trace), None)
 
@@ -120,9 +115,9 @@ def _plain_number(value: object) -> float:
 
 
 def sorted_out(rows: Array) -> Evaluations:
-    """Return the evaluations that rows encode."""
+    """Return the evaluations from the rows of all draws."""
     status = rows[:, 1]
-    # An error of the program, which other draws may not reveal: no draw counts.
+    # Communication in the model is an error of the program, so all draws are discarded.
     if (status == _COMMUNICATED).any():
         status = np.full(len(rows), _RAISED)
     return Evaluations(

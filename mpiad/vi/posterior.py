@@ -1,4 +1,4 @@
-"""The interface of posteriors; Gaussian ones, independent in each dimension or with a full covariance."""
+"""The interface of posteriors; Gaussian posteriors with diagonal or full covariance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Posterior(Protocol):
     dim: int
 
     def initial(self, rng: numpy.random.Generator) -> Tree:
-        """Return variational parameters to start from."""
+        """Return initial variational parameters."""
         ...
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
@@ -55,8 +55,8 @@ class _Gaussian:
 
 
 def _log_density(scaled: Array, params: Tree, axis: int = 1) -> Array:
-    """Return log densities of points from the noise from which they are computed."""
-    # log N(ε; 0, I) less the logarithm of the determinant, which is that of the diagonal; no inverse is needed.
+    """Return log densities of points, given the noise from which they are computed."""
+    # log N(ε; 0, I) minus the log determinant of L, which is the sum of log_sd.
     return -0.5 * np.sum(scaled**2 + _LOG_2PI, axis=axis) - np.sum(params["log_sd"])
 
 
@@ -82,7 +82,6 @@ class MeanFieldGaussian(_Gaussian):
 
     def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
         """Return the initial variational parameters: mean and logarithm of the standard deviation."""
-        # The logarithm, so that an optimizer's step can't make a standard deviation negative.
         return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
 
     def draw(self, params: Tree, noise: Array) -> tuple[Array, Array]:
@@ -120,13 +119,12 @@ class FullRankGaussian(_Gaussian):
     def initial(self, rng: numpy.random.Generator) -> dict[str, Array]:
         """Return the initial variational parameters: mean, logarithm of L's diagonal, and the strict lower triangle.
 
-        The triangle is in units of the diagonal of each row, so that one learning rate fits all.
+        The triangle is scaled by the diagonal entry of each row, so that one learning rate suits all parameters.
         """
         return {"mean": self._mean.copy(), "log_sd": numpy.log(self._sd), "below": numpy.zeros((self.dim, self.dim))}
 
     def factor(self, params: Tree) -> Array:
         """Return L."""
-        # From the parameters' own arrays only, so that it is on their device.
         scale = np.exp(params["log_sd"])
         return np.diag(scale) + scale[:, None] * np.tril(params["below"], -1)
 

@@ -1,4 +1,4 @@
-"""Priors: distributions of SciPy's, with a log density that can be differentiated."""
+"""Priors: SciPy's distributions with a differentiable log density."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mpiad.device.transfer import Constants
 from mpiad.primitives import stop_gradient
 
 _LOG_2PI = float(numpy.log(2 * numpy.pi))
-# Step of a central difference of a smooth function in float64, in units of the distribution's scale: the cube root of
-# float64's precision, which balances truncation (step²) and rounding (precision / step).
+# Step of a central difference, in units of the distribution's scale: the cube root of float64's precision, which balances
+# truncation (step²) and rounding (precision / step).
 _STEP = 6e-6
-# In units of the distance from an end of the support.
+# Maximum step, in units of the distance from an end of the support.
 _NEAR_END = 1e-4
 
 
@@ -30,15 +30,15 @@ class Prior:
     Parameters
     ----------
     distribution : frozen distribution of scipy.stats, (name, *arguments), or a sequence of them
-        One for all parameters, independent; a sequence has one for each, as has one whose arguments are arrays.
-        `scipy.stats.multivariate_normal` frozen is the joint one. A name is that of a distribution in scipy.stats, as
-        ``("norm", -2.0, 1.0)``.
+        The distribution of each parameter, which are independent; or a sequence of one per parameter. Arguments of a
+        distribution may be arrays with an entry per parameter. A frozen `scipy.stats.multivariate_normal` is the joint
+        distribution. A name is that of a distribution in scipy.stats, for example ``("norm", -2.0, 1.0)``.
     dim : int
 
     Raises
     ------
     TypeError, ValueError
-        If the distribution is unknown, or the number of parameters is another.
+        If the distribution is unknown, or its dimension isn't `dim`.
 
     Examples
     --------
@@ -55,7 +55,7 @@ class Prior:
         self.joint: Any = distribution if isinstance(distribution, normal) else None
         if self.joint is not None:
             if self.joint.dim != dim:
-                raise ValueError(f"VI: the posterior has dimension {dim}, but the prior {self.joint.dim}.")
+                raise ValueError(f"VI: the posterior has dimension {dim}, but the prior has {self.joint.dim}.")
             if not (numpy.isfinite(self.joint.mean).all() and numpy.isfinite(self.joint.cov).all()):
                 raise ValueError("VI: mean and covariance of the prior must be finite.")
             return
@@ -63,21 +63,21 @@ class Prior:
         many = isinstance(distribution, Sequence) and not (distribution and isinstance(distribution[0], str))
         given = list(distribution) if many else _for_each(_frozen(distribution), dim)
         if len(given) != dim:
-            raise ValueError(f"VI: the posterior has dimension {dim}, but the prior is of {len(given)} distributions.")
+            raise ValueError(f"VI: the posterior has dimension {dim}, but the prior has {len(given)} distributions.")
         self.marginals = [_frozen(one) for one in given]
         for k, one in enumerate(self.marginals):
-            if not numpy.isfinite(one.median()):  # SciPy's answer to arguments out of range
+            if not numpy.isfinite(one.median()):  # SciPy returns NaN for invalid arguments
                 raise ValueError(
-                    f"VI: the prior of parameter {k} must have arguments that scipy.stats.{one.dist.name} takes, but got "
-                    f"{[float(v) for v in (*one.args, *one.kwds.values())]}, with which its density is NaN."
+                    f"VI: the prior of parameter {k} must have valid arguments of scipy.stats.{one.dist.name}, but got "
+                    f"{[float(v) for v in (*one.args, *one.kwds.values())]}, with which the density is NaN."
                 )
 
     def log_prob(self, theta: Array) -> Array:
         """Return the log densities of points of shape (S, dim); differentiable with respect to them.
 
-        They are on the device of the points. Densities of SciPy's other than the normal one are computed on the host.
+        The result is on the device of the points. Densities other than normal ones are computed on the host by SciPy, and
+        have first derivatives only, by differences.
         """
-        # By the formula, which has derivatives of any order; SciPy's densities have a slope by differences.
         if self.joint is not None:
             mean, factor = self._joint_terms.like(theta)
             scaled = np.linalg.solve(factor, (theta - mean).T)
@@ -92,7 +92,7 @@ class Prior:
 
     @functools.cached_property
     def _joint_terms(self) -> Constants:
-        """Return the mean of the joint normal distribution, and the covariance's factor."""
+        """Return the mean of the joint normal distribution, and the Cholesky factor of the covariance."""
         return Constants(self.joint.mean, numpy.linalg.cholesky(self.joint.cov))
 
     @functools.cached_property
@@ -120,10 +120,10 @@ class Prior:
 
 
 def prior_of(given: Any, dim: int) -> Any:
-    """Return a prior, one of the user's with `log_prob` as it is."""
+    """Return a `Prior`; an object with `log_prob` is returned unchanged."""
     if isinstance(given, Prior) or callable(getattr(given, "log_prob", None)):
         if getattr(given, "dim", dim) != dim:
-            raise ValueError(f"VI: the posterior has dimension {dim}, but the prior {given.dim}.")
+            raise ValueError(f"VI: the posterior has dimension {dim}, but the prior has {given.dim}.")
         return given
     return Prior(given, dim)
 
@@ -143,7 +143,7 @@ def _frozen(one: object) -> Any:
 
 
 def _for_each(one: Any, dim: int) -> list[Any]:
-    """Return a distribution for each parameter, of one whose arguments may be arrays with an entry for each."""
+    """Return a distribution for each parameter, given one whose arguments may be arrays with an entry per parameter."""
     lengths = [len(numpy.ravel(value)) for value in (*one.args, *one.kwds.values()) if numpy.ndim(value)]
     count = max(lengths, default=dim)
     columns = [numpy.broadcast_to(value, (count,)) for value in one.args]
@@ -158,10 +158,10 @@ def _log_density(x: Array, one: Any) -> Array:
 
 @primitive
 def _slope(x: Array, one: Any) -> Array:
-    """Return the derivative of a log density: SciPy has none, so by differences, NaN outside of the support."""
-    scale = float(one.ppf(0.75) - one.ppf(0.25))  # which heavy tails have too
+    """Return the derivative of a log density by central differences; NaN outside of the support."""
+    scale = float(one.ppf(0.75) - one.ppf(0.25))  # unlike the standard deviation, always finite
     low, high = one.support()
-    # Near an end the density may go to zero or infinity, and its logarithm is steep.
+    # Near an end of the support the log density may be steep.
     step = numpy.minimum(_STEP * scale, _NEAR_END * numpy.minimum(x - low, high - x))
     after, before = x + step, x - step  # the divisor is the step after rounding
     with numpy.errstate(invalid="ignore", divide="ignore"):

@@ -21,25 +21,25 @@ class VIResult:
     ----------
     posterior : Posterior
     params : pytree of arrays
-        Variational parameters of the posterior that is reported: the average over about the last fifth of the epochs, or,
-        after ``average=False``, those after the last epoch. If the root's were on a device, they stay there, and on other
-        ranks they are on the device on which the rank's model runs, if there is one.
+        Reported variational parameters: the average over about the last fifth of the epochs, or, with ``average=False``,
+        those after the last epoch. If the root's are on a device, those on other ranks are on the device of the rank's
+        model, if there is one.
     best_params : pytree of arrays
-        Those of the epoch whose objective was the lowest. The objective is a mean over the draws of one epoch, so this is
-        the epoch of the luckiest draws rather than of the best posterior.
+        Variational parameters of the epoch with the lowest objective. Since the objective is a mean over the random draws
+        of one epoch, these need not be the best ones.
     history : dict of list
-        For each epoch `objective`, `loss` (its mean over the draws), `divergence` (KL, without its weight), `dropped`
-        (draws whose model raised or wasn't finite) and `seconds` since the start.
+        For each epoch `objective`, `loss` (mean over the draws), `divergence` (KL, without its weight), `dropped` (number
+        of draws at which the model raised or wasn't finite) and `seconds` since the start.
     epochs : int
         The number of completed epochs.
     best_epoch : int
         The index, from 0, of the epoch with the lowest objective.
     message : str
-        Why the run ended.
+        The reason for the end of the run.
     samples : array of shape (n, dim)
-        Draws from the posterior that is reported, on the host.
+        Draws from the reported posterior, on the host.
     average : bool
-        Whether that is the average.
+        Whether the reported parameters are an average.
 
     Examples
     --------
@@ -62,12 +62,12 @@ class VIResult:
     average: bool = True
 
     def draw(self, count: int, seed: int = 0, best: bool = False) -> Array:
-        """Return further draws of shape (count, dim), from the posterior reported or from the best epoch's, on the host."""
+        """Return draws of shape (count, dim), on the host, from the reported posterior, or with `best` the best epoch's."""
         noise = np.random.default_rng(seed).standard_normal((count, self.posterior.dim))
         return np.asarray(self.posterior.draw(to_host(self._chosen(best)), noise)[0])
 
     def log_prob(self, theta: Array, best: bool = False) -> Array:
-        """Return log densities at points of shape (S, dim), on their device, for the same choice of posterior."""
+        """Return log densities at points of shape (S, dim), on their device; `best` as in `draw`."""
         params = self._chosen(best)
         if is_device_array(theta):
             return self.posterior.log_prob(to_device(params, like=theta), theta)
@@ -89,29 +89,29 @@ class VIResult:
         return np.quantile(self.samples, q, axis=0)
 
     def summary(self, names: list[str] | None = None) -> str:
-        """Return a table with mean, standard deviation and quantiles of each parameter, and which posterior they are of."""
+        """Return a table with mean, standard deviation and quantiles of each parameter."""
         names = names or [f"theta[{k}]" for k in range(self.posterior.dim)]
         wide = max(map(len, names))
         lines = [f"{'':{wide}}  {'mean':>10}  {'sd':>10}  {'5 %':>10}  {'50 %':>10}  {'95 %':>10}"]
         rows = np.vstack([self.mean(), self.sd(), self.quantile([0.05, 0.5, 0.95])]).T
         lines += [f"{name:{wide}}  " + "  ".join(f"{x:10.4g}" for x in row) for name, row in zip(names, rows)]
         which = "averaged over the last epochs" if self.average else "after the last epoch"
-        # One epoch's is mostly noise, and the lowest the noise's minimum.
+        # A mean, since the objective of a single epoch is noisy.
         recent = self.history["objective"][-max(1, self.epochs // 5) :]
         lines.append(f"posterior {which}; mean objective {np.mean(recent):.6g} in the last {len(recent)}")
         lines.append(f"{self.epochs} epochs, {sum(self.history['dropped'])} draws dropped; {self.message}")
         return "\n".join(lines)
 
     def plot_corner(self, names: list[str] | None = None, truth: Array | None = None, prior: Array | None = None) -> Any:
-        """Draw histograms of each parameter and of each pair; returns matplotlib's figure.
+        """Plot histograms of each parameter and of each pair; return matplotlib's figure.
 
         Parameters
         ----------
         names : list of str, optional
         truth : array of shape (dim,), optional
-            Marked by lines.
+            True values, marked by lines.
         prior : array of shape (n, dim), optional
-            Draws of the prior, drawn behind.
+            Draws of the prior, plotted in the background.
         """
         from matplotlib import pyplot
 
@@ -145,10 +145,10 @@ class VIResult:
         count: int = 200,
         noise: float | Array | None = None,
     ) -> Any:
-        """Draw predictions of the posterior's draws as bands of 50 and 90 %, with the data; returns matplotlib's axes.
+        """Plot predictions as bands of 50 and 90 %, with the data; return matplotlib's axes.
 
-        The legend names the quantity of the bands: the model's curves, which differ by their parameters only, so that data
-        may lie outside; or, if `noise` is given, the data to expect.
+        The bands are those of the model's curves, given the uncertainty of the parameters, so that data may lie outside;
+        or, if `noise` is given, those of the data to expect.
 
         Parameters
         ----------
@@ -158,7 +158,7 @@ class VIResult:
         count : int
             The number of draws used for predictions.
         noise : float or array of the shape of times, optional
-            The standard deviation of the data around a curve, which is normal: adds it to each.
+            Standard deviation of the data, normally distributed around a curve.
         """
         from matplotlib import pyplot
 

@@ -187,7 +187,7 @@ def test_what_is_no_regular_file_is_neither_replaced_nor_waited_for(folder, rank
     if rank == 0:
         os.mkfifo(pipe)
     MPI.COMM_WORLD.Barrier()
-    for path, text in ((pipe, "It is no regular file"), (folder, "Is a directory")):
+    for path, text in ((pipe, "It isn't a regular file"), (folder, "Is a directory")):
         with pytest.raises(OSError, match=text):
             domain.save(path, np.ones(domain.local_shape))
         with pytest.raises(OSError, match=text):

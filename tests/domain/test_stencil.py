@@ -225,5 +225,5 @@ def test_what_is_refused(size):
         laplacian(np.ones(domain.padded_shape))
     with pytest.raises(TypeError, match="Stencil: expected an array of floats .* but got ndarray of int"):
         laplacian(block.astype(int))
-    with pytest.raises(ValueError, match="Domain.correlate: weights must have 2 odd lengths"):
+    with pytest.raises(ValueError, match="Domain.correlate: the shape of weights must be 2 odd lengths"):
         domain.correlate(block, np.ones((3, 3)))

@@ -169,7 +169,7 @@ def test_a_damaged_file_is_refused_on_all_ranks(folder: Path, rank: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(errno.ENOSPC, "Make room on the disk"), (errno.EACCES, "this user can write into the folder")]
+    ("number", "remedy"), [(errno.ENOSPC, "Free space on the disk"), (errno.EACCES, "writable for this user")]
 )
 def test_a_disk_that_takes_nothing_does_not_end_the_solve(
     number: int, remedy: str, folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch

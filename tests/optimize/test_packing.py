@@ -45,7 +45,7 @@ def test_gradient_by_complex_variables() -> None:
 
 def test_other_nests_are_refused() -> None:
     packing = Packing([np.zeros(2), 1.0])
-    with pytest.raises(TypeError, match=r"2 arrays like x0, but got 1"):
+    with pytest.raises(TypeError, match=r"2 leaves like x0, but got 1"):
         packing.pack_gradient([np.zeros(2)])
     with pytest.raises(TypeError, match=r"expected shape \(2,\), as of x0\[0\], but got \(3,\)"):
         packing.pack_gradient([np.zeros(3), 1.0])

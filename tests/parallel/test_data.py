@@ -122,8 +122,8 @@ def test_items_are_indexed_as_those_of_a_list():
         ((5,), TypeError, "int 5"),
         ((np.ones((0, 3)),), ValueError, "no sample in the data"),
         (([],), ValueError, "no sample in the data"),
-        (((np.ones(3), [1, 2, 3]),), TypeError, "must be arrays .* got int"),
-        (({"x": [1, 2]},), TypeError, "must be arrays .* got int"),
+        (((np.ones(3), [1, 2, 3]),), TypeError, "must hold arrays .* holds int"),
+        (({"x": [1, 2]},), TypeError, "must hold arrays .* holds int"),
     ],
 )
 def test_what_cannot_be_used_is_refused(args, kind, text):

@@ -64,7 +64,7 @@ def test_an_exception_among_sums_under_way_asks_for_a_reset(comm, layers):
     with pytest.raises(KeyError):
         gradient(comm)
     raising.clear()
-    with pytest.raises(UnfinishedMessagesError, match=r"KeyError left a gradient whose sums .* mpiad.reset"):
+    with pytest.raises(UnfinishedMessagesError, match=r"KeyError ended a gradient whose sums .* mpiad.reset"):
         gradient(comm)
     mpiad.reset(comm)
     assert gradient(comm) == exact

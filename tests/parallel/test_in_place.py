@@ -76,7 +76,7 @@ def test_workers():
 def test_what_cannot_be_written_is_refused_on_all_ranks(fun):
     frozen = np.ones(2)
     frozen.flags.writeable = COMM.rank != ROOT
-    with pytest.raises(TypeError, match="x must be an array that can be written to, but got a read-only array"):
+    with pytest.raises(TypeError, match="x must be a writable array, but got a read-only array"):
         fun(frozen)
     with pytest.raises(TypeError, match=r"x\['n'\] .* int 3"):
         fun({"n": 3})

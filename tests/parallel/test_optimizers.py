@@ -158,7 +158,7 @@ def test_gradients_of_another_form_are_refused():
         ({"a": np.ones(5), "b": np.ones(3)}, ValueError, r"\['a'\] must have the shape \(3,\).* has shape \(5,\)"),
         ({"a": np.ones(3), "b": np.ones(1)}, ValueError, r"\['b'\] must have the shape \(5,\).* has shape \(1,\)"),
         ({"a": np.ones(3, np.float32), "b": np.ones(5)}, ValueError, r"\['a'\] must have .*float64.*float32"),
-        ({"a": np.ones(3), "c": np.ones(5)}, TypeError, r"\['c'\] in the place of params\['b'\]"),
+        ({"a": np.ones(3), "c": np.ones(5)}, TypeError, r"\['c'\] instead of params\['b'\]"),
         ({"a": np.ones(3)}, TypeError, "2 leaves, but has 1"),
     ],
 )

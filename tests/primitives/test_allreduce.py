@@ -165,7 +165,7 @@ def test_floats_with_an_operation_for_integers():
 
 def test_what_is_no_operation():
     for op in (np.add, "sum", None):
-        with pytest.raises(TypeError, match="mpi_allreduce: op must be an mpi4py operation as MPI.SUM, but got"):
+        with pytest.raises(TypeError, match="mpi_allreduce: op must be an mpi4py operation such as MPI.SUM, but got"):
             mpiad.mpi_allreduce(1.0, op)
 
 

@@ -31,6 +31,6 @@ def test_first_axis_that_is_not_the_number_of_ranks(size):
 
 
 def test_advice_names_no_argument_that_it_has_not(size):
-    with pytest.raises(ValueError, match=rf"Reshape it to \({size}, \.\.\.\), or pad it") as raised:
+    with pytest.raises(ValueError, match=rf"Reshape x to \({size}, \.\.\.\), or pad it") as raised:
         mpiad.mpi_alltoall(np.ones(2 * size + 1))
     assert "axis=" not in str(raised.value)

@@ -89,7 +89,7 @@ def mistakes(size):
         (ValueError, f"counts must be {size} integers.*add up to {size + 1}", np.ones(size + 1), 0, each),
         (ValueError, f"counts must be {size} integers", ones, 0, [*each, 0]),
         (ValueError, r"none negative.*got \[-1, ", np.ones(2), 0, [-1, 3, *each[2:]]),
-        (ValueError, "counts divide x along an axis.*axis=None", ones, None, each),
+        (ValueError, "counts need an axis.*axis=None", ones, None, each),
         (TypeError, "counts must be integers, but got float 1.0", ones, 0, [1.0] * size),
         (TypeError, f"counts must be a list of {size} integers, but got int 3", ones, 0, 3),
     ]

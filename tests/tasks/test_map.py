@@ -229,9 +229,9 @@ def test_wrong_arguments_are_raised_on_all_ranks(rank: int, size: int) -> None:
 
 
 def test_traced_items_and_results_are_refused() -> None:
-    with pytest.raises(WorkerError, match=r"items hold a traced value of a derivative.*mpiad\.stop"):
+    with pytest.raises(WorkerError, match=r"items hold a traced value, but.*mpiad\.stop"):
         mpiad.grad(lambda x: (mpi_map(abs, [1.0, {"a": [x]}]), anp.sum(x))[1])(np.ones(2))
-    with pytest.raises(WorkerError, match="fun returned a traced value of a derivative"):
+    with pytest.raises(WorkerError, match="fun returned a traced value, but"):
         mpiad.grad(lambda x: (mpi_map(lambda item: item * x, [1.0]), anp.sum(x))[1])(np.ones(2))
 
 

@@ -158,7 +158,7 @@ def test_an_item_that_fails_on_one_group_is_named_on_all_ranks(schedule, kind, r
     "given, kind, text",
     [
         ({"groups": 0}, ValueError, "can't form 0 groups"),
-        ({"groups": 7}, ValueError, r"can't form 7 groups of equal size. Numbers that they can form: 1"),
+        ({"groups": 7}, ValueError, r"can't form 7 groups of equal size. Possible numbers of groups: 1"),
         ({"groups": 1.0}, TypeError, "number of groups must be an integer, but got float 1.0"),
         ({"schedule": "guided"}, ValueError, "schedule must be 'static' or 'dynamic', but got 'guided'"),
         ({"objective": "max"}, ValueError, "objective must be one of .* but got 'max'"),

@@ -288,8 +288,11 @@ def test_a_prior_that_is_not_finite_is_named_not_the_learning_rate(log_prob, wor
 @pytest.mark.parametrize(
     ("prior", "words"),
     [
-        (("norm", 0.0, np.nan), r"prior of parameter 0 .* scipy.stats.norm takes, but got \[0.0, nan\]"),
-        (("norm", 0.0, -1.0), r"scipy.stats.norm takes, but got \[0.0, -1.0\]"),
+        (
+            ("norm", 0.0, np.nan),
+            r"prior of parameter 0 must have valid arguments of scipy.stats.norm, but got \[0.0, nan\]",
+        ),
+        (("norm", 0.0, -1.0), r"valid arguments of scipy.stats.norm, but got \[0.0, -1.0\]"),
         ([("expon",), ("gamma", np.inf)], "prior of parameter 1 .* scipy.stats.gamma"),
         (scipy.stats.multivariate_normal([np.nan, 0.0]), "mean and covariance of the prior must be finite"),
     ],
@@ -309,7 +312,7 @@ def test_steps_that_are_too_long_say_so_on_all_ranks():
 def test_few_draws_for_many_ranks_are_allowed_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING, logger="mpiad"):
         assert short_run(samples=1).epochs == 7
-    said = f"1 draws per epoch leave {COMM.size - 1} of {COMM.size} ranks without one" in caplog.text
+    said = f"with 1 draws per epoch, {COMM.size - 1} of {COMM.size} ranks have none" in caplog.text
     assert said is (COMM.rank == 0 and COMM.size > 1)
     assert ("leave" in caplog.text) is said
 
@@ -393,10 +396,10 @@ def make(**changes):
         ({"optimizer": "adam"}, TypeError, "optimizer must have setup, update"),
         ({"prior": 5}, TypeError, "int 5"),
         ({"prior": ("normaal",)}, ValueError, "no continuous distribution 'normaal'"),
-        ({"prior": [("norm",)] * 3}, ValueError, "dimension 2, but the prior is of 3"),
-        ({"prior": scipy.stats.multivariate_normal(np.zeros(3))}, ValueError, "dimension 2, but the prior 3"),
-        ({"prior": scipy.stats.norm([0, 1, 2])}, ValueError, "dimension 2, but the prior is of 3"),
-        ({"prior": Prior(("norm",), 3)}, ValueError, "dimension 2, but the prior 3"),
+        ({"prior": [("norm",)] * 3}, ValueError, "dimension 2, but the prior has 3"),
+        ({"prior": scipy.stats.multivariate_normal(np.zeros(3))}, ValueError, "dimension 2, but the prior has 3"),
+        ({"prior": scipy.stats.norm([0, 1, 2])}, ValueError, "dimension 2, but the prior has 3"),
+        ({"prior": Prior(("norm",), 3)}, ValueError, "dimension 2, but the prior has 3"),
         ({"w": -1}, ValueError, "-1"),
         ({"n_samples_per_epoch": 0}, ValueError, "n_samples_per_epoch.*0"),
         ({"seed": None}, ValueError, "seed must be an integer, zero or more, but got None"),

@@ -1,4 +1,4 @@
-"""Affine coupling layers: some coordinates are scaled and shifted by small networks of the others."""
+"""Affine coupling layers: half of the coordinates are scaled and shifted by a small network of the others."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class AffineCoupling:
         self.swap, self.hidden = swap, hidden
 
     def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
-        """Return the network at the start."""
-        kept, changed = parted(dim, self.swap)
+        """Return the initial parameters of the network."""
+        kept, changed = halves(dim, self.swap)
         return initial_network(length_of(kept), self.hidden, 2 * length_of(changed), rng)
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
         """Return the images, and log |det ∂x/∂z| at each point."""
-        kept, changed = parted(z.shape[1], self.swap)
+        kept, changed = halves(z.shape[1], self.swap)
         scale, move = self._scale_and_shift(params, z[:, kept], length_of(changed))
         return joined(z[:, kept], z[:, changed] * np.exp(scale) + move, self.swap), np.sum(scale, axis=1)
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
-        """Return the points whose images these are, and log |det ∂z/∂x| at each."""
-        kept, changed = parted(x.shape[1], self.swap)
+        """Return the preimages of points, and log |det ∂z/∂x| at each."""
+        kept, changed = halves(x.shape[1], self.swap)
         scale, move = self._scale_and_shift(params, x[:, kept], length_of(changed))
         return joined(x[:, kept], (x[:, changed] - move) * np.exp(-scale), self.swap), -np.sum(scale, axis=1)
 
@@ -57,34 +57,34 @@ class AffineCoupling:
         return 2 * np.tanh(found[:, :count] / 2), found[:, count:]  # e² at most in one layer keeps the fit stable
 
 
-def parted(dim: int, swap: bool) -> tuple[slice, slice]:
-    """Return the coordinates that a coupling keeps, and those that it changes: all of them if `dim` is one."""
+def halves(dim: int, swap: bool) -> tuple[slice, slice]:
+    """Return the coordinates that a coupling keeps, and those that it changes; it changes all if `dim` is one."""
     first, second = slice(0, dim // 2), slice(dim // 2, dim)
     return (second, first) if swap and dim > 1 else (first, second)
 
 
 def length_of(part: slice) -> int:
-    """Return the number of coordinates in a part."""
+    """Return the number of coordinates in a slice."""
     return part.stop - part.start
 
 
 def joined(kept: Array, changed: Array, swap: bool) -> Array:
-    """Put the coordinates in their order again."""
+    """Concatenate the kept and the changed coordinates in their original order."""
     both = (changed, kept) if swap and kept.shape[1] else (kept, changed)
     return concatenate(both, axis=1)
 
 
 def initial_network(inputs: int, hidden: int, outputs: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
-    """Return weights and biases of two hidden layers; the last layer starts at zero, so that the flow starts simple."""
+    """Return weights and biases of a network with two hidden layers, whose outputs are initially zero."""
     sizes = [inputs, hidden, hidden, outputs]
-    # Divided by the root of the number of inputs (none if dim is one), so that a unit's value doesn't grow with it.
+    # Divided by the root of the number of inputs (which is 0 if dim is one), so that activations don't depend on it.
     weights = [rng.normal(size=(n, m)) / max(n, 1) ** 0.5 for n, m in zip(sizes, sizes[1:])]
     weights[-1] *= 0
     return [(w, numpy.zeros(w.shape[1])) for w in weights]
 
 
 def evaluated(network: list[tuple[Array, Array]], x: Array, masks: Constants | None = None) -> Array:
-    """Return the network's values at points of shape (S, inputs), with its weights masked if masks are given."""
+    """Return the network's outputs at points of shape (S, inputs); weights are multiplied by the masks, if given."""
     factors = None if masks is None else masks.like(network[0][0])
     for k, (w, b) in enumerate(network):
         x = x @ (w if factors is None else w * factors[k]) + b
@@ -97,8 +97,7 @@ def evaluated(network: list[tuple[Array, Array]], x: Array, masks: Constants | N
 def masked_network(dim: int, hidden: int, per_output: int) -> Constants:
     """Return masks with which output i depends only on inputs before i (MADE; Germain et al., 2015).
 
-    The number of inputs that hidden units depend on cycles from zero on, so that also the second output depends on its
-    input if there are few units.
+    Hidden unit k depends on the first k mod dim inputs, so that all numbers of inputs occur even with few units.
     """
     seen = numpy.arange(hidden) % max(dim, 1)  # unit k sees the first `seen[k]` inputs
     first = numpy.arange(dim)[:, None] < seen[None, :]

@@ -1,4 +1,4 @@
-"""`Flow`: a posterior that transforms a normal distribution by invertible layers; linear and planar layers."""
+"""`Flow`: a posterior that transforms standard normal noise by invertible layers; linear and planar layers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LOG_2PI = float(numpy.log(2 * numpy.pi))
 
 
 class Layer(Protocol):
-    """An invertible map of points of shape (S, dim), with the logarithm of its determinant at each of them."""
+    """An invertible map of points of shape (S, dim)."""
 
     def initial(self, dim: int, rng: numpy.random.Generator) -> Tree:
-        """Return parameters to start from, near the identity."""
+        """Return initial parameters, with which the map is near the identity."""
         ...
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
@@ -27,12 +27,12 @@ class Layer(Protocol):
         ...
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
-        """Return the points whose images these are, and log |det ∂z/∂x| at each."""
+        """Return the preimages of points, and log |det ∂z/∂x| at each."""
         ...
 
 
 class Flow:
-    """Normalizing flow (Rezende and Mohamed, 2015): standard normal noise, taken through layers one after another.
+    """Normalizing flow (Rezende and Mohamed, 2015): standard normal noise, transformed by a sequence of layers.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Flow:
         `Planar`, `AffineCoupling`, `SplineCoupling`, `SplineAutoregressive`, `LULinear`, or anything with `initial`,
         `forward` and `inverse`.
     mean, sd : float or array of shape (dim,)
-        Shift and scale of the flow's values, applied last; both are fitted.
+        Initial shift and scale, which are applied after the layers and fitted, too.
 
     Examples
     --------
@@ -64,7 +64,7 @@ class Flow:
             raise ValueError(f"Flow: sd must be above zero, but got {sd!r:.80}.")
 
     def initial(self, rng: numpy.random.Generator) -> dict[str, Any]:
-        """Return parameters to start from."""
+        """Return initial parameters."""
         layers = [layer.initial(self.dim, rng) for layer in self.layers]
         return {"layers": layers, "mean": self._mean.copy(), "log_sd": numpy.log(self._sd)}
 
@@ -74,7 +74,7 @@ class Flow:
         for layer, own in zip(self.layers, params["layers"]):
             x, change = layer.forward(own, x)
             log_density = log_density - change
-        # Change of variables: the log density of the noise minus the log determinant of each map.
+        # The log density of the noise, minus the log determinant of each map.
         return params["mean"] + np.exp(params["log_sd"]) * x, log_density - np.sum(params["log_sd"])
 
     def log_prob(self, params: Tree, theta: Array) -> Array:
@@ -83,7 +83,7 @@ class Flow:
         return change - 0.5 * np.sum(x**2 + _LOG_2PI, axis=1)
 
     def inverse(self, params: Tree, theta: Array) -> tuple[Array, Array]:
-        """Return the noise whose images are the points, and log |det ∂noise/∂θ| at each."""
+        """Return the noise that is mapped to the points, and log |det ∂noise/∂θ| at each."""
         x = (theta - params["mean"]) * np.exp(-params["log_sd"])
         total = -np.sum(params["log_sd"])
         for layer, own in zip(reversed(self.layers), reversed(list(params["layers"]))):
@@ -98,7 +98,7 @@ class LULinear:
     Parameters
     ----------
     permute : bool
-        Whether P is drawn at the start; otherwise it is the identity.
+        Whether P is a random permutation; otherwise it is the identity.
 
     Examples
     --------
@@ -113,7 +113,7 @@ class LULinear:
         self.permute = permute
 
     def initial(self, dim: int, rng: numpy.random.Generator) -> dict[str, Any]:
-        """Return parameters to start from; the permutation, integers, isn't fitted."""
+        """Return initial parameters; the permutation is an array of integers and isn't fitted."""
         order = rng.permutation(dim) if self.permute else numpy.arange(dim)
         zeros = {name: numpy.zeros((dim, dim)) for name in ("lower", "upper")}
         return {**zeros, "log_diagonal": numpy.zeros(dim), "b": numpy.zeros(dim), "order": order}
@@ -122,7 +122,7 @@ class LULinear:
         """Return the images, and log |det ∂x/∂z| at each point."""
         lower, upper = _factors(params)
         x = (z @ upper.T @ lower.T)[:, params["order"]] + params["b"]
-        # P and L have determinants of size one, so U's diagonal is all; once for each point.
+        # |det P| = det L = 1, so only the diagonal of U counts.
         return x, np.sum(params["log_diagonal"]) + np.zeros_like(z[:, 0])
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
@@ -139,11 +139,11 @@ def _factors(params: Tree) -> tuple[Array, Array]:
     return lower, np.triu(params["upper"], 1) + np.diag(np.exp(params["log_diagonal"]))
 
 
-_BISECTIONS, _NEWTON_STEPS = 60, 2  # bisection to rounding; Newton's corrections are below it
+_BISECTIONS, _NEWTON_STEPS = 60, 2  # bisection to rounding; Newton steps make the root differentiable
 
 
 class Planar:
-    """x = z + û tanh(wᵀz + b), with û so that it is invertible (Rezende and Mohamed, 2015, and its appendix).
+    """x = z + û tanh(wᵀz + b), with û such that the map is invertible (Rezende and Mohamed, 2015, appendix).
 
     The inverse finds wᵀz as the root of a monotone function of one variable.
 
@@ -157,14 +157,14 @@ class Planar:
     """
 
     def initial(self, dim: int, rng: numpy.random.Generator) -> dict[str, Any]:
-        """Return parameters to start from."""
+        """Return initial parameters."""
         return {"u": 0.01 * rng.normal(size=dim), "w": rng.normal(size=dim) / dim**0.5, "b": np.zeros(())}
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
         """Return the images, and log |det ∂x/∂z| at each point."""
         u, along = _invertible(params)
         bend = np.tanh(z @ params["w"] + params["b"])
-        # By the lemma of the determinant: I + û hwᵀ has 1 + h wᵀû, above zero since wᵀû is above -1; so without its size.
+        # The matrix determinant lemma: det (I + û h wᵀ) = 1 + h wᵀû, which is positive since wᵀû > -1.
         return z + bend[:, None] * u, np.log1p(along * (1 - bend**2))
 
     def inverse(self, params: Tree, x: Array) -> tuple[Array, Array]:
@@ -173,7 +173,7 @@ class Planar:
         w, b = params["w"], params["b"]
         target = x @ w
         a = _root(stop_gradient(target), stop_gradient(along), stop_gradient(b))
-        for _ in range(_NEWTON_STEPS):  # for the last digits, and for the derivative of the root
+        for _ in range(_NEWTON_STEPS):  # traced, unlike the bisection, for the derivative of the root
             bend = np.tanh(a + b)
             a = a - (a + along * bend - target) / (1 + along * (1 - bend**2))
         bend = np.tanh(a + b)

@@ -1,8 +1,8 @@
-"""Neural spline layers (Durkan et al., 2019): a monotone spline of each coordinate, with parameters from the others.
+"""Neural spline layers (Durkan et al., 2019): monotone splines of each coordinate, with parameters from the others.
 
-The splines are rational-quadratic (Gregory and Delbourgo, 1982). Widths and heights of the bins are softmaxes of
-unconstrained numbers, slopes at inner knots softplus; outside of the bins the spline is the identity, and slopes are 1 at
-both ends. With all numbers zero it is the identity everywhere.
+The splines are rational-quadratic (Gregory and Delbourgo, 1982). The widths and heights of the bins are softmaxes of
+unconstrained parameters, and the slopes at inner knots are softpluses. Outside of the bins the spline is the identity, and
+the slopes at both ends are 1. If all parameters are zero, it is the identity everywhere.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import numpy
 from mpiad._typing import Array, Tree
 from mpiad.device.numpy import concatenate
 from mpiad.primitives import stop_gradient
-from mpiad.vi.flows.coupling import evaluated, initial_network, joined, length_of, masked_network, parted
+from mpiad.vi.flows.coupling import evaluated, halves, initial_network, joined, length_of, masked_network
 
-# The least fraction of the interval that a bin covers, and the least slope: they keep the inverse well conditioned.
+# The least fraction of the interval that a bin covers, and the least slope, for a well-conditioned inverse.
 _LEAST_BIN, _LEAST_SLOPE = 1e-3, 1e-3
-# Its softplus is 1 - _LEAST_SLOPE, so that numbers of zero give slopes of one.
+# Its softplus is 1 - _LEAST_SLOPE, so that parameters of zero give slopes of one.
 _SLOPE_ONE = float(numpy.log(numpy.expm1(1 - _LEAST_SLOPE)))
 
 
 class SplineCoupling:
-    """Half of the coordinates goes through rational-quadratic splines whose knots the other half chooses.
+    """Apply rational-quadratic splines to half of the coordinates, with knots that depend on the other half.
 
     Parameters
     ----------
     bins : int
     bound : float
-        Splines cover [-bound, bound]; beyond, the map is the identity.
+        The splines cover [-bound, bound]; outside, the map is the identity.
     swap : bool
         Whether the first half is changed instead of the second.
     hidden : int
@@ -50,8 +50,8 @@ class SplineCoupling:
         self.bins, self.bound, self.swap, self.hidden = bins, bound, swap, hidden
 
     def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
-        """Return the network at the start."""
-        kept, changed = parted(dim, self.swap)
+        """Return the initial parameters of the network."""
+        kept, changed = halves(dim, self.swap)
         return initial_network(length_of(kept), self.hidden, length_of(changed) * numbers_per_spline(self.bins), rng)
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
@@ -63,23 +63,21 @@ class SplineCoupling:
         return self._through(spline_inverse, params, x)
 
     def _through(self, fun: object, params: Tree, x: Array) -> tuple[Array, Array]:
-        kept, changed = parted(x.shape[1], self.swap)
+        kept, changed = halves(x.shape[1], self.swap)
         knots = np.reshape(evaluated(params, x[:, kept]), (len(x), length_of(changed), -1))
         y, change = fun(x[:, changed], knots, self.bins, self.bound)  # type: ignore[operator]
         return joined(x[:, kept], y, self.swap), np.sum(change, axis=1)
 
 
 class SplineAutoregressive:
-    """Each coordinate goes through a rational-quadratic spline whose knots the coordinates before it choose.
+    """Apply a rational-quadratic spline to each coordinate, with knots that depend on the coordinates before it.
 
-    Draws take one pass; the inverse, which `log_prob` of given points needs, one for each coordinate.
+    Draws take one pass. The inverse, for `log_prob` of given points, takes one pass per coordinate.
 
     Parameters
     ----------
-    bins : int
-    bound : float
-    hidden : int
-        All as for `SplineCoupling`.
+    bins, bound, hidden
+        As for `SplineCoupling`.
 
     Examples
     --------
@@ -95,7 +93,7 @@ class SplineAutoregressive:
         self.bins, self.bound, self.hidden = bins, bound, hidden
 
     def initial(self, dim: int, rng: numpy.random.Generator) -> list[tuple[Array, Array]]:
-        """Return the network at the start."""
+        """Return the initial parameters of the network."""
         return initial_network(dim, self.hidden, dim * numbers_per_spline(self.bins), rng)
 
     def forward(self, params: Tree, z: Array) -> tuple[Array, Array]:
@@ -107,7 +105,7 @@ class SplineAutoregressive:
         """Return the points whose images these are, and log |det ∂z/∂x| at each."""
         dim = x.shape[1]
         z = np.zeros_like(x)
-        # Coordinate k needs those before it, which the passes before have found.
+        # Pass k computes coordinate k from those before it.
         for k in range(dim):
             found, change = spline_inverse(x, self._knots(params, z), self.bins, self.bound)
             z = concatenate([found[:, : k + 1], np.zeros_like(found[:, k + 1 :])], axis=1)
@@ -120,15 +118,15 @@ class SplineAutoregressive:
 
 
 class _Bin(NamedTuple):
-    """The bin of each point: its corners, its slopes at both, whether the point lies in any."""
+    """The bin of each point."""
 
     x: Array
     width: Array
     y: Array
     height: Array
-    left: Array
-    right: Array
-    inside: Array
+    left: Array  # slope at the left end
+    right: Array  # slope at the right end
+    inside: Array  # whether the point lies in any bin
 
 
 def numbers_per_spline(bins: int) -> int:
@@ -137,10 +135,13 @@ def numbers_per_spline(bins: int) -> int:
 
 
 def spline(x: Array, numbers: Array, bins: int, bound: float) -> tuple[Array, Array]:
-    """Return the spline's values and the logarithms of its slopes at x, by (..., numbers_per_spline(bins)) numbers."""
+    """Return the spline's values and the logarithms of its slopes at x.
+
+    `numbers` are its unconstrained parameters, shape (..., numbers_per_spline(bins)).
+    """
     b = _bin_of(x, numbers, bins, bound, of_values=False)
     slope = b.height / b.width
-    # The formula must be finite also for points outside: in the adjoint of `where` zero times NaN would be NaN.
+    # The formula must be finite for points outside, too: in the adjoint of `where` zero times NaN would be NaN.
     part = np.where(b.inside, (x - b.x) / b.width, 0.5)
     both = part * (1 - part)
     below = slope + (b.left + b.right - 2 * slope) * both
@@ -158,7 +159,7 @@ def spline_inverse(y: Array, numbers: Array, bins: int, bound: float) -> tuple[A
     a2 = b.height * (slope - b.left) + curve
     a1 = b.height * b.left - curve
     a0 = -slope * above
-    # The root between 0 and 1, in the form that subtracts nothing of nearly equal size.
+    # The root between 0 and 1, in the form without cancellation.
     part = 2 * a0 / (-a1 - np.sqrt(a1**2 - 4 * a2 * a0))
     below = slope + (b.left + b.right - 2 * slope) * part * (1 - part)
     x = b.x + part * b.width
@@ -178,10 +179,10 @@ def _bin_of(x: Array, numbers: Array, bins: int, bound: float, of_values: bool) 
     ends = np.ones_like(inner[..., :1])
     slopes = concatenate([ends, inner, ends], axis=-1)
     lefts, bottoms = _starts(widths, bound), _starts(heights, bound)
-    # Which bin a point is in is constant almost everywhere, so nothing flows through the search.
+    # Untraced, since the index of a point's bin is constant almost everywhere.
     starts = stop_gradient(bottoms if of_values else lefts)
     plain = stop_gradient(x)
-    # A point is in the last bin whose start it has reached, or in the first if it has reached none.
+    # A point belongs to the last bin that starts at or before it, or to the first bin if there is none.
     reached = plain[..., None] >= starts[..., 1:]
     first, none = numpy.ones_like(plain[..., None], dtype=bool), numpy.zeros_like(plain[..., None], dtype=bool)
     chosen = numpy.concatenate([first, reached], axis=-1) & ~numpy.concatenate([reached, none], axis=-1)

@@ -150,7 +150,7 @@ def test_another_problem_is_refused(name: str, folder: Path, size: int) -> None:
     keywords = {"options": {}, **other_call(name)}
     keywords["options"] = {"m": 4, **keywords["options"]}
     if name != "root" or size > 1:
-        with pytest.raises(ValueError, match=rf"belongs to another problem: .*{name}.* there and .* here"):
+        with pytest.raises(ValueError, match=rf"belongs to another problem: .*{name}.* in the file, but .* in this call"):
             mpiad.minimize(lambda x: 0.0, method=METHOD, checkpoint=folder / "run.npz", **keywords)
 
 
