@@ -125,7 +125,7 @@ def _put(archive: zipfile.ZipFile, name: str, array: np.ndarray) -> None:
 
 
 def _checksum(file: IO[bytes]) -> bytes:
-    """Return the checksum of all bytes before the stored checksum, where the position in the file is afterwards."""
+    """Return the checksum of all bytes before the stored checksum, and leave the position in the file there."""
     left, found = file.seek(0, os.SEEK_END) - _CHECKSUM, 0
     file.seek(0)
     while left > 0:

@@ -79,7 +79,7 @@ def assert_replicated(x: Tree, comm: Comm = None, name: str = "x") -> None:
     Notes
     -----
     Equal means equal in every bit: ``-0.0`` differs from ``0.0``, and a NaN equals only a NaN of the same bits. Lists and
-    tuples count alike, and the order of a dict's keys doesn't matter.
+    tuples are equivalent, and the order of a dict's keys doesn't matter.
 
     Examples
     --------

@@ -235,9 +235,9 @@ def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
 
 
 def _right_launcher(library: Library, found: Launcher) -> str:
-    beside = mpiexec_beside(library.path)
-    if beside:
-        return f"Start it with {beside}."
+    mpiexec = mpiexec_beside(library.path)
+    if mpiexec:
+        return f"Start it with {mpiexec}."
     name = f"the mpiexec of {library.vendor}"
     if found.name.startswith("Slurm"):
         return f"Start it with {name}, or with another `srun --mpi=` (`srun --mpi=list` lists them)."
@@ -251,10 +251,10 @@ def of_mpiexec(library: Library, cores: int, environment: Mapping[str, str] = os
         return []
     family, wanted = _family_of_mpiexec(program), family_of(library.vendor)
     if family and wanted and family != wanted:
-        beside = mpiexec_beside(library.path) or f"the mpiexec of {library.vendor}"
+        mpiexec = mpiexec_beside(library.path) or f"the mpiexec of {library.vendor}"
         text = (
             f"`mpiexec` is {program}, of {_OF_FAMILY[family]}, but mpi4py loads {library.vendor}: "
-            f"the processes that it starts won't find each other. Use {beside}."
+            f"the processes that it starts won't find each other. Use {mpiexec}."
         )
         return [Mistake("warning", text)]
     if family == "openmpi":
@@ -409,7 +409,7 @@ def _examined(used: Channel, entered: Callable[[str], None]) -> Environment:
     speed = speed_of(used)
     entered("comparing a gradient with its closed form")
     selftest = run_selftest(used.user)
-    entered("collecting what they found")
+    entered("collecting the results")
     found, loaded = launcher(), library()._replace(takes_device_buffers=cuda_aware.described())
     mistakes = of_start(loaded, found, used.size) + of_places(places) + of_versions(places)
     mistakes += [Mistake("warning", text) for text in misspelt()]

@@ -161,9 +161,9 @@ def _waits(totals: Totals, stretches: Sequence[Stretch]) -> Iterator[str]:
         )
         return
     more = max(stretches, key=lambda each: each.seconds[slow] - each.seconds.mean(), default=None)
-    where = "" if more is None else f", above all {_at(more)}"
+    part = "" if more is None else f", above all {_at(more)}"
     yield (
-        f"load imbalance: rank {slow} computes {uneven:.1f} times as long as the mean{where}, and the ranks wait "
+        f"load imbalance: rank {slow} computes {uneven:.1f} times as long as the mean{part}, and the ranks wait "
         f"{share:.0%} of the time. Divide the work differently."
     )
 
@@ -204,8 +204,8 @@ _PHASES = ("forward", "backward")
 
 def _at(stretch: Stretch) -> str:
     phase, after, until = stretch.place
-    where = after if after.startswith("inside") else f"in the loop around {after}" if after == until else ""
-    return f"{where or f'from {after} to {until}'} ({phase})"
+    place = after if after.startswith("inside") else f"in the loop around {after}" if after == until else ""
+    return f"{place or f'from {after} to {until}'} ({phase})"
 
 
 def _share(seconds: np.ndarray, totals: Totals) -> float:

@@ -67,7 +67,7 @@ class StencilSums:
         periodic = self.halo.geometry.partition.periodic
         return any(side.layers is not None for pair, wraps in zip(self.sides, periodic) if not wraps for side in pair)
 
-    def _take_buffer(self, u: LocalArray) -> LocalArray:
+    def buffer_for(self, u: LocalArray) -> LocalArray:
         """Return an array of shape (..., *padded) with arbitrary values, for `u`."""
         shape = u.shape[: u.ndim - len(self.halo.shape)] + self.halo.padded
         # Removed from the cache while in use, so that another thread makes a new one.
@@ -80,7 +80,7 @@ class StencilSums:
     def summed(self, u: LocalArray) -> LocalArray:
         """Return S E u."""
         halo, stage = self.halo, self._stage
-        padded = self._take_buffer(u)
+        padded = self.buffer_for(u)
         padded[halo.interior] = u
         out = empty_like(u, u.shape)
         # Cells whose neighbors are all in the block are summed during the exchange.

@@ -1,4 +1,4 @@
-"""Path and interval of a solve's checkpoints, the problem that they belong to, and the last iterate written by the root."""
+"""Checkpoints of a solve: the argument `checkpoint`, the description of the problem, and the file that the root writes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class CheckpointFile(NamedTuple):
     Attributes
     ----------
     path : str or Path
-        The file. With sharded methods each rank writes two alternately, with its number in their names.
+        The file. With sharded methods each rank writes two files alternately, with its number in their names.
     every : int
         Number of iterations between two written states.
     patience : float
-        Seconds to finish the iteration after SIGTERM; then the job ends anyway.
+        Maximum time in seconds to finish the iteration after SIGTERM, before the job ends.
     blocks : tuple of slice, optional
         Position of a rank's variables in the whole arrays of a sharded solve, along their last axes: for example
-        `Domain.owned`, which `Domain.minimize` passes. With it a solve resumes on any number of ranks. Without it arrays
-        with one axis are assumed to be consecutive parts of whole ones, in the order of ranks.
+        `Domain.owned`, which `Domain.minimize` passes. With it a solve can resume on any number of ranks. Without it,
+        arrays with one axis are assumed to be consecutive parts of whole arrays, in the order of ranks.
 
     Examples
     --------
@@ -52,14 +52,14 @@ class CheckpointFile(NamedTuple):
 
     @property
     def file(self) -> Path:
-        """Return the path, absolute: a program may change its working directory."""
+        """Return the absolute path, since a program may change its working directory."""
         return Path(self.path).absolute()
 
 
 def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile | None:
-    """Return the user's argument as a `CheckpointFile`; a TypeError or ValueError if that is impossible.
+    """Return the user's argument as a `CheckpointFile`; raise a TypeError or ValueError if it is invalid.
 
-    If `writes` is false this rank writes nothing, and may not see the folder, for example on another node's disk.
+    If `writes` is False, this rank writes no file, and the existence of the folder isn't checked.
     """
     if given is None:
         return None
@@ -70,46 +70,46 @@ def as_checkpoint(given: Any, call: str, writes: bool = True) -> CheckpointFile 
             f"{given!r:.60}."
         )
     if not (isinstance(found.every, (int, np.integer)) and found.every >= 1):
-        raise ValueError(f"{call}: a checkpoint is written every 1 or more iterations, but got every={found.every!r}.")
+        raise ValueError(f"{call}: every must be a positive number of iterations, but got {found.every!r}.")
     if writes and not found.file.parent.is_dir():
         raise ValueError(
-            f"{call}: checkpoint {found.path!s:.200} lies in a folder that doesn't exist, {found.file.parent}. Make it "
-            "first, on a disk that all ranks see where several write."
+            f"{call}: the folder of checkpoint {found.path!s:.200} doesn't exist: {found.file.parent}. Make it first; with "
+            "sharded methods, on a file system that all ranks share."
         )
     return found
 
 
 class WriteFailures:
-    """Warn about states that weren't written: once per reason, until one is written again.
+    """Warnings for states that couldn't be written, once for each reason.
 
     `call`: name of the public function.
     """
 
     def __init__(self, call: str):
-        self._call, self._told = call, ""
+        self._call, self._last = call, ""
 
     @staticmethod
     def reason(error: OSError, file: Path) -> str:
-        """Return why a file wasn't written, and a remedy."""
+        """Return the reason for which a file wasn't written, and a remedy."""
         return f"{file}: {error.strerror or error}. {remedy(error, file)}"
 
-    def tell(self, iteration: int, reason: str) -> None:
+    def warn(self, iteration: int, reason: str) -> None:
         """Warn that the state of an iteration wasn't written."""
-        if reason != self._told:
+        if reason != self._last:
             warnings.warn(
-                f"{self._call}: the checkpoint of iteration {iteration} wasn't written, the one before stays ({reason})",
+                f"{self._call}: the checkpoint of iteration {iteration} can't be written; the older one is kept ({reason})",
                 RuntimeWarning,
                 stacklevel=3,
             )
-        self._told = reason
+        self._last = reason
 
     def end(self) -> None:
-        """Note that a state was written."""
-        self._told = ""
+        """Forget the last reason, after a state was written."""
+        self._last = ""
 
 
 def fingerprint(*arrays: np.ndarray) -> str:
-    """Return a checksum of arrays; equal arrays have the same."""
+    """Return a checksum of arrays."""
     found = 0
     for array in arrays:
         found = zlib.crc32(np.ascontiguousarray(array).data, found)
@@ -117,7 +117,7 @@ def fingerprint(*arrays: np.ndarray) -> str:
 
 
 def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int) -> dict[str, Any]:
-    """Return the description of the problem that a state belongs to: another problem has another description."""
+    """Return a description of the problem, by which checkpoints of other problems are recognized."""
     return {
         "ranks": size,
         "objective": program.objective,
@@ -128,9 +128,9 @@ def problem_of(program: Program, packing: Packing, start: np.ndarray, size: int)
 
 
 class RootCheckpoint:
-    """Write iterates and read them again; without a checkpoint it does nothing. Only the root has one.
+    """Writes and reads iterates on the root; without a checkpoint it does nothing.
 
-    `problem`: description of the problem that the iterates belong to. `call`: name of the public function.
+    `problem`: description of the problem. `call`: name of the public function.
     """
 
     def __init__(self, checkpoint: CheckpointFile | None, problem: dict[str, Any], call: str = "minimize"):
@@ -145,7 +145,7 @@ class RootCheckpoint:
     def found(self) -> dict[str, np.ndarray] | None:
         """Return the arrays of an earlier run: "x", "value", "gradient", "counts", "history"; None if there is none.
 
-        The gradient is empty if it wasn't known. A ValueError if the file is damaged, or belongs to another problem.
+        The gradient is empty if it wasn't known. Raise a ValueError if the file is damaged, or belongs to another problem.
         """
         if self._checkpoint is None:
             return None
@@ -153,8 +153,8 @@ class RootCheckpoint:
         others = files_of_ranks(file)
         if others:
             raise ValueError(
-                f"{self._call}: the checkpoint {others[0]} was written by a sharded method, and not by "
-                f"{self._problem['method']!r}. Name another file, or delete it."
+                f"{self._call}: the checkpoint must have been written by {self._problem['method']!r}, but {others[0]} was "
+                "written by a sharded method. Pass another file, or delete it."
             )
         if not file.exists():
             return None
@@ -170,8 +170,8 @@ class RootCheckpoint:
         if not ended and (iteration <= self._written or iteration == 0 or iteration % self._checkpoint.every):
             return
         x, made = point.x, np.array(list(counts))
-        # The last line search may have met a better point since the last iterate was written; and its evaluations count,
-        # or all runs together could exceed the limit.
+        # At the end of a solve an iterate is written again if the last line search has found a better point or has used
+        # further evaluations, which count for `maxfun`.
         if iteration <= self._written and np.array_equal(x, self._x) and np.array_equal(made, self._counts):
             return
         gradient = np.zeros(0) if point.gradient is None else point.gradient
@@ -180,7 +180,7 @@ class RootCheckpoint:
         try:
             write(self._checkpoint.file, self._problem, arrays.items())
         except OSError as error:
-            self._failures.tell(iteration, self._failures.reason(error, self._checkpoint.file))
+            self._failures.warn(iteration, self._failures.reason(error, self._checkpoint.file))
         else:
             self._failures.end()
             self._written, self._x, self._counts = iteration, x, made

@@ -1,4 +1,4 @@
-"""The root's view of the objective: each thing evaluated once per point, counted and limited."""
+"""The objective as the root's method calls it: values and gradients are stored, counted and limited."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ import numpy as np
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.root_protocol import BOTH, GRADIENT, NOT_FINITE, PRODUCT, VALUE, Instructions
 
-# A line search may accept an earlier point than the last one it tried.
-_REMEMBERED = 4
-# If a trial isn't finite, the next one goes this fraction of the way to it, in all methods. Closer to the end of the domain
-# the curvature of the function costs further iterations: log barriers take the fewest evaluations between 0.2 and 0.4.
+_REMEMBERED = 4  # number of stored points, since a line search may accept an earlier point than the last one
+# If the objective isn't finite at a trial point, the next trial step has this fraction of its length, in all methods. For
+# log barriers values from 0.2 to 0.4 take the fewest evaluations.
 RETREAT = 0.3
 _NAMES = {VALUE: "value", GRADIENT: "gradient", BOTH: "both", PRODUCT: "product"}
 
 
 class Ending(NamedTuple):
-    """Status and its meaning; zero is success."""
+    """The end of a solve: its status, zero for success, and message."""
 
     status: int
     message: str
 
 
-# The exit status that a shell reports for a program ended by SIGTERM: 128 and the signal's number.
+# The exit status of a program that is ended by SIGTERM: 128 plus the signal's number.
 INTERRUPTED = Ending(
     143,
-    "INTERRUPTED: a rank was told to end by SIGTERM, and the state is written. Make the same call again to go on.",
+    "INTERRUPTED: a rank received SIGTERM, and the state is written. Make the same call again to continue.",
 )
-# SciPy's own status for it.
+# SciPy's status.
 STOPPED = Ending(99, "`callback` raised `StopIteration`.")
 
 
-class Left(Exception):  # noqa: N818 - no error, as StopIteration is none
-    """Leave a method from any depth.
+class Left(Exception):  # noqa: N818 - like StopIteration, not an error
+    """Raised in the functions that a method calls, to end it.
 
-    `ending`: the status to report. `at_best`: whether to return the best point found instead of the last iterate.
+    `ending`: the end to report. `at_best`: whether to return the best point found instead of the last iterate.
     """
 
     def __init__(self, ending: Ending, at_best: bool = False):
@@ -52,12 +51,12 @@ class Counts(dict):
 
     @property
     def of_objective(self) -> int:
-        """Number of evaluations of the objective, with its gradient or without."""
+        """Number of evaluations of the objective, with or without its gradient."""
         return self["value"] + self["both"]
 
     @property
     def of_gradient(self) -> int:
-        """Number of evaluations of the gradient, with the objective or without."""
+        """Number of evaluations of the gradient, with or without the objective."""
         return self["gradient"] + self["both"]
 
 
@@ -67,7 +66,7 @@ class Point:
     __slots__ = ("_bits", "_first", "gradient", "value", "x")
 
     def __init__(self, x: np.ndarray, value: float | None = None):
-        self.x = x.copy()  # SciPy's methods and the user's function may change theirs
+        self.x = x.copy()  # SciPy's methods and the user's function may overwrite x
         self._bits = self.x.view(np.int64)  # compared by bits, so that NaN equals NaN
         self._first = self._bits[0] if x.size else 0
         self.value = value
@@ -83,13 +82,13 @@ class Point:
     def lies_at(self, x: np.ndarray) -> bool:
         """Return whether this is the point x."""
         bits = x.view(np.int64)
-        if x.size and self._first != bits[0]:  # most differ in every entry
+        if x.size and self._first != bits[0]:  # different points mostly differ in the first entry
             return False
         return bool((self._bits == bits).all())
 
 
 class Points:
-    """Evaluate on all ranks, unless a stored point has the result.
+    """Values and gradients at points, evaluated on all ranks unless they are stored.
 
     Parameters
     ----------
@@ -102,13 +101,13 @@ class Points:
     maxfun : float or None
         Maximum number of evaluations of the objective; the first is always made.
     excess : callable or None
-        ``excess(x)`` returns by how much x violates bounds and constraints; 0 if it doesn't.
+        ``excess(x)`` returns the violation of bounds and constraints by x.
     best : Point or None
         The point with the lowest finite objective among those with the least violation.
     iterate : Point or None
-        Stored as long as it is the last iterate, to which methods return at their end.
+        The last iterate, at which methods end.
     interruptible : bool
-        Whether the solve is to end soon after a rank received SIGTERM.
+        Whether the solve ends after a rank received SIGTERM.
     """
 
     def __init__(self, evaluation: Evaluation, instructions: Instructions, together: bool):
@@ -128,17 +127,17 @@ class Points:
     @property
     def exhausted(self) -> bool:
         """Return whether no further evaluation of the objective is allowed."""
-        # At least one, since without the objective at x0 there is no result.
+        # The objective at x0 is evaluated in any case.
         return self.maxfun is not None and self.counts.of_objective >= max(self.maxfun, 1)
 
     def limit_reached(self) -> Left:
         """Return the exception that leaves a method when it needs more evaluations than `maxfun`."""
-        said = f"STOP: maxfun={self.maxfun:.0f} evaluations of the objective are done. Raise options['maxfun'], or accept "
+        said = f"STOP: all maxfun={self.maxfun:.0f} evaluations are done. Raise options['maxfun'], or accept "
         return Left(Ending(1, said + "x, the best point so far."), at_best=True)
 
     @property
     def broken(self) -> bool:
-        """Return whether anything wasn't finite at the last points."""
+        """Return whether a value or gradient wasn't finite at the last points."""
         known = [thing for point in self._recent for thing in (point.value, point.gradient) if thing is not None]
         return not all(np.all(np.isfinite(thing)) for thing in known)
 
@@ -147,7 +146,7 @@ class Points:
         return self.shown(self.valued(x))
 
     def valued(self, x: np.ndarray) -> Point:
-        """Return x as a point with a known objective. The user's function gets this x, as in SciPy, and may change it."""
+        """Return the point x with a known objective. The user's function gets x itself, and may overwrite it."""
         x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.value is None:
@@ -155,14 +154,14 @@ class Points:
         return point
 
     def gradient(self, x: np.ndarray) -> np.ndarray:
-        """Return the gradient at x, shape (n,); read-only if the method mustn't write into it.
+        """Return the gradient at x, shape (n,).
 
-        Methods that need it with each value only read it, and a copy would take as long as their own passes.
+        For methods that need it with each value, which don't write into it, it is a read-only view instead of a copy.
         """
         x = np.ascontiguousarray(x, dtype=float)
         point = self.at(x)
         if point.gradient is None:
-            # The value's forward pass is kept on all ranks until the next one.
+            # All ranks have kept the forward pass of the last value.
             ready = point is self._last_valued or (self._evaluation.separate and point.value is not None)
             self._ask(GRADIENT if ready else BOTH, point, x)
         gradient: np.ndarray = self._continuation(point)[1]
@@ -173,19 +172,19 @@ class Points:
         return view
 
     def shown(self, point: Point) -> float:
-        """Return the objective at a point, as shown to the method."""
+        """Return the objective at a point, or a substitute if it isn't finite, for the method."""
         return self._continuation(point)[0]
 
     def value_found(self, x: np.ndarray, shown: float) -> float:
-        """Return the objective at the end of a method, given the value that the method was shown."""
+        """Return the objective at the end of a method, whose reported value `shown` may be a substitute."""
         value = self.at(np.ascontiguousarray(x, dtype=float)).value
         return shown if value is None or math.isfinite(value) else value
 
     def _continuation(self, point: Point) -> tuple[Any, Any]:
-        """Return value and gradient at a point; if they aren't finite, those of a parabola along the line from the iterate.
+        """Return value and gradient at a point; substitutes if they aren't finite, since SciPy's line searches fail at NaN.
 
-        It has the iterate's value and slope, and its minimum is at the next point that a line search should try: those of
-        SciPy fail at NaN.
+        The substitutes are those of a parabola along the line from the iterate, with the iterate's value and slope, whose
+        minimum is the point that a line search should try next.
         """
         here, known = self.iterate, (point.value, point.gradient)
         finite = all(thing is None or np.all(np.isfinite(thing)) for thing in known)
@@ -204,7 +203,7 @@ class Points:
 
     def at(self, x: np.ndarray) -> Point:
         """Return the stored point at x, an array of doubles; a new one if there is none."""
-        # The newest first, which is needed most often; the other two may have left the short memory long ago.
+        # The newest first; the best point and the iterate may no longer be among the recent ones.
         for point in (*reversed(self._recent), self.best, self.iterate):
             if point is not None and point.lies_at(x):
                 return point
@@ -233,7 +232,7 @@ class Points:
             self.best, self._least = point, excess
 
     def lowers(self, x: np.ndarray, value: float) -> bool:
-        """Return whether the best point violates less than x, or equally with a lower value."""
+        """Return whether the best point has a smaller violation than x, or the same and a lower value."""
         if self.best is None:
             return False
         excess = 0.0 if self.excess is None else self.excess(x)
@@ -256,8 +255,7 @@ class Points:
         return self.best if not finite or self.lowers(self.iterate.x, self.iterate.value) else self.iterate
 
     def _carry_out(self, kind: int, x: np.ndarray, direction: np.ndarray | None = None) -> Any:
-        self._evaluation.agreement.raise_if_failed()  # the other ranks don't listen any more
+        self._evaluation.agreement.raise_if_failed()  # otherwise the other ranks no longer wait for instructions
         self.counts[_NAMES[kind]] += 1
-        # The other ranks execute it as soon as they receive it, so from here on the root must do its part as well.
         self._instructions.give(kind, x, direction)
         return self._evaluation.carry_out(kind, x, direction)

@@ -87,8 +87,8 @@ class History(NamedTuple):
 class Record:
     """The rows of a solve in progress.
 
-    Some methods call back before they have requested the gradient at their iterate; its norm is added later. It stays NaN
-    if they never do: a record evaluates nothing.
+    Some methods call the callback before they have requested the gradient at their iterate. Its norm is added later, or
+    remains NaN if they never request it.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class Record:
     def restore(self, table: np.ndarray) -> None:
         """Continue the rows of an earlier run, and its time."""
         self.rows = [Row(int(r[0]), r[1], r[2], r[3], int(r[4]), r[5]) for r in table.tolist()]
-        # Seconds continue those of the earlier run: the time between the runs isn't counted.
+        # Seconds continue from the end of the earlier run.
         self._start, self._last = time.perf_counter() - self.rows[-1].seconds, None
 
     def history(self) -> History:
@@ -128,10 +128,10 @@ class Record:
 
 
 class Progress:
-    """The progress of one solve.
+    """The progress bar of one solve, on the root.
 
-    `options`: the solve's; only the root's are used. A limit of the iterations, or else of the evaluations, gives the
-    maximum duration; SciPy's own limits are too high to be informative.
+    `options`: the user's options. The bar counts iterations up to their limit, or evaluations if only these have a limit.
+    Default limits aren't used, since they are too high to be informative.
     """
 
     def __init__(self, options: dict[str, Any] | None):
@@ -154,7 +154,7 @@ class Progress:
         self._by_evaluations = iterations is None and evaluations is not None
         count = row.evaluations if self._by_evaluations else row.iteration
         unit = "evaluations" if self._by_evaluations else "iterations"
-        # Work before the first row, including that of an earlier run, says nothing about the remaining time.
+        # The count before the first row, such as that of an earlier run, isn't used to estimate the remaining time.
         return progress_bar(unit, evaluations if self._by_evaluations else iterations, count)
 
     def _limit(self, name: str) -> int | None:

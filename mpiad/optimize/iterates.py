@@ -1,4 +1,4 @@
-"""The iterates of a solve: recorded, shown, and passed to the user's callback."""
+"""The iterates of a solve, which are recorded, shown, written and passed to the user's callback."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Moved(Iterate, Protocol):
 
 
 class Iterates:
-    """Recording of each iterate of a method that the root drives.
+    """The iterates of a method that the root drives.
 
-    `callback`: the user's own. `keeper`: writes checkpoints of iterates. `in_callback`: whether the user's callback is
-    running, or has raised.
+    `callback`: the user's function. `keeper`: writes checkpoints. `in_callback`: whether the user's callback is running, or
+    has raised.
     """
 
     def __init__(self, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
@@ -60,7 +60,7 @@ class Iterates:
         if last is None:
             self._step_vector = np.empty_like(x)
             return 0.0
-        with np.errstate(over="ignore", invalid="ignore"):  # a diverging method may report infinities as an iterate
+        with np.errstate(over="ignore", invalid="ignore"):  # an iterate of a diverging method may be infinite
             np.subtract(x, last, out=self._step_vector)
             return float(np.sqrt(vdot(self._step_vector, self._step_vector)))
 
@@ -70,7 +70,7 @@ class Iterates:
         if found is not None:
             self.record.restore(found["history"])
             counts.update(zip(counts, found["counts"].tolist()))
-            self._step_to(found["x"])  # the next step is measured from there
+            self._step_to(found["x"])  # start of the next step
         return found
 
     def write(self, point: Point | None, counts: dict[str, int], ended: bool) -> None:
@@ -79,29 +79,28 @@ class Iterates:
             self._keeper.keep(self.count, ended, point, counts.values(), self.record)
 
     def tell(self, x: np.ndarray, row: Row) -> Any:
-        """Call the user's callback, whose StopIteration passes through."""
+        """Call the user's callback, which may raise StopIteration."""
         if self._callback is None:
             return None
         self.in_callback = True
-        # A copy: SciPy continues to write into x, and the callback may keep or change its argument.
-        nest = self._packing.unpack(np.array(x, dtype=float))
+        # A copy, because SciPy continues to write into x, and the callback may keep or overwrite its argument.
+        variables = self._packing.unpack(np.array(x, dtype=float))
         with self._used.refusing("the callback runs on the root alone, and the other ranks take no part"):
-            answer = self._callback(nest, row)
+            answer = self._callback(variables, row)
         self.in_callback = False
         return answer
 
 
 class IteratesOfPoints(Iterates):
-    """The callback for SciPy's minimizers, and the objective, whose first point is the first iterate.
+    """The callback and the objective for SciPy's minimizers; the first point that they evaluate is the first iterate.
 
-    `done`: iterations of an earlier run. `spent`: whether earlier runs have used up the evaluations: then the last point's
-    values are taken from the file.
+    `done`: number of iterations of earlier runs. `spent`: whether earlier runs have used all evaluations.
     """
 
     def __init__(self, points: Points, callback: Function | None, leader: Leader, keeper: RootCheckpoint):
         super().__init__(callback, leader, keeper)
         self._points, self.done, self.spent = points, 0, False
-        self._resumed = False  # also true at the starting point, after a run without iterations
+        self._resumed = False
 
     def resume(self, start: np.ndarray) -> np.ndarray:
         """Return the last iterate of an earlier run, and continue its counts; `start` if there was none."""
@@ -112,13 +111,13 @@ class IteratesOfPoints(Iterates):
         points.iterate, self.done, self._resumed = points.at(found["x"]), self.count, True
         self.spent = points.exhausted
         if self.spent:
-            # SciPy isn't called then, so the values for a result are taken from the file.
+            # SciPy isn't called then, so that value and gradient are those of the file.
             points.iterate.value, gradient = float(found["value"]), found["gradient"]
             points.iterate.gradient = gradient if gradient.size else None
         return found["x"]
 
     def counted(self, result: scipy.optimize.OptimizeResult) -> scipy.optimize.OptimizeResult:
-        """Replace the counts of a method by those of all runs, after an earlier run."""
+        """Replace the counts in a result by those of all runs, if the solve was resumed."""
         if self._resumed:
             result.nit = self.count
             result.nfev, result.njev = self._points.counts.of_objective, self._points.counts.of_gradient
@@ -147,11 +146,11 @@ class IteratesOfPoints(Iterates):
         return self.tell(x, row)
 
 
-class PieceIterates:
-    """The same for distributed variables: history and callback on all ranks, progress on the root.
+class ShardedIterates:
+    """The iterates of a sharded method: history and callback on all ranks, progress on the root.
 
-    `agreement`: makes an exception in a callback known to all. `callback`: this rank's own. `anyone`: whether any rank has
-    one.
+    `agreement`: makes an exception in a callback known to all. `callback`: this rank's callback. `anyone`: whether any rank
+    has a callback.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class PieceIterates:
         """Add a row and call the callback; return whether it wants the solve to end. All ranks call this."""
         row = self.note(point, evaluations)
 
-        # Without callbacks no agreement is needed; if any rank has one, all agree, since it may raise.
+        # If any rank has a callback, all ranks agree, since it may raise.
         def ends() -> bool:
             if self._callback is not None:
                 try:
@@ -185,7 +184,7 @@ class PieceIterates:
 
 
 def _of_iterates(callback: Function | None) -> Callable[[Tree, Row], Any] | None:
-    """Return a function of an iterate from a callback that takes the variables, or an OptimizeResult."""
+    """Return a function of variables and row that calls the callback with the variables, or with an OptimizeResult."""
     if callback is None:
         return None
     try:

@@ -94,7 +94,7 @@ def minimize(
         including line searches (x0 is always evaluated). "L-BFGS-sharded" has the options `m` (or `maxcor`), `gtol`,
         `ftol`, `maxiter`, `maxfun` and `maxls`, with the defaults of SciPy's L-BFGS-B; `gtol` is a tolerance of the largest
         entry of the gradient on any rank. "Newton-CG-sharded" has the following options. `product`: "full"; or
-        "gauss-newton", for a `fun` that returns this rank's residuals, where the objective is half the sum of their
+        "gauss-newton", for a `fun` that returns this rank's residuals; the objective is then half the sum of their
         squares. `regularizer`: with "gauss-newton", a function of x that is added to the objective. `globalization`: "line
         search" or "trust region". `preconditioner` and `inner_product`: functions that return the product of a vector with
         an approximate inverse Hessian, or with the inverse of the inner product; or objects with such a method `solve`.

@@ -214,7 +214,7 @@ class Packing:
         return self._build(leaves)
 
 
-class PiecePacking(Packing):
+class HostPacking(Packing):
     """Like `Packing`, for a rank's own part of the variables, without an allocation in each evaluation.
 
     The page faults of a new large array take up to a tenth of the time of an iteration. So the function's argument is
@@ -257,7 +257,7 @@ class PiecePacking(Packing):
 
 
 class DevicePacking(Packing):
-    """Like `Packing`, for variables on a device, where the vector is, too.
+    """Like `Packing`, for variables on a device; the vector is on the device, too.
 
     `xp`: array module of the device.
     """
@@ -292,13 +292,13 @@ class DevicePacking(Packing):
         return leaf
 
 
-LocalPacking: TypeAlias = PiecePacking | DevicePacking
+LocalPacking: TypeAlias = HostPacking | DevicePacking
 
 
-def packing_of_piece(start: Tree) -> LocalPacking:
+def local_packing(start: Tree) -> LocalPacking:
     """Return the packing of a rank's own variables, on the host or a device; raise a TypeError if they are on both."""
     if leaf_on_device(start) is None:
-        return PiecePacking(start)
+        return HostPacking(start)
     packing = DevicePacking(start)
     if len(set(packing.namespaces)) > 1:
         raise TypeError(

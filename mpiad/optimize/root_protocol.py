@@ -1,7 +1,7 @@
-"""The messages of a solve: the root's instructions, for which the others wait; sums for the root, and its decisions.
+"""The messages of a solve: the root's instructions to the other ranks, sums on the root, and its decisions.
 
-An instruction is a broadcast of one number, in whose receive the others wait. Further broadcasts send the variables, and
-the direction of a product. The end is one pickled outcome. All messages use the solve's own duplicate.
+An instruction is a broadcast of one number, for which the other ranks wait. Further broadcasts send the variables, and the
+direction of a product. The last message is the pickled outcome. All messages use the solve's own communicator.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mpiad.transport.agreement import Failure
 from mpiad.transport.polling import wait_gently
 
 VALUE, GRADIENT, BOTH, PRODUCT, FINISH, RESIDUALS, FACTOR, TANGENT, COTANGENT, NOT_FINITE = range(10)
-# A second vector of the variables' length follows these.
+# Instructions with a second vector of the length of the variables.
 _WITH_DIRECTION = (PRODUCT, TANGENT)
 
 
 class Instructions:
-    """Both ends of the broadcast.
+    """Sends and receives instructions.
 
-    `comm`: the solve's own. `size`: number of variables.
+    `comm`: the solve's communicator. `size`: number of variables.
     """
 
     def __init__(self, comm: Comm, root: Rank, size: int):
@@ -39,25 +39,25 @@ class Instructions:
         if self.comm.size == 1:
             return
         self._kind[0] = kind
-        self.comm.Ibcast(self._kind, self.root).Wait()  # matches that of `await_next`, which mustn't block
+        self.comm.Ibcast(self._kind, self.root).Wait()  # nonblocking, to match the call in `await_next`
         for array in (vector, direction):
             if array is not None:
                 self.comm.Bcast(np.ascontiguousarray(array, dtype=float), self.root)
 
     def await_next(self) -> tuple[int, np.ndarray, np.ndarray | None]:
-        """Return the root's next instruction; the others call this. The caller may keep or change the variables."""
+        """Return the root's next instruction; the other ranks call this. The caller may keep or overwrite the variables."""
         wait_gently(self.comm.Ibcast(self._kind, self.root))
         kind, vector = int(self._kind[0]), self._pool.vector()
         direction = self._direction if kind in _WITH_DIRECTION else None
         if kind != FINISH:
-            # All ranks are active here, so it may block.
+            # Blocking calls, since the root sends these messages immediately.
             for array in (vector, direction):
                 if array is not None:
                     self.comm.Bcast(array, self.root)
         return kind, vector, direction
 
     def share_outcome(self, outcome: object = None, cause: BaseException | None = None) -> Any:
-        """Return the root's outcome on all ranks; raise it if it is a refusal, on the root from its `cause`."""
+        """Return the root's outcome on all ranks; raise the exception of a `Refusal`, on the root from its `cause`."""
         outcome = self.comm.bcast(outcome, self.root)
         if isinstance(outcome, Refusal):
             raise outcome.error(self.root) from cause
@@ -65,16 +65,16 @@ class Instructions:
 
 
 class Refusal:
-    """An exception outside of the evaluations, raised only on the root: in the method, its options, or the callback."""
+    """An exception that is raised on the root outside of evaluations: in the method, its options, or the callback."""
 
     def __init__(self, error: BaseException, call: str = "minimize"):
         self._call = call
-        # Described, not pickled: an exception's arguments may be anything, and others may be unable to import its class.
+        # Described by text, since not all exceptions can be pickled.
         self._kind = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
         self._failure = Failure.of(error)
 
     def error(self, root: Rank) -> TypeError | ValueError | WorkerError:
-        """Return the exception for all ranks: for wrong arguments of their own type."""
+        """Return the exception for all ranks: a TypeError or ValueError if it was one, else a WorkerError."""
         failure = self._failure
         if self._kind is not None:
             return self._kind(f"{failure.text} (raised on the root, rank {root})")
@@ -83,14 +83,17 @@ class Refusal:
 
 
 def serve(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.ndarray | None], Any]) -> Any:
-    """Execute the root's instructions until the end; return its outcome. ``carry_out(kind, variables, direction)``."""
+    """Execute the root's instructions with ``carry_out(kind, variables, direction)`` until the end; return the outcome."""
     while _serve_once(instructions, carry_out):
         pass
     return instructions.share_outcome()
 
 
 def _serve_once(instructions: Instructions, carry_out: Callable[[int, np.ndarray, np.ndarray | None], Any]) -> bool:
-    """Execute the root's next instruction; return whether it wasn't the end. Keeps no reference to the variables."""
+    """Execute the root's next instruction; return whether it wasn't the last one.
+
+    A function of its own, so that no reference to the variables remains while the rank waits.
+    """
     kind, vector, direction = instructions.await_next()
     if kind != FINISH:
         carry_out(kind, vector, direction)
@@ -107,9 +110,10 @@ def total_on_root(comm: Comm, root: Rank, part: np.ndarray) -> np.ndarray | None
 
 
 class Totals:
-    """Sums and maxima over all ranks, bitwise the same everywhere: reduced to the root, which decides and broadcasts.
+    """Sums and maxima over all ranks, bitwise the same on all of them.
 
-    An all-reduction may round differently on different ranks, so that one would stop while another continues.
+    They are reduced to the root and broadcast, since an all-reduction may round differently on different ranks, so that one
+    would stop while another continues.
     """
 
     def __init__(self, comm: Comm, root: Rank):
@@ -117,7 +121,7 @@ class Totals:
         self.leads = comm.rank == root
 
     def decided(self, parts: np.ndarray, size: int, decide: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return on all ranks the root's ``decide(sums)``, an array of length `size`, for the sums of all ranks' parts."""
+        """Return, on all ranks, the root's ``decide(sums)``, an array of length `size`, for the sums of all parts."""
         decision = np.empty(size)
         sums = np.empty_like(parts) if self.leads else None
         self._comm.Reduce(parts, sums, SUM, self._root)
@@ -127,10 +131,9 @@ class Totals:
         return decision
 
     def of(self, terms: list[float], largest: list[float], own: list[float]) -> list[float]:
-        """Return sums of `terms`, maxima of `largest`, and the root's own `own`, as one list."""
+        """Return the sums of `terms`, the maxima of `largest`, and the root's `own`, as one list."""
         highest = np.array(largest)
         found = np.empty_like(highest) if self.leads else None
-        # Sums and maxima are two reductions, since MPI has no operation for both; the decision is one message.
         self._comm.Reduce(highest, found, MAX, self._root)
         size = len(terms) + len(largest) + len(own)
         packet = self.decided(np.array(terms), size, lambda sums: np.concatenate([sums, found, own]))  # type: ignore[list-item]

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: an optimizer that combines the ranks' gradients and updates all ranks alike."""
+"""`DistributedOptimizer`: an optimizer that combines the ranks' gradients and makes the same update on all of them."""
 
 from __future__ import annotations
 

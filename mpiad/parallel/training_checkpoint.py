@@ -191,7 +191,7 @@ def _read(path: Path, size: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]
 def _described(value: Tree, path: str, arrays: dict[str, np.ndarray]) -> list[Any]:
     """Return the description of a pytree, and add its arrays to `arrays`.
 
-    Raise a TypeError if it holds anything but arrays, numbers, strings, None, generators of NumPy's, dicts, lists and
+    Raise a TypeError if it holds anything but arrays, numbers, strings, None, NumPy generators, dicts, lists and
     tuples.
     """
     if value is None or isinstance(value, (bool, str)):  # bool before int, of which it is a subclass

@@ -71,7 +71,7 @@ class Request:
 
     def __repr__(self) -> str:
         partner = "" if self.envelope is None else f", peer {self.envelope.peer}, tag {self.envelope.tag}"
-        state = "done" if self.done else "under way"
+        state = "done" if self.done else "active"
         return f"<{self.call} of shape {self.spec.shape}, dtype {self.spec.dtype}{partner}: {state}>"
 
 
@@ -96,9 +96,9 @@ def claim(request: object, call: str) -> Request:
     if request.done:
         raise RequestError(f"{call}: {request!r} was waited for before. Wait only once, and store the value.")
     if request.tape is not tracing.tape:
-        where = "outside any trace" if request.tape is None else "in another trace"
+        trace = "outside any trace" if request.tape is None else "in another trace"
         raise RequestError(
-            f"{call}: {request!r} was started {where}. Start and wait must be in the same trace: "
+            f"{call}: {request!r} was started {trace}. Start and wait must be in the same trace: "
             "call both inside the same differentiated function, or both outside."
         )
     if request.tape is not None:

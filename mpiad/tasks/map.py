@@ -42,8 +42,8 @@ class Failed(NamedTuple):
 
     def error(self, index: int | None) -> WorkerError:
         """Return the exception for a failed item, which all ranks raise, or which is stored among the results."""
-        where = "" if index is None else f" at item {index}"
-        text = f"mpi_map: rank {self.rank} raised {self.failure.summary}{where}."
+        item = "" if index is None else f" at item {index}"
+        text = f"mpi_map: rank {self.rank} raised {self.failure.summary}{item}."
         return WorkerError(text, self.rank, self.failure.trace, index, self.failure.exit_code)
 
 

@@ -184,7 +184,7 @@ def test_a_disk_that_takes_nothing_does_not_end_the_solve(
         warnings.simplefilter("always")
         result = solve(CheckpointFile(folder / "run.npz", every=3))
     assert result.success and result.nit > 10
-    texts = [str(warning.message) for warning in said if "wasn't written" in str(warning.message)]
+    texts = [str(warning.message) for warning in said if "can't be written" in str(warning.message)]
     assert len(texts) == (rank == 0) and all(os.strerror(number) in text and remedy in text for text in texts)
     MPI.COMM_WORLD.Barrier()
     assert len(np.load(folder / "run.npz")["history"]) == 4
@@ -259,5 +259,5 @@ def test_only_who_writes_needs_the_folder(folder: Path, rank: int, size: int) ->
     assert mpiad.minimize(valley, START, root=root, checkpoint=given).success
     assert [file.name for file in folder.iterdir()] == ["run.npz"]
     given = folder / "elsewhere" / "run.npz" if rank == root else folder / "run.npz"
-    with pytest.raises(ValueError, match=f"folder that doesn't exist, {folder / 'elsewhere'}. Make it"):
+    with pytest.raises(ValueError, match=f"doesn't exist: {folder / 'elsewhere'}. Make it"):
         mpiad.minimize(valley, START, root=root, checkpoint=given)

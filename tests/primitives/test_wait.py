@@ -58,7 +58,7 @@ def test_waitall_keeps_the_order_and_takes_any_iterable(rank, size):
 
 def test_request_shows_what_it_is(rank, size):
     request = mpiad.mpi_irecv(np.ones((2, 3), "f4"), rank, 5)
-    assert repr(request) == f"<mpi_irecv of shape (2, 3), dtype float32, peer {rank}, tag 5: under way>"
+    assert repr(request) == f"<mpi_irecv of shape (2, 3), dtype float32, peer {rank}, tag 5: active>"
     mpiad.mpi_send(np.ones((2, 3), "f4"), rank, 5)
     mpiad.mpi_wait(request)
     assert repr(request).endswith(": done>")

@@ -1,7 +1,4 @@
-"""Stopping of a sharded solve: its options, with SciPy's names and the defaults of its L-BFGS-B, and its tests.
-
-Statuses are SciPy's numbers if SciPy has them.
-"""
+"""Options and stopping criteria of sharded methods; names, defaults and statuses are those of SciPy's L-BFGS-B."""
 
 from __future__ import annotations
 
@@ -22,18 +19,18 @@ EVALUATIONS = Ending(1, "STOP: the limit of evaluations is reached. Raise maxfun
 ABNORMAL = Ending(
     2,
     "ABNORMAL: no step along the steepest descent lowers the objective. Check the gradient (mpiad.testing.check_grads), "
-    "or ask for less than rounding allows.",
+    "or raise tolerances that are below rounding.",
 )
-NOT_FINITE = Ending(3, "ABNORMAL: the objective or its gradient isn't finite at x0. Start where both are.")
+NOT_FINITE = Ending(3, "ABNORMAL: the objective or its gradient isn't finite at x0. Choose an x0 at which both are finite.")
 
 
 class Settings(NamedTuple):
     """Stopping criteria, and the size of the memory."""
 
-    maxcor: int = 10  # stored pairs of steps and gradient changes, called m in papers
+    maxcor: int = 10  # number of stored pairs of steps and gradient changes, m in the literature
     # Largest absolute entry of the (projected) gradient, over all ranks, at which the solve has converged.
     gtol: float = 1e-5
-    # Relative decrease of the objective in one iteration at which it has converged; 0 for never.
+    # Relative decrease of the objective in one iteration at which the solve has converged; 0 to disable this criterion.
     ftol: float = 2.2204460492503131e-09
     maxiter: int = 15000
     maxfun: int = 15000  # evaluations, including those of line searches
@@ -46,7 +43,7 @@ class Settings(NamedTuple):
 
 
 def checked(name: str, value: Any) -> float:
-    """Return the value of an option, a number; a ValueError if it is invalid."""
+    """Return the numeric value of an option; raise a ValueError if it is invalid."""
     tolerance = name in _REAL
     least = 0 if tolerance or name in ("maxiter", "maxfun") else 1
     try:
@@ -62,13 +59,13 @@ def checked(name: str, value: Any) -> float:
 def ending_at(
     before: float, value: float, stopped: Callable[[], bool], made: tuple[int, int], settings: Settings | NewtonSettings
 ) -> Ending | None:
-    """Return why a solve ends at an iterate whose gradient isn't small enough, or None if it continues.
+    """Return the ending of a solve at an iterate whose gradient isn't small enough, or None if it continues.
 
-    `before` is the objective at the iterate before, infinite if the last search found nothing; `made` are the numbers of
-    iterations and evaluations, and ``stopped()`` returns whether a callback wants the solve to end.
+    `before`: the objective at the previous iterate, infinite if the last search found no better point. `made`: the numbers
+    of iterations and evaluations. ``stopped()`` returns whether a callback wants the solve to end.
     """
     if settings.ftol > 0.0 and before < math.inf:
-        # As in L-BFGS-B: relative, but absolute below one, since solves with objectives near zero would never end.
+        # Relative for large values and absolute below one, as in L-BFGS-B.
         if before - value <= settings.ftol * max(abs(before), abs(value), 1.0):
             return REDUCTION
     if stopped():
@@ -85,22 +82,22 @@ _FUNCTIONS = "preconditioner", "inner_product", "regularizer"
 class NewtonSettings(NamedTuple):
     """The components of a Newton step, and stopping criteria."""
 
-    # {"full", "gauss-newton"}. Products with the Hessian, or with JᵀJ of residuals; the regularizer's Hessian is full.
+    # {"full", "gauss-newton"}. Products with the Hessian, or with JᵀJ of residuals plus the regularizer's Hessian.
     product: str = "full"
     globalization: str = "line search"  # {"line search", "trust region"}
-    # From a residual in the form of x to about H⁻¹ of it; by default the inner product's `precondition`, or its inverse.
+    # Product of an approximate H⁻¹ with a vector; by default the inner product's `precondition`, or its inverse.
     preconditioner: Callable[[Any], Any] | None = None
-    inner_product: Callable[[Any], Any] | None = None  # from dJ/dx to the gradient in the inner product
+    inner_product: Callable[[Any], Any] | None = None  # product of its inverse R⁻¹ with a vector
     regularizer: Function | None = None  # added to half the squares of the residuals, with "gauss-newton"
-    # `gtol`, `grtol`: the gradient's norm at which the solve has converged, absolute and relative to the first one.
+    # `gtol`, `grtol`: tolerances of the gradient's norm, absolute and relative to that at x0.
     gtol: float = 1e-5
     grtol: float = 1e-6
-    ftol: float = 0.0  # as in L-BFGS-sharded; 0 for never
+    ftol: float = 0.0  # as in L-BFGS-sharded
     maxiter: int = 200
     maxfun: int = 15000
     maxls: int = 20
     maxcg: int = 200  # products per iteration
-    # Of the first trust region, in the preconditioner's norm; by default the length of the steepest descent.
+    # Radius of the first trust region, in the preconditioner's norm; by default the length of the steepest descent step.
     radius: float | None = None
 
     @property
@@ -120,14 +117,14 @@ class NewtonSettings(NamedTuple):
 def settings_of(method: str, tol: float | None, options: dict | None) -> Settings | NewtonSettings:
     """Return the settings of a method; `tol` is the default of the tolerances, as in SciPy.
 
-    A ValueError if an option doesn't exist, or its value is invalid.
+    Raise a ValueError if an option doesn't exist, or its value is invalid.
     """
     given, newton = dict(options or {}), method.lower().startswith("newton")
     kind = NewtonSettings if newton else Settings
     if tol is not None:
         given = {**({"gtol": tol} if newton else {"gtol": tol, "ftol": tol}), **given}
     if newton and given.get("preconditioner") is None:
-        # The object of the inner product often has a preconditioner for it, as priors do.
+        # An object for the inner product, such as a prior, often has a preconditioner, too.
         given["preconditioner"] = getattr(given.get("inner_product"), "precondition", None)
     if not newton and "m" in given:
         given["maxcor"] = given.pop("m")  # its name in papers
@@ -146,14 +143,14 @@ def settings_of(method: str, tol: float | None, options: dict | None) -> Setting
     settings = kind(**given)
     if isinstance(settings, NewtonSettings) and settings.regularizer is not None and settings.product == "full":
         raise ValueError(
-            "minimize: option regularizer is for product='gauss-newton', whose fun returns residuals. Under product='full' "
-            "add it to what fun returns."
+            "minimize: option regularizer is for product='gauss-newton', whose fun returns residuals. With product='full' "
+            "add the regularizer to the result of fun."
         )
     return settings
 
 
 def _function(name: str, value: object) -> Any:
-    """Return the function that an option gives; for an object that solves, such as a prior, its `solve`."""
+    """Return the function of an option; for an object, such as a prior, its method `solve`, or `cost` of a regularizer."""
     solves = getattr(value, "solve", None)
     if name != "regularizer" and callable(solves):
         return solves

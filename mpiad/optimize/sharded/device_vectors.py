@@ -1,7 +1,6 @@
-"""The vectors of variables on a device: all rows in one array, whose products with two vectors are one operation.
+"""The vectors of L-BFGS on a device: all rows are one array, whose products with two vectors are one operation.
 
-In an iteration the host gets only a few numbers: those of the trial point, and the products for the root. The vectors
-themselves aren't copied.
+In an iteration only a few numbers are copied to the host: those of trial points, and the products for the root.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from mpiad.optimize.constraints import Box
 from mpiad.optimize.sharded.host_vectors import Parts, Ring
 from mpiad.transport.device_arrays import ArrayModule
 
-# Columns per operation if that makes arrays of their length: a few tens of megabytes.
+# Columns per operation with temporary arrays, which then take a few tens of megabytes.
 _STRETCH = 1 << 18
 
 
 class DeviceVectors:
-    """As `HostVectors`, on a device.
+    """The counterpart of `HostVectors` on a device, with the same methods.
 
     `box`: the bounds, on the host; they are copied to the device once.
     """
@@ -32,12 +31,12 @@ class DeviceVectors:
         self.height, self.size, self._xp = height, size, xp
         self.memory: Array = xp.full((height, size), 0.0, float)
         self.box = None if box is None else Box(*(xp.to_device(limit) for limit in box.limits))
-        # Whether a bound stopped any variable in the last step: testing it here would wait for the device, so it is copied
-        # together with the numbers of the trial point.
+        # Whether a bound stopped any variable in the last step; on the device, and copied together with the numbers of the
+        # trial point.
         self._clipped: Array = xp.full((), False, bool)
 
     def __iter__(self) -> Iterator[tuple[slice, Array]]:
-        """Yield ranges of columns of all rows, after the slice of the vectors that each stores."""
+        """Yield ranges of columns, and these columns of all rows."""
         for start in range(0, self.size, _STRETCH):
             part = slice(start, min(start + _STRETCH, self.size))
             yield part, self.memory[:, part]
@@ -76,14 +75,14 @@ class DeviceVectors:
         of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
         if not self.size:
             return of_change, of_gradient, 0.0
-        # All rows, including unused ones: one product costs less than two of parts.
+        # One product with all rows, including unused ones, costs less than two with some rows.
         products = self.memory @ np.stack(vectors, axis=1)
         found = self.to_host(np.concatenate([products.reshape(-1), square.reshape(1)]))
         products = found[:-1].reshape(self.height, len(vectors))[ring.rows()]
         return products[:, 0] if change else of_change, products[:, -1] if gradient else of_gradient, found[-1]
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
-        """Combine rows; the coefficients are copied to the device."""
+        """Write a linear combination of rows to another row; the coefficients are copied to the device."""
         there = self._xp.to_device(coefficients)
         (part, places), *others = parts
         total = there[places] @ self.memory[part]
@@ -94,7 +93,7 @@ class DeviceVectors:
     def advance(
         self, parts: Parts, coefficients: np.ndarray, row: int, here: Array, step: float, outs: tuple[Array, None]
     ) -> None:
-        """Combine rows, if there are parts, and write the point at a step."""
+        """Call `combine`, unless `parts` is empty, and write the point ``here + step * row``."""
         out = outs[0]
         if parts:
             self.combine(parts, coefficients, row)
@@ -102,7 +101,7 @@ class DeviceVectors:
         out += here
 
     def take(self, gradient: Array, direction: int, out: int) -> tuple[float, float, float]:
-        """Copy a gradient, and measure it by one copy of three numbers."""
+        """Copy a gradient to a row, and return the numbers of `HostVectors.take`, by one copy to the host."""
         if not self.size:  # an empty array has no largest entry
             return 0.0, 0.0, 0.0
         self.memory[out] = gradient
@@ -122,7 +121,7 @@ class DeviceVectors:
         return moved
 
     def products_of_free(self, ring: Ring, x: Array, norm: float, before: Array | None) -> tuple[np.ndarray, float]:
-        """Return the products of the ring's rows over free variables, and the slope of the others, by one copy."""
+        """Return the products of the ring's rows over free variables, and the slope along held ones, by one copy."""
         count = 2 * ring.count + 1
         if not self.size:
             return np.zeros((count, count)), 0.0
@@ -132,26 +131,26 @@ class DeviceVectors:
             np.subtract(x, before, out=rows[ring.newest + 1])  # the step after projection
         free, projected = self.box.free_and_step(x, gradient, norm, slice(None))  # type: ignore[union-attr]
         of_held = np.sum(gradient * np.where(free, 0.0, projected))
-        # All rows, including unused ones: selecting some on the device would copy their numbers there.
+        # All rows, including unused ones, since selecting rows would copy them.
         products = functools.reduce(operator.add, ((tile * free[part]) @ tile.T for part, tile in self))
         found = self.to_host(np.concatenate([products.reshape(-1), of_held.reshape(1)]))
         return found[:-1].reshape(self.height, self.height)[np.ix_(ring.rows(), ring.rows())], found[-1]
 
     def turn(self, ring: Ring, x: Array, norm: float) -> None:
-        """Make the direction send variables held by a bound straight to it."""
+        """Set the direction of variables that are held at a bound to their projected gradient step."""
         gradient, whole = self.memory[ring.gradient], slice(None)
         free, projected = self.box.free_and_step(x, gradient, norm, whole)  # type: ignore[union-attr]
         self.memory[ring.direction] = np.where(free, self.memory[ring.direction], projected)
 
     def advance_within(self, row: int, here: Array, step: float, outs: tuple[Array, None]) -> None:
-        """Write the projected point at a step along the row from `here`."""
+        """Write the projection of the point ``here + step * row``."""
         out = outs[0]
         np.multiply(self.memory[row], step, out=out)
         out += here
         self._clipped = self.project(out)
 
     def take_within(self, ring: Ring, gradient: Array, x: Array, here: Array | None) -> list[float]:
-        """Copy the gradient of a trial point into its row; return the measures of the point, by one copy."""
+        """Copy the gradient of a trial point to its row; return the numbers of `HostVectors.take_within`, by one copy."""
         if not self.size:
             return [0.0] * 6
         box: Box = self.box  # type: ignore[assignment]
@@ -159,7 +158,7 @@ class DeviceVectors:
         numbers = [np.max(np.abs(gradient)), np.max(np.abs(box.projected_step(x, gradient, slice(None))))]
         if here is not None:
             moved = x - here
-            # A variable that a bound has stopped doesn't move with the step, so it isn't part of the slope.
+            # Variables that a bound has stopped don't contribute to the slope.
             direction = self.memory[ring.direction] * box.inside(x, slice(None))
             factors = (gradient, direction), (self.memory[ring.gradient], moved), (gradient, moved), (moved, moved)
             numbers += [*(np.sum(a * b) for a, b in factors), self._clipped.astype(float)]

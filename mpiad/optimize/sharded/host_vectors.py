@@ -1,13 +1,12 @@
-"""The vectors of a rank's variables on the host, stored as adjacent rows, and the passes of an iteration over them.
+"""The vectors of L-BFGS on the host, stored as the rows of a matrix, and the passes of an iteration over them.
 
-A tile is a range of columns of all rows, in contiguous memory. Passes over all rows go tile by tile, so that the output of
-one step on a tile is still in cache for the next. The memory is read from one end to the other, which is a tenth faster
-than from as many places as there are rows. On a device, `device_vectors` does the same.
+A tile is a range of columns of all rows, in contiguous memory. Passes go tile by tile, so that the output of one step on a
+tile is still in cache for the next. `device_vectors` is the counterpart on a device.
 
-The rows are those of the memory of L-BFGS. A slot has two rows. That of a pair stores a gradient change y and a step s. The
-current slot, after the newest pair, stores the gradient g at the current point, and the direction from there once it is
-computed; the next one stores the gradients of trial points. When a trial is accepted, the slots only change their roles,
-and nothing is moved: g becomes y in place, the direction is the step, and the oldest pair's slot is the next for trials.
+A slot has two rows. The slot of a pair stores a gradient change y and a step s. The current slot, after the newest pair,
+stores the gradient g at the current point and the direction from there. The next slot stores the gradients of trial points.
+When a trial is accepted, the slots change their roles without copies: g becomes y in place, the direction is the step, and
+the slot of the oldest pair becomes that for trials.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ import numpy as np
 from mpiad.optimize.constraints import Box
 from mpiad.transport.threads import combination, gram, vdot, vdots
 
-# Two ranges fit a core's own cache; the overhead of a call for a whole tile is small compared with its arithmetic.
+# Columns of a tile: two ranges of this length fit a core's own cache, and the overhead of a call per tile is small.
 LENGTH = 16384
-# Between the rows of a full tile: at distances of a power of two they would share a few places of the cache, and reading
-# seven rows at once would be a fifth slower.
+# Unused columns after those of a full tile: rows at distances of a power of two would share cache sets.
 PADDING = 24
 
-# Positions of rows: as slices, each with the positions of its coefficients or products.
+# Slices of rows, each with the slice of its coefficients or products.
 Parts = list[tuple[slice, slice]]
 Outputs = tuple[np.ndarray, np.ndarray | None]
 
@@ -38,7 +36,7 @@ class Ring:
     """
 
     def __init__(self, maxcor: int):
-        self._maxcor, self._slots = maxcor, maxcor + 2  # the current one, and that of trials
+        self._maxcor, self._slots = maxcor, maxcor + 2  # with the current slot and that of trials
         self.first = self.count = 0
 
     @property
@@ -48,17 +46,17 @@ class Ring:
 
     @property
     def gradient(self) -> int:
-        """Return the current gradient's row."""
+        """Return the row of the current gradient."""
         return 2 * ((self.first + self.count) % self._slots)
 
     @property
     def direction(self) -> int:
-        """Return the row of the direction from there."""
+        """Return the row of the current direction."""
         return self.gradient + 1
 
     @property
     def newest(self) -> int:
-        """Return the row of the newest pair's y; that of its s is the next."""
+        """Return the row of the newest pair's y; the next row is that of its s."""
         return 2 * ((self.first + self.count - 1) % self._slots)
 
     @property
@@ -67,7 +65,7 @@ class Ring:
         return 2 * ((self.first + self.count + 1) % self._slots)
 
     def advance(self) -> None:
-        """Make the current slot the newest pair, and the trial's the current one."""
+        """Make the current slot the newest pair, and the slot of trials the current one."""
         if self.count < self._maxcor:
             self.count += 1
         else:
@@ -75,15 +73,14 @@ class Ring:
 
     def forget(self) -> None:
         """Drop all pairs; the current slot is unchanged."""
-        # Without pairs the current slot is the first.
         self.first, self.count = self.gradient // 2, 0
 
     def rows(self) -> np.ndarray:
-        """Return the rows of all pairs, y before s and the oldest first, and the current gradient's at the end."""
+        """Return the rows of all pairs, y before s and the oldest first, and then that of the current gradient."""
         return (2 * self.first + np.arange(2 * self.count + 1)) % self.height
 
     def parts(self) -> list[tuple[slice, slice]]:
-        """Return the slices of those rows, one or two, each with its positions in `rows()`."""
+        """Return the result of `rows` as one or two slices, each with the slice of its positions in `rows`."""
         start, length = 2 * self.first, 2 * self.count + 1
         before_end = min(length, self.height - start)
         found = [(slice(start, start + before_end), slice(0, before_end))]
@@ -101,11 +98,11 @@ class HostVectors:
     def __init__(self, height: int, size: int, box: Box | None = None):
         self.height, self.size, self.box, self._clipped = height, size, box, False
         whole, rest = divmod(size, LENGTH)
-        # Zeros, since all of it is written to a checkpoint, also before its first use.
+        # Zeros, since checkpoints contain all of it, even before its first use.
         self.memory = np.zeros(height * (whole * (LENGTH + PADDING) + rest))
 
     def __iter__(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield each tile, shape (rows, length), after the slice of the vectors that it stores."""
+        """Yield the range of columns of each tile, and the tile, shape (rows, length)."""
         height, size, begin = self.height, self.size, 0
         for start in range(0, size, LENGTH):
             length = min(LENGTH, size - start)
@@ -123,7 +120,7 @@ class HostVectors:
         return x
 
     def from_host(self, x: np.ndarray) -> np.ndarray:
-        """Return an array of the host in the form for the passes; for rows, shape (height, size), the memory."""
+        """Return a vector unchanged; store an array of rows, shape (height, size), and return the memory."""
         if x.ndim == 1:
             return x
         for part, tile in self:
@@ -144,10 +141,10 @@ class HostVectors:
     # ---- without bounds
 
     def products(self, ring: Ring, change: bool, gradient: bool) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the products of the ring's rows with two vectors, and the square of the gradient if one is requested.
+        """Return the products of the ring's rows with the newest change y and with the gradient, and the gradient's square.
 
-        With `change` the newest pair has the previous gradient in place of its change: the change is computed, and is the
-        first vector. With `gradient` the gradient is the second.
+        With `change` the row of y holds the previous gradient: y is computed, and the products with it; otherwise they are
+        zero. Without `gradient` the products with the gradient are zero.
         """
         of_change, of_gradient = np.zeros((2, 2 * ring.count + 1))
         parts, square = ring.parts(), 0.0
@@ -158,9 +155,9 @@ class HostVectors:
         return of_change, of_gradient, square
 
     def multiply(self, parts: Parts, before: int, row: int, out: np.ndarray) -> float:
-        """Replace row `before` by the change from it to `row`, if they differ; write the products of rows with it.
+        """Replace row `before` by `row` minus it, unless they are the same; write the products of rows with it to `out`.
 
-        Returns the square of `row`.
+        Return the square of `row`.
         """
         out.fill(0.0)
         square = 0.0
@@ -173,14 +170,14 @@ class HostVectors:
         return square
 
     def combine(self, parts: Parts, coefficients: np.ndarray, row: int) -> None:
-        """Write the combination of rows with coefficients into another row."""
+        """Write a linear combination of rows to another row."""
         for _, tile in self:
             self._combine(tile, parts, coefficients, tile[row])
 
     def advance(
         self, parts: Parts, coefficients: np.ndarray, row: int, here: np.ndarray, step: float, outs: Outputs
     ) -> None:
-        """Combine as `combine` does, if there are parts, and write the point at a step along the row from `here`.
+        """Call `combine`, unless `parts` is empty, and write the point ``here + step * row``.
 
         `outs` are a vector for the point, and one for a copy or None.
         """
@@ -202,9 +199,9 @@ class HostVectors:
 
     @np.errstate(over="ignore", invalid="ignore")  # a trial point may not be finite, which the line search checks
     def take(self, gradient: np.ndarray, direction: int, out: int) -> tuple[float, float, float]:
-        """Copy a gradient to row `out`; return its largest absolute entry, slope along `direction`, and that row's square.
+        """Copy a gradient to row `out`; return its largest entry, its product with the direction, and that row's square.
 
-        If an entry isn't finite, the largest is infinite.
+        The largest absolute entry is infinite if an entry isn't finite.
         """
         largest = slope = square = 0.0
         for part, tile in self:
@@ -224,10 +221,10 @@ class HostVectors:
     def products_of_free(
         self, ring: Ring, x: np.ndarray, norm: float, before: np.ndarray | None
     ) -> tuple[np.ndarray, float]:
-        """Return the products of the ring's rows with each other over free variables, and the slope of the others.
+        """Return the products of the ring's rows with each other over free variables, and the slope along held ones.
 
-        At `x`, the current point, `norm` is the largest absolute entry of the projected gradient on any rank; `before` is
-        the previous point if the step from it belongs to the newest pair.
+        `x`: the current point. `norm`: the largest absolute entry of the projected gradient on any rank. `before`: the
+        previous point, if the step from there is that of the newest pair.
         """
         rows, box = ring.rows(), self.box
         products, of_held = np.zeros((len(rows), len(rows))), 0.0
@@ -242,13 +239,13 @@ class HostVectors:
         return products, of_held
 
     def turn(self, ring: Ring, x: np.ndarray, norm: float) -> None:
-        """Make the direction send variables held by a bound straight to it."""
+        """Set the direction of variables that are held at a bound to their projected gradient step."""
         for part, tile in self:
             free, projected = self.box.free_and_step(x[part], tile[ring.gradient], norm, part)  # type: ignore[union-attr]
             np.copyto(tile[ring.direction], projected, where=~free)
 
     def advance_within(self, row: int, here: np.ndarray, step: float, outs: Outputs) -> None:
-        """Write the projected point at a step along the row from `here`; see `advance`."""
+        """Write the projection of the point ``here + step * row``; see `advance`."""
         out, copy = outs
         self._clipped = False
         for part, tile in self:
@@ -260,11 +257,11 @@ class HostVectors:
 
     @np.errstate(over="ignore", invalid="ignore")  # as in `take`
     def take_within(self, ring: Ring, gradient: np.ndarray, x: np.ndarray, here: np.ndarray | None) -> list[float]:
-        """Copy the gradient of a trial point x into its row; return the measures of the point.
+        """Copy the gradient of a trial point x to its row, and return numbers for the line search.
 
-        They are the largest absolute entry of the projected gradient, infinite if an entry of the gradient isn't finite;
-        for a step from `here` the slope along the direction, the step times the gradients before and here, and its square;
-        and whether a bound has stopped any variable.
+        These are: the largest absolute entry of the projected gradient, infinite if an entry of the gradient isn't finite;
+        for a step from `here` the slope along the direction, the step's products with the gradients at `here` and at x, and
+        its square; whether a bound has stopped any variable.
         """
         found = np.zeros(5)
         for part, tile in self:
@@ -285,7 +282,7 @@ class HostVectors:
         if here is None:
             return largest, 0.0, 0.0, 0.0, 0.0
         moved = x[part] - here[part]
-        # A variable that a bound has stopped doesn't move with the step, so it isn't part of the slope.
+        # Variables that a bound has stopped don't contribute to the slope.
         direction = tile[ring.direction] * box.inside(x[part], part)  # type: ignore[union-attr]
         slope, square = float(vdot(trial, direction)), float(vdot(moved, moved))
         return largest, slope, float(vdot(tile[ring.gradient], moved)), float(vdot(trial, moved)), square
@@ -293,13 +290,13 @@ class HostVectors:
 
 def _largest(gradient: np.ndarray) -> float:
     """Return the largest absolute entry; infinite if one is NaN."""
-    # Two passes without a temporary array, unlike np.abs; both propagate a NaN.
+    # Without the temporary array of np.abs; max and min propagate NaN.
     size = max(float(gradient.max()), -float(gradient.min()))
     return size if size < math.inf else math.inf
 
 
 def untiled(memory: np.ndarray, size: int) -> np.ndarray:
-    """Return the rows of a stored memory, shape (height, size); that of a device has this shape already."""
+    """Return the rows, shape (height, size), of a memory from a checkpoint, of which that of a device has this shape."""
     if memory.ndim == 2:
         return memory
     whole, rest = divmod(size, LENGTH)

@@ -1,4 +1,4 @@
-"""Limited-memory BFGS: trial points, line search, iteration. All ranks run it and decide by the same numbers."""
+"""Limited-memory BFGS for distributed variables; all ranks run the iteration and decide by the same numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from mpiad._typing import Array
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
-from mpiad.optimize.iterates import PieceIterates
+from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation
 from mpiad.optimize.packing import LocalPacking
 from mpiad.optimize.root_protocol import Totals
@@ -19,12 +19,12 @@ from mpiad.optimize.sharded.convergence import ABNORMAL, GRADIENT, NOT_FINITE, S
 from mpiad.optimize.sharded.limited_memory import LimitedMemory
 from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
 
-# A strong Wolfe line search on plain numbers: all ranks run it with the same ones.
+# A line search for the strong Wolfe conditions, which all ranks run with the same numbers.
 #
-# It follows Moré and Thuente: an interval that brackets a minimizer shrinks by safeguarded cubic steps, at first for the
-# function minus its linear decrease, which has a minimizer at which the conditions hold. There are two additions. If a
-# trial isn't finite, the search backs away towards the best step and never goes that far again. If values differ by no
-# more than rounding, slopes alone decide (Hager and Zhang's approximate conditions), so that the gradient can be reduced
+# It follows Moré and Thuente: an interval that brackets a minimizer is reduced by safeguarded cubic steps, at first for the
+# function minus the required linear decrease, which has a minimizer at which the conditions hold. There are two additions.
+# If a trial isn't finite, the next trial is closer to the best step, and later trials don't exceed it. If values are equal
+# up to rounding, only slopes are compared (Hager and Zhang's approximate conditions), so that the gradient can be reduced
 # below the square root of the precision.
 #
 # References
@@ -34,16 +34,16 @@ from mpiad.optimize.sharded.solver_state import Point, State, StateFiles
 # .. [2] W. W. Hager and H. Zhang, SIAM J. Optim. 16 (2005), equation (4.1).
 
 
-# The constants of SciPy's L-BFGS-B, so that evaluations can be compared.
+# The constants of SciPy's L-BFGS-B.
 _DECREASE, _CURVATURE, _NARROW = 1e-3, 0.9, 0.1
 _FARTHEST, _GROWTH, _SHRINKAGE = 1e10, (1.1, 4.0), 0.66
 _ROUNDING = 10.0 * sys.float_info.epsilon
-# Steps beyond the trial point go at most this fraction of the distance to the other end of the interval.
+# Steps beyond the trial point are at most this fraction of the distance to the other end of the interval.
 _SAFEGUARD = 0.66
 
 
 class End(NamedTuple):
-    """A point of the line."""
+    """Value and slope at a step."""
 
     step: float
     value: float
@@ -56,7 +56,7 @@ class LineSearch:
     - `value`, `slope`: at step zero; the slope is negative.
     - `first`: the first step to try.
     - `step`: the next step to try.
-    - `stuck`: whether the interval can't be narrowed any further: no better step will be found.
+    - `stuck`: whether the interval can't be reduced any further.
     """
 
     def __init__(self, value: float, slope: float, first: float):
@@ -84,11 +84,11 @@ class LineSearch:
         return False
 
     def decreases(self, value: float, predicted: float) -> bool:
-        """Return whether a value is low enough, given the change that the first order predicts."""
+        """Return whether a value is low enough, given the change that the first-order model predicts."""
         return value <= self._start.value + _DECREASE * predicted
 
     def back_away(self) -> None:
-        """Choose another step, since at `step` there is no finite value."""
+        """Choose a shorter step, since the value at `step` isn't finite."""
         best = self._best.step
         self.step = self._farthest = best + RETREAT * (self.step - best)
         self._high = min(self._high, self._farthest)
@@ -98,7 +98,7 @@ class LineSearch:
         start = self._start
         if trial.value > start.value + _ROUNDING * abs(start.value):
             return False
-        # A larger decrease isn't rounding: values can be trusted, and the usual conditions decide.
+        # The usual conditions are for decreases larger than rounding.
         if trial.value < start.value - _ROUNDING * abs(start.value):
             return False
         return _CURVATURE * start.slope <= trial.slope <= (2.0 * _DECREASE - 1.0) * start.slope
@@ -110,12 +110,11 @@ class LineSearch:
 
     def _advance(self, trial: End, modified: bool) -> None:
         tilt = _DECREASE * self._start.slope if modified else 0.0
-        # Before the required decrease is reached, Moré and Thuente interpolate the function minus that decrease: it
-        # surely has a minimizer in an interval.
+        # Before the required decrease is reached, Moré and Thuente interpolate the function minus that decrease, which
+        # has a minimizer in the interval.
         ends = self._best, self._other, trial
         best, other, new = (End(end.step, end.value - end.step * tilt, end.slope - tilt) for end in ends)
         step = next_step(best, other, new, self._bracketed, self._low, self._high)
-        # One end of the interval, or both, are replaced by the trial point.
         if new.value > best.value:
             self._other, self._bracketed = trial, True
         else:
@@ -130,7 +129,7 @@ class LineSearch:
             ends = self._best.step, self._other.step
             self._low, self._high = min(ends), max(ends)
         else:
-            # Ever longer steps, as long as no minimizer is bracketed.
+            # Steps grow until a minimizer is bracketed.
             growth = step - self._best.step
             self._low, self._high = step + _GROWTH[0] * growth, step + _GROWTH[1] * growth
         self.step = min(max(step, 0.0), self._farthest)
@@ -139,23 +138,24 @@ class LineSearch:
 
 
 def next_step(best: End, other: End, trial: End, bracketed: bool, lowest: float, highest: float) -> float:
-    """Return the step to try after `trial`; `best` has the lowest value so far. Section 4 of [1], cases 1 to 4.
+    """Return the step to try after `trial`: cases 1 to 4 in section 4 of [1].
 
-    `other` is the far end of the interval if a minimizer is bracketed; otherwise a step may go from `lowest` to `highest`.
+    `best` has the lowest value so far. `other` is the other end of the interval if a minimizer is bracketed; otherwise
+    steps are between `lowest` and `highest`.
     """
     # A minimizer is bracketed between the best point, from which the function falls, and a higher one.
     if trial.value > best.value:
         return _after_rise(best, trial)
     if trial.slope * best.slope < 0.0:
-        # Bracketed by slopes of opposite signs; the farther of both estimates, since the nearer may hardly move.
+        # Bracketed by slopes of opposite signs: the estimate farther from the trial.
         cubic, secant = _cubic(trial, best), _secant(best, trial)
         return max(cubic, secant, key=lambda step: abs(step - trial.step))
-    # Lower, and flatter: the minimizer lies beyond, and the cubic may have none there.
+    # A lower value and a smaller slope: the minimizer lies beyond the trial, where the cubic may not have one.
     if abs(trial.slope) < abs(best.slope):
         return _after_flattening(best, other, trial, bracketed, lowest, highest)
     if bracketed:
         return _cubic(trial, other)
-    # Lower, and as steep: go to the limit of the allowed steps.
+    # A lower value and a slope that isn't smaller: the limit of the allowed steps.
     return highest if trial.step > best.step else lowest
 
 
@@ -191,7 +191,7 @@ def _secant(a: End, b: End) -> float:
 def _cubic(a: End, b: End) -> float:
     """Return the minimizer of the cubic through both values and slopes, relative to a."""
     theta, root = _cubic_terms(a, b)
-    # With this sign it is the minimizer, on either side of a.
+    # This sign of the root selects the minimizer, not the maximizer.
     root = root if b.step > a.step else -root
     return a.step + (root - a.slope + theta) / (root - a.slope + root + b.slope) * (b.step - a.step)
 
@@ -203,9 +203,9 @@ def _cubic_terms(a: End, b: End) -> tuple[float, float]:
 
 
 class Trials:
-    """Points along a direction: every rank moves its variables, all evaluate, and two small messages share numbers.
+    """Evaluation of points along a direction, with two small messages per point besides those of the objective.
 
-    `memory`: holds directions and gradients. `count`: evaluations so far.
+    `memory`: holds directions and gradients. `count`: number of evaluations so far.
     """
 
     def __init__(self, evaluation: Evaluation, packing: LocalPacking, totals: Totals, memory: LimitedMemory):
@@ -227,14 +227,14 @@ class Trials:
         return self._evaluated(point, here)
 
     def release(self, point: Point) -> None:
-        """Reuse the memory of a point that is not needed any more."""
+        """Reuse the vector of a point that is no longer needed."""
         self._spare.append(point.x)
 
     def _evaluated(self, point: Point, here: Point | None) -> Point:
         self.count += 1
         value, gradient = self._evaluation.both(point.x)
         largest, *terms, clipped = self._memory.measure(point, here, gradient)
-        # A flag of its own, since MPI doesn't specify the maximum of a NaN.
+        # A separate flag, because MPI doesn't specify the maximum of a NaN.
         broken = not math.isfinite(largest)
         numbers = self._totals.of(terms, [0.0 if broken else largest, broken, clipped], [value])
         point.slope, point.predicted, point.met, square, point.norm, any_broken, any_clipped, point.value = numbers
@@ -247,17 +247,17 @@ class LBFGS:
     """The iteration."""
 
     def __init__(
-        self, trials: Trials, memory: LimitedMemory, iterates: PieceIterates, settings: Settings, files: StateFiles
+        self, trials: Trials, memory: LimitedMemory, iterates: ShardedIterates, settings: Settings, files: StateFiles
     ):
         self._trials, self._memory, self._files, self._iterates = trials, memory, files, iterates
         self._settings, self._bounded = settings, memory.vectors.box is not None
         self._count, self._wall = 0, math.inf
 
     def run(self, start: Array) -> tuple[Point, Ending]:
-        """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the reason."""
+        """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
         found = self._files.take()
         if found is not None:
-            self._trials.release(Point(start))  # its vector serves for trial points
+            self._trials.release(Point(start))
             return self._descend(self._restored(found))
         here = self._trials.start(start)
         self._iterates.note(here, self._trials.count)
@@ -285,7 +285,7 @@ class LBFGS:
             elif self._memory.ring.count == 0 and self._trials.count < self._settings.maxfun:
                 return here, ABNORMAL
             else:
-                # The memory may have made a bad direction: retry with steepest descent before giving up.
+                # No better point along the direction: retry with steepest descent.
                 self._memory.ring.forget()
                 state = self._moved(here, None, False)
 
@@ -306,30 +306,28 @@ class LBFGS:
     # ---- line search
 
     def _search(self, here: Point, slope: float, length: float) -> Point:
-        """Return the point at which a line search ends, or the best that it met; `here` if none is better."""
+        """Return the point at which a line search ends, or the best trial point; `here` if none is better."""
         self._wall = math.inf
         line, best = LineSearch(here.value, slope, self._first_step(here, slope, length)), here
         for _ in range(self._settings.maxls):
             if line.stuck or self._trials.count >= self._settings.maxfun:
                 break
             trial = self._trials.along(here, line.step)
-            # Along a straight line both follow from the slopes; along a path bent by bounds they are summed with the point.
+            # Without bounds both follow from the slopes; with bounds the path isn't straight, and `measure` computes them.
             if not self._bounded:
                 trial.predicted, trial.met = trial.step * slope, trial.step * trial.slope
-            # A point without a finite value only shows that the step was too long.
             if not trial.finite:
                 self._wall = min(self._wall, trial.length)
                 self._trials.release(trial)
                 line.back_away()
                 continue
-            # If bounds have stopped variables, the slope along the path jumps, and only a decrease can be required.
+            # If a variable has reached a bound, the slope along the path is discontinuous, and only a decrease is required.
             lower = trial.clipped and line.decreases(trial.value, trial.predicted)
             if lower or line.accepts(trial.value, trial.slope):
                 self._drop(best, here)
                 return trial
             if trial.value < best.value:
                 self._memory.put_aside(trial)
-                # Stored: if the search ends without its conditions, the lowest point that it met is returned.
                 trial, best = best, trial
             self._drop(trial, here)
             if self._files.interrupted:
@@ -339,10 +337,10 @@ class LBFGS:
         return best
 
     def _first_step(self, here: Point, slope: float, length: float) -> float:
-        if self._memory.ring.count == 0:  # nothing says yet how long a step should be
+        if self._memory.ring.count == 0:  # without stored pairs the direction isn't scaled
             return 1.0 / length if self._count == 0 else min(1.0, 1.0 / length)
-        # If the last search met the end of the domain, the model still expects the minimizer far beyond it. The length of
-        # the direction is at least -slope / length, so this step goes at least as far as the distance to the end.
+        # If the last search met points that aren't finite, the model may still predict a minimizer beyond them. The length
+        # of the direction is at least -slope / length, so that this step can reach the distance to these points.
         return min(1.0, here.range * length / -slope)
 
     def _drop(self, point: Point, here: Point) -> None:

@@ -1,16 +1,15 @@
-"""The limited memory of a rank's variables: two passes over it per iteration, and one reduction.
+"""The limited memory of L-BFGS, with two passes over it and one reduction per iteration.
 
-The first pass replaces the previous gradient by the newest change and computes its products with all other rows; their sums
-go to the root in one message, which answers with the coefficients of the direction. The second pass computes it. So the
-memory is read twice and the direction written: (4m + 3) n numbers are moved, and little else.
+The first pass replaces the previous gradient by the newest change and computes its products with all other rows. Their sums
+are reduced to the root, which broadcasts the coefficients of the direction. The second pass computes the direction. So
+(4m + 3) n numbers are read or written per iteration.
 
-Products of the rows with the gradient are updated, by adding those with the newest change. They are computed again only if
-the gradient has become so much smaller that rounding would show.
+Products of the rows with the gradient are updated by adding those with the newest change. They are computed from the rows
+only if the gradient has become so small that rounding errors of the updates would matter.
 
-The two-loop recursion works on numbers of the size of the memory, not of the variables. Given the scalar products of the
-steps s, the gradient changes y and the gradient g, the direction -H g is a combination of these 2m + 1 vectors whose
-coefficients need no further products. Products of two steps aren't needed, nor those of a step with an older change: the
-first loop uses a step with newer changes only, the second a change with older steps.
+The two-loop recursion works on scalar products only. Given those of the steps s, the gradient changes y and the gradient g,
+the direction -H g is a combination of these 2m + 1 vectors. Products of two steps aren't needed, nor those of a step with
+an older change: the first loop uses products of a step with newer changes, the second those of a change with older steps.
 
 References
 ----------
@@ -30,8 +29,7 @@ from mpiad.optimize.sharded.device_vectors import DeviceVectors
 from mpiad.optimize.sharded.host_vectors import HostVectors, Ring
 from mpiad.optimize.sharded.solver_state import Point
 
-# Fall of the gradient after which its products are computed again: up to then their error is this many times that of
-# rounding.
+# The products with the gradient are computed again after its norm has fallen by this factor, by which rounding errors grow.
 _FALL = 100.0
 _TABLES = "lengths", "products", "with_gradient", "coefficients"  # the numbers that are part of the state
 
@@ -39,18 +37,18 @@ _TABLES = "lengths", "products", "with_gradient", "coefficients"  # the numbers 
 class LimitedMemory:
     """The last steps and gradient changes, and the gradients of the current point and of a trial point.
 
-    `ring`: roles of the rows. `vectors`: the rows. With bounds, products are taken over the free variables, again in each
-    iteration.
+    `ring`: roles of the rows. `vectors`: the rows. With bounds, products are sums over the free variables, and all of them
+    are computed in each iteration.
     """
 
     def __init__(self, ring: Ring, vectors: HostVectors | DeviceVectors, totals: Totals):
         self.ring, self.vectors, self._totals = ring, vectors, totals
         height = ring.height
-        # A row of steps stores the direction; these are the lengths of the steps relative to it.
+        # A row of steps stores the direction; these are the factors by which the steps are longer.
         self._lengths = np.ones(height)
         self._products, self._with_gradient = np.zeros((height, height)), np.zeros(height)  # on the root
-        self._coefficients, self._made = np.zeros(1), False  # whether the direction has been computed from them
-        self._largest_norm = 0.0  # of the gradients since the products with one were computed
+        self._coefficients, self._made = np.zeros(1), False  # `_made`: whether the direction has been computed
+        self._largest_norm = 0.0  # largest norm of a gradient since the products with it were computed from the rows
         self._aside: Array | None = None
 
     def put_aside(self, point: Point) -> None:
@@ -69,10 +67,10 @@ class LimitedMemory:
         return self.vectors.read(self.ring.gradient if point.settled else self.ring.trial, self.vectors.new())
 
     def update(self, new: Point, before: Point | None, stop: bool) -> tuple[float, float, bool]:
-        """Move to a trial point; return the next direction's slope, the gradient's length, and whether any rank stops.
+        """Make a point the current one; return the next direction's slope, the gradient's 2-norm, and whether to stop.
 
-        `new` is the last trial point, or the current point; `before` is the previous point, if the step from there makes a
-        pair; `stop` is whether this rank wants the solve to end.
+        `new`: the last trial point, or the current point. `before`: the previous point, if the step from there is stored as
+        a pair. `stop`: whether this rank wants the solve to end.
         """
         keep = before is not None
         self._move(new, keep)
@@ -87,7 +85,6 @@ class LimitedMemory:
         else:
             products, of_held = self.vectors.products_of_free(self.ring, new.x, new.norm, before.x if before else None)
             parts = np.append(products, of_held)
-        # Every rank knows the number of pairs, and so the number of coefficients.
         decision = self._totals.decided(
             np.append(parts, float(stop)), 2 * self.ring.count + 4, lambda sums: self._decide(sums, new, keep, again)
         )
@@ -96,7 +93,7 @@ class LimitedMemory:
         return slope, length, bool(stopped)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Return all arrays that the next steps depend on; the largest is the memory itself, not a copy."""
+        """Return all arrays of the state; that of the rows isn't a copy."""
         numbers = [self.ring.first, self.ring.count, self._largest_norm]
         vectors = {"rows": self.vectors.to_host(self.vectors.memory), "ring": np.array(numbers)}
         return {**vectors, **{name: getattr(self, f"_{name}") for name in _TABLES}}
@@ -120,7 +117,7 @@ class LimitedMemory:
         new.settled = True
 
     def _decide(self, sums: np.ndarray, new: Point, keep: bool, again: bool) -> np.ndarray:
-        """Return the root's decision: the coefficients, the slope, the gradient's length, whether to stop."""
+        """Return the root's decision: the coefficients, the slope, the gradient's 2-norm, and whether to stop."""
         rows, stop, of_held = self.ring.rows(), sums[-1], 0.0
         lengths = self._lengths[rows]
         if self.vectors.box is not None:
@@ -134,23 +131,23 @@ class LimitedMemory:
         return np.concatenate([coefficients * lengths, [slope + of_held, np.sqrt(with_gradient[-1]), stop]])
 
     def _take(self, sums: np.ndarray, rows: np.ndarray, new: Point, keep: bool, again: bool) -> None:
-        """Store new products in the tables; those of a direction are multiplied by its step's length."""
+        """Store new products in the tables; those with a direction are scaled to the step."""
         lengths, old, known = self._lengths[rows], rows[:-1], self._with_gradient
         of_change, of_gradient = sums[: len(rows)] * lengths, sums[len(rows) : 2 * len(rows) - 1] * lengths[:-1]
         if keep:
             change = self.ring.newest
             self._products[change, rows] = self._products[rows, change] = of_change
             known[old] += of_change[:-1]
-            # The step's product with the gradient is known from the line search: its slope times its length.
+            # The step's product with the gradient is the slope of the line search times the step.
             known[change], known[change + 1] = of_change[-1], new.step * new.slope
         if again:
             known[old] = of_gradient
         known[rows[-1]] = sums[2 * len(rows) - 1]
 
     def advance(self, at: Point, step: float, outs: tuple[Array, Array | None]) -> None:
-        """Write the point at a step along the direction from a point, and a copy if there is a vector for it.
+        """Write the point at a step along the direction from `at` to `outs`, a vector and another one, or None, for a copy.
 
-        `at` is the current point, for which `update` was called last. The first step from it also computes the direction.
+        `at` is the current point, for which `update` was called last. The first call then also computes the direction.
         """
         ring, vectors = self.ring, self.vectors
         parts = [] if self._made else ring.parts()
@@ -164,10 +161,10 @@ class LimitedMemory:
         self._made = True
 
     def measure(self, point: Point, here: Point | None, gradient: Array) -> list[float]:
-        """Copy the gradient of a trial point into its row; return its largest entry, and this rank's terms.
+        """Copy the gradient of a trial point to its row; return this rank's numbers for the line search.
 
-        The terms are those of the slope, of the changes predicted by the gradients before and here, and of the square of
-        the step; last, whether a bound has stopped a variable.
+        These are the largest entry of the gradient, terms of the slope, of the step's products with the gradients at both
+        ends, and of the step's square, and whether a bound has stopped a variable.
         """
         ring = self.ring
         if self.vectors.box is not None:
@@ -177,11 +174,11 @@ class LimitedMemory:
 
 
 def two_loop_recursion(products: np.ndarray, with_gradient: np.ndarray, square: float) -> tuple[np.ndarray, float]:
-    """Return the coefficients of -H g, shape (2m + 1,), that of g last, and its slope g · (-H g).
+    """Return the coefficients of -H g, shape (2m + 1,), that of g last, and the slope g · (-H g).
 
-    The products (2m, 2m) are those of all y and s with each other: those of pair j are in rows 2j and 2j + 1, the oldest
-    pair's first. A pair without positive curvature is omitted. The products with g are `with_gradient` (2m,), and `square`
-    is g · g.
+    `products`, (2m, 2m), are those of all y and s with each other; y and s of pair j have rows 2j and 2j + 1, and the
+    oldest pair is the first. A pair without positive curvature is omitted. `with_gradient`, (2m,), are the products with g,
+    and `square` is g · g.
     """
     least = sys.float_info.epsilon
     pairs = [j for j in range(len(products) // 2) if products[2 * j, 2 * j + 1] > least * products[2 * j, 2 * j]]

@@ -1,11 +1,11 @@
-"""Inexact Newton steps for distributed variables: every rank runs the iteration, and decides by the same numbers.
+"""An inexact Newton method for distributed variables; all ranks run the iteration and decide by the same numbers.
 
-A step solves the Newton system by `truncated_cg`, only as accurately as pays (Eisenstat and Walker), and is shortened until
-the objective falls enough, along a line or in a trust region. The gradient g is measured in the user's inner product R, by
-√(gᵀ R⁻¹ g); if R is the inverse covariance of a prior, this norm doesn't depend on the mesh.
+A step solves the Newton system by `truncated_cg`, with a tolerance that decreases with the gradient (Eisenstat and Walker).
+It is shortened until the objective falls enough, by a line search or a trust region. The norm of the gradient g is that of
+the user's inner product R, √(gᵀ R⁻¹ g). If R is the inverse covariance of a prior, this norm doesn't depend on the mesh.
 
-With bounds the system is restricted to the free variables, which no bound holds; the others go straight to their bound, and
-points are projected (Bertsekas's two-metric projection).
+With bounds, the system is restricted to the free variables. The others are set to their bounds, and points are projected
+(Bertsekas's two-metric projection).
 
 References
 ----------
@@ -30,7 +30,7 @@ from mpiad._typing import Array
 from mpiad.device import to_host
 from mpiad.optimize.constraints import Box
 from mpiad.optimize.evaluated_points import INTERRUPTED, RETREAT, Ending
-from mpiad.optimize.iterates import PieceIterates
+from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.sharded.convergence import ABNORMAL, EVALUATIONS, NOT_FINITE, ending_at
 from mpiad.optimize.sharded.second_order import Derivatives, SecondOrderEvaluation
 from mpiad.optimize.sharded.solver_state import StateFiles
@@ -39,9 +39,9 @@ from mpiad.transport.threads import vdot
 
 # Conjugate gradients for a Newton step, ended early by a tolerance, by negative curvature, or by a trust region.
 #
-# The residual is measured like the gradient, in the user's inner product: in the norm of the preconditioner P it may be
-# small while the model still has a gradient, which the next step would have to remove. The step is measured by
-# ‖p‖² = pᵀ P⁻¹ p. P⁻¹ is never applied: this norm and the product of the step with the direction follow by recurrences.
+# The norm of the residual is that of the gradient, in the user's inner product: in the norm of the preconditioner P it may
+# be small although the gradient of the model isn't. The norm of the step is ‖p‖² = pᵀ P⁻¹ p. P⁻¹ is never applied: this
+# norm and the product of the step with the direction are updated by recurrences.
 #
 # References
 # ----------
@@ -54,15 +54,15 @@ from mpiad.transport.threads import vdot
 class System(NamedTuple):
     """A Newton system H p = -g."""
 
-    # `multiply`, `precondition`: from this rank's part of a vector to its part of the product; collective.
+    # `multiply`, `precondition`: products with H and P, from this rank's part of a vector to its part; collective.
     multiply: Callable[[Array], Array]
     precondition: Callable[[Array], Array]
     dot: Callable[[Array, Array], float]  # the product of two vectors over all ranks, bitwise the same on all
-    ended: Callable[[], bool]  # whether a rank was told to end; the same on all
-    square: float  # of the gradient, in the inner product
-    # `measure` is called once the square of a residual in P's norm is at most this multiple of its target.
+    ended: Callable[[], bool]  # whether a rank received SIGTERM; the same on all
+    square: float  # squared norm of the gradient in the inner product
+    # `measure`, which is expensive, isn't called while the squared norm in P exceeds this multiple of its target.
     slack: float = math.inf
-    # From a residual to its square in the inner product; None if that is r · P r. Collective.
+    # Squared norm of a residual in the inner product; None if that is r · P r. Collective.
     measure: Callable[[Array], float] | None = None
 
 
@@ -70,17 +70,17 @@ class Step(NamedTuple):
     """The result of `truncated_cg`."""
 
     vector: Array  # this rank's part of the step
-    decrease: float  # predicted by the quadratic model
+    decrease: float  # of the objective, as predicted by the quadratic model
     length: float  # in the preconditioner's norm
-    bound: bool  # whether it ends at the boundary of the trust region
+    bound: bool  # whether the step ends at the boundary of the trust region
 
 
 def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, radius: float = math.inf) -> Step | None:
-    """Return an approximate minimizer of gᵀp + ½ pᵀHp within a radius; None if a rank was told to end.
+    """Return an approximate minimizer of gᵀp + ½ pᵀHp within a radius; None if a rank received SIGTERM.
 
-    The residual must fall by the factor `forcing` in the inner product, in at most `limit` products. If the radius is
-    infinite, for a line search, the first negative curvature ends the iteration with the step so far, or steepest descent.
-    A ValueError on all ranks if the preconditioner isn't positive definite, or its result or the Hessian's isn't finite.
+    The norm of the residual must fall by the factor `forcing`, in at most `limit` products. If the radius is infinite, for
+    a line search, negative curvature ends the iteration with the step so far, or with the steepest descent direction if
+    there is none. Raise a ValueError on all ranks if the preconditioner isn't positive definite, or a product isn't finite.
     """
     p, residual = gradient * 0.0, gradient.copy()
     z = system.precondition(residual)
@@ -91,14 +91,17 @@ def truncated_cg(system: System, gradient: Array, forcing: float, limit: int, ra
         product = system.multiply(direction)
         curvature = system.dot(direction, product)
         if not math.isfinite(curvature):
-            raise ValueError("minimize: a product with the Hessian isn't finite, where the objective and its gradient are.")
+            raise ValueError(
+                "minimize: a product with the Hessian isn't finite, though the objective and its gradient are. Check the "
+                "second derivatives of fun, or hessp."
+            )
         step = square / curvature if curvature > 0.0 else math.inf
         if radius < math.inf and length + step * (2.0 * across + step * along) >= radius**2:
             step = (math.sqrt(max(across**2 + along * (radius**2 - length), 0.0)) - across) / along
             p += step * direction
             return Step(p, decrease + step * (square - 0.5 * step * curvature), radius, True)
         if curvature <= 0.0:
-            # The model has no minimizer; the line search chooses the length of the steepest descent.
+            # The model has no minimizer; the line search chooses the length of a steepest descent step.
             return Step(direction, square, math.sqrt(along), False) if count == 0 else _ended(p, decrease, length)
         p += step * direction
         residual += step * product
@@ -125,32 +128,31 @@ def _positive(system: System, square: float) -> float:
         return square
     name = "inner product" if system.measure is None else "preconditioner"  # one operator is both
     raise ValueError(
-        f"minimize: the {name} must be symmetric and positive definite, but r · P r = {square:.3e} of a residual r."
+        f"minimize: the {name} must be symmetric and positive definite, but r · P r = {square:.3e} for a residual r."
     )
 
 
 GRADIENT = Ending(0, "CONVERGENCE: the gradient's norm is at most gtol, or grtol times the first one.")
-# Sufficient fraction of the decrease that the first or second order predicts.
+# Required fraction of the decrease that the first- or second-order model predicts.
 _DECREASE = 1e-4
 _ROUNDING = 10.0 * sys.float_info.epsilon
-# Eisenstat and Walker's: the first and largest forcing term, gamma, alpha, and the threshold of the safeguard.
+# Parameters of Eisenstat and Walker: the first and largest forcing term, gamma, alpha, and the threshold of the safeguard.
 _LARGEST, _GAMMA, _ALPHA, _KEPT = 0.5, 0.9, 2.0, 0.1
-# How far g·P(Pg) and Pg·Pg may differ, relative to the norms: solvers with a tolerance aren't symmetric to rounding.
+# Tolerance of the relative difference between g·P(Pg) and Pg·Pg, since iterative solvers aren't exactly symmetric.
 _ASYMMETRY = 1e-3
-# A residual is measured in the inner product below this multiple of its target, as squares in the preconditioner's norm.
-_NEAR = 1.5
+_NEAR = 1.5  # see `System.slack`
 _EVERYWHERE = slice(None)
 
 
 class NewtonPoint:
-    """Variables of this rank, shape (n,), with the known quantities at the point; numbers are those of all ranks.
+    """A point: this rank's variables, shape (n,), and its known quantities; scalars are the same on all ranks.
 
     - `gradient`: dJ/dx.
     - `finite`: whether the value and all entries of the gradient are finite.
-    - `free`: mask of the variables that no bound holds; None for all.
+    - `free`: mask of the free variables; None for all.
     - `projected_step` (or None): with bounds, P(x - g) - x.
-    - `norm`: the gradient's, in the inner product; NaN until it is measured. `square`: that of its free entries only.
-    - `length`, `slope`: of the step from the point before, and of g there along it.
+    - `norm`: norm of the gradient in the inner product, NaN until it is computed. `square`: squared norm of its free part.
+    - `length`, `slope`: length of the step from the previous point, and derivative along the step at that point.
     """
 
     def __init__(self, x: Array, found: Derivatives):
@@ -159,7 +161,7 @@ class NewtonPoint:
         self.norm, self.square, self.length, self.slope = math.nan, math.nan, 0.0, 0.0
 
     def masked(self, vector: Array) -> Array:
-        """Return a vector without the variables held by a bound."""
+        """Return a vector with zeros for the variables that are held at a bound."""
         return vector if self.free is None else vector * self.free
 
 
@@ -169,14 +171,13 @@ class NewtonCG:
     `box`: the bounds, on the device of the variables; all ranks have one or none.
     """
 
-    def __init__(self, evaluation: SecondOrderEvaluation, iterates: PieceIterates, files: StateFiles, box: Box | None):
+    def __init__(self, evaluation: SecondOrderEvaluation, iterates: ShardedIterates, files: StateFiles, box: Box | None):
         self._evaluation, self._totals, self._iterates, self._files = evaluation, evaluation.totals, iterates, files
         self._settings, self._box = evaluation.settings, box
         settings = evaluation.settings
-        # The inner product's inverse and the preconditioner, on this rank's vectors.
         self._represent = evaluation.on_vectors(settings.inner_product, "inner_product")
         self._precondition = evaluation.on_vectors(settings.preconditioner, "preconditioner") or self._represent
-        # `precondition` and `solve` of one object, such as a prior, are similar operators, and the latter is expensive.
+        # If both are methods of one object, such as a prior, they are similar operators, and `solve` is the expensive one.
         owners = [getattr(operator, "__self__", None) for operator in (settings.preconditioner, settings.inner_product)]
         self._slack = _NEAR if owners[0] is owners[1] is not None else math.inf
         self.count, self._iteration = 0, 0
@@ -185,7 +186,7 @@ class NewtonCG:
         self._lower = self._along_a_line if settings.globalization == "line search" else self._within_a_region
 
     def run(self, start: Array) -> tuple[NewtonPoint, Ending]:
-        """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the reason."""
+        """Minimize from this rank's start, shape (n,), which is overwritten; return the last point and the ending."""
         found = self._files.take()
         if found is not None:
             return self._descend(self._restored(found, start))
@@ -205,7 +206,6 @@ class NewtonCG:
             self._keep(here, ending)
             if ending is not None:
                 return here, ending
-            # By a line search, or in a trust region.
             found = self._lower(here)
             if found is None:
                 ending = INTERRUPTED if self._files.interrupted else self._exhausted() or ABNORMAL
@@ -213,7 +213,7 @@ class NewtonCG:
                 return here, ending
             self._iteration, self._value_before = self._iteration + 1, here.value
             self._measure(found)
-            # Eisenstat and Walker: the accuracy of a solve depends on the last step's reduction of the gradient.
+            # Eisenstat and Walker's choice 2: the forcing term depends on the last step's reduction of the gradient.
             chosen, kept = _GAMMA * (found.norm / here.norm) ** _ALPHA, _GAMMA * self._forcing**_ALPHA
             self._forcing = min(_LARGEST, max(chosen, kept) if kept > _KEPT else chosen)
             self._stopped = self._iterates.report(found, self.count)
@@ -235,7 +235,7 @@ class NewtonCG:
     # ---- points
 
     def _evaluated(self, x: Array, here: NewtonPoint | None) -> NewtonPoint:
-        """Evaluate a point; the step to it began at `here`."""
+        """Evaluate the point x; `here` is the previous point."""
         self.count += 1
         point = NewtonPoint(x, self._evaluation.at(x))
         with np.errstate(over="ignore", invalid="ignore"):  # a trial point may not be finite
@@ -257,15 +257,15 @@ class NewtonCG:
             size = float(to_host(np.max(np.abs(point.projected_step)))) if point.x.size else 0.0
             (size,) = self._totals.of([], [size], [])
             point.free = self._box.free(point.x, point.gradient, size, _EVERYWHERE)
-            # Variables at a bound contribute their distance to it, free ones the gradient in the inner product.
+            # The norm combines the projected steps of held variables and the gradient of free ones.
             held = _dot(point.projected_step, point.projected_step * ~point.free)
         gradient = point.masked(point.gradient)
         represented = gradient if self._represent is None else point.masked(self._represent(gradient))
         held, square = self._sums(held, _dot(gradient, represented))
         if not 0.0 <= square < math.inf:
             raise ValueError(
-                f"minimize: the inner product must be symmetric and positive definite, but its inverse R⁻¹ gives "
-                f"g · R⁻¹ g = {square:.3e} of the gradient g."
+                f"minimize: the inner product must be symmetric and positive definite, but for its inverse R⁻¹ and the "
+                f"gradient g, g · R⁻¹ g = {square:.3e}."
             )
         point.norm, point.square = math.sqrt(held + square), square
 
@@ -279,7 +279,7 @@ class NewtonCG:
                 if not abs(one - other) <= _ASYMMETRY * math.sqrt(squares[0] * squares[1]):
                     raise ValueError(
                         f"minimize: the {name} must be symmetric, but g · P (P g) = {one:.6e} and P g · P g = {other:.6e} "
-                        "of the gradient g at x0."
+                        "for the gradient g at x0."
                     )
 
     def _sums(self, *local: float) -> list[float]:
@@ -334,7 +334,7 @@ class NewtonCG:
         """Return a sufficiently low point in a trust region, whose radius adapts; None if there is none."""
         if self._radius is None:
             gradient = here.masked(here.gradient)
-            # The length of the first preconditioned steepest descent step, in the norm of the radius.
+            # The length of the preconditioned steepest descent step, in the preconditioner's norm.
             once = gradient if self._precondition is None else here.masked(self._precondition(gradient))
             self._radius = math.sqrt(max(self._sums(_dot(gradient, once))[0], 0.0))
         for _ in range(self._settings.maxls):
@@ -342,11 +342,11 @@ class NewtonCG:
             if found is None:
                 break
             there = self._evaluated(self._moved(here, found.vector, 1.0), here)
-            # If bounds have cut the step short, the model's decrease is computed again for the remaining step.
+            # With bounds, the decrease that the model predicts is computed for the projected step.
             expected = found.decrease if self._box is None else self._expected(here, there)
             ratio = (here.value - there.value) / expected if there.finite and expected > 0.0 else -math.inf
             falls = there.finite and expected > 0.0 and self._falls(here, there, _DECREASE * expected)
-            # A ratio of differences at rounding level says nothing about the model, and mustn't shrink the radius.
+            # If the differences are at rounding level, the ratio isn't meaningful, and the radius isn't reduced.
             if ratio < 0.25 and not (falls and ratio > 0.0 and expected <= _ROUNDING * abs(here.value)):
                 self._radius = 0.25 * found.length
             elif ratio > 0.75 and found.bound:
@@ -356,14 +356,14 @@ class NewtonCG:
         return None
 
     def _expected(self, here: NewtonPoint, there: NewtonPoint) -> float:
-        """Return the decrease that the model predicts if a bound may have cut the step."""
+        """Return the decrease that the model predicts for the step from `here` to `there`."""
         moved = there.x - here.x
         return -there.slope - 0.5 * self._sums(_dot(moved, here.multiply(moved)))[0]
 
     def _falls(self, here: NewtonPoint, there: NewtonPoint, enough: float) -> bool:
         if there.value <= here.value - enough:
             return True
-        # If values differ by no more than rounding, the gradient decides.
+        # If the values are equal up to rounding, the gradients are compared.
         if there.value > here.value + _ROUNDING * abs(here.value) or enough > _ROUNDING * abs(here.value):
             return False
         self._measure(there)

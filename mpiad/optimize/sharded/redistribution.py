@@ -1,7 +1,7 @@
-"""The state of a sharded solve on another number of ranks, assembled from the files of the old ranks.
+"""Redistribution of the state of a sharded solve, from the files of one number of ranks to another number.
 
-Each file lists the boxes of the whole arrays that its variables are, so a rank reads the files whose boxes intersect its
-own. The rest of a state is the same on all ranks.
+Each file contains the boxes (index ranges in the whole arrays) of its variables. A rank reads the files whose boxes
+intersect its own boxes. The rest of a state is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpiad.optimize.checkpoint import CheckpointFile
 from mpiad.optimize.sharded.host_vectors import untiled
 
 Box = list[list[int]]
-"""First index, and the one after the last, along each axis of a whole array."""
+"""Start and stop along each axis of a whole array."""
 
 
 class Layout(NamedTuple):
@@ -31,23 +31,23 @@ class Layout(NamedTuple):
 
 
 class OldState(NamedTuple):
-    """An iteration of which each of the old ranks has a file: the files, with their boxes."""
+    """An iteration of which all old ranks have files: the files, with their boxes."""
 
     iteration: int
     files: list[Path]
     boxes: list[list[Box]]
 
     def arrays(self, layout: Layout) -> dict[str, np.ndarray]:
-        """Return the arrays of the state for this rank; a ValueError if a file is damaged, or of another iteration."""
+        """Return this rank's arrays of the state; raise a ValueError if a file is damaged, or of another iteration."""
         size = _length(layout.boxes)
         found: dict[str, np.ndarray] = {}
         pieces = [piece for piece in zip(self.files, self.boxes) if _length(piece[1])]
-        # Undistributed data is in any file: a rank without variables also reads one.
+        # Every file has the data that aren't distributed, so a rank without variables reads the first one.
         needed = [piece for piece in pieces if any(map(_meet, piece[1], layout.boxes))] or pieces[:1]
         for file, boxes in needed:
             description, arrays = read(file)
             if description["iteration"] != self.iteration:
-                raise ValueError(f"minimize: another job writes the checkpoint {file}. Name another file, or end that job.")
+                raise ValueError(f"minimize: another job writes the checkpoint {file}. Pass another file, or end that job.")
             parts = {"x": arrays.pop("x")[None]}
             if "rows" in arrays:
                 parts["rows"] = untiled(arrays.pop("rows"), _length(boxes))
@@ -61,8 +61,8 @@ class OldState(NamedTuple):
 def layout_of(specs: Sequence[tuple], checkpoint: CheckpointFile, comm: Comm) -> Layout | None:
     """Return the positions of this rank's variables, given their shapes and dtypes; None if unknown. Collective.
 
-    The checkpoint's `blocks` give them; without these arrays with one axis are assumed to be consecutive parts of whole
-    ones, in the order of ranks.
+    They are those of the checkpoint's `blocks`. Without `blocks`, arrays with one axis are assumed to be consecutive parts
+    of whole arrays, in the order of ranks.
     """
     blocks = None if checkpoint.blocks is None else [[part.start, part.stop] for part in checkpoint.blocks]
     shapes = [tuple(shape) for shape, _ in specs]
@@ -78,7 +78,6 @@ def layout_of(specs: Sequence[tuple], checkpoint: CheckpointFile, comm: Comm) ->
             box = []
         # A complex array has a last axis for both parts.
         boxes.append([*box, *[[0, 2]] * (dtype.kind == "c")] if box else None)
-    # Known on all ranks, or on none.
     known = comm.allgather(boxes)
     if any(box is None for theirs in known for box in theirs) or len({len(theirs) for theirs in known}) > 1:
         return None
@@ -90,20 +89,19 @@ def place_independent(vector: np.ndarray, layout: Layout, comm: Comm) -> str:
     """Return a checksum of a distributed vector that doesn't depend on the distribution; all ranks call it."""
     total, start = 0, 0
     for k, (box, shape) in enumerate(zip(layout.boxes, layout.shapes)):
-        # By bits: the checksum is of the exact state, not of one that is equal up to rounding.
         piece = np.ascontiguousarray(vector[start : start + _length([box])], np.float64).view(np.uint64)
         axes = np.ix_(*[np.arange(*ends, dtype=np.uint64) for ends in box])
         places = np.zeros(tuple(stop - first for first, stop in box), np.uint64)
         for places_along, n in zip(axes, shape):
             places = places * np.uint64(n) + places_along
-        # Each number is mixed with its position, and added: so order and distribution don't matter, but positions do.
+        # Each number is hashed together with its position. The hashes are added, so that the order doesn't matter.
         total += int(np.sum(_mixed(piece ^ _mixed(places.ravel() + np.uint64(k << 56))), dtype=np.uint64))
         start += len(piece)
     return f"{sum(comm.allgather(total)) % 2**64:016x}"
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """Return the results of SplitMix64 for some numbers (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Return the hashes of numbers by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     with np.errstate(over="ignore"):
         x = (x + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -112,10 +110,10 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 def newest_state(files: list[Path], problem: dict[str, Any], comm: Comm) -> tuple[OldState | None, str | None]:
-    """Return the newest iteration of which all ranks of one number have files, and an error in a file; collective.
+    """Return the newest iteration of which all ranks of an old job have files, and an error in a file; collective.
 
-    The files are those of all old ranks, the same on all ranks here; `problem` is the description of the problem that the
-    state must belong to, as far as it doesn't depend on the ranks.
+    `files`: all files of old ranks, the same on all ranks. `problem`: the part of the description of the problem that
+    doesn't depend on the ranks.
     """
     mine, wrong = [], None
     for file in files[comm.rank :: comm.size]:
@@ -147,7 +145,7 @@ def _meet(old: Box, new: Box) -> bool:
 
 
 def _copy(source: np.ndarray, old: list[Box], target: np.ndarray, new: list[Box]) -> None:
-    """Copy the intersections of two lists of boxes, from rows of vectors to others."""
+    """Copy the intersections of two lists of boxes, from one array of vectors to another."""
     at, to = 0, 0
     for there, here in zip(old, new):
         parts = source[:, at : at + _length([there])], target[:, to : to + _length([here])]

@@ -1,4 +1,4 @@
-"""One solve with variables distributed over the ranks, and its parts."""
+"""Solves with variables that are distributed over the ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mpiad.optimize.checkpoint import CheckpointFile, problem_of
 from mpiad.optimize.constraints import Box, box_of
 from mpiad.optimize.evaluated_points import Ending
 from mpiad.optimize.history import Progress
-from mpiad.optimize.iterates import PieceIterates
+from mpiad.optimize.iterates import ShardedIterates
 from mpiad.optimize.objective_evaluation import Evaluation, Program
-from mpiad.optimize.packing import DevicePacking, LocalPacking, packing_of_piece
+from mpiad.optimize.packing import DevicePacking, LocalPacking, local_packing
 from mpiad.optimize.root_driven import Solve
 from mpiad.optimize.root_protocol import Totals
 from mpiad.optimize.sharded.convergence import NOT_FINITE, NewtonSettings, Settings, settings_of
@@ -31,7 +31,7 @@ from mpiad.transport import Channel
 
 
 class Piece(NamedTuple):
-    """A rank's contribution: its variables, their bounds, the common settings, and its checkpoint."""
+    """A rank's arguments: its variables, their bounds, the settings of the method, and its checkpoint."""
 
     start: Tree
     packing: LocalPacking
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     checkpoint: CheckpointFile | None
 
     def problem(self, program: Program, start: np.ndarray, ranks: int) -> dict[str, Any]:
-        """Return the description of the problem that a state belongs to: all known influences on the iterates."""
+        """Return a description of the problem, with all settings that influence the iterates."""
         return {
             **problem_of(program, self.packing, to_host(start), ranks),
             **self.settings.identity,
@@ -56,15 +56,15 @@ def piece_of(
     options: dict | None,
     checkpoint: CheckpointFile | None = None,
 ) -> Piece:
-    """Check this rank's arguments; a ValueError if one is invalid."""
-    packing = packing_of_piece(start)
+    """Check this rank's arguments; raise a ValueError if one is invalid."""
+    packing = local_packing(start)
     return Piece(start, packing, box_of(bounds, packing.size), settings_of(method, tol, options), checkpoint)
 
 
 class Sharded(Solve):
-    """A solve with distributed variables, made and run by all ranks.
+    """A solve with distributed variables; collective.
 
-    `program`: the functions to evaluate; checked and agreed on. `piece`: this rank's own.
+    `program`: the functions to evaluate, checked before. `piece`: this rank's arguments.
     """
 
     def __init__(self, used: Channel, program: Program, piece: Piece):
@@ -73,16 +73,16 @@ class Sharded(Solve):
         self._evaluation = Evaluation(program, piece.packing, self.agreement, used)
 
     def run(self, callback: Function | None, progress: Progress | None) -> scipy.optimize.OptimizeResult:
-        """Minimize; return the result, or raise, on all ranks alike."""
+        """Minimize; return the result, or raise on all ranks."""
         packing, settings = self._piece.packing, self._piece.settings
         start = packing.pack(self._piece.start)
         files = StateFiles(self._piece.checkpoint, self._identity(start), self._used, self.agreement)
         files.look()
         said = [float(mine) for mine in (self._piece.box is not None, callback is not None)]
-        # If one rank has bounds or a callback, all must know it: they cause further messages.
+        # All ranks must know whether any has bounds or a callback, which cause further messages.
         bounded, heard = self._totals.of(said, [0.0], [])[:2]
         shown = progress if self._totals.leads else None
-        iterates = PieceIterates(packing, self.agreement, callback, bool(heard), shown)
+        iterates = ShardedIterates(packing, self.agreement, callback, bool(heard), shown)
         box = self._box(bool(bounded))
         if isinstance(settings, NewtonSettings):
             derivatives = SecondOrderEvaluation(self._evaluation, self._program, packing, self._totals, settings)
@@ -107,7 +107,7 @@ class Sharded(Solve):
             return Identity({})
         problem = piece.problem(self._program, start, self._used.size)
         layout = layout_of(piece.packing.specs, piece.checkpoint, comm)
-        # The mean over the ranks is another objective on another number of ranks.
+        # The mean over the ranks is a different objective on another number of ranks.
         if layout is None or self._program.objective == "mean":
             return Identity(problem)
         found = {name: value for name, value in problem.items() if name not in OF_RANKS}
@@ -119,13 +119,17 @@ class Sharded(Solve):
         return Identity(problem, found, layout)
 
     def _box(self, bounded: bool) -> Box | None:
-        """Return this rank's bounds."""
-        # With bounds the ranks exchange other numbers: so a rank without bounds takes infinite ones.
+        """Return this rank's bounds; infinite ones if only other ranks have bounds."""
         size, box = self._piece.packing.size, self._piece.box
         return Box(np.full(size, -np.inf), np.full(size, np.inf)) if bounded and box is None else box
 
     def _result(
-        self, point: Point | NewtonPoint, gradient: Array, ending: Ending, counts: tuple[int, int], iterates: PieceIterates
+        self,
+        point: Point | NewtonPoint,
+        gradient: Array,
+        ending: Ending,
+        counts: tuple[int, int],
+        iterates: ShardedIterates,
     ) -> scipy.optimize.OptimizeResult:
         history, message, (count, products) = iterates.record.history(), ending.message, counts
         if ending is NOT_FINITE:

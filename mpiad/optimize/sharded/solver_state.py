@@ -1,7 +1,7 @@
 """The state of a sharded solve between two iterations: the current point, and the files from which it resumes.
 
-Each rank writes two files alternately, and the next is begun only when all ranks have written theirs. So whenever a job is
-killed, there is an iteration of which every rank has a file: the last, or the one before.
+Each rank writes two files alternately, and starts to write only when all ranks have completed the previous state. So after
+a job was killed at any time, there is an iteration of which every rank has a file: the last or the one before.
 """
 
 from __future__ import annotations
@@ -24,59 +24,57 @@ from mpiad.transport.user_failures import StageFailures
 
 _SLOTS = "a", "b"
 OF_RANKS = "ranks", "variables", "x0 (checksum)", "bounds (checksum)"
-"""What a state belongs to only on the same number of ranks."""
+"""The entries of a problem's description that depend on the number of ranks."""
 
 
 @dataclass(eq=False, slots=True)
 class Point:
-    """Variables of this rank; the numbers are those of all ranks. The gradient is stored in the memory."""
+    """A point: this rank's variables, and scalars of all ranks. `LimitedMemory` stores the gradient."""
 
     x: Array  # shape (n,)
     value: float = math.nan  # the objective
     norm: float = math.nan  # largest absolute entry of the (projected) gradient
-    slope: float = math.nan  # of the objective along the step to here, without the variables that a bound stopped
+    slope: float = math.nan  # of the objective along the direction, without the variables that a bound stopped
     finite: bool = False  # whether the value and all entries of the gradient are finite
     clipped: bool = False  # whether a bound stopped any variable in the step
-    step: float = math.nan  # along the direction that led here
-    length: float = 0.0  # of the step from the point before, over all ranks
-    range: float = math.inf  # from here to the point at which the last search met no finite value; infinite if it met none
-    # If a bound may have stopped variables: the step times the gradient before, and times the gradient here.
+    step: float = math.nan  # factor of the direction
+    length: float = 0.0  # 2-norm of the step from the previous point, over all ranks
+    range: float = math.inf  # distance to the nearest trial point of the last search that wasn't finite; infinite if none
+    # Products of the step with the gradients at the previous point and at this one.
     predicted: float = math.nan
     met: float = math.nan
-    settled: bool = False  # whether the memory has moved here
-    aside: bool = False  # whether the memory has put the gradient aside
+    settled: bool = False  # whether this is the current point of the memory
+    aside: bool = False  # whether the memory has stored the gradient separately
 
 
 class State(NamedTuple):
     """A solve between two iterations, without its memory."""
 
-    # `iteration`, `count`: iterations and evaluations so far.
+    # `iteration`, `count`: numbers of iterations and evaluations so far.
     iteration: int
     count: int
     here: Point
-    value_before: float  # objective at the iterate before; infinite if the last search found nothing
-    # `slope`, `length`: of the objective along the next direction, and of the gradient.
-    slope: float
-    length: float
+    value_before: float  # objective at the previous iterate; infinite if the last search found no better point
+    slope: float  # of the objective along the next direction
+    length: float  # 2-norm of the gradient
     stopped: bool  # whether a callback wants the solve to end
 
 
 class Identity(NamedTuple):
-    """The problem that a state belongs to."""
+    """The problem to which a state belongs."""
 
-    # `problem`, `anywhere`: descriptions of the problem, on these ranks and on any number of them.
-    problem: dict[str, Any]
-    anywhere: dict[str, Any] = {}
-    layout: Layout | None = None  # positions of this rank's variables; without it a state belongs to its number of ranks
+    problem: dict[str, Any]  # description for this number of ranks
+    anywhere: dict[str, Any] = {}  # description for any number of ranks
+    layout: Layout | None = None  # positions of this rank's variables; needed to resume on another number of ranks
 
 
 class StateFiles:
-    """Write states and read them again; without a checkpoint it does nothing.
+    """Writes and reads the files of states; without a checkpoint it does nothing.
 
-    - `checkpoint`: this rank's own; all have one or none.
+    - `checkpoint`: this rank's argument; all ranks have one or none.
     - `used`: the user's communicator.
-    - `agreement`: knows whether a rank was told to end.
-    - `iteration`: of the last state that was written or found; -1 for none.
+    - `agreement`: knows whether a rank received SIGTERM.
+    - `iteration`: that of the last state that was written or found; -1 for none.
     """
 
     def __init__(self, checkpoint: CheckpointFile | None, identity: Identity, used: Channel, agreement: StageFailures):
@@ -87,7 +85,7 @@ class StateFiles:
 
     @property
     def interrupted(self) -> bool:
-        """Return whether the solve must end here, because a rank was told to."""
+        """Return whether the solve must end because a rank received SIGTERM."""
         return self._checkpoint is not None and self._agreement.end_requested
 
     def _file(self, slot: int) -> Path:
@@ -97,14 +95,14 @@ class StateFiles:
     def look(self) -> None:
         """Find the newest state that all ranks have, and read it.
 
-        A ValueError on all ranks if a file of any is damaged, or belongs to another problem.
+        Raise a ValueError on all ranks if a file of any is damaged, or belongs to another problem.
         """
         if self._checkpoint is None:
             return
         mine, wrong = {}, None
         others = files_of_ranks(self._checkpoint.file)
         if self._identity.layout is not None:
-            # If all ranks see the files of another number of ranks, and none sees its own.
+            # Redistribute if all ranks see the same files of another number of ranks, and no files of this number.
             seen = [] if self._of_this_number(others) else [file.name for file in others]
             every = self._used.data.allgather(seen)
             if every[0] and all(names == every[0] for names in every):
@@ -114,7 +112,6 @@ class StateFiles:
             mine = self._iterations_on_disk()
         except (OSError, ValueError) as error:
             wrong = error
-        # If a rank raised by itself, the others would wait in the next message.
         common = self._agreed(mine, wrong)
         if common is not None:
             self.iteration, self._slot = common, 1 - mine[common]
@@ -129,8 +126,8 @@ class StateFiles:
         found, wrong = newest_state(others, self._identity.anywhere, self._used.data)
         if found is None:
             missing = (
-                f"minimize: there is no iteration of which all ranks have a file among {others[0]} and the like, which "
-                "another number of ranks has written. Put the files back, or delete them."
+                f"minimize: the files of another number of ranks, such as {others[0]}, don't have an iteration that is "
+                "complete. Restore the missing files, or delete all of them."
             )
             raise agreed(self._used, ValueError(wrong or missing))
         with raising_together(self._used, ValueError):
@@ -146,25 +143,25 @@ class StateFiles:
         description, arrays = read(file)
         if description["iteration"] != iteration:
             raise ValueError(
-                f"minimize: the checkpoint {file} was of iteration {iteration}, and a moment later of "
-                f"{description['iteration']}: another job writes it. Name another file, or end that job."
+                f"minimize: the checkpoint {file} has changed from iteration {iteration} to {description['iteration']} "
+                "while it was read: another job writes it. Pass another file, or end that job."
             )
         return arrays
 
     def _iterations_on_disk(self) -> dict[int, int]:
-        """Return the slot of each iteration that this rank has a file of."""
+        """Return the slot of each iteration of which this rank has a file."""
         file, found = self._checkpoint.file, {}  # type: ignore[union-attr]
         others = files_of_ranks(file)
         if others and not self._of_this_number(others):
             raise ValueError(
                 f"minimize: the checkpoint {others[0]} was written by another number of ranks than the "
-                f"{self._used.size} of this call, and nothing says where their pieces lie. Start as many, name another "
-                "file, or delete it; CheckpointFile(blocks=...) says it for further ones."
+                f"{self._used.size} of this call, and the positions of their variables aren't known. Start the same number "
+                "of ranks, pass another file, or delete it; for later checkpoints pass CheckpointFile(blocks=...)."
             )
         if file.exists():
             raise ValueError(
-                f"minimize: the checkpoint {file} was written by a method that the root drives, and not by "
-                "a sharded one. Name another file, or delete it."
+                f"minimize: the checkpoint must have been written by a sharded method, but {file} was written by a method "
+                "that runs on the root. Pass another file, or delete it."
             )
         for slot in range(len(_SLOTS)):
             if self._file(slot).exists():
@@ -184,7 +181,7 @@ class StateFiles:
             without = next(rank for rank, (theirs, _) in enumerate(every) if len(theirs) < 2)
             path = self._checkpoint.path  # type: ignore[union-attr]
             text = f"rank {without} has no file of the iterations that other ranks have written to the checkpoint {path}"
-            raise agreed(self._used, ValueError(f"minimize: {text}. Put its files back, or delete those of all ranks."))
+            raise agreed(self._used, ValueError(f"minimize: {text}. Restore its files, or delete those of all ranks."))
         return max(common, default=None)
 
     def take(self) -> dict[str, np.ndarray] | None:
@@ -210,12 +207,12 @@ class StateFiles:
             wrong = f"rank {self._used.rank}: {self._failures.reason(error, self._file(self._slot))}"
         failures = [text for text in self._used.data.allgather(wrong) if text is not None]
         if failures:
-            # This slot again next time: the other one has the last state that all ranks have.
-            self._failures.tell(iteration, failures[0])
+            # The next state is written to the same slot, since the other one has the last complete state.
+            self._failures.warn(iteration, failures[0])
         else:
             self._failures.end()
             self.iteration, self._slot = iteration, 1 - self._slot
-            # Obsolete: the older files of another number of ranks.
+            # The files of another number of ranks are obsolete now.
             for file in self._old[self._used.rank :: self._used.size]:
                 file.unlink(missing_ok=True)
             self._old = []
