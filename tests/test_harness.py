@@ -190,8 +190,13 @@ def test_a_hang_of_one_of_two_processes_shows_both(suite, tmp_path):
 @pytest.mark.launches
 def test_one_rank_s_files_are_divided_among_processes_and_several_ranks_are_not(suite):
     text = "def test_one(size, worker_id): assert (size, worker_id == 'master') in {(1, False), (2, True)}"
+    cores = os.sched_getaffinity(0)
     for ranks in (1, 2):
-        job = suite(text, ranks=ranks, flags=["-n", "auto", "--dist", "loadfile"])
+        os.sched_setaffinity(0, {min(cores)} if ranks == 1 else cores)  # as many processes as for one core
+        try:
+            job = suite(text, ranks=ranks, flags=["-n", "auto", "--dist", "loadfile"])
+        finally:
+            os.sched_setaffinity(0, cores)
         assert job.returncode == 0 and job.stdout.count("1 passed") == 1, job.stdout
 
 
