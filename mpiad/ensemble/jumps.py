@@ -1,4 +1,4 @@
-"""Events that changed the state, in the record of a solve: the step after which each acted, and its effect on the state."""
+"""`Jumps`: the events that changed the state in a solve, with the steps after which they acted, and their effects."""
 
 from __future__ import annotations
 
@@ -17,63 +17,63 @@ from mpiad.ensemble.field_jacobian import jacobian_of
 from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.step_sweep import Columns
 
-# How a condition leaves its root after an affect: on which side, and when it vanishes again.
+# The departure of a condition from its root after an affect: its sign, and the time at which it vanishes again.
 #
-# After the affect the condition may still vanish, as when a bouncing ball is still on the ground, and rounding decides on
-# its sign. Its further course is found from its values a little later: after a straight step of the trajectory, and after a
-# curved one of second order. They define a parabola, whose second root is the time at which the condition vanishes again.
+# After the affect the condition may still be zero, up to rounding: a bouncing ball, for example, is still on the ground.
+# Its sign is then determined from its values a little later, after a step of first order and one of second order. These
+# define a parabola, whose second root is the time at which the condition vanishes again.
 
 
-# Bounds on the condition after the affect, relative to its value before and to its change along the trajectory, for it to
-# be considered at its root.
+# A condition is considered at its root if it is smaller than these multiples of its value before the affect, and of its
+# change along the trajectory.
 AT_ROOT, OF_WAY = 1e3, 1e-12
-# How far ahead to evaluate the condition, as a fraction of the time between events, and if that is short; and the least
-# distance as a fraction of tspan.
+# The distance at which the condition is evaluated, as a fraction of the time between events (the second if that is short),
+# and the smallest distance as a fraction of tspan.
 AHEAD, AHEAD_OF_SHORT, LEAST_AHEAD = 1e-2, 0.25, 1e-6
-# The fraction of tspan within which a condition must not vanish again, if the time before the event was short, too.
+# If a condition vanishes again within this fraction of tspan, after an equally short time before the event (second number),
+# it would do so endlessly.
 AT_ONCE, SHORT_PIECE = 1e-7, 1e-5
-# In a step that is so small a fraction of tspan, rounding may change the sign of a condition that was near its root.
+# In steps below this fraction of tspan, rounding may change the sign of a condition near its root.
 UNRESOLVED = 1e-9
-LEAST = 1e-300  # the value of a condition of which only the sign is known
-# Number of events in a row, each within this fraction of tspan after the one before, that are taken for an infinite
-# sequence.
+LEAST = 1e-300  # absolute value assigned to a condition of which only the sign is known
+# Successive events within this fraction of tspan are considered an infinite sequence if there are more than this number.
 SHORT, MOST_SHORT = 1e-6, 10
 
 
 class Departure(NamedTuple):
-    """How the condition of an event continues, for several trajectories."""
+    """The departure of a condition from its root, for several trajectories."""
 
-    side: Array  # shape (n,); the sign that it takes; 0 if it isn't at its root, and its own sign counts
+    side: Array  # shape (n,); the sign that the condition takes; 0 if it isn't at its root
     # Shape (n,). The time until it vanishes again in the event's direction; infinite if it isn't at its root, or doesn't.
     back: Array
-    endless: Array  # bool, shape (n,); whether that is at once, and would therefore repeat endlessly
+    endless: Array  # bool, shape (n,); whether that is immediately, and would repeat endlessly
 
 
 def distance_ahead(gone: Array, span: Array) -> Array:
-    """Return how far ahead to look, given the times since the events acted last and the lengths of tspan."""
+    """Return the distance at which to evaluate conditions; `gone`: the times since the events last acted."""
     least = LEAST_AHEAD * span
     return np.where(gone > UNRESOLVED * span, np.minimum(AHEAD_OF_SHORT * gone, np.maximum(AHEAD * gone, least)), least)
 
 
 def departure(values: tuple[Array, Array, Array, Array], direction: int, gone: Array, span: Array) -> Departure:
-    """Return how a condition leaves its root.
+    """Return the departure of a condition from its root.
 
-    Its values, each of shape (n,), are those before the affect, after it, and at `distance_ahead` later along a straight
-    and along a curved step; `gone` and `span` are as for `distance_ahead`.
+    `values`: the condition before the affect, after it, and at `distance_ahead` along steps of first and of second order,
+    each of shape (n,). `gone`, `span`: as for `distance_ahead`.
     """
     before, now, then, there = values
     ahead, rise, bend = distance_ahead(gone, span), then - now, there - then
     at_root = np.abs(now) <= np.maximum(AT_ROOT * np.abs(before), OF_WAY * np.abs(rise * gone / ahead))
-    # If its slope is zero, the condition returns at once to the side that it came from.
+    # If the slope is zero, the sign is that of the curvature.
     side = np.where(rise != 0, np.sign(rise), -np.sign(bend))
     returns = at_root & (side * bend < 0) & ((direction == 0) | (side * direction < 0))
     back = np.where(returns, -ahead * rise / bend, np.inf)
-    # For a stiff system two derivatives don't predict the return, unless all times are short.
+    # For stiff systems the parabola doesn't predict the return, unless all times are short.
     endless = (back <= AT_ONCE * span) & ((rise == 0) | (gone <= SHORT_PIECE * span))
     return Departure(np.where(at_root, side, 0.0), back, endless)
 
 
-# u' of M u' = f(u, p, t) at columns, used to shift states when no step does: f itself if M is the identity.
+# The derivative u' of solutions of M u' = f(u, p, t), for shifts of states in time.
 #
 # If M is singular, f determines u' only up to N z, with the null vectors N of M. The algebraic equations Lᵀ f = 0 hold
 # along a trajectory, so Lᵀ (f_u u' + f_t) = 0, and with N A⁻¹ Lᵀ of `consistent_start` this part is found in one step.
@@ -86,7 +86,7 @@ _STEPS = 3
 
 
 def rates_of_change(batch: Batch, mass: Array | None, u: Array, leaves: Sequence[Any], t: Array) -> Array:
-    """Return u' of at least two columns, shape (d, n), given their parameters' leaves; all but M may be traced."""
+    """Return u' for at least two columns, shape (d, n); `leaves`: their parameters. Arguments but `mass` may be traced."""
     field = Field(batch)
     rate = field.array(u, leaves, t)
     if mass is None:
@@ -160,12 +160,12 @@ class Jumps:
 
     @cached_property
     def still(self) -> Array:
-        """Whether no step ends at a jump, since another jump or the start is at the same time."""
+        """Which jumps aren't at the end of a step, since another jump or the start is at the same time."""
         return (self.turn > 0) | (self.number == 0)
 
     @cached_property
     def lengthens(self) -> Array:
-        """Whether the step before ends at the given time of the jump, wherever that time moves."""
+        """Which jumps are at given times that determine the end of the preceding step."""
         return ~self.still & (self.slot != FOUND)
 
     def bounds(self, count: int) -> Array:

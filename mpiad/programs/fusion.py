@@ -1,11 +1,11 @@
-"""The loops that compute the arrays that a program keeps in memory, the places of these arrays, and the order of the steps.
+"""Loop fusion: from a program of arrays to a schedule of loops and Python calls on buffers.
 
-A program is cut at the steps that Python runs: communications and untraced calls. Before each cut, its operands are
-computed, and all other kept arrays of the program up to it; arrays over the same index space in one loop, unless one reads
-neighboring entries of another.
+A program is cut at the steps that Python runs: communications and untraced calls. Before each cut, loops compute its
+operands and all other materialized arrays of the program up to it. Arrays with the same index space are computed in one
+loop, unless one reads neighboring entries of another.
 
-A join of arrays is kept by storing its parts at their places. An array that is communicated by an operator that works in a
-buffer (a halo exchange) is stored in that buffer from the start.
+The parts of a join are stored directly at their places in its buffer. The argument of an operator that works in place, such
+as a halo exchange, is computed directly in the operator's buffer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Fusion:
         self._waiting = deque(sorted(self._kept - self._decision.anchored))
         self.buffers: list[Buffer] = []
         self.places: dict[int, Place] = {}
-        self._placed: dict[int, list[int]] = {}  # nodes by the memory that holds them
+        self._placed: dict[int, list[int]] = {}  # the nodes stored in each buffer
         self.copies: dict[int, tuple[int, Place]] = {}
         self.since: dict[int, int] = {}
         self.steps: list[Loop | Run] = []
@@ -59,7 +59,7 @@ class Fusion:
         return Schedule(self.program, *found, outputs, cuts[:-1])
 
     def _compute_outputs(self, places: Iterable[int], part: int) -> list[int]:
-        """Let loops compute outputs; if no steps follow, other nodes may be read from the output's buffer."""
+        """Append loops that compute outputs; if no steps follow, other nodes may be read from the outputs' buffers."""
         last = part == len(self.program.ends)
         wanted, outputs = [], []
         for place in places:
@@ -74,7 +74,7 @@ class Fusion:
         return outputs
 
     def _end(self, part: int) -> int:
-        """Return the number up to which nodes are computed after a part: that of the first node that is run later."""
+        """Return the first node that belongs to a later part; nodes before it are computed in this part."""
         return next((n for n in self.needed if self.nodes[n].part > part), len(self.nodes))
 
     # ---- buffers
@@ -91,7 +91,7 @@ class Fusion:
         self._place(n, Place(buffer, identity(len(self.nodes[n].shape))))
 
     def _whole(self, n: int) -> int | None:
-        """Return a buffer that holds a node alone, in its order and shape; None if there is none."""
+        """Return a buffer that contains exactly a node, in its shape; None if there is none."""
         place, shape = self.places.get(n), self.nodes[n].shape
         if place is None:
             return None
@@ -139,7 +139,7 @@ class Fusion:
         self._place(n, Place(buffer, beginning_at(lead + tuple(placed.result(*rest)))))
 
     def _note_copies(self, buffer: int, loops: Sequence[Any]) -> None:
-        """Record which arguments have been copied into a buffer in which the operator's argument stays unchanged."""
+        """Record which arguments of the program have been copied to a buffer that the operator doesn't change there."""
         for loop in loops:
             for item in [item for item in loop.items if item.place.buffer == buffer]:
                 n, map = item.node, item.reads
@@ -156,20 +156,23 @@ class Fusion:
     # ---- loops
 
     def _compute(self, wanted: Sequence[tuple[int, Place | None, bool]], cut: int) -> None:
-        """Let loops compute nodes, given as (node, place, whether it can be read there), and those kept before a cut."""
+        """Append loops that compute nodes, given as (node, place, whether it can be read there), and materialized ones.
+
+        The latter are those before a cut.
+        """
         items: list[Store | Fold] = []
         for n, place, lasts in wanted:
             if place is not None:
                 self._put(n, place, lasts, items)
             elif n not in self.places:
                 self._keep(n, items)
-        # In the order of the program, so that their operands can be freed.
+        # In the order of the program, so that memory of operands can be reused.
         waiting: list[int] = []
         while self._waiting and self._waiting[0] < cut:
             waiting.append(self._waiting.popleft())
         for n in [n for n in waiting if n not in self.places]:
             self._keep(n, items)
-        # Their operands: a kept node gets a place, and so becomes an item whose operands are visited, too.
+        # Materialized operands become items, too, whose operands are then visited.
         seen: set[int] = set()
         for item in items:
             if item.copies:
@@ -187,7 +190,7 @@ class Fusion:
         self._group(items)
 
     def _put(self, n: int, place: Place, lasts: bool, items: list[Store | Fold]) -> None:
-        """Append the items that store a node at a place; each part of a join at its own place."""
+        """Append the items that store a node at a place; the parts of a join are stored separately."""
         node = self.nodes[n]
         copies = n in self.places
         if not copies and node.kind in ("reduce", "reshape"):
@@ -208,14 +211,14 @@ class Fusion:
                 return
         if lasts and not copies:
             self._place(n, place)
-        # A second store in one buffer is done part by part, since the whole would wait for all stores to that buffer.
+        # A copy within one buffer is made part by part, since a copy of the join would wait for all stores to that buffer.
         if node.kind == "join" and (not copies or self._root(self.places[n].buffer) == self._root(place.buffer)):
             start = 0
             for x in node.inputs:
                 self._put(x, place._replace(map=moved(place.map, node.data, start)), lasts, items)
                 start += self.nodes[x].shape[node.data]
             return
-        # If a view and its source are both in memory, the one that loops have stored at the place is copied.
+        # If a view and its source are both in memory, the one stored by loops is copied.
         if node.kind == "view" and copies == (node.inputs[0] in self.places):
             back = inverse(node.data, self.nodes[node.inputs[0]].shape, node.shape)
             if back is not None:
@@ -234,7 +237,7 @@ class Fusion:
         items.append(Fold(n, x, reads, name, Place(buffer, tuple(kept))))
 
     def _keep(self, n: int, items: list[Store | Fold]) -> None:
-        """Append the items that keep a node in a buffer of its own."""
+        """Append the items that store a node in a new buffer."""
         node = self.nodes[n]
         if node.kind == "reduce":
             place = self._anywhere(n)
@@ -258,9 +261,9 @@ class Fusion:
         pending = sorted(items, key=lambda item: (item.node, item.copies))
         computed = {item.node: self._root(item.place.buffer) for item in pending if not item.copies}
         written = {self._root(item.place.buffer) for item in pending}
-        # Reads through another shape, or of a join in one buffer, wait for all stores to that buffer.
+        # Reads of a buffer in another shape, or of a join, wait for all stores to the buffer.
         wholes = {n for buffer in written for n in self._placed.get(buffer, ()) if n not in computed}
-        # Other shapes of an item's node, if it isn't copied there later, wait for that item only.
+        # Reads of an item's node in another shape wait only for that item.
         shapes = {n: x for n in wholes if (x := self._computed_as(n, computed)) is not None}
         named = {n: x for n, x in shapes.items() if computed[x] == self._root(self.places[n].buffer)}
         wholes -= named.keys()
@@ -279,7 +282,7 @@ class Fusion:
                 if shape is not None and (mine != shape or partial or alone):
                     continue
                 if exact is not None and precision is not None and exact != precision:
-                    continue  # in double precision the values that are read within the loop wouldn't be rounded
+                    continue  # a loop has one precision, so values of the other one wouldn't be rounded
                 if all(inside[n] == map if n in inside else n not in waiting for n, map in reads[id(item)]):
                     loop.append(item)
                     shape, precision, alone = mine, precision or exact, partial
@@ -291,7 +294,7 @@ class Fusion:
             for n in (*inside, *(n for n, x in named.items() if x in inside)):
                 self.since[n] = len(self.steps)
             self.steps.append(Loop(shape, tuple(loop), frozenset(inside)))
-            # Further loops of these items may read buffers with no pending stores.
+            # The next loops may read buffers without pending stores.
             left = {self._root(item.place.buffer) for item in pending}
             for n in wholes:
                 if self._root(self.places[n].buffer) not in left:
@@ -301,7 +304,7 @@ class Fusion:
         return root_of(self.buffers, buffer)
 
     def _computed_as(self, n: int, computed: Container[int]) -> int | None:
-        """Return the node of an item that a node is a reshaped view of; None if it is no such view."""
+        """Return the node of an item of which a node is a reshaped view; None if there is none."""
         while self.nodes[n].kind == "view":
             (x,) = self.nodes[n].inputs
             if inverse(self.nodes[n].data, self.nodes[x].shape, self.nodes[n].shape) is None:

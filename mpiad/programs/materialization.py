@@ -1,7 +1,7 @@
-"""The arrays of a program that are kept in memory; all others are computed by the loops that read them.
+"""Materialization: the choice of the arrays that are stored in memory; loops compute the others wherever they read them.
 
-Operands of communications and calls, and the program's results, have to be in memory. Another array is kept only if this
-is cheaper than computing its entries again at each read, or if otherwise its operands would have to stay in memory for it.
+Operands of communications and calls, and the program's results, must be in memory. Another array is stored only if this is
+cheaper than computing its entries again at each read, or if many operands would otherwise have to stay in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpiad.programs.schedule import working_in_place
 # Nodes that Python runs, which read and write whole arrays.
 _CUTS = frozenset({"communicate", "call"})
 
-# Costs of operations, and the cost of keeping an entry and reading it once more, in additions.
+# Costs of operations, in additions, and the cost of storing an entry and reading it.
 _COSTS = {"divide": 4, "sqrt": 5, "power": 8, "where": 1}
 _CALL, _KEEPING = 20, 8
 _SIMPLE = frozenset(
@@ -28,7 +28,7 @@ _SIMPLE = frozenset(
     not_equal logical_and logical_or logical_not invert square positive fabs sign cast truth conjugate isnan isfinite isinf
     clip at_least at_most""".split()
 )
-# Expressions that are deeper than this, or read arrays of more eras, are cut; leaves are counted up to this number.
+# Limits: depth of expressions, number of arrays that they read, number of eras (see `_era`), number of iterations.
 _DEEPEST, _MOST_LEAVES, _MOST_ERAS, _ROUNDS = 120, 12, 6, 4
 
 
@@ -41,11 +41,12 @@ class _Use(NamedTuple):
 
 
 class Materialization:
-    """Decides which arrays are kept.
+    """Decides which arrays are stored in memory ("kept").
 
-    - `needed`, `cuts`: the nodes that outputs and communications need; those at which Python runs.
-    - `users`: the nodes that read a node.
-    - `anchored`: nodes that are stored at the place that a cut or an output needs, and not before.
+    - `needed`: the nodes on which outputs and communications depend.
+    - `cuts`: the nodes that Python runs.
+    - `users`: the nodes that read each node.
+    - `anchored`: nodes that are stored only at the place where a cut or an output requires them.
     """
 
     def __init__(self, program: ArrayProgram):
@@ -61,7 +62,7 @@ class Materialization:
     def kept(self) -> set[int]:
         """Return the nodes that are kept in memory."""
         forced = kept = self._forced()
-        # The cost of an entry depends on the set of kept nodes, and this set on the costs.
+        # A fixed-point iteration, since the costs depend on the set of kept nodes, and this set on the costs.
         for _ in range(_ROUNDS):
             costs, leaves, long = self._costs(kept)
             kept = self._decided_by(forced | long, costs, leaves)
@@ -73,7 +74,7 @@ class Materialization:
         kept: set[int] = set()
         before = [sum(self.nodes[n].part <= part for n in self.cuts) for part in range(len(self.program.ends))]
         for place, n in enumerate(self.program.outputs):
-            # Half a cut further: after the last communication before it, and apart from the operands of the next.
+            # Outputs are read half a cut later, after the preceding communication.
             part = bisect(self.program.ends, place)
             at = before[part] - 0.5 if part < len(before) else len(self.cuts)
             uses[n].add(_Use(at, long_axes(self.nodes[n].shape), to_long(self.nodes[n].shape)))
@@ -101,16 +102,17 @@ class Materialization:
         return bisect(self.cuts, n)
 
     def _costs(self, forced: set[int]) -> tuple[dict[int, int], dict[int, int], set[int]]:
-        """Return the costs of entries that aren't kept, the numbers of arrays they read, and the nodes that grow too long.
+        """Return the costs of entries that aren't kept, the numbers of arrays that they read, and nodes that must be kept.
 
-        These are deep, or read arrays of many eras (a sum over all time steps), which would all have to stay in memory.
+        The latter are deep expressions, or read arrays of many eras (such as a sum over all time steps), which would all
+        have to stay in memory.
         """
         costs: dict[int, int] = {}
         sets: dict[int, frozenset[int]] = {}
         deep: dict[int, int] = {}
         eras: dict[int, frozenset[int]] = {}
         long: set[int] = set()
-        # The reads of a node: itself only, if it is kept.
+        # The arrays that a node reads; a kept node only itself.
         for n in self.needed:
             node = self.nodes[n]
             if node.kind in IN_MEMORY:
@@ -128,8 +130,8 @@ class Materialization:
             eras[n] = frozenset().union(
                 *(frozenset([self._era(x)]) if kept else eras[x] for x, kept in zip(node.inputs, read))
             )
-            # Contractions are computed before, in loops of their own. A running sum of results would be added up in each of
-            # them from the start: k steps would have loops of 1, 2, ..., k terms. The same holds for sums of cotangents.
+            # Running sums of results or of cotangents are kept. Otherwise each of k steps would compute the sum from the
+            # beginning, with 1, 2, ..., k terms.
             runs_on = self.program.contracts or node.part > 0
             crowded = runs_on and len(found) > _MOST_LEAVES and len(self.users.get(n, ())) > 1
             if node.kind == "elementwise" and (deep[n] > _DEEPEST or len(eras[n]) > _MOST_ERAS or crowded):
@@ -144,7 +146,7 @@ class Materialization:
         return _COSTS.get(name, 1 if name in _SIMPLE else _CALL)
 
     def _forced(self) -> set[int]:
-        """Return the nodes that have to be in memory."""
+        """Return the nodes that must be in memory."""
         forced = set()
         joined: dict[int, bool] = {}
         for n in self.needed:
@@ -173,7 +175,7 @@ class Materialization:
         return {n for n in forced if self.nodes[n].kind not in (*IN_MEMORY, "number")}
 
     def _force(self, n: int, forced: set[int]) -> None:
-        """Mark a node as kept, or the parts that it joins."""
+        """Mark a node as kept; for a join, its parts."""
         node = self.nodes[n]
         if node.kind == "join":
             for x in node.inputs:
@@ -189,7 +191,7 @@ class Materialization:
 
 
 def _times(shape: Shape, uses: Collection[_Use]) -> int:
-    """Return the number of times an entry is computed if the array isn't kept: once, if a loop reads single components."""
+    """Return the number of times that an entry is computed if the array isn't kept."""
     short = [k for k, n in enumerate(shape) if 1 < n <= SHORT]
     whole, apart = 0, Counter[tuple[int, ...]]()
     for use in uses:
@@ -198,7 +200,7 @@ def _times(shape: Shape, uses: Collection[_Use]) -> int:
             whole += 1
             continue
         along = {axis.source for axis in use.map}
-        # For each index along axes that aren't the array's own the loop would compute it once more.
+        # It is computed for each index along axes of the loop that the array doesn't have.
         apart[tuple([axis.offset for axis in places])] += math.prod(n for k, n in enumerate(use.shape) if k not in along)
     return min(len(uses), whole + max(apart.values(), default=0))
 

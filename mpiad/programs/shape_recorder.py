@@ -1,8 +1,8 @@
-"""A trace of shapes and dtypes alone: large arrays are neither computed nor communicated.
+"""`ShapeRecorder`: a trace with shapes and dtypes only, in which large arrays are neither computed nor communicated.
 
-A result is represented by uninitialized memory of its shape, which costs nothing. So a function of large arrays is compiled
-before it is run, in no more time than one of small arrays. Operations that need a value or a message from another rank give
-up this trace, and the function is traced while it runs (`Recorder`): until then no message has been sent.
+A result is represented by uninitialized memory of its shape. So a function of large arrays can be compiled before it is
+run, as fast as one of small arrays. If an operation needs a value, or a message from another rank, this trace fails before
+any message was sent, and the function is traced while it runs (`Recorder`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpiad.programs.message_numbers import envelopes_of
 from mpiad.programs.recorder import Recorder
 from mpiad.transport import Spec
 
-# Number of entries of an array above which computing with it takes longer than inferring the result's shape.
+# Number of entries above which computing with an array takes longer than inferring the shape of the result.
 _LARGE = 1 << 13
 
 
@@ -28,7 +28,7 @@ def is_large(x: Any) -> bool:
     return isinstance(x, np.ndarray) and x.size > _LARGE
 
 
-# Operations whose results have a known shape, and that leave no state on this rank if the trace is given up.
+# Operations whose results have a known shape, and that have no side effects on this rank if the trace fails.
 _KNOWN = frozenset(
     "mpi_allreduce mpi_alltoall mpi_barrier mpi_exchange mpi_exscan mpi_scan mpi_send mpi_sum "
     "value_and_grad grad make_vjp make_jvp jvp hvp".split()
@@ -40,7 +40,7 @@ class ShapeRecorder(Recorder):
     """A trace of shapes and dtypes in progress."""
 
     def looked_up(self, call: str) -> None:
-        """Record that a function looks up the channel of a communicator."""
+        """Handle the lookup of a channel."""
         if call not in _KNOWN:
             self.refuse(f"the result of {call} is known only in a run")
 
@@ -95,11 +95,11 @@ class ShapeRecorder(Recorder):
 
 
 def _joined(parts: Any, axis: int = 0) -> Array:
-    # An additional leading axis of length 0 leaves nothing to copy.
+    # With an additional axis of length 0 nothing is copied.
     made = np.concatenate([np.empty((0, *np.shape(x)), x.dtype) for x in parts], axis if axis < 0 else axis + 1)
     return np.empty(made.shape[1:], made.dtype)
 
 
 def like(spec: Spec) -> Any:
-    """Return the representation of a value in a trace of shapes."""
+    """Return a placeholder for a value: uninitialized memory."""
     return np.empty(spec.shape, spec.dtype) if spec.shape else spec.dtype.type(1)

@@ -1,4 +1,4 @@
-"""A call of a compiled function as a node on the tape of an enclosing derivative."""
+"""Calls of compiled functions as nodes on the tape of an enclosing derivative."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _NO_VALUE = Spec(None, None)  # type: ignore[arg-type]
 
 
 class Lease:
-    """A replay that stays in use as long as it can be run backwards."""
+    """A replay that is in use as long as its reverse pass may run."""
 
     def __init__(self, replays: Replays):
         self.replays, self.replay = replays, replays.take()
 
     def __del__(self) -> None:
-        if hasattr(self, "replay"):  # an interrupt may come before
+        if hasattr(self, "replay"):  # an interrupt may prevent the assignment
             self.replays.give_back(self.replay)
 
 
 def is_simple(tape: Any, boxes: Sequence[Any]) -> bool:
-    """Return whether there is exactly one trace around a call, and it is of this library."""
+    """Return whether exactly one trace encloses a call, and it is this library's."""
     if type(tape) not in (OrderedTape, TangentTape) or tape.outer is not None:
         return False
     is_own = all(box._trace == tape.number and getattr(box._node, "tape", None) is tape for box in boxes)
@@ -44,14 +44,14 @@ def is_simple(tape: Any, boxes: Sequence[Any]) -> bool:
 
 
 def is_above(tape: Any, boxes: Sequence[Any]) -> bool:
-    """Return whether all traced values belong to the innermost trace, of this library, or to the traces around it."""
+    """Return whether all traced values belong to the innermost trace, which is this library's, or to enclosing ones."""
     return tape.outer is not None and all(
         getattr(box._node, "tape", None) is tape if box._trace == tape.number else box._trace < tape.number for box in boxes
     )
 
 
 def is_gradient_within(outer: type, tape: Any, boxes: Sequence[Any]) -> bool:
-    """Return whether a call is on the tape of a gradient, inside one tape of another type, and on no others."""
+    """Return whether exactly two traces enclose a call: the tape of a gradient, and around it one of type `outer`."""
     if type(tape) is not OrderedTape or type(tape.outer) is not outer or not is_above(tape, boxes):
         return False
     below = [box._value if box._trace == tape.number else box for box in boxes]
@@ -59,7 +59,7 @@ def is_gradient_within(outer: type, tape: Any, boxes: Sequence[Any]) -> bool:
 
 
 def apart(given: Arguments, boxed: Sequence[int]) -> tuple[list[int], list[Any], list[int]]:
-    """Return the positions of the current tape's variables, all leaves without that tape, and the leaves traced still."""
+    """Return the positions of the current tape's variables, all leaves without that tape, and the leaves still traced."""
     variables = [k for k in boxed if given.leaves[k]._trace == tracing.tape.number]  # type: ignore[union-attr]
     leaves = [x._value if k in variables else x for k, x in enumerate(given.leaves)]
     return variables, leaves, [k for k in boxed if type(leaves[k]) in _boxes]
@@ -77,9 +77,9 @@ def placed(
     tape: Any, values: Sequence[Any], in_program: Sequence[bool], inputs: Sequence[int], pull: Callable, communicates: bool,
     pull_all: Callable | None = None,
 ) -> list[Any]:  # fmt: skip
-    """Put a call onto the tape: a node for it, which runs backwards, and a node per result, which stores its cotangent.
+    """Put a call onto the tape: a node that runs the reverse pass, and a node per result, which stores its cotangent.
 
-    With `pull_all` the node receives the cotangents of all lanes, if there are several, before it is run.
+    `pull_all`: if given, and there are several lanes, it is called with the cotangents of all lanes.
     """
     slots: dict[int, list[Any]] = {}  # per lane
     specs = [spec_like(x) for x, is_in in zip(values, in_program) if is_in]
@@ -96,11 +96,11 @@ def placed(
     def kept(place: int) -> Callable[[Any], tuple[int]]:
         def keep(g: Any) -> tuple[int]:
             slots.setdefault(tracing.lane, [None] * len(specs))[place] = g
-            return (1,)  # which signals to the call's node that there is a cotangent
+            return (1,)  # activates the call's node
 
         return keep
 
-    # Always visited if it communicates: other ranks wait for its messages.
+    # A node that communicates is always visited, since other ranks wait for its messages.
     like = _NO_VALUE if communicates else None
     run = pulled if pull_all is None else BatchedVjp(pulled, all_pulled)
     main = OrderedNode.placed(tape, tuple(inputs), run, like)
@@ -115,10 +115,7 @@ def placed(
 
 
 def require_of(tape: Any, gs: Sequence[Any], name: str) -> None:
-    """Raise TypeError for cotangents that are traced by any tape except that of tangents around the call.
-
-    The reverse pass is a program, which takes plain arrays.
-    """
+    """Raise a TypeError for traced cotangents, except for those of the tape `tape`: programs take plain arrays."""
     if any(type(g) in _boxes and (tape is None or getattr(g._node, "tape", None) is not tape) for g in gs):
         raise TypeError(
             f"jit: the reverse pass of {name} is differentiated by its cotangent, in a trace that began after the compiled "
@@ -128,12 +125,12 @@ def require_of(tape: Any, gs: Sequence[Any], name: str) -> None:
 
 
 def conformed(g: Any, spec: Spec) -> Any:
-    """Return a cotangent in the shape and dtype of its value; zeros if there is none."""
+    """Return a cotangent with the shape and dtype of its value; zeros if there is none."""
     return spec.zeros() if g is None else conform(g, *spec)
 
 
 def backwards(run: Any, inside: Sequence[bool], gs: Sequence[Any], specs: Sequence[Spec]) -> list[Any]:
-    """Return the cotangents of a run's variables, of these specs, given those of its results in the program."""
+    """Return the cotangents of a run's variables, given those of the results that are in the program."""
     places = [place for place, is_in in zip(run.places, inside) if is_in]
     seeds = [(place, g) for place, g in zip(places, gs) if place >= 0]
     found = run_backward(run.recording, seeds, len(specs), True)

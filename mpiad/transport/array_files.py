@@ -1,4 +1,4 @@
-"""Arrays divided into blocks, in one file of NumPy's format, by MPI-IO: no rank holds more than its block."""
+"""Distributed arrays in one file in NumPy's format, by MPI-IO; each rank needs memory only for its block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpiad.checkpoint_files import begin, data_of, remedy, require_regular, sync
 from mpiad.transport.agreement import agreed, raise_together
 from mpiad.transport.channels import Channel
 
-# By default ROMIO sends all data through one rank per node, in exchanges of 16 MiB: several times slower on a local disk.
+# Without collective buffering, in which ROMIO sends all data through one rank per node, and which is slower on local disks.
 _HINTS = {"romio_cb_write": "disable", "romio_cb_read": "disable"}
 # Attempts to open one file on all ranks while other jobs replace it; more than two only on a disk without hard links.
 _ATTEMPTS = 100
@@ -38,10 +38,11 @@ class Layout(NamedTuple):
 
 
 def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: np.ndarray, call: str) -> None:
-    """Write a file of all ranks' blocks, whole or not at all: under another name, which is changed at the end.
+    """Write a file from the blocks of all ranks, under a temporary name that is changed at the end; collective.
 
-    This rank's block, contiguous and of the dtype of all, begins at `starts` of the whole array, which has the `shape`. All
-    ranks of the channel call it: an OSError on all, if it can't be written, and an existing file is kept.
+    `shape`: the shape of the whole array. `starts`: the indices at which this rank's block begins. `block`: contiguous, and
+    of the same dtype on all ranks. Raises an OSError on all ranks if the file can't be written; an existing file is then
+    kept.
     """
     head = io.BytesIO()
     described = {"descr": np.lib.format.dtype_to_descr(block.dtype), "fortran_order": False, "shape": shape}
@@ -62,7 +63,7 @@ def write_block(used: Channel, path: Path, shape: Shape, starts: Shape, block: n
         _together(used, path, make if root else None, call)
         data = Path(used.data.bcast(str(data_of(begun[0][0])) if root else None))
         with _opened(used, data, MPI.MODE_WRONLY, call) as file:
-            # All agree after each step: in the next one the others would wait for a rank that has failed.
+            # The ranks agree after each step, since in the next one they would wait for a rank that has failed.
             _together(used, path, lambda: file.Set_size(layout.end), call)
             _together(used, path, (lambda: file.Write_at(0, head.getvalue())) if root else None, call)
             _together(used, path, lambda: _viewed(file, layout, starts, block, file.Write), call)
@@ -80,7 +81,7 @@ def _discard(begun: list[tuple[Path, IO[bytes]]]) -> None:
 
 
 def _layout_in(file: IO[bytes]) -> Layout:
-    """Return the layout of a file; a ValueError if it isn't in NumPy's format, or its length isn't the stated one."""
+    """Return the layout of a file; raise a ValueError if it isn't in NumPy's format, or has the wrong length."""
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read(file)
@@ -97,15 +98,15 @@ def _layout_in(file: IO[bytes]) -> Layout:
 
 
 def read_block(used: Channel, path: Path, place: Callable[[Layout], tuple[Shape, np.ndarray]], call: str) -> np.ndarray:
-    """Return this rank's block of a file, all ranks' of the same one, though others may replace it meanwhile.
+    """Return this rank's block of a file; collective. All ranks read the same file, even if another job replaces it.
 
-    `place` returns the start of the block and memory for it; a ValueError if the file doesn't fit. All ranks call it: an
-    OSError or ValueError on all, if one can't read it.
+    `place`: returns the start of the block and memory for it, or raises a ValueError if the file doesn't fit. Raises an
+    OSError or ValueError on all ranks if any rank can't read the file.
     """
     for attempt in range(_ATTEMPTS):
         begun, name = list[tuple[Path, IO[bytes]]](), None
         if attempt and used.rank == 0:
-            # A second name, which nobody replaces; if the file system has no links, another attempt with the first one.
+            # A hard link, which nobody replaces; if the file system has no links, another attempt with the original name.
             with contextlib.suppress(OSError):
                 begun.append(begin(path))
                 os.link(path, data_of(begun[0][0]))
@@ -141,7 +142,7 @@ def _read_once(
             stack.enter_context(held)
         raise_together(used, error)
         file = stack.enter_context(_opened(used, path, MPI.MODE_RDONLY, call))
-        # While it is open no other file gets its inode number: with the same one MPI has opened the same file.
+        # While a file is open, its inode number isn't reused; so equal numbers mean the same file.
         mine, now = os.fstat(held.fileno()), None  # type: ignore[union-attr]
         with contextlib.suppress(OSError):
             now = path.stat()
@@ -155,7 +156,7 @@ def _read_once(
 
 def _viewed(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, transfer: Callable[[list], None]) -> None:
     """Read or write a block at its place in the file."""
-    # In bytes, so that MPI needn't know the dtype; in rows, since a count of bytes may be beyond an int.
+    # As bytes, for any dtype, and as rows, since the number of bytes may exceed an int.
     width = layout.dtype.itemsize
     sizes, inner = [(*whole[:-1], whole[-1] * width) for whole in (layout.shape, block.shape)]
     view = MPI.BYTE.Create_subarray(sizes, inner, (*starts[:-1], starts[-1] * width)).Commit()
@@ -170,10 +171,10 @@ def _viewed(file: MPI.File, layout: Layout, starts: Shape, block: np.ndarray, tr
 
 @contextlib.contextmanager
 def _opened(used: Channel, path: Path, mode: int, call: str) -> Iterator[MPI.File]:
-    """Open a file on all ranks, and close it; an OSError on all ranks if one can't."""
+    """Open a file on all ranks, and close it at the end; raise an OSError on all ranks if any rank can't open it."""
     opened: list[MPI.File] = []
     hints = MPI.Info.Create(_HINTS)
-    comm: Comm = getattr(used.data, "bare", used.data)  # MPI-IO knows nothing of a watch
+    comm: Comm = getattr(used.data, "bare", used.data)  # MPI-IO requires an unguarded communicator
     _together(used, path, lambda: opened.append(MPI.File.Open(comm, path, mode, hints)), call)
     hints.Free()
     try:
@@ -183,7 +184,7 @@ def _opened(used: Channel, path: Path, mode: int, call: str) -> Iterator[MPI.Fil
 
 
 def _together(used: Channel, path: Path, act: Callable[[], object] | None, call: str) -> None:
-    """Call `act`, if it is given on this rank; raise on all ranks an error that any of them raises."""
+    """Call `act`, if this rank has one; raise an error of any rank on all ranks."""
     error: Exception | None = None
     try:
         if act is not None:

@@ -1,4 +1,4 @@
-"""The sizes and options for which a kernel is generated, and the places of its lanes' numbers."""
+"""`KernelSpec`, the sizes and options of a kernel; `Fields`, the memory of its lanes; and templates of kernel sources."""
 
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ from mpiad.ensemble.tableaus import Tableau
 class KernelSpec(NamedTuple):
     """The sizes and options of one kernel."""
 
-    d: int  # components of a state; for complex ones the parts, twice as many
-    # `varying`, `shared`: numbers of parameters per trajectory, and shared by all.
+    d: int  # number of real components of a state; a complex one has two
+    # `varying`, `shared`: numbers of parameters per trajectory, and of shared parameters.
     varying: int
     shared: int
     tableau: Tableau
     controller: Controller
     single: bool = False  # whether states are float32
     lanes: int = 16  # number of trajectories that advance together
-    inside: bool = False  # whether times inside of steps are saved
+    inside: bool = False  # whether states inside steps are saved
     record: bool = False  # whether all accepted steps are recorded
     tolerances: bool = False  # whether each component has its own absolute tolerance
     # The initial values ("u") and parameters ("p" per trajectory, "s" shared) for which tangents are propagated.
     directions: tuple[tuple[str, int], ...] = ()
-    # `wanted_varying`, `wanted_shared`: numbers of parameters per trajectory, and shared, in an adjoint.
+    # `wanted_varying`, `wanted_shared`: numbers of parameters per trajectory, and shared ones, that an adjoint
+    # differentiates.
     wanted_varying: int = 0
     wanted_shared: int = 0
     timed: bool = False  # whether the ends of tspan are differentiated
     events: tuple[tuple[bool, int], ...] = ()  # per event: whether it ends its trajectory, and its direction
-    in_pairs: bool = False  # whether pairs of components are the parts of complex numbers, whose moduli enter norms
-    jacobian: tuple[tuple[int, int], ...] = ()  # of Rosenbrock methods: the entries of the Jacobian that may be nonzero
-    slopes: tuple[int, ...] = ()  # of Rosenbrock methods: the components of f that depend on time explicitly
+    in_pairs: bool = False  # whether states are complex: pairs of components are the parts of a number
+    jacobian: tuple[tuple[int, int], ...] = ()  # for Rosenbrock methods: the entries of the Jacobian that may be nonzero
+    slopes: tuple[int, ...] = ()  # for Rosenbrock methods: the components of f that depend explicitly on time
     # The nonzero entries of the mass matrix; None for the identity.
     mass: tuple[tuple[int, int, float], ...] | None = None
     affects: tuple[int, ...] | None = None  # indices of all events that act at given times; None if none acts in the kernel
     acting: tuple[int, ...] = ()  # index among all events of each of `events` that acts in the kernel; -1 for others
-    ending: tuple[int, ...] = ()  # indices of all events that act and end trajectories as well
+    ending: tuple[int, ...] = ()  # indices among all events of those that act and end trajectories, too
     # In an adjoint over events that acted: their indices among all events, and whether they occur at given times.
     jumps: tuple[tuple[int, bool], ...] | None = None
     stops: bool = False  # whether the adjoint goes over roots of conditions, too
@@ -61,7 +62,7 @@ class KernelSpec(NamedTuple):
 
     @property
     def sided(self) -> list[int]:
-        """The `events` that act in both directions, whose conditions leave a root on one side and may return from there."""
+        """The `events` that act in both directions; for these the sign with which a condition leaves its root is stored."""
         return [e for e, acts in enumerate(self.acting) if acts >= 0 and not self.events[e][1]]
 
     @property
@@ -87,17 +88,17 @@ class KernelSpec(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """The number of stages of a step, without the one that belongs to the next."""
+        """The number of stages of a step, without the one that is the first of the next step."""
         return len(self.tableau.a)
 
 
 def kernel_spec_of(traced: TracedProblem, batch: Batch, settings: Settings) -> KernelSpec:
-    """Return the form of the kernels of a batch, without derivatives."""
+    """Return the spec of the kernels of a batch, without derivatives."""
     program, varying = traced.program, len(traced.packing.varying)
     events, acting = tuple((event.stops, event.direction) for event in settings.events), settings.acting
     options: dict[str, Any] = {}
     if settings.alg.tableau.implicit:
-        # The sparsity pattern is part of the form: elimination is generated for the nonzero entries.
+        # The sparsity pattern is part of the spec, since elimination is generated for the nonzero entries.
         _, options["jacobian"], options["slopes"] = jacobian_program(program)
     if acting is not None:
         options["affects"] = tuple(e for e, event in enumerate(acting.events) if event.times is not None)
@@ -114,16 +115,16 @@ def _at_ends(batch: Batch, saveat: Array | None) -> bool:
     """Return whether all saved times are ends of tspan."""
     times = np.empty((1, 0)) if saveat is None else np.atleast_2d(saveat)
     start, end = batch.start, batch.end
-    # One row is enough if all begin and end at the same times.
+    # If all trajectories have the same tspan, one row is enough.
     rows = slice(1 if not times.size or (same_for_all(start) and same_for_all(end)) else None)
     return bool(((times == start[rows, None]) | (times == end[rows, None])).all())
 
 
 class Fields:
-    """Places in a flat buffer: each field has one number per lane.
+    """The layout of a kernel's buffers; each field has one number per lane.
 
-    With constant distances between fields in one buffer, the compiler can prove that they don't overlap. If states are in
-    single precision, times have a buffer of their own.
+    All fields are in one buffer, at constant offsets, so the compiler can prove that they don't overlap. If states are in
+    single precision, times are in a second buffer.
     """
 
     def __init__(self, spec: KernelSpec):
@@ -132,7 +133,7 @@ class Fields:
         self.counts = {"b": 0, "exact": 0}
 
     def add(self, lines: list[str]) -> None:
-        """Add fields, given as ``name[2, 3]`` for arrays of fields; lines of `exact` ones are double."""
+        """Add fields, given as ``name``, or ``name[2, 3]`` for an array of fields; lines with `exact` are always double."""
         for line in lines:
             if line.startswith("#"):
                 continue
@@ -143,17 +144,17 @@ class Fields:
                 self.counts[buffer] += math.prod(lengths)
 
     def part(self, name: str, size: int) -> int:
-        """Reserve `size` numbers that lanes use one after the other, and return their offset."""
+        """Reserve `size` numbers that the lanes use in turn, and return their offset."""
         self.add([f"{name}[{-(-size // self._lanes)}]"])
         return self._places[name][1] * self._lanes
 
     def buffers(self, dtype: np.dtype) -> tuple[Array, Array]:
-        """Return the buffers: b, of the states' dtype, and `exact`."""
+        """Return the buffers: `b`, of the given dtype, and `exact`, of doubles."""
         b, exact = (self.counts[buffer] * self._lanes for buffer in ("b", "exact"))
         return aligned(b, dtype), aligned(exact, np.dtype(float))
 
     def placed(self, lines: list[str]) -> str:
-        """Return a text with ``$name[0]`` replaced by the place of a lane's field; an index may be a local integer."""
+        """Return a text with ``$name[0]`` replaced by the field's place for the lane l; an index may be a local integer."""
         return re.sub(r"\$(\w+)(?:\[([\w, ]+)\])?", self._place, "\n".join(lines) + "\n")
 
     def _place(self, field: re.Match[str]) -> str:
@@ -166,14 +167,14 @@ class Fields:
         return f"{buffer}[{place * self._lanes} + l]" if place else f"{buffer}[l]"
 
     def __iter__(self) -> Iterator[str]:
-        """Return one line on each name."""
+        """Yield a line with the place of each field, for documentation in the kernel's source."""
         for name, (buffer, first, shape) in self._places.items():
             size = math.prod(shape)
             place = f"{first}" if size == 1 else f"{first}-{first + size - 1}"
             yield f"{place}: {name}" if buffer == "b" else f"{buffer} {place}: {name}"
 
 
-# Kernels' texts as templates, from which those of one form are generated.
+# Templates of kernel sources.
 #
 # A template is the text of a kernel, in the kernel language or in C, with these placeholders:
 #

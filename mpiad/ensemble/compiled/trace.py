@@ -1,9 +1,8 @@
-"""`trace`: from the user's f to a program of groups of inputs "state", "parameter" and "time".
+"""`trace`: from the user's f to a program with the groups of inputs "state", "parameter" and "time".
 
-A complex number is two of the program's scalars, its real part and then its imaginary part.
-
-f is called as by the vectorized path: with columns, of which there is one here. So the same functions are accepted, except
-those that need numbers: branches that depend on values, functions of other libraries, indexing by values.
+A complex number is represented by two scalars, its real and its imaginary part. f is called with columns, as by the
+vectorized solver, but with a single one. The same functions can be traced, except for those that need values: branches that
+depend on values, functions of other libraries, indexing by values.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from mpiad.ensemble.trial import MOVED
 from mpiad.pytrees import is_variable
 from mpiad.transport.device_arrays import is_device_array
 
-# The parameters of an ensemble as rows of numbers, in the order in which a program numbers them.
+# The parameters of an ensemble as rows of numbers.
 #
-# There are three kinds of leaves: those that differ between trajectories; those shared by all; and those that can't be
-# differentiated (an integer, a boolean, a string, a function), also shared by all. The last are part of the program: f may
-# count and branch on them, and another value gives another program.
+# There are three kinds of leaves: those that differ between trajectories, those shared by all, and shared ones that can't
+# be differentiated (integers, booleans, strings, functions). The latter are constants of the program: f may branch on them,
+# and another value gives another program.
 
 
 class PackedLeaf(NamedTuple):
     """One leaf from which a program takes parameters."""
 
-    place: int  # of the leaf
-    shape: Shape  # of one trajectory's leaf
+    place: int  # index of the leaf
+    shape: Shape  # shape of the leaf for one trajectory
     varies: bool  # whether it differs between trajectories
     first: int  # the number of its first scalar among the parameters; the others follow in C order
-    complex: bool = False  # whether its numbers are complex: each is two scalars then, its real and its imaginary part
+    complex: bool = False  # whether its numbers are complex, represented by two scalars each
 
     @property
     def scalars(self) -> range:
@@ -73,14 +72,14 @@ class ParameterPacking(NamedTuple):
     def split(self, leaves: list[Any], count: int, dtype: DTypeLike) -> tuple[Array, Array]:
         """Return the parameters of `count` trajectories in a real dtype, shapes (len(varying), count) and (len(shared),).
 
-        `leaves` are as `Parameters` holds them: the last axis of one that varies counts trajectories.
+        `leaves`: as in `Parameters`, that is, the last axis of those that vary counts trajectories.
         """
         own = [row_parts(np.reshape(leaves[p.place], (-1, count))) for p in self.parts if p.varies and len(p.scalars)]
         common = [parts(np.ravel(leaves[p.place])) for p in self.parts if not p.varies]
         return _together(own or [np.empty((0, count))], dtype), _together(common or [np.empty(0)], dtype)
 
     def numbers(self, leaves: list[Any], count: int, dtype: DTypeLike) -> dict[int, Any]:
-        """Return the scalars of `count` trajectories by their numbers, as programs take them, on the leaves' device."""
+        """Return the scalars of `count` trajectories by their numbers, on the leaves' device."""
         if not any(map(is_device_array, leaves)):
             varying, shared = self.split(leaves, count, dtype)
             return dict(zip(self.varying, varying)) | dict(zip(self.shared, shared))
@@ -94,8 +93,8 @@ class ParameterPacking(NamedTuple):
         return rows
 
     def joined(self, varying: Sequence[Array] | Array, shared: Sequence[Array] | Array, count: int) -> dict[int, Array]:
-        """Return arrays in the shapes of leaves, by their places, from rows in the order of `split`, of `count` numbers."""
-        # Parts are in the order of their scalars, so each takes the next rows.
+        """Return arrays in the shapes of leaves, by their indices, from rows of `count` numbers in the order of `split`."""
+        # The parts are in the order of their scalars.
         rows = {True: iter(varying), False: iter(shared)}
         made = {}
         for part in self.parts:
@@ -107,7 +106,7 @@ class ParameterPacking(NamedTuple):
 
 
 def _together(arrays: list[Array], dtype: DTypeLike) -> Array:
-    # A single array isn't copied: the batch owns it.
+    # A single array isn't copied.
     return argument(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), dtype)
 
 
@@ -137,11 +136,9 @@ _COLUMNS = 5
 def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Shape | None = None) -> Program:
     """Return the program of f, as in `ODEProblem`, of one trajectory's state, parameters and time; may raise Untraceable.
 
-    The program has one output per scalar of f's result for one trajectory, in C order: of real numbers in the shape
-    `result`, by default that of a state's derivative. Of `p` only the shapes are used, and the values of leaves that aren't
-    variables. The program's parameters are numbered as in `packing_of`: leaf after leaf, C order within a leaf, both those
-    that vary and those that are shared. `ParameterPacking.split` creates both kinds of rows for a kernel. Untraceable gives
-    the reason, and the user's line.
+    The program has one output per scalar of f's result for one trajectory, in C order. `result`: shape of a real result; by
+    default the result is the derivative of a state. `p`: only shapes, and the values of leaves that can't be
+    differentiated, are used. The program's parameters are numbered as in `packing_of`: leaf by leaf, in C order.
     """
     width = 2 if is_complex(dtype) else 1
     groups = {"state": math.prod(shape) * width, "parameter": packing_of(p).size, "time": 1}
@@ -155,11 +152,11 @@ def trace(f: Function, shape: Shape, p: Parameters, dtype: DTypeLike, result: Sh
 
 
 def _inputs(builder: Builder, shape: Shape, p: Parameters, dtype: DTypeLike) -> tuple[Any, Any, Any]:
-    """Return u, p and t as symbols, in the shapes of one column."""
+    """Return u, p and t as symbols, with one column."""
     one_by_one, in_pairs = len(shape) > 1, is_complex(dtype)
     leaves = list(p.leaves)
     for part in packing_of(p).parts:
-        # A matrix state is passed alone, without an axis for trajectories.
+        # States that are matrices are passed without an axis for trajectories.
         column = (1,) if part.varies and not one_by_one else ()
         own = (*part.shape, *column)
         leaves[part.place] = input_array(builder, "parameter", part.scalars, own, dtype, part.complex)
@@ -185,10 +182,9 @@ def _components(builder: Builder, value: Any, shape: Shape) -> list[Symbol]:
 
 
 def verify(program: Program, batch: Batch, fun: Function | None = None, called: Called | None = None) -> None:
-    """Compare a program with f at the initial states of a few trajectories, which are plain arrays.
+    """Compare a program with f at the initial states of a few trajectories; raise Untraceable if they differ.
 
-    Or with another function of the user, `fun`, of which ``called(u, p, t)`` returns an array, shape (rows, n). Raises
-    Untraceable if they differ by more than rounding.
+    `fun`: another user function instead of f, whose result ``called(u, p, t)`` returns as an array of shape (rows, n).
     """
     if not batch.size:
         return
@@ -219,8 +215,8 @@ def _columns(batch: Batch) -> tuple[Array, Array, Array]:
     ids = np.resize(np.arange(batch.size), _COLUMNS)
     u, t = batch.u0[:, ids], batch.start[ids].astype(real_dtype(batch.u0.dtype))
     if is_complex(u):
-        # Off the real axis, since on it a trace that has lost imaginary parts would be right: such as those of NumPy's
-        # object arrays, which are zero for all objects.
+        # Away from the real axis, on which a trace that has lost imaginary parts would be right: for example, NumPy's imag
+        # of object arrays is zero.
         u[:, 1:] += MOVED * (1 + np.abs(u[:, 1:])) * np.exp(1j * np.arange(u[:, 1:].size)).reshape(u[:, 1:].shape)
     u.flags.writeable = t.flags.writeable = False
     return ids, u, t

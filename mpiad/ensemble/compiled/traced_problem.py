@@ -1,7 +1,7 @@
-"""The programs of f and of the conditions of events, traced and cached, or why kernels can't compute them.
+"""`TracedProblem`: the traced programs of f and of the conditions and affects of events, which are cached.
 
-Training loops solve the same f repeatedly. Traces and their comparisons with f are reused if f and the conditions read the
-same objects (see `function_fingerprint`) and are given states and parameters of the same kinds.
+Training loops solve with the same f repeatedly. Programs, which were verified against f, are reused if the functions read
+the same values (see `function_fingerprint`), and if states and parameters have the same structure, shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from mpiad.ensemble.event import Event, affected
 
 _log = logging.getLogger("mpiad")
 
-# Receives the reason why an f isn't compiled.
+# Called with a function and the reason why it isn't compiled.
 Warn: TypeAlias = "Callable[[Function, str], None]"
 _Found = TypeVar("_Found")
 
-# Up to this number of directions a kernel's tangents cost less than its adjoint.
+# Up to this number of directions a kernel's tangents are faster than its adjoint.
 FEW = 4
 MOST_COMPONENTS = 100
-# Of f: a step has four to eleven calls, and each operation is a few machine instructions for all lanes.
+# Maximum number of operations of f; a step calls f four to eleven times.
 MOST_OPERATIONS = 1500
-# An f whose operations differ between solves would be compiled in each.
+# Maximum number of different programs of one f; an f whose operations differ in each solve isn't compiled.
 _MOST_PROGRAMS = 8
 
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-# Without their numbers: those that change become parameters.
+# Per function, the structures of its programs, without numbers, since numbers that change become parameters.
 _structures: WeakKeyDictionary[Any, set[tuple]] = WeakKeyDictionary()
 # Per f and structure: the first numbers, the indices of those that have changed, and the problem with these as parameters.
 _first: WeakKeyDictionary[Any, dict[tuple, tuple[list[float], list[int], TracedProblem]]] = WeakKeyDictionary()
-# Limits the memory of constants that change from solve to solve.
+# Maximum number of cached traces per function.
 _MOST_KNOWN = 64
 _known: dict[Fingerprint, Any] = {}
 _kinds: dict[Fingerprint, None] = {}
@@ -58,12 +58,12 @@ class TracedProblem(NamedTuple):
     packing: ParameterPacking
     # The names of the program's parameters in kernels: p0, p1, … per trajectory, and s0, s1, … shared by all.
     names: tuple[str, ...]
-    affects: tuple[Program | None, ...]  # of all events; None for those that don't act
-    # Numbers in the closures of f and the others that change from solve to solve: the last of `names`.
+    affects: tuple[Program | None, ...]  # for all events; None for those that don't act
+    # Numbers in the closures of the functions that change between solves; their names are the last ones of `names`.
     numbers: tuple[float, ...] = ()
 
     def direction(self, j: int) -> tuple[str, int]:
-        """Return the direction of one of the program's parameters, in which a tangent can be propagated."""
+        """Return the direction of tangents for one of the program's parameters."""
         return self.names[j][0], int(self.names[j][1:])
 
     def directions_of(self, place: int) -> list[tuple[str, int]]:
@@ -71,7 +71,7 @@ class TracedProblem(NamedTuple):
         return [self.direction(j) for part in self.packing.parts if part.place == place for j in part.scalars]
 
     def carried(self, given: Batch, gradient: str | None) -> tuple[tuple[str, int], ...]:
-        """Return the variables of a trajectory for which to propagate tangents: none if an adjoint is better."""
+        """Return the variables of a trajectory for which tangents are propagated, none if an adjoint is faster."""
         if gradient == "adjoint":
             return ()
         found = [("u", c) for c in range(self.program.groups["state"])] if isbox(given.u0) else []
@@ -83,12 +83,12 @@ class TracedProblem(NamedTuple):
 def remembered(
     make: Callable[[bool], _Found | None], batch: Batch, events: Sequence[Event], *asked: object
 ) -> _Found | None:
-    """Return the cached trace for a batch like this one, or otherwise the result of `make`.
+    """Return the cached trace for a batch like this one, otherwise the result of `make`, which is cached unless it is None.
 
-    The argument of `make` is whether a trace is cached that differs by numbers alone. None isn't cached. `asked` are
-    further objects on which the result depends.
+    `make`: its argument is whether a trace is cached that differs only by numbers. `asked`: further objects on which the
+    result depends.
     """
-    # Numbers are compared by kind and shape, on which the program depends; other leaves by value.
+    # Parameters are compared by dtype and shape, leaves that can't be differentiated by value.
     parts = {part.place: part for part in packing_of(batch.p).parts}
     forms: list[Any] = [parts.get(place, leaf) for place, leaf in enumerate(batch.p.leaves)]
     functions = [f for event in events for f in (event.written, event.affect, event.times) if callable(f)]
@@ -103,15 +103,15 @@ def remembered(
         _known[key], _kinds[kind] = made, None
         for kept in (_known, _kinds):
             if len(kept) > _MOST_KNOWN:
-                # The oldest one: a loop that creates its f again in every step adds one in each.
+                # The oldest one is dropped.
                 kept.pop(next(iter(kept)))
     return made
 
 
 def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) -> TracedProblem | None:
-    """Return the programs of f and the events' conditions; None, with a message to `warn`, if they can't be compiled.
+    """Return the programs of f and the events; None, after a call of `warn`, if they can't be compiled.
 
-    Raises TypeError if they must be compiled, with ``compile=True``, and can't be traced.
+    `must`: whether to raise a TypeError instead, for ``compile=True``.
     """
     program = _program_of(batch.f, "f", batch, must, warn)
     if program is None:
@@ -136,9 +136,9 @@ def problem_of(batch: Batch, events: Sequence[Event], must: bool, warn: Warn) ->
 
 
 def _changing(f: Function, found: TracedProblem) -> TracedProblem:
-    """Return a problem whose parameters include the numbers that have changed since an earlier solve, for one kernel.
+    """Return a problem whose parameters include the numbers that have changed since an earlier solve.
 
-    The function was traced with the new numbers: if Python branches differently on them, the structure differs.
+    Thus one kernel is used for all numbers with which the trace has the same structure.
     """
     programs = [g for g in (found.program, *found.conditions, *found.affects) if g is not None]
     structure = (found.names, tuple(g and g.structure for g in (found.program, *found.conditions, *found.affects)))
@@ -155,7 +155,7 @@ def _changing(f: Function, found: TracedProblem) -> TracedProblem:
 
 
 def _with_parameters(found: TracedProblem, changed: Sequence[int]) -> TracedProblem:
-    """Return a problem in which some numbers are replaced by further parameters, which all trajectories share."""
+    """Return a problem with some numbers replaced by additional shared parameters."""
     size, shared, place = found.packing.size, len(found.packing.shared), count()
     inputs = {i: ("parameter", size + k) for k, i in enumerate(changed)}
 
@@ -173,12 +173,12 @@ def _with_parameters(found: TracedProblem, changed: Sequence[int]) -> TracedProb
 
 
 def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
-    """Return whether a function, `name` in the log, has different operations in each solve, apart from its numbers."""
+    """Return whether a function has had too many different programs, apart from numbers; `name`: its name in the log."""
     known = _structures.setdefault(identity_of(f), set())
     known.add(program.structure)
     if len(known) <= _MOST_PROGRAMS:
         return False
-    # Removed: if one of the first ones recurs, its kernel is used again.
+    # The structure is removed, so that one that occurred before can still be used.
     known.discard(program.structure)
     found = f"{name} has done other operations in each of {len(known)} solves, and was compiled in each"
     warn(f, f"{found}; now f is called with arrays instead. Pass what changes as p, and decide by it with np.where")
@@ -186,7 +186,7 @@ def changes(f: Function, program: Program, warn: Warn, name: str = "f") -> bool:
 
 
 def warn_once(f: Function, text: str, logs: bool = True) -> None:
-    """Log a warning about an f, once per text; `logs` is false if another rank logs the same."""
+    """Log a warning about an f, once per text; `logs`: whether this rank logs."""
     known = _warned.setdefault(identity_of(f), set())
     if text not in known:
         known.add(text)
@@ -197,11 +197,11 @@ def warn_once(f: Function, text: str, logs: bool = True) -> None:
 def _program_of(
     f: Function, name: str, batch: Batch, must: bool, warn: Warn, called: Called | None = None, result: Shape | None = None
 ) -> Program | None:
-    """Return the program of f, or of a condition or an affect, which ``called(u, p, t)`` computes by arrays."""
+    """Return the program of f, or of a condition or an affect; ``called(u, p, t)`` is its vectorized implementation."""
     instead = f"so {'it' if called is None else 'f'} is called with arrays instead"
     try:
         program = trace(f, batch.shape, batch.p, batch.u0.dtype, result=result)
-        # Events take time in double precision for all states; a program has one precision throughout.
+        # Times of events are double, but a program has one precision.
         if called is not None and program.reads("time") and real_dtype(batch.u0.dtype) != np.float64:
             raise Untraceable(f"it looks at time, which is double, and u0 is {batch.u0.dtype}", place_of(f))
         verify(program, batch, f, called)
