@@ -1,7 +1,7 @@
 """Reverse mode of a solve: the adjoint of its accepted steps, from the last to the first.
 
-The columns are swept in blocks that fit the cache. Every number of a trajectory's cotangents depends on that trajectory
-alone; only parameters that all share are summed over columns.
+The columns are processed in blocks that fit into the cache. The cotangents of a trajectory depend only on that trajectory;
+only those of shared parameters are summed over columns.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from mpiad.ensemble.transposed_step import Arrival, Inside, StepCotangents, Tran
 
 # The adjoint of an event, whose time depends on the trajectory.
 #
-# The condition g vanishes on the step's interpolant U at the fraction x of the step. By the implicit function theorem a
-# change δ of all other variables changes x by -(δg + g_u δU) / (g_u U' + g_t h). A terminal event changes the end of the
-# trajectory with it; another event changes only its own time.
+# The condition g vanishes on the interpolant U of the step, at the fraction x of the step. By the implicit function
+# theorem, a change δ of all other variables changes x by -(δg + g_u δU) / (g_u U' + g_t h). For a terminal event this
+# changes the end of the trajectory; for others only the time of the event.
 
 
 def pull_event(
     run: Run, located: LocatedEvent, totals: StepCotangents, leaves: Sequence[Any], end: Array | None, time: Array | float
 ) -> Inside:
-    """Return the cotangent of the states at an event: at a fixed fraction of the step if terminal, else at a fixed time.
+    """Return the cotangent of the states at an event: at a constant fraction of the step if terminal, else constant time.
 
-    - `totals`: of the step, with its last stage; gets the cotangents of parameters and, for terminal events, of times.
+    - `totals`: accumulates the cotangents of parameters and, for terminal events, of times; its step has the last stage.
     - `leaves`: the parameters of the step's columns.
     - `end`: shape (d, m); cotangents of the states at a terminal event; None for others.
     - `time`: shape (m,); cotangents of the event's times.
@@ -41,7 +41,7 @@ def pull_event(
     h = step.h[columns]
     stages = [k[:, columns] for k in step.k]
     rate = h * sum(r * k for r, k in zip(stage_rates(run.tableau, x), stages))
-    moving = time * h  # derivative of the results with respect to x: by the event's time, and by the state
+    moving = time * h  # derivative of the results with respect to x, through the event's time and through the state
     if end is not None:
         moving = (end * rate).real.sum(axis=0) + moving
     states = interpolate(run.coefficients, step.y[0][:, columns], h, stages, x)
@@ -76,12 +76,12 @@ class Cotangents:
     # `start`, `end`: shape (N,).
     start: Array
     end: Array
-    leaves: dict[int, Array]  # from indices of leaves of the parameters to arrays in their shapes
-    # Shape (slots, N). Of the given times at which events act.
+    leaves: dict[int, Array]  # by index of the leaf, in its shape
+    # Shape (slots, N). Cotangents of the given times at which events act.
     due: Array = dataclasses.field(default_factory=lambda: np.empty((0, 0)))
 
     def add_to_leaf(self, place: int, part: Array, ids: Array | None) -> None:
-        """Add the contribution of some trajectories to a leaf; `ids` is None if all share it."""
+        """Add the contribution of the trajectories `ids` to the cotangent of a leaf; `ids`: None if the leaf is shared."""
         if ids is None:
             self.leaves[place] = self.leaves[place] + part
         else:
@@ -89,7 +89,7 @@ class Cotangents:
 
 
 def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cotangents:
-    """Return the cotangents of a run's inputs: of the leaves at `places` and, if `timed`, of times."""
+    """Return the cotangents of a run's inputs: of states, the leaves at `places` and, if `timed`, times."""
     batch = run.batch
     leaves = {place: np.zeros_like(batch.p.leaves[place]) for place in places}
     found = Cotangents(of_ends(run, seeds), run.numbers(batch.size), run.numbers(batch.size), leaves)
@@ -101,7 +101,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
         for sweep in run.sweeps(backwards=True):
             backward.sweep(sweep)
     if timed and seeds.reached is not None:
-        # Without an earlier event, the time that was reached is the end of tspan itself.
+        # If no event ended the trajectory, the time that was reached is the end of tspan.
         found.end += np.where(run.placed(run.live & ~run.terminated), seeds.reached, 0)
     if seeds.saved is not None:
         run.add_saved(found.u0, seeds.saved, at_start=True)
@@ -111,7 +111,7 @@ def pull_run(run: Run, seeds: Seeds, places: Sequence[int], timed: bool) -> Cota
 
 
 def begun(run: Run, seeds: Seeds, found: Cotangents, places: Sequence[int], timed: bool) -> LinearJumps | None:
-    """Return the jumps of a run, or None; if there are any, first add the contributions of `note_ends`."""
+    """Return the jumps of a run, after `note_ends`; None if there are none."""
     if run.jumps is None:
         return None
     note_ends(run, seeds, found, timed)
@@ -122,7 +122,8 @@ def note_ends(run: Run, seeds: Seeds, found: Cotangents, timed: bool) -> None:
     """Add the contributions of final states and times to the cotangents of ends, after events that acted."""
     if seeds.reached is not None:
         found.start += np.where(run.terminated & run.live, seeds.reached, 0)
-    # States changed by events at the end of tspan would continue to a later end.
+    # If an event at the end of tspan has changed the state, the derivative with respect to the end is that of the new
+    # state.
     ids = np.flatnonzero(run.cut & ~run.terminated)
     if timed and ids.size:
         drift = (found.u0[:, ids] * rates(run, ids, run.outcome.u_end[:, ids], run.batch.end[ids])).real.sum(axis=0)
@@ -131,7 +132,7 @@ def note_ends(run: Run, seeds: Seeds, found: Cotangents, timed: bool) -> None:
 
 
 def to_start(found: Cotangents, jumps: LinearJumps) -> None:
-    """Propagate cotangents back over the events at the start; set those of leaves and given times from all events."""
+    """Propagate cotangents back over events at the start; add those of leaves and given times from all events."""
     for rows, ids in reversed(jumps.at_start):
         found.u0[:, ids], found.start[ids] = jumps.pull(rows, found.u0[:, ids], found.start[ids])
     jumps.add_leaves(found.leaves)
@@ -160,7 +161,7 @@ class _BackwardSweep:
         found, ids, varies = self._found, sweep.ids, self._run.batch.p.varies
         self._sweep, self._leaves = sweep, sweep.leaves
         self._parts = {place: np.zeros_like(self._leaves[place]) for place in found.leaves}
-        # Cotangents of the times at which the parts swept so far begin.
+        # Cotangents of the start times of the steps processed so far.
         self._start, self._end = found.start[ids], self._run.numbers(len(ids))
         self._cotangent = found.u0[:, ids]
         for visit in sweep.backwards():
@@ -181,7 +182,7 @@ class _BackwardSweep:
         columns = self._run.doubled(width)
         leaves = self._run.columns(self._leaves, columns)
         step = self._step_of(visit.of(columns), leaves)
-        # The copy of a single column gets zero; otherwise its parameters would count twice.
+        # A duplicated column has a zero cotangent.
         cotangent = np.zeros_like(step.y[0])
         cotangent[:, :width] = self._cotangent[:, :width]
         totals = StepCotangents(step, self._parts, self._run.batch.p.varies, width, self._timed)
@@ -195,7 +196,7 @@ class _BackwardSweep:
         if self._timed and self._jumps is None:
             totals.note_saved(inside)
         elif self._timed:
-            # A value saved at the time of an event that acts is the state after it, at whatever time the event acts.
+            # A value saved at the time of an event that acts is the state after it, whenever that is.
             totals.note_saved([part._replace(value=part.value * (part.x != 0)) for part in inside])
         inside += [self._event(one, totals, leaves, cotangent) for one in located if one.terminal]
         if self._timed:
@@ -207,7 +208,7 @@ class _BackwardSweep:
         self._cotangent[:, :width] = cotangent[:, :width]
         if self._timed:
             totals.h_bar += step.by_size
-            # All steps but the last keep their sizes. The last one ends at the end of tspan, unless it ends at an event.
+            # Step sizes are constant, except for that of the last step, which ends at the end of tspan or at an event.
             moves = np.where(self._sweep.moves(visit), totals.h_bar[:width], 0.0)
             self._start[:width] += totals.t_bar[:width]
             self._start[:width] -= moves
@@ -216,7 +217,7 @@ class _BackwardSweep:
                 self._start[own] -= jumps.lengthened(rows, totals.h_bar[own])
 
     def _saved(self, visit: Visit, step: TransposedStep, cotangent: Array) -> tuple[list[Inside], list[Arrival]]:
-        """Add cotangents of values saved at the step's end, and return those of values saved inside it or before."""
+        """Add cotangents of values saved at the end of the step; return those of values inside or in the step before."""
         saved, inside = self._seeds.saved, []
         if saved is None:
             return [], []
@@ -226,7 +227,7 @@ class _BackwardSweep:
         handed = there.handed_on
         arrivals = [Arrival(part.columns, part.seeds(saved) * part.h, {0: part.weights[-1]}) for part in handed]
         for part in there.inside:
-            # Otherwise that stage is the first of the next step, which has taken its contribution already.
+            # Otherwise the last stage is the first one of the next step, which has added its contribution.
             if self._timed or part.whole is None or part.whole.any():
                 step.add_last_stage()
             inside.append(Inside(part.columns, part.seeds(saved), part.x, part.weights, part.whole))
@@ -235,7 +236,7 @@ class _BackwardSweep:
     def _event(
         self, located: LocatedEvent, totals: StepCotangents, leaves: list[Any], cotangent: Array | None = None
     ) -> Inside:
-        """Add the cotangents of an event's times, and of the states of trajectories that it ended, to those of the step."""
+        """Add the contributions of an event's times, and of the states of trajectories that it ended."""
         totals.step.add_last_stage()
         columns, crossed = located.columns, self._seeds.crossed
         end, time = None, crossed
@@ -243,7 +244,7 @@ class _BackwardSweep:
             end, time = cotangent[:, columns], self._seeds.reached
             cotangent[:, columns] = 0
         if self._jumps is not None and end is not None:
-            # All later steps begin at the time of the event.
+            # Later steps begin at the time of the event.
             row = self._start[columns]
             self._start[columns] = 0.0
             if crossed is not None and self._run.settings.events[located.event].acts:

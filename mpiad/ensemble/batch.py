@@ -1,4 +1,4 @@
-"""The trajectories of one solve as columns of arrays, and their saved times: the input of every backend."""
+"""`Batch`: the trajectories of one solve as columns of arrays, and their saved times; the input of every backend."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 def same_for_all(x: Array) -> bool:
     """Return whether all trajectories have the same number in an array of shape (N,)."""
-    # Usually it was broadcast from a single number, and no entries need to be compared.
+    # Arrays that were broadcast from a single number needn't be compared.
     return len(x) < 2 or x.strides == (0,) or bool((x == x[0]).all())
 
 
-def spread(values: np.ndarray, like: Array) -> Array:
-    """Return one number per trajectory on the device of `like`, or the host's array itself if `like` is on the host."""
+def on_device_of(values: np.ndarray, like: Array) -> Array:
+    """Return a host array with one number per trajectory on the device of `like`."""
     xp = arrays_of(like)
     if xp is None:
         return values
@@ -33,17 +33,17 @@ class Parameters(NamedTuple):
     """The parameters of all trajectories."""
 
     leaves: list[Any]  # arrays and numbers
-    # Whether the last axis of a leaf counts trajectories; a leaf that doesn't vary is passed to f unchanged.
+    # Whether the last axis of each leaf counts trajectories; other leaves are passed to f unchanged.
     varies: list[bool]
-    build: Callable[[Any], Tree]  # from leaves to the parameters as f takes them
+    build: Callable[[Any], Tree]  # assembles the parameters from their leaves
 
     def chosen(self, which: Any, leaves: Sequence[Any] | None = None) -> list[Any]:
-        """Return the leaves of some trajectories, by an index of the last axis: these leaves, or the given ones."""
+        """Return the leaves of some trajectories; `which`: index of the last axis, `leaves`: by default those of all."""
         leaves = self.leaves if leaves is None else leaves
         return [leaf[..., which] if varies else leaf for leaf, varies in zip(leaves, self.varies)]
 
     def columns(self, ids: Array, one_by_one: bool = False) -> Tree:
-        """Return the parameters of some trajectories as f takes them; `one_by_one` for an f that takes single matrices."""
+        """Return the parameters of some trajectories as f takes them; `one_by_one`: whether f is called per trajectory."""
         if not any(self.varies):
             return self.build(self.leaves)
         taken = [locked(np.take(leaf, ids, axis=-1)) if own else leaf for leaf, own in zip(self.leaves, self.varies)]
@@ -72,11 +72,11 @@ class Batch(NamedTuple):
 
     @property
     def one_span(self) -> bool:
-        """Whether all trajectories are known to begin and end at the same times, without comparing them."""
+        """Whether all trajectories are known to have the same tspan, without comparisons."""
         return self.size > 0 and self.start.strides == self.end.strides == (0,)
 
     def both_ends(self) -> Array:
-        """Return the start and the end of tspan: array of shape (2,) if they are the same for all, else (N, 2)."""
+        """Return start and end of tspan, shape (2,) if they are the same for all trajectories, else (N, 2)."""
         start, end = self.start, self.end
         if self.size and same_for_all(start) and same_for_all(end):
             return np.array([start[0], end[0]])
@@ -88,36 +88,34 @@ class Batch(NamedTuple):
         return any(map(isbox, (self.u0, self.start, self.end, *self.p.leaves)))
 
     def own(self) -> Batch:
-        """Return the batch with copies of the arrays that all trajectories share, which are the user's otherwise."""
+        """Return the batch with copies of shared arrays, which may otherwise be the user's."""
         leaves = [leaf.copy() if type(leaf) is np.ndarray and not varies else leaf for leaf, varies in zip(*self.p[:2])]
         return self._replace(p=self.p._replace(leaves=leaves))
 
     def plain(self) -> Batch:
-        """Return the batch with plain arrays in place of traced ones."""
+        """Return the batch with the values of traced arrays."""
         leaves = [getval(leaf) for leaf in self.p.leaves]
         u0, start, end = (getval(x) for x in (self.u0, self.start, self.end))
         return self._replace(u0=u0, p=self.p._replace(leaves=leaves), start=start, end=end)
 
     def share(self, rows: slice) -> Batch:
         """Return some of the trajectories."""
-        # Views: threads and shares read the same arrays.
         return self._replace(
             u0=self.u0[:, rows], p=self.p._replace(leaves=self.p.chosen(rows)), start=self.start[rows], end=self.end[rows]
         )
 
 
 def save_times(saveat: Array | None, batch: Batch, first: int = 0) -> Array:
-    """Return the times of `saveat`, shape (n_saved,) or (N, n_saved), for N trajectories from its row `first` on.
+    """Return the times of `saveat`, shape (n_saved,) or (N, n_saved), for N trajectories from the row `first` on.
 
-    A number is the interval from the start on, and the end is saved, too; None is both ends. Raises a TypeError or
+    A number is an interval from the start on, with the end saved, too; None means both ends. Raises a TypeError or
     ValueError if a time lies outside tspan, or times aren't in the order of the solve.
     """
     if saveat is None:
         return batch.both_ends()
     start, end, count = batch.start, batch.end, batch.size
     saveat = saveat[first : first + count] if np.ndim(saveat) == 2 else saveat
-    if count and start.strides == end.strides == (0,):  # one tspan, whatever the number of trajectories
-        # Checked once instead of once per trajectory.
+    if count and start.strides == end.strides == (0,):  # one tspan for all trajectories
         start, end = start[:1], end[:1]
     times = np.asarray(saveat)
     if times.dtype.kind not in "iuf":
@@ -146,7 +144,7 @@ def _every(interval: float, start: Array, end: Array) -> Array:
             f"({start[i]}, {end[i]}). Give an array of shape (N, n_saved)."
         )
     span = float(end[0] - start[0])
-    # 0.1 isn't exact in binary, for example: the last multiple may miss the end by rounding.
+    # With a margin, since the last multiple may differ from the end by rounding.
     count = int(np.floor(abs(span) / interval * (1 + 1e-12)))
     times = start[0] + np.copysign(interval, span) * np.arange(count + 1)
     if abs(times[-1] - end[0]) <= 1e-9 * interval:
@@ -161,7 +159,7 @@ def _check(times: Array, start: Array, end: Array) -> None:
     outside = ~((rows >= low) & (rows <= high))
     if outside.any():
         i, j = np.argwhere(outside)[0]
-        own = min(i, len(start) - 1)  # one tspan for all was cut to one row
+        own = min(i, len(start) - 1)  # one tspan for all has one row
         raise ValueError(
             f"solve: saveat must lie in tspan, but {np.broadcast_to(rows, outside.shape)[i, j]} lies outside of "
             f"({start[own]}, {end[own]})."
@@ -193,7 +191,7 @@ def check_place(batch: Batch) -> None:
     """Raise a TypeError if the parameters and the states aren't on the same device."""
     xp = arrays_of(batch.u0)
     for place, leaf in enumerate(batch.p.leaves):
-        # A number of the host can be passed to any call, and needn't be on the device.
+        # Numbers can be on the host.
         array = is_device_array(leaf) or np.ndim(leaf) > 0
         if array and arrays_of(leaf) != xp:
             raise TypeError(

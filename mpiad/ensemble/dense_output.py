@@ -1,7 +1,7 @@
-"""The states of a solve at any time, interpolated in its steps, as `sol(t)` returns them.
+"""Dense output: the states of a solve at any times, interpolated in its steps, for `sol(t)`.
 
-Everything is computed on demand: steps were recorded, and the stages of those that contain a time are computed again. With
-traced inputs the states are saved values of the same steps, whose derivatives are those of `saveat`.
+The stages of the recorded steps that contain the times are computed again when needed. With traced inputs, the states are
+computed like saved values of the same steps, with the same derivatives as for `saveat`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _BLOCK = 32_768
 class DenseOutput:
     """The interpolants of all trajectories of a batch.
 
-    - `batch`: holds plain arrays.
-    - `outcome`: with recorded steps.
-    - `given`: the batch with its traced arrays.
+    - `batch`: a batch of plain arrays.
+    - `outcome`: an outcome with recorded steps.
+    - `given`: the batch with traced arrays.
     """
 
     def __init__(self, batch: Batch, settings: Settings, outcome: Outcome, given: Batch):
@@ -64,7 +64,7 @@ class DenseOutput:
         batch, every = self._batch, np.arange(self._batch.size)
         saved, save_step = self._saved(every, self._rows(times, every))
         steps = self._outcome.recorded()
-        # Without the kernels, which were compiled for the saved times of the solve.
+        # Without the kernels, which are for the saved times of the solve.
         outcome = dataclasses.replace(
             self._outcome, saved=saved, save_step=save_step, steps=steps, solver=None, carried=None, tapes=[], last=None
         )
@@ -73,7 +73,7 @@ class DenseOutput:
         return differentiable(sol, Run(batch, settings, outcome), self._given).u
 
     def _rows(self, times: Array, ids: Array) -> Array:
-        """Return the times for each of some trajectories, shape (len(ids), n)."""
+        """Return the times for the trajectories `ids`, shape (len(ids), n)."""
         batch = self._batch
         rows = np.broadcast_to(times, (batch.size, times.shape[-1]))[ids]
         low, high = (end(batch.start, batch.end)[ids, None] for end in (np.minimum, np.maximum))
@@ -102,14 +102,14 @@ class DenseOutput:
                 chosen = moved[start : start + width]
                 values[chosen] = self._inside(steps, each[chosen] - first, each[chosen], number[chosen], due[chosen]).T
         still = number == INITIAL
-        # Times at the start lie in no step, and trajectories with an empty tspan have none.
+        # Times at the start aren't in a step, and trajectories with an empty tspan have no steps.
         values[still] = batch.u0.T[each[still]]
         return values.reshape(*rows.shape, len(batch.u0)), number.reshape(rows.shape).astype(np.int32)
 
     def _numbers(self, steps: Steps, own: Array, ids: Array, due: Array) -> Array:
         """Return the steps that contain the times, by bisection; a time at the end of a step belongs to that step."""
         counts, sign = steps.counts[own], self._signs[ids]
-        # For all times at once: a loop over trajectories would take longer than their solve.
+        # Vectorized over all times.
         low, high = np.full(len(own), -1), counts - 1
         while (low < high).any():
             middle = np.maximum((low + high + 1) // 2, 0)
@@ -117,7 +117,7 @@ class DenseOutput:
             begun = np.zeros(len(own), bool)
             begun[moves] = ((steps.times(own[moves], middle[moves])[0] - due[moves]) * sign[moves]) < 0
             low, high = np.where(moves & begun, middle, low), np.where(moves & ~begun, middle - 1, high)
-        # NaN instead of the last state if a trajectory had ended before: nothing is extrapolated.
+        # Times after the end of a trajectory give NaN, since nothing is extrapolated.
         reached = (due - self._outcome.t_reached[ids]) * sign <= 0
         return np.where(reached, np.where(low < 0, INITIAL, low), NOWHERE)
 
@@ -127,7 +127,7 @@ class DenseOutput:
         with np.errstate(all="ignore"):
             value = interpolate(self._run.coefficients, u, h, self._run.stages_of(ids, u, t, h)[0], (due - t) / h)
         final = number == steps.counts[own] - 1
-        # At the end of a step use the state from which the solve continued: the interpolant agrees up to rounding.
+        # At the end of a step the state itself is returned, which differs from the interpolant by rounding.
         inner = np.flatnonzero(~final)
         ended = inner[steps.times(own[inner], number[inner] + 1)[0] == due[inner]]
         value[:, ended] = steps.states(own[ended], number[ended] + 1)
@@ -156,12 +156,10 @@ class JoinedOutput:
 
 
 class GatheredOutput:
-    """The shares of all ranks.
+    """The interpolants of all ranks; calls are collective.
 
     - `share`: the interpolants of this rank.
     - `count`: the number of its trajectories.
-
-    All ranks call it, with the same times.
     """
 
     def __init__(self, share: Callable[[Array], Array], count: int, comm: Comm):
@@ -172,11 +170,11 @@ class GatheredOutput:
         comm = present(self._comm.comm, "sol(t)", "Ask for these times by saveat in the solve, or pickle sol(t).")
         used = channel(comm, "ensemble.solve")
         digest = hashlib.sha256(times.tobytes()).hexdigest()[:16]
-        # By a hash: with other times on one rank the gathered states would be those of different times.
+        # The times must be the same on all ranks; their hashes are compared.
         require_same(used, f"t of shape {times.shape}, with SHA-256 {digest}", "sol(t)")
         counts = used.data.allgather(self._count)
         first = sum(counts[: used.rank])
-        # A rank whose share fails must still take part in the agreement, for which the others wait.
+        # An error on one rank is raised on all.
         with raising_together(used, Exception):
             own = self._share(times[first : first + self._count] if times.ndim == 2 else times)
         everything = mpi_allgather(own, axis=0, comm=comm)

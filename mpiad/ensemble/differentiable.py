@@ -1,7 +1,7 @@
-"""The derivatives of a solve that ran by columns or by a CPU kernel: see `solve_operator`.
+"""The derivatives of a solve by NumPy or a CPU kernel, as one operator: see `solve_operator`.
 
-Plain arrays are differentiated by an adjoint or by tangents, if possible those of a kernel. If an input is traced by an
-outer trace, the steps are replayed in functions that this trace sees.
+For plain arrays the derivatives are computed by an adjoint or tangents, by a kernel if possible. If an outer trace
+differentiates these derivatives, the steps are replayed by traceable functions.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from mpiad.transport.device_arrays import is_device_array
 
 # A solve as one differentiable function: from initial states, tspan and parameters to final and saved states.
 #
-# All results form one vector, so that its cotangent arrives as a whole: reverse mode is one sweep over the steps. The solve
-# itself has run before, on plain arrays; a trace records this function of its inputs, whose value is known. Its derivatives
-# depend on how it ran: by columns or a CPU kernel (`differentiable`), or by a kernel on a GPU
-# (`compiled.cuda.gpu_derivatives`). A search for steady states is such a function of the parameters (`steady_state`).
+# All results form one vector, so its cotangent is known completely before the sweep of the reverse mode. The solve has been
+# run on plain arrays before; a trace then records this operator with the known value. Its derivatives depend on how the
+# solve was run: by NumPy or a CPU kernel (`differentiable`), or by a kernel on a GPU (`compiled.cuda.gpu_derivatives`).
+# Steady states are also represented in this way (`steady_state`).
 
 
 # The first arguments of a solve, including the given times at which events act; the leaves of the parameters follow.
@@ -45,7 +45,7 @@ NO_TIMES = np.empty((0, 0))
 
 
 class DifferentiableSolve(Protocol):
-    """A solve that has run, and its derivatives; arguments are identified by their numbers."""
+    """The results of a solve and their derivatives; arguments are identified by their positions."""
 
     @property
     def vector(self) -> Array:
@@ -53,25 +53,25 @@ class DifferentiableSolve(Protocol):
         ...
 
     def pull(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> Mapping[int, Any]:
-        """Return the cotangents of arguments, given that of the vector; all of them are plain."""
+        """Return the cotangents of arguments, given that of the vector; for plain arrays."""
         ...
 
     def push(self, args: Sequence[Any], tangents: Mapping[int, Any]) -> Array:
-        """Return the tangent of the vector, given those of arguments; all of them are plain."""
+        """Return the tangent of the vector, given those of arguments; for plain arrays."""
         ...
 
     def pull_traced(self, argnums: Sequence[int], args: Sequence[Any], g: Array) -> list[Array]:
-        """Return the same as `pull` as a function that outer traces see."""
+        """As `pull`, by traceable functions."""
         ...
 
     def push_traced(self, argnums: Sequence[int], args: Sequence[Any], gs: Sequence[Any]) -> Array:
-        """Return the same as `push` as a function that outer traces see."""
+        """As `push`, by traceable functions."""
         ...
 
 
 @primitive
 def solve_operator(*args: Any, solved: DifferentiableSolve) -> Array:
-    """Return the results of a solve, or of a search for steady states, which has run before."""
+    """Return the known results of a solve, or of a search for steady states."""
     return solved.vector
 
 
@@ -100,7 +100,7 @@ defjvp_argnums(solve_operator, _jvp)
 
 
 def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSolution:
-    """Return a solution, given with plain arrays, with states as functions of the traced batch that it comes from."""
+    """Return a solution with plain arrays as one whose states are functions of the traced `batch`."""
     count, d, ends = run.batch.size, len(run.batch.u0), run.settings.ends
     saved = np.empty((count, 0, d), run.batch.u0.dtype) if ends else sol.u.reshape(count, sol.u.shape[1], d)
     u, u_end, *times = traced_results(run, saved, sol.u_end.reshape(count, d), batch)
@@ -118,10 +118,10 @@ def differentiable(sol: EnsembleSolution, run: Run, batch: Batch) -> EnsembleSol
 
 
 def traced_results(run: Run, saved: Array, u_end: Array, batch: Batch, due: Array = NO_TIMES) -> list[Array]:
-    """Return the results of a run, `saved` (N, n_saved, d) and `u_end` (N, d), as functions of a traced batch.
+    """Return the results of a run as functions of a traced batch.
 
-    With events, the times at which trajectories ended, (N,), and those of events, (m,), follow. `due` are the given times
-    at which events act, (slots, N), which may be traced, too.
+    These are `saved`, (N, n_saved, d), `u_end`, (N, d), and with events the times at which trajectories ended, (N,), and
+    those of events, (m,). `due`: the given times at which events act, (slots, N), possibly traced.
     """
     solved = _SolvedRun(run, saved, u_end)
     return solved.layout.parts(solve_operator(batch.u0, batch.start, batch.end, due, *batch.p.leaves, solved=solved))
@@ -171,15 +171,15 @@ class _SolvedRun:
         asked, run = self._asked, self._run
         if asked.gradient is not None:
             return asked.gradient == "tangent"
-        # Whether or not an event occurred: a trajectory's last bits don't depend on other trajectories.
+        # Independently of whether an event occurred, since results mustn't depend on other trajectories.
         if timed or run.settings.events:
-            return False  # with moving times, tangents are those of a replay, one direction after the other
+            return False  # with variable times, tangents would come from a replay, one direction after the other
         if run.outcome.solver is not None:
             return run.outcome.carried is not None
         return len(numbers_of(run, by_u0, places)) <= run.few
 
     def _carried(self, by_u0: bool, places: Sequence[int], seeds: Seeds) -> list[tuple[Number, Array]] | None:
-        """Return each number with the products of cotangents and a kernel's tangents, summed per trajectory, or None."""
+        """Return, for each number, the products of cotangents with a kernel's tangents, summed per trajectory, or None."""
         run, solver = self._run, self._run.outcome.solver
         found = None if solver is None else carried_tangents(solver, run, by_u0, places, seeds.saved is not None)
         if found is None:

@@ -1,4 +1,4 @@
-"""The description of an event: the sign change of a condition, or given times, and its effect on the state."""
+"""`Event`: the sign change of a condition, or given times, and its effect on the state."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mpiad.ensemble.linearization import Field
 from mpiad.ensemble.problem import check_order
 from mpiad.transport.device_arrays import is_device_array
 
-# Affects of events, called with columns: plain, and in traceable functions.
+# Calls of affects, with plain or traced columns.
 
 
 def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
-    """Return the states after an event, shape (d, n), n ≥ 2, at times t (n,); only the state shape of `batch` is used.
+    """Return the states after an event, shape (d, n) with n ≥ 2, at times t, shape (n,); `batch` gives the state's shape.
 
     Raises a NotImplementedError if the affect uses a traced value from an enclosing function; a TypeError or ValueError if
     it writes into its arguments, or returns an invalid state.
@@ -38,7 +38,7 @@ def affected(event: Event, batch: Batch, u: Array, p: Tree, t: Array) -> Array:
     parts = list(value) if isinstance(value, (list, tuple)) and batch.shape else [value]
     if any(map(isbox, parts)):
         raise NotImplementedError(
-            "Event: affect closes over a traced value, through which no derivative can flow. Pass it as p."
+            "Event: affect closes over a traced value, with respect to which it can't be differentiated. Pass it as p."
         )
     whole = not isinstance(value, (list, tuple)) and bool(batch.shape)
     got = [np.shape(part) for part in parts]
@@ -102,7 +102,7 @@ class Event:
     (False, True)
     """
 
-    # None only if not given: there are times instead; `terminal` is then set by whether there is an affect.
+    # None if `times` are given. `terminal` is None until `__post_init__` sets its default.
     condition: Function = None  # type: ignore[assignment]
     terminal: bool = None  # type: ignore[assignment]
     direction: int = 0
@@ -158,7 +158,7 @@ class Event:
         return self.acts or self.terminal
 
     def for_states(self, shape: Shape) -> Event:
-        """Return the event with functions of columns, given user functions that take states of a shape, as f does.
+        """Return the event with functions of columns, for states of the given shape.
 
         Raises a NotImplementedError if the states are matrices.
         """
@@ -188,7 +188,7 @@ class Event:
 
     @property
     def sided(self) -> bool:
-        """Whether it acts in both directions: then the condition must come back from the side on which it was left."""
+        """Whether it acts in both directions, so that after an event the sign of the condition must be remembered."""
         return self.acts and not self.direction
 
     def crossed(self, before: Array, after: Array, side: Array | None = None) -> Array:

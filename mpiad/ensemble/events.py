@@ -1,4 +1,4 @@
-"""Events: sign changes of a condition along a trajectory, located on the step's interpolant, and the table of them."""
+"""The location of events, which are sign changes of conditions, on the interpolants of steps, and the table of events."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from mpiad.ensemble.event import Event
 from mpiad.ensemble.record import Step
 from mpiad.ensemble.step_sweep import LocatedEvent
 
-# The width of a root's bracket, as a fraction of the step, at which the search ends, and the maximum number of evaluations.
-# In a narrower bracket rounding decides on the condition's sign, and secants converge slowly.
+# The width of the bracket of a root at which the search ends, as a fraction of the step, and the maximum number of
+# evaluations. In a narrower bracket the sign of the condition is subject to rounding.
 RESOLUTION, EVALUATIONS = 2.0**-48, 50
 # Distance of evaluations from the secant's root towards the middle, relative to the bracket's width.
 TRUNCATION = 0.2
-# Number of columns for which non-terminal events are located at once: large enough to amortize the overhead of NumPy's
-# calls.
+# Number of columns for which events that end no step are located together, to amortize the overhead of NumPy's calls.
 _MANY = 2048
 
 
@@ -29,16 +28,16 @@ class StepEvents(NamedTuple):
     """The events of one step of several columns."""
 
     located: list[LocatedEvent]
-    ended: Array | None  # bool, shape (n,); which columns a terminal event ended; None if none did
-    part: Array  # shape (n,); the fraction of the step at which it did; infinite for the others
-    states: Array  # shape (d, n); the states there, and for the others after the step
+    ended: Array | None  # bool, shape (n,); which columns' steps an event ended; None if there are none
+    part: Array  # shape (n,); the fraction of the step at which it ended; infinite for other columns
+    states: Array  # shape (d, n); the states there, or for other columns after the step
     found: list[tuple[int, Array, Array]]  # the events, the columns of each, and the fractions of their steps
 
 
 class CrossedSteps(NamedTuple):
-    """Steps of some columns in which conditions have changed their signs, kept until the events are located."""
+    """Steps of some columns in which conditions have changed their signs, stored until the events are located."""
 
-    # Shape (events, n). The conditions that have, and their values before and after the step; empty without conditions.
+    # Shape (events, n). Whether each condition has changed its sign, and its values before and after the step.
     crossed: Array
     before: Array
     after: Array
@@ -58,32 +57,32 @@ class CrossedSteps(NamedTuple):
 
 
 class EventWatch:
-    """The values of the conditions at the working set's columns, and the events in each step.
+    """The detection, location and table of the events of a working set.
 
-    `crossed` returns the columns in which a condition changed its sign. The fractions of their steps are then located for
-    all these columns at once, and stored in a table: the trajectory, the event, the number of its step (from 0), the
-    fraction of the step (infinite if the trajectory had ended before), and the time.
+    `crossed` returns the columns in which a condition has changed its sign. The events are then located in all these
+    columns together, and stored in a table: the trajectory, the event, the number of the step (from 0), the fraction of the
+    step (infinite if the trajectory has ended before), and the time.
 
     `select`: ``select(ids)`` returns the parameters of some trajectories.
     """
 
     def __init__(self, events: tuple[Event, ...], coefficients: Coefficients, select: Callable[[Array], Tree]):
         self._events, self._coefficients, self._select = events, coefficients, select
-        self.values: list[Array] = []  # of the conditions at the current states, each of shape (n,)
-        self.pairs: list[tuple[Array, Array]] = []  # before and after the last step
+        self.values: list[Array] = []  # values of the conditions at the current states, each of shape (n,)
+        self.pairs: list[tuple[Array, Array]] = []  # values of the conditions before and after the last step
         self._rows: list[Array] = []
         self._count = 0
         self._later: list[CrossedSteps] = []
         self._put_off = 0  # the number of columns in these steps
 
     def enter(self, u: Array, p: Tree, t: Array) -> None:
-        """Set the columns of a new working set, at their present states and actual times."""
+        """Set the columns of a new working set, given their current states and actual times."""
         self.values = [event.value(u, p, t) for event in self._events]
 
     def crossed(self, step: Step, p: Tree, sides: Mapping[int, Array] = {}) -> list[Array]:
-        """Return per event the columns in which its condition changed its sign, and set the values to those after the step.
+        """Return for each event the columns in which its condition has changed its sign; update the values of conditions.
 
-        `sides`: for some events, the side on which their conditions were left.
+        `sides`: for some events, the signs with which their conditions have left their roots.
         """
         time = step.actual(step.t_new)
         self.pairs = [(old, event.value(step.new, p, time)) for event, old in zip(self._events, self.values)]
@@ -92,13 +91,13 @@ class EventWatch:
         return [step.accepted & mask for mask in changed]
 
     def kept(self, step: Step, columns: Array, crossed: Sequence[Array], end: bool = False) -> CrossedSteps:
-        """Return the step of some columns, or only its end, in which these conditions have changed their signs."""
+        """Return the step of some columns, or only its end, with the sign changes of the conditions."""
         before, after = zip(*self.pairs)
         changed, old, new = (np.array([row[columns] for row in rows]) for rows in (crossed, before, after))
         return CrossedSteps(changed, old, new, step.at_end(columns) if end else step.at(columns))
 
     def put_off(self, step: Step, columns: Array, crossed: Sequence[Array]) -> None:
-        """Locate the events of some columns later, for many at once: they end no step."""
+        """Store the step of some columns, whose events don't end it, to locate the events of many columns together."""
         self._later.append(self.kept(step, columns, crossed))
         self._put_off += len(columns)
         if self._put_off > _MANY:
@@ -110,21 +109,21 @@ class EventWatch:
             self._later, self._put_off = [], 0
 
     def cut(self, kept: CrossedSteps) -> StepEvents:
-        """Locate the events of kept steps, store them, and cut short the steps that they end."""
+        """Locate and store the events of steps, and cut short the steps that they end."""
         step, crossed = kept.step, [np.flatnonzero(row) for row in kept.crossed]
         pairs = list(zip(kept.before, kept.after))
         found = self.located(step, [rows if rows.size else None for rows in crossed], pairs)
         if found.ended is not None:
             ended = np.flatnonzero(found.ended)
             at = step.t[ended] + found.part[ended] * step.h[ended]
-            step.t_new[ended] = np.minimum(at, step.t_new[ended])  # in case of rounding, see `_entered`
+            step.t_new[ended] = np.minimum(at, step.t_new[ended])  # because of rounding; see `_entered`
             step.new[:, ended] = found.states[:, ended]
         return found
 
     def located(self, step: Step, crossed: Sequence[Array | None], pairs: Sequence[tuple[Array, Array]]) -> StepEvents:
-        """Locate the events of a step, and store them; `crossed` has the columns of each event, None if there are none.
+        """Locate and store the events of a step.
 
-        `pairs` are the conditions' values before and after it.
+        `crossed`: the columns of each event, or None. `pairs`: the values of the conditions before and after the step.
         """
         last, ender = np.full_like(step.t, np.inf), np.full_like(step.ids, -1)
         states, found = step.new, []
@@ -135,7 +134,7 @@ class EventWatch:
             found.append((e, columns, x))
             if event.stops:
                 states = states.copy() if states is step.new else states
-                earlier = x <= last[columns]  # of two that coincide the later one in the list counts
+                earlier = x <= last[columns]  # if two coincide, the later one in the list counts
                 last[columns] = np.where(earlier, x, last[columns])
                 ender[columns] = np.where(earlier, np.full_like(columns, e), ender[columns])
                 states[:, columns] = np.where(earlier, at, states[:, columns])
@@ -144,7 +143,7 @@ class EventWatch:
         return StepEvents([one for one in located if one], ended, last, states, found)
 
     def _located(self, event: Event, step: Step, before: Array, after: Array) -> tuple[Array, Array]:
-        """Return the fractions of the step at which a condition vanishes, to the resolution of time, and the states there.
+        """Return the fractions of the step at which a condition vanishes, and the states there.
 
         References
         ----------
@@ -153,7 +152,7 @@ class EventWatch:
         """
         count, ids, real = len(before), step.ids, self._coefficients.real
         hosted = type(before) is np.ndarray
-        if count == 1 and hosted:  # at least two columns wherever f and conditions are called
+        if count == 1 and hosted:  # conditions are called with at least two columns
             step, before, after = step.at(np.zeros(2, int)), np.repeat(before, 2), np.repeat(after, 2)
             ids = step.ids
         p, signs = self._select(ids), np.sign(before)
@@ -163,11 +162,12 @@ class EventWatch:
             wide = high - low > RESOLUTION
             if hosted and not wide.any():
                 break
-            # On a device the host doesn't check whether all are found, so fewer evaluations would save nothing.
+            # On a device bisection is used: the number of evaluations is fixed, since the host doesn't read whether all
+            # have converged.
             x = _projected(low, high, before, after, 0.5**evaluation) if hosted else 0.5 * (low + high)
             value = event.value(states_at(terms, x.astype(real, copy=False)), p, step.actual(step.t + x * step.h))
             same = np.sign(value) == signs
-            # Finished columns stay unchanged, however long others take.
+            # Converged columns don't change any more.
             rise, fall = wide & same, wide & ~same
             low, high = np.where(rise, x, low), np.where(fall, x, high)
             if hosted:
@@ -177,11 +177,11 @@ class EventWatch:
     def _entered(
         self, step: Step, e: int, columns: Array, x: Array, last: Array, ender: Array, several: bool
     ) -> LocatedEvent | None:
-        """Write an event into the table, and return it without the columns that had already ended."""
-        # Rounding must not move an event beyond the step's end, which may be another event or the end of tspan.
+        """Write an event to the table, and return it without the columns that have ended before."""
+        # Rounding mustn't move an event beyond the end of the step.
         time = np.minimum(step.t[columns] + x * step.h[columns], step.t_new[columns])
         time = time if step.sign is None else time * step.sign[columns]
-        # An event after a terminal event in the same step doesn't occur.
+        # Events after a terminal event in the same step don't occur.
         known, terminal = x <= last[columns], self._events[e].stops
         part = np.where(known, x, np.inf)
         row = self._count + np.cumsum(np.full_like(columns, 1)) - 1
@@ -192,8 +192,8 @@ class EventWatch:
         return LocatedEvent(e, terminal, columns, x, time, row) if len(columns) else None
 
     def note(self, step: Step, e: int, columns: Array, part: Array, time: Array) -> None:
-        """Write an event in steps of some columns into the table."""
-        # All as doubles, which hold the integers exactly: one table, and one copy from a device to the host.
+        """Write an event in steps of some columns to the table."""
+        # All entries are doubles, so that one copy from a device to the host is enough.
         rows = step.ids[columns], np.full_like(columns, e), step.number[columns], part, time
         self._rows.append(np.stack([row.astype(float) for row in rows]))
         self._count += len(columns)
@@ -205,11 +205,12 @@ class EventWatch:
 
 
 def _projected(low: Array, high: Array, before: Array, after: Array, reach: float) -> Array:
-    """Return the next point of ITP: the secant's root, moved towards the middle, and within the allowed distance of it.
+    """Return the next point of the method ITP (interpolate, truncate, project).
 
-    `before` and `after` are the values at both ends; `reach` is 1, halved with each evaluation.
+    It is the root of the secant, moved towards the middle of the bracket, and limited to an allowed distance from it.
+    `before`, `after`: the values at both ends. `reach`: 1 at first, halved with each evaluation.
     """
-    # Interpolate, truncate, project: as few evaluations as the secant method, and never more than one beyond bisection.
+    # It takes about as few evaluations as the secant method, and at most one more than bisection.
     width, middle = high - low, 0.5 * (low + high)
     x = (after * low - before * high) / (after - before)
     away, allowed = middle - x, reach - 0.5 * width
@@ -219,7 +220,7 @@ def _projected(low: Array, high: Array, before: Array, after: Array, reach: floa
 
 
 def by_trajectory(ids: np.ndarray, events: np.ndarray, times: Array) -> dict[int, list[tuple[int, Any]]]:
-    """Return the events of each trajectory, given those of all trajectories in order; the times may be traced."""
+    """Return the events of each trajectory, given the sorted events of all trajectories; the times may be traced."""
     found: dict[int, list[tuple[int, Any]]] = {}
     every = times if isbox(times) else times.tolist()
     for i, e, time in zip(ids.astype(int).tolist(), events.astype(int).tolist(), every):
@@ -231,10 +232,10 @@ def in_order(rows: np.ndarray) -> np.ndarray:
     """Return the rows with events that occurred, sorted by trajectory and then by time."""
     ids, event, number, part = rows[:4]
     step = ids * (number.max(initial=0.0) + 1.0) + number
-    order = np.argsort(step, kind="stable")  # fast if they are sorted, as kernels' are
+    order = np.argsort(step, kind="stable")  # fast for sorted events, as those of kernels
     step = step[order]
     if (step[1:] == step[:-1]).any():
-        # Within a step by its fractions; equal ones in the order in which the events were given.
+        # Events in one step are sorted by time, and coinciding ones by their index.
         order = np.lexsort((event, part, number, ids))
     return order[np.isfinite(part[order])]
 
@@ -242,10 +243,10 @@ def in_order(rows: np.ndarray) -> np.ndarray:
 def traced_times(
     ids: np.ndarray, times: np.ndarray, places: np.ndarray, live: np.ndarray, reached: Array, crossed: Array
 ) -> Array:
-    """Return the times of events, shape (m,), as traces see them; for failed trajectories the plain times.
+    """Return the times of events, shape (m,), with derivatives; for failed trajectories the plain times.
 
-    `ids` are the trajectories, and `places` has the index of each time in `crossed`, or -1 for those that ended
-    trajectories: these times are in `reached`, of shape (N,). `live`, bool, shape (N,): which trajectories didn't fail.
+    `ids`: the trajectories. `places`: the index of each time in `crossed`, or -1 for events that ended trajectories, whose
+    times are in `reached`, shape (N,). `live`: bool, shape (N,); which trajectories didn't fail.
     """
     place = np.where(places < 0, ids, len(live) + places) + len(ids)
     return concatenate([times, reached, crossed])[np.where(live[ids], place, np.arange(len(ids)))]

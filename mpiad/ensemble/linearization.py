@@ -1,7 +1,7 @@
-"""f at one stage of a block of columns, with its derivative: transposed, or along a few directions.
+"""The derivatives of f at one stage of a block of columns: vector-Jacobian products, and tangents along a few directions.
 
-f is traced again at each stage, because its control flow may depend on values. Everything that doesn't vary between stages
-is kept in `Tracing`, since a stage takes microseconds.
+f is traced again at each stage, because its control flow may depend on values. `Tracing` has the data that all stages
+share.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mpiad.transport import Spec
 
 
 class Tracing:
-    """Traces f as a function of the columns' states and some of the other arguments.
+    """Traces f as a function of the columns' states and some other arguments.
 
-    - `places`: the leaves of the parameters to differentiate with respect to.
+    - `places`: indices of the leaves of the parameters with respect to which to differentiate.
     - `timed`: whether to differentiate with respect to time, too.
     """
 
@@ -38,10 +38,10 @@ class Tracing:
     def transposed(
         self, out: Array, u: Array, leaves: Sequence[Any], t: Array, keep: bool = False
     ) -> Callable[[Array], list[Any]]:
-        """Write f of u (d, n) and t (n,) into `out` and return its transposed derivative.
+        """Write f at u, (d, n), and t, (n,), to `out`, and return its transposed derivative.
 
-        It is a function from a cotangent of shape (d, n) to those of u, of the leaves, and, if `timed`, of t; None for zero
-        ones. It may be called once, or with `keep` repeatedly.
+        This is a function of a cotangent of shape (d, n), which returns those of u, of the leaves and, if `timed`, of t,
+        None for zero ones. It may be called once, or with `keep` repeatedly.
         """
         whole = False
 
@@ -56,11 +56,11 @@ class Tracing:
         values, places, recording = trace_list(called, given + [t] if self._timed else given)
         _write(out, values, whole)
         specs = [(place, spec_like(value)) for place, value in zip(places, values)]
-        # Their memory can be freed before the reverse pass, which needs only their specs.
+        # The memory is released before the reverse pass, which needs only the specs.
         del values
 
         def pull(g: Array) -> list[Any]:
-            # By index: arrays on a device aren't iterable by default.
+            # Device arrays aren't iterable.
             parts = (g,) if whole else [g[i] for i in range(len(g))]
             seeds = [(place, _seed(part, spec)) for part, (place, spec) in zip(parts, specs) if place >= 0]
             return run_backward(recording, seeds, self._count, keep)
@@ -70,18 +70,18 @@ class Tracing:
     def along(
         self, bundle: Bundle, leaves: Sequence[Any], tangents: Sequence[Sequence[Any]]
     ) -> Callable[[Array, Array, Array], None]:
-        """Return a function that writes f and its tangents, given those of each leaf; None for zero ones.
+        """Return a function ``write(out, u, t)`` that writes f and its tangents.
 
-        It is ``write(out, u, t)`` with u and `out` of shape (1 + directions, d, n), first the values, then the tangents,
-        and t of shape (n,). The bundle is an open trace.
+        u and `out` have shape (1 + directions, d, n), first the values, then the tangents; t has shape (n,). `tangents`:
+        those of each leaf, None for zero ones. `bundle`: an open trace.
         """
         variable, parts = bundle.variable, bundle.parts
-        # Everything that is the same for all stages is traced once.
+        # Parameters are the same for all stages.
         given = [shortened(variable(leaves[place], list(gs))) for place, gs in zip(self._places, tangents)]
         called = self._field.bound(self._filled(leaves, given))
 
         def write(out: Array, u: Array, t: Array) -> None:
-            # By index: arrays on a device aren't iterable by default.
+            # Device arrays aren't iterable.
             gs = [u[j] for j in range(1, len(u))]
             rows = called(shortened(variable(u[0], gs)), t)
             if is_whole(rows, u.shape[1:]):
@@ -112,10 +112,10 @@ class Tracing:
 def transposed_columns(
     field: Field, places: Sequence[int], timed: bool, out: Array, u: Array, leaves: Sequence[Any], t: Array
 ) -> Callable[[Array], list[Any]]:
-    """Return the transposed derivative of a function of columns, as `Tracing` does, also for a single column.
+    """Return the transposed derivative of a function of columns, as `Tracing.transposed`, also for a single column.
 
-    It may be called repeatedly; it returns the cotangents of u, of the leaves at `places` (None for zero ones), and of t,
-    zeros if not `timed`. `out` is a buffer for the values. A single column is doubled, and its copy gets a zero cotangent.
+    It may be called repeatedly, and returns the cotangents of u, of the leaves at `places` (None for zero ones) and of t,
+    zeros if not `timed`. `out`: a buffer for the values. A single column is duplicated, and its copy gets a zero cotangent.
     """
     count, varies = len(t), field.varies
     if count == 1:
@@ -154,24 +154,24 @@ def _write(out: Array, values: Sequence[Any], whole: bool) -> None:
 def _seed(part: Array, spec: Spec) -> Any:
     """Return the cotangent of a component, which may be the same number for all columns."""
     if part.shape != spec.shape:
-        # A component that depends on no column is one number for all.
+        # A component that doesn't depend on the column is one number.
         part = part.sum()
     return part if part.dtype == spec.dtype else conform(part, *spec)
 
 
 class Field:
-    """f of a batch, called with columns that may be traced: only f, the states' shape and the structure of p matter."""
+    """The function f of a batch, called with columns that may be traced; the batch's numbers aren't used."""
 
     def __init__(self, batch: Batch):
         self._f, self._shape, self._build, self.varies = batch.f, batch.shape, batch.p.build, batch.p.varies
         self.one_by_one = len(batch.shape) > 1
 
     def rows(self, u: Array, leaves: Sequence[Any], t: Array) -> Sequence[Any]:
-        """Return the derivative as f does: its components, or a list of one array with all of them."""
+        """Return the derivative as a list of its components, or a list of one array with all of them."""
         return self.bound(leaves)(u, t)
 
     def bound(self, leaves: Sequence[Any]) -> Callable[[Array, Array], Sequence[Any]]:
-        """Return `rows` with the leaves given, as a function of u and t: their pytree is built once."""
+        """Return `rows` for given leaves as a function of u and t."""
         if self.one_by_one:
             return lambda u, t: [self._each(u, leaves, t)]
         f, p = self._f, self._build(leaves)
@@ -189,11 +189,11 @@ class Field:
         rows = self.rows(u, leaves, t)
         if is_whole(rows, u.shape):
             return rows[0]
-        # A component may be one number, the same for all columns.
+        # A component may be one number for all columns.
         return stack([row if anp.shape(row) else row * anp.ones_like(getval(u)[0]) for row in rows])
 
     def _each(self, u: Array, leaves: Sequence[Any], t: Array) -> Array:
-        """Return the derivatives of flattened states, for which f is called one by one."""
+        """Return the derivatives of flattened states, calling f for each trajectory."""
         columns = []
         for j in range(u.shape[1]):
             own = [leaf[..., j] if varies else leaf for leaf, varies in zip(leaves, self.varies)]
@@ -203,5 +203,5 @@ class Field:
 
 
 def is_whole(rows: Sequence[Any], shape: tuple[int, int]) -> bool:
-    """Return whether f returned one array with all components."""
+    """Return whether the result of f is one array with all components."""
     return len(rows) == 1 and anp.shape(rows[0]) == shape

@@ -1,4 +1,4 @@
-"""Conversion of a problem, or an ensemble of problems, to columns."""
+"""Conversion of a problem, or an ensemble of problems, to a `Batch`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mpiad.transport.device_arrays import arrays_of, is_device_array
 
 
 def master_seed(seed: int | None) -> int:
-    """Return the seed from which the generators of all trajectories are derived: `seed`, or a fresh one."""
+    """Return the seed from which the generators of all trajectories are derived: `seed`, or a random one."""
     return np.random.SeedSequence(seed).entropy  # type: ignore[return-value]
 
 
 def generator(seed: int, i: int, repeat: int = 1) -> np.random.Generator:
-    """Return the generator of a trajectory's try, both counted from 1; it depends on these and the seed only."""
-    # A child of one master seed, derived without creating those before it.
+    """Return the random generator of trajectory i in repetition `repeat`, both counted from 1."""
+    # A child of the master seed, created directly.
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(i, repeat)))
 
 
 def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> Batch:
-    """Return some trajectories of an ensemble of `count`, by their numbers and that of the try, all counted from 1.
+    """Return some trajectories of an ensemble of `count`; `numbers` and `repeat` are counted from 1.
 
     Raises a TypeError or ValueError if `prob_func` doesn't return a problem of the same f and dimension.
     """
@@ -45,8 +45,7 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
         return _checked(fun(ensemble.problem, i, repeat, **more), ensemble.problem, i)
 
     def others() -> list[list[Any]]:
-        # The first and the last of the ensemble, or a single one once more: leaves shared by these are assumed to be shared
-        # by all.
+        # The first and the last trajectory, or a single one again. Leaves that these share are assumed to be shared by all.
         outside = [i for i in (1, count) if i not in numbers] or ([1] if count == 1 else [])
         return [flatten(made(i).p)[0] for i in outside]
 
@@ -54,9 +53,9 @@ def members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, c
 
 
 def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: int, count: int) -> tuple[Batch, Batch]:
-    """Return a rank's trajectories, and those that define shapes and dtypes: the same, or the first one if it has none.
+    """Return a rank's trajectories, and typical ones for shapes and dtypes: the same, or if there are none the first one.
 
-    A rank without trajectories still takes part in the derivatives of the others, with arrays of the same dtype.
+    A rank without trajectories takes part in the derivatives, too, with arrays of the same dtype.
     """
     alone = not len(numbers) and count > 0
     made = members(ensemble, range(1, 2) if alone else numbers, repeat, seed, count)
@@ -66,10 +65,10 @@ def own_members(ensemble: EnsembleProblem, numbers: range, repeat: int, seed: in
 def columns_of(
     problems: Sequence[ODEProblem], numbers: Sequence[int], common: Sequence[Any] = (), others: Callable[[], list] = list
 ) -> Batch:
-    """Return problems of one f and of equal shapes, with these numbers in the ensemble, as columns.
+    """Return problems with the same f and equal shapes as a batch; `numbers`: their numbers in the ensemble.
 
-    `common` are leaves of parameters that are known to be shared by all trajectories of the ensemble; `others` returns the
-    leaves of a few more trajectories.
+    `common`: leaves of parameters that all trajectories of the ensemble are known to share. `others`: returns the leaves of
+    a few other trajectories.
     """
     first = problems[0]
     states = [as_state(problem.u0) for problem in problems]
@@ -136,7 +135,7 @@ def initial_states(ensemble: EnsembleProblem, numbers: Sequence[int]) -> Array:
 
 
 def _repeated(t: Array, count: int) -> Array:
-    # Strides of zero show without a comparison that all are equal: see `Batch.one_span`.
+    # Strides of zero show that all are equal: see `Batch.one_span`.
     return t * np.ones(count) if isbox(t) else np.broadcast_to(np.float64(t), count)
 
 
@@ -146,7 +145,7 @@ def _same(first: Array, count: int) -> Array:
     if isbox(column):
         return column * (np.ones((1, count), first.dtype) if arrays is None else arrays.full((1, count), 1, first.dtype))
     if arrays is None:
-        return np.broadcast_to(column.copy(), (len(column), count))  # a copy, since solutions read it later
+        return np.broadcast_to(column.copy(), (len(column), count))  # a copy, since it is read later
     return arrays.copy(np.broadcast_to(column, (len(column), count)))
 
 
@@ -154,7 +153,7 @@ def _last(leaf: Array) -> Array:
     if isbox(leaf):
         return anp.moveaxis(leaf, 0, -1)
     arrays, moved = arrays_of(leaf), np.moveaxis(leaf, 0, -1)
-    # Always a copy: solutions read it later, when the user's array may have changed.
+    # Always a copy, since it is read later, when the user's array may have changed.
     return np.array(moved, order="C") if arrays is None else arrays.contiguous(moved)
 
 
@@ -177,8 +176,8 @@ def _stacked(
             raise ValueError(f"solve: p must have one shape in all trajectories, but has {sorted(shapes)}.")
         shared = all(leaf is leaves[0] for leaf in leaves)
         if shared and np.ndim(leaves[0]) and not any(leaf is leaves[0] for leaf in common):
-            # f must see the same shapes for any set of trajectories, also for a single one, which shares all leaves with
-            # itself.
+            # The shapes of f's arguments mustn't depend on the set of trajectories; a single trajectory would share all
+            # leaves with itself.
             more = others() if more is None else more
             shared = all(len(other) <= place or other[place] is leaves[0] for other in more)
         varies.append(not shared)

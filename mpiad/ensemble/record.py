@@ -1,10 +1,10 @@
 """The accepted steps of a solve, in the order that a reverse sweep needs.
 
-During the solve each turn's accepted columns are stored as a chunk. At its end they are sorted into *sweeps*: sweep s holds
-the (s+1)-th step from the end of every trajectory with more than s steps. Trajectories are sorted by their number of steps,
-in descending order, so sweep s has the first ``widths[s]`` of this order, and the next sweep has no others: a reverse pass
-visits sweeps s = 0, 1, … with arrays that only get shorter (a forward pass starts with the last sweep, with arrays that
-only get longer). Each sweep's states are one contiguous block of shape (d, width).
+During the solve the accepted columns of each turn are stored as a chunk. At the end they are sorted into *sweeps*: sweep s
+contains the (s+1)-th step from the end of every trajectory with more than s steps. Trajectories are sorted by their numbers
+of steps, in descending order, so sweep s consists of the first ``widths[s]`` trajectories. A reverse pass visits the sweeps
+s = 0, 1, …, whose widths decrease; a forward pass visits them in reverse order. The states of a sweep are one contiguous
+block of shape (d, width).
 
 Memory is (d + 2) numbers per accepted step.
 """
@@ -24,8 +24,7 @@ _FILLED = 2048
 class Step(NamedTuple):
     """A step of n columns; times are in the direction of the solve."""
 
-    # `ids`, `number`: int, shape (n,). The trajectories, and the index of this step among the accepted ones of each, from
-    # 0.
+    # `ids`, `number`: int, shape (n,). The trajectories, and the index of this step among the accepted ones of each.
     ids: Array
     number: Array
     accepted: Array  # bool, shape (n,)
@@ -48,14 +47,14 @@ class Step(NamedTuple):
         return Step._make(taken)
 
     def at_end(self, columns: Array) -> Step:
-        """Return the ends of the steps of some columns; of the data at their starts only the times are kept."""
+        """Return the ends of the steps of some columns, without the data at their starts, except for times."""
         taken = (self.ids, self.number, self.t, self.t_new, self.new)
         ids, number, t, t_new, new = (np.take(x, columns, axis=-1) for x in taken)
         sign = None if self.sign is None else self.sign[columns]
         return Step(ids, number, self.accepted[:0], t, self.h[:0], t_new, self.u[:, :0], new, [], sign)
 
     def actual(self, times: Array) -> Array:
-        """Return times, or signed steps, as f sees them."""
+        """Return actual times or signed step sizes, given those in the direction of the solve."""
         return times if self.sign is None else times * self.sign
 
 
@@ -74,8 +73,8 @@ class Steps:
 
     - `counts`: int, shape (N,); numbers of accepted steps.
     - `dtype`: that of the states.
-    - `every`: only the states before every `every`-th step are kept, in `kept`: its step j of a trajectory is step j *
-      every.
+    - `every`: if not None, only the states before every `every`-th step are stored, in `kept`, whose step j is step
+      j * every.
     - `order`: int, shape (N,); the trajectories, those with the most steps first.
     - `rank`: int, shape (N,); the index of each trajectory in that order.
     - `widths`: int, shape (number of sweeps,); the number of trajectories in each sweep.

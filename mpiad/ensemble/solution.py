@@ -32,7 +32,7 @@ def mean(u: Array) -> Array:
     return np.nanmean(u, axis=0) if len(u) else np.full(u.shape[1:], np.nan)
 
 
-def spread(u: Array) -> Array:
+def standard_deviation(u: Array) -> Array:
     """Return the standard deviation over the first axis, ignoring NaN."""
     if isbox(u) or is_device_array(u):
         return root(mean(squared_distance(u, mean(u))))
@@ -100,7 +100,7 @@ def summary(sol: EnsembleSolution) -> str:
         )
     if alive.any():
         ends = to_host(getval(sol.u_end))[alive]
-        lines.append(f"final state over {len(ends)}: mean {_numbers(mean(ends))}, std {_numbers(spread(ends))}")
+        lines.append(f"final state over {len(ends)}: mean {_numbers(mean(ends))}, std {_numbers(standard_deviation(ends))}")
     return "\n".join(lines)
 
 
@@ -347,7 +347,7 @@ class EnsembleSolution(FactorizationCounts):
 
     def std(self) -> Array:
         """Return the standard deviation (divided by the count) over the survivors, shape (n_saved, d)."""
-        return spread(self._surviving())
+        return standard_deviation(self._surviving())
 
     def quantile(self, q: float | list[float]) -> Array:
         """Return quantiles over the survivors, shape (n_saved, d), with an additional first axis if q is a list.

@@ -1,12 +1,11 @@
-"""One step of a Runge-Kutta pair or a Rosenbrock method for all columns at once.
+"""One step of a Runge-Kutta pair or a Rosenbrock method, vectorized over columns.
 
-Stages are sums of products, computed column by column (without BLAS, whose order of summation depends on the number of
-columns), in buffers that are allocated once for a number of columns.
+Sums of products are elementwise over columns; BLAS isn't used, since its order of summation depends on the number of
+columns. Buffers are allocated once for each number of columns.
 
-For few columns the overhead of NumPy's calls dominates, so a sum of n products takes two calls instead of 2 n - 1: one
-multiplies all stages by their weights, which are repeated for all entries, the other adds row after row. The order of
-summation is the same in both forms, so the numbers are the same to the last bit (see `controller` on reductions along the
-first axis).
+For few columns the overhead of NumPy's calls dominates. Then a sum of n products takes two calls instead of 2 n - 1: one
+multiplies all stages by their weights, and the other adds up the products along the first axis. The order of summation is
+the same in both forms, so the results are bitwise the same (see `controller` on reductions along the first axis).
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from mpiad.ensemble.derivative import Derivative, derivative_of, locked
 from mpiad.ensemble.field_jacobian import Jacobian, jacobian_of
 from mpiad.ensemble.tableaus import RosenbrockTableau, Tableau
 
-# With `out` as a positional argument: for few columns a turn is a hundred calls, and their overhead counts.
+# Called with `out` as a positional argument, which is faster.
 _multiply, _add = np.multiply, np.add
-# Number of entries in one array, columns times components, up to which sums take two calls.
+# Number of entries of one array (columns times components) up to which sums take two calls.
 _FEW = 512
 _LEAST_TERMS = 3
 
@@ -37,24 +36,23 @@ _LEAST_TERMS = 3
 class Stages:
     """The buffers of n columns.
 
-    - `like`: shape (d, n); an array of the states' kind.
+    - `like`: shape (d, n); an array with the dtype and device of the states.
     - `many`: whether many steps will be taken, so that precomputations pay off.
-    - `k`: the stages, each of shape (d, n); the first is the derivative at the present state.
+    - `k`: the stages, each of shape (d, n); the first is the derivative at the current state.
     - `new`: shape (d, n); the state after the step.
     """
 
     def __init__(self, tableau: Tableau, derivative: Derivative, like: Array, many: bool):
         self.tableau, self._write, shape, dtype = tableau, derivative.write, like.shape, like.dtype
         self._real = like.real.dtype
-        # Arrays without axes are processed fastest by ufuncs, and they keep float32. Zeros are left out: a stage that isn't
-        # finite must not affect a sum in which its weight is zero.
+        # Weights are arrays without axes, which ufuncs process fastest, and with which float32 is preserved. Zeros are left
+        # out, since a stage that isn't finite mustn't affect a sum in which its weight is zero.
         self._rows: list[Weights] = [[(i, np.array(w, self._real)) for i, w in enumerate(row) if w] for row in tableau.sums]
         self.k, self._sums = _stages(tableau.stages, shape, dtype, self._rows if many else None)
         self.new, self._argument, self._term = (np.empty(shape, dtype) for _ in range(3))
         self._seen_new, self._seen_argument = locked(self.new), locked(self._argument)
         self._h = np.empty(shape, self._real)
-        # Times of the stages, which are all known before the first is computed. The first isn't needed here. All those at
-        # the end of the step share one row, the last.
+        # The times of the stages, without the first one; those at the end of the step share the last row.
         inner = [i for i, c in enumerate(tableau.c) if i and c != 1]
         self._c = np.array([tableau.c[i] for i in inner])[:, None]
         self._elapsed = np.empty((len(inner), shape[1]))
@@ -67,13 +65,13 @@ class Stages:
     def take(self, u: Array, p: Tree, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         """Compute all stages and the new state from u, shape (d, n), and times and step sizes, shape (n,).
 
-        Times are in the direction of the solve, so h is never negative; `sign` is -1 for columns that go backwards, None if
+        Times are in the direction of the solve, so h isn't negative. `sign`: -1 for columns that go backwards, None if
         there are none.
         """
         self._h[:] = h
         self._set_times(t, h, t_new, sign)
         last = len(self.k) - 1
-        # The last row of a table gives the new state, at which its last stage is the first one of the next step.
+        # The last row of the table gives the new state; the last stage is evaluated there.
         for i in range(1, last + 1):
             self._evaluate(self.k[i], i, u, p, sign, i == last)
 
@@ -88,7 +86,7 @@ class Stages:
 
     def error(self, u: Array, rtol: Array, atol: Array) -> Array:
         """Return the mean square of the error relative to its tolerance, shape (n,)."""
-        # The argument of the last stage was `new` itself, so this buffer is free.
+        # The buffer for arguments is free, since the argument of the last stage is `new`.
         e, scale, scale_new = self._argument, self._scale, self._scale_new
         _multiply(self._sum(-1, e), self._h, e)
         np.abs(u, scale)
@@ -100,23 +98,23 @@ class Stages:
         return mean_square(e)
 
     def advance(self, u: Array, accepted: Array | None) -> Array:
-        """Return the states after the step in columns that accept it (None: all), and before it in the others."""
+        """Return the states after the step in columns where it is accepted (None: all), and before it in the others."""
         k = self.k
         if accepted is None:
-            # The last stage is the next first one: buffers are swapped, and only small arrays are copied.
+            # The last stage is the first one of the next step: large buffers are swapped, and small ones copied.
             if self._sums is None:
                 k[0], k[-1] = k[-1], k[0]
             else:
                 k[0][...] = k[-1]
             before, self.new, self._seen_new = self.new, u, locked(u)
             return before
-        # Columns whose step was rejected keep their states and first stages: the next try needs them.
+        # Columns whose step was rejected keep their states and first stages.
         np.copyto(u, self.new, where=accepted)
         np.copyto(k[0], k[-1], where=accepted)
         return u
 
     def _sum(self, row: int, out: Array) -> Array:
-        """Return the sum of a row of the table, in `out` or in another buffer."""
+        """Return the sum for a row of the table, in `out` or in another buffer."""
         if self._sums is not None:
             found = self._sums.sum(row)
             if found is not None:
@@ -132,7 +130,7 @@ class Stages:
     def _set_times(self, t: Array, h: Array, t_new: Array, sign: Array | None) -> None:
         _multiply(self._c, h, self._elapsed)
         _add(self._elapsed, t, self._before_end, casting="same_kind")
-        # The end of the step as the solve defines it; t + h may differ by rounding.
+        # The end of the step is given, since t + h may differ by rounding.
         self._at_end[:] = t_new
         if sign is not None:
             np.multiply(self._time, sign, out=self._time)
@@ -141,7 +139,7 @@ class Stages:
 def _stages(
     count: int, shape: tuple[int, int], dtype: DTypeLike, rows: list[Weights] | None
 ) -> tuple[list[Array], _StageSums | None]:
-    """Return the stages' arrays, and the object that sums over them if columns are few and `rows` is given."""
+    """Return the stages' arrays, and the object that sums over them if there are few columns and `rows` are given."""
     if rows is None or shape[0] * shape[1] > _FEW:
         return [np.empty(shape, dtype) for _ in range(count)], None
     block = np.empty((count, *shape), dtype)
@@ -149,9 +147,9 @@ def _stages(
 
 
 class _StageSums:
-    """Sums over the stages in one block.
+    """Sums over the stages, each in two calls of NumPy.
 
-    `k`: shape (stages, d, n). `rows`: for each sum the stages, in order, with their weights.
+    `k`: shape (stages, d, n). `rows`: for each sum, the stages in order with their weights.
     """
 
     def __init__(self, k: Array, rows: list[Weights]):
@@ -160,7 +158,7 @@ class _StageSums:
         self._terms = [self._of(k, row) if len(row) >= _LEAST_TERMS else None for row in rows]
 
     def _of(self, k: Array, row: Weights) -> tuple[list[tuple[Array, Array, Array]], Array]:
-        """Return factors and products, in runs of adjacent stages, and all products, each as one row."""
+        """Return stages, weights and products for runs of adjacent stages, and the array of all products."""
         runs, first = [], 0
         for _, run in groupby(enumerate(row), lambda entry: entry[1][0] - entry[0]):
             entries = [entry for _, entry in run]
@@ -172,7 +170,7 @@ class _StageSums:
         return runs, self._products.reshape(len(k), -1)[:first]
 
     def sum(self, row: int) -> Array | None:
-        """Return one of the sums, in a buffer that the next one overwrites; None if it has too few terms."""
+        """Return a sum, in a buffer that the next sum overwrites; None if it has too few terms."""
         found = self._terms[row]
         if found is None:
             return None
@@ -192,7 +190,7 @@ def stages_for(tableau: Tableau, batch: Batch, mass: Array | None) -> Callable[.
 
 
 class RosenbrockStages(Stages):
-    """The buffers of n columns: see `Stages`. The method's stages are preceded by f at the present state."""
+    """`Stages` for Rosenbrock methods, whose stages are preceded by f at the current state."""
 
     tableau: RosenbrockTableau
 
@@ -209,7 +207,7 @@ class RosenbrockStages(Stages):
         tableau, k = self.tableau, self.k
         self._h[:] = h
         self._set_times(t, h, t_new, sign)
-        # At the present time, which is that of the first stage.
+        # At the time of the first stage.
         rise = self._differentiate(self._jacobian, u, p, self._seen_time[1])
         self._factor(sign)
         if rise is not None:

@@ -1,6 +1,6 @@
 """Forward mode of a solve: tangents propagated along its accepted steps, from the first to the last.
 
-Values and tangents of a block make one array of shape (1 + directions, d, n), so a sum over stages is one for all of them.
+Values and tangents of a block are in one array of shape (1 + directions, d, n), so sums over stages include both.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from mpiad.ensemble.stage_systems import StageSystems, System
 from mpiad.ensemble.step_sweep import Saved, StepSweep, Visit
 from mpiad.transport.tracing import restoring_state
 
-# The tangents of one step of several columns, together with its values.
+# One step of several columns, with tangents.
 #
-# With W k_i = r_i in a Rosenbrock step, the tangent of stage i is W⁻¹ times the sum of that of r_i and of terms from the
+# In a Rosenbrock step W k_i = r_i. The tangent of stage i is W⁻¹ times the sum of the tangent of r_i and terms from the
 # derivatives of W and ∂f/∂t: see `stage_systems`.
 
 
-# Number of columns up to which the step sizes are repeated for each entry.
+# Number of columns up to which step sizes are repeated for each entry.
 _FEW = 1024
 
 
 class TangentStep:
     """The stages of a step with their tangents, each of shape (1 + m, d, n).
 
-    - `write`: writes f and its tangents: see `Tracing.along`.
+    - `write`: writes f and its tangents; see `Tracing.along`.
     - `shape`: (1 + m, d, n).
-    - `like`: an array of the states' kind.
+    - `like`: an array with the dtype and device of the states.
     - `u`: the states before the step.
     - `k`: the stages.
     """
 
     def __init__(self, coefficients: Coefficients, write: Callable, shape: tuple[int, int, int], like: Array):
         self._coefficients, self._write, self.last = coefficients, write, coefficients.last
-        # In C order, which NumPy processes fastest: indexing with two columns returns another order.
+        # In C order, which NumPy processes fastest; indexing by an array may give another order.
         self.u, self._argument, self._end, self._term = (np.empty_like(like, shape=shape, order="C") for _ in range(4))
         self._stages = coefficients.stages(shape, self.u)
         self.k: list[Array] = []
-        # For few columns h is repeated for each entry, as repeating takes as long as multiplying.
+        # For few columns h is repeated for each entry, which avoids broadcasting in each product.
         self._few = np.empty_like(self.u, dtype=coefficients.real) if shape[2] <= _FEW else None
         self._new: Array | None = None
 
@@ -71,7 +71,7 @@ class TangentStep:
         return self._new
 
     def add_last_stage(self) -> None:
-        """Compute the stage at the new state, too; once."""
+        """Compute the stage at the new state, unless it has been computed."""
         if len(self.k) == self.last:
             self._evaluate(self.new())
 
@@ -87,7 +87,7 @@ class TangentStep:
 
 
 class TangentRosenbrockStep(TangentStep):
-    """The stages of a step with their tangents: see `TangentStep`. f at both ends isn't computed.
+    """`TangentStep` for Rosenbrock methods; f at the ends of the step isn't computed.
 
     `leaves`: the parameters of the step's columns. `along`: for each differentiated leaf its tangents, None for zero ones.
     `of_step`: the arguments of `TangentStep`.
@@ -134,7 +134,7 @@ class Directions(NamedTuple):
     """The m directions along which to differentiate."""
 
     u0: Array  # shape (m, d, N)
-    # From indices of leaves of the parameters to lists of m arrays in their shapes, None for zero ones.
+    # By index of the leaf, m arrays in its shape, None for zero ones.
     leaves: dict[int, list[Any]]
 
 
@@ -146,15 +146,15 @@ class SavedTangents:
         self._run, self.saved = run, np.zeros_like(directions.u0, shape=(m, count, run.slots, d))
 
     def take(self, part: Saved, states: Array) -> None:
-        """Store those of one step, shape (m, d, n), or (m, s, d, n) for several per column."""
+        """Store the tangents of values saved in one step, shape (m, d, n), or (m, s, d, n) for several per column."""
         self.saved[:, part.ids, part.place] = np.swapaxes(states, -1, -2)
 
     def add(self, part: Saved, states: Array) -> None:
-        """Add the contribution of the following step to values stored before."""
+        """Add the contribution of the following step to stored tangents."""
         self.saved[:, part.ids, part.place] += np.swapaxes(states, -1, -2)
 
     def close(self, start: Array, end: Array) -> None:
-        """Store initial and final states, (m, d, N), for the saved values that equal them."""
+        """Store the tangents of initial and final states, (m, d, N), for the saved values that equal them."""
         self._run.write_saved(self.saved, start, at_start=True)
         self._run.write_saved(self.saved, end, at_start=False)
 
@@ -183,14 +183,14 @@ class _Block:
             for place, gs in directions.leaves.items()
         ]
         self._varies = [varies[place] for place in directions.leaves]
-        # Objects shared by steps of one width are created again only when trajectories have ended.
+        # The step object is created again only when the number of columns changes.
         self._width, self._columns = 0, slice(0, 0)
         self._step: Any = None
         self._systems = StageSystems(run, tuple(directions.leaves)) if run.tableau.implicit else None
 
     def sweep(self, end: Array) -> None:
         """Sweep from the first step to the last."""
-        # A copy in the order of the sweep, in which active trajectories are the first columns.
+        # A copy in the order of the sweep, with active trajectories in the first columns.
         tangents = end[:, :, self._sweep.ids]
         for visit in self._sweep.forwards():
             self._push(visit, tangents)
@@ -230,8 +230,7 @@ class _Block:
         for part in saved.handed_on:
             taker.add(part, part.of(step.k[0][1:]) * (part.h * part.weights[-1]))
         for part in saved.inside:
-            # At a fixed fraction of a fixed step a saved value is linear in the state and the stages, and so are the
-            # tangents.
+            # At a constant fraction of a step of constant size, saved values are linear in the state and the stages.
             value = sum(part.of(k[1:]) * weight for k, weight in zip(step.k[:last], part.weights))
             if part.whole is None or part.whole.any():
                 step.add_last_stage()

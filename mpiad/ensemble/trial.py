@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array, Tree
-from mpiad.ensemble.batch import Batch, spread
+from mpiad.ensemble.batch import Batch, on_device_of
 from mpiad.ensemble.derivative import COUPLED, Derivative, derivative_of, locked
 from mpiad.ensemble.event import Event, affected
 from mpiad.ensemble.linearization import Field, check_traceable
@@ -66,7 +66,7 @@ def _widths(batch: Batch) -> list[int]:
 
 def _columns(batch: Batch, ids: Array) -> tuple[Array, Any, Array]:
     u, real = batch.u0[:, ids], np.zeros(0, batch.u0.dtype).real.dtype
-    t = spread(batch.start, batch.u0)[ids].astype(real)
+    t = on_device_of(batch.start, batch.u0)[ids].astype(real)
     return locked(u), batch.p.columns(ids, len(batch.shape) > 1), locked(t)
 
 
@@ -77,7 +77,7 @@ def _moved(batch: Batch, numbers: Array, everything: bool) -> tuple[Array, Any, 
     if everything:
         varying = zip(batch.p.chosen(ids), batch.p.varies)
         p = batch.p.build([_elsewhere(leaf, np.abs(leaf) + 1) if own else leaf for leaf, own in varying])
-        t = _elsewhere(t, spread(batch.end, batch.u0)[ids].astype(t.dtype) - t)
+        t = _elsewhere(t, on_device_of(batch.end, batch.u0)[ids].astype(t.dtype) - t)
     return _elsewhere(u, np.abs(u) + 1), p, t
 
 

@@ -222,7 +222,7 @@ class Steps:
         return [i for i, row in enumerate(self.spec.tableau.dense) if row.any()]
 
     def weights(self, rates: bool = False) -> list[str]:
-        """Return lines for the weights w0, ... of stages at fraction `x` of the step; `rates` adds their slopes r0, ..."""
+        """Return lines for the weights w0, ... of stages at the fraction `x` of the step, and their derivatives r0, ..."""
         lines = []
         for i in self.used():
             row = self.spec.tableau.dense[i]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpiad._typing import Array
-from mpiad.ensemble.batch import Batch, spread
+from mpiad.ensemble.batch import Batch, on_device_of
 from mpiad.ensemble.coefficients import DeviceCoefficients
 from mpiad.ensemble.controller import LEAST_ERROR
 from mpiad.ensemble.derivative import derivative_of
@@ -92,17 +92,17 @@ class DeviceWorkingSet(Turns):
     def _enter(self) -> None:
         batch, settings, n = self._batch, self._settings, self._batch.size
         self.ids, self.u, self._leaves = self._xp.arange(n), batch.u0, list(batch.p.leaves)
-        self.t, self.end = (spread(times * self._signs, batch.u0) for times in (batch.start, batch.end))
-        self._sign = spread(self._signs, batch.u0) if (self._signs < 0).any() else None
+        self.t, self.end = (on_device_of(times * self._signs, batch.u0) for times in (batch.start, batch.end))
+        self._sign = on_device_of(self._signs, batch.u0) if (self._signs < 0).any() else None
         self._p = batch.p.of_columns(self._leaves, len(batch.shape) > 1)
         rate = lambda u, t: derivative_at(self._derivative, u, self._p, t, self._sign)  # noqa: E731
         self.h, k = started(rate, self.u, self.t, self.end, settings, self._rtol, self._atol)
-        self.live = spread(batch.start != batch.end, batch.u0)
+        self.live = on_device_of(batch.start != batch.end, batch.u0)
         self.number, self.entered, self._tries = (self._xp.full((n,), 0, np.int64) for _ in range(3))
         self._code = np.full_like(self.ids, ReturnCode.Success.code)
         self.q2, self.rejected = np.full_like(self.h, LEAST_ERROR), self.number > 0
         self.idle = np.where(self.live, 0.0, 1.0)
-        self._place = spread(self._saves.initial.sum(axis=1), batch.u0) if self._examines_steps else self.number
+        self._place = on_device_of(self._saves.initial.sum(axis=1), batch.u0) if self._examines_steps else self.number
         self._stages = stages_on_device(self._table, self._derivative, k, batch)
         self._begin()
 
@@ -220,7 +220,7 @@ class DeviceWorkingSet(Turns):
         saved = None if self._saved is None else self._all_saved(codes)
         outcome = Outcome(self._u_end, t * self._signs, codes, naccept, (tries - number).astype(np.int64), saved, None)
         if self._settings.saveat is None:
-            start = spread(batch.start * self._signs, batch.u0)
+            start = on_device_of(batch.start * self._signs, batch.u0)
             outcome.saved, times = self._saves.collected(start, int(naccept.max(initial=0)))
             outcome.saved_times = self._xp.to_host(times) * self._signs[:, None]
         rows, order = None if self._watch is None else self._watch.rows(), np.empty(0, int)
@@ -233,7 +233,7 @@ class DeviceWorkingSet(Turns):
             outcome.record = self._record
             if events:
                 rows = self._xp.empty((5, 0), float) if rows is None else rows
-                reached = self._outcomes[0] * spread(self._signs, batch.u0)
+                reached = self._outcomes[0] * on_device_of(self._signs, batch.u0)
                 self._record.events = Events(reached, rows[0].astype(np.int64), rows[4], order)
         return outcome
 
