@@ -80,7 +80,6 @@ class _Expression(ast.NodeTransformer):
         return ast.Name(f"{name.removeprefix('math.').removeprefix('np.')}({', '.join(given)})")
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:  # noqa: N802
-        """Return one of two values."""
         return ast.Name(f"({_text(node.test)} ? {_text(node.body)} : {_text(node.orelse)})")
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:  # noqa: N802
@@ -89,19 +88,16 @@ class _Expression(ast.NodeTransformer):
         return ast.Name(f"({sign.join(f'({_text(value)})' for value in node.values)})")
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:  # noqa: N802
-        """Return a negation, logical or arithmetic."""
         if isinstance(node.op, ast.Not):
             return ast.Name(f"!({_text(node.operand)})")
         return ast.Name(f"(-{_text(node.operand)})")
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:  # noqa: N802
-        """Return a power as a call."""
         if isinstance(node.op, ast.Pow):
             return ast.Name(f"pow({_text(node.left)}, {_text(node.right)})")
         return self.generic_visit(node)  # type: ignore[return-value]
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # noqa: N802
-        """Return a constant of NumPy's."""
         return ast.Name(_ATTRIBUTES[node.attr])
 
     def visit_Constant(self, node: ast.Constant) -> ast.expr:  # noqa: N802

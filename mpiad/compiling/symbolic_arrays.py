@@ -183,7 +183,6 @@ def _moved(function: Callable, like: SymbolicArray, array: Array, *args: Any, **
 
 
 def _joined(function: Callable, like: SymbolicArray, arrays: Array, *args: Any, **kwargs: Any) -> SymbolicArray:
-    """Apply a function that joins arrays."""
     return like.like(function([numbers_of(like.builder, array) for array in arrays], *args, **kwargs))
 
 
@@ -301,7 +300,6 @@ def _interpolated(
 
 
 def _polynomial(like: SymbolicArray, coefficients: Iterable[Array], x: Array) -> Any:
-    """Implement `numpy.polyval`."""
     made = 0.0 * x
     for coefficient in coefficients:
         made = made * x + coefficient

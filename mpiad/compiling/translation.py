@@ -467,7 +467,6 @@ class _Function:
         self._build.leave("void")
 
     def text(self) -> str:
-        """Return the blocks as LLVM text."""
         return self._build.text()
 
     # ---- statements

@@ -54,7 +54,6 @@ def _nothing(leaf: Array) -> Any:
 
 
 def _directions(run: Run, group: Sequence[Number], places: Sequence[int]) -> Directions:
-    """Return the directions of some numbers."""
     batch = run.batch
     u0 = np.zeros_like(batch.u0, shape=(len(group), *batch.u0.shape))
     leaves: dict[int, list[Any]] = {place: [None] * len(group) for place in places}

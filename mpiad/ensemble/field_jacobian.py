@@ -155,7 +155,6 @@ class _ProgramJacobian:
         self._layout, self._p, self._rows = packing, None, {}
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
-        """Write ∂f/∂u, and return ∂f/∂t."""
         if p is not self._p:  # a new object if the set of trajectories has changed
             self._p, self._rows = p, self._layout.numbers(_leaves(p), u.shape[1], u.dtype)
         values = evaluated(self._program, u, self._rows, [t])
@@ -176,7 +175,6 @@ class _TangentJacobian:
         self._field, self._d = field, d
 
     def write(self, out: Array, u: Array, p: Tree, t: Array) -> Array | None:
-        """Write ∂f/∂u, and return ∂f/∂t."""
         d, slope = self._d, None
         unit = np.eye(d, dtype=u.dtype)[:, :, None] + np.zeros_like(u)
         with restoring_state(), Bundle() as bundle:

@@ -140,7 +140,6 @@ def _repeated(t: Array, count: int) -> Array:
 
 
 def _same(first: Array, count: int) -> Array:
-    """Return one initial state for all trajectories."""
     column, arrays = first.reshape(-1, 1), arrays_of(getval(first))
     if isbox(column):
         return column * (np.ones((1, count), first.dtype) if arrays is None else arrays.full((1, count), 1, first.dtype))

@@ -45,7 +45,6 @@ class StepReplay:
         self._k.append(self._rate(i))
 
     def _rate(self, i: int) -> Array:
-        """Return f at the argument of a stage."""
         t = _like(self.t + self._run.tableau.c[i] * self.h, self._u)
         return self._run.field.array(self.argument(i), self._leaves, t)
 

@@ -230,7 +230,6 @@ class RosenbrockStages(Stages):
         self._evaluate(k[-1], count + 1, u, p, sign, True)
 
     def _factor(self, sign: Array | None) -> None:
-        """Factor the matrices W of the columns."""
         # Backwards in time f changes its sign, and ∂f/∂t doesn't.
         scale = -self._h[0] if sign is None else -self._h[0] * sign.astype(self._real)
         np.multiply(self._jacobian, scale, self._matrix)

@@ -198,7 +198,6 @@ class ActingEvents:
         return np.abs(self._batch.end[ids] - self._batch.start[ids])
 
     def _meet_conditions(self, there: EventColumns, columns: Array, happened: list[tuple[int, Array]], span: Array) -> None:
-        """Let the events in `happened` act."""
         now = there.t * self._initialization.signs[there.ids]
         ending = np.zeros(len(columns), bool)
         for e, rows in happened:

@@ -189,7 +189,6 @@ class _Block:
         self._systems = StageSystems(run, tuple(directions.leaves)) if run.tableau.implicit else None
 
     def sweep(self, end: Array) -> None:
-        """Sweep from the first step to the last."""
         # A copy in the order of the sweep, with active trajectories in the first columns.
         tangents = end[:, :, self._sweep.ids]
         for visit in self._sweep.forwards():
@@ -208,7 +207,6 @@ class _Block:
         tangents[:, :, :width] = new[:, :, :width]
 
     def _step_of(self, width: int, tangents: Array) -> TangentStep:
-        """Return a step for this number of columns."""
         self._width = width
         columns = self._columns = self._run.doubled(width)
         leaves = self._run.columns(self._leaves, columns)

@@ -143,7 +143,6 @@ class Turns:
         return accepted
 
     def _fail(self, accepted: Array) -> None:
-        """Retire trajectories that can't continue."""
         if self._error is None:
             self._end(self.live & ~accepted, ReturnCode.Unstable)
         elif self._some_are_small():
@@ -290,7 +289,6 @@ class WorkingSet(Turns):
         return bool(np.count_nonzero(np.less(self.h, self._least_step)))
 
     def _end(self, mask: Array, code: ReturnCode) -> None:
-        """Retire the trajectories of a mask."""
         self._leave(np.flatnonzero(mask), code)
 
     def _leave(self, columns: Array, code: ReturnCode) -> None:

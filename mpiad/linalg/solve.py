@@ -131,7 +131,6 @@ def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
 
 
 def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> Callable:
-    """Return the transpose of the solution's derivative."""
 
     def vjp(g: LocalArray) -> list:
         failures = problem.new_failures()

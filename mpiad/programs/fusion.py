@@ -257,7 +257,6 @@ class Fusion:
             self._put(n, self._anywhere(n), True, items)
 
     def _group(self, items: list[Store | Fold]) -> None:
-        """Append the loops that compute items."""
         pending = sorted(items, key=lambda item: (item.node, item.copies))
         computed = {item.node: self._root(item.place.buffer) for item in pending if not item.copies}
         written = {self._root(item.place.buffer) for item in pending}

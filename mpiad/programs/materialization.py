@@ -146,7 +146,6 @@ class Materialization:
         return _COSTS.get(name, 1 if name in _SIMPLE else _CALL)
 
     def _forced(self) -> set[int]:
-        """Return the nodes that must be in memory."""
         forced = set()
         joined: dict[int, bool] = {}
         for n in self.needed:

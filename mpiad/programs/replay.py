@@ -486,7 +486,6 @@ class ReplayWriter:
         return at <= self.replays.last_check or self.schedule.part(at) < self.replays.logged
 
     def _prepare(self, at: int) -> None:
-        """Prepare an operator in its current buffer."""
         step = self.schedule.steps[at]
         call: Call = self.nodes[step.node].data
         self.names[f"q{at}"] = call.fun.in_place.prepared(self.names[f"b{step.inputs[0]}"], *call.args[1:])

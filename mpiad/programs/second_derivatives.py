@@ -401,7 +401,6 @@ class _Call:
         return self.placed(tape, found, [True] * len(found), places, pull, together)
 
     def pull_together(self, lanes: list[list[Any]]) -> list[list[Any]]:
-        """Run the reverse pass in several lanes."""
         run = self._interpreted()
         places = [place for place, is_in in zip(run.places, self._inside) if is_in]
         seeds = [[(place, g) for place, g in zip(places, gs) if place >= 0] for gs in lanes]
@@ -461,7 +460,6 @@ class _Call:
         return [[conformed(g, like) for g, like in zip(lane.totals, likes)] for lane in passes]
 
     def _differentiated(self) -> _Pass:
-        """Return the reverse pass."""
         if self._pass is None:  # the gradient didn't depend on the function, so there was no communication
             self._pass = _Pass([like.zeros() for like in self._likes])
             self._run_pass(self._pass)

@@ -426,7 +426,6 @@ class _Contraction:
         return written, folded
 
     def made(self) -> int:
-        """Return the node of the result."""
         self.t.program.contracts = True
         return self._put_together(0, {})
 

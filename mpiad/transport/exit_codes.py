@@ -115,7 +115,6 @@ def _replace_code(attribute: object) -> bool:
 
 
 def _exit(status: Any = None, /) -> None:
-    """Exit the interpreter by raising SystemExit(status)."""
     try:
         _python_exit(status)
     except SystemExit:  # accessed, so that it is created

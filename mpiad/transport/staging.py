@@ -33,19 +33,15 @@ class _Host:
     """Transfers of host arrays."""
 
     def send_buffer(self, array: np.ndarray) -> np.ndarray:
-        """Return the array."""
         return array
 
     def send_copy(self, array: np.ndarray) -> np.ndarray:
-        """Return a copy."""
         return array.copy()
 
     def destination(self, shape: Shape, dtype: DTypeLike) -> Destination:
-        """Make an array."""
         return np.empty(shape, dtype)
 
     def recv_buffer(self, destination: np.ndarray) -> np.ndarray:
-        """Return the array."""
         return destination
 
     def received(self, destination: np.ndarray) -> Array:

@@ -59,7 +59,6 @@ class Solver:
         return launch(self._function("forward", forward_text(self.traced, spec)), spec, self)
 
     def _function(self, name: str, text: str) -> Callable[..., None]:
-        """Return a kernel's function, and record its text."""
         self._kernels[name] = text
         return kernel_of(text, name, signature_in(text, name), call="solve").function
 

@@ -175,7 +175,6 @@ class DeviceWorkingSet(Turns):
         return True  # reading it would wait for the device
 
     def _end(self, mask: Array, code: ReturnCode) -> None:
-        """End the trajectories of a mask."""
         self.live, self._code = self.live & ~mask, np.where(mask, code.code, self._code)
         # Their next steps have length zero, and their proposed sizes don't affect the minimum over columns.
         self.end, self._tries = np.where(mask, self.t, self.end), np.where(mask, self._turn, self._tries)
@@ -207,7 +206,6 @@ class DeviceWorkingSet(Turns):
     # ---- results
 
     def _leave_all(self) -> None:
-        """Store the current results of all columns."""
         self._u_end[:, self.ids] = self.u
         outcomes = self.t, self._code, self.number, self._tries
         self._outcomes[:, self.ids] = np.stack([outcome.astype(float) for outcome in outcomes])

@@ -219,7 +219,6 @@ class _Matched:
         self._caller = name, where(call, site)
 
     def Recv(self, buffer: np.ndarray) -> None:
-        """Receive it and compare its header."""
         self.refuse(buffer, buffer)
 
     def refuse(self, dropped: np.ndarray, wanted: np.ndarray) -> None:

@@ -295,7 +295,6 @@ class Responder:
         return states
 
     def _state(self) -> dict[str, Any]:
-        """Return this rank's current state."""
         main: int = threading.main_thread().ident  # type: ignore[assignment]
         every = timed_waits.who_waits()
         waiting = every.get(main) or next(iter(every.values()), None)
