@@ -16,6 +16,7 @@ several times; processor time, so that other work on the machine counts less.
 
 import argparse
 import functools
+import importlib
 import itertools
 import os
 import subprocess
@@ -141,7 +142,8 @@ def main():
         return solve_once(options.rounds)
     if mpiad.mpi_size() == 1:
         default_threads(options.rounds)
-    mpiad.linalg.solve.iterate = clock.timed(mpiad.linalg.solve.iterate)
+    module = importlib.import_module("mpiad.linalg.solve")  # the attribute of this name is the function
+    module.iterate = clock.timed(module.iterate)
     for cells, own in itertools.product(options.cells, (False, True)):
         loss, kappa = problem(cells, own, options.plain, clock)
         both = mpiad.value_and_grad(loss)
