@@ -13,7 +13,9 @@ import mpiad
 from mpiad.errors import CommunicationMismatchError, DeadlockError, UnfinishedMessagesError
 from mpiad.primitives.catalogue import ALLREDUCE
 from mpiad.transport import channel
-from mpiad.transport.guarded import watch_settings
+from mpiad.transport.guarded import switch, watch_settings
+from mpiad.transport.guarded.call_agreement import Agreement
+from mpiad.transport.guarded.watch_settings import Settings
 
 
 @pytest.mark.mpi(min_size=2)
@@ -31,6 +33,23 @@ def test_only_the_part_is_watched(rank, size):
     if not before.debug:
         assert (used.data, used.reverse, ALLREDUCE.forward) == bare
     assert mpiad.mpi_allreduce(1) == size
+
+
+@pytest.mark.unguarded
+def test_leaving_it_after_a_failed_reset_waits_for_nobody(size, monkeypatch):
+    """The watch around it takes the channels as they are: other ranks may not come there."""
+    before = watch_settings.present()
+    switch.apply(Settings(False, 60.0))
+    try:
+        used = channel(None, "test")
+        with mpiad.debug.checked():
+            used.data.agreement.renew()  # as by a reset that fails
+            monkeypatch.setattr(Agreement, "open", lambda _: pytest.fail("it is collective"))
+        monkeypatch.undo()
+        mpiad.reset()
+        assert mpiad.mpi_allreduce(1) == size
+    finally:
+        switch.restore(before)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -75,7 +75,11 @@ def apply(wanted: Settings) -> None:
 
 
 def restore(before: Settings) -> None:
-    """Restore the previous settings; not collective, since after an exception other ranks may not call it."""
+    """Restore the settings before `apply`; not collective, since an exception may have kept other ranks from coming here.
+
+    No communicator is made. If the previous settings watch and differ in `debug`, they don't compare messages, so no
+    channel needs one for headers; and each channel has an agreement, which stays closed if a reset has failed.
+    """
     now = watch_settings.put(before)
     if not before.watches:
         channels.set_watch(None)
@@ -85,7 +89,7 @@ def restore(before: Settings) -> None:
         for channel in channels.live_channels():
             _take_off(channel)
             if before.watches:
-                _put_on(channel)
+                _guard(channel, _agreements[_ranks(channel)])
 
 
 def stop_answering(all_have_left: bool = False) -> None:
@@ -116,13 +120,16 @@ def _in_common_order() -> tuple[list[Channel], dict[tuple[int, ...], int]]:
 
 
 def _put_on(channel: Channel) -> None:
-    """Replace a channel's communicators by guarded ones; collective over its ranks."""
-    checks = watch_settings.debug()
-    common = (channel.label, channel.members, _agreement(channel), channel, channel.number)
-    if checks:
-        channel.data = HeadedMessages(channel.data, _post(channel), *common)
-    else:
+    """Put guarded communicators into a channel; collective over its ranks."""
+    _guard(channel, _agreement(channel), _post(channel) if watch_settings.debug() else None)
+
+
+def _guard(channel: Channel, agreement: Agreement, headers: Comm = None) -> None:
+    common = (channel.label, channel.members, agreement, channel, channel.number)
+    if headers is None:
         channel.data = Guarded(channel.data, *common)
+    else:
+        channel.data = HeadedMessages(channel.data, headers, *common)
     label = f"{channel.label}, backwards"
     channel.reverse = Guarded(channel.reverse, label, *common[1:], reverse=True)
 
@@ -146,8 +153,7 @@ def _take_off(channel: Channel) -> None:
 
 
 def _agreement(channel: Channel) -> Agreement:
-    # One agreement for all channels with the same ranks, in any order.
-    key = tuple(sorted(channel.members))
+    key = _ranks(channel)
     found = _agreements.get(key)
     if found is None:
         # A hash instead of a list of ranks, since the label is sent to every rank.
@@ -155,6 +161,11 @@ def _agreement(channel: Channel) -> Agreement:
         found = _agreements[key] = Agreement(make_communicator(channel.data.Dup), channel.members, label)
     found.open()
     return found
+
+
+def _ranks(channel: Channel) -> tuple[int, ...]:
+    """Return the key of a channel's agreement: its ranks, which others may have in another order."""
+    return tuple(sorted(channel.members))
 
 
 def _duplicate(channel: Channel) -> Comm:
@@ -168,6 +179,6 @@ def _start_anew(channel: Channel) -> None:
         if isinstance(comm, Guarded):
             comm.retire()
             cancel_receives(comm)
-    agreement = _agreements.get(tuple(sorted(channel.members)))
+    agreement = _agreements.get(_ranks(channel))
     if agreement is not None:
         agreement.renew()
