@@ -174,8 +174,8 @@ class EnsembleMPI(EnsembleAlgorithm):
     inner : EnsembleAlgorithm
         How a rank runs its share; vectorized by default.
     gather : bool
-        Whether every rank gets all N solutions. Otherwise it gets its share, with ``sol.indices``, but mean, standard
-        deviation, quantiles and summary are over all N.
+        Whether every rank gets all N solutions. Otherwise it gets its share, with ``sol.indices``; mean, standard
+        deviation, quantiles and summary are still over all N. A single problem's solution is returned on every rank.
     comm : mpi4py intracommunicator, optional
 
     Raises

@@ -435,11 +435,12 @@ def _over_ranks(given: _Given, mpi: EnsembleMPI, used: Channel) -> SteadyStateSo
     every = np.concatenate(retcode)
     if used.rank == 0:
         report("steady_state", "trajectories", every)
-    if not mpi.gather:
+    single = isinstance(given.problem, ODEProblem)
+    if not mpi.gather and not single:
         return mine
     u = gather_pieces(mine.u, 0, np.diff(bounds).tolist(), used)
     found = SteadyStateSolution(u, every, np.concatenate(niter), np.concatenate(jacobian), np.arange(len(every)))
-    return _first(found) if isinstance(given.problem, ODEProblem) else found
+    return _first(found) if single else found
 
 
 def _found(given: _Given, options: SolveOptions, compiler: Compiler, numbers: range) -> SteadyStateSolution:

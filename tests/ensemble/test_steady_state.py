@@ -141,8 +141,9 @@ def test_over_the_ranks(gather, objective):
     for i in range(7):
         alone = states(P[i : i + 1], EnsembleSerial())
         np.testing.assert_array_equal(alone.u[0], whole.u[i])
-    single = steady_state(remake(LOGISTIC, p=P[0]), ensemblealg=EnsembleMPI())
-    assert single.u[0] == pytest.approx(P[0, 1], rel=1e-12)
+    single = steady_state(remake(LOGISTIC, p=P[0]), ensemblealg=mpi)
+    assert single.u == pytest.approx(P[0, 1:], rel=1e-12)
+    assert (np.shape(single.retcode), np.shape(single.jacobian)) == ((), (1, 1))
 
 
 @pytest.mark.parametrize("count", [0, 1])
