@@ -109,7 +109,7 @@ def _require_roots(used: Channel, root: Rank, mine: Leaves | None, roots: Leaves
     every: list[Difference | None] = used.data.allgather(found)
     differences = {rank: difference for rank, difference in enumerate(every) if difference is not None}
     ranks, first = list(differences), next(iter(differences.values()))
-    text = f"{call}: each x0 must be that of the root, rank {root}, but rank(s) {ranks} of {used.size} have another one. "
+    text = f"{call}: x0 must be the same as on the root, rank {root}, but rank(s) {ranks} of {used.size} have another one. "
     text += f"{_ADVICE}{listed(differences)}"
     raise agreed(used, ReplicationError(text, ranks, first.path, first.index, first.absolute, first.relative))
 
