@@ -30,19 +30,20 @@ from pathlib import Path
 import autograd.numpy as anp
 import numpy as np
 from autograd.extend import defvjp, primitive
-from autograd.tracer import trace_stack
+from autograd.tracer import isbox, trace_stack
 from mpi4py import MPI
 
 import mpiad
 from mpiad import errors
 from mpiad.differentiation import backward, bundles, tape, trace
+from mpiad.differentiation.tape import OrderedTape
 from mpiad.ensemble import RK45, EnsembleMPI, EnsembleProblem, ODEProblem, Rosenbrock23, solve
-from mpiad.extend import custom_operator, defadjoint
+from mpiad.extend import custom_operator, defadjoint, defvjp_together
 from mpiad.linalg import solve as linear_solve
 from mpiad.primitives import custom_operator as custom_operators
 from mpiad.primitives import operation
 from mpiad.programs import calls_on_tape, entry, function, recorder, trace_run, traced_array
-from mpiad.transport import calls, channel, channels, collectives, messages, signals, tracing
+from mpiad.transport import calls, channel, channels, collectives, device_settings, messages, signals, tracing
 from mpiad.transport.guarded import timed_waits
 from mpiad.transport.guarded.timed_waits import deadline_lifted
 
@@ -626,6 +627,207 @@ def refused():
     return run, np.cos(TOTAL)
 
 
+def failing_field():
+    """Return a program in which a derivative of an ensemble's equations fails, and a gradient with its closed form."""
+
+    def field(u, p, t):
+        if isbox(u):
+            raise Failed
+        return -p * u
+
+    evaluate, _ = ensemble(RK45(), field)
+    return failing(None, lambda _: lambda x: evaluate())
+
+
+class Unreadable(list):
+    """A list of one entry that can't be read."""
+
+    def __init__(self, error):
+        super().__init__([error])
+
+    def __getitem__(self, place):
+        raise super().__getitem__(place)
+
+
+def failing_result():
+    """Return a program in which a trace fails after its end, and a gradient with its closed form."""
+    return failing(lambda x: Unreadable(Failed(mpiad.mpi_allreduce(x))))
+
+
+def unreadable_argument():
+    """Return a compiled function of an argument that can't be flattened, and its closed form."""
+    jitted = mpiad.jit(lambda x, other: anp.sin(mpiad.mpi_allreduce(x)))
+    return lambda: jitted(MINE, Unreadable(TypeError("unreadable"))), np.sin(TOTAL)
+
+
+def tapes_left_open(f):
+    """Return a program that fails with two tapes open, as an interrupt before the first line of an exit leaves them."""
+
+    def g(x):
+        OrderedTape().__enter__()
+        OrderedTape().__enter__()
+        fail(x)
+
+    return failing(f(g))
+
+
+def tapes_left_in_compiled():
+    return tapes_left_open(mpiad.jit)
+
+
+def tapes_left_in_trace():
+    return tapes_left_open(lambda g: lambda x: g(mpiad.mpi_allreduce(x)))
+
+
+def constant_result():
+    """Return a gradient computed next to a constant result, and its closed form."""
+
+    def run():
+        pull, _ = mpiad.make_vjp(lambda x: (of_total(x), 1.0))(MINE)
+        return pull((1.0, 0.0)) / WORLD.size
+
+    return run, np.cos(TOTAL)
+
+
+def training():
+    """Return the gradient of a mean over all ranks' samples, whose sums start during the pass, and its closed form."""
+    evaluate = mpiad.parallel.value_and_grad(lambda w, x: anp.sum(anp.sin(w[0]) * x) + w[1], bucket_bytes=8)
+    return lambda: evaluate([0.5, 0.2], np.ones(4))[1], [4 * np.cos(0.5), 1.0]
+
+
+def second_derivatives_compiled():
+    """Return the Hessian of a compiled function, whose rows are computed together, and its closed form."""
+    jitted = mpiad.jit(of_total)
+    return called_twice(mpiad.jacobian(mpiad.grad(jitted))), -np.diag(np.sin(TOTAL))
+
+
+def pulled_together_compiled():
+    """Return the transposed Jacobian of a compiled function times several cotangents, and its closed form."""
+    jitted = mpiad.jit(lambda x: anp.sin(mpiad.mpi_allreduce(x)))
+
+    def pulled(x):
+        pull, _ = mpiad.make_vjp(jitted)(x)
+        return pull(np.eye(3), batch=True) / WORLD.size
+
+    return called_twice(pulled), np.diag(np.cos(TOTAL))
+
+
+def pulled_with_constant():
+    """Return the same of an operator whose adjoint takes all cotangents at once, and depends on one of two arguments."""
+    operator = custom_operator(lambda x, y: WORLD.allreduce(x))
+    defvjp_together(operator, lambda ans, x, y: lambda g: [summed(g), None])
+    operator.several = True
+
+    def run():
+        pull, _ = mpiad.make_vjp(lambda x: anp.sin(operator(x, x)))(MINE)
+        return pull(np.eye(3), batch=True) / WORLD.size
+
+    return run, np.diag(np.cos(TOTAL))
+
+
+def synchronized_in_compiled():
+    """Return a compiled function that calls one that communicates by itself, and its closed form."""
+    jitted = mpiad.jit(lambda x: anp.sin(mpiad.mpi_allreduce(x)) * mpiad.parallel.synchronize(np.ones(1)))
+    return lambda: jitted(MINE), np.sin(TOTAL)
+
+
+def changing():
+    """Return a compiled function that calls an operator whose result has another shape each time, and its closed form."""
+    lengths = iter(())
+
+    @custom_operator
+    def cut(x):
+        return x[: next(lengths)] * 1.0
+
+    jitted = mpiad.jit(lambda x: anp.sin(mpiad.mpi_allreduce(cut(x))))
+
+    def run():
+        nonlocal lengths
+        lengths = iter((2, 3, 3, 3))
+        jitted(MINE)
+        return jitted(MINE)
+
+    return run, np.sin(TOTAL)
+
+
+def compiled_by_shapes():
+    """Return a function of a large array, compiled before it is run, and its closed form."""
+    large = np.tile(MINE, 3000)
+    jitted = mpiad.jit(lambda x: anp.sin(mpiad.mpi_allreduce(x)))
+
+    def run():
+        jitted(large)
+        return jitted(large)
+
+    return run, np.tile(np.sin(TOTAL), 3000)
+
+
+def unsupported_call():
+    """Return a function that calls what can't be compiled, and its closed form."""
+    jitted = mpiad.jit(lambda x: anp.sin(anp.reshape(mpiad.mpi_allreduce(x), (3,), order="A")))
+    return lambda: jitted(MINE), np.sin(TOTAL)
+
+
+def closing_over_traced():
+    """Return a function whose operator uses a traced value from outside, and its closed form."""
+
+    def f(x):
+        inner = custom_operator(lambda y: y + 0 * anp.sum(x))
+        return anp.sin(mpiad.mpi_allreduce(inner(x)))
+
+    jitted = mpiad.jit(f)
+    return lambda: jitted(MINE), np.sin(TOTAL)
+
+
+def exchanged_too_long():
+    """Return a program that receives a longer message by an exchange than expected, and a gradient with its closed form."""
+
+    def f(x):
+        try:
+            return anp.sum(mpiad.mpi_exchange(x, NEXT, source=LAST, like=np.zeros(2)))
+        except ValueError:
+            raise Failed from None
+
+    return failing(f)
+
+
+class Refusing:
+    """A communicator that starts no reduction."""
+
+    def Iallreduce(self, *_):
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+
+def refused_by_mpi():
+    """Return a program in which MPI refuses to start a reduction, and a gradient with its closed form."""
+
+    def f(x):
+        used = channel(None, "test")
+        used.data, kept = Refusing(), used.data
+        try:
+            return mpiad.mpi_iallreduce(x)
+        except MPI.Exception:
+            raise Failed from None
+        finally:
+            used.data = kept
+
+    return failing(f)
+
+
+def summed_in_pieces():
+    """Return the gradient of a function of a large sum that is waited for later, cut into pieces, and its closed form."""
+    run, expected = summed_later()
+
+    def in_pieces():
+        before = device_settings.put(device_settings.DeviceSettings(chunk=16))
+        try:
+            return run()
+        finally:
+            device_settings.put(before)
+
+    return in_pieces, expected
+
+
 PROGRAMS = ( exchanged, sent, begun, summed_later, left_compiled,
     rows_compiled, unhashable, strict, inner_values, compiled_within, compiled_solve,
     pulled_in_lanes, failing_lanes, failing_compiled_body, failing_tangent, within_compiled, kept_values, catching, noted,
@@ -634,9 +836,13 @@ PROGRAMS = ( exchanged, sent, begun, summed_later, left_compiled,
     failing_trace, failing_body, failing_pass, failing_compiled, twice_on_tape, interpreted_backwards, interpreted_twice,
     too_long, too_short, from_any_rank, interpreted_messages, closing_over, unfinished_tangent, rows_of_system, refused,
     short, pulled_together, explicit_ensemble, implicit_ensemble, tangents_of_ensemble, linear_system,
+    failing_field, failing_result, unreadable_argument, tapes_left_in_compiled, tapes_left_in_trace, constant_result,
+    training, second_derivatives_compiled, changing, compiled_by_shapes, unsupported_call, closing_over_traced,
+    exchanged_too_long, refused_by_mpi, summed_in_pieces, pulled_together_compiled, pulled_with_constant,
+    synchronized_in_compiled,
 )  # fmt: skip
 # Waits in bare mpi4py have no limit.
-BARE = (operator, pulled_in_lanes, within_compiled, noted)
+BARE = (operator, pulled_in_lanes, within_compiled, noted, pulled_with_constant)
 CLOSE = {
     "compiled_solve": 1e-8,
     "single_solve": 1e-2,

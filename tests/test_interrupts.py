@@ -12,6 +12,7 @@ import mpiad
 from mpiad.differentiation.tape import OrderedTape
 from mpiad.primitives.operation import suspended
 from mpiad.programs.trace_run import Noting
+from mpiad.transport.tracing import restore_state
 
 EXITS = {
     "a trace": (OrderedTape, interrupts.gradient),
@@ -42,6 +43,28 @@ def test_an_interrupt_at_the_entry_of_an_exit(name):
     assert type(mpiad.mpi_allreduce(1.0)) is np.float64
     np.testing.assert_allclose(run(), expected, rtol=1e-12)
     np.testing.assert_allclose(mpiad.grad(interrupts.of_total)(MINE), np.cos(TOTAL), rtol=1e-12)
+
+
+def test_an_interrupt_while_a_trace_is_ended():
+    """The result can't be read: the trace ends with an exception, and its handler is interrupted."""
+    before = interrupts.state()
+    run, expected = interrupts.failing_result()
+
+    def interrupting(frame, event, arg):
+        if frame.f_code is restore_state.__code__:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+
+    sys.settrace(interrupting)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    finally:
+        sys.settrace(None)
+    if interrupts.mpiad_fails():
+        mpiad.reset()
+    assert interrupts.state() == before
+    np.testing.assert_allclose(run(), expected, rtol=1e-12)
 
 
 def test_values_kept_of_an_interrupted_trace_are_constants():

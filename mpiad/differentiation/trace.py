@@ -120,10 +120,11 @@ def trace_backwards(
             # Variables are the first nodes of the record: the reverse sweep ends before them.
             boxes = [new_box(variables.leaves[k], tape.number, OrderedNode.variable(tape)) for k in variables.places]
             out = fun(variables.filled(boxes))
-        # The tape is still open here: a closed one can't distinguish its own values from constants.
-        leaves, build = flatten(out)
-        found = [_unboxed(leaf, tape) for leaf in leaves]
-        places = [-1 if node is None else node.index for _, node in found]
+            # The tape is open here: a closed one can't distinguish its own values from constants. And its exit handles a
+            # result that can't be read: the handler below may be interrupted.
+            leaves, build = flatten(out)
+            found = [_unboxed(leaf, tape) for leaf in leaves]
+            places = [-1 if node is None else node.index for _, node in found]
         recording = tape.close()
     except BaseException as error:
         restore_state(kept, error)
@@ -166,8 +167,8 @@ def trace_forwards(fun: Callable[[Tree], Any], variables: Variables, tangents: S
             # Raised inside the trace, which then ends as after any other exception.
             if problem is not None:
                 raise problem.kind(problem.text)
-        leaves, build = flatten(out)
-        found = [_unboxed(leaf, tape) for leaf in leaves]
+            leaves, build = flatten(out)
+            found = [_unboxed(leaf, tape) for leaf in leaves]
         tape.close()
     return build([value for value, _ in found]), build([_tangent(value, node) for value, node in found])
 
