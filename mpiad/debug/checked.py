@@ -46,8 +46,8 @@ def checked(call_sites: bool = True, timeout: float | None = None) -> Iterator[N
     channel(None, "checked")  # raises before the start and after the end of MPI
     before = watch_settings.present()
     limit = before.timeout or DEBUG_TIMEOUT if timeout is None else watch_settings.seconds_of(timeout, "checked: timeout")
-    switch.apply(Settings(True, limit, call_sites))
     try:
+        switch.apply(Settings(True, limit, call_sites))
         yield
     finally:
         switch.restore(before)

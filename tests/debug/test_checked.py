@@ -130,6 +130,25 @@ def test_an_exception_ends_it(rank):
     assert watch_settings.present() == before
 
 
+@pytest.mark.parametrize("step", ["note", "_in_common_order", "_put_on"])
+@pytest.mark.unguarded
+def test_an_interrupt_at_its_beginning_ends_it(step, rank, size, monkeypatch):
+    before, used = watch_settings.present(), channel(None, "test")
+    bare = used.data
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(switch.calls if step == "note" else switch, step, interrupted)
+        with pytest.raises(KeyboardInterrupt), mpiad.debug.checked():
+            pass
+    assert watch_settings.present() == before and used.data is bare
+    assert mpiad.mpi_allreduce(rank + 1.0) == size * (size + 1) / 2
+    with mpiad.debug.checked():
+        assert mpiad.mpi_allreduce(rank + 1.0) == size * (size + 1) / 2
+
+
 @pytest.mark.mpi(min_size=2)
 def test_communicators_that_outlive_it_are_freed_whole(rank, size):
     """MPI has some thousands of communicators: each part that leaves one behind would end a long program."""
