@@ -1,8 +1,8 @@
 """Arguments of kernels: their types, and the conversion of arrays.
 
 Complex arrays are passed as real arrays with twice as many rows or columns, in which the real and imaginary parts of an
-entry are neighbors. autograd's cotangent of a + ib is ∂/∂a - i ∂/∂b, so the cotangents of a and b are the parts of its
-conjugate.
+entry are neighbors. autograd's cotangent of a + ib is ∂/∂a - i ∂/∂b, so the real and imaginary parts of its complex
+conjugate are the cotangents of a and b.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def argument(x: Array, dtype: DTypeLike = float) -> Array:
 
 
 def aligned(count: int, dtype: np.dtype) -> Array:
-    """Return an array of zeros in cache lines of its own."""
+    """Return an array of zeros that shares no cache line with other data."""
     # NumPy aligns memory to 16 bytes. A vector of 64 bytes could lie in two cache lines, which is up to 20 % slower.
     bytes_ = np.zeros(count * dtype.itemsize + 2 * _LINE, np.uint8)
     first = -bytes_.ctypes.data % _LINE

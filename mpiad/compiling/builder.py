@@ -13,9 +13,9 @@ from mpiad.compiling.program import Input, Instruction, Program, Refusal, exact,
 
 # Algebraic simplifications.
 #
-# All but one are exact, for NaN and infinity too, except for the sign of a zero: x + 0 becomes x even if x is -0. Therefore
-# 0 · x and x - x aren't simplified. The exception: |z|², frequent in users' functions, is computed without the root, which
-# changes it by rounding.
+# All but one are exact, also for NaN and infinity; only the sign of a zero may change: x + 0 becomes x even if x is -0.
+# 0 · x and x - x aren't simplified, since they are NaN if x is NaN or infinite. The exception: |z|², frequent in users'
+# functions, is computed without the root, which changes it by rounding.
 
 
 def _inner(builder: Builder, x: int, operation: str) -> int | None:
@@ -142,10 +142,10 @@ _MAX_OPERATIONS = 50_000
 
 
 class Builder:
-    """A program under construction; methods that append an instruction return the number of its value.
+    """A program under construction. The number of a value is the index of the instruction that computes it.
 
-    `refused`: the first reason why the traced function can't be compiled, None if there is none. The function may catch
-    the exception that reports it.
+    `refused`: the first reason why the traced function can't be compiled, None if there is none. It is stored, since the
+    function may catch the exception that reports it.
     """
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class Builder:
         return is_boolean(self.instructions, number)
 
     def program(self, groups: Mapping[str, int], outputs: Sequence[int]) -> Program:
-        """Return the program of some outputs, without unused values."""
+        """Return the program that computes the values with the numbers `outputs`, without unused values."""
         # Arguments precede the values computed from them, so one backward pass finds all needed values.
         needed = set(outputs)
         for number in range(len(self.instructions) - 1, -1, -1):
@@ -236,7 +236,10 @@ def simplify(program: Program, known: Mapping[Input, float] | None = None) -> Pr
 def copy_program(
     builder: Builder, program: Program, known: Mapping[Input, float] | None = None, call: Callable[..., int] | None = None
 ) -> list[int]:
-    """Append a program's instructions to a builder, operations by `call`, and return the new numbers of the values."""
+    """Append a program's instructions to a builder, and return the new numbers of the values.
+
+    `call` appends the operations; by default it is ``builder.call``, which simplifies them.
+    """
     new, call = list[int](), call or builder.call
     for operation, arguments, value in program.instructions:
         if operation == "constant":

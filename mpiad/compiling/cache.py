@@ -41,7 +41,7 @@ _LOCK_TIMEOUT, _POLL_INTERVAL = 10.0, 0.01
 
 
 class Store:
-    """A cache folder; `root` exists, and only this user can access it."""
+    """A cache folder; `root` exists, and only this user can write to it."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -119,7 +119,7 @@ class Store:
         used = {}
         for path in self.root.iterdir():
             try:
-                if path.is_file():  # other versions have folders
+                if path.is_file():  # other versions of mpiad may have made folders here
                     used[path] = path.stat().st_mtime
             except FileNotFoundError:  # another process has just finished or removed it
                 continue
@@ -130,7 +130,10 @@ class Store:
 
 
 def _own_file(path: str, flags: int) -> int:
-    """Open a regular file that belongs to this user alone; the check is on the open file, so it can't be exchanged."""
+    """Open a regular file; raise a PermissionError if other users can write to it.
+
+    The open file is checked, so that it can't be replaced between the check and its use.
+    """
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o600)
     facts = os.fstat(descriptor)
     if not is_private(facts) or not stat.S_ISREG(facts.st_mode):
@@ -173,9 +176,9 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
     """Return the compiled function `name` of a source text in the kernel language (see `translation`).
 
     The signature is such as ``void(int64, float64[:, ::1])``, with ``linked`` instead of ``void`` for a linked kernel.
-    `fast`: LLVM's fast-math flags, none by default. It isn't collective: one of the processes that need the same kernel
-    compiles it, and the others wait for its file; without a cache folder, all compile. Compiling and loading are logged, at
-    level INFO if `call`, the name of a public function, is given.
+    `fast`: LLVM's fast-math flags, none by default. The call isn't collective. If several processes need the same kernel,
+    one compiles it, and the others wait for its file; without a cache folder, all compile. Compiling and loading are
+    logged, at level INFO if `call`, the name of a public function, is given.
     """
     # A second thread that needs the same kernel waits for the first one.
     with _lock:
@@ -196,7 +199,7 @@ def kernel_of(text: str, name: str, signature: str, fast: str = "", call: str = 
 
 
 def functions_of(module: str, signatures: Mapping[str, str], fast: str = "") -> list[Callable[..., None]]:
-    """Return compiled functions of a module's own source, by names and signatures; otherwise as `kernel_of`."""
+    """Return compiled functions from the source of a module, given their names and signatures; see `kernel_of`."""
     text = inspect.getsource(sys.modules[module])
     return [kernel_of(text, name, signature, fast).function for name, signature in signatures.items()]
 

@@ -1,4 +1,4 @@
-"""`environment`: the machine and libraries of a program, mistakes in its start, and a test of a gradient.
+"""`environment`: the machine and libraries of a program, errors in the way it was started, and a test of a gradient.
 
 ``python -m mpiad`` prints one report for all ranks. It has a time limit, and the same exit code on all ranks.
 """
@@ -53,7 +53,7 @@ class Place(NamedTuple):
     quota: float  # a container's limit of CPU time in cores, inf if there is none
     threads: dict[str, int]  # the number of threads of each loaded thread pool (BLAS, OpenMP)
     huge_pages: str  # whether its arrays are in huge pages
-    gpus: list[str]  # names of the node's GPUs on the first rank of each node; empty on other ranks
+    gpus: list[str]  # names of all GPUs of the node; empty except on the first rank of the node
     gpu: str  # the GPU of this rank, chosen by `local_rank` among the visible ones
     python: str  # path of the interpreter
     versions: dict[str, str]  # versions of Python, the packages, and the optional packages that are installed
@@ -215,7 +215,7 @@ class Mistake(NamedTuple):
 def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
     """Return mistakes in the combination of launcher and library."""
     mistakes = []
-    # The most common one: a job of n ranks that are all rank 0, each of which computes everything.
+    # The most common mistake: n processes, each of which is rank 0 of its own world and computes everything.
     if found.size > 1 and size == 1:
         text = (
             f"{found.name} started {found.size} processes, but each of them is a world of one rank: mpi4py loads "
@@ -227,7 +227,7 @@ def of_start(library: Library, found: Launcher, size: int) -> list[Mistake]:
         mistakes.append(Mistake("warning", text))
     if library.threads == "single":
         text = (
-            "MPI was initialised without thread support: minimize can't find ranks that wait for one that failed. "
+            "MPI was initialized without thread support: minimize can't detect ranks that wait for a failed one. "
             "Leave mpi4py.rc.threads at True, or call MPI.Init_thread(MPI.THREAD_MULTIPLE)."
         )
         mistakes.append(Mistake("warning", text))
@@ -245,7 +245,7 @@ def _right_launcher(library: Library, found: Launcher) -> str:
 
 
 def of_mpiexec(library: Library, cores: int, environment: Mapping[str, str] = os.environ) -> list[Mistake]:
-    """Return the mistakes that starting this program with the shell's `mpiexec` would make."""
+    """Return the mistakes that would result from starting this program with the `mpiexec` that the shell finds."""
     program = shutil.which("mpiexec", path=environment.get("PATH"))
     if not program:
         return []

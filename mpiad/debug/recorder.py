@@ -92,10 +92,10 @@ class Event(NamedTuple):
     began: float
     ended: float
     name: str  # for example "mpi_bcast", "adjoint of mpi_bcast", "forward"
-    called: str  # the same with the function that the user called, for example "adjoint of exchange"
-    operation: str  # the operation executed, for an adjoint that of its communication; "" for a phase
+    called: str  # `name` with the library function that the user called, for example "adjoint of exchange"
+    operation: str  # the operation executed, which in an adjoint may differ from the forward one; "" for a phase
     direction: str  # {"forward", "adjoint", "tangent", "phase"}
-    # Whether it contains no other communication, and is contained in no other.
+    # `innermost`: whether it contains no other communication. `outermost`: whether no other communication contains it.
     innermost: bool
     outermost: bool
     site: str  # the line of the user's program
@@ -153,7 +153,7 @@ class Recorder:
         return [_event(*noted) for noted in self._noted]
 
     def began(self, call: Call) -> None:
-        """Open a communication, inside of all open events."""
+        """Begin a communication; all open events contain it."""
         opened = self._stacks.open
         # Open events aren't innermost: they contain this one.
         for entry in opened:
@@ -164,7 +164,7 @@ class Recorder:
         """Close a communication."""
         entry = self._closed(call)
         if entry is not None:
-            # Attributes are evaluated in `events` where possible, since every call pays for this function.
+            # Most attributes are evaluated later, in `events`, so that this function is fast: it runs in every call.
             self._note((self._number(), call, call.began, call.ended, not entry[2], call.arguments))
 
     def phase_began(self, key: object, name: str) -> None:

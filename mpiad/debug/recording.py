@@ -31,7 +31,7 @@ _START, _END = "start of the recording", "end of the recording"
 
 
 class Place(NamedTuple):
-    """The code between two communications, or inside a function of the library that makes several."""
+    """The code between two communications, or the code inside a library function that communicates several times."""
 
     phase: str  # {"forward", "backward", "outside"}: the pass of a derivative, or outside of all derivatives
     # `after`, `until`: the lines of the communications before and after the code (for adjoints, the lines of their forward
@@ -44,13 +44,14 @@ class Stretch(NamedTuple):
     """The time that each rank computes at one place."""
 
     place: Place
-    seconds: np.ndarray  # shape (P,)
+    seconds: np.ndarray  # shape (number of ranks,)
 
 
 def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
-    """Return a rank's seconds of computation by place; with the innermost communications they add up to the recorded time.
+    """Return a rank's seconds of computation at each place.
 
-    Only the main thread counts, since other threads may wait between two calls.
+    Together with the durations of the innermost communications they add up to the duration of the recording. Only the main
+    thread counts, since other threads may wait between two calls.
     """
     mine = [event for event in events if event.thread == 0]
     found: dict[Place, float] = defaultdict(float)
@@ -64,7 +65,7 @@ def computed(recorder: Recorder, events: Iterable[Event]) -> dict[Place, float]:
 
 
 def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float, Place]]:
-    """Yield begin, end and place of the intervals between a thread's communications, one phase per interval."""
+    """Yield begin, end and place of the intervals between a thread's communications, divided where a phase changes."""
     phases: list[str] = []
     pending: list[tuple[float, float, str]] = []  # since the last communication: begin, end and phase
     at, after = recorder.since, _START
@@ -93,7 +94,10 @@ def gaps(recorder: Recorder, events: list[Event]) -> Iterator[tuple[float, float
 
 
 def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
-    """Yield times, a number that orders equal times, and a communication, the name of a new phase, or "" for its end."""
+    """Yield (time, order, what): `order` sorts equal times.
+
+    `what` is a communication, the name of a phase that begins, or "" if a phase ends.
+    """
     for event in events:
         if event.direction == "phase":
             yield event.began, 1, event.name
@@ -103,7 +107,7 @@ def _marks(events: list[Event]) -> Iterable[tuple[float, int, Event | str]]:
 
 
 def _inside(events: list[Event]) -> Iterable[tuple[Event, float]]:
-    """Yield the outermost communications that contain others, and the seconds that they spend outside of the others."""
+    """Yield the outermost communications that contain others, and their durations without those of the inner ones."""
     inner = 0.0
     for event in events:  # in the order of their ends, so that inner events come first
         if event.direction == "phase":
@@ -189,7 +193,7 @@ def _difference(comm: Comm, rank: int) -> float:
 # computation, and gets an event of its own.
 
 
-_PIECE = 1 << 20  # characters of events that are written at a time, about
+_PIECE = 1 << 20  # approximate number of characters per write
 _HEADER = '{"displayTimeUnit": "ms", "otherData": {"ranks": %d, "events that were too many": %d}, "traceEvents": [\n'
 _FOOTER = "\n]}\n"
 _SHORTEST = 1000  # nanoseconds; shorter computation gets no event
@@ -230,7 +234,7 @@ def _written(path: Path, header: str, pieces: Iterator[str]) -> str | None:
             os.replace(temporary, path)  # before closing, which releases the lock of `begin`
     except (OSError, ValueError) as failure:
         for _ in pieces:
-            pass  # received all the same, because their senders wait
+            pass  # the senders wait until their data are received, even if they can't be written
         if temporary is not None:
             temporary.unlink(missing_ok=True)
         return str(failure)
@@ -266,8 +270,8 @@ def _rank_events(recorder: Recorder, rank: int, node: str, aligned: Callable[[fl
     for number, name in enumerate(recorder.threads):
         yield _metadata(rank, number, "thread_name", name=name)
         spans = [(tick(e.began), tick(e.ended), e) for e in events if e.thread == number]
-        # An outer event must precede the events that it encloses: they don't begin earlier or end later, and are recorded
-        # before it.
+        # In the file an outer event precedes the inner ones, which begin later or end earlier. If both times are equal, the
+        # reversed order of recording decides: inner events are recorded first.
         spans.reverse()
         spans.sort(key=lambda span: (span[0], -span[1]))
         for start, end, event in spans:
@@ -299,21 +303,21 @@ def _described(event: Event) -> tuple[str, str, dict[str, Any]]:
     args |= {name: getattr(given, name) for name in ("communicator", "root", "peer", "tag", "reduction")}
     args["dtype"] = None if given.dtype is None else str(given.dtype)
     args |= {"shape": given.shape and list(given.shape), "bytes": given.nbytes}
-    # The adjoint of an operation contains another operation.
+    # An inner event is named after the operation executed, since an adjoint contains calls of other operations.
     name = event.called if event.outermost else event.operation
     return name, event.direction, {key: value for key, value in args.items() if value not in (None, "")}
 
 
 def _flow(rank: int, thread: int, start: int, end: int, message: Message) -> str:
-    # Perfetto draws an arrow between two events with the same id, so the sender and the receiver must compute the same
-    # number, and different messages different ones. Python's hash would differ between processes.
+    # Perfetto draws an arrow between two events with the same id. So the sender and the receiver of a message must compute
+    # the same id, which no other message has. Python's hash would differ between processes.
     number = int.from_bytes(hashlib.blake2b(repr(message[1:]).encode(), digest_size=6).digest(), "big")
     found: dict[str, Any] = {"pid": rank, "tid": thread, "id": number, "name": "message", "cat": "message"}
     found |= {"ph": "s", "ts": start / 1000} if message.outgoing else {"ph": "f", "bp": "e", "ts": end / 1000}
     return json.dumps(found)
 
 
-_WITHOUT_TRACE = 100_000  # events; fewer than `MOST`, since debug mode always records, and few programs ask for a report
+_WITHOUT_TRACE = 100_000  # events if no trace is written; fewer than `MOST`, since few programs ask for a report
 _log = logging.getLogger("mpiad")
 
 
@@ -365,7 +369,8 @@ class Recording:
 def _scratch() -> Iterator[Comm]:
     """Enter a context with a duplicate of the world, separate from the program's messages; collective."""
     used = channel(None, "mpiad.debug")
-    used.data.Barrier()  # unlike Dup, it is checked in debug mode, if not all ranks call this
+    # In debug mode the barrier detects ranks that don't call this function; Dup isn't checked.
+    used.data.Barrier()
     comm = used.user.Dup()
     yield comm
     comm.Free()  # not after an exception: it is collective

@@ -114,7 +114,7 @@ def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
 
 
 def array(values: Tree, *args: Any, **kwargs: Any) -> Array:
-    """Make an array of nested lists, on the device if any element is a device array.
+    """Make an array from nested lists, on the device if any element is a device array.
 
     Parameters
     ----------

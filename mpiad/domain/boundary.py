@@ -1,4 +1,4 @@
-"""Boundary values beyond the physical sides of a grid: a value, plus a factor times layers of the block.
+"""Boundary conditions on the physical sides of a grid: halo cells are a value plus a factor times cells of the block.
 
 A named kind of boundary is an entry of `_KINDS`. All code that depends on the kind is in this file: the layers that are
 copied, the transpose (`Side.folded`) and the derivative (`homogeneous`).
@@ -16,7 +16,10 @@ from autograd.tracer import getval, isbox
 from mpiad._typing import Array, LocalArray
 
 Boundary: TypeAlias = Any
-"""The argument `boundary`: a name or number for all sides, or a tuple with one, or a pair of them, per dimension."""
+"""The argument `boundary`: a name or number for all sides, or a tuple with one entry per dimension.
+
+An entry is a name or number for both sides of its dimension, or a pair of them.
+"""
 
 
 def _edge(n: int, h: int, place: int) -> slice:
@@ -111,8 +114,8 @@ def homogeneous(sides: Sides) -> Sides:
 def shifted(sides: Sides, call: str) -> tuple[Any, Sides]:
     """Return the traced boundary value v, None if there is none, and the sides with zero in its place.
 
-    To exchange u with the value v is to exchange u - v with zero, and to add v. Raise a TypeError if v isn't one number,
-    the same on all sides that have a value.
+    An exchange of u with the boundary value v equals an exchange of u - v with boundary value zero, plus v. Raise a
+    TypeError if v isn't one number, the same on all sides that have a value.
     """
     every = [side for pair in sides for side in pair]
     values = [side.value for side in every if side.layers is None]

@@ -1,8 +1,9 @@
 """Halo exchange and its transpose: copy the cells around a block from the ranks that own them, and add them back.
 
-Filling a halo copies cells; beyond physical sides, dimension by dimension, as `numpy.pad` does. Its transpose, folding,
-adds every halo cell to the cell of which it is a copy, on the rank that owns this. Each is one node on the tape, whose
-adjoint is the other. `field_exchange` has both in two halves, with computation in between.
+Filling a halo copies cells from the blocks that own them; beyond physical sides it sets boundary values, one dimension
+after the other, as `numpy.pad` does. Its transpose, folding, adds every halo cell to the cell of which it is a copy, on the
+rank that owns the original cell. Each of the two is one node on the tape, and is the adjoint of the other. `field_exchange`
+divides each into two halves, between which the program can compute.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Local(NamedTuple):
 class Halo:
     """The messages and local copies that fill the halo of a block.
 
-    - `widths`: number of layers on each side, for each dimension; no more than the smallest block has.
+    - `widths`: number of layers on each side, for each dimension; at most the length of the smallest block.
     - `shape`, `padded`: shape of the block, without and with its halo.
     - `interior`: index of the block in an array that includes its halo.
     """
@@ -68,7 +69,7 @@ class Halo:
 
     def _local_of(self, stage: Stage, sides: Sides) -> list[Local]:
         beyond = [self._beyond(axis, place, across, sides[axis][place]) for axis, place, across in stage.beyond]
-        # Reversed, because folding uses the reverse order.
+        # Reversed, so that folding, which goes through the list backwards, adds these in their original order.
         around = [Local(ghost, owned) for owned, ghost in reversed(stage.here)]
         return [*around, *beyond, *[Local(ghost, None) for ghost in stage.empty]]
 
@@ -103,7 +104,7 @@ def fill_in_place(out: LocalArray, halo: Halo, sides: Sides, scheme: str = IN_TU
 
 
 def fill_local(out: LocalArray, local: list[Local], sides: Sides) -> None:
-    """Fill the cells that no message fills, after those that messages fill."""
+    """Fill the cells that no message fills; called after all messages of the stage."""
     _fill_constants(out, local, sides)
     _fill_copies(out, local, sides)
 
@@ -149,7 +150,8 @@ def fold_local(total: LocalArray, local: list[Local], sides: Sides, ndim: int) -
             total[cells.copied] += side.folded(total[cells.ghost], layers, cells.axis - ndim)
 
 
-# Filling is affine: its matrix has one entry per row or none, for the copied cell. Folding multiplies by the transpose.
+# Filling is affine. Each row of its matrix has at most one nonzero entry, in the column of the copied cell. Folding
+# multiplies by the transpose of this matrix.
 defvjp(fill_halo, lambda ans, u, halo, sides, scheme=IN_TURN: lambda g: fold_halo(g, halo, sides, scheme))
 defjvp(fill_halo, lambda du, ans, u, halo, sides, scheme=IN_TURN: fill_halo(du, halo, homogeneous(sides), scheme))
 defvjp(fold_halo, lambda ans, g, halo, sides, scheme=IN_TURN: lambda v: fill_halo(v, halo, homogeneous(sides), scheme))
@@ -227,7 +229,8 @@ fill_halo.in_place = InPlace(
     _prepared_filling,
     lambda halo, sides, scheme=IN_TURN: _still(halo, lambda width: width, sides, scheme), changes_given=False,
 )  # fmt: skip
-# A reflection adds to the layers next to the outermost one of the block: 2 h + 1 layers in all.
+# The transpose of a reflection changes the h layers inside of the outermost layer of the block. With this layer and the
+# h layers of the halo, 2 h + 1 layers change.
 fold_halo.in_place = InPlace(
     lambda halo, *_: halo.padded, lambda halo, *_: halo.shape, _none, lambda halo, *_: halo.widths, fold_in_place,
     _prepared_folding,

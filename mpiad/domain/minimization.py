@@ -1,4 +1,4 @@
-"""Minimization over a block on each rank: `mpiad.minimize` for variables on a divided grid."""
+"""`Domain.minimize`: `mpiad.minimize` for variables on a grid of which each rank holds a block."""
 
 from __future__ import annotations
 

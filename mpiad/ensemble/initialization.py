@@ -1,4 +1,7 @@
-"""Entry of trajectories into the working set: their first derivative and step."""
+"""The trajectories that enter the working set, with their first derivatives and step sizes.
+
+"In the direction of the solve" means multiplied by -1 for trajectories that are integrated backwards in time.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,14 @@ def least_step(t: Array) -> Array:
 
 
 class Entrants(NamedTuple):
-    """Trajectories as they enter; times are in the direction of the solve."""
+    """Trajectories that enter the working set; times and derivatives are in the direction of the solve."""
 
     ids: Array  # int, shape (n,)
-    # `t`, `end`, `h`: shape (n,).
+    # `t`, `end`, `h`: start, end and first step size, shape (n,).
     t: Array
     end: Array
     h: Array
-    # `u`, `k`: shape (d, n).
+    # `u`, `k`: states and derivatives, shape (d, n).
     u: Array
     k: Array
 
@@ -35,8 +38,8 @@ class Entrants(NamedTuple):
 class Joint:
     """Concatenates old and new columns: `joined(old, new)`.
 
-    - `order`: the columns, of the old ones followed by the new ones, that form the next working set.
-    - `in_place`: whether `order` has instead the old columns that are replaced by the new ones.
+    - `order`: indices of the next working set's columns in the old columns followed by the new ones.
+    - `in_place`: whether new columns overwrite old ones. `order` has then the indices of the overwritten columns.
     """
 
     def __init__(self, order: Array, in_place: bool = False):
@@ -79,7 +82,7 @@ class Initialization:
     def admit(self, count: int) -> Entrants:
         """Let the next `count` trajectories enter, or fewer if fewer wait."""
         ids, self._queue = self._queue[:count], self._queue[count:]
-        if len(ids) == 1:  # at least two columns wherever f is called
+        if len(ids) == 1:  # f is always called with at least two columns: see `controller`
             return Entrants(*(array[..., :1] for array in self._enter(np.repeat(ids, 2))))
         return self._enter(ids)
 
@@ -98,7 +101,7 @@ class Initialization:
 
 
 def derivative_at(derivative: Derivative, u: Array, p: Tree, t: Array, sign: Array | None) -> Array:
-    """Return f in the direction of the solve, shape (d, n); t is in that direction, too."""
+    """Return sign * f(u, p, sign * t), shape (d, n)."""
     k = np.empty_like(u)
     time = (t if sign is None else t * sign).astype(u.real.dtype)
     derivative.write(k, locked(u), p, locked(time))
@@ -112,7 +115,7 @@ Rate: TypeAlias = Callable[[Array, Array], Array]
 def started(
     rate: Rate, u: Array, t: Array, end: Array, settings: Settings, rtol: Array | float, atol: Array | float
 ) -> tuple[Array, Array]:
-    """Return the sizes of the first steps, shape (n,), chosen as in SciPy, and f before them, shape (d, n).
+    """Return the sizes of the first steps, shape (n,), chosen as in SciPy, and f at the initial states, shape (d, n).
 
     `t` and `end`, shape (n,), are in the direction of the solve; u, shape (d, n), are the initial states. The tolerances
     are in the precision of the states. (E. Hairer, S. P. Nørsett, G. Wanner, Solving Ordinary Differential Equations I,

@@ -25,8 +25,10 @@ from mpiad.transport import channel
 from mpiad.transport.agreement import raising_together, require_same
 
 _STEP = 0.2  # step in s, for an error below 1e-12
-_SMALL = 1e-8  # smallest t times the operator's largest eigenvalue; for smaller t e^(-tA) is replaced by the identity
-_DECAYED = 40.0  # largest t times the smallest eigenvalue; for larger t the integrand is negligible
+# The smallest t is _SMALL / (largest eigenvalue of A): for smaller t, e^(-tA) is replaced by the identity.
+_SMALL = 1e-8
+# The largest t is _DECAYED / (smallest eigenvalue of A): for larger t, the integrand is negligible.
+_DECAYED = 40.0
 
 
 class GaussianPrior:
@@ -106,7 +108,7 @@ class GaussianPrior:
 
 
 def positive(value: object, name: str) -> float:
-    """Return a positive number; raise a ValueError if it isn't one."""
+    """Return the value as a float; raise a ValueError if it isn't a positive finite number."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -134,9 +136,9 @@ def own_block(domain: Domain, block: LocalArray, call: str, several: bool = Fals
 def agreed_fields(domain: Domain, fields: dict[str, Any], numbers: dict[str, Any], call: str) -> list[LocalArray]:
     """Check the arguments of a prior, and return `fields` as blocks; collective.
 
-    `fields`: numbers or arrays of shape local_shape, by name; all but the first must be positive. `numbers`: positive
-    numbers, one or one per dimension, the same on all ranks, by name. Raise a TypeError or ValueError on all ranks if an
-    argument is invalid on one.
+    `fields`: a dict from names to numbers or arrays of shape local_shape; all but the first must be positive. `numbers`: a
+    dict from names to a positive number, or a sequence with one per dimension, the same on all ranks. Raise a TypeError or
+    ValueError on all ranks if an argument is invalid on one.
     """
     if not isinstance(domain, Domain):
         raise TypeError(f"{call}: domain must be an mpiad.Domain, but got {type(domain).__name__} {domain!r:.60}.")

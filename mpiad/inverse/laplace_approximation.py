@@ -23,7 +23,8 @@ from mpiad._typing import LocalArray
 from mpiad.inverse.gaussian_prior import GaussianPrior, own_block
 from mpiad.linalg.randomized_eigenpairs import ritz_pairs
 
-# Tolerances of negative Ritz values: absolute (the prior's are 1), and relative to the largest value.
+# Tolerances of negative Ritz values: absolute (the eigenvalues of the prior's own Hessian are 1), and relative to the
+# largest value.
 _ZERO, _ROUNDING = 1e-3, 1e-6
 
 
@@ -123,8 +124,8 @@ def laplace_approximation(
     Warns
     -----
     RuntimeWarning
-        If the last eigenvalue exceeds 1, so that k pairs don't contain all information of the data. If a Ritz value is
-        negative beyond rounding, so that `product` has the wrong sign or is indefinite; negative values are replaced by 0.
+        If the last eigenvalue exceeds 1: k pairs then don't contain all information of the data. If a Ritz value is
+        negative beyond rounding: `product` then has the wrong sign or is indefinite, and negative values are replaced by 0.
 
     Ranks
     -----
@@ -154,8 +155,9 @@ def laplace_approximation(
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     if len(pairs.values) == k and pairs.values[-1] > 1.0:
         text = (
-            f"laplace_approximation: the last of {len(pairs.values)} eigenvalues is {pairs.values[-1]:.3g}; those below 1 "
-            "are determined by the prior more than by the data. The variance is too large: raise k."
+            f"laplace_approximation: the last of {len(pairs.values)} eigenvalues is {pairs.values[-1]:.3g}. "
+            "The data determine directions with eigenvalues above 1 more than the prior does, and some may be missing. "
+            "The variance is too large: raise k."
         )
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     return Posterior(m, prior, np.maximum(pairs.values, 0.0), pairs.vectors)

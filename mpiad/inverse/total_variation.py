@@ -29,11 +29,11 @@ class TotalVariation:
     Raises
     ------
     TypeError, ValueError
-        On all ranks, if an argument on any of them is invalid, or differs.
+        On all ranks, if an argument is invalid on any rank or differs between ranks.
 
     Ranks
     -----
-    All ranks of the domain call it, and `cost`.
+    All ranks of the domain construct it, and call `cost`.
 
     References
     ----------
@@ -59,7 +59,7 @@ class TotalVariation:
         self._grid = Domain(domain.shape, periodic=domain.periodic, dims=domain.dims, comm=domain.comm)
 
     def cost(self, m: LocalArray) -> ReplicatedArray:
-        """Return the integral, with forward differences between cells, which are zero at the last cells.
+        """Return the integral. The gradient is computed by forward differences; at the last cells they are zero.
 
         Parameters
         ----------

@@ -136,7 +136,7 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
         norms = basis.residuals(j, active, norms)
         system.note(norms / scale)
     step = basis.combination()
-    # With the right side the preconditioner is applied to the combination of basis vectors.
+    # With side="right" the preconditioner is applied to the combination of basis vectors.
     x += step if system.settings.side == "left" else system.precondition(step)
     return bool((norms <= targets).all())
 
@@ -152,9 +152,11 @@ def gmres(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targe
 # algorithm of section 4.
 
 
-# The shadow residual is nearly orthogonal to the residual: the recurrence would divide by rounding errors.
+# Breakdown: the inner product of the residual and the shadow residual, relative to the product of their norms, is so small
+# that the recurrence would divide by rounding errors.
 _LOST = 1e-14
-_FAR = 1e6  # times the residual at the start: beyond it the recurrence has lost its digits
+# Breakdown: the residual is larger than at the start by this factor, so that few digits of the recurrence are accurate.
+_FAR = 1e6
 
 
 def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, targets: np.ndarray) -> bool:
@@ -163,14 +165,15 @@ def bicgstab(system: System, x: LocalArray, r: LocalArray, norms: np.ndarray, ta
     seen, norms, scale = preconditioned_start(system, r, norms)
     targets = targets * scale
     r, shadow, p = seen.copy(), seen.copy(), seen.copy()
-    # The shadow is the first residual itself, so their product is its square.
+    # The shadow residual is equal to the first residual, so their inner product is the square of its norm.
     rho = (norms**2).astype(np.result_type(r.dtype, float))
     active, at_start = norms > targets, norms
     while active.any():
         require_iterations(system, targets / scale)
         ahead, v = preconditioned_product(system, p)
         (sv,) = _finite(system, v, (shadow, v))
-        # Along p until the residual is orthogonal to the shadow, then along that residual to the least norm.
+        # The first step, along p, makes the residual orthogonal to the shadow residual. The second step, along this new
+        # residual, minimizes the norm.
         alpha = _quotient(rho, sv, active)
         add_scaled(x, alpha, ahead)
         add_scaled(r, -alpha, v)
@@ -235,7 +238,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
             system.fail(
                 f"it needs a symmetric positive definite preconditioner, but r·z = {shown} for a residual r not zero"
             )
-        # Systems that have converged pause: no step, and a restarted direction.
+        # A system that has converged takes no step; its direction restarts from the preconditioned residual.
         beta = np.where(active, rz.real / rz_before, 0.0)
         # p·Ap for p = z + β p₋: as p is conjugate to p₋, z·Ap₋ is -β p₋·Ap₋.
         curvature = wz.real - beta * beta * curvature_before
@@ -246,7 +249,8 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
         add_scaled(x, alpha, p)
         add_scaled(r, -alpha, s)
         rz_before, curvature_before = np.where(active, rz.real, np.inf), np.where(active, curvature, 0.0)
-        # If the residual would converge by falling again as in the last step, its norm is worth a reduction.
+        # If the norm of the residual is about to meet the target, provided that it falls by the same factor as in the last
+        # step, it is computed here, although this takes an additional reduction.
         known = bool((norms * norms <= 2.0 * targets * before).all())
         if known:
             before, norms = norms, system.norms(r)
@@ -257,7 +261,7 @@ def conjugate_gradients(system: System, x: LocalArray, r: LocalArray, norms: np.
 def _require_curvature(
     system: System, curvature: np.ndarray, wz: np.ndarray, rz: np.ndarray, least: np.ndarray, active: np.ndarray
 ) -> np.ndarray:
-    """Check p·Ap, which is positive for every p of a positive definite operator; return the least step so far."""
+    """Check p·Ap, which is positive for a positive definite operator; return the smallest step lengths so far."""
     if (active & (np.abs(np.imag(wz)) > 1e-3 * np.abs(wz))).any():
         found = complex(wz[active][0])
         system.fail(f"it needs a Hermitian operator, but z·Az = {found:.3e} is not real. Take method='gmres'")

@@ -34,8 +34,8 @@ from mpiad.transport.user_failures import DeferredFailures
 # is λ, and that of p is -(∂(A(p) u)/∂p)ᵀ λ, one reverse pass through the user's operator at the solution. The iteration
 # itself is never traced. Both rules are composed of this operator and the user's, so they can be differentiated again.
 #
-# The adjoint of the transposed system is the original system, and λᵀ A u is the same number in both. So the cotangent of p
-# in the transposed system also comes from a reverse pass through A, with u and λ interchanged.
+# The adjoint of a system with Aᵀ is a system with A, and both cotangents of p are derivatives of the number λᵀ A u. So the
+# cotangent of p in the transposed system also comes from a reverse pass through A, with u and λ interchanged.
 #
 # An operator is linear in u, so one trace is enough for all products with its transpose in a solve. The transpose of a
 # preconditioner is its attribute `T`, the result of its method `transpose()`, given separately, or derived like that of the
@@ -60,7 +60,8 @@ class Problem(NamedTuple):
     solver: Callable[..., Method] | None = None
     # Failures of this rank before the solve, in the enclosing call.
     failures: DeferredFailures | None = None
-    talkers: set[str] | None = None  # as `DeferredFailures` takes it, for this problem and those of its derivatives
+    # Names of the user functions that have communicated, shared with the problems of derivatives: see `DeferredFailures`.
+    talkers: set[str] | None = None
 
     def derived(self, failures: DeferredFailures) -> Problem:
         """Return the problem of a tangent: the same operator, with the initial guess zero."""
@@ -95,7 +96,7 @@ class Problem(NamedTuple):
         return transposed_function(lambda u: self.matvec(u, *params), like)
 
     def system(self, leaves: Tree, b: LocalArray) -> System:
-        """Return the system on plain blocks."""
+        """Return the system that the iterative methods solve, for untraced blocks."""
         params, failures = tuple(self.build(leaves)), self.failures or self.new_failures()
         apply, precondition = (lambda u: self.matvec(u, *params)), None
         if self.transposed:
@@ -116,7 +117,7 @@ class Problem(NamedTuple):
 
 @custom_operator
 def solution(b: LocalArray, *leaves: Any, problem: Problem) -> LocalArray:
-    """Return this rank's block of the solution, of the shape of `b`; `leaves` belong to the parameters. Raises as `solve`.
+    """Return this rank's block of the solution, of the shape of `b`; `leaves`: those of the parameters. Raises as `solve`.
 
     The adjoint is one solve with the transposed operator, which for conjugate gradients is the operator itself, conjugated.
     """
@@ -141,7 +142,8 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
 
         # In both cases λᵀ A u is differentiated through the user's operator.
         if not problem.transposed:
-            # Traced before the solve, whose first sum reports an exception of the operator to the other ranks.
+            # The operator is traced before the solve: the first reduction of the solve then reports an exception of the
+            # operator to the other ranks.
             pull = pull_at(ans)
             left = multiplier = solution_of_adjoint(g, leaves, problem, failures)
         else:
@@ -155,7 +157,7 @@ def _adjoint(ans: LocalArray, b: LocalArray, *leaves: Any, problem: Problem) -> 
 
 
 def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Problem, failures: DeferredFailures) -> list:
-    """Return the cotangents of all arguments but the first of a traced user function, for the cotangent `left`.
+    """Return the cotangents of a traced user function's arguments, except the first; `left`: that of its result.
 
     An exception in the user's adjoint on one rank is raised on all. If the operator was assumed to be symmetric, but the
     first cotangent isn't `g`, a ValueError is raised.
@@ -164,7 +166,7 @@ def pulled_back(pull: Function, left: LocalArray, g: LocalArray, problem: Proble
     if problem.hermitian:
         require_transpose(stop_gradient(found[0]), stop_gradient(g), problem.settings, failures)
     else:
-        failures.raise_together()  # since no reduction follows
+        failures.raise_together()  # here no reduction follows that would report failures
     return list(found[1:])
 
 
@@ -200,7 +202,10 @@ defjvp_together(solution, _tangent)
 
 
 def require_transpose(transposed: LocalArray | None, g: LocalArray, settings: Settings, failures: DeferredFailures) -> None:
-    """Raise a ValueError on all ranks if A isn't symmetric: Aᵀ λ isn't g, but A λ is; or an exception of any rank."""
+    """Raise a ValueError on all ranks if `transposed`, which is Aᵀ λ, differs from g = A λ, so that A isn't symmetric.
+
+    If any rank has failed, its exception is raised on all instead.
+    """
     gap = (np.nan if transposed is None else transposed) - g
     with restoring_state(), suspended():
         own = inner(*[(v.reshape(1, -1), v.reshape(1, -1)) for v in (gap, g)])
@@ -292,7 +297,7 @@ def solve(
         The arguments of the operator; derivatives flow to all of them.
     method : {"cg", "gmres", "bicgstab"}
         Conjugate gradients, for a symmetric (complex: Hermitian) positive definite operator; the others for any nonsingular
-        one. An iteration takes one reduction over all ranks; of "bicgstab" two, and two products.
+        one. An iteration takes one product and one reduction over all ranks; with "bicgstab", two of each.
     preconditioner : callable, optional
         ``preconditioner(r, *params)`` or ``preconditioner(r)``, according to the number of required arguments, returns an
         approximation of this rank's block of A⁻¹ r, linear in r; symmetric positive definite for "cg". No derivative
@@ -313,7 +318,7 @@ def solve(
     x0 : array of the shape of `b`, optional
         Initial guess; zero by default. No derivative flows through it.
     batch : int
-        Number of leading axes of `b` that count systems with the same operator. Each system has its own iteration and
+        Number of leading axes of `b` that index systems with the same operator. Each system has its own iteration and
         tolerance; the reductions are shared, and `matvec` gets all blocks at once. With 0 (the default), `b` is one system.
     verify : bool
         Whether to check at the end that the true residual is within 10 times the tolerance (or within rounding), and that

@@ -1,4 +1,4 @@
-"""Split arrays, differences of neighbors, elements in another order."""
+"""Derivative rules for functions that split arrays, subtract neighbors, or rearrange elements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _division_vjp(fixed: int | None, argnums: Argnums, ans: Array, args: tuple, 
 
 
 def diff_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp:
-    """Take the negated differences of the zero-padded cotangent, of the same order."""
+    """Apply the transpose of `numpy.diff`: minus the differences of the zero-padded cotangent, n times."""
     given = bound(anp.diff, "a n axis", args, kwargs)
     if given.get("n", 1) == 0:
         return one_unchanged
@@ -77,7 +77,10 @@ def gradient_vjp(argnums: Argnums, ans: Array, args: tuple, kwargs: dict) -> Vjp
 
 
 def _transposed_differences(g: Array, axis: int) -> Array:
-    """Return Σ_i w_i (e_{i+1} - e_{i-1}); w = g/2, but g at the ends, which replace their missing neighbor."""
+    """Return Σ_i w_i (e_{i+1} - e_{i-1}) with unit vectors e_i and w = g/2.
+
+    At the first and the last element w = g, and the element itself replaces its missing neighbor.
+    """
     g = anp.moveaxis(g, axis, 0)
     w = concatenate([g[:1], g[1:-1] / 2, g[-1:]])
     return anp.moveaxis(concatenate([-w[:1], w[:-1]]) - concatenate([w[1:], -w[-1:]]), 0, axis)
@@ -85,7 +88,10 @@ def _transposed_differences(g: Array, axis: int) -> Array:
 
 @primitive
 def placed(g: Array, places: Array, shape: Shape) -> Array:
-    """Return an array with g at `places`, indices into the flattened array without repetition, and zeros elsewhere."""
+    """Return an array of zeros except for the elements g at `places`.
+
+    `places`: indices into the flattened array, without repetition.
+    """
     total = arrays_like(g).full((math.prod(shape),), 0, g.dtype)
     total[places] = g
     return np.reshape(total, shape)
@@ -103,7 +109,7 @@ def _moved(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
 
 
 def _ordered(fun: Primitive, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Return the source index of each element of a sorted or partitioned array, by the ranks of the elements."""
+    """Return the source index of each element of a sorted or partitioned array, from the order of the elements."""
     given = bound(fun, "a axis kind" if fun is anp.sort else "a kth axis", args, kwargs)
     x, result, axis = getval(args[0]), getval(ans), given.get("axis", -1)
     numbers = np.reshape(arrays_like(x).arange(np.size(x)), np.shape(x))
@@ -128,7 +134,7 @@ def _rearrangement_vjp(fun: Primitive, places_of: Any, argnums: Argnums, ans: Ar
 def _rearrangement_jvp(
     fun: Primitive, places_of: Any, argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict
 ) -> Array:
-    """Take the tangents of the same elements."""
+    """Rearrange the tangent like the array."""
     return anp.reshape(gs[0], (-1,))[places_of(fun, ans, args, kwargs)]
 
 

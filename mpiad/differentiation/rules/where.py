@@ -34,7 +34,7 @@ def _kept(condition: Array, g: Array) -> Array:
 
 
 def where_jvp(argnums: Argnums, gs: list, ans: Array, args: tuple, kwargs: dict) -> Array:
-    """Choose between the tangents as between the arrays."""
+    """Take each element of the tangent from the tangent of the array from which it was taken."""
     if kwargs or len(args) != 3:
         return inherited_jvp(primitive_where, argnums, gs, ans, args, kwargs)
     tangents = dict(zip(argnums, gs))

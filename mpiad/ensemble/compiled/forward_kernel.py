@@ -1,15 +1,17 @@
 """The source of the CPU's forward kernel, which advances trajectories in lanes.
 
-Each turn is one loop over the lanes without branches and calls, so that the compiler can vectorize it. It accepts the
-previous step if its error allows, computes the next one and its error, decides on its acceptance, and chooses the size of
-the one after. Then lanes with something to write are visited one by one: a step to record, a saved time, an end. A lane
-whose trajectory has ended starts the next one. After a given number of turns, or if the output arrays may be too small for
-the next one, the kernel returns; when it is called again, it continues from `state`.
+The kernel runs in turns, in each of which every lane attempts one step. A turn is one loop over the lanes without branches
+and calls, so that the compiler can vectorize it. Each lane advances to the end of its previous step if that was accepted,
+computes the next step and its error, decides whether to accept it, and chooses the size of the step after it. Then the
+lanes that have output (a recorded step, a saved state, the end of a trajectory) are visited one by one. A lane whose
+trajectory has ended starts another trajectory. After a given number of turns, or if the output arrays may be too small for
+another turn, the kernel returns; when it is called again, it continues from `state`.
 
 Several threads take trajectories from a shared counter, a few at a time, so that all end at about the same time.
 
-The arithmetic is that of the vectorized path, operation by operation, and the compiler may not change it. So the numbers of
-a trajectory are the same in each lane and in all kernels that are generated from one f. Only tangents may use `fma`.
+The arithmetic is that of the vectorized implementation, operation by operation, and the compiler may not change it.
+So the results of a trajectory don't depend on its lane, and are the same in all kernels that are generated from one f. Only
+tangents may use `fma`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ when events:
     if took:
         @found
 when affected:
-    # What is saved at an event is what is after it.
+    # The state saved at the time of an event is the state after the event.
     acted = False
     while took and $due < tn:
         @saving
@@ -98,7 +100,7 @@ when inside:
         each j: each c: dsaved[{j}, i, place[l], {c}] = $dnew[{j}, {c}]
 when not inside: each c: saved[i, place[l], {c}] = $new[{c}]
 if save_step.shape[0] > 0:
-    # After an event it is that of the next step.
+    # After an event, the number of the next step is stored.
     when affected: save_step[i, place[l]] = np.int32($number + (1.0 if acted else 0.0))
     when not affected: save_step[i, place[l]] = np.int32($number)
 @next_due
@@ -110,7 +112,7 @@ _EVENTS = """
 h = $sign * $size
 @rounded_step
 each p: p{p} = $p[{p}]
-# One loop for all: each event's own lines would have to be compiled, too.
+# One loop over the events, since separate lines for each event would take longer to compile.
 for e in range({count}):
     $part[e] = np.inf
     if $crossed[e] > 0.0:
@@ -131,7 +133,8 @@ when terminal:
         when affected:
             each c: y_{c} = $new[{c}]
             @conditions_at_cut
-            # What has changed its sign there wouldn't be seen to do so afterwards: see `ActingEvents`.
+            # Another condition that has changed its sign at the cut also counts as an event there, since its sign
+            # change couldn't be detected later: see `ActingEvents`.
             @late
 when acts: noted = found
 for e in range({count}):
@@ -149,7 +152,7 @@ for e in range({count}):
 
 
 def put_out(spec: KernelSpec, steps: Steps, names: dict[str, Any]) -> list[str]:
-    """Return the lines for a lane with something to write; `names`: the names of the kernel's templates."""
+    """Return the lines for a lane that has output; `names`: the values of the placeholders in the kernel's templates."""
     components, saved, cut, value, late = range(spec.d), [], [], [], []
     for c in components if spec.inside else ():
         saved += steps.interpolated(f"saved[i, place[l], {c}]", partial(_stage, spec, c=c), f"$u[{c}]")
@@ -235,7 +238,7 @@ def forward(
     while True:
         while vacant > 0 and (waiting < stop or more):
             if waiting == stop:
-                # The next ones that no other thread has taken.
+                # The next trajectories that no thread has taken yet.
                 next = claimed(taken, taken[2])
                 more = next < taken[1]
                 if more:
@@ -249,7 +252,7 @@ def forward(
                     waiting += 1
                     vacant -= 1
                     @enter
-        # There may be no room left for what a turn may write down.
+        # The output arrays may be too small for another turn.
         if vacant == {lanes} or turns == 0{full}:
             break
         turns -= 1
@@ -284,7 +287,7 @@ t = start[0 if one_span else i]
 goal = end[0 if one_span else i]
 sign = -1.0 if goal < t else 1.0
 when affected:
-    # The first given time is the goal, where it comes before the end.
+    # The goal is the first given time of an event, if it comes before the end.
     own = 0 if one_given else i
     goal = given[slots[i], own] if sign * given[slots[i], own] <= sign * goal else goal
 column = 0 if one_start else i
@@ -295,7 +298,8 @@ now = sign * t
 span = sign * goal - now
 @first_step
 h = h if h < dtmax else dtmax
-# `least_step`: the next double has the next bits, away from zero. Adding 0.0 takes the sign from -0.0.
+# As `least_step`. The bits of the next larger double are larger by 1 for numbers >= 0, smaller by 1 for negative ones.
+# Adding 0.0 turns -0.0 into 0.0.
 least = 10.0 * (number_of(bits_of(now + 0.0) + (1 if now >= 0.0 else -1)) - now)
 h = h if h > least else least
 each c: $u[{c}] = u_{c}
@@ -338,7 +342,8 @@ if place[l] < n_saved:
     $due = $sign * times[i if by_row else 0, place[l]]
 """
 
-# `most` is 10 times the largest resolution of time in the interval; only shorter steps are compared with the exact limit.
+# An upper bound on the smallest step: 10 times the largest resolution of time in the interval. Only steps below the bound
+# are compared with the exact limit.
 _LEAST = """
 most = max(abs(t), abs(goal))
 most = 10.0 * (number_of(bits_of(most + 0.0) + (1 if most >= 0.0 else -1)) - most)
@@ -366,7 +371,7 @@ now = where(took, $tn, $now)
 goal = $end
 following = $next
 ahead = now + following
-# Many equal steps don't sum up to the span; a last one of rounding's size is none.
+# Many equal steps don't sum up to the span exactly. A remainder at the level of rounding is added to the last step.
 when not adaptive: ahead = where(ahead > goal - 1e-9 * following, goal, ahead)
 ahead = where(ahead < goal, ahead, goal)
 size = ahead - now
@@ -409,19 +414,20 @@ $event = small + tired + told + due{changed}
 _FIELDS = """
 u[{d}] k[{d}] p[{varying}]
 exact now tn sign size end due least live rejected tries number
-# Errors, too, in double precision: their root decides the next step, which is a time.
+# Errors are in double precision, too: the size of the next step, a time, is computed from them.
 exact q2 accepted next event
 when remembers: exact q2_before
-# The last stage has a place of its own: of first-same-as-last pairs it is the next step's first.
+# The last stage is a separate field: in first-same-as-last pairs it is the first stage of the next step.
 new[{d}] last[{d}]
 when inside: inner[{last-1}, {d}]
 du[{m}, {d}] dnew[{m}, {d}]
 when inside: dk[{m}, {last+1}, {d}]
 when events: exact condition[{count}] condition_new[{count}] crossed[{count}] part[{count}]
-# When a trajectory began or each event acted last, when the last one was, how many were short before; and where the next
-# step ends at the latest, if that lies ahead.
+# `begun`: the time at which the trajectory began or each event last acted. `met`: the time of the last root of a condition.
+# `short`: the number of successive short intervals between such roots. `side`: the sign of the condition of each event that
+# acts in both directions. `limit`: an upper bound on the end of the next step, if that lies ahead.
 when acts: exact begun[{count}] met short side[{count}] limit
-# How long a step is that doesn't tell on which sides conditions are.
+# The length of a step below which the sign of a condition near its root is uncertain.
 when affected: exact unresolved
 """
 
@@ -492,8 +498,8 @@ def power_lines(x: str, exponent: str, out: str) -> list[str]:
         f"x = where({x} < 1e30, {x}, 1e30)",
         "x = where(x > 1e-30, x, 1e-30)",
         f"i = bits_of(x) - {_ROOT_HALF}",
-        # The exponent from the double's bits. No vector unit before AVX-512 converts 64-bit integers; instead, n + 1024
-        # becomes the last bits of a double with the exponent of 2^52 (0x433), in which the last bit is 1.
+        # The exponent n, from the bits of the double. No vector unit before AVX-512 converts 64-bit integers to doubles.
+        # Instead, the bits of n + 1024 become the last bits of 2^52 (0x433 << 52), which gives the double 2^52 + n + 1024.
         "n = number_of(((i + 0x4000000000000000) >> 52) | 0x4330000000000000) - 4503599627371520.0",
         f"m = number_of((i & 0xFFFFFFFFFFFFF) + {_ROOT_HALF})",
         "r = (m - 1.0) / (m + 1.0)",

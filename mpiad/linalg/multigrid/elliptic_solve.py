@@ -1,7 +1,7 @@
 """`solve_elliptic`: a solve by multigrid, differentiated by the implicit function theorem.
 
-As in `linalg.solve`: the adjoint takes one further solve, with the same levels, since the operator is its own transpose,
-and one reverse pass through the operator at the solution.
+As in `linalg.solve`, the adjoint takes one further solve and one reverse pass through the operator at the solution. The
+operator is its own transpose, so this solve uses the same multigrid levels.
 """
 
 from __future__ import annotations
@@ -135,10 +135,11 @@ def _adjoint(ans: LocalArray, b: LocalArray, kappa: LocalArray, c: LocalArray, *
     """Return the transpose of the solution's derivative: from A u̇ = ḃ - (∂A/∂κ κ̇ + ∂A/∂c ċ) u."""
 
     def vjp(g: LocalArray) -> list:
-        # Decided by the tape, identically on all ranks; a surrounding autograd trace is the exception.
+        # On a tape of cotangents nothing is differentiated with respect to κ and c, unless a surrounding autograd trace
+        # does so. All ranks have the same kind of tape, so they decide identically.
         tape = tracing.tape
         linear = tape is not None and tape.of_cotangents and not (isbox(kappa) or isbox(c))
-        # The operator is its own transpose, and the levels exist: another solve with them, for all cotangents.
+        # The operator is its own transpose, so the existing levels solve for all cotangents at once.
         multiplier = _solution(g, kappa, c, problem=problem._replace(start={}, linear=linear))
         if problem.linear:
             return [multiplier]
